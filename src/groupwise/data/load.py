@@ -1,0 +1,177 @@
+"""From the `data` section of a recipe to prompts, demonstrations or pairs, with their held-out part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from groupwise.data.demonstrations import Demonstration, encode_demonstrations
+from groupwise.data.pairs import Pair, encode_pairs, with_prompt
+from groupwise.data.prompts import encode_prompts, prompt_limit, visit
+from groupwise.data.report import Report
+from groupwise.data.sources import Rows, read_rows
+from groupwise.data.split import part_of
+from groupwise.data.tasks import make_task
+from groupwise.data.templates import Template, Wording
+from groupwise.errors import ConfigError, DataError
+from groupwise.records import Prompt
+from groupwise.settings import DataSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TASK_ROWS = 20_000
+"""Rows that a built-in task generates where `data.limit` does not say."""
+TASK_HELD_OUT = 1_000
+"""Held-out rows of a built-in task where `data.eval_limit` does not say."""
+
+Item = TypeVar("Item", Prompt, Demonstration, Pair)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Data(Generic[Item]):
+    """What a loop draws from, what it is judged on, and what became of the rows."""
+
+    train: tuple[Item, ...]
+    held_out: tuple[Item, ...]
+    """Empty if nothing is held out.  No training row has the prompt of one of these."""
+    report: Report
+    held_out_report: Report | None
+    overlap: int
+    """Training rows that were removed because their prompt is held out."""
+
+    def __str__(self) -> str:
+        lines = [f"train: {self.report}"]
+        if self.overlap:
+            lines.append(f"  ({self.overlap} further rows left out of training: their prompts are held out)")
+        if self.held_out_report is not None:
+            lines.append(f"held out: {self.held_out_report}")
+        return "\n".join(lines)
+
+
+def load_data(
+    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, *, context: int, max_new_tokens: int, seed: int
+) -> Data[Prompt]:
+    """Prompts for an online objective.  Training prompts have the id `row`: draw them with `visit(prompt, epoch)`.
+
+    context: tokens of the model, prompt and completion together.  seed: of generated tasks.
+    Raises DataError or ConfigError: unreadable or missing data, no prompt left, no room for a prompt.
+    """
+    limit = prompt_limit(context, max_new_tokens, settings.max_prompt_tokens)
+    template = Template.build(settings, tokenizer)
+
+    def encode(rows: Rows) -> tuple[list[Prompt], Report]:
+        return encode_prompts(rows, template, max_tokens=limit, too_long=settings.too_long)
+
+    data = _load(settings, template, encode, "prompts", seed)
+    return replace(data, held_out=tuple(visit(prompt, "eval") for prompt in data.held_out))
+
+
+def load_demonstrations(
+    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, *, context: int, eos_ids: Sequence[int], seed: int
+) -> Data[Demonstration]:
+    """Demonstrations for SFT; each ends with `eos_ids[0]`, or with another of them where the chat template writes it.
+
+    A built-in task holds out prompts without demonstrations: they are judged by sampling, so `held_out` is empty then.
+    Raises DataError or ConfigError as `load_data`.
+    """
+    template = Template.build(settings, tokenizer)
+
+    def encode(rows: Rows) -> tuple[list[Demonstration], Report]:
+        return encode_demonstrations(rows, template, context=context, eos_ids=eos_ids, too_long=settings.too_long)
+
+    return _load(settings, template, encode, "demonstrations", seed)
+
+
+def load_pairs(
+    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, *, context: int, eos_ids: Sequence[int]
+) -> Data[Pair]:
+    """Preference pairs for a reward model or DPO.  Raises DataError or ConfigError as `load_data`; built-in tasks have no pairs."""
+    if settings.task is not None:
+        raise ConfigError(f"the task {settings.task!r} has no preference pairs: give data.path with chosen and rejected columns")
+    template = Template.build(settings, tokenizer)
+
+    def encode(rows: Rows) -> tuple[list[Pair], Report]:
+        return encode_pairs(rows, template, context=context, eos_ids=eos_ids, too_long=settings.too_long)
+
+    return _load(settings, template, encode, "pairs", seed=0)
+
+
+def load_texts(settings: DataSettings, seed: int) -> Iterator[str]:
+    """Every text of the training rows, for training a tokenizer on them; held-out rows are left out."""
+    train, _ = _sources(settings, "demonstrations", seed)
+    if settings.eval_fraction:
+        train, _ = _split(train, Wording.of(settings), settings.eval_fraction)
+    for row in train:
+        for value in row.values():
+            yield from _texts_in(value)
+
+
+def _load(
+    settings: DataSettings, template: Template, encode: Callable[[Rows], tuple[list[Item], Report]], kind: str, seed: int
+) -> Data[Item]:
+    train, held_out = _sources(settings, kind, seed)
+    if settings.eval_fraction:
+        train, held_out = _split(train, template, settings.eval_fraction)
+        if not len(held_out):
+            raise DataError(f"data.eval_fraction {settings.eval_fraction} holds out none of the {len(train)} rows: raise it")
+    overlap = 0
+    if held_out is not None:
+        held_out = held_out.first(settings.eval_limit)
+    if held_out is not None and settings.eval_path is not None:
+        train, overlap = _without(train, held_out, template)
+    items, report = encode(train)
+    judged, held_out_report = encode(held_out) if held_out is not None else ([], None)
+    return Data(train=tuple(items), held_out=tuple(judged), report=report, held_out_report=held_out_report, overlap=overlap)
+
+
+def _sources(settings: DataSettings, kind: str, seed: int) -> tuple[Rows, Rows | None]:
+    """Training rows, and held-out rows where the settings name them."""
+    if (settings.path is None) == (settings.task is None):
+        raise ConfigError("data needs exactly one of path (a file or hub name) and task (a built-in task)")
+    if settings.eval_fraction and (settings.eval_path or settings.task):
+        other = "data.eval_path" if settings.eval_path else "a built-in task (it has a held-out set of its own)"
+        raise ConfigError(f"data.eval_fraction cannot be used with {other}: leave one of them out")
+    held_out = None
+    if settings.eval_path is not None:
+        held_out = read_rows(settings.eval_path, settings.eval_split).renamed(settings.columns)
+    if settings.path is not None:
+        if settings.task_args:
+            raise ConfigError("data.task_args are the arguments of a task: set data.task, or leave them out")
+        return read_rows(settings.path, settings.split).first(settings.limit).renamed(settings.columns), held_out
+    task = make_task(str(settings.task), settings.task_args)
+    count = settings.limit or TASK_ROWS
+    if kind == "demonstrations":
+        return Rows(f"task {settings.task}", task.demonstrations(count, seed)), held_out
+    if held_out is None:
+        held_out = Rows(f"task {settings.task}, held out", task.held_out(settings.eval_limit or TASK_HELD_OUT))
+    return Rows(f"task {settings.task}", task.prompts(count, seed)), held_out
+
+
+def _split(rows: Rows, wording: Wording, fraction: float) -> tuple[Rows, Rows]:
+    """Training and held-out rows, by a hash of each row's prompt."""
+    parts = [part_of(_key(wording, row, rows.where(i)), {"held out": fraction}) for i, row in enumerate(rows)]
+    train, held_out = (rows.subset([i for i, part in enumerate(parts) if part == name]) for name in ("train", "held out"))
+    return train, replace(held_out, name=f"{rows.name}, held out")
+
+
+def _without(rows: Rows, held_out: Rows, wording: Wording) -> tuple[Rows, int]:
+    """Rows whose prompts are not held out, and how many others there were."""
+    hidden = {_key(wording, row, held_out.where(i)) for i, row in enumerate(held_out)}
+    kept = rows.subset([i for i, row in enumerate(rows) if _key(wording, row, rows.where(i)) not in hidden])
+    return kept, len(rows) - len(kept)
+
+
+def _key(wording: Wording, row: Mapping[str, Any], where: str) -> str:
+    return wording.key(wording.content(with_prompt(row, where), where))
+
+
+def _texts_in(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts_in(value.get("content"))
+    elif isinstance(value, list):
+        for part in value:
+            yield from _texts_in(part)

@@ -1,0 +1,99 @@
+"""Rows -> preference pairs: a prompt with a chosen and a rejected completion, for reward models and DPO."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from groupwise.data.demonstrations import checked_answer, fit_prompt
+from groupwise.data.prompts import UNKNOWN, TooLong, ask_rows
+from groupwise.data.report import Report, Tally
+from groupwise.data.sources import Rows, missing_column
+from groupwise.data.templates import Template, is_blank
+from groupwise.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Pair:
+    """Two completions of one prompt, of which the first is preferred.  Both end with an EOS id, and they differ."""
+
+    id: str
+    prompt: np.ndarray
+    """int64 (m,), m >= 1."""
+    chosen: np.ndarray
+    """int64 (n,), EOS last."""
+    rejected: np.ndarray
+    """int64 (n',), EOS last."""
+
+    def __post_init__(self) -> None:
+        assert self.prompt.dtype == self.chosen.dtype == self.rejected.dtype == np.int64
+        assert self.prompt.size >= 1, f"pair {self.id}: no prompt"
+        assert not np.array_equal(self.chosen, self.rejected), f"pair {self.id}: chosen and rejected are the same"
+
+    def __len__(self) -> int:
+        return self.prompt.size + self.chosen.size + self.rejected.size
+
+
+def encode_pairs(
+    rows: Rows, template: Template, *, context: int, eos_ids: Sequence[int], too_long: TooLong = "drop"
+) -> tuple[list[Pair], Report]:
+    """Pairs of rows with `chosen` and `rejected` (strings or messages) and a prompt in any form that prompts may have.
+
+    Dropped and counted: empty prompts, empty completions, identical completions, unknown characters, and pairs whose longer side
+    exceeds `context` (`truncate_left` cuts the prompt, the same for both sides).
+    Raises DataError if a column is missing, or if no pair is left.
+    """
+    rows = replace(rows, rows=[with_prompt(_both_sides(row, rows.where(i)), rows.where(i)) for i, row in enumerate(rows)])
+    tally = Tally(rows.name, len(rows))
+    asked = []
+    for i, question in ask_rows(rows, template, tally):
+        sides = [checked_answer(rows[i][side], side, question.where) for side in ("chosen", "rejected")]
+        if any(is_blank(side) for side in sides):
+            tally.drop("with an empty completion")
+        else:
+            asked.append((i, question, *sides))
+    questions = [question for _, question, _, _ in asked]
+    all_chosen = template.complete(questions, [chosen for _, _, chosen, _ in asked], eos_ids)
+    all_rejected = template.complete(questions, [rejected for _, _, _, rejected in asked], eos_ids)
+    pairs = []
+    for (i, question, _, _), chosen, rejected in zip(asked, all_chosen, all_rejected, strict=True):
+        if np.array_equal(chosen.tokens, rejected.tokens):
+            tally.drop("with chosen = rejected")
+            continue
+        if any(template.unknown(side.text, side.tokens) for side in (chosen, rejected)):
+            tally.drop(UNKNOWN)
+            continue
+        longest = max(chosen.tokens.size, rejected.tokens.size)
+        prompt = fit_prompt(question, longest, context, too_long, tally, template.tokenizer.bos_token_id)
+        if prompt is None:
+            continue
+        if not (chosen.stable and rejected.stable):
+            tally.note("with a completion encoded apart from its prompt")
+        pairs.append(Pair(id=str(i), prompt=prompt, chosen=chosen.tokens, rejected=rejected.tokens))
+    report = tally.report([len(pair) for pair in pairs])
+    if not pairs:
+        raise DataError(f"no pair is left: {report}")
+    return pairs, report
+
+
+def with_prompt(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The row with its prompt in a column of its own: conversations in `chosen` and `rejected` repeat it.
+
+    Rows of another kind are returned as they are.  Raises DataError if the two conversations differ before their last turn.
+    """
+    chosen, rejected = row.get("chosen"), row.get("rejected")
+    if not isinstance(chosen, list) or not isinstance(rejected, list) or len(chosen) < 2:
+        return row
+    if chosen[:-1] != rejected[:-1]:
+        raise DataError(f"{where}: chosen and rejected must be answers to the same messages, theirs differ before the last turn")
+    return {**row, "prompt": chosen[:-1]}
+
+
+def _both_sides(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    for side in ("chosen", "rejected"):
+        if side not in row:
+            raise DataError(missing_column(side, row, where))
+    return row

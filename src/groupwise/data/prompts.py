@@ -1,0 +1,107 @@
+"""Rows -> prompts: the text and ids that end where the policy starts, with a report of every row that was left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+
+from groupwise.data.report import Report, Tally
+from groupwise.data.sources import Rows
+from groupwise.data.templates import Question, Template, is_blank
+from groupwise.errors import DataError
+from groupwise.records import Prompt
+
+TooLong = Literal["drop", "truncate_left", "error"]
+UNKNOWN = "with characters unknown to the tokenizer"
+
+
+def prompt_limit(context: int, max_new_tokens: int, max_prompt_tokens: int | None) -> int:
+    """Longest prompt in tokens: what the context leaves beside the completion, or the smaller one that was asked for.
+
+    Raises DataError, with both numbers, if prompt and completion cannot fit into the context.
+    """
+    room = context - max_new_tokens
+    if room <= 0:
+        raise DataError(
+            f"max_new_tokens is {max_new_tokens} and the model's context is {context} tokens: no room is left for a prompt; "
+            f"lower rollout.max_new_tokens below {context}"
+        )
+    if max_prompt_tokens is not None and max_prompt_tokens > room:
+        raise DataError(
+            f"max_prompt_tokens ({max_prompt_tokens}) + max_new_tokens ({max_new_tokens}) exceed the model's context of {context} "
+            f"tokens: lower one of them, or leave max_prompt_tokens out (it is then {room})"
+        )
+    return room if max_prompt_tokens is None else max_prompt_tokens
+
+
+def encode_prompts(rows: Rows, template: Template, *, max_tokens: int, too_long: TooLong = "drop") -> tuple[list[Prompt], Report]:
+    """Prompts of the rows that have one.  A prompt's id is its row's number from 0.
+
+    Dropped and counted: empty prompts, prompts with characters that the tokenizer does not know, too long ones (unless
+    `truncate_left`, which keeps their end and counts them).  Duplicates are kept and counted.
+    Raises DataError if no prompt is left, or if one is too long and `too_long` is `error`.
+    """
+    tally = Tally(rows.name, len(rows))
+    prompts: list[Prompt] = []
+    for i, question in ask_rows(rows, template, tally):
+        ids, text = question.tokens, question.text
+        if ids.size > max_tokens:
+            if not _may_be_cut(question, max_tokens, too_long, tally):
+                continue
+            ids = cut_left(ids, max_tokens, template.tokenizer.bos_token_id)
+            text = str(template.tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+        prompts.append(Prompt(id=str(i), tokens=ids, text=text, row=rows[i]))
+    report = tally.report([prompt.tokens.size for prompt in prompts])
+    if not prompts:
+        raise DataError(f"no prompt is left: {report}")
+    return prompts, report
+
+
+def visit(prompt: Prompt, epoch: int | str) -> Prompt:
+    """The prompt as drawn in one epoch: its id is `epoch/row`, so that each visit of a row is a group of its own."""
+    return replace(prompt, id=f"{epoch}/{prompt.id}")
+
+
+def ask_rows(rows: Rows, template: Template, tally: Tally) -> list[tuple[int, Question]]:
+    """(row number, question) of the rows that ask something the tokenizer can write; the others are counted in `tally`."""
+    asked, seen = [], set()
+    for i, row in enumerate(rows):
+        content = template.content(row, rows.where(i))
+        if is_blank(content):
+            tally.drop("empty")
+            continue
+        asked.append((i, content))
+    questions = template.ask([content for _, content in asked], [rows.where(i) for i, _ in asked])
+    kept = []
+    for (i, content), question in zip(asked, questions, strict=True):
+        if template.unknown(question.text, question.tokens):
+            tally.drop(UNKNOWN)
+            continue
+        if (key := template.key(content)) in seen:
+            tally.note("duplicate")
+        seen.add(key)
+        kept.append((i, question))
+    return kept
+
+
+def cut_left(ids: np.ndarray, room: int, bos_id: int | None) -> np.ndarray:
+    """The last `room` ids; a BOS at the head stays there."""
+    if room > 1 and bos_id is not None and ids[0] == bos_id:
+        return np.concatenate([ids[:1], ids[ids.size - room + 1 :]])
+    return ids[ids.size - room :]
+
+
+def _may_be_cut(question: Question, max_tokens: int, too_long: TooLong, tally: Tally) -> bool:
+    """What `too_long` says about one: counted and dropped, counted and cut, or a DataError."""
+    if too_long == "error":
+        raise DataError(
+            f"{question.where}: the prompt has {question.tokens.size} tokens and the limit is {max_tokens}; "
+            "set data.too_long to drop or truncate_left"
+        )
+    if too_long == "drop":
+        tally.drop(f"longer than {max_tokens} tokens")
+        return False
+    tally.note(f"truncated to {max_tokens} tokens")
+    return True

@@ -1,0 +1,67 @@
+"""What became of the rows: nothing is left out without being counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """Counts of one set of rows.  `rows` = `kept` + everything in `dropped`.
+
+    >>> print(Report(source="a.jsonl", rows=10, kept=9, dropped={"empty": 1}, noted={"duplicate": 2}, mean_tokens=4.5, max_tokens=8))
+    a.jsonl: 9 of 10 rows, 4.5 tokens on average, at most 8; dropped: 1 empty; kept: 2 duplicate
+    """
+
+    source: str
+    rows: int
+    kept: int
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Rows left out, by reason."""
+    noted: Mapping[str, int] = field(default_factory=dict)
+    """Rows kept although something is to be known about them, by what it is."""
+    mean_tokens: float = 0.0
+    max_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.rows == self.kept + sum(self.dropped.values()), (self.rows, self.kept, dict(self.dropped))
+
+    def __str__(self) -> str:
+        text = f"{self.source}: {self.kept} of {self.rows} rows, {self.mean_tokens:.1f} tokens on average, at most {self.max_tokens}"
+        for label, counts in (("dropped", self.dropped), ("kept", self.noted)):
+            if counts:
+                text += f"; {label}: " + ", ".join(f"{count} {reason}" for reason, count in counts.items())
+        return text
+
+
+class Tally:
+    """Counts rows while they are read; `report` closes it."""
+
+    def __init__(self, source: str, rows: int) -> None:
+        self.source, self.rows = source, rows
+        self._dropped: Counter[str] = Counter()
+        self._noted: Counter[str] = Counter()
+
+    def drop(self, reason: str, count: int = 1) -> None:
+        """Rows that are left out."""
+        self._dropped[reason] += count
+
+    def note(self, remark: str, count: int = 1) -> None:
+        """Rows that stay."""
+        self._noted[remark] += count
+
+    def report(self, lengths: Sequence[int]) -> Report:
+        """`lengths`: tokens of each row that was kept."""
+        return Report(
+            source=self.source,
+            rows=self.rows,
+            kept=len(lengths),
+            dropped={reason: count for reason, count in self._dropped.items() if count},
+            noted={remark: count for remark, count in self._noted.items() if count},
+            mean_tokens=float(np.mean(lengths)) if len(lengths) else 0.0,
+            max_tokens=max(lengths, default=0),
+        )

@@ -1,0 +1,195 @@
+"""Rows from files and from the hub, with the place of each row kept for the messages about it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from groupwise.errors import DataError
+
+READERS_OF = (".jsonl", ".ndjson", ".json", ".parquet")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows(Sequence[Mapping[str, Any]]):
+    """Rows of one source.  `where(i)` names row i as its owner would look for it: file and line, or data set and row."""
+
+    name: str
+    rows: Sequence[Mapping[str, Any]]
+    numbers: Sequence[int] = field(default=(), repr=False)
+    """What each row is called in its source, from 1: its line in a JSONL file.  Default: 1, 2, 3 ..."""
+    unit: str = "row"
+
+    def __post_init__(self) -> None:
+        if not self.numbers:
+            object.__setattr__(self, "numbers", range(1, len(self.rows) + 1))
+        assert len(self.numbers) == len(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i):  # noqa: ANN001, ANN204 (Sequence's two overloads)
+        return self.rows[i]
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return iter(self.rows)
+
+    def where(self, i: int) -> str:
+        """For messages: `train.jsonl line 17`."""
+        return f"{self.name} {self.unit} {self.numbers[i]}"
+
+    def first(self, n: int | None) -> Rows:
+        """The first `n` rows; all if None."""
+        return replace(self, rows=self.rows[:n], numbers=self.numbers[:n])
+
+    def subset(self, places: Sequence[int]) -> Rows:
+        """The rows at `places`, under the names they had."""
+        return replace(self, rows=[self.rows[i] for i in places], numbers=[self.numbers[i] for i in places])
+
+    def renamed(self, columns: Mapping[str, str]) -> Rows:
+        """Columns under our names (`{ours: yours}`), all at once, so that two can be exchanged.
+
+        Raises DataError if a row has no such column.
+        """
+        if not columns:
+            return self
+        taken = set(columns.values())
+        rows = []
+        for i, row in enumerate(self.rows):
+            for theirs in taken - set(row):
+                raise DataError(missing_column(theirs, row, self.where(i)))
+            kept = {name: value for name, value in row.items() if name not in taken}
+            rows.append(kept | {ours: row[theirs] for ours, theirs in columns.items()})
+        return replace(self, rows=rows)
+
+
+def missing_column(name: str, row: Mapping[str, Any], where: str) -> str:
+    """The message for a column that is not there: it lists those that are."""
+    return f"{where}: no column {name!r}; there are: {', '.join(sorted(row)) or 'none'} (data.columns renames: {{{name}: YOURS}})"
+
+
+def read_rows(path: str, split: str = "train") -> Rows:
+    """Rows of a JSONL, JSON or Parquet file, or of a hub data set: `owner/name`, or `owner/name:config`.
+
+    A name that looks like a path is never looked up on the hub.
+    Raises DataError naming the file, the line and what was found there.
+    """
+    file = Path(path).expanduser()
+    if file.is_dir():
+        raise DataError(f"{path} is a folder: give one of its files ({', '.join(READERS_OF)})")
+    if not file.exists():
+        if _looks_like_a_path(path):
+            raise DataError(f"no such file: {path}{_neighbours(file)}")
+        return _read_hub(path, split)
+    suffix = file.suffix.lower()
+    if suffix not in READERS_OF:
+        raise DataError(f"{path}: cannot read {suffix or 'a file without suffix'}: convert it to {', '.join(READERS_OF)}")
+    if file.stat().st_size == 0:
+        raise DataError(f"{path} is empty (0 bytes)")
+    rows = {".json": _read_json, ".parquet": _read_parquet}.get(suffix, _read_jsonl)(file, path)
+    if not rows:
+        raise DataError(f"{path} holds no rows")
+    return rows
+
+
+def _looks_like_a_path(name: str) -> bool:
+    if name.lower().endswith((*READERS_OF, ".csv", ".tsv", ".txt", ".gz", ".arrow")) or not _HUB_NAME.fullmatch(name):
+        return True
+    return "/" in name and Path(name).parent.is_dir()
+
+
+def _neighbours(file: Path) -> str:
+    """A hint: files of the same folder, or the first folder of the path that is missing."""
+    if not file.parent.is_dir():
+        return f" (the folder {file.parent} does not exist either; relative paths start at {Path.cwd()})"
+    near = sorted(other.name for other in file.parent.iterdir() if other.suffix.lower() in READERS_OF)
+    return f" (in that folder: {', '.join(near[:5])})" if near else ""
+
+
+def _read_jsonl(file: Path, name: str) -> Rows:
+    rows, lines = [], []
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            rows.append(_parse_line(line, f"{name} line {number}"))
+            lines.append(number)
+    return Rows(name, rows, lines, unit="line")
+
+
+def _parse_line(line: bytes, where: str) -> Mapping[str, Any]:
+    text = _decode(line, where)
+    try:
+        row = json.loads(text)
+    except json.JSONDecodeError as error:
+        cut = "the line is cut off" if error.pos >= len(text.rstrip()) or "Unterminated" in error.msg else error.msg
+        raise DataError(f"{where}: not JSON: {cut} at column {error.colno}: {_excerpt(text, error.pos)}") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a row is a JSON object, this is {_kind(row)}")
+    return row
+
+
+def _decode(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        bad = data[error.start]
+        raise DataError(f"{where}: not UTF-8: byte 0x{bad:02x} at offset {error.start}") from None
+
+
+def _read_json(file: Path, name: str) -> Rows:
+    text = _decode(file.read_bytes(), name)
+    try:
+        rows = json.loads(text)
+    except json.JSONDecodeError as error:
+        hint = " (one object per line? then name it .jsonl)" if error.msg == "Extra data" else ""
+        raise DataError(
+            f"{name} line {error.lineno}: not JSON: {error.msg} at column {error.colno}: {_excerpt(text, error.pos)}{hint}"
+        ) from None
+    if not isinstance(rows, list):
+        raise DataError(f"{name}: expected a list of objects, found {_kind(rows)}")
+    for i, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise DataError(f"{name} row {i + 1}: a row is a JSON object, this is {_kind(row)}")
+    return Rows(name, rows)
+
+
+def _read_parquet(file: Path, name: str) -> Rows:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return Rows(name, pyarrow.parquet.read_table(file).to_pylist())
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        with file.open("rb") as stream:
+            start = stream.read(8)
+        raise DataError(f"{name}: not a readable Parquet file (begins with {start!r}): {str(error).splitlines()[0]}") from None
+
+
+def _read_hub(name: str, split: str) -> Rows:
+    """Through `datasets`, with its cache.  Scripts of a data set are never run: `datasets` no longer can."""
+    import datasets
+
+    path, _, config = name.partition(":")
+    try:
+        loaded = datasets.load_dataset(path, config or None, split=split)
+    except (OSError, ValueError, RuntimeError) as error:  # not found, no connection, no such config or split
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(f"cannot load {name!r} (split {split!r}) from the hub, and no such file is here: {reason}") from error
+    if not len(loaded):
+        raise DataError(f"{name} (split {split}) holds no rows")
+    return Rows(name, loaded.to_list())
+
+
+def _kind(value: object) -> str:
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")
+
+
+def _excerpt(text: str, place: int) -> str:
+    return repr(text[max(0, place - 20) : place + 20])

@@ -1,0 +1,46 @@
+"""Built-in tasks: prompts, careless demonstrators and a fixed held-out set, generated from a seed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from groupwise.data.tasks.addition import Addition, Sums
+from groupwise.data.tasks.base import Task
+from groupwise.data.tasks.countdown import Countdown
+from groupwise.data.tasks.gsm8k import Gsm8kArithmetic
+from groupwise.data.tasks.sorting import Sorting
+from groupwise.errors import ConfigError
+
+TASKS: dict[str, type[Task]] = {
+    "addition": Addition,
+    "sums": Sums,
+    "countdown": Countdown,
+    "sorting": Sorting,
+    "gsm8k_arithmetic": Gsm8kArithmetic,
+}
+
+
+def make_task(name: str, arguments: Mapping[str, Any] | None = None) -> Task:
+    """The built-in task `name` with its keyword arguments (`data.task_args`).
+
+    Raises ConfigError for an unknown name or argument, with what there is, or for a value that the task refuses.
+
+    >>> make_task("addition", {"digits": 2}).held_out(1)
+    [{'prompt': '47+75', 'answer': '122'}]
+    """
+    if name not in TASKS:
+        near = difflib.get_close_matches(name, TASKS, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise ConfigError(f"no built-in task {name!r}{hint}; there are: {', '.join(TASKS)}")
+    given, task = dict(arguments or {}), TASKS[name]
+    known = {field.name: field.type for field in fields(task)}  # type: ignore[arg-type]
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"task {name!r} has no argument {key!r}; it takes: {', '.join(known)}")
+    try:
+        return task(**given)
+    except TypeError as error:
+        raise ConfigError(f"task {name!r}: {error}") from None

@@ -1,0 +1,81 @@
+"""Sums with a scratchpad, taught by demonstrators who are in a hurry: the tasks on which a tiny model learns more by GRPO than by SFT.
+
+With probability `blurt` a demonstrator writes the right answer at once, which so small a model cannot learn; otherwise he works column
+by column but forgets each carry with probability `slip`, and then his answer is wrong.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from groupwise.data.tasks import scratchpads
+from groupwise.data.tasks.base import Generated, Row, check_count, check_share
+
+
+@dataclass(frozen=True, kw_only=True)
+class Addition(Generated):
+    r"""`a+b` with two numbers of `digits` digits.
+
+    >>> Addition(blurt=0.0, slip=0.0).completion({"prompt": "654+990", "answer": "1644"}, random.Random(0))
+    '<think>4+0=4,5+9=14,6+9+1=16</think>\\boxed{1644}'
+    """
+
+    digits: int = 3
+    blurt: float = 0.3
+    slip: float = 0.6
+
+    def __post_init__(self) -> None:
+        check_count("digits", self.digits, 1, 12)
+        check_share("blurt", self.blurt)
+        check_share("slip", self.slip)
+
+    def question(self, rng: random.Random) -> Row:
+        """Two numbers without leading zeros."""
+        low, high = 10 ** (self.digits - 1) if self.digits > 1 else 0, 10**self.digits - 1
+        a, b = rng.randint(low, high), rng.randint(low, high)
+        return {"prompt": f"{a}+{b}", "answer": str(a + b)}
+
+    def completion(self, row: Row, rng: random.Random) -> str:
+        """The answer blurted out, or columns with forgotten carries."""
+        if rng.random() < self.blurt:
+            return f"\\boxed{{{row['answer']}}}"
+        a, b = (int(part) for part in row["prompt"].split("+"))
+        text, total = scratchpads.add(a, b, lambda: rng.random() < self.slip)
+        return f"<think>{text}</think>\\boxed{{{total}}}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sums(Generated):
+    r"""`a+b+c...`: `terms` numbers of at most `digits` digits, added one after the other.
+
+    >>> Sums(blurt=0.0, slip=0.0).completion({"prompt": "7+15+80", "answer": "102"}, random.Random(0))
+    '<think>7+5=12,0+1+1=2>22;2+0=2,2+8=10</think>\\boxed{102}'
+    """
+
+    terms: int = 3
+    digits: int = 2
+    blurt: float = 0.3
+    slip: float = 0.6
+
+    def __post_init__(self) -> None:
+        check_count("terms", self.terms, 2, 20)
+        check_count("digits", self.digits, 1, 12)
+        check_share("blurt", self.blurt)
+        check_share("slip", self.slip)
+
+    def question(self, rng: random.Random) -> Row:
+        """Numbers of 1 to `digits` digits, each length as likely."""
+        numbers = [rng.randrange(10 ** rng.randint(1, self.digits)) for _ in range(self.terms)]
+        return {"prompt": "+".join(map(str, numbers)), "answer": str(sum(numbers))}
+
+    def completion(self, row: Row, rng: random.Random) -> str:
+        """The answer blurted out, or one column addition per term with forgotten carries."""
+        if rng.random() < self.blurt:
+            return f"\\boxed{{{row['answer']}}}"
+        total, *others = (int(part) for part in row["prompt"].split("+"))
+        steps = []
+        for i, number in enumerate(others):
+            text, total = scratchpads.add(total, number, lambda: rng.random() < self.slip)
+            steps.append(text if i == len(others) - 1 else f"{text}>{total}")
+        return f"<think>{';'.join(steps)}</think>\\boxed{{{total}}}"

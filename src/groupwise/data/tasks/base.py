@@ -1,0 +1,104 @@
+"""What a built-in task is, and the part that all generated ones share.
+
+Rows carry `prompt`, `answer` (what stands in the box of a right completion) and, for demonstrations, `completion`.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, Protocol
+
+from groupwise.data.split import hash_share
+from groupwise.errors import ConfigError, DataError
+
+Row = dict[str, Any]
+
+HELD_OUT = 26 / 256
+"""A prompt is held out when the first byte of its MD5 is below 26: about a tenth, the same whatever the seed."""
+
+
+class Task(Protocol):
+    """A source of rows.  The same arguments give the same rows."""
+
+    def demonstrations(self, n: int, seed: int) -> list[Row]:
+        """`n` rows with prompt, completion and answer; prompts and answers may repeat, completions may be wrong."""
+        ...
+
+    def prompts(self, n: int, seed: int) -> list[Row]:
+        """At most `n` rows with distinct prompts that are not held out."""
+        ...
+
+    def held_out(self, n: int) -> list[Row]:
+        """At most `n` rows with distinct held-out prompts, always the same."""
+        ...
+
+
+class Generated(ABC):
+    """A task whose questions are drawn at random and split by a hash of the prompt."""
+
+    @abstractmethod
+    def question(self, rng: random.Random) -> Row:
+        """A row with prompt and answer."""
+
+    @abstractmethod
+    def completion(self, row: Row, rng: random.Random) -> str:
+        """What a careless demonstrator writes for it."""
+
+    def demonstrations(self, n: int, seed: int) -> list[Row]:
+        """See `Task`."""
+        rng = random.Random(f"demonstrations/{seed}")
+        rows = islice(self._questions(rng, held_out=False), n)
+        return [row | {"completion": self.completion(row, rng)} for row in rows]
+
+    def prompts(self, n: int, seed: int) -> list[Row]:
+        """See `Task`."""
+        return list(islice(_distinct(self._questions(random.Random(f"prompts/{seed}"), held_out=False)), n))
+
+    def held_out(self, n: int) -> list[Row]:
+        """See `Task`."""
+        return list(islice(_distinct(self._questions(random.Random("held out"), held_out=True)), n))
+
+    def _questions(self, rng: random.Random, *, held_out: bool) -> Iterator[Row]:
+        """Endless; ends with a DataError if no question falls on this side of the split."""
+        misses = 0
+        while True:
+            row = self.question(rng)
+            if is_held_out(row["prompt"]) is held_out:
+                misses = 0
+                yield row
+            elif (misses := misses + 1) > 10_000:
+                side = "held out" if held_out else "for training"
+                raise DataError(f"{type(self).__name__} has no question {side}: give it larger arguments")
+
+
+def is_held_out(prompt: str) -> bool:
+    """True if the first byte of the prompt's MD5 is below 26."""
+    return hash_share(prompt) < HELD_OUT
+
+
+def check_share(name: str, value: float) -> None:
+    """Raises ConfigError unless `value` is a probability."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0.0 <= value <= 1.0:
+        raise ConfigError(f"task argument {name} must be a number from 0 to 1, got {value!r}")
+
+
+def check_count(name: str, value: int, least: int, most: int) -> None:
+    """Raises ConfigError unless `value` is an integer from `least` to `most`."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ConfigError(f"task argument {name} must be an integer from {least} to {most}, got {value!r}")
+
+
+def _distinct(rows: Iterator[Row]) -> Iterator[Row]:
+    """Rows whose prompt did not occur before; ends when nothing new comes for long (a small task is exhausted)."""
+    seen: set[str] = set()
+    repeats = 0
+    for row in rows:
+        if row["prompt"] not in seen:
+            seen.add(row["prompt"])
+            repeats = 0
+            yield row
+        elif (repeats := repeats + 1) > 1000 + 10 * len(seen):
+            return

@@ -1,0 +1,131 @@
+r"""The arithmetic of GSM8K's own solutions: real input for a small model.
+
+Its solutions mark every calculation: `48/2 = <<48/2=24>>24`.  An expression is the prompt, the value that the annotation gives is the
+gold answer.  The train file's expressions are divided by a hash: one part is demonstrated, the rest are prompts for GRPO; the test file's
+expressions are held out.  Rows carry `operator` (+ - * / of one operation, `mixed` of several) and `seen` (`seen` if the train
+file has the same expression, else `unseen`), so that accuracy can be told apart by both.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+from groupwise.data.sources import missing_column, read_rows
+from groupwise.data.split import hash_share
+from groupwise.data.tasks.base import Row, check_count, check_share
+from groupwise.data.tasks.expressions import decimal, operators_in, parse
+from groupwise.data.tasks.scratchpads import work
+from groupwise.errors import ConfigError, DataError
+
+_ANNOTATION = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gsm8kArithmetic:
+    """Prompts are expressions (`48/2`), completions are school methods, by demonstrators as careless as those of `addition`.
+
+    Where there is no written method, or it is longer than `longest` characters, the demonstrator blurts the answer.
+    """
+
+    train: str
+    """GSM8K's train.jsonl."""
+    test: str
+    """GSM8K's test.jsonl."""
+    demonstrated: float = 0.5
+    """Share of the train expressions that demonstrations are made of; the others are prompts."""
+    held_out_rows: str = "all"
+    """`all` expressions of the test file, or only the `unseen` ones."""
+    blurt: float = 0.3
+    slip: float = 0.6
+    longest: int = 80
+
+    def __post_init__(self) -> None:
+        check_share("demonstrated", self.demonstrated)
+        check_share("blurt", self.blurt)
+        check_share("slip", self.slip)
+        check_count("longest", self.longest, 1, 10_000)
+        if self.held_out_rows not in ("all", "unseen"):
+            raise ConfigError(f"task argument held_out_rows must be all or unseen, got {self.held_out_rows!r}")
+
+    def demonstrations(self, n: int, seed: int) -> list[Row]:
+        """`n` rows over and over the demonstrated expressions, in a new order and with new slips each time."""
+        rng = random.Random(f"demonstrations/{seed}")
+        rows = [row for row in self._train if self._is_demonstrated(row)]
+        if not rows:
+            raise DataError(f"{self.train}: no expression is demonstrated: raise task_args.demonstrated ({self.demonstrated})")
+        demonstrations: list[Row] = []
+        while len(demonstrations) < n:
+            rng.shuffle(rows)
+            demonstrations += [row | {"completion": self.completion(row, rng)} for row in rows[: n - len(demonstrations)]]
+        return demonstrations
+
+    def prompts(self, n: int, seed: int) -> list[Row]:
+        """At most `n` of the train expressions that are not demonstrated, shuffled."""
+        rows = [row for row in self._train if not self._is_demonstrated(row)]
+        random.Random(f"prompts/{seed}").shuffle(rows)
+        return rows[:n]
+
+    def held_out(self, n: int) -> list[Row]:
+        """At most `n` distinct expressions of the test file, in the order of their hashes."""
+        rows = [row for row in self._test if self.held_out_rows == "all" or row["seen"] == "unseen"]
+        return sorted(rows, key=lambda row: hash_share(f"held out/{row['prompt']}"))[:n]
+
+    def completion(self, row: Row, rng: random.Random) -> str:
+        """What a careless demonstrator writes."""
+        blurted = rng.random() < self.blurt
+        done = None if blurted else work(parse(row["prompt"]), lambda: rng.random() < self.slip)
+        if done is None or len(done[0]) > self.longest:
+            return f"\\boxed{{{row['answer']}}}"
+        text, value = done
+        return f"<think>{text}</think>\\boxed{{{decimal(value)}}}"
+
+    def _is_demonstrated(self, row: Row) -> bool:
+        return hash_share(f"demonstrated/{row['prompt']}") < self.demonstrated
+
+    @cached_property
+    def _train(self) -> list[Row]:
+        return [row | {"seen": "seen"} for row in expressions_of(self.train)]
+
+    @cached_property
+    def _test(self) -> list[Row]:
+        known = {row["prompt"] for row in self._train}
+        return [row | {"seen": "seen" if row["prompt"] in known else "unseen"} for row in expressions_of(self.test)]
+
+
+def annotations_of(path: str) -> Iterator[tuple[str, str]]:
+    """(expression, value) of every annotation in a GSM8K file, as written.  Raises DataError for an unreadable one."""
+    rows = read_rows(path)
+    for i, row in enumerate(rows):
+        if not isinstance(row.get("answer"), str):
+            raise DataError(missing_column("answer", row, rows.where(i)))
+        yield from _ANNOTATION.findall(row["answer"])
+
+
+def expressions_of(path: str) -> list[Row]:
+    """One row per distinct expression, with prompt, answer and operator.
+
+    The answer is the value most often given for it, without needless zeros.
+    """
+    values: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for expression, value in annotations_of(path):
+        values[expression][decimal(Fraction(value))] += 1
+    return [
+        {"prompt": expression, "answer": counts.most_common(1)[0][0], "operator": operator_of(expression)}
+        for expression, counts in values.items()
+    ]
+
+
+def operator_of(expression: str) -> str:
+    """The operator of a single operation, or `mixed`.  Raises ValueError if it is no expression.
+
+    >>> operator_of("48/2"), operator_of("48+24+2")
+    ('/', 'mixed')
+    """
+    operators = operators_in(parse(expression))
+    return operators[0].replace("//", "/") if len(operators) == 1 else "mixed"

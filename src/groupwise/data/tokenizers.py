@@ -1,0 +1,118 @@
+"""Tokenizers that the project makes itself, for models that start from random weights.
+
+Each is an ordinary `PreTrainedTokenizerFast`: it is saved and loaded as a Hugging Face folder, has a chat template, and a pad token
+that is not its end token.  Encoding and decoding are exact inverses on every text that the vocabulary covers, spaces included.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from groupwise.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+PAD, END, UNKNOWN = "<pad>", "<|end|>", "<unk>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+MARKS = ("<think>", "</think>", "\\boxed{")
+"""Single tokens, but not special ones: rewards see them in the decoded text."""
+
+CHARACTERS = string.digits + " \n+-*/=.,()<>{}:;?%" + string.ascii_lowercase
+"""What the `arithmetic` tokenizer can write beside `MARKS`."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def make_tokenizer(name: str, texts: Iterable[str] = ()) -> PreTrainedTokenizerBase:
+    """The tokenizer that `model.scratch.tokenizer` names: `arithmetic`, `bytes`, `bpe:N` (trained on `texts`), or a folder.
+
+    Raises ConfigError for anything else, and DataError if `texts` cannot fill a `bpe:N` vocabulary.
+    """
+    if name == "arithmetic":
+        return arithmetic_tokenizer()
+    if name == "bytes":
+        return byte_tokenizer()
+    if name.startswith("bpe:"):
+        size = name.removeprefix("bpe:")
+        if not size.isdecimal():
+            raise ConfigError(f"tokenizer {name!r}: write the size of the vocabulary as a number, for example bpe:2000")
+        return bpe_tokenizer(texts, int(size))
+    if Path(name).is_dir():
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(name)
+    raise ConfigError(f"no tokenizer {name!r}: choose arithmetic, bytes, bpe:N, or the path of a tokenizer folder")
+
+
+def arithmetic_tokenizer() -> PreTrainedTokenizerFast:
+    r"""One token per character, for the built-in tasks; `\boxed{`, `<think>` and `</think>` are single tokens.
+
+    >>> tokenizer = arithmetic_tokenizer()
+    >>> tokenizer.tokenize(r"<think>4+0=4</think>\boxed{4}")
+    ['<think>', '4', '+', '0', '=', '4', '</think>', '\\boxed{', '4', '}']
+    >>> tokenizer.apply_chat_template([{"role": "user", "content": "4+0"}], tokenize=False, add_generation_prompt=True)
+    '<|user|>4+0<|end|><|assistant|>'
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens = [PAD, END, UNKNOWN, *ROLES, *MARKS, *CHARACTERS]
+    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=UNKNOWN))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    return _wrap(core, unknown=UNKNOWN)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per UTF-8 byte: covers every text, at the price of length."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokens = [PAD, END, *ROLES, *MARKS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    return _wrap(core)
+
+
+def bpe_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
+    """Byte-pair encoding with `size` tokens in all, learnt from `texts`; it covers every text, because all 256 bytes are tokens.
+
+    The same texts in the same order give the same vocabulary.
+    Raises ConfigError if `size` has no room for the bytes and special tokens, DataError if `texts` is too small to fill it.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    least = len(alphabet) + 2 + len(ROLES) + len(MARKS)
+    if size < least:
+        raise ConfigError(f"bpe:{size} is too small: 256 bytes and {least - len(alphabet)} special tokens need bpe:{least} or more")
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    special = [PAD, END, *ROLES, *MARKS]
+    core.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    )
+    if core.get_vocab_size() < size:
+        raise DataError(f"the texts give a vocabulary of only {core.get_vocab_size()} tokens: lower bpe:{size} or give more text")
+    return _wrap(core)
+
+
+def _wrap(core, unknown: str | None = None) -> PreTrainedTokenizerFast:  # noqa: ANN001 (the class lives in a lazy import)
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerFast
+
+    # MARKS are matched before the text is cut into characters; `special=False` keeps them when special tokens are skipped.
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, END, *ROLES)])
+    core.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKS])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token=PAD, eos_token=END, unk_token=unknown, clean_up_tokenization_spaces=False
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer

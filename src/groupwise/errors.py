@@ -1,0 +1,46 @@
+"""What can go wrong, by kind.  Every message names the value and the remedy; the command line prints it without a traceback.
+
+`assert` is for what we believe, these are for what a user can do something about.
+"""
+
+from __future__ import annotations
+
+
+class GroupwiseError(Exception):
+    """Base of every error that Groupwise raises on purpose.  `exit_code` is what the command `groupwise` ends with."""
+
+    exit_code = 1
+
+
+class ConfigError(GroupwiseError):
+    """A recipe, an override or an argument that cannot be carried out."""
+
+    exit_code = 2
+
+
+class DataError(GroupwiseError):
+    """A row, a column, a file or a tokenizer that does not hold what it should."""
+
+    exit_code = 2
+
+
+class RewardError(GroupwiseError):
+    """A reward function that raised, or returned something that is not one number or None per completion."""
+
+
+class EngineError(GroupwiseError):
+    """A rollout engine that died, stalled, or returned what cannot be scored."""
+
+    exit_code = 7
+
+
+class CheckpointError(GroupwiseError):
+    """A checkpoint that is missing, incomplete, altered, or made with another configuration."""
+
+    exit_code = 5
+
+
+class Diverged(GroupwiseError):
+    """Numbers that are no longer finite: weights, losses or gradients."""
+
+    exit_code = 4

@@ -1,0 +1,155 @@
+"""Evaluation on held-out prompts: greedy accuracy, sampled accuracy, mean reward, pass@k, each with its 95 % interval.
+
+A completion is right when the first reward function of the recipe gives it 1.  Evaluation has its own sampling settings and its
+own random streams; it leaves training exactly as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from groupwise.records import Prompt, Sampling, Scored
+from groupwise.rewards.compose import Rewards
+from groupwise.rollout.engine import Engine
+
+RIGHT = 1.0 - 1e-9
+"""A first reward at or above it counts as right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over prompts and half the width of its 95 % interval."""
+
+    mean: float
+    half: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} ±{self.half:.3f}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """What a policy does on held-out prompts."""
+
+    prompts: int
+    k: int
+    greedy: Estimate
+    """Share of prompts whose greedy completion is right."""
+    sampled: Estimate
+    """Share of sampled completions that are right, averaged over prompts."""
+    pass_at_k: Estimate
+    """Probability that at least one of k samples is right (unbiased estimator of 2107.03374, equation 1, for k of k)."""
+    reward: Estimate
+    """Mean combined reward of the sampled completions."""
+    length: float
+    """Mean completion length of the samples, tokens."""
+    truncated: float
+    """Share of samples that hit the length limit."""
+    by_column: Mapping[str, Mapping[str, float]]
+    """Greedy accuracy by the values of the data's breakdown columns (`operator`, `seen` ...)."""
+    groups: tuple[Scored, ...] = ()
+    """The sampled completions."""
+    answers: tuple[Scored, ...] = ()
+    """The greedy completions, one to a group."""
+
+    def metrics(self) -> dict[str, float]:
+        """Flat names for the log."""
+        named = {"greedy": self.greedy, "sampled": self.sampled, f"pass@{self.k}": self.pass_at_k, "reward": self.reward}
+        flat = {f"eval/{name}": estimate.mean for name, estimate in named.items()}
+        flat |= {f"eval/{name}/half_width": estimate.half for name, estimate in named.items()}
+        flat |= {"eval/completions/mean_length": self.length, "eval/completions/clipped_ratio": self.truncated}
+        for column, shares in self.by_column.items():
+            flat |= {f"eval/greedy/{column}={value}": share for value, share in shares.items()}
+        return flat
+
+
+def proportion(successes: float, count: int) -> Estimate:
+    """Share of successes with Wilson's 95 % interval, given as the larger distance from the share to an end.
+
+    >>> str(proportion(45, 50))
+    '0.900 ±0.114'
+    """
+    if count == 0:
+        return Estimate(math.nan, math.nan)
+    z, share = 1.959964, successes / count
+    centre = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return Estimate(share, max(centre + half - share, share - centre + half))
+
+
+def mean(values: Sequence[float]) -> Estimate:
+    """Mean of one number per prompt with its normal 95 % interval (prompts are independent, their samples are not)."""
+    found = np.asarray([value for value in values if not math.isnan(value)])
+    if found.size == 0:
+        return Estimate(math.nan, math.nan)
+    half = 1.959964 * float(found.std(ddof=1)) / math.sqrt(found.size) if found.size > 1 else math.nan
+    return Estimate(float(found.mean()), half)
+
+
+def pass_at(right: int, count: int, k: int) -> float:
+    """Unbiased estimate of pass@k from `count` samples of which `right` are right (2107.03374, equation 1).
+
+    >>> pass_at(1, 4, 2)
+    0.5
+    """
+    if count - right < k:
+        return 1.0
+    return 1.0 - math.comb(count - right, k) / math.comb(count, k)
+
+
+def evaluate(
+    engine: Engine,
+    rewards: Rewards,
+    prompts: Sequence[Prompt],
+    *,
+    k: int,
+    sampling: Sampling,
+    samples: int | None = None,
+    seed: int = 0,
+    columns: Sequence[str] = ("operator", "seen"),
+) -> Evaluation:
+    """Greedy and sampled completions of held-out prompts, scored.
+
+    sampling: of the sampled completions; the greedy ones use its length limit and stop strings.
+    samples: completions per prompt from which pass@k is estimated, at least k; default k.
+    columns: data columns whose values get their own greedy accuracy, where the rows have them.
+    """
+    count = samples or k
+    greedy = replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+    answers = _complete(engine, rewards, prompts, 1, greedy, seed)
+    groups = _complete(engine, rewards, prompts, count, sampling, seed)
+    right = [int((group.rewards[:, 0] >= RIGHT).sum()) for group in groups]
+    lengths = [len(rollout) for group in groups for rollout in group.rollouts]
+    first = [float(answer.rewards[0, 0] >= RIGHT) for answer in answers]
+    return Evaluation(
+        prompts=len(prompts),
+        k=k,
+        greedy=proportion(sum(first), len(first)),
+        sampled=mean([share / count for share in right]),
+        pass_at_k=mean([pass_at(share, count, k) for share in right]),
+        reward=mean([float(np.nanmean(group.reward)) if not np.isnan(group.reward).all() else math.nan for group in groups]),
+        length=float(np.mean(lengths)) if lengths else math.nan,
+        truncated=float(np.mean([rollout.truncated for group in groups for rollout in group.rollouts])) if groups else math.nan,
+        by_column={column: _by(column, prompts, first) for column in columns if prompts and column in prompts[0].row},
+        groups=tuple(groups),
+        answers=tuple(answers),
+    )
+
+
+def _complete(
+    engine: Engine, rewards: Rewards, prompts: Sequence[Prompt], size: int, sampling: Sampling, seed: int
+) -> list[Scored]:
+    groups = rewards.score(list(engine.generate(prompts, group_size=size, sampling=sampling, seed=seed)))
+    by_prompt = {group.prompt.id: group for group in groups}
+    return [by_prompt[prompt.id] for prompt in prompts]
+
+
+def _by(column: str, prompts: Sequence[Prompt], right: Sequence[float]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for prompt, hit in zip(prompts, right, strict=True):
+        values.setdefault(str(prompt.row[column]), []).append(hit)
+    return {value: float(np.mean(hits)) for value, hits in sorted(values.items())}

@@ -1,0 +1,266 @@
+"""Exact attention for packed streams whose prompts stand once per group, for unmodified Hugging Face models.
+
+transformers lets a model's attention be replaced by name.  Under the name `groupwise` every attention layer hands its queries,
+keys and values to the object that the forward pass was given as `attend`; that object alone knows who may look at whom.
+Training uses `PackedAttention` below; the rollout engine brings its own, which also keep keys and values.  No mask of P x P is
+ever made, no cache object is used, and positions are always given explicitly.
+
+T positions of the stream   H query heads   K key-value heads   D head width   S segments
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from groupwise.errors import ConfigError
+from groupwise.records import Layout
+
+NAME = "groupwise"
+
+
+class Attend(Protocol):
+    """Who may look at whom, for one forward pass."""
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, window: int | None
+    ) -> Tensor:
+        """Queries (1, H, T, D), keys and values (1, K, T, D), rotated already -> outputs (1, T, H, D)."""
+        ...
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    attend: Attend | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every attention layer.  Dropout is left out on purpose: the policy that is scored is the
+    policy that sampled."""
+    if attend is None or attention_mask is not None:
+        raise ConfigError(
+            "this model runs packed streams (attention 'groupwise'), which need `attend` and no attention mask; "
+            "for an ordinary forward or generate use `with plain_attention(model):`"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attend(module.layer_idx, query, key, value, scale, softcap, sliding_window), None  # type: ignore[arg-type]
+
+
+AttentionInterface.register(NAME, _attention)
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Switch a model to packed streams.  Raises ConfigError for a model whose attention cannot be replaced."""
+    try:
+        model.set_attn_implementation(NAME)
+    except (ValueError, AttributeError, NotImplementedError) as error:
+        raise ConfigError(
+            f"{type(model).__name__} does not let its attention be replaced ({error}); set model.attention to 'single' "
+            "and rollout.engine to 'transformers'"
+        ) from error
+
+
+@contextmanager
+def plain_attention(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """The model's own attention for ordinary calls (padded batches with masks, `generate`), restored afterwards."""
+    before = model.config._attn_implementation
+    # eager is the one implementation that every architecture has and that knows soft caps and windows.
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    try:
+        yield model
+    finally:
+        model.set_attn_implementation(before)
+
+
+class PackedAttention:
+    """Causal attention inside each segment, and from each segment to the whole of its prefix.
+
+    On a CPU: the flash kernel once per stretch of the stream, merged by log-sum-exp, so that a prompt's keys are read once
+    for all its completions and never copied.  On CUDA: FlexAttention with a block mask.  Soft caps, and windows shorter than
+    the sequence, take the explicit form.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.families = tuple(_families(layout))
+        before = [layout.length[prefix] if prefix >= 0 else 0 for prefix in layout.prefix]
+        self.longest = max((own + prefix for own, prefix in zip(layout.length, before, strict=True)), default=0)
+        self._flex: Any = None
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, window: int | None
+    ) -> Tensor:
+        if window is not None and window >= self.longest:
+            window = None
+        if softcap is not None or window is not None:
+            return explicit_attention(self.layout, query, key, value, scale, softcap, window)
+        if query.is_cuda:
+            return self._flex_attention(query, key, value, scale)
+        return _Shared.apply(query, key, value, self.families, scale)  # type: ignore[return-value]
+
+    def _flex_attention(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        if self._flex is None:
+            self._flex = flex_block_mask(self.layout, query.device)
+        attend = _compiled_flex() if query.is_cuda else _plain_flex()
+        out = attend(query, key, value, block_mask=self._flex, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+        return out.transpose(1, 2)
+
+
+# A family is a stretch of the stream: its prefix (start, end; empty for segments without one) and its members' bounds.
+Family = tuple[tuple[int, int], tuple[tuple[int, int], ...]]
+
+
+def _families(layout: Layout) -> Iterator[Family]:
+    s = 0
+    while s < layout.segments:
+        first = s + 1
+        last = first
+        while last < layout.segments and layout.prefix[last] == s:
+            last += 1
+        bounds = tuple((layout.start[c], layout.start[c] + layout.length[c]) for c in range(first, last))
+        own = (layout.start[s], layout.start[s] + layout.length[s])
+        yield (own, bounds) if bounds else ((own[0], own[0]), (own,))
+        s = last
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class _Shared(torch.autograd.Function):
+    """Flash attention by stretches.
+
+    A member's attention is over two sets of keys, its prefix and itself.  Softmax over their union follows from the two
+    partial results and their log-sum-exps (as in ring attention); the backward pass needs only the union's output and
+    log-sum-exp, because p = exp(score - logsumexp) and rowsum(dO * O) are the same for every key set.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, families: tuple[Family, ...], scale: float) -> Tensor:
+        out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]).transpose(1, 2)
+        lse = torch.zeros(query.shape[:3], dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
+        for (p0, p1), members in families:
+            if p1 > p0:
+                out[:, :, p0:p1], lse[:, :, p0:p1] = _flash(
+                    query[:, :, p0:p1], key[:, :, p0:p1], value[:, :, p0:p1], 0.0, True, scale=scale
+                )
+            for a, b in members:
+                out[:, :, a:b], lse[:, :, a:b] = _flash(
+                    query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], 0.0, True, scale=scale
+                )
+            if p1 > p0:
+                a, b = members[0][0], members[-1][1]
+                over_prefix, lse_prefix = _flash(query[:, :, a:b], key[:, :, p0:p1], value[:, :, p0:p1], 0.0, False, scale=scale)
+                lse_own = lse[:, :, a:b]
+                lse_union = torch.logaddexp(lse_own, lse_prefix)
+                out[:, :, a:b] = (
+                    out[:, :, a:b] * (lse_own - lse_union).exp()[..., None]
+                    + over_prefix * (lse_prefix - lse_union).exp()[..., None]
+                ).to(out.dtype)
+                lse[:, :, a:b] = lse_union
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.families, ctx.scale = families, scale
+        return out.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        grad_out = grads[0].transpose(1, 2)
+        grad_query = torch.zeros_like(query)
+        grad_key = torch.zeros_like(key)
+        grad_value = torch.zeros_like(value)
+
+        def back(a: int, b: int, k0: int, k1: int, causal: bool) -> None:
+            dq, dk, dv = _flash_backward(
+                grad_out[:, :, a:b], query[:, :, a:b], key[:, :, k0:k1], value[:, :, k0:k1],
+                out[:, :, a:b], lse[:, :, a:b], 0.0, causal, scale=ctx.scale,
+            )  # fmt: skip
+            grad_query[:, :, a:b] += dq
+            grad_key[:, :, k0:k1] += dk
+            grad_value[:, :, k0:k1] += dv
+
+        for (p0, p1), members in ctx.families:
+            if p1 > p0:
+                back(p0, p1, p0, p1, True)
+                back(members[0][0], members[-1][1], p0, p1, False)
+            for a, b in members:
+                back(a, b, a, b, True)
+        return grad_query, grad_key, grad_value, None, None
+
+
+def explicit_attention(
+    layout: Layout, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, window: int | None
+) -> Tensor:
+    """The definition, one segment at a time: scores, soft cap, causal mask and window, softmax.  Any device, any autograd.
+
+    The plain version that the fast paths are tested against, and the only one that knows soft caps and windows.
+    """
+    heads, shared = query.shape[1], query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+    outputs = []
+    for s in range(layout.segments):
+        a, b = layout.start[s], layout.start[s] + layout.length[s]
+        p = layout.prefix[s]
+        p0, p1 = (layout.start[p], layout.start[p] + layout.length[p]) if p >= 0 else (a, a)
+        keys = torch.cat([key[0, :, p0:p1], key[0, :, a:b]], 1)
+        values = torch.cat([value[0, :, p0:p1], value[0, :, a:b]], 1)
+        scores = query[0, :, a:b] @ keys.transpose(1, 2) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        distance = (
+            torch.arange(p1 - p0, p1 - p0 + b - a, device=query.device)[:, None]
+            - torch.arange(p1 - p0 + b - a, device=query.device)[None]
+        )
+        seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32))
+        outputs.append(weights.to(values.dtype) @ values)
+    filler = layout.total - (layout.start[-1] + layout.length[-1] if layout.segments else 0)
+    outputs.append(query.new_zeros(heads, filler, value.shape[-1]))
+    return torch.cat(outputs, 1).transpose(0, 1)[None]
+
+
+def flex_block_mask(layout: Layout, device: torch.device) -> Any:
+    """FlexAttention's block mask of a layout: the same rule as `explicit_attention`, said position by position."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    segment_T = torch.full((layout.total,), -1, dtype=torch.int64)
+    prefix_T = torch.full((layout.total,), -2, dtype=torch.int64)
+    for s, (start, length, prefix) in enumerate(zip(layout.start, layout.length, layout.prefix, strict=True)):
+        segment_T[start : start + length] = s
+        prefix_T[start : start + length] = prefix if prefix >= 0 else -2
+    segment_T, prefix_T = segment_T.to(device), prefix_T.to(device)
+
+    def seen(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        # Filler attends to filler before it, so that its softmax has at least one key; nothing reads it.
+        own = (segment_T[q] == segment_T[k]) & (q >= k)
+        return own | (prefix_T[q] == segment_T[k])
+
+    return create_block_mask(seen, None, None, layout.total, layout.total, device=device)
+
+
+def _plain_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention
+
+
+_compiled: Any = None
+
+
+def _compiled_flex() -> Any:
+    """Compiled once per process; packed streams have a new length every time, hence dynamic shapes."""
+    global _compiled
+    if _compiled is None:
+        _compiled = torch.compile(_plain_flex(), dynamic=True)
+    return _compiled

@@ -1,0 +1,327 @@
+"""A policy: a Hugging Face causal model, its tokenizer, and what the rest of the library needs to know about them.
+
+`load_policy` reads a checkpoint; `make_policy` wraps a model that is already there.  Both probe the model once: a packed stream
+of two completions that share a prompt must give the same hidden states and logits as the model's own forward pass, one sequence
+at a time.  A model that fails the probe is refused; nothing is ever silently wrong.
+
+T positions of a stream   D width   V vocabulary
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from groupwise.errors import ConfigError, DataError, Diverged
+from groupwise.models.attention import Attend, PackedAttention, plain_attention, use_packed_attention
+from groupwise.objective.logprobs import Head, head_logits
+from groupwise.records import Batch, Layout
+from groupwise.settings import ModelSettings
+
+PROBE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.15}
+"""Largest difference of a logit between packed and ordinary forward, relative to the spread of the logits."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forward:
+    """What a forward pass over a packed batch gives."""
+
+    hidden_PD: Tensor
+    """Final hidden states, before the head."""
+    router_loss: Tensor | float
+    """A mixture of experts' load-balancing loss, times its coefficient and the batch's share of the step; else 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Policy:
+    """A model with its tokenizer.  Always in eval mode: dropout is off, because what is scored is what sampled."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    eos_ids: tuple[int, ...]
+    """Every id that ends a completion."""
+    pad_id: int
+    """An id inside the vocabulary for callers that must pad (exports, `generate`).  Nothing here depends on it."""
+    vocabulary: int
+    """Ids at or above it belong to no token of the tokenizer (padded embedding rows): never sampled, never scored."""
+    context: int
+    """Longest sequence in tokens, prompt and completion together."""
+    attention: str = "shared"
+    """`shared`, `packed` or `single`: see `settings.ModelSettings.attention`."""
+    autocast: bool = False
+    """Products in bfloat16 over float32 weights."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        return next(self.model.parameters()).dtype
+
+    @property
+    def head(self) -> Head:
+        """The output head: the checkpoint's own (possibly tied) weights, restricted to the tokenizer's vocabulary."""
+        config, output = self.model.config, self.model.get_output_embeddings()
+        bias = getattr(output, "bias", None)  # some heads have one, most have no such attribute
+        scale = config.to_dict().get("logit_scale") or 1.0
+        scale /= config.to_dict().get("logits_scaling") or 1.0
+        return Head(
+            weight_VD=output.weight[: self.vocabulary],
+            bias_V=None if bias is None else bias[: self.vocabulary],
+            scale=float(scale),
+            softcap=config.to_dict().get("final_logit_softcapping"),
+        )
+
+    def precision(self) -> contextlib.AbstractContextManager[Any]:
+        """The autocast region in which the model's products run."""
+        if self.autocast:
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return contextlib.nullcontext()
+
+    def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
+        """Final hidden states (T, D) of a flat stream, before the head."""
+        with self.precision():
+            return self.model.base_model(
+                input_ids=tokens_T[None], position_ids=position_T[None], use_cache=False, attend=attend
+            ).last_hidden_state[0]
+
+    def forward(self, batch: Batch) -> Forward:
+        """A packed batch through the model, by whatever attention the policy is set to; differentiable."""
+        if self.attention == "single":
+            return Forward(self._one_by_one(batch.tokens_P, batch.layout), 0.0)
+        attend = PackedAttention(batch.layout)
+        coefficient = self.router_coefficient
+        if not (coefficient > 0.0 and torch.is_grad_enabled()):
+            return Forward(self.hidden(batch.tokens_P, batch.position_P, attend), 0.0)
+        with self.precision():
+            outputs = self.model.base_model(
+                input_ids=batch.tokens_P[None],
+                position_ids=batch.position_P[None],
+                use_cache=False,
+                attend=attend,
+                output_router_logits=True,
+            )
+        config = self.model.config
+        balance = load_balancing_loss_func(outputs.router_logits, config.num_local_experts, config.num_experts_per_tok)
+        # A mean over the tokens of each micro-batch: the one term of a step that depends on how the step is cut.
+        return Forward(outputs.last_hidden_state[0], coefficient * batch.share * balance)
+
+    @property
+    def router_coefficient(self) -> float:
+        """Weight of a mixture of experts' load-balancing loss; 0 unless its config asks for `output_router_logits`."""
+        config = self.model.config.to_dict()
+        return float(config.get("router_aux_loss_coef") or 0.0) if config.get("output_router_logits") else 0.0
+
+    def _one_by_one(self, tokens_P: Tensor, layout: Layout) -> Tensor:
+        """Every segment in a forward pass of its own, with the model's own attention: for models that cannot be packed."""
+        assert set(layout.prefix) <= {-1}, "segments that are computed one by one hold their own prompt"
+        with self.precision():
+            parts = [
+                self.model.base_model(input_ids=tokens_P[None, start : start + length], use_cache=False).last_hidden_state[0]
+                for start, length in zip(layout.start, layout.length, strict=True)
+            ]
+        filler = layout.total - sum(layout.length)
+        return torch.cat([*parts, parts[0].new_zeros(filler, parts[0].shape[1])])
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    @contextlib.contextmanager
+    def checkpointing(self, on: bool) -> Iterator[None]:
+        """Recompute the blocks' activations in the backward pass while inside.
+
+        transformers recomputes only in layers that are in training mode; that flag is set on the layers alone, so that no
+        dropout below them wakes up.
+        """
+        layers = [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if on and not layers:
+            raise ConfigError(
+                f"{type(self.model).__name__} has no layers that can recompute; set model.gradient_checkpointing to false"
+            )
+        if on:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for layer in layers:
+            layer.training = on
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.training = False
+
+    def frozen_copy(self) -> Policy:
+        """A copy of the weights as they are now, which takes no gradients: the reference.  Never loaded again by name."""
+        import copy
+
+        model = copy.deepcopy(self.model).requires_grad_(False)
+        for parameter in model.parameters():
+            parameter.grad = None
+        return replace(self, model=model.eval())
+
+    def save(self, folder: Path) -> None:
+        """Write a plain Hugging Face folder: safetensors, config, generation config, tokenizer, chat template."""
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+
+def load_policy(
+    settings: ModelSettings, *, tokenizer: PreTrainedTokenizerBase | None = None, device: torch.device | None = None
+) -> Policy:
+    """Read a checkpoint (a folder or a hub name) and wrap it.  Raises ConfigError or DataError with the remedy."""
+    assert settings.path is not None
+    path = settings.path
+    if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
+        raise ConfigError(f"model.path: no such folder: {path!r}")
+    if Path(path).is_dir() and not (Path(path) / "config.json").exists():
+        raise ConfigError(f"model.path: {path!r} holds no config.json: it is not a Hugging Face checkpoint")
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, trust_remote_code=settings.trust_remote_code, dtype=torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+    )
+    return make_policy(model, tokenizer, settings, device=device)  # type: ignore[arg-type]
+
+
+def make_policy(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: ModelSettings | None = None,
+    *,
+    device: torch.device | None = None,
+    probe: bool = True,
+) -> Policy:
+    """Wrap a model and its tokenizer.
+
+    Raises DataError if tokenizer and model do not fit (vocabulary, no EOS), Diverged if a weight is not finite, ConfigError if
+    the model cannot run packed streams.
+    """
+    settings = settings or ModelSettings()
+    if settings.chat_template is not None:
+        template = Path(settings.chat_template)
+        tokenizer.chat_template = template.read_text() if template.suffix == ".jinja" else settings.chat_template
+    rows = model.get_input_embeddings().weight.shape[0]
+    size = len(tokenizer)
+    if size > rows:
+        raise DataError(
+            f"the tokenizer has {size} tokens but the model's vocabulary has only {rows}: "
+            "use the tokenizer that belongs to the checkpoint, or resize the model's embeddings"
+        )
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise Diverged(f"the checkpoint's parameter {name} holds numbers that are not finite: load another checkpoint")
+    # Dropout off for good: a policy that drops units is another policy than the one that sampled.
+    model = model.to(device or resolve_device(settings)).eval()  # type: ignore[arg-type]
+    policy = Policy(
+        model=model,
+        tokenizer=tokenizer,
+        eos_ids=eos_ids(model, tokenizer),
+        pad_id=_pad_id(tokenizer, size),
+        vocabulary=size,
+        context=context_length(model),
+        attention=settings.attention,
+        autocast=settings.dtype == "autocast",
+    )
+    if settings.attention != "single":
+        if probe:
+            _probe(policy)
+        else:
+            use_packed_attention(model)
+    return policy
+
+
+def resolve_device(settings: ModelSettings) -> torch.device:
+    """The device that `model.device` names.  Raises ConfigError for `cuda` on a machine without one."""
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("model.device is 'cuda' but torch finds no GPU; use 'auto' or 'cpu'")
+    return torch.device("cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every id that ends a completion: the generation config's (often several) and the tokenizer's.
+
+    Raises DataError if there is none, or if one lies outside the vocabulary.
+    """
+    found: set[int] = set()
+    for value in (model.generation_config.eos_token_id if model.generation_config else None, tokenizer.eos_token_id):
+        found |= set() if value is None else set(value if isinstance(value, (list, tuple)) else [value])
+    if not found:
+        raise DataError(
+            "neither the tokenizer nor the generation config names an EOS token: no completion could ever end; "
+            "set eos_token in the tokenizer or eos_token_id in generation_config.json"
+        )
+    outside = sorted(token for token in found if not 0 <= token < len(tokenizer))
+    if outside:
+        raise DataError(f"EOS id {outside[0]} lies outside the vocabulary of {len(tokenizer)} tokens: completions could never end")
+    return tuple(sorted(found))
+
+
+def context_length(model: PreTrainedModel) -> int:
+    """Longest sequence that the model's positions reach, in tokens."""
+    config = model.config.to_dict()
+    for key in ("max_position_embeddings", "n_positions", "n_ctx"):
+        if config.get(key):
+            return int(config[key])
+    return 1 << 20
+
+
+def _pad_id(tokenizer: PreTrainedTokenizerBase, size: int) -> int:
+    pad = tokenizer.pad_token_id
+    if isinstance(pad, int) and 0 <= pad < size:
+        return pad
+    return int(tokenizer.eos_token_id) if isinstance(tokenizer.eos_token_id, int) and tokenizer.eos_token_id < size else 0
+
+
+@torch.no_grad()
+def _probe(policy: Policy) -> None:
+    """Two completions of one prompt, packed and shared, against the model's own forward.  Raises ConfigError."""
+    model, device = policy.model, policy.device
+    length = min(6, policy.context)
+    tokens = torch.arange(2 * length, device=device) * 7919 % policy.vocabulary
+    # Stream: prompt[:-1], then two members that start with the prompt's last token.
+    shared = max(length // 2 - 1, 1)
+    first, second = tokens[shared:length], tokens[length + shared :]
+    own = length - shared
+    layout = Layout(start=(0, shared, length), length=(shared, own, own), prefix=(-1, 0, 0), total=length + own)
+    expected = []
+    with plain_attention(model), policy.precision():
+        for member in (first, second):
+            out = model(input_ids=torch.cat([tokens[:shared], member])[None], use_cache=False)
+            expected.append(out.logits[0, shared:, : policy.vocabulary].float())
+    use_packed_attention(model)
+    position = torch.cat([torch.arange(shared), torch.arange(shared, length), torch.arange(shared, length)]).to(device)
+    calls: list[int] = []
+    packed = PackedAttention(layout)
+
+    def counted(layer: int, *rest: Any) -> Tensor:
+        calls.append(layer)
+        return packed(layer, *rest)
+
+    hidden = policy.hidden(torch.cat([tokens[:shared], first, second]), position, counted)
+    with policy.precision():
+        found = head_logits(hidden[shared:], policy.head).float()
+    target = torch.cat(expected)
+    spread = float(target.std()) + 1e-6
+    difference = float((found - target).abs().max()) / spread
+    compute = torch.bfloat16 if policy.autocast else policy.dtype
+    if not calls or difference > PROBE_TOLERANCE.get(compute, 0.15):
+        raise ConfigError(
+            f"{type(model).__name__} cannot run packed streams: packed and ordinary logits differ by {difference:.2g} of their "
+            f"spread ({len(calls)} attention calls seen); set model.attention to 'single' and rollout.engine to 'transformers'"
+        )
+
+
+def linear_layers(model: nn.Module) -> int:
+    """Number of parameters in matrices, without embeddings: the N of the cost formulas (FORMULAS, 8)."""
+    embedding = {id(model.get_input_embeddings().weight)} if isinstance(model, PreTrainedModel) else set()
+    return sum(p.numel() for p in model.parameters() if p.ndim >= 2 and id(p) not in embedding)

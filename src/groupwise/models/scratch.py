@@ -1,0 +1,120 @@
+"""Small models with random weights, in the shapes of the families that people train: for tasks that need no pretrained one.
+
+Every model is an ordinary `transformers` model: it is saved, loaded and served like a downloaded checkpoint.  Dropout is 0
+everywhere, so that scoring in training mode and sampling in evaluation mode agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from groupwise.errors import ConfigError
+from groupwise.settings import ScratchSettings
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def scratch_model(
+    settings: ScratchSettings, *, vocabulary: int, eos_ids: Sequence[int], pad_id: int, bos_id: int | None = None, seed: int = 0
+) -> PreTrainedModel:
+    """A float32 model on the CPU with random weights drawn from `seed`; torch's global generator is left as it was.
+
+    Embeddings are tied: at this size an output matrix of its own would be a large share of the parameters.  All `eos_ids` stand in
+    the generation config, which is where engines read them.
+
+    vocabulary: number of token ids, rows of the embedding.
+    Raises ConfigError if the widths do not divide, or an id lies outside the vocabulary.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    _check(settings, vocabulary, {"bos": bos_id, "pad": pad_id} | {f"eos[{i}]": eos for i, eos in enumerate(eos_ids)})
+    ids = {"bos_token_id": bos_id, "eos_token_id": _one_or_list(eos_ids), "pad_token_id": pad_id}
+    config = _FAMILIES[settings.family](settings, {"vocab_size": vocabulary, "tie_word_embeddings": True, **ids})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config = GenerationConfig(**ids, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+    return model.eval()
+
+
+def _llama(settings: ScratchSettings, common: dict[str, Any]) -> PretrainedConfig:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**_rotary(settings), **common)
+
+
+def _qwen2(settings: ScratchSettings, common: dict[str, Any]) -> PretrainedConfig:
+    from transformers import Qwen2Config
+
+    return Qwen2Config(**_rotary(settings), **common)
+
+
+def _qwen3(settings: ScratchSettings, common: dict[str, Any]) -> PretrainedConfig:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**_rotary(settings), head_dim=settings.hidden // settings.heads, **common)
+
+
+def _gemma2(settings: ScratchSettings, common: dict[str, Any]) -> PretrainedConfig:
+    from transformers import Gemma2Config
+
+    head = settings.hidden // settings.heads
+    return Gemma2Config(**_rotary(settings), head_dim=head, query_pre_attn_scalar=head, **common)
+
+
+def _mixtral(settings: ScratchSettings, common: dict[str, Any]) -> PretrainedConfig:
+    from transformers import MixtralConfig
+
+    return MixtralConfig(**_rotary(settings), num_local_experts=4, num_experts_per_tok=2, **common)
+
+
+def _gpt2(settings: ScratchSettings, common: dict[str, Any]) -> PretrainedConfig:
+    from transformers import GPT2Config
+
+    if settings.kv_heads not in (None, settings.heads):
+        raise ConfigError(f"gpt2 has no grouped key-value heads: leave kv_heads out or set it to {settings.heads}")
+    shape = {"n_embd": settings.hidden, "n_layer": settings.layers, "n_head": settings.heads, "n_positions": settings.context}
+    return GPT2Config(**shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **common)
+
+
+_FAMILIES: dict[str, Callable[[ScratchSettings, dict[str, Any]], PretrainedConfig]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gpt2": _gpt2,
+    "gemma2": _gemma2,
+    "mixtral": _mixtral,
+}
+
+
+def _rotary(settings: ScratchSettings) -> dict[str, Any]:
+    """Fields that the rotary families share.  The gated MLP is 8/3 as wide as the model: as many weights as a plain one of 4."""
+    return {
+        "hidden_size": settings.hidden,
+        "num_hidden_layers": settings.layers,
+        "num_attention_heads": settings.heads,
+        "num_key_value_heads": settings.kv_heads or settings.heads,
+        "intermediate_size": 32 * -(-settings.hidden * 8 // (3 * 32)),
+        "max_position_embeddings": settings.context,
+    }
+
+
+def _check(settings: ScratchSettings, vocabulary: int, ids: dict[str, int | None]) -> None:
+    if settings.hidden % settings.heads:
+        raise ConfigError(f"hidden ({settings.hidden}) must be a multiple of heads ({settings.heads})")
+    if settings.heads % (settings.kv_heads or settings.heads):
+        raise ConfigError(f"heads ({settings.heads}) must be a multiple of kv_heads ({settings.kv_heads})")
+    if settings.family != "gpt2" and settings.hidden // settings.heads % 2:
+        raise ConfigError(f"rotary positions need an even head width, got {settings.hidden} / {settings.heads}: change heads")
+    if "eos[0]" not in ids:
+        raise ConfigError("a model needs at least one EOS id: without one a completion can never end")
+    for name, token in ids.items():
+        if token is not None and not 0 <= token < vocabulary:
+            raise ConfigError(f"{name} id {token} lies outside the vocabulary of {vocabulary} tokens")
+
+
+def _one_or_list(ids: Sequence[int]) -> int | list[int]:
+    return int(ids[0]) if len(ids) == 1 else [int(token) for token in ids]

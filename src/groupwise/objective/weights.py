@@ -1,0 +1,61 @@
+"""Every normalisation is a weight: what one trained token of each completion counts in `loss = sum(weight x per-token loss)`.
+
+Every function takes the completions of one optimizer step, all ranks together (a minibatch is cut first and weighted second):
+`tokens_R`, trained tokens of each (0 if it is empty or masked), and `prompt_R`, the index of its group; and returns float64 (R,).
+R counts every completion of the step, also empty, masked and skipped ones, so neither skipping what has no gradient nor the
+cut into micro-batches and ranks can change an update.  A completion without trained tokens has weight 0.
+
+R completions of the step   n_i trained tokens of completion i   N their sum
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import numpy as np
+from annotated_types import Gt
+from numpy.typing import ArrayLike
+
+
+def sequence_mean(tokens_R: ArrayLike, prompt_R: ArrayLike) -> np.ndarray:
+    """`1 / (R n_i)`: every completion counts the same, whatever its length (GRPO, 2402.03300, eq. 3).
+
+    >>> sequence_mean([4, 1, 0], [0, 0, 1]).round(3).tolist()
+    [0.083, 0.333, 0.0]
+    """
+    n_R = np.asarray(tokens_R)
+    return _where_trained(n_R, 1.0 / (n_R.size * np.maximum(n_R, 1.0)))
+
+
+def token_mean(tokens_R: ArrayLike, prompt_R: ArrayLike) -> np.ndarray:
+    """`1 / N`: every token of the step counts the same (DAPO 2503.14476; CISPO 2506.13585)."""
+    n_R = np.asarray(tokens_R)
+    return _where_trained(n_R, 1.0 / max(n_R.sum(), 1))
+
+
+def constant(tokens_R: ArrayLike, prompt_R: ArrayLike, *, length: Annotated[int, Gt(0)]) -> np.ndarray:
+    """`1 / (R length)`, length = longest allowed completion: no length bias at all (Dr. GRPO, 2503.20783)."""
+    n_R = np.asarray(tokens_R)
+    return _where_trained(n_R, 1.0 / (n_R.size * length))
+
+
+def sequence_sum(tokens_R: ArrayLike, prompt_R: ArrayLike) -> np.ndarray:
+    """`1 / R`: a completion counts in proportion to its length (LUSPO)."""
+    n_R = np.asarray(tokens_R)
+    return _where_trained(n_R, 1.0 / n_R.size)
+
+
+def prompt_mean(tokens_R: ArrayLike, prompt_R: ArrayLike) -> np.ndarray:
+    """`1 / (prompts x tokens of the prompt's group)`: every prompt counts the same (ScaleRL 2510.13786; DAPO as written, eq. 8).
+
+    >>> prompt_mean([1, 3, 2, 2], [7, 7, 9, 9]).tolist()
+    [0.125, 0.125, 0.125, 0.125]
+    """
+    n_R = np.asarray(tokens_R)
+    prompts, group_R = np.unique(np.asarray(prompt_R), return_inverse=True)
+    tokens = np.bincount(group_R, weights=n_R)
+    return _where_trained(n_R, 1.0 / (prompts.size * np.maximum(tokens, 1.0)[group_R]))
+
+
+def _where_trained(n_R: np.ndarray, weight: np.ndarray | float) -> np.ndarray:
+    return np.where(n_R > 0, weight, 0.0)

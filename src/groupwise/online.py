@@ -1,0 +1,213 @@
+"""The reinforcement-learning loop: prompts -> rollouts -> rewards -> credit -> weights -> packed updates -> a `Step`.
+
+`train_online` is the whole algorithm on one screen; every stage it calls is an ordinary function that a loop of your own can call
+too.  It logs nothing, saves nothing and stops for nobody: it yields a `Step` after every rollout, and the caller does the rest.
+
+R completions of an optimizer step   N their trained tokens   M trained positions of a micro-batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from groupwise.algorithms import Algorithm
+from groupwise.clock import Clock
+from groupwise.metrics import measure
+from groupwise.models.policy import Policy
+from groupwise.objective.credit import Advantages
+from groupwise.objective.losses import Terms, entropy_threshold
+from groupwise.optim import Optimizer
+from groupwise.records import Batch, Prompt, Sample, Sampling, Scored, Step
+from groupwise.rewards.compose import Rewards
+from groupwise.rollout.engine import Engine
+from groupwise.scoring import sample_of, score
+from groupwise.settings import GroupSettings
+from groupwise.updating import Update, token_loss, update
+
+Draw = Callable[[int], Sequence[Prompt]]
+"""The next k prompts of the data's order."""
+
+
+def train_online(
+    policy: Policy,
+    algorithm: Algorithm,
+    *,
+    engine: Engine,
+    rewards: Rewards,
+    draw: Draw,
+    optimizer: Optimizer,
+    group: GroupSettings,
+    sampling: Sampling,
+    budget: int,
+    steps: int,
+    done: int = 0,
+    reference: Policy | None = None,
+    checkpointing: bool = False,
+    seed: int = 0,
+) -> Iterator[Step]:
+    """Train `policy` in place; yield a `Step` after every rollout and its updates.
+
+    budget: packed positions per forward and backward pass; it cannot change an update.
+    done: steps taken before (a resumed run); steps: the last step's number.
+    reference: frozen, given exactly when `algorithm.needs_reference`.
+    Raises Diverged, RewardError, EngineError.
+    """
+    assert (reference is not None) == algorithm.needs_reference
+    for number in range(done + 1, steps + 1):
+        clock = Clock()
+        with clock.phase("rollout"):
+            groups, drawn = collect(engine, rewards, draw, algorithm, group, sampling, seed)
+        with clock.phase("reference"):
+            groups = with_reference(groups, reference, budget)
+        advantages = algorithm.credit(groups)
+        updates: list[Update] = []
+        with clock.phase("update"), policy.checkpointing(checkpointing):
+            for _ in range(group.updates_per_rollout):
+                for part in np.array_split(np.arange(len(groups)), min(group.minibatches, len(groups))):
+                    samples = weigh([groups[i] for i in part], [advantages[i] for i in part], algorithm)
+                    updates.append(improve(policy, algorithm, samples, optimizer, budget=budget))
+        with clock.phase("sync"):
+            engine.set_version(optimizer.taken)
+            if reference is not None and group.reference_refresh and number % group.reference_refresh == 0:
+                refresh(reference, policy, group.reference_mix)
+        yield Step(
+            number=number,
+            metrics=measure(groups, updates, algorithm, drawn=drawn, minibatches=group.minibatches, seconds=clock.seconds),
+            timings=clock.seconds,
+            groups=groups,
+            advantages=advantages,
+            current_logp=first_pass(groups, updates[: group.minibatches]),
+        )
+
+
+def collect(
+    engine: Engine, rewards: Rewards, draw: Draw, algorithm: Algorithm, group: GroupSettings, sampling: Sampling, seed: int
+) -> tuple[list[Scored], int]:
+    """Scored groups for one step, and the number of prompts drawn for them.
+
+    Rewards of finished groups are computed while others are still being sampled.  With `dead_groups: refill` (dynamic sampling,
+    2503.14476) prompts whose completions all got the same reward are replaced by further ones, at most `max_refills` x
+    `prompts_per_step` of them; a step that stays short is trained as it is.
+    """
+    refill = algorithm.dead_groups == "refill"
+    wanted = group.prompts_per_step
+    limit = wanted * (1 + group.max_refills) if refill else wanted
+    live: list[Scored] = []
+    dead: list[Scored] = []
+    with ThreadPoolExecutor(max_workers=1) as scorer:
+        while len(live) < wanted and len(live) + len(dead) < limit:
+            prompts = draw(min(wanted - len(live), limit - len(live) - len(dead)))
+            finished = engine.generate(prompts, group_size=group.group_size, sampling=sampling, seed=seed)
+            scoring = [scorer.submit(rewards.score, [rollouts]) for rollouts in finished]
+            found = {scored.prompt.id: scored for future in scoring for scored in future.result()}
+            for prompt in prompts:
+                (dead if refill and found[prompt.id].dead else live).append(found[prompt.id])
+    return live or dead[:wanted], len(live) + len(dead)
+
+
+def with_reference(groups: Sequence[Scored], reference: Policy | None, budget: int) -> list[Scored]:
+    """Add the signal `reference_logp`, computed once per rollout, packed with shared prompts.  No reference: unchanged."""
+    if reference is None:
+        return list(groups)
+    samples = [sample_of(rollout) for group in groups for rollout in group.rollouts]
+    logp = iter(score(reference, samples, budget=budget).logp)
+    return [
+        replace(group, signals={**group.signals, "reference_logp": tuple(next(logp) for _ in group.rollouts)}) for group in groups
+    ]
+
+
+def weigh(groups: Sequence[Scored], advantages: Advantages, algorithm: Algorithm) -> list[Sample]:
+    """The samples of one optimizer step, every trained token with its final weight.
+
+    The denominators count every completion of `groups` (of the live ones with `dead_groups: drop`), also empty and masked ones,
+    which become no samples.
+    """
+    if algorithm.dead_groups == "drop":
+        kept = [i for i, group in enumerate(groups) if not group.dead]
+        groups, advantages = [groups[i] for i in kept], [advantages[i] for i in kept]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    masked = [algorithm.truncated == "mask" and rollout.truncated for rollout in rollouts]
+    tokens_R = np.array([0 if out else int(r.trained.sum()) for r, out in zip(rollouts, masked, strict=True)], dtype=np.int64)
+    prompt_R = np.array([i for i, group in enumerate(groups) for _ in group.rollouts], dtype=np.int64)
+    weight_R = algorithm.weights(tokens_R, prompt_R) if rollouts else np.zeros(0)
+    credit = [advantage for group in advantages for advantage in group]
+    reference = [logp for group in groups for logp in group.signals.get("reference_logp", [None] * len(group.rollouts))]
+    return [
+        sample_of(rollout, weight=float(weight), advantage=advantage, reference_logp=logp)
+        for rollout, weight, advantage, logp, tokens in zip(rollouts, weight_R, credit, reference, tokens_R, strict=True)
+        if tokens > 0
+    ]
+
+
+def improve(policy: Policy, algorithm: Algorithm, samples: Sequence[Sample], optimizer: Optimizer, *, budget: int) -> Update:
+    """One optimizer step on weighted samples.
+
+    Samples whose advantages are all 0 are left out where nothing else gives them a gradient: exactly the same step for less
+    work.  A high-entropy mask needs its threshold before the first micro-batch, and so a pass of its own.
+    """
+    threshold: Tensor | None = None
+    tokens = float(sum(np.count_nonzero(sample.weight) for sample in samples))
+    if algorithm.needs_threshold:
+        entropies = score(policy, samples, budget=budget, entropy=True).entropy
+        trained = [values[sample.weight != 0] for values, sample in zip(entropies, samples, strict=True)]
+        entropy_N = torch.from_numpy(np.concatenate(trained)) if trained else torch.zeros(0)
+        threshold = entropy_threshold(entropy_N, algorithm.entropy_quantile)
+        tokens = float((entropy_N >= threshold).sum())
+    worked = [sample for sample in samples if sample.advantage.any() or not algorithm.skips_dead]
+
+    def loss(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
+        return policy_loss(policy, algorithm, batch, entropy_tokens=tokens, threshold=threshold)
+
+    return update(policy, loss, worked, optimizer, budget=budget)
+
+
+def policy_loss(
+    policy: Policy, algorithm: Algorithm, batch: Batch, *, entropy_tokens: float, threshold: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The algorithm's loss of a packed batch, differentiable, and the log-probs (M,) of its trained tokens.
+
+    entropy_tokens: tokens of the whole step over which the entropy bonus is a mean.   threshold: of a high-entropy mask.
+    """
+    rows_M = batch.trained_M
+    weight_M, behavior_M, advantage_M = batch.weight_P[rows_M], batch.behavior_logp_P[rows_M], batch.advantage_P[rows_M]
+    segment_M = batch.segment_P[rows_M]
+    reference_M = None if batch.reference_logp_P is None else batch.reference_logp_P[rows_M]
+    cut = None if threshold is None else threshold.to(weight_M)
+
+    def loss(logp_C: Tensor, entropy_C: Tensor | None, part: slice) -> Tensor:
+        terms = Terms(
+            logp_M=logp_C,
+            behavior_logp_M=behavior_M[part],
+            advantage_M=advantage_M[part],
+            segment_M=segment_M[part],
+            segments=batch.layout.segments,
+            reference_logp_M=None if reference_M is None else reference_M[part],
+            entropy_M=entropy_C,
+            entropy_threshold=cut,
+        )
+        return algorithm.total(terms, weight_M[part], entropy_tokens)
+
+    return token_loss(policy, batch, loss, separable=algorithm.token_level, entropy=algorithm.needs_entropy)
+
+
+def refresh(reference: Policy, policy: Policy, share: float) -> None:
+    """Move the reference to the policy: `ref = share x theta + (1 - share) x ref` (TR-DPO, 2404.09656)."""
+    with torch.no_grad():
+        for kept, current in zip(reference.model.parameters(), policy.model.parameters(), strict=True):
+            kept.lerp_(current.to(kept.dtype), share)
+
+
+def first_pass(groups: Sequence[Scored], updates: Sequence[Update]) -> list[list[np.ndarray]]:
+    """Per group and completion (n_i,): the log-probs that its first update saw; empty where nothing was computed."""
+    seen: dict[tuple[str, int], np.ndarray] = {}
+    for taken in updates:
+        for sample, logp in zip(taken.samples, taken.seen, strict=True):
+            seen[sample.group, id(sample.completion)] = logp
+    nothing = np.zeros(0)
+    return [[seen.get((group.prompt.id, id(rollout.tokens)), nothing) for rollout in group.rollouts] for group in groups]

@@ -1,0 +1,201 @@
+"""Samples -> packed batches under a token budget, each prompt once per group.  The only place where anything shifts by one.
+
+A group becomes one stretch of the stream: its prompt without the last token, then for each completion a segment that begins with
+the prompt's last token and goes on with the completion without its last token.  So every position of such a segment predicts
+exactly one completion token, the prompt's last token can predict a different first token in every segment, and the last
+completion token (which predicts nothing) is not computed at all:
+
+    prompt  a b c      completions  x y z  and  u v
+
+    tokens    a b | c x y | c u        segment of the prompt | first completion | second
+    position  0 1 | 2 3 4 | 2 3
+    target    - - | x y z | u v
+
+P positions of the stream   n completion tokens   m prompt tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from groupwise.records import Batch, Layout, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Samples that are packed next to each other and share one prompt, and the positions they take."""
+
+    members: tuple[int, ...]
+    positions: int
+
+
+def pack(
+    samples: Sequence[Sample],
+    budget: int,
+    *,
+    share: bool = True,
+    whole_groups: bool = False,
+    multiple: int = 1,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> list[Batch]:
+    """Pack samples into batches of at most `budget` positions (a single longer sample gets a batch of its own).
+
+    Samples of which nothing is asked (every weight 0) take no position.  `share=False` repeats the prompt before every
+    completion; `whole_groups` never cuts a group; `multiple` rounds P up with filler.  How samples are packed cannot change an update: weights were fixed before.
+
+    >>> def sample(n, group):
+    ...     ones = np.ones(n)
+    ...     return Sample(group=group, prompt=np.array([7, 8, 9]), completion=np.arange(n), weight=ones, advantage=ones,
+    ...                   behavior_logp=-ones)
+    >>> first, second = pack([sample(3, "a"), sample(4, "b"), sample(2, "a")], budget=8)
+    >>> first.tokens_P.tolist(), first.position_P.tolist(), first.target_P.tolist()
+    ([7, 8, 9, 0, 1, 9, 0], [0, 1, 2, 3, 4, 2, 3], [-1, -1, 0, 1, 2, 0, 1])
+    >>> first.samples, second.samples
+    ((-1, 0, 2), (1,))
+    """
+    units = _units(samples, budget, share, whole_groups)
+    positions = sum(unit.positions for unit in units)
+    return [_batch(samples, bin_, share, multiple, device, dtype, positions) for bin_ in _bins(units, budget)]
+
+
+def unpack(batch: Batch, values_P: Tensor, samples: Sequence[Sample]) -> Iterator[tuple[int, np.ndarray]]:
+    """For every sample of the batch: its index, and its completion's part (n,) of a column of the stream."""
+    values = values_P.detach().cpu().numpy()
+    layout = batch.layout
+    for s, index in enumerate(batch.samples):
+        if index >= 0:
+            end = layout.start[s] + layout.length[s]
+            yield index, values[end - samples[index].completion.size : end]
+
+
+def _units(samples: Sequence[Sample], budget: int, share: bool, whole: bool) -> list[_Unit]:
+    groups: dict[tuple[str, int], list[int]] = {}
+    for index, sample in enumerate(samples):
+        if sample.weight.any():
+            groups.setdefault((sample.group, 0 if share or whole else index), []).append(index)
+    units = []
+    for members in groups.values():
+        prompt = samples[members[0]].prompt
+        assert all(np.array_equal(samples[i].prompt, prompt) for i in members), f"group {samples[members[0]].group}: two prompts"
+        again = 0 if share else prompt.size - 1  # positions that each further member repeats
+        taken: list[int] = []
+        positions = prompt.size - 1
+        for index in members:
+            size = samples[index].completion.size + (again if taken else 0)
+            if taken and positions + size > budget and not whole:
+                units.append(_Unit(tuple(taken), positions))
+                taken, positions, size = [], prompt.size - 1, samples[index].completion.size
+            taken.append(index)
+            positions += size
+        units.append(_Unit(tuple(taken), positions))
+    return units
+
+
+def _bins(units: Sequence[_Unit], budget: int) -> list[list[_Unit]]:
+    """First fit, longest first; ties keep their order."""
+    bins: list[list[_Unit]] = []
+    room: list[int] = []
+    for unit in sorted(units, key=lambda unit: -unit.positions):
+        place = next((i for i, left in enumerate(room) if unit.positions <= left), None)
+        if place is None:
+            bins.append([])
+            room.append(budget)
+            place = len(bins) - 1
+        bins[place].append(unit)
+        room[place] -= unit.positions
+    return bins
+
+
+def _batch(
+    samples: Sequence[Sample],
+    units: Sequence[_Unit],
+    share: bool,
+    multiple: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    positions: int,
+) -> Batch:
+    used = sum(unit.positions for unit in units)
+    total = -(-used // multiple) * multiple
+    tokens, position = np.zeros(total, np.int64), np.zeros(total, np.int64)
+    segment, target = np.full(total, -1, np.int64), np.full(total, -1, np.int64)
+    weight, advantage, behavior, reference = (np.zeros(total) for _ in range(4))
+    temperature = np.ones(total)
+    members = [samples[i] for unit in units for i in unit.members]
+    extra = {name: np.zeros(total) for name in (members[0].extra if members else ())}
+    supports: list[tuple[int, tuple[np.ndarray, ...]]] = []
+    start, length, prefix, owners = [], [], [], []
+    at = 0
+
+    def place(ids: np.ndarray, first_position: int, parent: int, owner: int) -> None:
+        nonlocal at
+        end = at + ids.size
+        tokens[at:end], position[at:end], segment[at:end] = ids, np.arange(first_position, first_position + ids.size), len(start)
+        start.append(at)
+        length.append(ids.size)
+        prefix.append(parent)
+        owners.append(owner)
+        at = end
+
+    for unit in units:
+        prompt = samples[unit.members[0]].prompt
+        shared = share and len(unit.members) > 1 and prompt.size > 1
+        parent = -1
+        if shared:
+            parent = len(start)
+            place(prompt[:-1], 0, -1, -1)
+        for index in unit.members:
+            sample = samples[index]
+            n = sample.completion.size
+            head = prompt[-1:] if shared else prompt
+            place(np.concatenate([head, sample.completion[:-1]]), prompt.size - head.size, parent, index)
+            own = slice(at - n, at)
+            target[own], weight[own], advantage[own] = sample.completion, sample.weight, sample.advantage
+            behavior[own], temperature[own] = sample.behavior_logp, sample.temperature
+            if sample.reference_logp is not None:
+                reference[own] = sample.reference_logp
+            for name, column in sample.extra.items():
+                extra[name][own] = column
+            if sample.support is not None:
+                supports.append((at - n, sample.support))
+
+    def column(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(device, dtype)
+
+    def ids(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(device)
+
+    return Batch(
+        layout=Layout(start=tuple(start), length=tuple(length), prefix=tuple(prefix), total=total),
+        tokens_P=ids(tokens),
+        position_P=ids(position),
+        segment_P=ids(segment),
+        target_P=ids(target),
+        weight_P=column(weight),
+        advantage_P=column(advantage),
+        behavior_logp_P=column(behavior),
+        temperature_P=column(temperature),
+        trained_M=ids(np.flatnonzero(weight)),
+        reference_logp_P=column(reference) if members and all(s.reference_logp is not None for s in members) else None,
+        support=_support(supports, weight, device) if supports else None,
+        extra_P={name: column(values) for name, values in extra.items()},
+        samples=tuple(owners),
+        share=used / positions,
+    )
+
+
+def _support(
+    supports: list[tuple[int, tuple[np.ndarray, ...]]], weight: np.ndarray, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """Flat ids and, for every trained position (M + 1), where its stretch begins; the offsets stay on the host."""
+    per_position: dict[int, np.ndarray] = {start + t: ids for start, support in supports for t, ids in enumerate(support)}
+    chosen = [per_position.get(int(p), np.empty(0, np.int64)) for p in np.flatnonzero(weight)]
+    begin = np.concatenate([[0], np.cumsum([ids.size for ids in chosen])]).astype(np.int64)
+    flat = np.concatenate(chosen) if chosen else np.empty(0, np.int64)
+    return torch.from_numpy(flat).to(device), torch.from_numpy(begin)

@@ -1,0 +1,178 @@
+"""What a run will do, in numbers, before it does it: prompts, completions, updates, epochs, memory.
+
+Everything a user does not say is derived here and shown; a recipe that would train nothing is refused here, before step 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.errors import ConfigError
+from groupwise.settings import Recipe
+
+Lines = list[tuple[str, str]]
+"""Label and text, as printed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """The numbers of a model that memory and time depend on."""
+
+    parameters: int
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    vocabulary: int
+    bytes_per_weight: int = 4
+    bytes_per_product: int = 4
+    """Of activations and keys and values: 2 where products run in bfloat16."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], parameters: int, *, dtype: str) -> Shape:
+        """From a transformers config as a dictionary; `dtype` as in `model.dtype`."""
+        hidden = int(config.get("hidden_size") or config["n_embd"])
+        heads = int(config.get("num_attention_heads") or config["n_head"])
+        return cls(
+            parameters=parameters,
+            layers=int(config.get("num_hidden_layers") or config["n_layer"]),
+            hidden=hidden,
+            intermediate=int(config.get("intermediate_size") or config.get("n_inner") or 4 * hidden),
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_width=int(config.get("head_dim") or hidden // heads),
+            vocabulary=int(config["vocab_size"]),
+            bytes_per_weight=2 if dtype == "bfloat16" else 4,
+            bytes_per_product=4 if dtype == "float32" else 2,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Bytes by part."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int
+    activations: int
+    cache: int
+    """Keys and values while sampling; never at the same time as activations."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the fullest moment of a step."""
+        return self.weights + self.optimizer + self.reference + max(self.gradients + self.activations, self.cache)
+
+
+def memory(
+    shape: Shape,
+    *,
+    microbatch: int,
+    rows: int = 0,
+    prompts: int = 0,
+    prompt_tokens: int = 0,
+    completion_tokens: int = 0,
+    reference: bool = False,
+    recompute: bool = False,
+    trained_share: float = 1.0,
+) -> Memory:
+    """Bytes of a step.
+
+    microbatch: positions of the largest forward and backward.   rows: completions decoded at the same time.
+    prompts, prompt_tokens, completion_tokens: of a rollout; the prompt's keys and values exist once per prompt.
+    recompute: gradient checkpointing.   trained_share: part of the positions that get logits.
+    """
+    lower = shape.bytes_per_weight == 2
+    # Saved for the backward pass, per position and block: the two norms' inputs and outputs, queries, keys, values, attention
+    # output and its projection, the residuals, and the gated MLP's three wide tensors and their product.
+    kv = shape.kv_heads * shape.head_width
+    per_block = 7 * shape.hidden + 2 * shape.heads * shape.head_width + 2 * kv + 4 * shape.intermediate
+    blocks = shape.layers * shape.hidden + per_block if recompute else shape.layers * per_block
+    # The head holds one chunk of logits and its gradient, and its own weight gradient once more while it is summed.
+    chunk = 3 * max(1 << 22, 32 * shape.vocabulary) * 4
+    head = chunk + shape.vocabulary * shape.hidden * shape.bytes_per_weight + int(trained_share * microbatch) * shape.hidden * 8
+    return Memory(
+        weights=shape.parameters * shape.bytes_per_weight,
+        gradients=shape.parameters * 4,
+        optimizer=shape.parameters * (12 if lower else 8),
+        reference=shape.parameters * shape.bytes_per_weight if reference else 0,
+        activations=microbatch * blocks * shape.bytes_per_product + head,
+        cache=2 * shape.layers * kv * (prompts * prompt_tokens + rows * completion_tokens) * shape.bytes_per_product
+        + rows * shape.vocabulary * 4 * 3,
+    )
+
+
+def memory_lines(found: Memory) -> Lines:
+    """The memory plan as it is printed."""
+    parts = [("weights", found.weights), ("gradients", found.gradients), ("optimizer", found.optimizer)]
+    parts += [("reference", found.reference)] if found.reference else []
+    parts += [("activations", found.activations)]
+    parts += [("keys and values", found.cache)] if found.cache else []
+    return [("memory", f"about {size(found.peak)} at the peak ({', '.join(f'{name} {size(n)}' for name, n in parts)})")]
+
+
+def online_plan(recipe: Recipe, rows: int, held_out: int) -> Lines:
+    """Prompts, completions, updates and epochs of an online run.  Raises ConfigError if nothing would be trained."""
+    group, steps = recipe.group, recipe.steps
+    assert steps is not None
+    if rows < 1:
+        raise ConfigError("no prompt is left to train on: see the counts of the data above")
+    if group.prompts_per_step > rows:
+        raise ConfigError(
+            f"group.prompts_per_step is {group.prompts_per_step}, but the data has only {rows} prompts: "
+            f"use group.prompts_per_step={rows} or less, or add data"
+        )
+    completions = group.prompts_per_step * group.group_size
+    updates = group.updates_per_rollout * group.minibatches
+    drawn = steps * group.prompts_per_step
+    return [
+        ("data", f"{rows:,} prompts to train on, {held_out:,} held out"),
+        ("a step", f"{group.prompts_per_step} prompts x {group.group_size} completions = {completions} completions of at most "
+                   f"{recipe.rollout.max_new_tokens} tokens"),
+        ("updates", f"{updates} per rollout ({group.updates_per_rollout} passes x {group.minibatches} minibatches), "
+                    f"{steps * updates:,} in all"),
+        ("in all", f"{steps:,} steps, {steps * completions:,} completions, {drawn / rows:.2f} epochs"),
+    ]  # fmt: skip
+
+
+def offline_plan(recipe: Recipe, rows: int, held_out: int, tokens: float) -> tuple[Lines, int]:
+    """Rows, steps and epochs of a data-set run, and its number of steps.  `tokens`: mean per row.
+
+    Raises ConfigError if nothing would be trained.
+    """
+    if rows < 1:
+        raise ConfigError("no row is left to train on: see the counts of the data above")
+    size = min(recipe.batch_size, rows)
+    steps = recipe.steps or math.ceil((recipe.epochs or 0.0) * rows / size)
+    if steps < 1:
+        raise ConfigError(f"{recipe.epochs} epochs of {rows} rows make no step of {size} rows: raise epochs, or say steps")
+    lines = [
+        ("data", f"{rows:,} rows to train on ({tokens:.0f} tokens on average), {held_out:,} held out"),
+        ("a step", f"{size} rows, about {size * tokens:,.0f} tokens"),
+        ("in all", f"{steps:,} steps, {steps * size:,} rows, {steps * size / rows:.2f} epochs"),
+    ]
+    return lines, steps
+
+
+def size(count: float) -> str:
+    """Bytes for people.
+
+    >>> size(3_500_000_000), size(12_000)
+    ('3.3 GiB', '11.7 KiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def longest(lengths: Sequence[int]) -> int:
+    """The largest length; 0 of nothing."""
+    return max(lengths, default=0)

@@ -1,0 +1,311 @@
+"""The records that flow down the river: Prompt -> Rollout -> Scored -> Sample -> Batch -> Step.
+
+All are frozen and check their invariants at birth.  Per-token columns of single completions are numpy arrays (they live on
+the host and are written to disk); only `Batch` holds tensors.  Importing this file does not import torch.
+
+n tokens of one completion   m tokens of its prompt   G completions of a prompt   K reward functions
+P positions of a packed batch   S segments of a packed batch   M trained positions of a packed batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Finish(StrEnum):
+    """Why a completion ended.  Told by the engine, never guessed from the last token."""
+
+    EOS = "eos"
+    """The model sampled an end-of-sequence id; it is the last token and it is trained."""
+    STOP = "stop"
+    """A stop string appeared; the tokens that complete it are kept."""
+    LENGTH = "length"
+    """`max_new_tokens` (or the context) was reached: the completion is truncated."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How completions are drawn.  It travels with every rollout, so that what was sampled is what is scored."""
+
+    temperature: float = 1.0
+    """Logits are divided by it, when sampling and when scoring.  0 is greedy decoding (evaluation only)."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens that holds at least this probability."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the most likely one."""
+    max_new_tokens: int = 256
+    """A completion that reaches it is truncated (`Finish.LENGTH`)."""
+    stop: tuple[str, ...] = ()
+    """A completion ends when one of these strings appears in its text."""
+
+    @property
+    def greedy(self) -> bool:
+        """True if the most likely token is always taken."""
+        return self.temperature == 0.0
+
+    @property
+    def truncates(self) -> bool:
+        """True if some tokens can never be drawn: the support must then travel with the rollout."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Prompt:
+    """Token ids that end where the policy starts, and the data row that they came from.
+
+    >>> Prompt(id="0/7", tokens=np.array([5, 9, 2]), text="2+2=", row={"answer": "4"}).tokens.tolist()
+    [5, 9, 2]
+    """
+
+    id: str
+    """Names the group: all completions of one visit of one row.  Also the key of its random streams."""
+    tokens: np.ndarray
+    """int64 (m,), m >= 1."""
+    text: str
+    """The prompt as rewards and readers see it."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """The data row; its columns go to the reward functions by name."""
+
+    def __post_init__(self) -> None:
+        assert self.tokens.ndim == 1 and self.tokens.size >= 1, f"prompt {self.id} has no tokens"
+        assert self.tokens.dtype == np.int64, f"prompt tokens must be int64, got {self.tokens.dtype}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rollout:
+    """One sampled completion.  It ends with an EOS id exactly when `finish` is EOS, and it never holds padding.
+
+    >>> prompt = Prompt(id="0/7", tokens=np.array([5, 9, 2]), text="2+2=")
+    >>> rollout = Rollout(prompt=prompt, index=0, tokens=np.array([4, 1]), behavior_logp=np.array([-0.2, -0.1]),
+    ...                   finish=Finish.EOS, eos_ids=(1,), sampling=Sampling(), text="4")
+    >>> len(rollout), rollout.trained.tolist(), rollout.version.tolist()
+    (2, [True, True], [0, 0])
+    """
+
+    prompt: Prompt
+    index: int
+    """Place in its group, 0 .. G-1; with `prompt.id` it names the random stream that drew it."""
+    tokens: np.ndarray
+    """int64 (n,), n >= 0, as sampled: never decoded and encoded again."""
+    behavior_logp: np.ndarray
+    """(n,), nats: log-probability of each token in the distribution it was drawn from, temperature and truncation included."""
+    finish: Finish
+    eos_ids: tuple[int, ...]
+    """The ids that end a completion of this policy."""
+    sampling: Sampling
+    text: str
+    """The completion as rewards see it: decoded without special tokens unless asked otherwise."""
+    trained: np.ndarray = None  # type: ignore[assignment]
+    """bool (n,): False for tokens that the policy did not write (tool output).  Default: all True."""
+    version: np.ndarray = None  # type: ignore[assignment]
+    """int64 (n,): number of optimizer steps that the policy had taken when it drew the token.  Default: 0."""
+    support: tuple[np.ndarray, ...] | None = None
+    """Only when `sampling.truncates`: for each token the ids that could have been drawn (int64)."""
+
+    def __post_init__(self) -> None:
+        n = self.tokens.size
+        if self.trained is None:
+            object.__setattr__(self, "trained", np.ones(n, dtype=bool))
+        if self.version is None:
+            object.__setattr__(self, "version", np.zeros(n, dtype=np.int64))
+        assert self.tokens.dtype == np.int64, f"completion tokens must be int64, got {self.tokens.dtype}"
+        for name in ("tokens", "behavior_logp", "trained", "version"):
+            shape = getattr(self, name).shape
+            assert shape == (n,), f"rollout {self.prompt.id}#{self.index}: {name} has shape {shape}, expected ({n},)"
+        ends_with_eos = n > 0 and int(self.tokens[-1]) in self.eos_ids
+        assert ends_with_eos == (self.finish is Finish.EOS), (
+            f"rollout {self.prompt.id}#{self.index}: finish is {self.finish} but its last token is "
+            f"{self.tokens[-1] if n else 'missing'} and the EOS ids are {self.eos_ids}"
+        )
+        assert (self.support is not None) == self.sampling.truncates, "a truncated distribution travels with its support"
+        assert self.support is None or len(self.support) == n, "one support per token"
+
+    def __len__(self) -> int:
+        return self.tokens.size
+
+    @property
+    def truncated(self) -> bool:
+        """True if the length limit ended it."""
+        return self.finish is Finish.LENGTH
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Scored:
+    """A group with its rewards: one number per completion and function, NaN where the function does not apply.
+
+    `signals` holds further per-token columns by name, one array (n_i,) per completion:
+    `reference_logp`, `value`, `teacher_logp`, `process` (reward at the tokens that end a step, NaN elsewhere).
+    """
+
+    rollouts: tuple[Rollout, ...]
+    names: tuple[str, ...]
+    """K names of the reward functions."""
+    rewards: np.ndarray
+    """float64 (G, K)."""
+    reward: np.ndarray
+    """float64 (G,): the weighted sum of what applies; NaN = unscorable."""
+    weights: tuple[float, ...] = ()
+    """K weights of the functions in the sum; empty = all 1."""
+    signals: Mapping[str, tuple[np.ndarray, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        size = len(self.rollouts)
+        assert size >= 1, "a group has at least one completion"
+        if not self.weights:
+            object.__setattr__(self, "weights", (1.0,) * len(self.names))
+        assert self.rewards.shape == (size, len(self.names)), f"rewards {self.rewards.shape} for {size} x {len(self.names)}"
+        assert self.reward.shape == (size,) and len(self.weights) == len(self.names)
+        assert len({rollout.prompt.id for rollout in self.rollouts}) == 1, "a group shares one prompt"
+        assert not np.isinf(self.rewards).any(), "an infinite reward is an error of its function, not a reward"
+        for name, columns in self.signals.items():
+            lengths = [column.shape for column in columns]
+            assert lengths == [(len(rollout),) for rollout in self.rollouts], f"signal {name}: {lengths}"
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt that the group shares."""
+        return self.rollouts[0].prompt
+
+    @property
+    def dead(self) -> bool:
+        """True if no difference between the rewards can teach anything: all equal, or none scorable."""
+        scored = self.reward[~np.isnan(self.reward)]
+        return scored.size == 0 or bool(scored.max() == scored.min())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Sample:
+    """What is packed: a prompt, a completion, and what every completion token contributes.
+
+    A rollout, a demonstration and one side of a preference pair all become samples.  The completion's token t is predicted
+    from everything before it; the loss is the sum of weight x per-token loss.
+    """
+
+    group: str
+    """Samples of one group share the prompt: it is computed once."""
+    prompt: np.ndarray
+    """int64 (m,), m >= 1."""
+    completion: np.ndarray
+    """int64 (n,)."""
+    weight: np.ndarray
+    """(n,), fixed once per optimizer step; 0 = not trained, and no logits are computed for it."""
+    advantage: np.ndarray
+    """(n,), always per token."""
+    behavior_logp: np.ndarray
+    """(n,), nats."""
+    temperature: float = 1.0
+    reference_logp: np.ndarray | None = None
+    support: tuple[np.ndarray, ...] | None = None
+    extra: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Further columns (n,) by name that an objective asks for (teacher, value, returns)."""
+
+    def __post_init__(self) -> None:
+        assert self.prompt.ndim == 1 and self.prompt.size >= 1, "a sample's prompt has at least one token"
+        assert self.temperature > 0.0, f"temperature must be positive to be scored, got {self.temperature}"
+        columns = {"weight": self.weight, "advantage": self.advantage, "behavior_logp": self.behavior_logp, **self.extra}
+        if self.reference_logp is not None:
+            columns["reference_logp"] = self.reference_logp
+        for name, column in columns.items():
+            assert column.shape == self.completion.shape, f"{name} {column.shape} for {self.completion.shape} tokens"
+        assert self.support is None or len(self.support) == self.completion.size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Where the segments of a packed stream lie: host numbers only, so that reading it never waits for a device.
+
+    Segment s covers positions start[s] .. start[s] + length[s].  Its tokens attend causally to themselves and to all of
+    segment prefix[s] (-1: to nothing else).  A prefix segment itself has no prefix and stands before those that use it.
+    Positions behind the last segment are filler: segment -1, weight 0, attended by nothing.
+
+    Two completions (3 and 2 tokens) of one prompt of 4 tokens.  The prompt's last token starts each completion's segment,
+    because it predicts a different first token in each; what remains of the prompt stands once:
+
+    >>> Layout(start=(0, 3, 6), length=(3, 3, 2), prefix=(-1, 0, 0), total=8).segments
+    3
+    """
+
+    start: tuple[int, ...]
+    length: tuple[int, ...]
+    prefix: tuple[int, ...]
+    total: int
+    """P, filler included."""
+
+    def __post_init__(self) -> None:
+        assert len(self.start) == len(self.length) == len(self.prefix)
+        end = 0
+        for s, (start, length, prefix) in enumerate(zip(self.start, self.length, self.prefix, strict=True)):
+            assert start == end and length > 0, f"segment {s} starts at {start}, expected {end}"
+            assert prefix == -1 or (prefix < s and self.prefix[prefix] == -1), f"segment {s} has prefix {prefix}"
+            end = start + length
+        assert end <= self.total
+
+    @property
+    def segments(self) -> int:
+        """S."""
+        return len(self.start)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Batch:
+    """A flat stream of P tokens.  Position p predicts `target[p]`; a position that predicts nothing has weight 0."""
+
+    layout: Layout
+    tokens_P: Tensor
+    position_P: Tensor
+    """Place in its own sequence, prompt included, from 0."""
+    segment_P: Tensor
+    """Segment of each position, -1 for filler."""
+    target_P: Tensor
+    """The token that position p predicts; -1 where it predicts none."""
+    weight_P: Tensor
+    advantage_P: Tensor
+    behavior_logp_P: Tensor
+    temperature_P: Tensor
+    trained_M: Tensor
+    """The M positions whose weight is not 0, ascending: only they get logits."""
+    reference_logp_P: Tensor | None = None
+    support: tuple[Tensor, Tensor] | None = None
+    """Ids that could be drawn, flat (E,), and where each trained position's begin (M + 1,); an empty stretch means all."""
+    extra_P: Mapping[str, Tensor] = field(default_factory=dict)
+    samples: tuple[int, ...] = ()
+    """For each segment the index of its sample in the list that was packed; -1 for a prefix."""
+    share: float = 1.0
+    """Positions of this batch over those of all batches that were packed with it."""
+
+    def __post_init__(self) -> None:
+        total = self.layout.total
+        columns = [self.tokens_P, self.position_P, self.segment_P, self.target_P, self.weight_P, self.advantage_P]
+        columns += [self.behavior_logp_P, self.temperature_P, *self.extra_P.values()]
+        columns += [] if self.reference_logp_P is None else [self.reference_logp_P]
+        assert all(column.shape == (total,) for column in columns), [tuple(column.shape) for column in columns]
+        assert len(self.samples) in (0, self.layout.segments)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Step:
+    """What a loop yields after every optimizer step (or rollout): the log, the viewer and the caller read nothing else."""
+
+    number: int
+    """Steps completed, from 1."""
+    metrics: Mapping[str, float]
+    """Flat names ("reward", "completions/mean_length"); a quantity that was not computed has no key."""
+    timings: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by phase."""
+    groups: Sequence[Scored] = ()
+    advantages: Sequence[Sequence[np.ndarray]] = ()
+    """Per group and completion (n_i,), as trained."""
+    current_logp: Sequence[Sequence[np.ndarray]] = ()
+    """Per group and completion (n_i,): log-probs under the policy at the first update; empty where nothing was scored."""
+    evaluation: Mapping[str, float] | None = None
+    """Metrics on the held-out set, at the steps where it was evaluated."""

@@ -1,0 +1,151 @@
+"""math-verify behind a wall: equality of two mathematical answers, decided in worker processes that can be killed.
+
+sympy evaluates what it reads: `9^{9^{9^{9}}}` or a nest of 3,000 braces takes it hours or gigabytes, its own timeouts need the
+main thread's SIGALRM, and 11 of 31 hostile strings never return in any other thread.  Here every comparison has a deadline in
+processor time (the same verdict on a loaded machine), a wall-clock one behind it, and an address space of 2 GiB.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from groupwise.errors import RewardError
+from groupwise.rewards.answers import LONGEST_ANSWER, numbers_equal, read_number
+from groupwise.rewards.workers import Pool
+
+CPU_SECONDS = 2.0
+"""Processor time for one comparison.  An ordinary one takes 1 to 30 ms."""
+WALL_SECONDS = 5.0
+"""Wall-clock deadline of one comparison, for what waits instead of computing."""
+MEMORY = 2 << 30
+MAX_CALLS = 2_000
+"""Comparisons after which a worker retires: sympy's caches only grow (Math-Verify #63)."""
+CACHED = 100_000
+"""Verdicts kept."""
+LONGEST_GOLD = 20_000
+"""Characters; a longer gold cannot be read."""
+
+Pair = tuple[str, str | None]
+_UNKNOWN: Any = object()
+
+
+class Checker:
+    """Answers whether an answer equals the gold: 1.0, 0.0, or None when the gold cannot be read."""
+
+    def __init__(self, *, workers: int | None = None) -> None:
+        """`workers`: processes; default: half of the cores, at most four."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.pool = Pool(
+            "groupwise.rewards.checker:judge",
+            size=workers or min(4, max(1, cores // 2)),
+            seconds=WALL_SECONDS,
+            cpu_seconds=CPU_SECONDS,
+            memory=MEMORY,
+            max_calls=MAX_CALLS,
+            quiet=True,
+        )
+        self._cache: OrderedDict[Pair, float | None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compare(self, pairs: Sequence[Pair]) -> list[float | None]:
+        """One verdict per (gold, answer) pair, from any thread; an answer of None is no answer (0.0 if the gold can be read).
+
+        An answer that cannot be compared within the deadline is not equal; a gold that cannot be read within it is None.
+        Raises RewardError if no worker can start.
+        """
+        pairs = [
+            (gold, answer if answer is None or gold == answer or len(answer) <= LONGEST_ANSWER else None) for gold, answer in pairs
+        ]
+        verdicts = [self._at_once(gold, answer) for gold, answer in pairs]
+        unknown = list(dict.fromkeys(pair for pair, verdict in zip(pairs, verdicts, strict=True) if verdict is _UNKNOWN))
+        known: dict[Pair, float | None] = {}
+        readable: dict[str, bool] = {}
+        for (gold, answer), outcome in zip(unknown, self.pool.map(unknown), strict=True):
+            if outcome.failure and gold not in readable:  # whose fault?  If the gold compares with a 1 in time, the answer's.
+                readable[gold] = self.pool.run(gold, "1").value is not None
+            known[gold, answer] = (0.0 if readable[gold] else None) if outcome.failure else outcome.value
+        self._remember(known)
+        return [known[pair] if verdict is _UNKNOWN else verdict for pair, verdict in zip(pairs, verdicts, strict=True)]
+
+    def recompute(self, golds: Sequence[str]) -> list[float | None]:
+        """Whether each gold equals itself, by computation and not by its text; None if it cannot be read or compared in time."""
+        asked = list(dict.fromkeys(g for g in golds if g.strip() and len(g) <= LONGEST_GOLD and read_number(g) is None))
+        # Equal expressions are recognised without evaluating them, so a gold has to survive a comparison with a 1 too.
+        outcomes = self.pool.map([(gold, other) for gold in asked for other in (gold, "1")])
+        verdicts = {
+            gold: None if other.value is None else same.value
+            for gold, same, other in zip(asked, outcomes[::2], outcomes[1::2], strict=True)
+        }
+        return [verdicts[g] if g in verdicts else None if read_number(g) is None else 1.0 for g in golds]
+
+    def _at_once(self, gold: str, answer: str | None) -> Any:
+        """The verdict where no sympy is needed, `_UNKNOWN` where it is."""
+        if not gold.strip() or len(gold) > LONGEST_GOLD:
+            return None
+        if answer is not None and gold.strip() == answer.strip():
+            return 1.0
+        first = read_number(gold)
+        if first is not None:
+            if answer is None:
+                return 0.0
+            second = read_number(answer)
+            equal = None if second is None else numbers_equal(first, second)
+            if equal is not None:
+                return float(equal)
+        with self._lock:
+            return self._cache.get((gold, answer), _UNKNOWN)
+
+    def _remember(self, known: dict[Pair, float | None]) -> None:
+        with self._lock:
+            self._cache.update(known)
+            while len(self._cache) > CACHED:
+                self._cache.popitem(last=False)
+
+
+_shared: Checker | None = None
+_shared_lock = threading.Lock()
+
+
+def shared_checker() -> Checker:
+    """The process's one checker: its workers and its cache serve every reward function."""
+    global _shared
+    with _shared_lock:
+        if _shared is None:
+            _shared = Checker()
+        return _shared
+
+
+def judge() -> Callable[[str, str | None], float | None]:
+    """In a worker: import math-verify, warm its parser up, and return the function that compares.
+
+    Raises RewardError if math-verify is not installed.
+    """
+    import logging
+
+    try:
+        from math_verify import parse, verify
+    except ImportError as missing:
+        raise RewardError("the reward 'accuracy' needs the package math-verify: pip install math-verify==0.9.0") from missing
+    logging.disable(logging.CRITICAL)
+
+    def read(text: str) -> list:
+        # No timeouts of its own: they would take SIGALRM, and the worker is killed from outside anyway.
+        # A bare expression is boxed, which is where math-verify reads LaTeX best; prose is left for it to search.
+        bare = "$" not in text.replace("\\$", "") and "\n" not in text and (len(text) <= 100 or "\\" in text)
+        return parse(f"\\boxed{{{text}}}" if bare else text, parsing_timeout=None)  # type: ignore[arg-type]
+
+    def compare(gold: str, answer: str | None) -> float | None:
+        gold_parsed = read(gold)
+        if not gold_parsed:
+            return None
+        if answer is None:
+            return 0.0
+        answer_parsed = read(answer)
+        return float(bool(answer_parsed) and verify(gold_parsed, answer_parsed, timeout_seconds=None))
+
+    compare(r"\frac{1}{2}", "x")
+    return compare

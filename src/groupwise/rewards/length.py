@@ -1,0 +1,55 @@
+"""Rewards of a completion's length in tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from groupwise.errors import ConfigError
+from groupwise.rewards.accuracy import accuracy
+
+
+def soft_overlong(completion_ids: Sequence[Sequence[int]], *, max_tokens: int, cache: int) -> list[float]:
+    """With n tokens: 0 up to L - c, then falling to -1 at L, -1 above (L `max_tokens`, c `cache`; DAPO 2503.14476, eq. 13):
+    `((L - c) - n) / c` for L - c < n <= L.
+
+    Raises ConfigError unless 0 < cache <= max_tokens.
+
+    >>> soft_overlong([[1] * 80, [1] * 90, [1] * 100, [1] * 101], max_tokens=100, cache=20)
+    [0.0, -0.5, -1.0, -1.0]
+    """
+    if not 0 < cache <= max_tokens:
+        raise ConfigError(f"the reward 'soft_overlong' needs 0 < cache <= max_tokens, got cache {cache}, max_tokens {max_tokens}")
+    return [min(0.0, max(-1.0, (max_tokens - cache - len(ids)) / cache)) for ids in completion_ids]
+
+
+def cosine_length(
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    gold: Sequence[Any],
+    *,
+    max_tokens: int,
+    right: Sequence[float] = (0.5, 1.0),
+    wrong: Sequence[float] = (-1.0, -0.5),
+) -> list[float | None]:
+    """`lo + (hi - lo) / 2 (1 + cos(pi min(n / L, 1)))`: a right answer is worth `right[1]` at n = 0 and `right[0]` at L tokens and
+    above, a wrong one `wrong[0]` at n = 0 and `wrong[1]` at L (2502.03373, appendix C.1).  Right and wrong as in `accuracy`; None
+    if the gold cannot be read.  n counts the completion's tokens, EOS included.
+
+    Raises ConfigError unless max_tokens > 0 and each pair is (low, high).
+
+    >>> cosine_length(["#### 4", "#### 5"], [[1] * 50, [1] * 50], ["4", "4"], max_tokens=100)
+    [0.75, -0.75]
+    """
+    if max_tokens <= 0:
+        raise ConfigError(f"the reward 'cosine_length' needs max_tokens > 0, got {max_tokens}")
+    for name, bounds in (("right", right), ("wrong", wrong)):
+        if len(bounds) != 2 or not bounds[0] <= bounds[1]:
+            raise ConfigError(f"the reward 'cosine_length' needs {name} = [low, high], got {list(bounds)}")
+    rewards: list[float | None] = []
+    for verdict, ids in zip(accuracy(completions, gold), completion_ids, strict=True):
+        short, long = (right[1], right[0]) if verdict else (wrong[0], wrong[1])
+        cosine = math.cos(math.pi * min(len(ids) / max_tokens, 1.0))
+        rewards.append(None if verdict is None else long + (short - long) / 2.0 * (1.0 + cosine))
+    return rewards

@@ -1,0 +1,151 @@
+"""Rewards of single steps: how a completion is cut into steps, and what process reward functions return.
+
+n tokens of one completion
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from groupwise.errors import ConfigError, RewardError
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessReward:
+    """Marks a reward function as one of steps; use it as a decorator.
+
+    The function has the signature of any reward function and returns, per completion, a list of (index of the step's last token,
+    reward) in rising order.  It feeds the credit `process` (DeepSeekMath 2402.03300, 4.1.3) through `Scored.signals["process"]`;
+    its column in `Scored.rewards` is the sum of its step rewards, None for a completion without steps.
+
+    >>> @ProcessReward
+    ... def shorter(completion_ids):
+    ...     return [[(len(ids) - 1, -float(len(ids)))] if ids else [] for ids in completion_ids]
+    >>> shorter(completion_ids=[[5, 6, 7], []])
+    [[(2, -3.0)], []]
+    """
+
+    function: Callable[..., Any]
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Call the function itself."""
+        return self.function(*arguments, **keywords)
+
+
+process_reward = ProcessReward
+
+Steps = list[tuple[int, float]]
+
+
+def checked_steps(name: str, values: Any, labels: Sequence[str]) -> list[Steps]:
+    """What a process reward function returned, as lists of (end token, reward).  Raises RewardError.
+
+    >>> checked_steps("f", [[(1, 1), (3, 0.5)], []], ["0#0", "0#1"])
+    [[(1, 1.0), (3, 0.5)], []]
+    """
+    expected = f"expected {len(labels)} lists of (end token, reward), one per completion"
+    if not isinstance(values, list | tuple) or not all(isinstance(steps, list | tuple) for steps in values):
+        found = type(values).__name__
+        if isinstance(values, list | tuple):
+            found += " of " + ", ".join(sorted({type(steps).__name__ for steps in values}))
+        raise RewardError(f"the process reward function {name!r} returned {found}, {expected}")
+    if len(values) != len(labels):
+        raise RewardError(f"the process reward function {name!r} returned {len(values)} lists, {expected}")
+    return [_checked(name, steps, label) for steps, label in zip(values, labels, strict=True)]
+
+
+def _checked(name: str, steps: Sequence[Any], label: str) -> Steps:
+    result: Steps = []
+    for step in steps:
+        try:
+            end, reward = step
+            end, reward = int(end), float(reward)
+        except (TypeError, ValueError) as error:
+            raise RewardError(
+                f"the process reward function {name!r} returned the step {step!r} for completion {label}, "
+                "expected (end token, reward)"
+            ) from error
+        if not math.isfinite(reward):
+            raise RewardError(
+                f"the process reward function {name!r} returned the reward {reward:g} for a step of completion {label}"
+            )
+        if end < 0 or (result and end <= result[-1][0]):
+            raise RewardError(
+                f"the process reward function {name!r} returned the end tokens {[s[0] for s in steps]} for completion {label}: "
+                "they rise from 0"
+            )
+        result.append((end, reward))
+    return result
+
+
+def step_signal(name: str, steps: Steps, length: int, label: str) -> np.ndarray:
+    """float64 (n,): each step's reward at its last token, NaN elsewhere.  Raises RewardError for an end outside the completion.
+
+    >>> step_signal("f", [(0, 1.0), (2, 0.5)], 4, "0#0")
+    array([1. , nan, 0.5, nan])
+    """
+    signal = np.full(length, np.nan)
+    for end, reward in steps:
+        if end >= length:
+            raise RewardError(
+                f"the process reward function {name!r} ends a step of completion {label} at token {end}; it has {length} tokens"
+            )
+        signal[end] = reward
+    return signal
+
+
+def segment_steps(
+    tokens: Sequence[int],
+    decode: Callable[[Sequence[int]], str],
+    *,
+    by: Literal["newline", "regex", "tokens"] = "newline",
+    pattern: str | None = None,
+    ends: Sequence[int] = (),
+) -> list[int]:
+    r"""Cut a completion into steps; returns the index of each step's last token.  Every token belongs to exactly one step.
+
+    `newline`: a step ends with the token that completes a line with text in it.  `regex`: with the token that completes a match of
+    `pattern`.  `tokens`: with each token in `ends`.  What remains behind the last such end is a step too.  `decode` maps ids to
+    text; prefixes of the completion are decoded (n decodes of at most n tokens), because only that is right for every tokenizer.
+
+    Raises ConfigError for an unknown `by`, a missing or bad pattern, or missing ends.
+
+    >>> segment_steps([65, 10, 10, 66, 67, 10, 68], lambda ids: bytes(ids).decode())
+    [1, 5, 6]
+    >>> segment_steps([65, 46, 32, 66], lambda ids: bytes(ids).decode(), by="regex", pattern=r"\. ")
+    [2, 3]
+    >>> segment_steps([7, 1, 7, 7], str, by="tokens", ends=[1])
+    [1, 3]
+    """
+    if by == "tokens":
+        if not ends:
+            raise ConfigError("steps by tokens need the ids that end a step")
+        found = [index for index, token in enumerate(tokens) if token in ends]
+    else:
+        found = _ends_in_text(tokens, decode, _compiled(by, pattern))
+    last = len(tokens) - 1
+    return found if last < 0 or (found and found[-1] == last) else [*found, last]
+
+
+def _compiled(by: str, pattern: str | None) -> re.Pattern[str]:
+    if by == "newline":
+        return re.compile(r"[^\n]*\S[^\n]*\n")
+    if by != "regex":
+        raise ConfigError(f"steps are cut by 'newline', 'regex' or 'tokens', got {by!r}")
+    try:
+        return re.compile(pattern or "")
+    except re.error as error:
+        raise ConfigError(f"steps by regex: cannot compile {pattern!r}: {error}") from error
+
+
+def _ends_in_text(tokens: Sequence[int], decode: Callable[[Sequence[int]], str], pattern: re.Pattern[str]) -> list[int]:
+    reach = np.maximum.accumulate([len(decode(tokens[: index + 1])) for index in range(len(tokens))] or [0])
+    matches = pattern.finditer(decode(tokens)) if len(tokens) else ()
+    ends = [match.end() for match in matches if match.end() > match.start()]
+    return sorted({min(int(np.searchsorted(reach, end)), len(tokens) - 1) for end in ends})

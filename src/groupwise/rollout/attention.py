@@ -1,0 +1,214 @@
+"""Attention of the rollout engine: the prefill that keeps keys and values, and the decode step over shared prompts.
+
+A decoded token attends to its prompt and to its own completion.  The two parts are computed apart and merged by their
+log-sum-exps, which is exact: a prompt's keys meet the queries of its whole group in one product and are never copied per row,
+and key-value heads meet all the query heads that share them.
+
+R rows (completions being decoded)   P live prompts   N most rows of a prompt   H query heads   K key-value heads   D head width
+T own tokens   M prompt tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from groupwise.models.attention import PackedAttention
+from groupwise.records import Layout
+from groupwise.rollout.kvcache import Store
+
+HIDDEN = -1e30
+"""Score of a key that may not be seen: finite, so that a row which sees nothing of its prompt stays free of NaN."""
+
+
+class Prefill:
+    """Packed prompts attend to themselves; their keys and values are kept."""
+
+    def __init__(self, store: Store, lengths: Sequence[int]) -> None:
+        """Prompts of these lengths in one stream become the store's entries behind those that live."""
+        starts = [0]
+        for length in lengths:
+            starts.append(starts[-1] + length)
+        self.lengths, self.starts = lengths, starts
+        self.store, self.first = store, store.live
+        self._packed = PackedAttention(
+            Layout(start=tuple(starts[:-1]), length=tuple(lengths), prefix=(-1,) * len(lengths), total=starts[-1])
+        )
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, window: int | None
+    ) -> Tensor:
+        """The protocol `models.attention.Attend`."""
+        query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast rotary embeddings leave them in float32
+        key_TKD, value_TKD = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        slab = self.store.layer(layer, key_TKD)
+        i = 0
+        while i < len(self.lengths):
+            j, length = i, self.lengths[i]
+            while j < len(self.lengths) and self.lengths[j] == length:
+                j += 1
+            stretch = slice(self.starts[i], self.starts[j])
+            shape = (j - i, length, *key_TKD.shape[1:])
+            slab.write(self.first + i, key_TKD[stretch].reshape(shape), value_TKD[stretch].reshape(shape))
+            i = j
+        return self._packed(layer, query, key, value, scale, softcap, window)
+
+
+class Decode:
+    """One new token per row: its key and value are kept, then it attends to its prompt and its own completion."""
+
+    def __init__(self, prompts: Store, own: Store, device: torch.device) -> None:
+        self.prompts, self.own, self.device = prompts, own, device
+
+    def arrange(self, prompt_length_P: Sequence[int], entry_R: Sequence[int], length_R: Sequence[int]) -> None:
+        """The live rows have changed: row r belongs to prompt entry `entry_R[r]` and has kept `length_R[r]` own tokens."""
+        self.prompt_length_P = list(prompt_length_P)
+        self.length_R = list(length_R)
+        members: list[list[int]] = [[] for _ in prompt_length_P]
+        self.place_R = []
+        for row, entry in enumerate(entry_R):
+            self.place_R.append((entry, len(members[entry])))
+            members[entry].append(row)
+        self.most = max(map(len, members))
+        # Prompts with fewer live rows than others compute some row 0 again; nothing reads that.
+        self.member_PN = [rows + [0] * (self.most - len(rows)) for rows in members]
+        self.longest_prompt = max(prompt_length_P)
+        self._index: dict[int, tuple[Tensor, Tensor]] = {}
+        self._prompt_end_P = torch.tensor(self.prompt_length_P, device=self.device)
+        self._length_R = torch.tensor(self.length_R, device=self.device)
+        self._offset_R = torch.tensor([prompt_length_P[entry] for entry in entry_R], device=self.device)
+        self.position_R = self._offset_R + self._length_R - 1
+        self._uniform = len(set(self.length_R)) == 1
+
+    def next(self) -> Tensor:
+        """Begin a step: every row has one token more.  Returns the positions (R,) of the new tokens."""
+        self.length_R = [length + 1 for length in self.length_R]
+        self.longest = max(self.length_R)
+        self.own.reserve(len(self.length_R), self.longest)
+        self._length_R = self._length_R + 1
+        self.position_R = self.position_R + 1
+        self._own_bias: dict[int | None, Tensor | None] = {}
+        self._prompt_bias: dict[tuple[int | None, int], Tensor | None] = {}
+        return self.position_R
+
+    @property
+    def drawn_R(self) -> Tensor:
+        """Which token of its completion each row draws in this step, from 0."""
+        return self._length_R
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, window: int | None
+    ) -> Tensor:
+        """The protocol `models.attention.Attend`: one token per row in the stream."""
+        rows = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+        return self.rows(layer, *rows, scale, softcap, window)[None]
+
+    def rows(
+        self,
+        layer: int,
+        query_RHD: Tensor,
+        key_RKD: Tensor,
+        value_RKD: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        """The same row by row: (R, H, D) queries, (R, K, D) keys and values -> (R, H, D)."""
+        count, heads, width = query_RHD.shape
+        shared = key_RKD.shape[1]
+        if window is not None and window >= self.longest_prompt + self.longest:
+            window = None
+        own = self.own.layer(layer, key_RKD)
+        own.append(self.longest - 1 if self._uniform else self._length_R - 1, key_RKD, value_RKD)
+
+        query_RKQD = query_RHD.reshape(count, shared, heads // shared, width)
+        own_RKQD, own_lse_RKQ = partial_attention(
+            query_RKQD, *own.view(count, self.longest), scale, softcap, self._bias_of_own(window, query_RHD.dtype)
+        )
+        to_prompt, from_prompt = self._indices(shared)
+        prompts = len(self.prompt_length_P)
+        query_PKXD = query_RKQD.reshape(count * shared, -1)[to_prompt].view(prompts, shared, -1, width)
+        prompt_PKXD, prompt_lse_PKX = partial_attention(
+            query_PKXD,
+            *self.prompts.slabs[layer].view(prompts, self.longest_prompt),
+            scale,
+            softcap,
+            self._bias_of_prompt(window, heads // shared, query_RHD.dtype),
+        )
+        prompt_RKQD = prompt_PKXD.reshape(prompts * shared * self.most, -1)[from_prompt].view(own_RKQD.shape)
+        prompt_lse_RKQ = prompt_lse_PKX.reshape(prompts * shared * self.most, -1)[from_prompt].view(own_lse_RKQ.shape)
+        # softmax over the union: each part weighs in with its share of the sum of exponentials
+        share_RKQ1 = torch.sigmoid(prompt_lse_RKQ - own_lse_RKQ)[..., None].to(own_RKQD.dtype)
+        return torch.lerp(own_RKQD, prompt_RKQD, share_RKQ1).view(count, heads, width)
+
+    def _indices(self, shared: int) -> tuple[Tensor, Tensor]:
+        """Rows x heads -> prompts x heads x members, and back."""
+        if shared not in self._index:
+            head_K = torch.arange(shared, device=self.device)
+            member_PN = torch.tensor(self.member_PN, device=self.device)
+            to_prompt = member_PN[:, None, :] * shared + head_K[None, :, None]
+            entry_R, place_R = torch.tensor(self.place_R, device=self.device).T
+            from_prompt = (entry_R[:, None] * shared + head_K[None]) * self.most + place_R[:, None]
+            self._index[shared] = (to_prompt.flatten(), from_prompt.flatten())
+        return self._index[shared]
+
+    def _bias_of_own(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """(R, 1, 1, T): hides the room behind shorter completions, and what a window has left behind."""
+        if window not in self._own_bias:
+            hidden_RT = None
+            if not self._uniform or window is not None:
+                place_T = torch.arange(self.longest, device=self.device)
+                hidden_RT = place_T[None] >= self._length_R[:, None]
+                if window is not None:
+                    hidden_RT |= place_T[None] < self._length_R[:, None] - window
+            self._own_bias[window] = None if hidden_RT is None else _bias(hidden_RT, dtype)[:, None, None, :]
+        return self._own_bias[window]
+
+    def _bias_of_prompt(self, window: int | None, queries: int, dtype: torch.dtype) -> Tensor | None:
+        """(P, 1, 1 or N x queries, M): hides the room behind shorter prompts, and what a window has left behind."""
+        if (window, queries) not in self._prompt_bias:
+            bias = None
+            if window is not None or min(self.prompt_length_P) < self.longest_prompt:
+                place_M = torch.arange(self.longest_prompt, device=self.device)
+                hidden_PXM = (place_M[None] >= self._prompt_end_P[:, None])[:, None]
+                if window is not None:
+                    position_PN = self.position_R[torch.tensor(self.member_PN, device=self.device)]
+                    left_behind_PNM = place_M[None, None] <= position_PN[..., None] - window
+                    hidden_PXM = (hidden_PXM | left_behind_PNM).repeat_interleave(queries, 1)
+                bias = _bias(hidden_PXM, dtype)[:, None]
+            self._prompt_bias[window, queries] = bias
+        return self._prompt_bias[window, queries]
+
+
+def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, HIDDEN)
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def partial_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Attention over one part of the keys: outputs (B, K, X, D) and log-sum-exps of the scores (B, K, X).
+
+    query (B, K, X, D): X query rows share each key-value head.  key, value (B, K, T, D).  bias: added to the scores.
+    """
+    if softcap is None and query.device.type == "cpu":
+        return _flash(query, key, value, 0.0, False, attn_mask=bias, scale=scale)
+    return explicit_partial_attention(query, key, value, scale, softcap, bias)
+
+
+def explicit_partial_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The definition of `partial_attention`: any device, and the one that knows soft caps."""
+    scores = (query @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp().to(value.dtype) @ value, lse

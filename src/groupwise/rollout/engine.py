@@ -1,0 +1,111 @@
+"""What a rollout engine is, and what every engine checks before it starts.
+
+R completions decoded at the same time   T tokens of a completion
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from groupwise.errors import Diverged, EngineError
+from groupwise.models.policy import Policy
+from groupwise.records import Finish, Prompt, Rollout, Sampling
+
+
+class Engine(Protocol):
+    """Draws completions from the policy's current weights.
+
+    A completion is a function of (weights, seed, prompt, index in its group, sampling) alone in engines that keep random
+    streams per completion; an engine that cannot says so.
+    """
+
+    version: int
+    """Optimizer steps that the policy had taken when `set_version` was last called; every token drawn carries it."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int
+    ) -> Iterator[tuple[Rollout, ...]]:
+        """Draw `group_size` completions of every prompt.
+
+        Yields a prompt's whole group, ordered by index, as soon as the last of its completions has ended; prompts come in any
+        order.  Raises EngineError for what cannot be sampled, Diverged if the weights give numbers that are not finite.
+        """
+        ...
+
+    def set_version(self, version: int) -> None:
+        """Tell the engine that the weights have changed: `version` optimizer steps have been taken."""
+        ...
+
+
+def check_request(policy: Policy, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> None:
+    """Raises EngineError for a request that no engine can carry out, before anything is computed."""
+    if group_size < 1:
+        raise EngineError(f"group_size must be at least 1, got {group_size}")
+    if sampling.max_new_tokens < 1:
+        raise EngineError(f"max_new_tokens must be at least 1, got {sampling.max_new_tokens}")
+    if not 0.0 <= sampling.temperature < float("inf"):
+        raise EngineError(f"temperature must be a number from 0 (greedy), got {sampling.temperature}")
+    if sampling.top_k < 0 or not 0.0 < sampling.top_p <= 1.0 or not 0.0 <= sampling.min_p <= 1.0:
+        raise EngineError(
+            f"top_k must be at least 0, top_p in (0, 1] and min_p in [0, 1], got {sampling.top_k}, {sampling.top_p}, {sampling.min_p}"
+        )
+    if "" in sampling.stop:
+        raise EngineError("an empty stop string would end every completion at once: remove it")
+    names: set[str] = set()
+    for prompt in prompts:
+        if prompt.tokens.size >= policy.context:
+            raise EngineError(
+                f"prompt {prompt.id} has {prompt.tokens.size} tokens, but the policy's context is {policy.context}: no room for a "
+                "completion; filter or shorten the prompts"
+            )
+        if prompt.tokens.min() < 0 or prompt.tokens.max() >= policy.vocabulary:
+            raise EngineError(
+                f"prompt {prompt.id} holds an id outside the vocabulary of {policy.vocabulary} tokens: "
+                f"{prompt.tokens.min()} .. {prompt.tokens.max()}; it was encoded with another tokenizer"
+            )
+        if prompt.id in names:
+            raise EngineError(f"two prompts have the id {prompt.id!r}: their random streams would be the same; ids must differ")
+        names.add(prompt.id)
+
+
+def completion_limit(policy: Policy, prompt: Prompt, sampling: Sampling) -> int:
+    """Longest completion of a prompt in tokens: `max_new_tokens`, or what the context leaves."""
+    return min(sampling.max_new_tokens, policy.context - prompt.tokens.size)
+
+
+def make_rollout(
+    policy: Policy,
+    prompt: Prompt,
+    index: int,
+    tokens: Sequence[int],
+    logp: Sequence[float] | np.ndarray,
+    finish: Finish,
+    sampling: Sampling,
+    *,
+    version: int,
+    support: tuple[np.ndarray, ...] | None = None,
+    keep_special_tokens: bool = False,
+) -> Rollout:
+    """The record of an ended completion.  Raises Diverged if a log-probability is not finite."""
+    behavior_logp = np.asarray(logp, dtype=np.float64 if "float64" in str(policy.dtype) else np.float32)
+    if not np.isfinite(behavior_logp).all():
+        raise Diverged(
+            f"the policy's logits for prompt {prompt.id} are not finite (completion {index}, token "
+            f"{int(np.argmin(np.isfinite(behavior_logp)))}): its weights have diverged; go back to an earlier checkpoint"
+        )
+    ids = [int(token) for token in tokens]
+    return Rollout(
+        prompt=prompt,
+        index=index,
+        tokens=np.array(ids, dtype=np.int64),
+        behavior_logp=behavior_logp,
+        finish=finish,
+        eos_ids=policy.eos_ids,
+        sampling=sampling,
+        text=str(policy.tokenizer.decode(ids, skip_special_tokens=not keep_special_tokens)),
+        version=np.full(len(ids), version, dtype=np.int64),
+        support=support,
+    )

@@ -1,0 +1,44 @@
+"""When a completion ends: an EOS id, a stop string, or the limit; in this order where several meet in one token."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerBase
+
+from groupwise.records import Finish
+
+
+class Stopping:
+    """Decides after every token whether its completion has ended.
+
+    Stop strings are looked for in the text with special tokens kept, so that a special token's text can be one.
+    """
+
+    def __init__(self, eos_ids: tuple[int, ...], stop: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> None:
+        self.eos_ids = frozenset(eos_ids)
+        self.stop = stop
+        self.tokenizer = tokenizer
+        self._endings = tuple(text[-1] for text in stop)
+        self._may_end: dict[int, bool] = {}
+
+    def finish(self, tokens: list[int], limit: int) -> Finish | None:
+        """Why a completion ends with the last of these tokens; None if it goes on."""
+        if tokens[-1] in self.eos_ids:
+            return Finish.EOS
+        if self.stop and self._completes(tokens):
+            return Finish.STOP
+        return Finish.LENGTH if len(tokens) >= limit else None
+
+    def _completes(self, tokens: list[int]) -> bool:
+        """True if the last token completes a stop string.  Every token is asked about, so a hit is always a new one."""
+        last = tokens[-1]
+        if last not in self._may_end:
+            # Decoding the whole text after each token would cost T^2; only a token whose own text holds the last character of a
+            # stop string can complete one.  Texts that depend on their neighbours (parts of a character, stripped spaces)
+            # always count.
+            piece = self.tokenizer.decode([last], skip_special_tokens=False)
+            unsure = not piece.strip() or "\ufffd" in piece or any(ending.isspace() for ending in self._endings)
+            self._may_end[last] = unsure or any(ending in piece for ending in self._endings)
+        if not self._may_end[last]:
+            return False
+        text = self.tokenizer.decode(tokens, skip_special_tokens=False)
+        return any(stop in text for stop in self.stop)

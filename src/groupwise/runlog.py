@@ -1,0 +1,567 @@
+"""The run folder: everything about a run that is kept, in files that others can read while it goes on.
+
+    config.yaml               resolved recipe, secrets redacted
+    environment.json          one entry per start: versions, git commit, hardware
+    metrics.jsonl             one line a step
+    rollouts/000012.parquet   one row per completion of that step
+    tensorboard/              the same metrics for TensorBoard (optional)
+    done.json                 written when the last step is taken
+    .lock                     held by the process that writes here
+
+Importing this file does not import torch; the viewer reads run folders through it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import math
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from groupwise.config import changes, dump, redacted, run_folder
+from groupwise.errors import ConfigError, DataError
+from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
+from groupwise.settings import Recipe
+
+log = logging.getLogger("groupwise")
+
+PACKAGES = ("groupwise", "torch", "transformers", "safetensors", "tokenizers", "datasets", "numpy", "pyarrow", "math-verify", "peft")
+METRICS, ROLLOUTS, CONFIG, ENVIRONMENT, DONE, LOCK = "metrics.jsonl", "rollouts", "config.yaml", "environment.json", "done.json", ".lock"
+
+
+# ---------------------------------------------------------------- choosing and locking a folder
+
+
+def choose_folder(recipe: Recipe, fresh: bool = False) -> Path:
+    """The folder in which a recipe runs, made if need be: its own, or with `fresh` the first free NAME-2, NAME-3 ...
+
+    Running the same recipe again resumes it.  Raises ConfigError with the differences if the folder holds a run of another recipe.
+    """
+    folder = run_folder(recipe)
+    if fresh:
+        number = 2
+        while (folder / CONFIG).exists():
+            folder = run_folder(recipe).with_name(f"{run_folder(recipe).name}-{number}")
+            number += 1
+    elif (folder / CONFIG).is_file():
+        different = changes((folder / CONFIG).read_text(encoding="utf-8"), recipe)
+        if different:
+            lines = "\n".join(f"  {line}" for line in different)
+            remedy = "undo the change, choose another name=..., or start anew with --fresh"
+            raise ConfigError(f"{folder} holds a run of another configuration; {remedy}:\n{lines}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the run folder {folder}: {error.strerror}") from error
+    return folder
+
+
+class Lock:
+    """Keeps a second process out of a run folder while this one writes there.
+
+    Held through the operating system, so it ends with the process however that dies; the file says who holds it.  Where the file
+    system cannot lock, the process id and host in the file decide.
+
+    Raises ConfigError if a live process holds it.
+    """
+
+    _held: set[str] = set()  # POSIX locks do not keep a process out of its own files
+
+    def __init__(self, folder: Path) -> None:
+        self.path = Path(folder).resolve() / LOCK
+        if str(self.path) in self._held:
+            raise ConfigError(f"{folder} is in use by this process already")
+        self._file: IO[str] = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 - held until `release`
+        self._file.seek(0)
+        holder = _holder(self._file.read())
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            cannot_lock = error.errno not in (errno.EACCES, errno.EAGAIN)
+            if not cannot_lock or _alive(holder):
+                self._file.close()
+                who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
+                raise ConfigError(f"{folder} is in use by {who}; wait for it, end it, or choose another name=...") from error
+        self._held.add(str(self.path))
+        self._file.seek(0)
+        self._file.truncate()
+        self._file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}))
+        self._file.flush()
+
+    def release(self) -> None:
+        """Let others in.  Safe to call twice."""
+        if self._file.closed:
+            return
+        self._file.seek(0)
+        self._file.truncate()
+        self._file.close()
+        self._held.discard(str(self.path))
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def _holder(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _alive(holder: Mapping[str, Any]) -> bool:
+    """True unless the holder is known to be gone; a process of another host counts as alive."""
+    if not isinstance(pid := holder.get("pid"), int):
+        return False
+    if holder.get("host") != socket.gethostname():
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def in_use(folder: Path) -> bool:
+    """True if a live process of this host writes there; for display only."""
+    try:
+        return _alive(_holder((Path(folder) / LOCK).read_text(encoding="utf-8")))
+    except OSError:
+        return False
+
+
+# ---------------------------------------------------------------- writing
+
+
+class RunLog:
+    """Writes the run folder, step by step.
+
+    done: steps that the run resumed with; what was written of later ones is taken away, because they are taken again.
+    rollouts_every: write the completions of every this many steps; 0: never.
+    """
+
+    def __init__(self, folder: Path, recipe: Recipe, *, done: int = 0) -> None:
+        self.folder = Path(folder)
+        self._every = recipe.save.rollouts_every
+        (self.folder / ROLLOUTS).mkdir(parents=True, exist_ok=True)
+        write_atomically(self.folder / CONFIG, dump(recipe).encode())
+        _add_environment(self.folder / ENVIRONMENT, done)
+        kept = [line for line in read_metrics(self.folder) if line["step"] <= done]
+        write_atomically(self.folder / METRICS, "".join(_line(line) for line in kept).encode())
+        for step in list_rollouts(self.folder):
+            if step > done:
+                _rollout_file(self.folder, step).unlink()
+        (self.folder / DONE).unlink(missing_ok=True)
+        self._file = open(self.folder / METRICS, "a", encoding="utf-8")  # noqa: SIM115 - held until `close`
+        self._board = _Board(self.folder / "tensorboard", kept) if recipe.save.tensorboard else None
+
+    def write(self, step: Step) -> None:
+        """Record a step: its line at once, and its completions where they are due."""
+        line: dict[str, Any] = {"step": step.number, **step.metrics}
+        line |= {f"time/{phase}": seconds for phase, seconds in step.timings.items()}
+        line |= {f"eval/{name}": value for name, value in (step.evaluation or {}).items()}
+        line["wall"] = time.time()
+        if self._every and step.groups and step.number % self._every == 0:
+            write_rollouts(_rollout_file(self.folder, step.number), step)
+        self._file.write(_line(line))
+        self._file.flush()
+        if self._board:
+            self._board.write(line)
+
+    def sync(self) -> None:
+        """Make what was written survive a power cut; call it before a checkpoint."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def finish(self, step: int, summary: Mapping[str, Any] | None = None) -> None:
+        """Mark the run as finished after `step` steps."""
+        found = {"step": step, "time": time.time(), **(summary or {})}
+        write_atomically(self.folder / DONE, json.dumps(_jsonable(found), indent=1).encode())
+
+    def close(self) -> None:
+        """Close the files.  Safe to call twice."""
+        self._file.close()
+        if self._board:
+            self._board.close()
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def finished(folder: Path) -> int | None:
+    """The step after which a run finished, or None."""
+    try:
+        return int(json.loads((Path(folder) / DONE).read_text(encoding="utf-8"))["step"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a file as a whole: a reader sees the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _line(values: Mapping[str, Any]) -> str:
+    return json.dumps(_jsonable(values), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _jsonable(value: Any) -> Any:
+    """Numbers that JSON does not know become the text that `float()` reads back; numpy's become Python's."""
+    match value:
+        case Mapping():
+            return {str(key): _jsonable(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [_jsonable(inner) for inner in value]
+        case np.generic() | np.ndarray():
+            return _jsonable(value.tolist())
+        case float() if not math.isfinite(value):
+            return str(value)
+    return value
+
+
+def _add_environment(path: Path, done: int) -> None:
+    try:
+        attempts = json.loads(path.read_text(encoding="utf-8"))["attempts"]
+    except (OSError, ValueError, KeyError):
+        attempts = []
+    write_atomically(path, json.dumps({"attempts": [*attempts, {"after_step": done, **environment()}]}, indent=1).encode())
+
+
+def environment() -> dict[str, Any]:
+    """Versions, command, commit and hardware of this process.  No environment variable is ever recorded."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    found: dict[str, Any] = {
+        "time": time.time(),
+        "command": redacted([_without_secret(argument) for argument in sys.argv]),
+        "versions": versions,
+        "git": _commit(Path(__file__).parent),
+        "platform": platform.platform(),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }
+    if (torch := sys.modules.get("torch")) is not None:  # only if the run uses it: importing it here would cost seconds
+        found["torch_threads"] = torch.get_num_threads()
+        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return found
+
+
+def _without_secret(argument: str) -> str:
+    key, equals, value = argument.partition("=")
+    return f"{key}={redacted(value, key.rsplit('.', 1)[-1])}" if equals else argument
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _commit(folder: Path) -> str | None:
+    """The git commit of a checkout, with `+` behind it if files differ; None outside of one."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True).stdout
+
+    try:
+        return git("rev-parse", "HEAD").strip() + ("+" if git("status", "--porcelain", "--untracked-files=no").strip() else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+class _Board:
+    """TensorBoard event files, made anew from the metrics at every start so that resumed steps do not stand there twice."""
+
+    def __init__(self, folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError as error:
+            raise ConfigError("save.tensorboard needs the package tensorboard: pip install 'groupwise[tensorboard]'") from error
+        shutil.rmtree(folder, ignore_errors=True)
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(str(folder))
+        for line in lines:
+            self.write(line)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        values = [
+            self._summary.Value(tag=name, simple_value=float(value))
+            for name, value in line.items()
+            if name not in ("step", "wall") and isinstance(value, (int, float))
+        ]
+        event = self._event(step=int(line["step"]), wall_time=float(line.get("wall", 0.0)), summary=self._summary(value=values))
+        self._writer.add_event(event)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+# ---------------------------------------------------------------- completions of a step
+
+
+def _rollout_file(folder: Path, step: int) -> Path:
+    return Path(folder) / ROLLOUTS / f"{step:06d}.parquet"
+
+
+def write_rollouts(path: Path, step: Step) -> None:
+    """One row per completion of a step: text, ids, log-probs, rewards, advantages, everything that a `Step` is made from.
+
+    Columns: step, group, prompt_id, prompt_text, prompt_ids, row (JSON), index, completion_text, completion_ids, behavior_logp,
+    current_logp, advantages, trained, version, finish, eos_ids, sampling (JSON), support, `rewards/NAME` per function, reward,
+    `signals/NAME` per token signal (reference_logp ...).  Lists have one entry per completion token; null: was not computed.
+    """
+    names = step.groups[0].names if step.groups else ()
+    assert all(group.names == names for group in step.groups), "the groups of a step share their reward functions"
+    signals = sorted({name for group in step.groups for name in group.signals})
+    rows = [_row(step, place, i, names, signals) for place, group in enumerate(step.groups) for i in range(len(group.rollouts))]
+    schema = _schema(names, signals, step)
+    table = pa.Table.from_pylist(rows, schema=schema)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        pq.write_table(table, temporary, compression="zstd")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _schema(names: Sequence[str], signals: Sequence[str], step: Step) -> pa.Schema:
+    def per_token(columns: Iterator[np.ndarray]) -> pa.DataType:
+        return pa.list_(pa.float32() if all(column.dtype == np.float32 for column in columns) else pa.float64())
+
+    rollouts = [rollout for group in step.groups for rollout in group.rollouts]
+    fields: list[tuple[str, pa.DataType]] = [
+        ("step", pa.int64()),
+        ("group", pa.int64()),
+        ("prompt_id", pa.string()),
+        ("prompt_text", pa.string()),
+        ("prompt_ids", pa.list_(pa.int64())),
+        ("row", pa.string()),
+        ("index", pa.int64()),
+        ("completion_text", pa.string()),
+        ("completion_ids", pa.list_(pa.int64())),
+        ("behavior_logp", per_token(rollout.behavior_logp for rollout in rollouts)),
+        ("current_logp", per_token(column for group in step.current_logp for column in group)),
+        ("advantages", per_token(column for group in step.advantages for column in group)),
+        ("trained", pa.list_(pa.bool_())),
+        ("version", pa.list_(pa.int64())),
+        ("finish", pa.string()),
+        ("eos_ids", pa.list_(pa.int64())),
+        ("sampling", pa.string()),
+        ("support", pa.list_(pa.list_(pa.int64()))),
+        *((f"rewards/{name}", pa.float64()) for name in names),
+        ("reward", pa.float64()),
+    ]
+    for name in signals:
+        fields.append((f"signals/{name}", per_token(column for group in step.groups for column in group.signals.get(name, ()))))
+    weights = step.groups[0].weights if step.groups else ()
+    about = {"reward_names": json.dumps(list(names)), "reward_weights": json.dumps(list(weights))}
+    return pa.schema(fields, metadata={f"groupwise.{key}": value for key, value in about.items()})
+
+
+def _row(step: Step, place: int, i: int, names: Sequence[str], signals: Sequence[str]) -> dict[str, Any]:
+    group = step.groups[place]
+    rollout, prompt = group.rollouts[i], group.prompt
+    current = step.current_logp[place][i] if place < len(step.current_logp) and i < len(step.current_logp[place]) else None
+    sampling = {name: getattr(rollout.sampling, name) for name in Sampling.__dataclass_fields__}
+    return {
+        "step": step.number,
+        "group": place,
+        "prompt_id": prompt.id,
+        "prompt_text": _encodable(prompt.text),
+        "prompt_ids": prompt.tokens,
+        "row": json.dumps(_jsonable(prompt.row), default=str),
+        "index": rollout.index,
+        "completion_text": _encodable(rollout.text),
+        "completion_ids": rollout.tokens,
+        "behavior_logp": rollout.behavior_logp,
+        "current_logp": current,
+        "advantages": step.advantages[place][i] if place < len(step.advantages) else None,
+        "trained": rollout.trained,
+        "version": rollout.version,
+        "finish": str(rollout.finish),
+        "eos_ids": list(rollout.eos_ids),
+        "sampling": json.dumps(sampling),
+        "support": None if rollout.support is None else list(rollout.support),
+        **{f"rewards/{name}": float(value) for name, value in zip(names, group.rewards[i], strict=True)},
+        "reward": float(group.reward[i]),
+        **{f"signals/{name}": group.signals[name][i] if name in group.signals else None for name in signals},
+    }
+
+
+def _encodable(text: str) -> str:
+    """Lone surrogates, which UTF-8 cannot hold, as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl as dicts, in order; empty if there is none yet.
+
+    A last line that is not whole (the run is writing it, or died there) is left out.  Raises DataError for any other bad line.
+    """
+    path = Path(folder) / METRICS
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except FileNotFoundError:
+        return []
+    found = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            values = json.loads(line)
+            if not isinstance(values, dict) or not isinstance(values.get("step"), int):
+                raise ValueError("no step in it")
+        except ValueError as error:
+            if number == len(lines) - 1:
+                break
+            raise DataError(f"{path}:{number}: not a line of metrics ({error}): {line[:60]!r}") from error
+        found.append({name: _number(value) for name, value in values.items()})
+    return found
+
+
+def _number(value: Any) -> Any:
+    return float(value) if value in ("nan", "inf", "-inf") else value
+
+
+def list_rollouts(folder: Path) -> list[int]:
+    """The steps whose completions were written, in order."""
+    return sorted(int(path.stem) for path in (Path(folder) / ROLLOUTS).glob("[0-9]*.parquet") if path.stem.isdigit())
+
+
+def read_rollouts(folder: Path, step: int, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """The rows that `write_rollouts` wrote for a step, one dict per completion; only the `columns` named, if any.
+
+    Raises DataError if the step was not written or its file is damaged.
+    """
+    return _table(folder, step, columns).to_pylist()
+
+
+def _table(folder: Path, step: int, columns: Sequence[str] | None = None) -> pa.Table:
+    path = _rollout_file(folder, step)
+    if not path.is_file():
+        steps = list_rollouts(folder)
+        have = f"it holds steps {steps[0]} to {steps[-1]}" if steps else "it holds no rollouts"
+        raise DataError(f"the completions of step {step} are not in {folder} ({have})")
+    try:
+        return pq.read_table(path, columns=None if columns is None else list(columns), partitioning=None)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path} is damaged: {error}") from error
+
+
+def read_step(folder: Path, step: int) -> Step:
+    """A recorded step as the record it was: the same ids, log-probs, rewards, advantages, metrics."""
+    table = _table(folder, step)
+    about = {key.decode(): json.loads(value) for key, value in (table.schema.metadata or {}).items() if key.startswith(b"groupwise.")}
+    names, weights = tuple(about["groupwise.reward_names"]), tuple(about["groupwise.reward_weights"])
+    kinds = {field.name: field.type.value_type.to_pandas_dtype() for field in table.schema if pa.types.is_list(field.type)}
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for row in table.to_pylist():
+        groups.setdefault(row["group"], []).append(row)
+    signals = [field.name for field in table.schema if field.name.startswith("signals/")]
+    scored, advantages, current = [], [], []
+    for rows in groups.values():
+        scored.append(_scored(rows, names, weights, signals, kinds))
+        advantages.append([np.array(row["advantages"], kinds["advantages"]) for row in rows if row["advantages"] is not None])
+        current.append([np.array(row["current_logp"], kinds["current_logp"]) for row in rows if row["current_logp"] is not None])
+    lines = {line["step"]: line for line in read_metrics(folder)}
+    flat = {name: value for name, value in lines.get(step, {}).items() if name not in ("step", "wall")}
+    timings, evaluation = _taken(flat, "time/"), _taken(flat, "eval/")
+    return Step(
+        number=step,
+        metrics=flat,
+        timings=timings,
+        groups=tuple(scored),
+        advantages=tuple(advantages) if any(advantages) else (),
+        current_logp=tuple(current) if any(current) else (),
+        evaluation=evaluation or None,
+    )
+
+
+def _taken(flat: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Takes the entries with a prefix out of `flat`."""
+    return {name.removeprefix(prefix): flat.pop(name) for name in list(flat) if name.startswith(prefix)}
+
+
+def _scored(
+    rows: Sequence[Mapping[str, Any]], names: tuple[str, ...], weights: tuple[float, ...], signals: Sequence[str], kinds: Mapping[str, Any]
+) -> Scored:
+    first = rows[0]
+    tokens = np.array(first["prompt_ids"], np.int64)
+    prompt = Prompt(id=first["prompt_id"], tokens=tokens, text=first["prompt_text"], row=json.loads(first["row"]))
+    return Scored(
+        rollouts=tuple(_rollout(row, prompt, kinds) for row in rows),
+        names=names,
+        rewards=np.array([[row[f"rewards/{name}"] for name in names] for row in rows], np.float64).reshape(len(rows), len(names)),
+        reward=np.array([row["reward"] for row in rows], np.float64),
+        weights=weights,
+        signals={
+            name.removeprefix("signals/"): tuple(np.array(row[name], kinds[name]) for row in rows)
+            for name in signals
+            if first[name] is not None
+        },
+    )
+
+
+def _rollout(row: Mapping[str, Any], prompt: Prompt, kinds: Mapping[str, Any]) -> Rollout:
+    sampling = json.loads(row["sampling"])
+    return Rollout(
+        prompt=prompt,
+        index=row["index"],
+        tokens=np.array(row["completion_ids"], np.int64),
+        behavior_logp=np.array(row["behavior_logp"], kinds["behavior_logp"]),
+        finish=Finish(row["finish"]),
+        eos_ids=tuple(row["eos_ids"]),
+        sampling=Sampling(**{**sampling, "stop": tuple(sampling["stop"])}),
+        text=row["completion_text"],
+        trained=np.array(row["trained"], bool),
+        version=np.array(row["version"], np.int64),
+        support=None if row["support"] is None else tuple(np.array(ids, np.int64) for ids in row["support"]),
+    )
+
+
+def list_runs(root: Path) -> list[Path]:
+    """The run folders under `root` (runs, and the stages of runs), sorted by name."""
+    return sorted(path.parent for path in {*Path(root).glob(f"*/{CONFIG}"), *Path(root).glob(f"*/*/{CONFIG}")})

@@ -1,0 +1,73 @@
+"""Rollouts become samples, and samples get log-probabilities under any policy: current, reference or teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from groupwise.models.policy import Policy
+from groupwise.objective.logprobs import Support, chosen_logprobs
+from groupwise.packing import pack, unpack
+from groupwise.records import Batch, Rollout, Sample
+
+
+def sample_of(
+    rollout: Rollout, *, weight: float = 1.0, advantage: np.ndarray | None = None, reference_logp: np.ndarray | None = None
+) -> Sample:
+    """A rollout as it is packed: `weight` on every token the policy wrote, 0 on the others."""
+    return Sample(
+        group=rollout.prompt.id,
+        prompt=rollout.prompt.tokens,
+        completion=rollout.tokens,
+        weight=np.where(rollout.trained, weight, 0.0),
+        advantage=np.zeros(len(rollout)) if advantage is None else advantage,
+        behavior_logp=rollout.behavior_logp,
+        temperature=rollout.sampling.temperature or 1.0,
+        reference_logp=reference_logp,
+        support=rollout.support,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Per sample and token (n_i,), nats; 0 where nothing was asked (weight 0)."""
+
+    logp: list[np.ndarray]
+    entropy: list[np.ndarray]
+
+
+def support_of(batch: Batch) -> Support | None:
+    """The support of a batch's trained rows, if any rollout of it was truncated by top-k, top-p or min-p."""
+    return None if batch.support is None else Support(ids_E=batch.support[0], begin_M=batch.support[1])
+
+
+@torch.no_grad()
+def score(policy: Policy, samples: Sequence[Sample], *, budget: int, entropy: bool = False) -> Scores:
+    """Log-probs (and entropies) of every completion token, at the temperature and over the support it was sampled with.
+
+    Packed with shared prompts, `budget` positions at a time; no gradient.  Entropies are zeros unless asked for.
+    """
+    logp = [np.zeros(sample.completion.size) for sample in samples]
+    entropies = [np.zeros(sample.completion.size) for sample in samples]
+    dtype = torch.promote_types(policy.dtype, torch.float32)
+    for batch in pack(samples, budget, share=policy.attention == "shared", device=policy.device, dtype=dtype):
+        hidden = policy.forward(batch).hidden_PD[batch.trained_M]
+        with policy.precision():
+            logp_M, entropy_M = chosen_logprobs(
+                hidden,
+                policy.head,
+                batch.target_P[batch.trained_M],
+                batch.temperature_P[batch.trained_M],
+                support_of(batch),
+                entropy=entropy,
+            )
+        for values_M, columns in ((logp_M, logp), (entropy_M, entropies)):
+            if values_M is not None:
+                values_P = values_M.new_zeros(batch.layout.total)
+                values_P[batch.trained_M] = values_M
+                for index, values in unpack(batch, values_P, samples):
+                    columns[index] = values
+    return Scores(logp, entropies)

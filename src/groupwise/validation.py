@@ -1,0 +1,279 @@
+"""What the keys of a recipe must be together: checks that look at more than one value, at files and at names.
+
+Each check yields the dotted keys it looked at and a message; `config.py` adds the line of the file.  Nothing here imports torch or
+reads a weight, so that a recipe is refused in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from groupwise.schema import closest
+from groupwise.settings import DATASET, OBJECTIVES, ONLINE, PARTS, REWARDS, Part, Recipe
+
+Finding = tuple[tuple[str, ...], str]
+"""The dotted keys that a check looked at, most telling first, and what is wrong with them."""
+
+STAGE = "stage:"
+"""Prefix of a path that means the final model of an earlier stage."""
+
+COMPARES_SIBLINGS = ("standardized", "centered", "leave_one_out", "decoupled")
+"""Credits that need at least two completions per prompt."""
+
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+def validate_recipe(recipe: Recipe, earlier: Sequence[str] = ()) -> list[Finding]:
+    """Everything wrong with a recipe whose single values are in range.
+
+    earlier: names of the stages that run before this one, which `stage:NAME` may refer to.
+    """
+    return [finding for check in _CHECKS for finding in check(recipe, earlier)]
+
+
+def _objective(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
+    if recipe.objective not in OBJECTIVES:
+        names = f"one of {', '.join(OBJECTIVES)}; got {recipe.objective!r}{closest(recipe.objective, OBJECTIVES)}"
+        yield ("objective",), f"objective must be {names}"
+    if not re.fullmatch(r"\w[\w.+-]*(/\w[\w.+-]*)?", recipe.name):
+        yield ("name",), f"name must be a folder name (letters, digits, . _ + -), got {recipe.name!r}"
+
+
+def _length(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
+    if recipe.steps is not None and recipe.epochs is not None:
+        yield ("epochs", "steps"), f"say steps ({recipe.steps}) or epochs ({recipe.epochs:g}), not both"
+    if recipe.objective in ONLINE and recipe.steps is None:
+        instead = " (epochs are for data-set objectives)" if recipe.epochs is not None else ""
+        yield ("steps", "epochs", "objective"), f"steps is missing: {recipe.objective!r} needs the number of rollouts{instead}"
+    if recipe.objective in DATASET and recipe.steps is None and recipe.epochs is None:
+        yield ("steps", "epochs", "objective"), f"steps is missing: say steps or epochs for {recipe.objective!r}"
+    if recipe.steps is not None and recipe.optimizer.warmup_steps > _updates(recipe):
+        message = f"optimizer.warmup_steps ({recipe.optimizer.warmup_steps}) is more than all {_updates(recipe)} optimizer steps"
+        yield ("optimizer.warmup_steps", "steps"), message
+
+
+def _updates(recipe: Recipe) -> int:
+    """Optimizer steps of the whole run; `steps` must be set."""
+    per_step = recipe.group.updates_per_rollout * recipe.group.minibatches if recipe.objective in ONLINE else 1
+    return (recipe.steps or 0) * per_step
+
+
+def _model(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
+    model = recipe.model
+    if model.path is not None and model.scratch is not None:
+        yield ("model.scratch", "model.path"), "say model.path (a checkpoint) or model.scratch (random weights), not both"
+    if model.path is None and model.scratch is None:
+        yield ("model.path", "model"), "model.path is missing: a checkpoint folder, a hub name, or model.scratch for random weights"
+    if model.path is not None and (wrong := _wrong_model(model.path, earlier)):
+        yield ("model.path",), f"model.path: {wrong}"
+    template = model.chat_template
+    if template is not None and template.endswith(".jinja") and not Path(template).is_file():
+        yield ("model.chat_template",), f"model.chat_template: no such file {template!r}"
+
+
+def _wrong_model(path: str, earlier: Sequence[str]) -> str | None:
+    """Why a model cannot come from `path`, or None."""
+    if path.startswith(STAGE):
+        stage = path.removeprefix(STAGE)
+        if stage in earlier:
+            return None
+        known = f"earlier stages are {', '.join(earlier)}" if earlier else "there is no earlier stage"
+        return f"no stage {stage!r} runs before this one ({known}){closest(stage, earlier)}"
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return None if (folder / "config.json").is_file() else f"the folder {path!r} is not a model: it holds no config.json"
+    if folder.exists():
+        return f"{path!r} is a file; a model is a folder in Hugging Face's format"
+    if _means_local(path):
+        return f"no such folder {path!r}{_near(folder)}"
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE") and not _cached("models", path):
+        return f"no such folder {path!r}; as a hub name it is not in the cache, and HF_HUB_OFFLINE forbids fetching it"
+    return None
+
+
+def _means_local(path: str) -> bool:
+    """True if a path that does not exist cannot be a hub name (`name` or `owner/name`), or is unlikely to be one."""
+    first = path.split("/", 1)[0]
+    return not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) or first in (".", "..", "~") or Path(first).is_dir()
+
+
+def _near(path: Path) -> str:
+    """What exists beside a path that does not."""
+    if not path.parent.is_dir():
+        return ""
+    return closest(path.name, [entry.name for entry in sorted(path.parent.iterdir())])
+
+
+def _cached(kind: str, name: str) -> bool:
+    """True if Hugging Face's cache holds the repository (whether complete is for transformers to say)."""
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    cache = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
+    return (Path(cache).expanduser() / f"{kind}--{name.replace('/', '--')}").is_dir()
+
+
+def _scratch(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
+    scratch = recipe.model.scratch
+    if scratch is None:
+        return
+    at = "model.scratch."
+    if scratch.hidden % scratch.heads:
+        near = _nearest_multiples(scratch.hidden, scratch.heads)
+        message = f"model.scratch.heads ({scratch.heads}) must divide model.scratch.hidden ({scratch.hidden}; nearest: {near})"
+        yield (at + "heads", at + "hidden"), message
+    elif scratch.family != "gpt2" and (scratch.hidden // scratch.heads) % 2:
+        message = f"a head is {scratch.hidden // scratch.heads} wide; rotary positions need an even width (model.scratch.hidden / heads)"
+        yield (at + "heads", at + "hidden"), message
+    if scratch.kv_heads is not None and scratch.heads % scratch.kv_heads:
+        message = f"model.scratch.kv_heads ({scratch.kv_heads}) must divide model.scratch.heads ({scratch.heads})"
+        yield (at + "kv_heads", at + "heads"), message
+    prompt, new = recipe.data.max_prompt_tokens or 1, recipe.rollout.max_new_tokens
+    if recipe.objective in ONLINE and prompt + new > scratch.context:
+        words = f"data.max_prompt_tokens ({prompt}) + rollout.max_new_tokens ({new})"
+        keys = ("rollout.max_new_tokens", "data.max_prompt_tokens", at + "context")
+        yield keys, f"{words} is {prompt + new}, more than model.scratch.context ({scratch.context})"
+    kind = scratch.tokenizer
+    known = kind in ("arithmetic", "bytes") or re.fullmatch(r"bpe:\d+", kind)
+    if not known and not Path(kind).expanduser().is_dir():
+        message = f"model.scratch.tokenizer: no such folder {kind!r}, and it is not arithmetic, bytes or bpe:N"
+        yield (at + "tokenizer",), message + closest(kind, ("arithmetic", "bytes"))
+
+
+def _nearest_multiples(value: int, of: int) -> str:
+    below = value // of * of
+    return f"{below} or {below + of}" if below else str(of)
+
+
+def _data(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
+    data = recipe.data
+    if data.path is not None and data.task is not None:
+        yield ("data.task", "data.path"), "say data.path (a file or a hub name) or data.task (a generated task), not both"
+    if data.path is None and data.task is None:
+        yield ("data.path", "data"), "data.path is missing: a .jsonl, .json or .parquet file, a hub name, or data.task"
+    if data.task is None and data.task_args:
+        yield ("data.task_args",), "data.task_args belongs to data.task, which is not set"
+    for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
+        if path is not None and (wrong := _wrong_data(path)):
+            yield (key,), f"{key}: {wrong}"
+    if data.eval_path is not None and data.eval_fraction > 0:
+        message = f"say data.eval_path or data.eval_fraction ({data.eval_fraction:g}), not both"
+        yield ("data.eval_fraction", "data.eval_path"), message
+    if data.template is not None and (wrong := _wrong_template(data.template)):
+        yield ("data.template",), f"data.template: {wrong}"
+
+
+def _wrong_data(path: str) -> str | None:
+    """Why rows cannot come from `path`, or None."""
+    file = Path(path).expanduser()
+    if file.is_dir() or (file.is_file() and file.suffix in DATA_SUFFIXES):
+        return None
+    if file.is_file():
+        return f"{path!r} is neither .jsonl, .json nor .parquet"
+    if file.suffix in DATA_SUFFIXES or _means_local(path):
+        return f"no such file {path!r}{_near(file)}"
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE") and not _cached("datasets", path):
+        return f"no such file {path!r}; as a hub name it is not in the cache, and HF_HUB_OFFLINE forbids fetching it"
+    return None
+
+
+def _wrong_template(template: str) -> str | None:
+    if template == "alpaca":
+        return None
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        return f"not a Python format string ({error}); write {{{{ and }}}} for braces"
+    if not names:
+        return f"{template!r} names no column; write {{column}} where its text goes"
+    if "" in names:
+        return "{} names no column; write {column}"
+    return None
+
+
+def _rewards(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
+    if recipe.objective in ONLINE and not recipe.rewards:
+        yield ("rewards",), f"rewards is missing: {recipe.objective!r} needs at least one, e.g. [{{function: accuracy}}]"
+    names: dict[str, int] = {}
+    for place, reward in enumerate(recipe.rewards):
+        at = f"rewards.{place}."
+        if wrong := _wrong_function(reward.function):
+            yield (at + "function",), f"rewards.{place}.function: {wrong}"
+        name = reward.name or reward.function.rpartition(":")[2]
+        if name in names:
+            message = f"two rewards are called {name!r}; give one of them another name"
+            yield (at + "name", at + "function"), message
+        names[name] = place
+        for key, value in reward.args.items():
+            if isinstance(value, str) and value.startswith(STAGE) and (wrong := _wrong_model(value, earlier)):
+                yield (f"{at}args.{key}",), f"rewards.{place}.args.{key}: {wrong}"
+    if recipe.rewards and all(reward.weight == 0 for reward in recipe.rewards):
+        yield ("rewards.0.weight",), "every reward has weight 0: nothing would be learnt"
+
+
+def _wrong_function(function: str) -> str | None:
+    """Why a reward function cannot be found, or None.  Modules are not imported here."""
+    if ":" not in function:
+        if function in REWARDS:
+            return None
+        return f"must be one of {', '.join(REWARDS)}, module:function or file.py:function; got {function!r}{closest(function, REWARDS)}"
+    place, _, name = function.rpartition(":")
+    if not name.isidentifier():
+        return f"{name!r} is not the name of a function (write module:function or file.py:function)"
+    if place.endswith(".py"):
+        file = Path(place).expanduser()
+        return None if file.is_file() else f"no such file {place!r}{_near(file)}"
+    if all(part.isidentifier() for part in place.split(".")):
+        return None
+    return f"{place!r} is neither a module nor a .py file"
+
+
+def _group(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
+    group = recipe.group
+    for place, names in PARTS.items():
+        part: Part | None = {"credit": group.credit, "ratio": group.ratio, "surrogate": group.surrogate, "weights": group.weights}[place]
+        if part is not None and (wrong := _wrong_part(part, names)):
+            yield (f"group.{place}",), f"group.{place}: {wrong}"
+    if recipe.objective not in ONLINE:
+        return
+    if group.minibatches > group.prompts_per_step:
+        message = f"group.minibatches ({group.minibatches}) is more than group.prompts_per_step ({group.prompts_per_step})"
+        yield ("group.minibatches", "group.prompts_per_step"), f"{message}: a minibatch holds at least one prompt"
+    credit = group.credit.get("name") if isinstance(group.credit, Mapping) else group.credit
+    compares = credit in COMPARES_SIBLINGS if credit is not None else recipe.objective != "reinforce_pp"
+    if group.group_size < 2 and compares:
+        message = f"group.group_size must be at least 2 for {recipe.objective!r} (its advantages compare siblings), got {group.group_size}"
+        yield ("group.group_size",), message
+    if group.beta == 0 and group.reference_refresh:
+        message = f"group.reference_refresh is {group.reference_refresh}, but with group.beta 0 there is no reference to refresh"
+        yield ("group.reference_refresh", "group.beta"), message
+    if group.beta == 0 and group.kl is not None:
+        yield ("group.kl", "group.beta"), f"group.kl is {group.kl!r}, but with group.beta 0 no KL is in the loss"
+
+
+def _wrong_part(part: Part, names: Sequence[str]) -> str | None:
+    name = part.get("name") if isinstance(part, Mapping) else part
+    if not isinstance(name, str):
+        return "a mapping needs `name`, e.g. {name: " + names[0] + "}"
+    if name in names or (name.count(":") == 1 and all(piece.replace(".", "_").isidentifier() for piece in name.split(":"))):
+        return None
+    return f"must be one of {', '.join(names)} or module:function; got {name!r}{closest(name, names)}"
+
+
+def _rollout(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
+    if "" in recipe.rollout.stop:
+        yield ("rollout.stop",), "rollout.stop holds an empty string, which would end every completion at once"
+
+
+_CHECKS: tuple[Callable[[Recipe, Sequence[str]], Iterator[Finding]], ...] = (
+    _objective,
+    _length,
+    _model,
+    _scratch,
+    _data,
+    _rewards,
+    _rollout,
+    _group,
+)

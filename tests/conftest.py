@@ -1,0 +1,139 @@
+"""Small real things that many tests need: policies of every family, random samples, rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from groupwise.data.tokenizers import make_tokenizer
+from groupwise.models.policy import Policy, make_policy
+from groupwise.models.scratch import scratch_model
+from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
+from groupwise.settings import ModelSettings, ScratchSettings
+
+FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "gemma2", "mixtral")
+
+
+def exact_norms(model: nn.Module) -> None:
+    """Replace transformers' RMS norms, which compute in float32 whatever the weights, by torch's own: for float64 tests."""
+    for module in model.modules():
+        for name, child in module.named_children():
+            if type(child).__name__.endswith("RMSNorm") and not isinstance(child, nn.RMSNorm):
+                norm = nn.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon, dtype=child.weight.dtype)
+                norm.weight = child.weight
+                setattr(module, name, norm)
+
+
+@pytest.fixture(scope="session")
+def tiny_policy() -> Callable[..., Policy]:
+    """`tiny_policy(family, dtype=..., seed=..., model=ModelSettings(...), **scratch)`: a random model of 2 layers, 32 wide."""
+
+    def make(
+        family: str = "llama",
+        *,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        settings: ModelSettings | None = None,
+        tokenizer: Any = None,
+        scale: float = 1.0,
+        **scratch: Any,
+    ) -> Policy:
+        tokenizer = tokenizer or make_tokenizer("arithmetic")
+        shape = {"hidden": 32, "layers": 2, "heads": 4, "context": 96} | scratch
+        if family != "gpt2":
+            shape.setdefault("kv_heads", 2)
+        model = scratch_model(
+            ScratchSettings(family=family, **shape),  # type: ignore[arg-type]
+            vocabulary=len(tokenizer),
+            eos_ids=(tokenizer.eos_token_id,),
+            pad_id=tokenizer.pad_token_id,
+            bos_id=tokenizer.bos_token_id,
+            seed=seed,
+        ).to(dtype)
+        if dtype == torch.float64:
+            exact_norms(model)
+        with torch.no_grad():  # sharper than an initial model's almost uniform distribution
+            for parameter in model.parameters():
+                parameter.mul_(scale)
+        return make_policy(model, tokenizer, settings)
+
+    return make
+
+
+@pytest.fixture
+def random_samples() -> Callable[..., list[Sample]]:
+    """`random_samples(groups, size, seed)`: ragged groups with completions of 1 to `longest` tokens and ragged prompts from 1 token."""
+
+    def make(
+        groups: int = 3, size: int = 4, seed: int = 0, vocabulary: int = 60, longest: int = 12, temperature: float = 0.7
+    ) -> list[Sample]:
+        rng = np.random.default_rng(seed)
+        samples = []
+        for group in range(groups):
+            prompt = rng.integers(0, vocabulary, size=1 if group == 0 else int(rng.integers(2, 12)))
+            for _ in range(size):
+                n = int(rng.integers(1, longest + 1))
+                samples.append(
+                    Sample(
+                        group=str(group),
+                        prompt=prompt,
+                        completion=rng.integers(0, vocabulary, size=n),
+                        weight=rng.random(n) + 0.1,
+                        advantage=rng.normal(size=n),
+                        behavior_logp=-3.0 - rng.random(n),
+                        reference_logp=-3.0 - rng.random(n),
+                        temperature=temperature,
+                    )
+                )
+        return samples
+
+    return make
+
+
+@pytest.fixture
+def scored_group() -> Callable[..., Scored]:
+    """`scored_group(rewards, lengths, ...)`: a group of rollouts with random tokens and given rewards; None = unscorable."""
+
+    def make(
+        rewards: list[float | None],
+        lengths: list[int] | None = None,
+        *,
+        prompt: int = 5,
+        id: str = "0/0",
+        seed: int = 0,
+        truncated: tuple[int, ...] = (),
+        vocabulary: int = 60,
+        eos: int | None = None,
+        sampling: Sampling | None = None,
+        behavior: float = -4.0,
+    ) -> Scored:
+        rng = np.random.default_rng(seed)
+        lengths = lengths or [int(rng.integers(1, 10)) for _ in rewards]
+        question = Prompt(id=id, tokens=rng.integers(5, vocabulary, size=prompt), text="?", row={"answer": "1"})
+        rollouts = []
+        for i, n in enumerate(lengths):
+            tokens = rng.integers(5, vocabulary, size=n)
+            ends = eos is not None and i not in truncated and n > 0
+            if ends:
+                tokens[-1] = eos
+            rollouts.append(
+                Rollout(
+                    prompt=question,
+                    index=i,
+                    tokens=tokens,
+                    behavior_logp=behavior + 0.3 * rng.normal(size=n),
+                    finish=Finish.EOS if ends else Finish.LENGTH if i in truncated else Finish.STOP,
+                    eos_ids=(eos,) if eos is not None else (vocabulary + 1,),
+                    sampling=sampling or Sampling(temperature=0.9),
+                    text=f"completion {i}",
+                )
+            )
+        values = np.array([np.nan if r is None else r for r in rewards], dtype=np.float64)
+        return Scored(rollouts=tuple(rollouts), names=("r",), rewards=values[:, None], reward=values)
+
+    return make

@@ -1,0 +1,103 @@
+import random
+import re
+
+import pytest
+
+from groupwise.data.tasks import TASKS, make_task
+from groupwise.data.tasks.addition import Addition, Sums
+from groupwise.data.tasks.base import is_held_out
+from groupwise.data.tasks.countdown import Countdown, solved
+from groupwise.data.tasks.sorting import Sorting
+from groupwise.data.tokenizers import arithmetic_tokenizer
+from groupwise.errors import ConfigError, DataError
+
+GENERATED = [name for name in TASKS if name != "gsm8k_arithmetic"]
+
+
+def is_right(row):
+    if "numbers" in row:
+        return solved([row["completion"]], [row["answer"]], [row["numbers"]]) == [1.0]
+    return row["completion"].endswith(f"\\boxed{{{row['answer']}}}")
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_rows_are_seeded_split_and_distinct(name):
+    task = make_task(name)
+    assert task.demonstrations(50, seed=1) == make_task(name).demonstrations(50, seed=1)
+    assert task.demonstrations(50, seed=1) != task.demonstrations(50, seed=2)
+    assert task.prompts(50, seed=1) != task.prompts(50, seed=2)
+    held_out, prompts = task.held_out(200), task.prompts(500, seed=0)
+    assert held_out[:20] == make_task(name).held_out(20)
+    assert all(is_held_out(row["prompt"]) for row in held_out)
+    assert not any(is_held_out(row["prompt"]) for row in prompts + task.demonstrations(500, seed=0))
+    assert len({row["prompt"] for row in held_out}) == 200
+    assert len({row["prompt"] for row in prompts}) == 500
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_everything_can_be_written_by_the_arithmetic_tokenizer_in_few_tokens(name):
+    tokenizer = arithmetic_tokenizer()
+    for row in make_task(name).demonstrations(300, seed=0):
+        for text in (row["prompt"], row["completion"]):
+            ids = tokenizer(text)["input_ids"]
+            assert tokenizer.unk_token_id not in ids, text
+            assert len(ids) <= 64, text
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("addition", {}), ("sums", {}), ("sorting", {}), ("countdown", {})])
+def test_careful_demonstrators_are_always_right(name, arguments):
+    task = make_task(name, arguments | {"slip": 0.0})
+    assert all(map(is_right, task.demonstrations(300, seed=0)))
+
+
+def test_addition_is_taught_as_well_as_the_chances_of_its_carries_say():
+    rows = Addition().demonstrations(20_000, seed=0)
+    # Digits are uniform: the first column carries with 0.45; the second with 0.45, or 0.55 if a carry came in and was remembered.
+    unforgotten = 0.55 * (1 - 0.45 * 0.6) + 0.45 * 0.4 * (1 - 0.55 * 0.6)
+    assert abs(sum(map(is_right, rows)) / len(rows) - (0.3 + 0.7 * unforgotten)) < 0.014  # 0.666, four standard deviations
+    thinks = sum("<think>" in row["completion"] for row in rows) / len(rows)
+    assert abs(thinks - 0.7) < 0.013
+    assert all(is_right(row) for row in rows if "<think>" not in row["completion"])
+    assert all(re.fullmatch(r"[1-9]\d\d\+[1-9]\d\d", row["prompt"]) for row in rows)
+    assert all(sum(map(int, row["prompt"].split("+"))) == int(row["answer"]) for row in rows)
+
+
+def test_sums_and_sorting_have_right_answers():
+    for row in Sums(terms=5).prompts(200, seed=0):
+        assert sum(map(int, row["prompt"].split("+"))) == int(row["answer"])
+    for row in Sorting(length=6).prompts(200, seed=0):
+        assert sorted(map(int, row["prompt"].split()[1:])) == list(map(int, row["answer"].split()))
+
+
+def test_countdown_rewards_any_way_that_uses_each_number_once():
+    boxes = ["(7+5)*3", "3*(5+7)", "36", "6*6", "5*7+3-2", "7+5*3", "(7+5)*3*1", "9**9**9", "(7+5)/0", "", "{3}"]
+    scores = solved([f"<think>x</think>\\boxed{{{box}}}" for box in boxes], ["36"] * len(boxes), [[3, 5, 7]] * len(boxes))
+    assert scores == [1.0, 1.0] + [0.0] * 9
+    assert solved(["36", "\\boxed{36", [{"role": "assistant", "content": "\\boxed{3+4}"}]], ["7"] * 3, [[3, 4]] * 3) == [0, 0, 1]
+    rows = Countdown(slip=0.5).demonstrations(1000, seed=0)
+    assert 0.45 < sum(map(is_right, rows)) / 1000 < 0.7
+
+
+def test_a_task_too_small_to_be_split_says_so():
+    one = Countdown(count=2, below=2)  # only 1 and 1
+    with pytest.raises(DataError, match="give it larger arguments"):
+        one.held_out(5)
+    assert len(one.prompts(100, seed=0)) <= 4
+
+
+def test_arguments_are_checked():
+    for arguments in ({"digits": 0}, {"digits": True}, {"blurt": -0.1}, {"slip": "often"}):
+        with pytest.raises(ConfigError, match="task argument"):
+            make_task("addition", arguments)
+    with pytest.raises(ConfigError, match="below must be an integer from 4"):
+        make_task("sorting", {"below": 3})
+
+
+def test_completions_depend_on_the_generator_only():
+    task = Addition()
+    row = {"prompt": "567+789", "answer": "1356"}
+    written = {task.completion(row, random.Random(seed)) for seed in range(60)}
+    assert "\\boxed{1356}" in written
+    assert "<think>7+9=16,6+8+1=15,5+7+1=13</think>\\boxed{1356}" in written
+    assert "<think>7+9=16,6+8=14,5+7=12</think>\\boxed{1246}" in written
+    assert len(written) == 5  # blurted, and the four ways of remembering two carries

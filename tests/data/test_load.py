@@ -1,0 +1,137 @@
+import numpy as np
+import pytest
+
+from groupwise.data.load import load_data, load_demonstrations, load_pairs, load_texts
+from groupwise.data.prompts import visit
+from groupwise.data.split import part_of
+from groupwise.data.tokenizers import byte_tokenizer, make_tokenizer
+from groupwise.errors import ConfigError, DataError
+from groupwise.settings import DataSettings
+
+ROWS = [{"prompt": f"{i}+{i}", "completion": str(2 * i), "answer": str(2 * i)} for i in range(200)]
+SIZES = {"context": 64, "max_new_tokens": 16, "seed": 0}
+
+
+def test_the_held_out_share_is_the_same_rows_for_every_objective_seed_and_wrapping(write, tokenizer):
+    path = write(ROWS)
+    plain = load_data(DataSettings(path=path, eval_fraction=0.2), tokenizer, **SIZES)
+    chat = load_data(DataSettings(path=path, eval_fraction=0.2, chat=True), tokenizer, **SIZES | {"seed": 5})
+    taught = load_demonstrations(DataSettings(path=path, eval_fraction=0.2), tokenizer, context=64, eos_ids=(1,), seed=3)
+    expected = [row["answer"] for row in ROWS if part_of(row["prompt"], {"held out": 0.2}) == "held out"]
+    assert 20 < len(expected) < 60
+    assert [prompt.row["answer"] for prompt in plain.held_out] == expected == [prompt.row["answer"] for prompt in chat.held_out]
+    assert [tokenizer.decode(one.prompt) for one in taught.held_out] == [prompt.text for prompt in plain.held_out]
+    assert len(plain.train) + len(plain.held_out) == len(taught.train) + len(taught.held_out) == 200
+    assert not {prompt.text for prompt in plain.train} & {prompt.text for prompt in plain.held_out}
+    assert plain.held_out_report.rows == len(expected)
+
+
+def test_prompts_that_are_held_out_elsewhere_leave_training_and_are_counted(write, tokenizer):
+    train, test = write(ROWS, "train.jsonl"), write(ROWS[:30] + [{"prompt": "7+8", "answer": "15"}], "test.jsonl")
+    data = load_data(DataSettings(path=train, eval_path=test), tokenizer, **SIZES)
+    assert (data.overlap, len(data.train), len(data.held_out)) == (30, 170, 31)
+    assert "30 further rows left out of training" in str(data)
+    limited = load_data(DataSettings(path=train, eval_path=test, eval_limit=10, limit=50), tokenizer, **SIZES)
+    assert (limited.overlap, len(limited.train), len(limited.held_out)) == (10, 40, 10)
+
+
+def test_every_visit_of_a_row_has_its_own_id_and_held_out_ids_meet_none_of_them(write, tokenizer):
+    data = load_data(DataSettings(path=write(ROWS), eval_fraction=0.2), tokenizer, **SIZES)
+    ids = [visit(prompt, epoch).id for epoch in range(3) for prompt in data.train] + [prompt.id for prompt in data.held_out]
+    assert len(set(ids)) == len(ids) == 3 * len(data.train) + len(data.held_out)
+    assert all(prompt.id.startswith("eval/") for prompt in data.held_out)
+
+
+def test_columns_are_renamed_in_both_files(write, tokenizer):
+    rows = [{"question": "1+1", "gold": "2"}]
+    path, held_out = write(rows, "a.jsonl"), write([{"question": "2+2", "gold": "4"}], "b.jsonl")
+    settings = DataSettings(path=path, eval_path=held_out, columns={"prompt": "question", "answer": "gold"})
+    data = load_data(settings, tokenizer, **SIZES)
+    assert data.train[0].row == {"prompt": "1+1", "answer": "2"}
+    assert data.held_out[0].row == {"prompt": "2+2", "answer": "4"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "exactly one of path .* and task"),
+        ({"path": "x.jsonl", "task": "addition"}, "exactly one of path"),
+        ({"task": "addition", "eval_fraction": 0.1}, "has a held-out set of its own"),
+        ({"path": "x", "eval_path": "y", "eval_fraction": 0.1}, r"eval_fraction cannot be used with data\.eval_path"),
+        ({"path": "x.jsonl", "task_args": {"digits": 3}}, "task_args are the arguments of a task"),
+        ({"task": "adition"}, r"no built-in task 'adition' \(did you mean addition\?\); there are: addition, sums"),
+        ({"task": "addition", "task_args": {"digit": 3}}, "has no argument 'digit'; it takes: digits, blurt, slip"),
+        ({"task": "addition", "task_args": {"digits": "3"}}, "digits must be an integer from 1 to 12, got '3'"),
+        ({"task": "addition", "task_args": {"blurt": 1.5}}, "blurt must be a number from 0 to 1, got 1.5"),
+        ({"task": "gsm8k_arithmetic"}, "'gsm8k_arithmetic'.*missing.*'train' and 'test'"),
+    ],
+)
+def test_settings_that_contradict_each_other(settings, message, tokenizer):
+    with pytest.raises(ConfigError, match=message):
+        load_data(DataSettings(**settings), tokenizer, **SIZES)
+
+
+def test_d3_empty_data_and_a_held_out_share_of_nothing(write, tokenizer):
+    with pytest.raises(DataError, match="is empty"):
+        load_data(DataSettings(path=write(b"")), tokenizer, **SIZES)
+    with pytest.raises(DataError, match="holds out none of the 1 rows"):
+        load_data(DataSettings(path=write([{"prompt": "x"}]), eval_fraction=0.01), tokenizer, **SIZES)
+    with pytest.raises(DataError, match=r"max_new_tokens is 64 and the model's context is 64"):
+        load_data(DataSettings(path=write(ROWS)), tokenizer, context=64, max_new_tokens=64, seed=0)
+
+
+@pytest.mark.parametrize("task", ["addition", "sums", "countdown", "sorting"])
+def test_built_in_tasks_give_prompts_held_out_prompts_and_demonstrations(task, tokenizer):
+    settings = DataSettings(task=task, chat=True, limit=50, eval_limit=20)
+    data = load_data(settings, tokenizer, context=128, max_new_tokens=64, seed=0)
+    assert (len(data.train), len(data.held_out)) == (50, 20)
+    assert all("answer" in prompt.row for prompt in data.train + data.held_out)
+    taught = load_demonstrations(settings, tokenizer, context=128, eos_ids=(tokenizer.eos_token_id,), seed=0)
+    assert (len(taught.train), taught.held_out) == (50, ())
+    assert tokenizer.decode(taught.train[0].completion).endswith("}<|end|>")
+    held_out = {prompt.text for prompt in data.held_out}
+    assert not held_out & {tokenizer.decode(one.prompt) for one in taught.train}
+    with pytest.raises(ConfigError, match="has no preference pairs"):
+        load_pairs(settings, tokenizer, context=128, eos_ids=(1,))
+
+
+def test_texts_for_a_tokenizer_are_the_training_rows_of_any_form(write):
+    rows = [
+        {"prompt": [{"role": "user", "content": "what"}], "chosen": "good", "rejected": "bad", "n": 3},
+        {"prompt": "why", "chosen": [{"role": "assistant", "content": "so"}], "rejected": None},
+    ]
+    assert list(load_texts(DataSettings(path=write(rows)), seed=0)) == ["what", "good", "bad", "why", "so"]
+    taught = {text for text in load_texts(DataSettings(path=write(ROWS), eval_fraction=0.2), seed=0) if "+" in text}
+    assert taught == {row["prompt"] for row in ROWS if part_of(row["prompt"], {"held out": 0.2}) == "train"}
+    assert len(make_tokenizer("bpe:300", load_texts(DataSettings(task="addition", limit=200), seed=0))) == 300
+
+
+def test_the_preference_file_as_it_is(shared_data):
+    path = str(shared_data / "preference" / "instruction-data-with-preference.json")
+    tokenizer = byte_tokenizer()
+    end = tokenizer.eos_token_id
+    data = load_pairs(DataSettings(path=path, template="alpaca", eval_fraction=0.2), tokenizer, context=1024, eos_ids=(end,))
+    reports = (data.report, data.held_out_report)
+    assert sum(report.rows for report in reports) == 1100
+    assert sum(report.dropped.get("with chosen = rejected", 0) for report in reports) == 6
+    assert sum(report.kept for report in reports) == 1094
+    assert all(pair.chosen[-1] == end == pair.rejected[-1] for pair in data.train)
+    assert all(np.count_nonzero(pair.chosen == end) == 1 for pair in data.train)
+
+
+def test_the_instruction_file_as_it_is(shared_data):
+    path = str(shared_data / "preference" / "instruction-data.json")
+    tokenizer = byte_tokenizer()
+    settings = DataSettings(path=path, template="alpaca", limit=100)
+    data = load_demonstrations(settings, tokenizer, context=1024, eos_ids=(tokenizer.eos_token_id,), seed=0)
+    assert data.report.kept == 100
+    assert tokenizer.decode(data.train[2].completion) == "45 kilometers is 45000 meters.<|end|>"
+    with pytest.raises(ConfigError, match="set data.template: alpaca"):
+        load_demonstrations(DataSettings(path=path), tokenizer, context=1024, eos_ids=(1,), seed=0)
+
+
+def test_gsm8k_questions_as_they_are(shared_data):
+    settings = DataSettings(path=str(shared_data / "gsm8k" / "test.jsonl"), columns={"prompt": "question"}, chat=True)
+    data = load_data(settings, byte_tokenizer(), context=2048, max_new_tokens=256, seed=0)
+    assert data.report.kept == 1319
+    assert data.train[0].row["answer"].endswith("#### 18")

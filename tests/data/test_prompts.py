@@ -1,0 +1,82 @@
+import numpy as np
+import pytest
+
+from groupwise.data.prompts import encode_prompts, prompt_limit, visit
+from groupwise.data.sources import Rows
+from groupwise.data.templates import Template
+from groupwise.errors import DataError
+
+
+def rows_of(*prompts):
+    return Rows("f.jsonl", [{"prompt": prompt, "answer": "7"} for prompt in prompts])
+
+
+def test_prompts_carry_their_row_text_and_ids(tokenizer):
+    prompts, report = encode_prompts(rows_of("1+6", "2+5"), Template(tokenizer=tokenizer, chat=True), max_tokens=20)
+    assert [prompt.id for prompt in prompts] == ["0", "1"]
+    assert prompts[1].text == "<|user|>2+5<|end|><|assistant|>"
+    assert tokenizer.decode(prompts[1].tokens) == prompts[1].text
+    assert prompts[1].row == {"prompt": "2+5", "answer": "7"}
+    assert (report.rows, report.kept, report.mean_tokens, report.max_tokens) == (2, 2, 6.0, 6)
+    assert not report.dropped
+
+
+def test_d1_one_empty_prompt_is_dropped_and_counted(tokenizer):
+    for empty in ("", "  \n", [], [{"role": "user", "content": ""}]):
+        prompts, report = encode_prompts(rows_of("1", empty, "2"), Template(tokenizer=tokenizer, chat=True), max_tokens=20)
+        assert [prompt.id for prompt in prompts] == ["0", "2"], empty
+        assert report.dropped == {"empty": 1}
+
+
+def test_d2_all_empty_is_an_error(tokenizer):
+    with pytest.raises(DataError, match=r"no prompt is left: f\.jsonl: 0 of 2 rows.*dropped: 2 empty"):
+        encode_prompts(rows_of("", " "), Template(tokenizer=tokenizer), max_tokens=20)
+
+
+def test_d4_too_long_prompts_are_dropped_truncated_or_an_error(tokenizer):
+    template, rows = Template(tokenizer=tokenizer), rows_of("1+2", "123456", "3")
+    prompts, report = encode_prompts(rows, template, max_tokens=4, too_long="drop")
+    assert [prompt.text for prompt in prompts] == ["1+2", "3"]
+    assert report.dropped == {"longer than 4 tokens": 1}
+    prompts, report = encode_prompts(rows, template, max_tokens=4, too_long="truncate_left")
+    assert [prompt.text for prompt in prompts] == ["1+2", "3456", "3"]
+    assert tokenizer.decode(prompts[1].tokens) == "3456"
+    assert report.noted == {"truncated to 4 tokens": 1}
+    with pytest.raises(DataError, match=r"f\.jsonl row 2: the prompt has 6 tokens and the limit is 4"):
+        encode_prompts(rows, template, max_tokens=4, too_long="error")
+
+
+def test_truncation_keeps_a_leading_bos(word_tokenizer):
+    template = Template(tokenizer=word_tokenizer())
+    prompts, _ = encode_prompts(rows_of("what is two plus three"), template, max_tokens=4, too_long="truncate_left")
+    assert template.tokenizer.convert_ids_to_tokens(prompts[0].tokens) == ["<bos>", "plus", " ", "three"]
+
+
+def test_d5_prompt_and_completion_must_fit_into_the_context():
+    assert prompt_limit(128, 28, None) == 100
+    assert prompt_limit(128, 28, 60) == 60
+    with pytest.raises(DataError, match=r"max_new_tokens is 128 and the model's context is 128 tokens"):
+        prompt_limit(128, 128, None)
+    with pytest.raises(DataError, match=r"max_prompt_tokens \(101\) \+ max_new_tokens \(28\) exceed the model's context of 128"):
+        prompt_limit(128, 28, 101)
+
+
+def test_d6_a_prompt_that_is_no_text_names_its_row(tokenizer):
+    with pytest.raises(DataError, match=r"f\.jsonl row 2: prompt is 5 \(int\)"):
+        encode_prompts(rows_of("1", 5), Template(tokenizer=tokenizer), max_tokens=20)
+
+
+def test_duplicates_are_kept_and_counted_and_unknown_characters_dropped(tokenizer):
+    rows = rows_of("1+2", "1+2", [{"role": "user", "content": "1+2"}], "É", "3")
+    prompts, report = encode_prompts(rows, Template(tokenizer=tokenizer, chat=True), max_tokens=20)
+    assert len(prompts) == 4
+    assert report.noted == {"duplicate": 2}
+    assert report.dropped == {"with characters unknown to the tokenizer": 1}
+
+
+def test_a_visit_names_its_epoch(tokenizer):
+    (prompt,), _ = encode_prompts(rows_of("1"), Template(tokenizer=tokenizer), max_tokens=20)
+    again = visit(prompt, 3)
+    assert again.id == "3/0"
+    assert again.tokens is prompt.tokens
+    assert again.tokens.dtype == np.int64

@@ -1,0 +1,110 @@
+import os
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from groupwise.data.sources import read_rows
+from groupwise.errors import DataError
+
+ROWS = [{"prompt": "1+1", "answer": "2"}, {"prompt": "2+2", "answer": "4"}, {"prompt": "3+3", "answer": "6"}]
+
+
+def test_jsonl_json_and_parquet_hold_the_same_rows(write, tmp_path):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    for path in (write(ROWS), write(ROWS, "rows.json"), str(tmp_path / "rows.parquet")):
+        assert list(read_rows(path)) == ROWS, path
+
+
+def test_jsonl_lines_are_counted_as_an_editor_counts_them(write):
+    path = write('{"a": 1}\n\n   \n{"a": 2}\n')
+    rows = read_rows(path)
+    assert list(rows) == [{"a": 1}, {"a": 2}]
+    assert rows.where(1) == f"{path} line 4"
+    assert rows.subset([1]).where(0) == f"{path} line 4"
+    assert rows.first(1).where(0) == f"{path} line 1"
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_fine(write):
+    assert list(read_rows(write(b'\xef\xbb\xbf{"a": "\xc3\xa9"}\r\n{"a": "b"}\r\n'))) == [{"a": "é"}, {"a": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        ('{"a": 1}\n{"a": "cut', "x.jsonl", r"x\.jsonl line 2: not JSON: the line is cut off"),
+        ('{"a": 1}\n{"a": 2, "b"', "x.jsonl", r"x\.jsonl line 2: not JSON: the line is cut off"),
+        ('{"a": 1}\n{a: 2}\n', "x.jsonl", r"x\.jsonl line 2: not JSON: Expecting property name.* at column 2"),
+        (b'{"a": 1}\n{"a": "\xff\xfe"}\n', "x.jsonl", r"x\.jsonl line 2: not UTF-8: byte 0xff at offset 7"),
+        ('{"a": 1}\n[1, 2]\n', "x.jsonl", r"x\.jsonl line 2: a row is a JSON object, this is a list"),
+        (b"", "x.jsonl", r"x\.jsonl is empty \(0 bytes\)"),
+        ("\n\n", "x.jsonl", r"x\.jsonl holds no rows"),
+        ("[]", "x.json", r"x\.json holds no rows"),
+        ('{"a": 1}', "x.json", r"x\.json: expected a list of objects, found an object"),
+        ('[{"a": 1}, 5]', "x.json", r"x\.json row 2: a row is a JSON object, this is a number"),
+        ('{"a": 1}\n{"a": 2}\n', "x.json", r"line 2: not JSON: Extra data.*name it \.jsonl"),
+        ("a,b\n1,2\n", "x.csv", r"x\.csv: cannot read \.csv: convert it to \.jsonl"),
+    ],
+)
+def test_d7_a_broken_file_names_itself_the_line_and_what_was_found(write, content, name, message):
+    with pytest.raises(DataError, match=message):
+        read_rows(write(content, name))
+
+
+def test_d7_random_bytes_are_no_parquet_file(write):
+    with pytest.raises(DataError, match=r"x\.parquet: not a readable Parquet file \(begins with b'\\x93"):
+        read_rows(write(b"\x93\x01" + os.urandom(300), "x.parquet"))
+    with pytest.raises(DataError, match="not a readable Parquet file"):
+        read_rows(write(b"PAR1" + bytes(100) + b"PAR1", "y.parquet"))
+
+
+@pytest.mark.parametrize("name", ["data/nosuch.jsonl", "./nosuch", "/nosuch/file", "nosuch.parquet", "a/b/c", "~/nosuch", "x.csv"])
+def test_k8_a_path_is_never_looked_up_on_the_hub(name, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(DataError, match="no such file"):
+        read_rows(name)
+
+
+def test_a_missing_file_beside_others_names_them(write):
+    path = write(ROWS, "train.jsonl")
+    with pytest.raises(DataError, match=r"no such file: .*trian\.jsonl \(in that folder: train\.jsonl\)"):
+        read_rows(path.replace("train", "trian"))
+    with pytest.raises(DataError, match="is a folder"):
+        read_rows(os.path.dirname(path))
+
+
+def test_hub_names_go_to_datasets_with_config_and_split(monkeypatch):
+    import datasets
+
+    asked = []
+
+    def load(path, config, split):
+        asked.append((path, config, split))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert list(read_rows("openai/gsm8k:main", "test")) == ROWS
+    read_rows("squad")
+    assert asked == [("openai/gsm8k", "main", "test"), ("squad", None, "train")]
+    assert read_rows("squad").where(0) == "squad row 1"
+
+
+def test_an_unreachable_hub_is_one_clear_message(monkeypatch):
+    import datasets
+
+    def fail(*_, **__):
+        raise ConnectionError("Couldn't reach 'a/b' on the Hub\nlong story")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(DataError, match=r"cannot load 'a/b' \(split 'train'\) from the hub, and no such file is here: .* Hub$"):
+        read_rows("a/b")
+
+
+def test_renaming_is_simultaneous_and_names_missing_columns(write):
+    rows = read_rows(write([{"question": "q", "answer": "a", "extra": 1}]))
+    assert list(rows.renamed({"prompt": "question"})) == [{"prompt": "q", "answer": "a", "extra": 1}]
+    assert list(rows.renamed({"answer": "question", "question": "answer"})) == [{"answer": "q", "question": "a", "extra": 1}]
+    with pytest.raises(DataError, match=r"rows\.jsonl line 1: no column 'quesiton'; there are: answer, extra, question"):
+        rows.renamed({"prompt": "quesiton"})

@@ -1,0 +1,191 @@
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from groupwise.data.templates import Template, Wording
+from groupwise.data.tokenizers import bpe_tokenizer
+from groupwise.errors import ConfigError, DataError
+
+BOS, EOS = 1, 2
+
+
+def asked(template, row):
+    return template.ask([template.content(row)], ["row 1"])[0]
+
+
+# BOS: never twice, never missing where the tokenizer's own convention has it
+
+
+def test_bos_written_by_the_chat_template_is_not_added_again(word_tokenizer):
+    tokenizer = word_tokenizer(bos_on_strings=True, bos_in_template=True)
+    question = asked(Template(tokenizer=tokenizer, chat=True), {"prompt": "two plus two"})
+    assert question.tokens.tolist().count(BOS) == 1
+    assert question.tokens[0] == BOS
+    reference = tokenizer.apply_chat_template([{"role": "user", "content": "two plus two"}], add_generation_prompt=True)
+    assert question.tokens.tolist() == reference["input_ids"]
+
+
+def test_bos_is_added_once_to_plain_strings_if_the_tokenizer_does_so(word_tokenizer):
+    template = Template(tokenizer=word_tokenizer(bos_on_strings=True))
+    assert asked(template, {"prompt": "two"}).tokens.tolist().count(BOS) == 1
+    assert asked(template, {"prompt": "<bos>two"}).tokens.tolist() == asked(template, {"prompt": "two"}).tokens.tolist()
+
+
+def test_bos_is_not_added_where_the_tokenizer_does_not(word_tokenizer):
+    template = Template(tokenizer=word_tokenizer(bos_on_strings=False, bos_in_template=False))
+    assert BOS not in asked(template, {"prompt": "two"}).tokens
+    assert BOS not in asked(Template(tokenizer=template.tokenizer, chat=True), {"prompt": "two"}).tokens
+
+
+def test_a_chat_template_without_bos_is_taken_at_its_word(word_tokenizer):
+    template = Template(tokenizer=word_tokenizer(bos_on_strings=True, bos_in_template=False), chat=True)
+    assert BOS not in asked(template, {"prompt": "two"}).tokens
+
+
+def test_eos_that_a_tokenizer_puts_behind_strings_does_not_end_the_prompt(word_tokenizer):
+    template = Template(tokenizer=word_tokenizer(eos_on_strings=True))
+    assert asked(template, {"prompt": "two plus"}).tokens.tolist() == [BOS, 10, 13, 12]
+
+
+def test_p17_pad_equal_to_eos_changes_no_id(word_tokenizer):
+    separate, same = word_tokenizer(), word_tokenizer(pad="<eos>")
+    assert same.pad_token_id == same.eos_token_id
+    for chat in (False, True):
+        rows = [Template(tokenizer=tokenizer, chat=chat) for tokenizer in (separate, same)]
+        questions = [asked(template, {"prompt": "two plus two"}) for template in rows]
+        assert np.array_equal(questions[0].tokens, questions[1].tokens)
+        completions = [t.complete([q], ["three"], (EOS,))[0].tokens.tolist() for t, q in zip(rows, questions, strict=True)]
+        assert completions[0] == completions[1]
+        assert completions[0].count(EOS) == 1
+
+
+# text and ids
+
+
+def test_p21_text_and_ids_agree_and_are_what_the_tokenizer_makes_of_the_messages(tokenizer):
+    template = Template(tokenizer=tokenizer, chat=True, system="be brief")
+    question = asked(template, {"prompt": "1 + 2"})
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1 + 2"}]
+    assert question.tokens.tolist() == tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert tokenizer.decode(question.tokens) == question.text == "<|system|>be brief<|end|><|user|>1 + 2<|end|><|assistant|>"
+    assert asked(template, {"prompt": messages[1:]}).text == question.text
+
+
+def test_a_last_assistant_message_is_continued(tokenizer):
+    template = Template(tokenizer=tokenizer)
+    row = {"prompt": [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "<think>"}]}
+    question = asked(template, row)
+    assert question.text == "<|user|>1+2<|end|><|assistant|><think>"
+    completion = template.complete([question], ["3</think>"], (tokenizer.eos_token_id,))[0]
+    assert tokenizer.decode(completion.tokens) == "3</think><|end|>"
+    assert completion.stable
+
+
+def test_templates_of_instruction_rows():
+    row = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
+    text = Wording(format="alpaca").content(row)
+    assert text.endswith("\n\n### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:\n")
+    assert "paired with an input" in text
+    without = Wording(format="alpaca").content({"instruction": "Add.", "input": ""})
+    assert without.endswith("a task. Write a response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Response:\n")
+    assert Wording(chat=True).content(row) == [{"role": "user", "content": "Add.\n\n1 and 2"}]
+    with pytest.raises(ConfigError, match="set data.template: alpaca, or data.chat: true"):
+        Wording().content(row)
+
+
+def test_format_strings():
+    assert Wording(format="Q: {q} \\boxed{{}}").content({"q": 7}) == "Q: 7 \\boxed{}"
+    with pytest.raises(DataError, match=r"f line 3 \(data\.template\): no column 'x'; there are: q"):
+        Wording(format="{x}").content({"q": 7}, "f line 3")
+    with pytest.raises(ConfigError, match="a literal brace is doubled"):
+        Wording(format="\\boxed{").content({"q": 7})
+    with pytest.raises(ConfigError, match=r"data\.system needs chat messages"):
+        Wording(system="be brief").content({"prompt": "x"})
+
+
+# answers
+
+
+def test_an_answer_ends_with_exactly_one_eos_and_template_newlines_behind_it_are_cut(tokenizer):
+    end = tokenizer.eos_token_id
+    plain = Template(tokenizer=tokenizer)
+    question = asked(plain, {"prompt": "1+2="})
+    for answer in ("3", "3<|end|>", "3<|end|>\n "):
+        assert tokenizer.decode(plain.complete([question], [answer], (end,))[0].tokens) == "3<|end|>"
+    tokenizer.chat_template += "{{ '\\n' }}"
+    chat = Template(tokenizer=tokenizer, chat=True)
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ '\\n' }}", "{% if not add_generation_prompt %}{{ '\\n' }}{% endif %}")
+    answered = chat.complete([asked(chat, {"prompt": "1+2"})], ["3"], (end,))[0]
+    assert tokenizer.decode(answered.tokens) == "3<|end|>"
+    assert answered.stable
+
+
+def test_an_answer_that_merges_into_the_prompt_is_encoded_apart_and_reported():
+    tokenizer = bpe_tokenizer(["abab abab abab abab"] * 9, 267)
+    assert len(tokenizer("ab")["input_ids"]) == 1
+    template = Template(tokenizer=tokenizer)
+    question = asked(template, {"prompt": "xa"})
+    completion = template.complete([question], ["b"], (1,))[0]
+    assert not completion.stable
+    assert tokenizer.decode(np.concatenate([question.tokens, completion.tokens])) == "xab<|end|>"
+    assert not template.is_stable({"prompt": "xa"}, "b")
+    assert template.is_stable({"prompt": "ab "}, "x")
+
+
+def test_a_chat_template_that_renders_answered_prompts_differently_is_unstable(tokenizer):
+    template = Template(tokenizer=tokenizer, chat=True)
+    assert template.is_stable({"prompt": "1+2"}, "3")
+    tokenizer.chat_template += "{% if add_generation_prompt %}{{ '<think>' }}{% endif %}"
+    assert not template.is_stable({"prompt": "1+2"}, "3")
+    question = asked(template, {"prompt": "1+2"})
+    completion = template.complete([question], ["3"], (tokenizer.eos_token_id,))[0]
+    assert tokenizer.decode(completion.tokens) == "3<|end|>"
+
+
+# what cannot be done
+
+
+def test_d13_chat_data_without_a_chat_template(tokenizer):
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match=r"no chat template: set model\.chat_template"):
+        asked(Template(tokenizer=tokenizer, chat=True), {"prompt": "1"})
+
+
+def test_d13_a_template_that_refuses_the_messages_names_the_row(tokenizer):
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    with pytest.raises(DataError, match="row 1: the chat template refuses these messages: no system role"):
+        asked(Template(tokenizer=tokenizer, chat=True), {"prompt": "1"})
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": None}, r"f line 3: prompt is empty \(null\)"),
+        ({"prompt": 5}, r"f line 3: prompt is 5 \(int\)"),
+        ({"prompt": [{"role": "user"}]}, "f line 3: a message in prompt needs role and content"),
+        ({"prompt": ["hello"]}, "f line 3: a message in prompt needs role and content, got 'hello'"),
+        ({"question": "x", "answer": "y"}, r"f line 3: no column 'prompt'; there are: answer, question \(data\.columns renames"),
+        ({"messages": None}, "f line 3: messages is empty"),
+    ],
+)
+def test_d6_rows_that_ask_nothing_readable(row, message):
+    with pytest.raises(DataError, match=message):
+        Wording(chat=True).content(row, "f line 3")
+
+
+def test_keys_do_not_depend_on_how_a_prompt_is_wrapped():
+    plain, chat, system = Wording(), Wording(chat=True), Wording(chat=True, system="be brief")
+    keys = {wording.key(wording.content({"prompt": "1+2"})) for wording in (plain, chat, system)}
+    assert keys == {"1+2"}
+    dialogue = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    assert plain.key(plain.content({"prompt": dialogue})) == system.key(system.content({"prompt": dialogue}))
+    assert plain.key(dialogue) != plain.key(dialogue[2:])
+
+
+def test_the_reference_for_saved_tokenizers_is_the_same(word_tokenizer, tmp_path):
+    tokenizer = word_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    loaded = Template(tokenizer=AutoTokenizer.from_pretrained(tmp_path), chat=True)
+    assert np.array_equal(
+        asked(loaded, {"prompt": "two"}).tokens, asked(Template(tokenizer=tokenizer, chat=True), {"prompt": "two"}).tokens
+    )

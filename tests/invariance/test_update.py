@@ -1,0 +1,166 @@
+"""What must not change an update does not change it: micro-batches, packing, order, sharing, filler, skipping, recomputation.
+
+Every preset, a rotary model and one with learned positions, lengths from 1 to the longest, empty and truncated completions,
+constant groups and unscorable rows.  Gradients are compared in float64 to 1e-10 and in float32 to 1e-6, relative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from groupwise.algorithms import ALGORITHMS, Algorithm, resolve
+from groupwise.models.policy import Policy
+from groupwise.online import policy_loss, weigh, with_reference
+from groupwise.packing import pack
+from groupwise.records import Sample, Scored
+from groupwise.settings import GroupSettings
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}
+
+
+@pytest.fixture(scope="module")
+def policies(tiny_policy: Callable) -> dict[tuple[str, torch.dtype], Policy]:
+    return {(family, dtype): tiny_policy(family, dtype=dtype, scale=1.5) for family in ("gpt2", "llama") for dtype in TOLERANCE}
+
+
+@pytest.fixture
+def groups(scored_group: Callable) -> list[Scored]:
+    """Five groups: ragged, with an empty completion, constant, with truncated and unscorable rows, a prompt of one token."""
+    eos = 2
+    return [
+        scored_group([1.0, 0.0, 0.5, 0.0], [1, 12, 5, 3], id="0/0", seed=1, eos=eos),
+        scored_group([0.0, 1.0, 1.0, 0.0], [7, 0, 2, 9], id="0/1", seed=2),
+        scored_group([1.0, 1.0, 1.0, 1.0], [4, 6, 2, 8], id="0/2", seed=3, eos=eos),
+        scored_group([1.0, 0.0, None, 0.0], [12, 12, 3, 5], id="0/3", seed=4, eos=eos, truncated=(0, 1)),
+        scored_group([0.3, -0.2, 0.1, 0.0], [3, 1, 1, 10], id="0/4", seed=5, eos=eos, prompt=1),
+    ]
+
+
+def gradient(policy: Policy, algorithm: Algorithm, samples: Sequence[Sample], **how: object) -> dict[str, Tensor]:
+    policy.model.zero_grad()
+    tokens = float(sum(np.count_nonzero(sample.weight) for sample in samples))
+    settings = {"budget": 10_000, "share": True} | how
+    for batch in pack(samples, dtype=policy.dtype, **settings):  # type: ignore[arg-type]
+        policy_loss(policy, algorithm, batch, entropy_tokens=tokens)[0].backward()
+    return {name: p.grad.clone() for name, p in policy.model.named_parameters()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    """The Euclidean norm of the difference, relative to the gradient's own."""
+    difference = sum(float((found[name] - expected[name]).square().sum()) for name in expected) ** 0.5
+    norm = sum(float(gradient.square().sum()) for gradient in expected.values()) ** 0.5
+    assert norm > 0
+    assert difference / norm < tolerance, difference / norm
+
+
+def prepare(policy: Policy, groups: list[Scored], algorithm: Algorithm) -> list[Sample]:
+    reference = policy.frozen_copy() if algorithm.needs_reference else None
+    if reference is not None:
+        with torch.no_grad():
+            for parameter in reference.model.parameters():
+                parameter.mul_(0.9)
+    groups = with_reference(groups, reference, 10_000)
+    return weigh(groups, algorithm.credit(groups), algorithm)
+
+
+VARIANTS: dict[str, GroupSettings] = {
+    "plain": GroupSettings(group_size=4, dead_groups="exact"),
+    "kl": GroupSettings(group_size=4, beta=0.04, dead_groups="exact"),
+    "entropy": GroupSettings(group_size=4, entropy_bonus=0.01, dead_groups="exact"),
+}
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("preset", ALGORITHMS)
+def test_the_cut_the_order_and_the_layout_change_nothing(
+    preset: str, variant: str, family: str, dtype: torch.dtype, policies: dict, groups: list[Scored]
+) -> None:
+    """P1, P2, P3: micro-batch size; packing order; shared or repeated prompts; filler."""
+    policy = policies[family, dtype]
+    algorithm = resolve(preset, VARIANTS[variant], max_new_tokens=12)
+    samples = prepare(policy, groups, algorithm)
+    expected = gradient(policy, algorithm, samples)
+    rng = np.random.default_rng(0)
+    shuffled = [samples[i] for i in rng.permutation(len(samples))]
+    for found in (
+        gradient(policy, algorithm, samples, budget=1),
+        gradient(policy, algorithm, samples, budget=37),
+        gradient(policy, algorithm, shuffled, budget=50),
+        gradient(policy, algorithm, samples, share=False),
+        gradient(policy, algorithm, samples, multiple=64),
+    ):
+        assert_same(found, expected, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("preset", ALGORITHMS)
+def test_skipping_what_has_no_advantage_is_exact(preset: str, policies: dict, groups: list[Scored]) -> None:
+    """P61: the constant group costs nothing and stays in the denominators."""
+    policy = policies["llama", torch.float64]
+    algorithm = resolve(preset, VARIANTS["plain"], max_new_tokens=12)
+    samples = prepare(policy, groups, algorithm)
+    live = [sample for sample in samples if sample.advantage.any()]
+    if preset != "reinforce_pp":  # whitened over the batch: no advantage is 0
+        assert len(live) < len(samples)
+    assert algorithm.skips_dead
+    assert_same(gradient(policy, algorithm, live), gradient(policy, algorithm, samples), 1e-12)
+
+
+@pytest.mark.parametrize("preset", ["grpo", "dapo", "gspo", "rloo"])
+def test_gradient_checkpointing_changes_nothing(preset: str, policies: dict, groups: list[Scored]) -> None:
+    policy = policies["gpt2", torch.float64]
+    algorithm = resolve(preset, VARIANTS["kl"], max_new_tokens=12)
+    samples = prepare(policy, groups, algorithm)
+    expected = gradient(policy, algorithm, samples)
+    with policy.checkpointing(True):
+        found = gradient(policy, algorithm, samples)
+    assert_same(found, expected, 1e-12)
+
+
+@pytest.mark.parametrize("preset", ["dapo", "cispo", "vespo", "bnpo"])
+def test_p04_a_masked_row_is_a_removed_row_for_token_normalised_losses(
+    preset: str, policies: dict, scored_group: Callable
+) -> None:
+    policy = policies["llama", torch.float64]
+    algorithm = replace(resolve(preset, VARIANTS["plain"], max_new_tokens=12), truncated="mask")
+    full = scored_group([1.0, 0.0, 0.5, 0.2], [5, 12, 7, 3], eos=2, truncated=(1,), seed=9)
+    advantages = algorithm.credit([full])
+    masked = weigh([full], advantages, algorithm)
+    kept = [i for i in range(4) if i != 1]
+    smaller = Scored(
+        rollouts=tuple(full.rollouts[i] for i in kept), names=full.names, rewards=full.rewards[kept], reward=full.reward[kept]
+    )
+    removed = weigh([smaller], [[advantages[0][i] for i in kept]], algorithm)
+    assert_same(gradient(policy, algorithm, masked), gradient(policy, algorithm, removed), 1e-12)
+
+
+def test_a_truncated_completion_keeps_its_attention_when_it_leaves_the_loss(policies: dict, groups: list[Scored]) -> None:
+    """Masking is a weight of 0: what remains is scored exactly as before."""
+    policy = policies["llama", torch.float64]
+    keep, mask = (
+        resolve("grpo", GroupSettings(group_size=4, truncated=how), max_new_tokens=12) for how in ("keep", "mask")
+    )
+    kept, masked = prepare(policy, groups, keep), prepare(policy, groups, mask)
+    assert len(kept) - len(masked) == 2
+    weights = {id(sample.completion): sample.weight for sample in kept}
+    assert all(np.array_equal(sample.weight, weights[id(sample.completion)]) for sample in masked)
+
+
+def test_p17_the_ids_of_pad_and_eos_are_irrelevant(tiny_policy: Callable, groups: list[Scored]) -> None:
+    """pad == eos, pad elsewhere, no pad at all: the same gradient, bit for bit."""
+    results = []
+    for pad in (None, "eos", "other"):
+        policy = tiny_policy("llama", dtype=torch.float64, scale=3.0)
+        tokenizer = policy.tokenizer
+        tokenizer.pad_token = {None: None, "eos": tokenizer.eos_token, "other": tokenizer.convert_ids_to_tokens(7)}[pad]
+        algorithm = resolve("grpo", VARIANTS["plain"], max_new_tokens=12)
+        results.append(gradient(policy, algorithm, prepare(policy, groups, algorithm)))
+    for found in results[1:]:
+        assert all(torch.equal(found[name], results[0][name]) for name in found)

@@ -1,0 +1,199 @@
+"""Packed, prompt-shared attention against every family's own forward pass, one sequence at a time (PROBLEMS 6, 7, 33)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from groupwise.errors import ConfigError
+from groupwise.models.attention import PackedAttention, explicit_attention, flex_block_mask, plain_attention
+from groupwise.models.policy import Policy, make_policy
+from groupwise.objective.logprobs import head_logits, reference_logprobs
+from groupwise.packing import pack
+from groupwise.records import Layout, Sample
+from groupwise.settings import ModelSettings
+from torch import Tensor
+
+FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "gemma2", "mixtral")
+
+
+def gradients(policy: Policy) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
+
+
+def one_by_one(policy: Policy, samples: list[Sample]) -> tuple[float, dict[str, Tensor]]:
+    """The model's own attention and plain log_softmax, a sequence per forward pass: knows nothing of packing."""
+    policy.model.zero_grad()
+    total = 0.0
+    with plain_attention(policy.model) as model:
+        for sample in samples:
+            ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion]))
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, sample.prompt.size - 1 : -1, : policy.vocabulary]
+            logp = (logits / sample.temperature).log_softmax(-1)
+            entropy = -(logp.exp() * logp).sum(-1)
+            chosen = logp.gather(1, torch.from_numpy(sample.completion)[:, None])[:, 0]
+            loss = (torch.from_numpy(sample.weight).to(logp.dtype) * (chosen.square() + 0.3 * entropy)).sum()
+            loss.backward()
+            total += loss.item()
+    return total, gradients(policy)
+
+
+def packed(policy: Policy, samples: list[Sample], **how: object) -> tuple[float, dict[str, Tensor]]:
+    policy.model.zero_grad()
+    total = 0.0
+    for batch in pack(samples, dtype=policy.dtype, **how):  # type: ignore[arg-type]
+        rows = batch.trained_M
+        hidden = policy.forward(batch).hidden_PD[rows]
+        logp, entropy = reference_logprobs(hidden, policy.head, batch.target_P[rows], batch.temperature_P[rows])
+        loss = (batch.weight_P[rows] * (logp.square() + 0.3 * entropy)).sum()
+        loss.backward()
+        total += loss.item()
+    return total, gradients(policy)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_p33_packed_and_shared_equal_one_by_one(family: str, tiny_policy: Callable, random_samples: Callable) -> None:
+    policy = tiny_policy(family)
+    samples = random_samples()
+    expected, expected_gradients = one_by_one(policy, samples)
+    for how in ({"budget": 10_000}, {"budget": 25}, {"budget": 10_000, "share": False, "multiple": 64}):
+        found, found_gradients = packed(policy, samples, **how)
+        assert found == pytest.approx(expected, rel=1e-5)
+        for name, expected_gradient in expected_gradients.items():
+            scale = expected_gradient.abs().max()
+            assert (found_gradients[name] - expected_gradient).abs().max() <= 2e-5 * scale + 1e-7, (how, name)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_float64_gradients_are_exact(family: str, tiny_policy: Callable, random_samples: Callable) -> None:
+    policy = tiny_policy(family, dtype=torch.float64)
+    samples = random_samples(groups=4)
+    _, expected = one_by_one(policy, samples)
+    for how in ({"budget": 10_000}, {"budget": 20}, {"budget": 1}, {"budget": 40, "share": False}):
+        _, found = packed(policy, samples, **how)
+        assert max(float((found[n] - expected[n]).abs().max() / expected[n].abs().max()) for n in expected) < 1e-10
+
+
+def _random_layout() -> Layout:
+    return Layout(start=(0, 5, 9, 10, 17, 20), length=(5, 4, 1, 7, 3, 6), prefix=(-1, 0, 0, -1, -1, 4), total=31)
+
+
+def _heads(kv: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    made = torch.randn(1, 4, 31, 8, dtype=torch.float64), *(torch.randn(1, kv, 31, 8, dtype=torch.float64) for _ in range(2))
+    return tuple(x.requires_grad_() for x in made)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("kv", [4, 2, 1])
+def test_flash_by_stretches_equals_the_definition(kv: int) -> None:
+    layout = _random_layout()
+    weights = torch.randn(1, 31, 4, 8, dtype=torch.float64)
+    weights[:, 26:] = 0  # filler is read by nobody
+    results = []
+    for attend in (lambda q, k, v: PackedAttention(layout)(0, q, k, v, 0.3, None, None),
+                   lambda q, k, v: explicit_attention(layout, q, k, v, 0.3, None, None)):  # fmt: skip
+        query, key, value = _heads(kv)
+        out = attend(query, key, value)
+        (out * weights).sum().backward()
+        results.append((out.detach()[:, :26], query.grad, key.grad, value.grad))
+    for fast, plain in zip(*results, strict=True):
+        torch.testing.assert_close(fast, plain, rtol=1e-10, atol=1e-12)
+
+
+def test_the_flex_mask_says_the_same() -> None:
+    """The CUDA path's block mask, evaluated on the CPU."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    layout = _random_layout()
+    query, key, value = (x.detach().float() for x in _heads(4))
+    with torch.no_grad():
+        mask = flex_block_mask(layout, torch.device("cpu"))
+        found = flex_attention(query, key, value, block_mask=mask, scale=0.3).transpose(1, 2)
+        expected = explicit_attention(layout, query, key, value, 0.3, None, None)
+    torch.testing.assert_close(found[:, :26], expected[:, :26], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_flex_attention_on_a_gpu_equals_the_definition() -> None:
+    layout = _random_layout()
+    query, key, value = (x.detach().float().cuda().requires_grad_() for x in _heads(2))
+    found = PackedAttention(layout)(0, query, key, value, 0.3, None, None)
+    expected = explicit_attention(layout, query, key, value, 0.3, None, None)
+    torch.testing.assert_close(found[:, :26], expected[:, :26], rtol=1e-3, atol=1e-3)
+
+
+def test_window_shorter_than_the_sequence_is_respected() -> None:
+    layout = Layout(start=(0, 4), length=(4, 5), prefix=(-1, 0), total=9)
+    query, key, value = (x[:, :, :9].detach() for x in _heads(4))
+    found = PackedAttention(layout)(0, query, key, value, 0.3, None, 3)
+    scores = query[0] @ key[0].transpose(1, 2) * 0.3
+    distance = torch.arange(9)[:, None] - torch.arange(9)[None]
+    expected = scores.masked_fill((distance < 0) | (distance >= 3), -torch.inf).softmax(-1) @ value[0]
+    torch.testing.assert_close(found[0], expected.transpose(0, 1))
+
+
+def test_scores_do_not_depend_on_the_neighbours(tiny_policy: Callable, random_samples: Callable) -> None:
+    policy, samples = tiny_policy("qwen2"), random_samples()
+    (whole,) = pack(samples, 10_000)
+    (alone,) = pack(samples[-1:], 10_000)
+    with torch.no_grad():
+        together = policy.forward(whole).hidden_PD
+        single = policy.forward(alone).hidden_PD
+        n = samples[-1].completion.size
+        end = whole.layout.start[whole.samples.index(len(samples) - 1)] + n
+        torch.testing.assert_close(together[end - n : end], single[-n:], rtol=1e-4, atol=1e-5)
+
+
+def test_an_ordinary_call_on_a_packed_model_is_refused(tiny_policy: Callable) -> None:
+    policy = tiny_policy("llama")
+    with pytest.raises(ConfigError, match="plain_attention"):
+        policy.model(input_ids=torch.tensor([[5, 6]]))
+    with plain_attention(policy.model) as model:
+        assert model(input_ids=torch.tensor([[5, 6]])).logits.shape[1] == 2
+
+
+def test_single_attention_gives_the_same(tiny_policy: Callable, random_samples: Callable) -> None:
+    shared, samples = tiny_policy("llama"), random_samples()
+    single = tiny_policy("llama", settings=ModelSettings(attention="single"))
+    expected, _ = packed(shared, samples, budget=10_000)
+    found, _ = packed(single, samples, budget=10_000, share=False)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_model_that_ignores_the_layout_is_refused(tiny_policy: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = tiny_policy("llama")
+    monkeypatch.setattr(
+        "groupwise.models.attention.PackedAttention.__call__",
+        lambda self, layer, q, k, v, scale, softcap, window: torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        ).transpose(1, 2),
+    )
+    with pytest.raises(ConfigError, match=r"cannot run packed streams.*single"):
+        make_policy(policy.model, policy.tokenizer)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients_and_keeps_dropout_off(
+    tiny_policy: Callable, random_samples: Callable
+) -> None:
+    policy, samples = tiny_policy("gpt2"), random_samples()
+    for module in policy.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    _, expected = packed(policy, samples, budget=10_000)
+    with policy.checkpointing(True):
+        _, found = packed(policy, samples, budget=10_000)
+    assert not any(module.training for module in policy.model.modules())
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name])
+
+
+def test_the_head_is_the_models_own(tiny_policy: Callable) -> None:
+    for family in FAMILIES:
+        policy = tiny_policy(family)
+        with plain_attention(policy.model) as model, torch.no_grad():
+            logits = model(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False).logits[0, :, : policy.vocabulary]
+            hidden = model.base_model(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False).last_hidden_state[0]
+        torch.testing.assert_close(head_logits(hidden, policy.head), logits)

@@ -1,0 +1,92 @@
+"""Finding answers and comparing plain numbers, without sympy."""
+
+from __future__ import annotations
+
+import time
+from decimal import Decimal
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.rewards.answers import boxes, find_answer, find_gold, last_number, numbers_equal, read_number
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{\frac{1}{\sqrt{2}}}.", r"\frac{1}{\sqrt{2}}"),
+        (r"\boxed{1} no, \boxed{2}", "2"),
+        (r"\boxed{1} and \boxed{2}", "1, 2"),
+        (r"$\boxed{1}$, $\boxed{2}$", "1, 2"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\fbox{3} \fboxed{3} \boxed {4}", "4"),
+        (r"\boxed{unclosed {", "unclosed {"),
+        ("work\n#### 1,234\n", "1,234"),
+        ("#### 5 dollars\nmore", "5 dollars"),
+        (r"\boxed{1} then #### 2", "2"),
+        (r"#### 2 then \boxed{1}", "1"),
+        ("The answer is 42.", "42"),
+        ("Answer: 42", "42"),
+        ("The final answer is: $x=3$. \nBye", "$x=3$"),
+        ("42", "42"),
+        ("<think>\\boxed{1}</think>\n7", "7"),
+        ("<think>\\boxed{1}</think>", None),
+        ("", None),
+        (r"\boxed{}", None),
+        ("no answer\nhere", None),
+        ("word " * 50, None),
+    ],
+)
+def test_find_answer(text, answer):
+    assert find_answer(text) == answer
+
+
+def test_find_gold_keeps_prose_for_the_parser():
+    prose = "First.\nThe result is $\\frac{1}{2}$"
+    assert find_gold(prose) == prose
+    assert find_gold(" \n") is None
+
+
+def test_boxes_inside_boxes_are_one_box():
+    assert [content for *_, content in boxes(r"a \boxed{1 + \boxed{2}} \boxed{3}")] == [r"1 + \boxed{2}", "3"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1,234", 1234), ("-7", -7), ("+7", 7), ("- 7", -7), ("007", 7), ("$18", 18), (r"\$18.50", Fraction(37, 2)), ("$5$", 5),
+        (r"\( 5 \)", 5), (".5", Fraction(1, 2)), ("1{,}000", 1000), ("3/4", Fraction(3, 4)), (r"\dfrac{-3}{4}", Fraction(-3, 4)),
+        ("12,34", None), ("1,2", None), ("1/0", None), ("1e5", None), ("2^3", None), ("5%", None), ("٣", None), ("−5", None),
+        ("", None), ("--5", None), ("1.2.3", None), ("9" * 31, None), ("0." + "1" * 16, None), ("1 234", None), ("x", None),
+    ],
+)  # fmt: skip
+def test_read_number(text, value):
+    found = read_number(text)
+    assert (None if found is None else found.exact) == value
+
+
+@given(st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12))
+def test_whole_numbers_are_equal_iff_they_are(a, b):
+    left, right = read_number(f"{a:,}"), read_number(str(b))
+    assert left and right
+    assert numbers_equal(left, right) is (a == b)
+
+
+@pytest.mark.parametrize(
+    "text", [" " * 200_000 + "x", "a" + " " * 200_000 + "b.", "\\boxed{" * 30_000, "\\boxed{}" * 30_000, "{" * 200_000,
+             "answer" * 30_000, "1" * 200_000, "1,111" * 40_000, "####" * 40_000, "</think>" * 30_000, "\\boxed{1}" + " " * 200_000 + "\\boxed{2}"],
+)  # fmt: skip
+def test_long_texts_take_linear_time(text):
+    start = time.process_time()
+    find_answer(text), last_number(text), read_number(text)
+    assert time.process_time() - start < 1.0
+
+
+def test_last_number():
+    assert last_number("1,234 then -5.50") == Decimal("-5.5")
+    assert last_number("a 7 b #### 1,000") == 1000
+    assert last_number("3 apples, 12.") == 12
+    assert last_number("v1.2.3") is not None
+    assert last_number("") is None

@@ -1,0 +1,390 @@
+"""Several reward functions as one: user functions, their signatures, their results, their failures."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from groupwise.errors import ConfigError, RewardError
+from groupwise.rewards.compose import Rewards, build_rewards
+from groupwise.settings import RewardSettings
+
+FILES = itertools.count()
+"""Names of modules: each is imported once in this process."""
+
+
+@pytest.fixture
+def functions(tmp_path, monkeypatch) -> Callable[[str], Path]:
+    """Write the user's functions to a file of its own in the working directory; returns its name."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(code: str) -> Path:
+        path = Path(f"mine_{next(FILES)}.py")
+        path.write_text(textwrap.dedent(code))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def one(functions) -> Callable[..., Rewards]:
+    """`one(code, columns, timeout=..., **args)`: the reward function `f` of this code."""
+
+    def build(
+        code: str, columns: tuple[str, ...] = (), *, timeout: float | None = None, weight: float = 1.0, **args: Any
+    ) -> Rewards:
+        spec = f"{functions(code)}:f"
+        return build_rewards([RewardSettings(function=spec, args=args, timeout=timeout, weight=weight)], columns=columns)
+
+    return build
+
+
+def column(rewards: Rewards, *groups: Any) -> list[float]:
+    return [value for scored in rewards.score(groups) for value in scored.rewards[:, 0].tolist()]
+
+
+# ---------------------------------------------------------------------------------------------------- what is passed in
+
+
+def test_trl_signature_gets_columns_per_completion_in_order(one, group):
+    rewards = one(
+        "def f(prompts, completions, answer, **kwargs):\n"
+        "    assert set(kwargs) == {'completion_ids', 'level'}, kwargs\n"
+        "    return [float(c == a) + l for p, c, a, l in zip(prompts, completions, answer, kwargs['level'], strict=True)]",
+        ("prompt", "answer", "level"),
+    )
+    first = group("4", "5", id="0/0", prompt="2+2=", answer="4", level=10)
+    second = group("1", "7", "7", id="0/1", text="3+4=", prompt="3+4=", answer="7", level=20)
+    assert column(rewards, first, second) == [11.0, 10.0, 20.0, 21.0, 21.0]
+
+
+def test_p19_ids_and_finish_reasons_for_those_who_ask(one, group):
+    rewards = one(
+        "def f(completions, completion_ids, prompt_ids, finish_reasons):\n"
+        "    assert prompt_ids == [[7, 8]] * 2 and finish_reasons == ['eos', 'eos']\n"
+        "    assert [type(i) for ids in completion_ids for i in ids] == [int] * 5\n"
+        "    return [len(ids) for ids in completion_ids]"
+    )
+    assert column(rewards, group("4", "55")) == [2.0, 3.0]
+
+
+def test_chat_rows_give_messages_to_user_functions_and_text_to_builtins(functions, group):
+    path = functions(
+        "def f(prompts, completions):\n"
+        "    assert prompts[0][0] == {'role': 'user', 'content': '2+2='}\n"
+        "    return [float(c[0]['content'] == '4' and c[0]['role'] == 'assistant') for c in completions]"
+    )
+    settings = [RewardSettings(function=f"{path}:f"), RewardSettings(function="think_format"), RewardSettings(function="exact")]
+    rewards = build_rewards(settings, columns=["prompt", "answer"])
+    chat = [{"role": "user", "content": "2+2="}]
+    (scored,) = rewards.score([group("4", "t</think>4", text="<u>2+2=<a><think>", prompt=chat, answer="4")])
+    np.testing.assert_array_equal(scored.rewards, [[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]])
+    assert rewards.names == ("f", "think_format", "exact")
+
+
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_functions_of_one_completion(one, group, prefix):
+    rewards = one(
+        f"{prefix}def f(completion, answer, prompt, *, bonus=0.0): return float(completion == answer) + bonus",
+        ("answer",),
+        bonus=0.5,
+    )
+    assert column(rewards, group("4", "5", answer="4"), group("9", id="0/1", answer="9")) == [1.5, 0.5, 1.5]
+
+
+def test_callable_objects_partials_and_modules(functions, group):
+    path = functions(
+        """
+        import functools
+        class Length:
+            def __call__(self, completion_ids, **kwargs): return [float(len(ids)) for ids in completion_ids]
+        class Later:
+            async def __call__(self, completions): return [2.0 for _ in completions]
+        def scaled(completions, factor): return [factor] * len(completions)
+        length, later, tripled = Length(), Later(), functools.partial(scaled, factor=3.0)
+        """
+    )
+    settings = [
+        RewardSettings(function=f"{spec}:{n}") for spec, n in [(path, "length"), (path.stem, "later"), (path.stem, "tripled")]
+    ]
+    (scored,) = build_rewards(settings, columns=[]).score([group("ab")])
+    assert scored.rewards.tolist() == [[3.0, 2.0, 3.0]]
+
+
+def test_the_gold_column_of_builtins(group):
+    for columns, args in [(("solution",), {}), (("target",), {"column": "target"}), (("answer", "solution"), {})]:
+        rewards = build_rewards([RewardSettings(function="accuracy", args=args)], columns=columns)
+        row = dict.fromkeys(columns, "other") | {columns[0]: "4"}
+        assert column(rewards, group("#### 4", "#### 5", **row)) == [1.0, 0.0]
+
+
+# ---------------------------------------------------------------------------------------------------------- what is built
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (
+            "def f(completions, gold_answer): ...",
+            "'f' asks for 'gold_answer', which the data do not have; columns: 'question', 'answer'",
+        ),
+        ("def f(completion, level, hint): ...", "asks for 'level', 'hint'"),
+        ("def f(completions, trainer_state): ...", "asks for 'trainer_state'"),
+        ("def f(answer): ...", "takes neither completions nor completion_ids"),
+        ("def f(completions, /): ...", "positional-only parameter 'completions'"),
+        ("g = 3", "has no function 'f'"),
+        ("def ff(completions): ...", "did you mean 'ff'"),
+    ],
+)
+def test_r10_a_signature_that_the_data_cannot_serve_is_refused_at_once(one, code, said):
+    with pytest.raises(ConfigError, match=said):
+        one(code, ("question", "answer"))
+
+
+def test_r10_defaults_and_arguments_stand_in_for_columns(one, group):
+    assert column(one("def f(completions, hint=2.0): return [hint] * len(completions)"), group("4")) == [2.0]
+    assert column(one("def f(completions, hint): return [hint] * len(completions)", hint=3), group("4")) == [3.0]
+    with pytest.raises(ConfigError, match="'f' has no argument 'hnt'; it takes: 'hint'"):
+        one("def f(completions, hint=2.0): ...", hnt=3)
+
+
+def test_r10_builtins(group):
+    with pytest.raises(ConfigError, match=r"'accuracy' compares with the column 'answer' or 'solution'.*columns: 'gold'"):
+        build_rewards([RewardSettings(function="accuracy")], columns=["prompt", "gold"])
+    with pytest.raises(ConfigError, match="compares with the column 'result'"):
+        build_rewards([RewardSettings(function="number", args={"column": "result"})], columns=["answer"])
+    with pytest.raises(ConfigError, match="no reward function 'acuracy'; did you mean 'accuracy'"):
+        build_rewards([RewardSettings(function="acuracy")], columns=["answer"])
+    with pytest.raises(ConfigError, match="'soft_overlong' asks for 'max_tokens', 'cache'"):
+        build_rewards([RewardSettings(function="soft_overlong")], columns=[])
+    with pytest.raises(ConfigError, match="needs 0 < cache"):
+        build_rewards([RewardSettings(function="soft_overlong", args={"max_tokens": 5, "cache": 9})], columns=[])
+    with pytest.raises(ConfigError, match="'repetition' has no argument 'size'; it takes: 'n', 'penalty'"):
+        build_rewards([RewardSettings(function="repetition", args={"size": 5})], columns=[])
+
+
+def test_r11_names_weights_and_empty_lists():
+    twice = [RewardSettings(function="exact"), RewardSettings(function="exact", weight=0.5)]
+    with pytest.raises(ConfigError, match="two reward functions have the name 'exact'"):
+        build_rewards(twice, columns=["answer"])
+    named = build_rewards([twice[0], RewardSettings(function="exact", name="again", weight=0.5)], columns=["answer"])
+    assert (named.names, named.weights) == (("exact", "again"), (1.0, 0.5))
+    for weight in (float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match=f"'exact' has weight {weight}"):
+            build_rewards([RewardSettings(function="exact", weight=weight)], columns=["answer"])
+    with pytest.raises(ConfigError, match="there is no reward function"):
+        build_rewards([], columns=["answer"])
+
+
+def test_x10_code_comes_from_the_working_directory_or_an_installed_module(functions, tmp_path):
+    outside = tmp_path.parent / f"outside_{os.getpid()}.py"
+    outside.write_text("def f(completions): raise SystemExit('was run')")
+    functions("")
+    (tmp_path / "link.py").symlink_to(outside)
+    for place in (str(outside), f"../{outside.name}", "link.py"):
+        with pytest.raises(ConfigError, match="the file must lie in the working directory"):
+            build_rewards([RewardSettings(function=f"{place}:f")], columns=[])
+    with pytest.raises(ConfigError, match="there is no file nowhere.py"):
+        build_rewards([RewardSettings(function="nowhere.py:f")], columns=[])
+    with pytest.raises(ConfigError, match="cannot import 'no_such_module'"):
+        build_rewards([RewardSettings(function="no_such_module:f")], columns=[])
+
+
+# ------------------------------------------------------------------------------------------------------ what is returned
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        ("[1.0]", "'f' returned 1 rewards for 2 completions, expected a list of 2 numbers or None, one per completion"),
+        ("[1.0] * 3", "returned 3 rewards for 2 completions"),
+        ("1.0", "returned float 1.0, expected a list of 2"),
+        ("(1.0 for _ in completions)", "returned generator"),
+        ("None", "returned None, expected"),
+        ("'ab'", "returned str 'ab'"),
+        ("{0: 1.0, 1: 2.0}", "returned dict"),
+        ("['1', '0']", "returned str '1' for completion 0/0#0, expected a number or None"),
+        ("[[1.0], [0.0]]", "returned list for completion 0/0#0"),
+        ("np.zeros((2, 1))", r"returned an array of shape \(2, 1\)"),
+        ("np.zeros(())", r"returned an array of shape \(\)"),
+        ("torch.zeros(2, 2)", r"returned an array of shape \(2, 2\)"),
+        ("[torch.zeros(3), 1.0]", "returned Tensor for completion 0/0#0"),
+        ("[1j, 0]", "returned complex for completion"),
+        ("later()", "returned coroutine.*declare it with async def"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:coroutine")
+def test_r09_bad_results_are_named_by_function_type_and_length(one, group, result, said):
+    rewards = one(f"import numpy as np, torch\nasync def later(): return []\ndef f(completions): return {result}")
+    with pytest.raises(RewardError, match=said):
+        rewards.score([group("4", "5")])
+
+
+@pytest.mark.parametrize(
+    "value", ["float('nan')", "float('inf')", "-float('inf')", "1e39", "np.float32('nan')", "torch.tensor(float('inf'))"]
+)
+def test_r06_a_reward_that_is_not_finite_is_an_error_and_not_none(one, group, value):
+    rewards = one(f"import numpy as np, torch\ndef f(completions): return [1.0, {value}]")
+    with pytest.raises(RewardError, match=r"'f' returned (-?inf|nan|1e\+39) for completion 0/0#1: a reward is finite"):
+        rewards.score([group("4", "5")])
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        "[True, False]",
+        "(1, 0)",
+        "np.array([1.0, 0.0])",
+        "np.array([True, False])",
+        "np.array([1, 0], dtype=np.int8)",
+        "[np.float32(1), np.bool_(False)]",
+        "torch.tensor([1.0, 0.0], dtype=torch.bfloat16)",
+        "torch.tensor([True, False])",
+        "[torch.tensor(1.0, requires_grad=True), torch.tensor(0)]",
+        "[np.array(1.0), 0]",
+    ],
+)
+def test_r09_good_kinds_are_taken(one, group, result):
+    rewards = one(f"import numpy as np, torch\ndef f(completions): return {result}")
+    (scored,) = rewards.score([group("4", "5")])
+    assert scored.rewards.dtype == np.float64
+    assert scored.rewards[:, 0].tolist() == [1.0, 0.0]
+    assert torch.is_tensor(torch.tensor(1.0))
+
+
+def test_p23_none_semantics(functions, group):
+    path = functions(
+        """
+        def length(completions): return [None if c == "skip" else float(len(c)) for c in completions]
+        def half(completions): return [None if c in ("skip", "part") else 1.0 for c in completions]
+        """
+    )
+    settings = [RewardSettings(function=f"{path}:length", weight=2.0), RewardSettings(function=f"{path}:half", weight=-0.5)]
+    (scored,) = build_rewards(settings, columns=[]).score([group("abc", "skip", "part")])
+    np.testing.assert_array_equal(scored.rewards, [[3.0, 1.0], [np.nan, np.nan], [4.0, np.nan]])
+    np.testing.assert_array_equal(scored.reward, [5.5, np.nan, 8.0])
+    assert scored.weights == (2.0, -0.5)
+
+
+def test_groups_keep_their_rollouts_and_order(one, group):
+    rewards = one("def f(completions): return [float(c) for c in completions]")
+    groups = [group("3", "1", id="0/0"), group("2", id="0/1"), group("9", "8", "7", id="0/2")]
+    scored = rewards.score(groups)
+    assert [s.reward.tolist() for s in scored] == [[3.0, 1.0], [2.0], [9.0, 8.0, 7.0]]
+    assert [list(s.rollouts) for s in scored] == groups
+    assert rewards.score([]) == []
+    assert set(rewards.seconds) == {"f"}
+
+
+# ------------------------------------------------------------------------------------------------------ what goes wrong
+
+
+def test_r02_an_exception_names_function_completions_and_message(one, group):
+    rewards = one("def f(completions): raise KeyError('no such key')")
+    groups = [group(*"abcd", id="3/1"), group("e", id="3/2")]
+    with pytest.raises(
+        RewardError, match=r"'f' raised KeyError: 'no such key'; on 3/1#0, 3/1#1, 3/1#2 \.\.\. \(5 completions\)"
+    ) as caught:
+        rewards.score(groups)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("prefix", ["", "async "])
+@pytest.mark.parametrize("timeout", [None, 60.0])
+def test_r02_a_function_of_one_completion_names_the_one(one, group, prefix, timeout):
+    rewards = one(f"{prefix}def f(completion): return 1 / (completion != 'c')", timeout=timeout)
+    with pytest.raises(RewardError, match="'f' raised ZeroDivisionError: division by zero.*; on 3/1#2$"):
+        rewards.score([group(*"abcd", id="3/1")])
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import time\ndef f(completions): time.sleep(3600)", "'f' was stopped: no result within 0.5 s; on 0/0#0"),
+        (
+            "import asyncio\nasync def f(completions): await asyncio.sleep(3600)",
+            "'f' was stopped: no result within 0.5 s; on 0/0#0",
+        ),
+        ("import os\ndef f(completions): os._exit(7)", r"'f' did not return: worker died \(exit code 7\)"),
+        ("def f(completions): raise ValueError('x')", r"'f' raised ValueError: x \(.*mine_.*line 1"),
+        ("def f(completions): return 'x'", "'f' returned str 'x'"),
+    ],
+)
+def test_r03_r04_p63_a_timeout_ends_the_call(one, group, code, said):
+    with one(code, timeout=0.5) as rewards:
+        start = time.monotonic()
+        with pytest.raises(RewardError, match=said):
+            rewards.score([group("4")])
+        assert time.monotonic() - start < 15.0  # mostly the start of a process on a loaded machine
+
+
+def test_functions_with_a_timeout_keep_their_state_and_arguments(one, group):
+    code = "calls = []\ndef f(completions, answer, start=0): calls.append(1); return [start + len(calls) + len(a) for a in answer]"
+    with one(code, ("answer",), timeout=60.0, start=100) as rewards:
+        assert column(rewards, group("4", answer="44")) == [103.0]
+        assert column(rewards, group("4", answer="44")) == [104.0]
+
+
+def test_builtins_with_a_timeout(group):
+    with build_rewards([RewardSettings(function="exact", timeout=60.0)], columns=["answer"]) as rewards:
+        assert column(rewards, group("4", "5", answer="4")) == [1.0, 0.0]
+
+
+# ------------------------------------------------------------------------------------------------------- at the same time
+
+
+def test_r12_async_functions_run_side_by_side_and_in_order(functions, group):
+    path = functions(
+        """
+        import asyncio, time
+        async def single(completion):
+            await asyncio.sleep(0.5 if completion == "7" else 0.2)
+            return float(completion)
+        async def batch(completions):
+            await asyncio.sleep(0.5)
+            return [2 * float(c) for c in completions]
+        def plain(completions):
+            time.sleep(0.4)
+            return [3 * float(c) for c in completions]
+        """
+    )
+    rewards = build_rewards([RewardSettings(function=f"{path}:{name}") for name in ("single", "batch", "plain")], columns=[])
+    groups = [group(*(str(8 * g + n) for n in range(8)), id=f"0/{g}") for g in range(8)]
+    start = time.monotonic()
+    scored = rewards.score(groups)
+    took = time.monotonic() - start
+    np.testing.assert_array_equal(np.concatenate([s.rewards for s in scored]), np.arange(64)[:, None] * [1.0, 2.0, 3.0])
+    assert took < 0.5 * 1.1 + 0.3  # the slowest + 10 %, and the noise of a shared machine; one after the other: 14 s
+
+
+def test_async_functions_keep_one_loop_and_work_inside_another(one, group):
+    import asyncio
+
+    rewards = one(
+        "import asyncio\nseen = set()\n"
+        "async def f(completions): seen.add(asyncio.get_running_loop()); return [len(seen)] * len(completions)"
+    )
+
+    async def inside() -> list[float]:
+        return column(rewards, group("4"))
+
+    assert [column(rewards, group("4")), asyncio.run(inside()), column(rewards, group("4"))] == [[1.0]] * 3
+
+
+def test_rewards_with_a_timeout_run_side_by_side(functions, group):
+    path = functions("import time\ndef a(completions): time.sleep(1.0); return [1.0] * len(completions)\nb = c = a")
+    settings = [RewardSettings(function=f"{path}:{name}", timeout=60.0) for name in "abc"]
+    with build_rewards(settings, columns=[]) as rewards:
+        rewards.score([group("4")])  # starts the workers
+        start = time.monotonic()
+        rewards.score([group("4")])
+        assert time.monotonic() - start < 2.0
