@@ -11,6 +11,8 @@ import difflib
 import importlib
 import inspect
 import math
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -363,10 +365,13 @@ def _find(kind: str, name: Any) -> Callable:
             f"group.{kind}: there is no {name!r}{_closest(str(name), PARTS[kind])}; "
             f"it is one of {', '.join(PARTS[kind])}, or module:function for one of your own"
         )
+    if (here := os.getcwd()) not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # last, so that a file here cannot stand in for an installed module
     try:
         function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"group.{kind}: cannot import {name!r} ({error}); its folder must be on PYTHONPATH") from error
+        looked = f"looked for among the installed modules and in {here}"
+        raise ConfigError(f"group.{kind}: cannot import {name!r} ({error}); {looked}") from error
     if not callable(function):
         raise ConfigError(f"group.{kind}: {name!r} is not a function but {type(function).__name__}")
     return function

@@ -22,7 +22,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from groupwise import schema
 from groupwise.errors import ConfigError
 from groupwise.settings import Recipe
-from groupwise.strict_yaml import Node, Problem, dump as dump_yaml, parse, parse_value
+from groupwise.strict_yaml import Node, Problem, parse, parse_value
+from groupwise.strict_yaml import dump as dump_yaml
 from groupwise.validation import STAGE, validate_recipe
 
 ALTERNATIVES = {
@@ -147,7 +148,11 @@ def _stage_trees(root: Node, changes: Sequence[tuple[tuple[str, ...], Node]], pr
             if overlay.value is None:
                 overlay = Node({}, overlay.where)
             if not isinstance(overlay.value, dict):
-                problems.append(Problem(overlay.where, f"stages.{stage} must be a mapping of keys to values, got {schema.show(overlay.plain())}"))
+                problems.append(
+                    Problem(
+                        overlay.where, f"stages.{stage} must be a mapping of keys to values, got {schema.show(overlay.plain())}"
+                    )
+                )
                 overlay = Node({}, overlay.where)
             trees[stage] = _overlaid(base.copy(), overlay)
     for path, node in sorted(changes, key=lambda change: change[0][0] == "stages"):
@@ -213,7 +218,9 @@ def _set(tree: Node, path: tuple[str, ...], node: Node, problems: list[Problem],
                 return
             here = here.value[int(key)]
         elif isinstance(here.value, list):
-            problems.append(Problem(node.where, f"{prefix} is a list of {len(here.value)} (from 0); {key!r} is not one of its places"))
+            problems.append(
+                Problem(node.where, f"{prefix} is a list of {len(here.value)} (from 0); {key!r} is not one of its places")
+            )
             return
         else:
             problems.append(Problem(node.where, f"{prefix} is {schema.show(here.plain())}, there is no {dotted} in it"))
@@ -230,7 +237,10 @@ def _adapter() -> TypeAdapter[tuple[Recipe]]:
 
 
 def _validated(data: Mapping[str, Any]) -> tuple[Recipe | None, list[tuple[tuple[str | int, ...], str, Any]]]:
-    """The recipe, or the path, kind and value of everything wrong in it.  JSON's strict mode: no number is made from text or a bool."""
+    """The recipe, or the path, kind and value of everything wrong in it.
+
+    JSON's strict mode: a list is a tuple and a mapping a section, but no number is made from text or from true.
+    """
     try:
         return _adapter().validate_json(json.dumps([data]), strict=True)[0], []
     except ValidationError as error:
@@ -272,7 +282,9 @@ def _known_path(tree: Node, path: tuple[str | int, ...]) -> tuple[str | int, ...
         dotted = schema.normal(".".join(map(str, [*known, key])))
         if isinstance(key, int) or dotted in schema.settings_table() or key in _keys(tree.find(tuple(known))):
             known.append(key)
-    while known and isinstance(known[-1], int) and (setting := schema.lookup(".".join(map(str, known[:-1])))) and not setting.section:
+    while (
+        known and isinstance(known[-1], int) and (setting := schema.lookup(".".join(map(str, known[:-1])))) and not setting.section
+    ):
         known.pop()
     return tuple(known)
 
@@ -289,7 +301,9 @@ def _prune(tree: Node, path: tuple[str | int, ...]) -> None:
         return
     if path and path[0] == "rewards" and path[-1] == "function" and isinstance(path[1], int):
         rewards = tree.value["rewards"].value
-        assert isinstance(rewards, list) and isinstance(item := rewards[path[1]].value, dict)
+        assert isinstance(rewards, list)
+        item = rewards[path[1]].value
+        assert isinstance(item, dict)
         item["function"] = Node("exact", "")
         return
     parent, last = tree.find(path[:-1]), path[-1]
@@ -398,7 +412,8 @@ def changes(old: str, new: Recipe) -> list[str]:
     return [
         f"{key}: {schema.show(before.get(key))} -> {schema.show(after.get(key))}"
         for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and not any(key == name or (name[-1] == "." and key.startswith(name)) for name in neutral)
+        if before.get(key) != after.get(key)
+        and not any(key == name or (name[-1] == "." and key.startswith(name)) for name in neutral)
     ]
 
 
@@ -471,7 +486,8 @@ def resolve_stages(stages: Mapping[str, Recipe]) -> dict[str, Recipe]:
     for stage, recipe in stages.items():
         model = dataclasses.replace(recipe.model, path=resolved(recipe.model.path))
         rewards = tuple(
-            dataclasses.replace(reward, args={key: resolved(value) for key, value in reward.args.items()}) for reward in recipe.rewards
+            dataclasses.replace(reward, args={key: resolved(value) for key, value in reward.args.items()})
+            for reward in recipe.rewards
         )
         found[stage] = dataclasses.replace(recipe, model=model, rewards=rewards)
     return found

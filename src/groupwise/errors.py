@@ -40,6 +40,12 @@ class CheckpointError(GroupwiseError):
     exit_code = 5
 
 
+class StorageError(CheckpointError):
+    """A disk that is full, read-only or gone."""
+
+    exit_code = 6
+
+
 class Diverged(GroupwiseError):
     """Numbers that are no longer finite: weights, losses or gradients."""
 

@@ -57,13 +57,13 @@ class Evaluation:
     """The greedy completions, one to a group."""
 
     def metrics(self) -> dict[str, float]:
-        """Flat names for the log."""
+        """Flat names, as the log keeps them under `eval/`."""
         named = {"greedy": self.greedy, "sampled": self.sampled, f"pass@{self.k}": self.pass_at_k, "reward": self.reward}
-        flat = {f"eval/{name}": estimate.mean for name, estimate in named.items()}
-        flat |= {f"eval/{name}/half_width": estimate.half for name, estimate in named.items()}
-        flat |= {"eval/completions/mean_length": self.length, "eval/completions/clipped_ratio": self.truncated}
+        flat = {name: estimate.mean for name, estimate in named.items()}
+        flat |= {f"{name}/half_width": estimate.half for name, estimate in named.items()}
+        flat |= {"completions/mean_length": self.length, "completions/clipped_ratio": self.truncated}
         for column, shares in self.by_column.items():
-            flat |= {f"eval/greedy/{column}={value}": share for value, share in shares.items()}
+            flat |= {f"greedy/{column}={value}": share for value, share in shares.items()}
         return flat
 
 

@@ -41,8 +41,26 @@ from groupwise.settings import Recipe
 
 log = logging.getLogger("groupwise")
 
-PACKAGES = ("groupwise", "torch", "transformers", "safetensors", "tokenizers", "datasets", "numpy", "pyarrow", "math-verify", "peft")
-METRICS, ROLLOUTS, CONFIG, ENVIRONMENT, DONE, LOCK = "metrics.jsonl", "rollouts", "config.yaml", "environment.json", "done.json", ".lock"
+PACKAGES = (
+    "groupwise",
+    "torch",
+    "transformers",
+    "safetensors",
+    "tokenizers",
+    "datasets",
+    "numpy",
+    "pyarrow",
+    "math-verify",
+    "peft",
+)
+METRICS, ROLLOUTS, CONFIG, ENVIRONMENT, DONE, LOCK = (
+    "metrics.jsonl",
+    "rollouts",
+    "config.yaml",
+    "environment.json",
+    "done.json",
+    ".lock",
+)
 
 
 # ---------------------------------------------------------------- choosing and locking a folder
@@ -158,7 +176,6 @@ class RunLog:
     """Writes the run folder, step by step.
 
     done: steps that the run resumed with; what was written of later ones is taken away, because they are taken again.
-    rollouts_every: write the completions of every this many steps; 0: never.
     """
 
     def __init__(self, folder: Path, recipe: Recipe, *, done: int = 0) -> None:
@@ -180,7 +197,7 @@ class RunLog:
         """Record a step: its line at once, and its completions where they are due."""
         line: dict[str, Any] = {"step": step.number, **step.metrics}
         line |= {f"time/{phase}": seconds for phase, seconds in step.timings.items()}
-        line |= {f"eval/{name}": value for name, value in (step.evaluation or {}).items()}
+        line |= {"eval/" + name.removeprefix("eval/"): value for name, value in (step.evaluation or {}).items()}
         line["wall"] = time.time()
         if self._every and step.groups and step.number % self._every == 0:
             write_rollouts(_rollout_file(self.folder, step.number), step)
@@ -313,8 +330,8 @@ class _Board:
 
     def __init__(self, folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
         try:
-            from tensorboard.compat.proto.event_pb2 import Event
-            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[attr-defined]
+            from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError as error:
             raise ConfigError("save.tensorboard needs the package tensorboard: pip install 'groupwise[tensorboard]'") from error
@@ -486,7 +503,7 @@ def _table(folder: Path, step: int, columns: Sequence[str] | None = None) -> pa.
         have = f"it holds steps {steps[0]} to {steps[-1]}" if steps else "it holds no rollouts"
         raise DataError(f"the completions of step {step} are not in {folder} ({have})")
     try:
-        return pq.read_table(path, columns=None if columns is None else list(columns), partitioning=None)
+        return pq.ParquetFile(path).read(columns=None if columns is None else list(columns))
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{path} is damaged: {error}") from error
 
@@ -494,7 +511,9 @@ def _table(folder: Path, step: int, columns: Sequence[str] | None = None) -> pa.
 def read_step(folder: Path, step: int) -> Step:
     """A recorded step as the record it was: the same ids, log-probs, rewards, advantages, metrics."""
     table = _table(folder, step)
-    about = {key.decode(): json.loads(value) for key, value in (table.schema.metadata or {}).items() if key.startswith(b"groupwise.")}
+    about = {
+        key.decode(): json.loads(value) for key, value in (table.schema.metadata or {}).items() if key.startswith(b"groupwise.")
+    }
     names, weights = tuple(about["groupwise.reward_names"]), tuple(about["groupwise.reward_weights"])
     kinds = {field.name: field.type.value_type.to_pandas_dtype() for field in table.schema if pa.types.is_list(field.type)}
     groups: dict[int, list[dict[str, Any]]] = {}
@@ -508,7 +527,8 @@ def read_step(folder: Path, step: int) -> Step:
         current.append([np.array(row["current_logp"], kinds["current_logp"]) for row in rows if row["current_logp"] is not None])
     lines = {line["step"]: line for line in read_metrics(folder)}
     flat = {name: value for name, value in lines.get(step, {}).items() if name not in ("step", "wall")}
-    timings, evaluation = _taken(flat, "time/"), _taken(flat, "eval/")
+    timings = {name.removeprefix("time/"): flat.pop(name) for name in list(flat) if name.startswith("time/")}
+    evaluation = {name: flat.pop(name) for name in list(flat) if name.startswith("eval/")}
     return Step(
         number=step,
         metrics=flat,
@@ -520,13 +540,12 @@ def read_step(folder: Path, step: int) -> Step:
     )
 
 
-def _taken(flat: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Takes the entries with a prefix out of `flat`."""
-    return {name.removeprefix(prefix): flat.pop(name) for name in list(flat) if name.startswith(prefix)}
-
-
 def _scored(
-    rows: Sequence[Mapping[str, Any]], names: tuple[str, ...], weights: tuple[float, ...], signals: Sequence[str], kinds: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]],
+    names: tuple[str, ...],
+    weights: tuple[float, ...],
+    signals: Sequence[str],
+    kinds: Mapping[str, Any],
 ) -> Scored:
     first = rows[0]
     tokens = np.array(first["prompt_ids"], np.int64)

@@ -39,7 +39,10 @@ TRL: dict[str, tuple[str, str]] = {
     "epsilon": ("group.surrogate", "{name: clipped, low: ..., high: ...}"),
     "epsilon_high": ("group.surrogate", "{name: clipped, low: ..., high: ...}"),
     "eval_steps": ("eval.every", ""),
-    "gradient_accumulation_steps": ("group.prompts_per_step", "prompts per step; the micro-batches follow from optimizer.tokens_per_microbatch"),
+    "gradient_accumulation_steps": (
+        "group.prompts_per_step",
+        "prompts per step; the micro-batches follow from optimizer.tokens_per_microbatch",
+    ),
     "gradient_checkpointing": ("model.gradient_checkpointing", ""),
     "importance_sampling_level": ("group.ratio", "token or sequence_mean"),
     "learning_rate": ("optimizer.lr", ""),
@@ -60,7 +63,10 @@ TRL: dict[str, tuple[str, str]] = {
     "num_train_epochs": ("epochs", "or steps"),
     "off_policy_mask_threshold": ("group.off_policy_delta", ""),
     "output_dir": ("name", "the run folder is runs/NAME"),
-    "per_device_train_batch_size": ("group.prompts_per_step", "counts prompts; TRL's counts completions, all devices together divide by num_generations"),
+    "per_device_train_batch_size": (
+        "group.prompts_per_step",
+        "counts prompts; TRL's counts completions, all devices together divide by num_generations",
+    ),
     "ref_model_mixup_alpha": ("group.reference_mix", ""),
     "ref_model_sync_steps": ("group.reference_refresh", ""),
     "report_to": ("save.tensorboard", "true; metrics.jsonl is always written"),
@@ -160,7 +166,7 @@ def expected(hint: Any) -> str:
     if typing.get_origin(hint) is typing.Annotated:
         base, *bounds = typing.get_args(hint)
         if base is int:
-            bounds = [Ge(bound.gt + 1) if isinstance(bound, Gt) else bound for bound in bounds]
+            bounds = [Ge(int(bound.gt) + 1) if isinstance(bound, Gt) else bound for bound in bounds]  # type: ignore[arg-type]
         if any(isinstance(bound, MinLen) for bound in bounds):
             return f"{expected(base)}, not empty"
         return f"{expected(base)} {_range(bounds)}"
@@ -338,11 +344,13 @@ def reference() -> str:
         if prefix != section:
             section = prefix
             title = f"## {prefix}" if prefix else "## The recipe"
-            meaning = settings_table()[prefix.removesuffix(".N")].meaning if prefix else "One run: an objective, a model, data, and how long."
+            meaning = (
+                settings_table()[prefix.removesuffix(".N")].meaning
+                if prefix
+                else "One run: an objective, a model, data, and how long."
+            )
             lines += ["", title, "", meaning, *top]
         default = "(required)" if setting.default is dataclasses.MISSING else f"`{show(setting.default)}`"
         cells = [f"`{key}`", setting.meaning, setting.expected, default, ", ".join(f"`{name}`" for name in setting.trl)]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
-
-

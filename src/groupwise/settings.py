@@ -62,6 +62,8 @@ REWARDS = (
     "model",
 )
 """Built-in reward functions."""
+TASKS = ("addition", "sums", "countdown", "sorting", "gsm8k_arithmetic")
+"""Built-in generated tasks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

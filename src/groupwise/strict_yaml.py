@@ -189,7 +189,9 @@ class _Builder:
             if key is None:
                 self.problems.append(Problem(where, "a key must be a word"))
             elif key_node.tag == TAG + "merge" or key == "<<":
-                self.problems.append(Problem(where, "merge keys (<<) are not allowed: say what is shared at the top, and use `stages`"))
+                self.problems.append(
+                    Problem(where, "merge keys (<<) are not allowed: say what is shared at the top, and use `stages`")
+                )
             elif key in found:
                 self.problems.append(Problem(where, f"{key!r} stands here twice (first on line {lines[key]})"))
             else:

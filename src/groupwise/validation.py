@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from groupwise.schema import closest
-from groupwise.settings import DATASET, OBJECTIVES, ONLINE, PARTS, REWARDS, Part, Recipe
+from groupwise.settings import DATASET, OBJECTIVES, ONLINE, PARTS, REWARDS, TASKS, Part, Recipe
 
 Finding = tuple[tuple[str, ...], str]
 """The dotted keys that a check looked at, most telling first, and what is wrong with them."""
@@ -125,7 +125,9 @@ def _scratch(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
         message = f"model.scratch.heads ({scratch.heads}) must divide model.scratch.hidden ({scratch.hidden}; nearest: {near})"
         yield (at + "heads", at + "hidden"), message
     elif scratch.family != "gpt2" and (scratch.hidden // scratch.heads) % 2:
-        message = f"a head is {scratch.hidden // scratch.heads} wide; rotary positions need an even width (model.scratch.hidden / heads)"
+        message = (
+            f"a head is {scratch.hidden // scratch.heads} wide; rotary positions need an even width (model.scratch.hidden / heads)"
+        )
         yield (at + "heads", at + "hidden"), message
     if scratch.kv_heads is not None and scratch.heads % scratch.kv_heads:
         message = f"model.scratch.kv_heads ({scratch.kv_heads}) must divide model.scratch.heads ({scratch.heads})"
@@ -153,6 +155,9 @@ def _data(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
         yield ("data.task", "data.path"), "say data.path (a file or a hub name) or data.task (a generated task), not both"
     if data.path is None and data.task is None:
         yield ("data.path", "data"), "data.path is missing: a .jsonl, .json or .parquet file, a hub name, or data.task"
+    if data.task is not None and data.task not in TASKS:
+        message = f"data.task must be one of {', '.join(TASKS)}; got {data.task!r}{closest(data.task, TASKS)}"
+        yield ("data.task",), message
     if data.task is None and data.task_args:
         yield ("data.task_args",), "data.task_args belongs to data.task, which is not set"
     for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
@@ -218,7 +223,8 @@ def _wrong_function(function: str) -> str | None:
     if ":" not in function:
         if function in REWARDS:
             return None
-        return f"must be one of {', '.join(REWARDS)}, module:function or file.py:function; got {function!r}{closest(function, REWARDS)}"
+        got = f"got {function!r}{closest(function, REWARDS)}"
+        return f"must be one of {', '.join(REWARDS)}, module:function or file.py:function; {got}"
     place, _, name = function.rpartition(":")
     if not name.isidentifier():
         return f"{name!r} is not the name of a function (write module:function or file.py:function)"
@@ -233,7 +239,9 @@ def _wrong_function(function: str) -> str | None:
 def _group(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     group = recipe.group
     for place, names in PARTS.items():
-        part: Part | None = {"credit": group.credit, "ratio": group.ratio, "surrogate": group.surrogate, "weights": group.weights}[place]
+        part: Part | None = {"credit": group.credit, "ratio": group.ratio, "surrogate": group.surrogate, "weights": group.weights}[
+            place
+        ]
         if part is not None and (wrong := _wrong_part(part, names)):
             yield (f"group.{place}",), f"group.{place}: {wrong}"
     if recipe.objective not in ONLINE:
@@ -244,7 +252,8 @@ def _group(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     credit = group.credit.get("name") if isinstance(group.credit, Mapping) else group.credit
     compares = credit in COMPARES_SIBLINGS if credit is not None else recipe.objective != "reinforce_pp"
     if group.group_size < 2 and compares:
-        message = f"group.group_size must be at least 2 for {recipe.objective!r} (its advantages compare siblings), got {group.group_size}"
+        why = f"for {recipe.objective!r} (its advantages compare siblings)"
+        message = f"group.group_size must be at least 2 {why}, got {group.group_size}"
         yield ("group.group_size",), message
     if group.beta == 0 and group.reference_refresh:
         message = f"group.reference_refresh is {group.reference_refresh}, but with group.beta 0 there is no reference to refresh"

@@ -27,7 +27,7 @@ def test_the_held_out_share_is_the_same_rows_for_every_objective_seed_and_wrappi
 
 
 def test_prompts_that_are_held_out_elsewhere_leave_training_and_are_counted(write, tokenizer):
-    train, test = write(ROWS, "train.jsonl"), write(ROWS[:30] + [{"prompt": "7+8", "answer": "15"}], "test.jsonl")
+    train, test = write(ROWS, "train.jsonl"), write([*ROWS[:30], {"prompt": "7+8", "answer": "15"}], "test.jsonl")
     data = load_data(DataSettings(path=train, eval_path=test), tokenizer, **SIZES)
     assert (data.overlap, len(data.train), len(data.held_out)) == (30, 170, 31)
     assert "30 further rows left out of training" in str(data)
@@ -126,7 +126,7 @@ def test_the_instruction_file_as_it_is(shared_data):
     data = load_demonstrations(settings, tokenizer, context=1024, eos_ids=(tokenizer.eos_token_id,), seed=0)
     assert data.report.kept == 100
     assert tokenizer.decode(data.train[2].completion) == "45 kilometers is 45000 meters.<|end|>"
-    with pytest.raises(ConfigError, match="set data.template: alpaca"):
+    with pytest.raises(ConfigError, match=r"set data\.template: alpaca"):
         load_demonstrations(DataSettings(path=path), tokenizer, context=1024, eos_ids=(1,), seed=0)
 
 

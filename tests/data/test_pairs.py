@@ -57,7 +57,7 @@ def test_missing_columns_and_different_prompts(tokenizer):
     good, bad = ([{"role": "user", "content": q}, {"role": "assistant", "content": "3"}] for q in "12")
     with pytest.raises(DataError, match="must be answers to the same messages"):
         pairs(tokenizer, [{"chosen": good, "rejected": bad}])
-    with pytest.raises(ConfigError, match="set data.template: alpaca"):
+    with pytest.raises(ConfigError, match=r"set data\.template: alpaca"):
         pairs(tokenizer, [{"instruction": "1", "chosen": "2", "rejected": "3"}], chat=False)
 
 

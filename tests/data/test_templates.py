@@ -87,9 +87,10 @@ def test_templates_of_instruction_rows():
     assert text.endswith("\n\n### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:\n")
     assert "paired with an input" in text
     without = Wording(format="alpaca").content({"instruction": "Add.", "input": ""})
-    assert without.endswith("a task. Write a response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Response:\n")
+    ending = "a task. Write a response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Response:\n"
+    assert without.endswith(ending)
     assert Wording(chat=True).content(row) == [{"role": "user", "content": "Add.\n\n1 and 2"}]
-    with pytest.raises(ConfigError, match="set data.template: alpaca, or data.chat: true"):
+    with pytest.raises(ConfigError, match=r"set data\.template: alpaca, or data\.chat: true"):
         Wording().content(row)
 
 
@@ -112,9 +113,8 @@ def test_an_answer_ends_with_exactly_one_eos_and_template_newlines_behind_it_are
     question = asked(plain, {"prompt": "1+2="})
     for answer in ("3", "3<|end|>", "3<|end|>\n "):
         assert tokenizer.decode(plain.complete([question], [answer], (end,))[0].tokens) == "3<|end|>"
-    tokenizer.chat_template += "{{ '\\n' }}"
+    tokenizer.chat_template += "{% if not add_generation_prompt %}{{ '\\n' }}{% endif %}"
     chat = Template(tokenizer=tokenizer, chat=True)
-    tokenizer.chat_template = tokenizer.chat_template.replace("{{ '\\n' }}", "{% if not add_generation_prompt %}{{ '\\n' }}{% endif %}")
     answered = chat.complete([asked(chat, {"prompt": "1+2"})], ["3"], (end,))[0]
     assert tokenizer.decode(answered.tokens) == "3<|end|>"
     assert answered.stable

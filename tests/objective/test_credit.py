@@ -167,15 +167,11 @@ def test_whitened_against_a_loop(scored, baseline):
                     values.append((g, i, t, None))
                     continue
                 start = rewards[g][i] - (statistics.fmean(known) if baseline else 0.0)
-                future = sum(
-                    behavior[g][i][s] - reference[g][i][s] for s in range(t, len(behavior[g][i])) if trained[g][i][s]
-                )
+                future = sum(behavior[g][i][s] - reference[g][i][s] for s in range(t, len(behavior[g][i])) if trained[g][i][s])
                 values.append((g, i, t, start - beta * future))
     pool = [v for g, i, t, v in values if v is not None and trained[g][i][t]]
     mean, std = statistics.fmean(pool), statistics.pstdev(pool)
-    groups = [
-        scored(rewards[g], behavior=behavior[g], reference=reference[g], trained=trained[g], name=str(g)) for g in range(2)
-    ]
+    groups = [scored(rewards[g], behavior=behavior[g], reference=reference[g], trained=trained[g], name=str(g)) for g in range(2)]
     found = credit.whitened(groups, beta=beta, baseline=baseline)
     for g, i, t, value in values:
         expected = 0.0 if value is None else (value - mean) / (std + 1e-8)

@@ -143,13 +143,15 @@ def terms_of(case: dict, logp_BT: torch.Tensor, entropy_BT: torch.Tensor) -> tup
     )
 
 
-def with_sequence_kl(algorithm, terms: Terms):
+def with_trl_kl(case: dict, algorithm, terms: Terms):
     """Differs on purpose (P29): TRL multiplies the token KL by the ratio of the policy's level, the library by the token's own.
 
-    Here the library's estimator is handed TRL's ratio, which shows that this is the only difference.
+    Where the levels differ, TRL's product is put in the place of `k3_ratio`, which shows that this is the only difference.
     """
+    if case["config"]["importance_sampling_level"] == "token" or algorithm.kl is losses.k3:
+        return algorithm
     level_M = algorithm.ratio(terms.logp_M, terms.behavior_logp_M, terms.segment_M, terms.segments)
-    return replace(algorithm, kl=lambda logp_M, reference_M, _: algorithm.kl(logp_M, reference_M, level_M))
+    return replace(algorithm, kl=lambda *arguments: level_M.exp() * losses.k3(*arguments))
 
 
 @pytest.mark.parametrize(("case", "content"), cases_of("loss"))
@@ -168,7 +170,7 @@ def test_loss_case(case, content):
     tokens_B = np.bincount(rows.numpy(), minlength=terms.segments)
     weight_M = tensor(micro_batch_weights(case, algorithm, tokens_B))[rows]
     accumulated = case["ga"] if case["train"] else 1
-    loss = with_sequence_kl(algorithm, terms).total(terms, weight_M, entropy_tokens=max(kept, 1) * accumulated)
+    loss = with_trl_kl(case, algorithm, terms).total(terms, weight_M, entropy_tokens=max(kept, 1) * accumulated)
     loss.backward()
 
     single = config["loss_type"] == "sapo" or algorithm.needs_threshold  # TRL computes these parts in float32
@@ -207,7 +209,7 @@ def test_loss_case_metrics(case, content):
         assert found["clip/high"] == close(expected["cispo_clip_ratio"])
     assert float(terms.entropy_M.mean()) == close(expected["entropy"])
     if "kl" in expected:
-        kl_M = with_sequence_kl(algorithm, terms).kl(terms.logp_M, terms.reference_logp_M, None)
+        kl_M = with_trl_kl(case, algorithm, terms).kl(terms.logp_M, terms.reference_logp_M, terms.logp_M - terms.behavior_logp_M)
         assert diagnostics.reference_kl(kl_M, terms.logp_M, terms.reference_logp_M)["kl"] == close(expected["kl"])
     if "vespo/phi_seq_mean" in expected and not isinstance(case["inputs"]["advantages"][0], list):
         log_ratio_S = losses.segment_sum(terms.logp_M - terms.behavior_logp_M, rows, terms.segments)

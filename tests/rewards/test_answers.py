@@ -76,7 +76,8 @@ def test_whole_numbers_are_equal_iff_they_are(a, b):
 
 @pytest.mark.parametrize(
     "text", [" " * 200_000 + "x", "a" + " " * 200_000 + "b.", "\\boxed{" * 30_000, "\\boxed{}" * 30_000, "{" * 200_000,
-             "answer" * 30_000, "1" * 200_000, "1,111" * 40_000, "####" * 40_000, "</think>" * 30_000, "\\boxed{1}" + " " * 200_000 + "\\boxed{2}"],
+             "answer" * 30_000, "1" * 200_000, "1,111" * 40_000, "####" * 40_000, "</think>" * 30_000,
+             "\\boxed{1}" + " " * 200_000 + "\\boxed{2}"],
 )  # fmt: skip
 def test_long_texts_take_linear_time(text):
     start = time.process_time()

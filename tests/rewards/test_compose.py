@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.compose import Rewards, build_rewards
@@ -193,7 +192,7 @@ def test_x10_code_comes_from_the_working_directory_or_an_installed_module(functi
     for place in (str(outside), f"../{outside.name}", "link.py"):
         with pytest.raises(ConfigError, match="the file must lie in the working directory"):
             build_rewards([RewardSettings(function=f"{place}:f")], columns=[])
-    with pytest.raises(ConfigError, match="there is no file nowhere.py"):
+    with pytest.raises(ConfigError, match=r"there is no file nowhere\.py"):
         build_rewards([RewardSettings(function="nowhere.py:f")], columns=[])
     with pytest.raises(ConfigError, match="cannot import 'no_such_module'"):
         build_rewards([RewardSettings(function="no_such_module:f")], columns=[])
@@ -258,7 +257,6 @@ def test_r09_good_kinds_are_taken(one, group, result):
     (scored,) = rewards.score([group("4", "5")])
     assert scored.rewards.dtype == np.float64
     assert scored.rewards[:, 0].tolist() == [1.0, 0.0]
-    assert torch.is_tensor(torch.tensor(1.0))
 
 
 def test_p23_none_semantics(functions, group):
@@ -302,7 +300,7 @@ def test_r02_an_exception_names_function_completions_and_message(one, group):
 @pytest.mark.parametrize("timeout", [None, 60.0])
 def test_r02_a_function_of_one_completion_names_the_one(one, group, prefix, timeout):
     rewards = one(f"{prefix}def f(completion): return 1 / (completion != 'c')", timeout=timeout)
-    with pytest.raises(RewardError, match="'f' raised ZeroDivisionError: division by zero.*; on 3/1#2$"):
+    with pytest.raises(RewardError, match=r"'f' raised ZeroDivisionError: division by zero.*; on 3/1#2$"):
         rewards.score([group(*"abcd", id="3/1")])
 
 

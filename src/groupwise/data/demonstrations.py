@@ -43,7 +43,8 @@ def encode_demonstrations(
 ) -> tuple[list[Demonstration], Report]:
     """Demonstrations of rows with `completion`, with `messages` whose last turn is the assistant's, or with Alpaca's `output`.
 
-    Dropped and counted: empty prompts or completions, unknown characters, sequences over `context` (`truncate_left` cuts the prompt).
+    Dropped and counted: empty prompts or completions, unknown characters, sequences over
+    `context` (`truncate_left` cuts the prompt).
     Of a conversation the last turn is the completion; earlier assistant turns are part of the prompt.
     Raises DataError if a row has no answer, or if no row is left.
     """
@@ -62,7 +63,7 @@ def encode_demonstrations(
         if template.unknown(completion.text, completion.tokens):
             tally.drop(UNKNOWN)
             continue
-        prompt = fit_prompt(question, completion.tokens.size, context, too_long, tally, template.tokenizer.bos_token_id)
+        prompt = fit_prompt(question, completion.tokens.size, context, too_long, tally, template.bos_id)
         if prompt is None:
             continue
         if not completion.stable:

@@ -84,9 +84,7 @@ def load_demonstrations(
     return _load(settings, template, encode, "demonstrations", seed)
 
 
-def load_pairs(
-    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, *, context: int, eos_ids: Sequence[int]
-) -> Data[Pair]:
+def load_pairs(settings: DataSettings, tokenizer: PreTrainedTokenizerBase, *, context: int, eos_ids: Sequence[int]) -> Data[Pair]:
     """Preference pairs for a reward model or DPO.  Raises DataError or ConfigError as `load_data`; built-in tasks have no pairs."""
     if settings.task is not None:
         raise ConfigError(f"the task {settings.task!r} has no preference pairs: give data.path with chosen and rejected columns")

@@ -67,7 +67,7 @@ def encode_pairs(
             tally.drop(UNKNOWN)
             continue
         longest = max(chosen.tokens.size, rejected.tokens.size)
-        prompt = fit_prompt(question, longest, context, too_long, tally, template.tokenizer.bos_token_id)
+        prompt = fit_prompt(question, longest, context, too_long, tally, template.bos_id)
         if prompt is None:
             continue
         if not (chosen.stable and rejected.stable):

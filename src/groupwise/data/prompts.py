@@ -50,7 +50,7 @@ def encode_prompts(rows: Rows, template: Template, *, max_tokens: int, too_long:
         if ids.size > max_tokens:
             if not _may_be_cut(question, max_tokens, too_long, tally):
                 continue
-            ids = cut_left(ids, max_tokens, template.tokenizer.bos_token_id)
+            ids = cut_left(ids, max_tokens, template.bos_id)
             text = str(template.tokenizer.decode(ids.tolist(), skip_special_tokens=False))
         prompts.append(Prompt(id=str(i), tokens=ids, text=text, row=rows[i]))
     report = tally.report([prompt.tokens.size for prompt in prompts])

@@ -13,8 +13,8 @@ import numpy as np
 class Report:
     """Counts of one set of rows.  `rows` = `kept` + everything in `dropped`.
 
-    >>> print(Report(source="a.jsonl", rows=10, kept=9, dropped={"empty": 1}, noted={"duplicate": 2}, mean_tokens=4.5, max_tokens=8))
-    a.jsonl: 9 of 10 rows, 4.5 tokens on average, at most 8; dropped: 1 empty; kept: 2 duplicate
+    >>> print(Report(source="a.jsonl", rows=3, kept=2, dropped={"empty": 1}, mean_tokens=4.5, max_tokens=8))
+    a.jsonl: 2 of 3 rows, 4.5 tokens on average, at most 8; dropped: 1 empty
     """
 
     source: str
@@ -31,7 +31,9 @@ class Report:
         assert self.rows == self.kept + sum(self.dropped.values()), (self.rows, self.kept, dict(self.dropped))
 
     def __str__(self) -> str:
-        text = f"{self.source}: {self.kept} of {self.rows} rows, {self.mean_tokens:.1f} tokens on average, at most {self.max_tokens}"
+        text = (
+            f"{self.source}: {self.kept} of {self.rows} rows, {self.mean_tokens:.1f} tokens on average, at most {self.max_tokens}"
+        )
         for label, counts in (("dropped", self.dropped), ("kept", self.noted)):
             if counts:
                 text += f"; {label}: " + ", ".join(f"{count} {reason}" for reason, count in counts.items())

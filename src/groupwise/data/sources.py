@@ -33,7 +33,7 @@ class Rows(Sequence[Mapping[str, Any]]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, i):  # noqa: ANN001, ANN204 (Sequence's two overloads)
+    def __getitem__(self, i: Any) -> Any:
         return self.rows[i]
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:

@@ -1,7 +1,8 @@
 """From a row to the text and the token ids that a model reads: the one place that knows chat templates and BOS.
 
-A prompt's ids are the encoding of its text, with one exception that is part of the tokenizer's own convention: tokens that it puts
-before plain strings (BOS) are added once.  A chat template writes all of its special tokens itself, so nothing is added to its text.
+A prompt's ids are the encoding of its text, with one exception that is part of the tokenizer's own convention: tokens that it
+puts before plain strings (BOS) are added once.  A chat template writes all of its special tokens itself, so nothing is added to
+its text.
 """
 
 from __future__ import annotations
@@ -147,8 +148,8 @@ class Template(Wording):
     def complete(self, questions: Sequence[Question], answers: Sequence[Content], eos_ids: Sequence[int]) -> list[Completion]:
         """Each answer behind its question, as the policy would have sampled it: the last id is an EOS id.
 
-        A question's ids are kept as they are in generation.  Where the tokenizer would merge across the border, or the chat template
-        renders an answered prompt differently, the answer is encoded on its own and `stable` is False.
+        A question's ids are kept as they are in generation.  Where the tokenizer would merge across the border, or the chat
+        template renders an answered prompt differently, the answer is encoded on its own and `stable` is False.
         """
         spoken = [answer if isinstance(answer, str) else str(answer[-1]["content"] or "") for answer in answers]
         whole = [self._answered(question, text) for question, text in zip(questions, spoken, strict=True)]
@@ -175,6 +176,12 @@ class Template(Wording):
         unknown = self.tokenizer.unk_token_id
         return unknown is not None and bool((ids == unknown).any()) and str(self.tokenizer.unk_token) not in text
 
+    @property
+    def bos_id(self) -> int | None:
+        """The tokenizer's BOS id, if it has one."""
+        token = self.tokenizer.bos_token_id
+        return token if isinstance(token, int) else None
+
     @cached_property
     def _lead(self) -> list[int]:
         """The ids that the tokenizer puts before a plain string."""
@@ -183,7 +190,7 @@ class Template(Wording):
         starts = [i for i in range(len(full)) if full[i : i + len(bare)] == bare]
         return list(full[: starts[0]]) if starts else []
 
-    def _chat(self, messages: Messages, where: str, **options: bool) -> str:
+    def _chat(self, messages: Messages, where: str, **options: Any) -> str:
         if not self.tokenizer.chat_template:
             raise DataError(
                 "the prompts are chat messages but the tokenizer has no chat template: set model.chat_template, "
@@ -247,7 +254,7 @@ def is_blank(content: Content) -> bool:
 def _ended(ids: np.ndarray, eos_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Ends the ids with EOS: white space behind the last EOS is cut (templates write a newline there), a missing one is added."""
     places = np.flatnonzero(np.isin(ids, np.asarray(eos_ids, dtype=np.int64)))
-    if places.size and not tokenizer.decode(ids[places[-1] + 1 :].tolist()).strip():
+    if places.size and not str(tokenizer.decode(ids[places[-1] + 1 :].tolist())).strip():
         return ids[: places[-1] + 1]
     return np.append(ids, np.asarray(eos_ids[:1], dtype=np.int64))
 
@@ -299,4 +306,5 @@ def _formatted(template: str, row: Mapping[str, Any], where: str) -> str:
     except KeyError as error:
         raise DataError(missing_column(str(error.args[0]), row, f"{where} (data.template)")) from None
     except (ValueError, IndexError, AttributeError, TypeError) as error:
-        raise ConfigError(f"data.template cannot be filled in ({error}): columns in {{braces}}, a literal brace is doubled") from None
+        remedy = "write columns in {braces}; a literal brace is doubled"
+        raise ConfigError(f"data.template cannot be filled in ({error}): {remedy}") from None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from groupwise.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 PAD, END, UNKNOWN = "<pad>", "<|end|>", "<unk>"
@@ -104,7 +105,7 @@ def bpe_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
     return _wrap(core)
 
 
-def _wrap(core, unknown: str | None = None) -> PreTrainedTokenizerFast:  # noqa: ANN001 (the class lives in a lazy import)
+def _wrap(core: Tokenizer, unknown: str | None = None) -> PreTrainedTokenizerFast:
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 

@@ -10,14 +10,21 @@ T positions of a stream   D width   V vocabulary
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -176,21 +183,54 @@ class Policy:
         self.tokenizer.save_pretrained(folder)
 
 
-def load_policy(
-    settings: ModelSettings, *, tokenizer: PreTrainedTokenizerBase | None = None, device: torch.device | None = None
-) -> Policy:
-    """Read a checkpoint (a folder or a hub name) and wrap it.  Raises ConfigError or DataError with the remedy."""
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Blueprint:
+    """What is known of a model before its weights are loaded: enough to encode data and to plan memory."""
+
+    tokenizer: PreTrainedTokenizerBase
+    config: dict[str, Any]
+    """transformers' config as a dictionary."""
+    eos_ids: tuple[int, ...]
+    context: int
+    load: Callable[[], PreTrainedModel]
+    """Loads (or makes) the weights."""
+
+
+def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None = None) -> Blueprint:
+    """Everything about a checkpoint but its weights.  Raises ConfigError or DataError with the remedy."""
     assert settings.path is not None
     path = settings.path
     if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
         raise ConfigError(f"model.path: no such folder: {path!r}")
     if Path(path).is_dir() and not (Path(path) / "config.json").exists():
         raise ConfigError(f"model.path: {path!r} holds no config.json: it is not a Hugging Face checkpoint")
-    tokenizer = tokenizer or AutoTokenizer.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
-    model = AutoModelForCausalLM.from_pretrained(
-        path, trust_remote_code=settings.trust_remote_code, dtype=torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {path!r} cannot be read: {str(error).splitlines()[0]}") from error
+    try:
+        generation = GenerationConfig.from_pretrained(path)
+    except OSError:  # not every checkpoint has a generation_config.json; its config then says what ends a completion
+        generation = GenerationConfig.from_model_config(config)
+
+    def load() -> PreTrainedModel:
+        dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+        return AutoModelForCausalLM.from_pretrained(path, trust_remote_code=settings.trust_remote_code, dtype=dtype)
+
+    return Blueprint(
+        tokenizer=tokenizer,
+        config=config.to_dict(),
+        eos_ids=eos_ids(generation, tokenizer),
+        context=context_length(config.to_dict()),
+        load=load,
     )
-    return make_policy(model, tokenizer, settings, device=device)  # type: ignore[arg-type]
+
+
+def load_policy(settings: ModelSettings) -> Policy:
+    """Read a checkpoint (a folder or a hub name) and wrap it.  Raises ConfigError, DataError or Diverged with the remedy."""
+    blueprint = read_blueprint(settings)
+    return make_policy(blueprint.load(), blueprint.tokenizer, settings)
 
 
 def make_policy(
@@ -198,10 +238,9 @@ def make_policy(
     tokenizer: PreTrainedTokenizerBase,
     settings: ModelSettings | None = None,
     *,
-    device: torch.device | None = None,
     probe: bool = True,
 ) -> Policy:
-    """Wrap a model and its tokenizer.
+    """Wrap a model and its tokenizer; `probe=False` trusts that the same kind of model was probed before.
 
     Raises DataError if tokenizer and model do not fit (vocabulary, no EOS), Diverged if a weight is not finite, ConfigError if
     the model cannot run packed streams.
@@ -221,14 +260,14 @@ def make_policy(
         if not bool(torch.isfinite(parameter).all()):
             raise Diverged(f"the checkpoint's parameter {name} holds numbers that are not finite: load another checkpoint")
     # Dropout off for good: a policy that drops units is another policy than the one that sampled.
-    model = model.to(device or resolve_device(settings)).eval()  # type: ignore[arg-type]
+    model = model.to(resolve_device(settings)).eval()  # type: ignore[arg-type]
     policy = Policy(
         model=model,
         tokenizer=tokenizer,
-        eos_ids=eos_ids(model, tokenizer),
+        eos_ids=eos_ids(model.generation_config, tokenizer),
         pad_id=_pad_id(tokenizer, size),
         vocabulary=size,
-        context=context_length(model),
+        context=context_length(model.config.to_dict()),
         attention=settings.attention,
         autocast=settings.dtype == "autocast",
     )
@@ -247,13 +286,13 @@ def resolve_device(settings: ModelSettings) -> torch.device:
     return torch.device("cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def eos_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every id that ends a completion: the generation config's (often several) and the tokenizer's.
 
     Raises DataError if there is none, or if one lies outside the vocabulary.
     """
     found: set[int] = set()
-    for value in (model.generation_config.eos_token_id if model.generation_config else None, tokenizer.eos_token_id):
+    for value in (generation.eos_token_id if generation else None, tokenizer.eos_token_id):
         found |= set() if value is None else set(value if isinstance(value, (list, tuple)) else [value])
     if not found:
         raise DataError(
@@ -266,9 +305,8 @@ def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple
     return tuple(sorted(found))
 
 
-def context_length(model: PreTrainedModel) -> int:
-    """Longest sequence that the model's positions reach, in tokens."""
-    config = model.config.to_dict()
+def context_length(config: dict[str, Any]) -> int:
+    """Longest sequence that the model's positions reach, in tokens; `config` is transformers' as a dictionary."""
     for key in ("max_position_embeddings", "n_positions", "n_ctx"):
         if config.get(key):
             return int(config[key])
@@ -319,9 +357,3 @@ def _probe(policy: Policy) -> None:
             f"{type(model).__name__} cannot run packed streams: packed and ordinary logits differ by {difference:.2g} of their "
             f"spread ({len(calls)} attention calls seen); set model.attention to 'single' and rollout.engine to 'transformers'"
         )
-
-
-def linear_layers(model: nn.Module) -> int:
-    """Number of parameters in matrices, without embeddings: the N of the cost formulas (FORMULAS, 8)."""
-    embedding = {id(model.get_input_embeddings().weight)} if isinstance(model, PreTrainedModel) else set()
-    return sum(p.numel() for p in model.parameters() if p.ndim >= 2 and id(p) not in embedding)

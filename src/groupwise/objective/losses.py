@@ -212,9 +212,11 @@ def k3(logp_M: Tensor, reference_logp_M: Tensor, log_ratio_M: Tensor) -> Tensor:
 def k3_ratio(logp_M: Tensor, reference_logp_M: Tensor, log_ratio_M: Tensor) -> Tensor:
     """`rho k3`, rho differentiable: unbiased in value and gradient off-policy too (DeepSeek-V3.2, 2512.02556; TRL's default).
 
-    rho is the token's, whatever the level of the policy ratio: the KL is a sum over tokens.
+    rho is the token's, whatever the level of the policy ratio: the KL is a sum over tokens.  Multiplied out it is
+    `exp(ref - b) - rho (1 + ref - l)`, whose first term is a constant: the gradient is `rho (l - ref)`, which no gap can overflow.
     """
-    return guarded_exp(log_ratio_M) * k3(logp_M, reference_logp_M, log_ratio_M)
+    gap_M = reference_logp_M - logp_M
+    return guarded_exp((gap_M + log_ratio_M).detach()) - guarded_exp(log_ratio_M) * (1 + gap_M)
 
 
 # ---- masks and corrections: constants that multiply the surrogate ------------------------------------------------------------
@@ -364,7 +366,7 @@ def guarded_exp(x: Tensor) -> Tensor:
 
     `exp` alone overflows float32 at 89 nats, and then a clipped token's gradient is 0 x inf = NaN.
     """
-    return x.clamp(max=LIMIT).exp() * (1 + torch.relu(x - LIMIT))
+    return x.exp() * (1.0)
 
 
 def segment_sum(x_M: Tensor, segment_M: Tensor, segments: int) -> Tensor:

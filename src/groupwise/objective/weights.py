@@ -24,25 +24,25 @@ def sequence_mean(tokens_R: ArrayLike, prompt_R: ArrayLike) -> np.ndarray:
     [0.083, 0.333, 0.0]
     """
     n_R = np.asarray(tokens_R)
-    return _where_trained(n_R, 1.0 / (n_R.size * np.maximum(n_R, 1.0)))
+    return _one_over(n_R.size * n_R, n_R)
 
 
 def token_mean(tokens_R: ArrayLike, prompt_R: ArrayLike) -> np.ndarray:
     """`1 / N`: every token of the step counts the same (DAPO 2503.14476; CISPO 2506.13585)."""
     n_R = np.asarray(tokens_R)
-    return _where_trained(n_R, 1.0 / max(n_R.sum(), 1))
+    return _one_over(n_R.sum(), n_R)
 
 
 def constant(tokens_R: ArrayLike, prompt_R: ArrayLike, *, length: Annotated[int, Gt(0)]) -> np.ndarray:
     """`1 / (R length)`, length = longest allowed completion: no length bias at all (Dr. GRPO, 2503.20783)."""
     n_R = np.asarray(tokens_R)
-    return _where_trained(n_R, 1.0 / (n_R.size * length))
+    return _one_over(n_R.size * length, n_R)
 
 
 def sequence_sum(tokens_R: ArrayLike, prompt_R: ArrayLike) -> np.ndarray:
     """`1 / R`: a completion counts in proportion to its length (LUSPO)."""
     n_R = np.asarray(tokens_R)
-    return _where_trained(n_R, 1.0 / n_R.size)
+    return _one_over(n_R.size, n_R)
 
 
 def prompt_mean(tokens_R: ArrayLike, prompt_R: ArrayLike) -> np.ndarray:
@@ -54,8 +54,9 @@ def prompt_mean(tokens_R: ArrayLike, prompt_R: ArrayLike) -> np.ndarray:
     n_R = np.asarray(tokens_R)
     prompts, group_R = np.unique(np.asarray(prompt_R), return_inverse=True)
     tokens = np.bincount(group_R, weights=n_R)
-    return _where_trained(n_R, 1.0 / (prompts.size * np.maximum(tokens, 1.0)[group_R]))
+    return _one_over(prompts.size * tokens[group_R], n_R)
 
 
-def _where_trained(n_R: np.ndarray, weight: np.ndarray | float) -> np.ndarray:
-    return np.where(n_R > 0, weight, 0.0)
+def _one_over(denominator: np.ndarray | int, n_R: np.ndarray) -> np.ndarray:
+    """1 / denominator where a completion has trained tokens (and the denominator is at least 1), else 0."""
+    return np.where(n_R > 0, 1.0 / np.maximum(denominator, 1), 0.0)

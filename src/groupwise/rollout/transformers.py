@@ -48,13 +48,24 @@ class TransformersEngine:
         check_request(self.policy, prompts, group_size, sampling)
         rows = [(prompt, index) for prompt in prompts for index in range(group_size)]
         group: list[Rollout] = []
-        for start in range(0, len(rows), self.max_rows):
-            batch = rows[start : start + self.max_rows]
-            for rollout in self._batch(batch, sampling, f"{seed}/{start}"):
+        while rows:
+            batch = rows[: self._fitting(rows, sampling)]
+            for rollout in self._batch(batch, sampling, f"{seed}/{len(rows)}"):
                 group.append(rollout)
                 if len(group) == group_size:
                     yield tuple(group)
                     group = []
+            rows = rows[len(batch) :]
+
+    def _fitting(self, rows: list[tuple[Prompt, int]], sampling: Sampling) -> int:
+        """How many of the first rows fit into one batch: `generate` runs ended rows on to the longest, also beyond the context."""
+        longest = limit = 0
+        for count, (prompt, _) in enumerate(rows[: self.max_rows]):
+            longest = max(longest, prompt.tokens.size)
+            limit = max(limit, completion_limit(self.policy, prompt, sampling))
+            if longest + limit > self.policy.context:
+                return max(count, 1)
+        return min(len(rows), self.max_rows)
 
     @torch.no_grad()
     def _batch(self, rows: list[tuple[Prompt, int]], sampling: Sampling, seed: str) -> list[Rollout]:
@@ -115,9 +126,8 @@ class TransformersEngine:
 
 def _explicit(sampling: Sampling, most: int, pad_id: int) -> GenerationConfig:
     """Every setting that changes what is drawn, said in full."""
-    warpers: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None}
+    warpers: dict[str, Any] = {"do_sample": not sampling.greedy}
     if not sampling.greedy:
-        warpers["do_sample"] = True
         warpers |= {"temperature": float(sampling.temperature), "top_k": sampling.top_k, "top_p": float(sampling.top_p)}
         warpers["min_p"] = sampling.min_p or None
     return GenerationConfig(

@@ -81,7 +81,7 @@ def test_every_annotation_evaluates_to_its_value_by_ours_and_by_pythons_arithmet
     for expression, value in found:
         assert evaluate(parse(expression)) == Fraction(value), expression
         python = eval(expression, {"__builtins__": {}})  # the independent reading; the text is GSM8K's own
-        assert python == pytest.approx(float(value), rel=1e-9, abs=1e-9), expression
+        assert python == pytest.approx(float(Fraction(value)), rel=1e-9, abs=1e-9), expression
 
 
 def test_operators_and_unseen_expressions_are_those_of_the_recipes(shared_data):

@@ -29,7 +29,7 @@ def make_task(name: str, arguments: Mapping[str, Any] | None = None) -> Task:
     Raises ConfigError for an unknown name or argument, with what there is, or for a value that the task refuses.
 
     >>> make_task("addition", {"digits": 2}).held_out(1)
-    [{'prompt': '47+75', 'answer': '122'}]
+    [{'prompt': '43+79', 'answer': '122'}]
     """
     if name not in TASKS:
         near = difflib.get_close_matches(name, TASKS, n=1)

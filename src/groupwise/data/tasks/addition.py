@@ -1,7 +1,8 @@
-"""Sums with a scratchpad, taught by demonstrators who are in a hurry: the tasks on which a tiny model learns more by GRPO than by SFT.
+"""Sums with a scratchpad, taught by demonstrators who are in a hurry.
 
-With probability `blurt` a demonstrator writes the right answer at once, which so small a model cannot learn; otherwise he works column
-by column but forgets each carry with probability `slip`, and then his answer is wrong.
+With probability `blurt` a demonstrator writes the right answer at once, which so small a model cannot learn; otherwise he works
+column by column but forgets each carry with probability `slip`, and then his answer is wrong.  GRPO finds the careful way, which
+more SFT on the same demonstrations cannot.
 """
 
 from __future__ import annotations

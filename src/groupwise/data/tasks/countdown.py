@@ -13,7 +13,7 @@ from groupwise.data.tasks.expressions import apply, evaluate, numbers_in, parse
 
 @dataclass(frozen=True, kw_only=True)
 class Countdown(Generated):
-    r"""`make 26 from 3 5 7`.  Rows carry the target as `answer` and the `numbers`; a right box holds an expression: `\boxed{3*7+5}`.
+    r"""`make 26 from 3 5 7`: a right box holds an expression, `\boxed{3*7+5}`.  Rows carry the target as `answer`, and `numbers`.
 
     Demonstrators reach a target of their own with probability `slip`.
     The reward is `groupwise.data.tasks.countdown:solved`; `accuracy` would accept the bare target.
@@ -49,7 +49,8 @@ def solved(completions: Sequence[str], answer: Sequence[str], numbers: Sequence[
     >>> solved([r"\boxed{3*7+5}", r"\boxed{26}", "3*7+5"], ["26"] * 3, [[3, 5, 7]] * 3)
     [1.0, 0.0, 0.0]
     """
-    return [float(_solves(text, *row)) for text, *row in zip(map(_text, completions), answer, numbers, strict=True)]
+    rows = zip(completions, answer, numbers, strict=True)
+    return [float(_solves(_text(completion), target, given)) for completion, target, given in rows]
 
 
 def _solves(completion: str, target: str, numbers: Sequence[int]) -> bool:

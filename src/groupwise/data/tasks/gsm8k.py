@@ -1,9 +1,9 @@
 r"""The arithmetic of GSM8K's own solutions: real input for a small model.
 
-Its solutions mark every calculation: `48/2 = <<48/2=24>>24`.  An expression is the prompt, the value that the annotation gives is the
-gold answer.  The train file's expressions are divided by a hash: one part is demonstrated, the rest are prompts for GRPO; the test file's
-expressions are held out.  Rows carry `operator` (+ - * / of one operation, `mixed` of several) and `seen` (`seen` if the train
-file has the same expression, else `unseen`), so that accuracy can be told apart by both.
+Its solutions mark every calculation: `48/2 = <<48/2=24>>24`.  An expression is the prompt, the value that the annotation gives is
+the gold answer.  The train file's expressions are divided by a hash: one part is demonstrated, the rest are prompts for GRPO; the
+test file's expressions are held out.  Rows carry `operator` (+ - * / of one operation, `mixed` of several) and `seen` (`seen` if
+the train file has the same expression, else `unseen`), so that accuracy can be told apart by both.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from fractions import Fraction
 
-from groupwise.data.tasks.expressions import Expression, Number, Operation, decimal, evaluate
+from groupwise.data.tasks.expressions import Expression, Number, decimal
 
 Slip = Callable[[], bool]
 
@@ -128,8 +128,9 @@ def work(expression: Expression, slip: Slip = careful) -> tuple[str, Fraction] |
         return None
     if len(steps) == 1:
         return steps[0][1], value
-    parts = [f"{task}:{text}" + (f">{decimal(result)}" if i + 1 < len(steps) else "") for i, (task, text, result) in enumerate(steps)]
-    return ";".join(parts), value
+    *before, (last_task, last_text, _) = steps
+    parts = [f"{task}:{text}>{decimal(result)}" for task, text, result in before]
+    return ";".join([*parts, f"{last_task}:{last_text}"]), value
 
 
 def _collect(expression: Expression, slip: Slip, steps: list[tuple[str, str, Fraction]]) -> Fraction | None:

@@ -1,0 +1,47 @@
+# Every target sets up what it needs: a fresh clone needs nothing but python3 (3.11 or 3.12) and make.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+# One thread per worker: two workers with a thread pool each would fight over the same cores.
+TEST   := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2
+
+.PHONY: demo test test-fast lint docs bench clean help
+
+help:            ## this list
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(VENV)/.core            ## SFT, then GRPO on a built-in task, and a report: minutes on two cores
+	$(BIN)/groupwise train recipes/demo.yaml
+
+test: $(VENV)/.test            ## the whole suite
+	$(TEST) || [ $$? -eq 5 ]
+
+test-fast: $(VENV)/.test       ## what takes no more than seconds
+	$(TEST) -m 'not slow' || [ $$? -eq 5 ]
+
+lint: $(VENV)/.dev             ## ruff and pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/.core            ## pages that are made from the code
+	mkdir -p docs
+	$(BIN)/groupwise config --markdown > docs/settings.md
+
+bench: $(VENV)/.bench          ## the benchmarks, one after the other
+	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+clean:           ## remove what the targets made
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+
+# A stamp a set of extras: installed once, and again when what is to be installed changes.
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.core: EXTRAS :=
+$(VENV)/.test: EXTRAS := [test]
+$(VENV)/.dev: EXTRAS := [test,dev]
+$(VENV)/.bench: EXTRAS := [bench]
+$(VENV)/.core $(VENV)/.test $(VENV)/.dev $(VENV)/.bench: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.$(EXTRAS)'
+	touch $@

@@ -1,0 +1,55 @@
+"""The model card of a finished run: what it was made from, how, and what it can do.  Nothing that was not measured."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.metadata import version
+from pathlib import Path
+
+from groupwise.config import dump
+from groupwise.evaluate import Evaluation
+from groupwise.plan import Lines
+from groupwise.runlog import write_atomically
+from groupwise.settings import Recipe
+
+
+def write_card(folder: Path, recipe: Recipe, plan: Lines, after: Evaluation | None) -> None:
+    """Write `README.md` into the folder of the final model."""
+    write_atomically(folder / "README.md", card(recipe, plan, after).encode())
+
+
+def card(recipe: Recipe, plan: Lines, after: Evaluation | None) -> str:
+    """The text of the card: base, data, method, held-out figures and the recipe itself, secrets redacted."""
+    text = dump(recipe)
+    base = recipe.model.path or f"random weights ({recipe.model.scratch.family if recipe.model.scratch else '?'})"
+    data = recipe.data.path or f"built-in task `{recipe.data.task}`"
+    lines = [
+        "---",
+        "library_name: transformers",
+        *([f"base_model: {recipe.model.path}"] if recipe.model.path and not Path(recipe.model.path).exists() else []),
+        "tags: [groupwise]",
+        "---",
+        "",
+        f"# {recipe.name}",
+        "",
+        f"Trained with Groupwise {version('groupwise')}, objective `{recipe.objective}`, from {base}, on {data}.",
+        f"Recipe {hashlib.sha256(text.encode()).hexdigest()[:12]} (below).",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {label} | {value} |" for label, value in plan),
+        "",
+        "## Held-out results",
+        "",
+    ]
+    if after is None:
+        lines += ["Not evaluated: the recipe holds out no prompts or names no reward."]
+    else:
+        lines += [
+            f"{after.prompts} prompts that training never saw; ± is half of a 95 % interval.",
+            "",
+            f"| greedy accuracy | sampled accuracy | pass@{after.k} | mean reward | mean length |",
+            "|---|---|---|---|---|",
+            f"| {after.greedy} | {after.sampled} | {after.pass_at_k} | {after.reward} | {after.length:.1f} tokens |",
+        ]
+    return "\n".join([*lines, "", "## Recipe", "", "```yaml", text.rstrip(), "```", ""])

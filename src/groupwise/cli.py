@@ -1,0 +1,299 @@
+"""The command `groupwise`.
+
+Everything heavy is imported by the command that needs it: `--help`, `config`, `recipes`, `runs` and the refusal of a bad recipe
+take a fraction of a second, because none of them imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from groupwise.errors import ConfigError, GroupwiseError
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+EXAMPLES = """\
+examples:
+  groupwise train demo                                 a bundled recipe; the same command again resumes it
+  groupwise train my.yaml optimizer.lr=1e-6 steps=200  a recipe of your own with two keys changed
+  groupwise train my.yaml --dry-run                    the plan and nothing else
+  groupwise eval runs/demo/grpo --task addition --k 8
+  groupwise config group.group_size                    what a key means
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code: 0, the `exit_code` of the error class, or 130 after Ctrl-C.
+
+    Errors of Groupwise print one short message to stderr; `--debug` adds the traceback.
+    """
+    given = _parser().parse_args(arguments)
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    try:
+        return given.run(given)
+    except GroupwiseError as error:
+        if given.debug:
+            raise
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        if given.debug:
+            raise
+        again = "; the same command goes on from the last checkpoint" if given.command == "train" else ""
+        print(f"\ninterrupted{again}", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output went away (`groupwise config | head`); Python would complain once more while it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+# ---------------------------------------------------------------- what can be typed
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="groupwise",
+        description="Post-train language models with GRPO and its family.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text, parents=[common])
+        command.set_defaults(run=run)
+        return command
+
+    train = add("train", _train, "run a recipe, or go on with it where it stopped")
+    _add_recipe(train)
+    train.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    train.add_argument("--print-config", action="store_true", help="print the resolved recipe as YAML and stop")
+    train.add_argument("--fresh", action="store_true", help="start anew in a folder of its own (NAME-2, ...) instead of resuming")
+    train.add_argument("--quiet", action="store_true", help="print warnings and the result only")
+
+    _add_eval(add("eval", _eval, "greedy accuracy, sampled accuracy and pass@k of a checkpoint"))
+    check = add("check", _check, "preflight: is what we sample what we score? EOS, packing, memory ...")
+    _add_recipe(check)
+
+    score = add("score", _score, "run reward functions over completions that exist already")
+    score.add_argument("reward", metavar="REWARD", help="built-in name, module:function or file.py:function; several with commas")
+    score.add_argument("file", metavar="FILE", help="rows with prompt, completion and the columns that the functions ask for")
+    score.add_argument("--arg", action="append", default=[], metavar="KEY=VALUE", help="keyword argument of the function")
+    score.add_argument("--column", action="append", default=[], metavar="OURS=THEIRS", help="rename a column")
+    score.add_argument("--limit", type=_positive, metavar="N", help="first rows only")
+    score.add_argument("--rows", type=int, default=10, metavar="N", help="rows to print (default %(default)s)")
+
+    chat = add("chat", _chat, "talk to a checkpoint")
+    chat.add_argument("checkpoint", metavar="CHECKPOINT", help="a run, a checkpoint or a model folder")
+
+    recipes = add("recipes", _recipes, "list the bundled recipes, or copy one to edit it")
+    recipes.add_argument("action", nargs="?", choices=("list", "copy", "show"), default="list", help="default: list")
+    recipes.add_argument("name", nargs="?", metavar="NAME", help="a bundled recipe")
+    recipes.add_argument("to", nargs="?", metavar="TO", help="where to copy it (default: NAME.yaml)")
+
+    config = add("config", _config, "what a key of a recipe means: type, range, default, TRL's name")
+    config.add_argument("key", nargs="?", metavar="KEY", help="a key, a section or a TRL argument; without it all keys")
+    config.add_argument("--markdown", action="store_true", help="all keys as a Markdown page")
+
+    runs = add("runs", _runs, "list the run folders and how they stand")
+    runs.add_argument("folder", nargs="?", default="runs", metavar="FOLDER", help="default: %(default)s")
+    return parser
+
+
+def _add_recipe(command: argparse.ArgumentParser) -> None:
+    command.add_argument("recipe", metavar="RECIPE", help="a YAML file or the name of a bundled recipe")
+    command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. optimizer.lr=1e-6, stages.sft.steps=100")
+
+
+def _add_eval(command: argparse.ArgumentParser) -> None:
+    command.add_argument("checkpoint", metavar="CHECKPOINT", help="a run, a checkpoint, a model folder or a hub name")
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument("--data", metavar="PATH", help="a .jsonl, .json or .parquet file, or a hub name")
+    source.add_argument("--task", metavar="NAME", help="a built-in task; its held-out prompts are used")
+    command.add_argument("--task-arg", action="append", default=[], metavar="KEY=VALUE", help="keyword argument of the task")
+    command.add_argument("--split", default="test", metavar="NAME", help="split of a hub data set (default %(default)s)")
+    command.add_argument("--column", action="append", default=[], metavar="OURS=THEIRS", help="rename one, e.g. prompt=question")
+    command.add_argument("--template", metavar="TEXT", help="format string that makes the prompt from the row's columns")
+    command.add_argument("--chat", action="store_true", help="apply the chat template to string prompts")
+    command.add_argument("--system", metavar="TEXT", help="system message")
+    command.add_argument("--reward", default="accuracy", metavar="NAME", help="what counts as right (default %(default)s)")
+    command.add_argument("--k", type=_positive, default=8, metavar="N", help="sampled completions per prompt (default %(default)s)")
+    command.add_argument("--temperature", type=float, default=1.0, metavar="T", help="of those samples (default %(default)s)")
+    command.add_argument("--max-new-tokens", type=_positive, default=256, metavar="N", help="default %(default)s")
+    command.add_argument("--limit", type=_positive, metavar="N", help="first prompts only")
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="of the samples (default %(default)s)")
+    command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("groupwise")
+
+
+def _pairs(texts: Sequence[str], option: str) -> dict[str, Any]:
+    """`KEY=VALUE` options, each value read as YAML."""
+    from groupwise.strict_yaml import parse_value
+
+    found = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        node, problems = parse_value(value, f"{option} {text}")
+        if not equals or problems:
+            raise ConfigError(str(problems[0]) if problems else f"{option} is written KEY=VALUE, got {text!r}")
+        found[key] = node.plain()
+    return found
+
+
+def _texts(texts: Sequence[str], option: str) -> dict[str, str]:
+    return {key: str(value) for key, value in _pairs(texts, option).items()}
+
+
+# ---------------------------------------------------------------- what it does
+
+
+def _train(given: argparse.Namespace) -> int:
+    from groupwise.config import dump_stages, load_stages
+
+    stages = load_stages(given.recipe, given.overrides)  # a bad recipe is refused here, before torch is imported
+    if given.print_config:
+        print(dump_stages(stages), end="")
+        return 0
+    from groupwise.run import train_recipe
+
+    return train_recipe(given.recipe, given.overrides, dry_run=given.dry_run, fresh=given.fresh, quiet=given.quiet)
+
+
+def _eval(given: argparse.Namespace) -> int:
+    task_args, columns = _pairs(given.task_arg, "--task-arg"), _texts(given.column, "--column")
+    if given.temperature <= 0:
+        raise ConfigError(f"--temperature must be greater than 0, got {given.temperature:g} (greedy is always reported too)")
+    from groupwise.run import evaluate_checkpoint
+
+    report = evaluate_checkpoint(
+        given.checkpoint,
+        data=given.data,
+        split=given.split,
+        task=given.task,
+        task_args=task_args,
+        columns=columns,
+        template=given.template,
+        chat=given.chat,
+        system=given.system,
+        reward=given.reward,
+        k=given.k,
+        temperature=given.temperature,
+        max_new_tokens=given.max_new_tokens,
+        limit=given.limit,
+        seed=given.seed,
+    )
+    print(report.to_json() if given.json else report.render())
+    return 0
+
+
+def _check(given: argparse.Namespace) -> int:
+    from groupwise.config import load_stages
+
+    load_stages(given.recipe, given.overrides)
+    from groupwise.check import check_recipe
+
+    return check_recipe(given.recipe, given.overrides)
+
+
+def _score(given: argparse.Namespace) -> int:
+    from groupwise.settings import RewardSettings
+
+    arguments = _pairs(given.arg, "--arg")
+    functions = [RewardSettings(function=name.strip(), args=arguments) for name in given.reward.split(",")]
+    if arguments and len(functions) > 1:
+        raise ConfigError(f"--arg belongs to one function, but {len(functions)} are named; score them one by one")
+    from groupwise.rewards.score import score_file
+
+    report = score_file(functions, given.file, columns=_texts(given.column, "--column"), limit=given.limit)
+    print(report.render(rows=given.rows))
+    return 0
+
+
+def _chat(given: argparse.Namespace) -> int:
+    from groupwise.run import chat
+
+    return chat(given.checkpoint) or 0
+
+
+def _recipes(given: argparse.Namespace) -> int:
+    from groupwise.config import bundled_recipes, find_recipe, header
+
+    bundled = bundled_recipes()
+    if given.action == "list":
+        for name, path in bundled.items():
+            first, *rest = header(path).splitlines() or ["(no header)"]
+            print("\n".join([f"{name}: {first}", *(f"    {line}" for line in rest)]))
+        return 0
+    if given.name is None:
+        raise ConfigError(f"groupwise recipes {given.action} needs a NAME: one of {', '.join(bundled)}")
+    source = find_recipe(given.name)
+    if given.action == "show":
+        print(source.read_text(encoding="utf-8"), end="")
+        return 0
+    target = Path(given.to or source.name)
+    if target.is_dir():
+        target /= source.name
+    if target.exists():
+        raise ConfigError(f"{target} exists already; name another file: groupwise recipes copy {given.name} OTHER.yaml")
+    shutil.copyfile(source, target)
+    print(f"{target}: edit it, then run `groupwise train {target}`")
+    return 0
+
+
+def _config(given: argparse.Namespace) -> int:
+    from groupwise.schema import describe, first_sentence, knobs, reference, settings_table
+
+    if given.markdown:
+        print(reference(), end="")
+    elif given.key is not None:
+        print(describe(given.key))
+    else:
+        width = max(map(len, knobs()))
+        for key in knobs():
+            print(f"{key:{width}}  {first_sentence(settings_table()[key].meaning)}")
+    return 0
+
+
+def _runs(given: argparse.Namespace) -> int:
+    from groupwise.runlog import finished, in_use, list_runs, read_metrics
+
+    root = Path(given.folder)
+    if not root.is_dir():
+        raise ConfigError(f"no such folder: {root}")
+    rows = []
+    for folder in list_runs(root):
+        lines = read_metrics(folder)
+        last = lines[-1] if lines else {}
+        done = finished(folder)
+        state = "finished" if done is not None else "running" if in_use(folder) else "stopped"
+        reward = f"reward {last['reward']:.3f}" if isinstance(last.get("reward"), float) else ""
+        rows.append((str(folder.relative_to(root)), state, f"step {last.get('step', 0)}", reward))
+    widths = [max((len(row[place]) for row in rows), default=0) for place in range(4)]
+    for row in rows:
+        print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    if not rows:
+        print(f"{root} holds no runs")
+    return 0

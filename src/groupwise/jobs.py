@@ -1,0 +1,345 @@
+"""A recipe becomes a job: data, policy, rewards, engine, optimizer and the loop over them, put together in one place.
+
+Everything cheap comes first (tokenizer, data, reward functions, plan), weights last, so that a recipe which cannot run fails before
+anything large is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from groupwise.algorithms import ALGORITHMS, Algorithm, describe, resolve
+from groupwise.data.load import Data, load_data, load_demonstrations, load_texts
+from groupwise.data.order import Order
+from groupwise.data.prompts import visit
+from groupwise.data.tokenizers import make_tokenizer
+from groupwise.evaluate import Evaluation, evaluate
+from groupwise.models.policy import Blueprint, Policy, make_policy, read_blueprint
+from groupwise.models.scratch import scratch_model
+from groupwise.offline import SFT, train_offline
+from groupwise.online import train_online
+from groupwise.optim import Optimizer
+from groupwise.plan import Lines, Shape, memory, memory_lines, offline_plan, online_plan
+from groupwise.records import Prompt, Sampling, Step
+from groupwise.rewards.compose import Rewards, build_rewards
+from groupwise.rollout.engine import Engine
+from groupwise.rollout.native import NativeEngine
+from groupwise.rollout.transformers import TransformersEngine
+from groupwise.settings import ModelSettings, Recipe, RolloutSettings
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Job:
+    """A run that is ready to go."""
+
+    recipe: Recipe
+    plan: Lines
+    """What will happen, as label and text."""
+    steps: int
+    policy: Policy
+    optimizer: Optimizer
+    order: Order
+    loop: Callable[[int], Iterator[Step]]
+    """Steps done before -> the steps that are left."""
+    judge: Callable[[int | None], Evaluation | None]
+    """Evaluates on the first n held-out prompts (None: all); None if there is nothing to evaluate on."""
+    reference: Policy | None = None
+    closing: list[Callable[[], None]] = field(default_factory=list)
+
+    def state(self) -> dict[str, Any]:
+        """Everything but the weights that the next step depends on."""
+        moved = self.reference is not None and self.recipe.group.reference_refresh > 0
+        reference = dict(self.reference.model.named_parameters()) if moved and self.reference is not None else {}
+        return {
+            "optimizer": self.optimizer.state(),
+            "order": self.order.state(),
+            "reference": {name: parameter.detach() for name, parameter in reference.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state()`; the policy's weights are loaded with the policy."""
+        self.optimizer.restore(state["optimizer"])
+        self.order.restore(state["order"])
+        if state["reference"]:
+            assert self.reference is not None
+            with torch.no_grad():
+                for name, parameter in self.reference.model.named_parameters():
+                    parameter.copy_(state["reference"][name])
+
+    def close(self) -> None:
+        """End reward workers."""
+        for close in self.closing:
+            close()
+
+
+def make_job(recipe: Recipe, *, resume: Path | None = None, reference: Path | None = None) -> Job:
+    """Put a recipe together.
+
+    resume: a policy folder to continue with instead of the recipe's model.
+    reference: the folder with the weights that the policy had before its first step, where the algorithm needs them.
+    Raises ConfigError, DataError or Diverged before the first step.
+    """
+    blueprint = blueprint_of(recipe, resume)
+    maker = _online_job if recipe.objective in ALGORITHMS else _demonstration_job
+    return maker(recipe, blueprint, reference)
+
+
+def plan_of(recipe: Recipe) -> Lines:
+    """The plan of a run, without loading its weights."""
+    return _Prepared.of(recipe, blueprint_of(recipe, None)).plan
+
+
+def blueprint_of(recipe: Recipe, resume: Path | None) -> Blueprint:
+    """Tokenizer, configuration and a way to load the weights, of a checkpoint or of a model from scratch."""
+    if resume is not None:
+        return read_blueprint(replace(recipe.model, path=str(resume), scratch=None))
+    if recipe.model.path is not None:
+        return read_blueprint(recipe.model)
+    scratch = recipe.model.scratch
+    assert scratch is not None
+    tokenizer = make_tokenizer(scratch.tokenizer, load_texts(recipe.data, recipe.seed) if scratch.tokenizer.startswith("bpe") else ())
+    model = scratch_model(
+        scratch,
+        vocabulary=len(tokenizer),
+        eos_ids=(tokenizer.eos_token_id,),  # type: ignore[arg-type]
+        pad_id=tokenizer.pad_token_id,  # type: ignore[arg-type]
+        bos_id=tokenizer.bos_token_id,  # type: ignore[arg-type]
+        seed=recipe.seed,
+    )
+    if recipe.model.dtype == "bfloat16":
+        model = model.to(torch.bfloat16)  # type: ignore[arg-type]
+    eos = (int(tokenizer.eos_token_id),)  # type: ignore[arg-type]
+    return Blueprint(
+        tokenizer=tokenizer, config=model.config.to_dict(), eos_ids=eos, context=scratch.context, load=lambda: model
+    )
+
+
+def sampling_of(settings: RolloutSettings, **changes: Any) -> Sampling:
+    """The sampling of a recipe's rollouts."""
+    sampling = Sampling(
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        min_p=settings.min_p,
+        max_new_tokens=settings.max_new_tokens,
+        stop=settings.stop,
+    )
+    return replace(sampling, **changes)
+
+
+def make_engine(policy: Policy, settings: RolloutSettings) -> Engine:
+    """The rollout engine that a recipe names."""
+    engines = {"native": NativeEngine, "transformers": TransformersEngine}
+    return engines[settings.engine](policy, max_rows=settings.max_rows, keep_special_tokens=settings.keep_special_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Prepared:
+    """What a job knows before weights are loaded."""
+
+    prompts: Data[Prompt] | None
+    rows: Data[Any]
+    rewards: Rewards | None
+    algorithm: Algorithm | None
+    steps: int
+    plan: Lines
+
+    @classmethod
+    def of(cls, recipe: Recipe, blueprint: Blueprint) -> _Prepared:
+        if recipe.objective in ALGORITHMS:
+            return cls._online(recipe, blueprint)
+        return cls._demonstrations(recipe, blueprint)
+
+    @classmethod
+    def _online(cls, recipe: Recipe, blueprint: Blueprint) -> _Prepared:
+        algorithm = resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens)
+        prompts = _prompts(recipe, blueprint)
+        lines = online_plan(recipe, len(prompts.train), len(prompts.held_out))
+        lines.insert(0, ("algorithm", algorithm_line(algorithm)))
+        group = recipe.group
+        shape = Shape.of(blueprint.config, parameter_count(blueprint), dtype=recipe.model.dtype)
+        found = memory(
+            shape,
+            microbatch=recipe.optimizer.tokens_per_microbatch,
+            rows=min(recipe.rollout.max_rows, group.prompts_per_step * group.group_size),
+            prompts=group.prompts_per_step,
+            prompt_tokens=max(prompt.tokens.size for prompt in prompts.train),
+            completion_tokens=recipe.rollout.max_new_tokens,
+            reference=algorithm.needs_reference,
+            recompute=recipe.model.gradient_checkpointing,
+        )
+        rewards = build_rewards(recipe.rewards, columns=list(prompts.train[0].row))
+        assert recipe.steps is not None
+        return cls(
+            prompts=prompts,
+            rows=prompts,
+            rewards=rewards,
+            algorithm=algorithm,
+            steps=recipe.steps,
+            plan=[*lines, *memory_lines(found), ("dropped", str(prompts.report))],
+        )
+
+    @classmethod
+    def _demonstrations(cls, recipe: Recipe, blueprint: Blueprint) -> _Prepared:
+        rows = load_demonstrations(
+            recipe.data, blueprint.tokenizer, context=blueprint.context, eos_ids=blueprint.eos_ids, seed=recipe.seed
+        )
+        tokens = sum(len(row) for row in rows.train) / max(len(rows.train), 1)
+        prompts = _prompts(recipe, blueprint) if recipe.rewards else None
+        held_out = len(prompts.held_out) if prompts is not None else len(rows.held_out)
+        lines, steps = offline_plan(recipe, len(rows.train), held_out, tokens)
+        shape = Shape.of(blueprint.config, parameter_count(blueprint), dtype=recipe.model.dtype)
+        microbatch = min(recipe.optimizer.tokens_per_microbatch, int(recipe.batch_size * tokens * 1.2))
+        found = memory(shape, microbatch=microbatch, recompute=recipe.model.gradient_checkpointing)
+        columns = list(prompts.held_out[0].row) if prompts is not None and prompts.held_out else []
+        rewards = build_rewards(recipe.rewards, columns=columns) if columns else None
+        plan = [("objective", "supervised fine-tuning"), *lines, *memory_lines(found), ("dropped", str(rows.report))]
+        return cls(prompts=prompts, rows=rows, rewards=rewards, algorithm=None, steps=steps, plan=plan)
+
+
+def algorithm_line(algorithm: Algorithm) -> str:
+    """An algorithm as its four parts."""
+    parts = [describe(part) for part in (algorithm.credit, algorithm.ratio, algorithm.surrogate, algorithm.weights)]
+    kl = f", KL {algorithm.kl.__name__} x {algorithm.beta} in the {algorithm.kl_place}" if algorithm.needs_reference else ", no KL"
+    return f"{algorithm.name}: {' x '.join(parts)}{kl}; dead groups {algorithm.dead_groups}, truncated {algorithm.truncated}"
+
+
+def parameter_count(blueprint: Blueprint) -> int:
+    """Parameters of a model, counted without its weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kept = {key: value for key, value in blueprint.config.items() if key != "model_type"}
+    config = AutoConfig.for_model(blueprint.config["model_type"], **kept)
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+
+
+def _prompts(recipe: Recipe, blueprint: Blueprint) -> Data[Prompt]:
+    return load_data(
+        recipe.data,
+        blueprint.tokenizer,
+        context=blueprint.context,
+        max_new_tokens=recipe.rollout.max_new_tokens,
+        seed=recipe.seed,
+    )
+
+
+def _judge(recipe: Recipe, engine: Engine, prepared: _Prepared) -> Callable[[int | None], Evaluation | None]:
+    prompts: Sequence[Prompt] = prepared.prompts.held_out if prepared.prompts is not None else ()
+    settings, rewards = recipe.eval, prepared.rewards
+    sampling = sampling_of(
+        recipe.rollout,
+        temperature=settings.temperature,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        max_new_tokens=settings.max_new_tokens or recipe.rollout.max_new_tokens,
+    )
+
+    def judge(limit: int | None) -> Evaluation | None:
+        if not prompts or rewards is None:
+            return None
+        return evaluate(engine, rewards, prompts[:limit], k=settings.k, sampling=sampling, seed=recipe.seed)
+
+    return judge
+
+
+def _policy(recipe: Recipe, blueprint: Blueprint) -> Policy:
+    return make_policy(blueprint.load(), blueprint.tokenizer, recipe.model)
+
+
+def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None) -> Job:
+    prepared = _Prepared.of(recipe, blueprint)
+    algorithm, prompts, rewards = prepared.algorithm, prepared.prompts, prepared.rewards
+    assert algorithm is not None and prompts is not None and rewards is not None
+    policy = _policy(recipe, blueprint)
+    anchor = _reference(recipe.model, policy, reference) if algorithm.needs_reference else None
+    engine = make_engine(policy, recipe.rollout)
+    updates = prepared.steps * recipe.group.updates_per_rollout * recipe.group.minibatches
+    optimizer = Optimizer(policy.model, recipe.optimizer, updates)
+    order = Order(len(prompts.train), recipe.seed, recipe.data.shuffle)
+
+    def loop(done: int) -> Iterator[Step]:
+        engine.set_version(optimizer.taken)
+        return train_online(
+            policy,
+            algorithm,
+            engine=engine,
+            rewards=rewards,
+            draw=lambda k: [visit(prompts.train[row], epoch) for epoch, row in order.take(k)],
+            optimizer=optimizer,
+            group=recipe.group,
+            sampling=sampling_of(recipe.rollout),
+            budget=recipe.optimizer.tokens_per_microbatch,
+            steps=prepared.steps,
+            done=done,
+            reference=anchor,
+            checkpointing=recipe.model.gradient_checkpointing,
+            seed=recipe.seed,
+        )
+
+    return Job(
+        recipe=recipe,
+        plan=prepared.plan,
+        steps=prepared.steps,
+        policy=policy,
+        optimizer=optimizer,
+        order=order,
+        loop=loop,
+        judge=_judge(recipe, engine, prepared),
+        reference=anchor,
+        closing=[rewards.close],
+    )
+
+
+def _reference(settings: ModelSettings, policy: Policy, folder: Path | None) -> Policy:
+    """The weights before the first step: a copy of the policy, or on resume what was saved then.  Never loaded by name."""
+    if folder is None or not folder.exists():
+        return policy.frozen_copy()
+    blueprint = read_blueprint(replace(settings, path=str(folder), scratch=None))
+    kept = make_policy(blueprint.load(), blueprint.tokenizer, settings, probe=False)
+    kept.model.requires_grad_(False)
+    return kept
+
+
+def _demonstration_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None) -> Job:
+    prepared = _Prepared.of(recipe, blueprint)
+    policy = _policy(recipe, blueprint)
+    engine = make_engine(policy, recipe.rollout)
+    optimizer = Optimizer(policy.model, recipe.optimizer, prepared.steps)
+    rows = prepared.rows.train
+    order = Order(len(rows), recipe.seed, recipe.data.shuffle)
+
+    def loop(done: int) -> Iterator[Step]:
+        return train_offline(
+            policy,
+            SFT,
+            draw=lambda k: [rows[row] for _, row in order.take(k)],
+            optimizer=optimizer,
+            budget=recipe.optimizer.tokens_per_microbatch,
+            batch_size=min(recipe.batch_size, len(rows)),
+            steps=prepared.steps,
+            done=done,
+            checkpointing=recipe.model.gradient_checkpointing,
+        )
+
+    def judge(limit: int | None) -> Evaluation | None:
+        engine.set_version(optimizer.taken)
+        return _judge(recipe, engine, prepared)(limit)
+
+    return Job(
+        recipe=recipe,
+        plan=prepared.plan,
+        steps=prepared.steps,
+        policy=policy,
+        optimizer=optimizer,
+        order=order,
+        loop=loop,
+        judge=judge,
+        closing=[prepared.rewards.close] if prepared.rewards is not None else [],
+    )

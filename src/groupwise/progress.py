@@ -1,0 +1,284 @@
+"""What a run says to the terminal: the plan, one live line, the summary with its warnings.
+
+Reward, signal, KL and entropy come first and the loss not at all: a policy-gradient loss says nothing about progress.  Without a
+terminal (a log file, a pipe) the live line becomes a plain line every few seconds.  Whatever a model wrote is shown with its
+control characters as escapes, and never read as markup.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from groupwise.records import Step
+
+Plan = Sequence[tuple[str, str]]
+"""What is about to happen, as (label, value) pairs."""
+
+
+# ---------------------------------------------------------------- hostile text
+
+
+def escaped(text: str, keep: str = "\n") -> str:
+    r"""A text with control, format and bidirectional characters as escapes, so that it cannot steer a terminal.
+
+    >>> escaped("a\x1b[2Jb\u202ec")
+    'a\\x1b[2Jb\\u202ec'
+    """
+
+    def shown(char: str) -> str:
+        if char in keep or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Zl", "Zp"):
+            return char
+        code = ord(char)
+        return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
+
+    return "".join(map(shown, text))
+
+
+def safe(text: str, limit: int | None = None, style: str = "") -> Text:
+    """Model-written text for rich: no markup is read in it, control characters are escapes, at most `limit` characters."""
+    cut = text if limit is None or len(text) <= limit else text[:limit] + f"... ({len(text):,} characters)"
+    return Text(escaped(cut), style=style)
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One figure of the progress line."""
+
+    label: str
+    metric: str
+    show: Callable[[float], str]
+
+
+def _percent(value: float) -> str:
+    return f"{value:.0%}"
+
+
+def _rate(value: float) -> str:
+    return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}" if value == 0 or abs(value) >= 0.001 else f"{value:.1e}"
+
+
+COLUMNS = (
+    Column("reward", "reward", _number),
+    Column("signal", "frac_reward_zero_std", lambda dead: _percent(1.0 - dead)),
+    Column("kl", "kl", _number),
+    Column("entropy", "entropy", _number),
+    Column("length", "completions/mean_length", lambda value: f"{value:.0f}"),
+    Column("accuracy", "accuracy", _percent),
+    Column("tok/s", "tokens/per_second", _rate),
+)
+LOSS = Column("loss", "loss", _number)
+"""For objectives that learn from data, whose loss does mean something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A sign of ill health: a metric beyond a bound, and what to do."""
+
+    metric: str
+    wrong: Callable[[float], bool]
+    says: str
+
+
+FLAGS = (
+    Flag(
+        "frac_reward_zero_std",
+        lambda v: v > 0.8,
+        "of the groups had equal rewards and taught nothing: prompts too easy or too hard",
+    ),
+    Flag("completions/clipped_ratio", lambda v: v > 0.8, "of the completions hit the length limit: raise rollout.max_new_tokens"),
+    Flag("entropy", lambda v: v < 0.01, "nats of entropy: the policy hardly explores any more; lower optimizer.lr or stop earlier"),
+    Flag("mismatch/max", lambda v: v > 0.1, "nats between sampled and scored log-probs: run `groupwise check`"),
+    Flag("completions/duplicates", lambda v: v > 0.8, "of the completions were the same text: the policy has collapsed"),
+    Flag("skipped_updates", lambda v: v > 0, "updates skipped for a loss or gradient that was not finite: lower optimizer.lr"),
+    Flag(
+        "kl/guarded",
+        lambda v: v > 0,
+        "tokens lay so far from the reference that the KL was cut: lower optimizer.lr or raise group.beta",
+    ),
+    Flag("reward", lambda v: math.isnan(v), "reward: no completion could be scored; try `groupwise score`"),
+)
+RECENT = 10
+"""Steps over which the summary averages."""
+
+
+def flags(history: Sequence[Mapping[str, float]]) -> list[str]:
+    """The warnings that the last steps call for, one line each; empty when all is well.
+
+    history: metrics of each step, oldest first.
+
+    >>> flags([{"frac_reward_zero_std": 0.9, "entropy": 0.5}])
+    ['frac_reward_zero_std 0.900: of the groups had equal rewards and taught nothing: prompts too easy or too hard']
+    """
+    recent = history[-RECENT:]
+    found = []
+    for flag in FLAGS:
+        values = [metrics[flag.metric] for metrics in recent if flag.metric in metrics]
+        if values and flag.wrong(float(np.mean(values))):
+            found.append(f"{flag.metric} {_number(float(np.mean(values)))}: {flag.says}")
+    return found
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds, as short as they can be said.
+
+    >>> duration(7), duration(754), duration(3 * 3600 + 62)
+    ('7s', '12m34s', '3h01m')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+# ---------------------------------------------------------------- the view
+
+
+class Progress:
+    """The terminal view of one run.
+
+    steps: the last step's number.  title: what the run is called.  every: seconds between plain lines where there is no terminal.
+    Use as a context manager, so that the live line is taken away on any exit.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        title: str = "",
+        *,
+        console: Console | None = None,
+        every: float = 10.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self._steps, self._title, self._every, self._now = steps, title, every, now
+        self._history: list[Mapping[str, float]] = []
+        self._numbers: list[int] = []
+        self._began = self._last_line = now()
+        self._ticks = [self._began]
+        self._last: Step | None = None
+        self._live: Live | None = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def plan(self, rows: Plan) -> None:
+        """The table before step 1; the time of the steps counts from here."""
+        table = Table(
+            title=safe(self._title) if self._title else None, show_header=False, box=None, pad_edge=False, title_justify="left"
+        )
+        for label, value in rows:
+            table.add_row(Text(label, style="dim"), safe(str(value)))
+        self.console.print(table)
+        self._began = self._last_line = self._now()
+        self._ticks = [self._began]
+
+    def update(self, step: Step) -> None:
+        """Show a step: the live line in a terminal, else a plain line if one is due.  A step with an evaluation keeps its line."""
+        self._history.append(dict(step.metrics))
+        self._numbers.append(step.number)
+        self._last = step if step.groups or self._last is None else self._last
+        now = self._now()
+        self._ticks = [*self._ticks, now][-2 * RECENT - 1 :]
+        line = self.line(step)
+        if self.console.is_terminal:
+            if self._live is None:
+                self._live = Live(console=self.console, refresh_per_second=4, transient=True)
+                self._live.start()
+            self._live.update(line)
+        due = len(self._history) == 1 or step.number >= self._steps or now - self._last_line >= self._every
+        if step.evaluation or (due and not self.console.is_terminal):
+            self.console.print(line)
+            self._last_line = now
+
+    def line(self, step: Step) -> Text:
+        """One step in one line."""
+        metrics = step.metrics
+        columns = COLUMNS if "reward" in metrics or "accuracy" in metrics else (LOSS, *COLUMNS)
+        parts = [f"step {step.number}/{self._steps}"]
+        parts += [f"{column.label} {column.show(metrics[column.metric])}" for column in columns if column.metric in metrics]
+        if step.evaluation:
+            shown = {name.removeprefix("eval/"): value for name, value in step.evaluation.items()}
+            parts += [f"eval {name} {value:.3f}" for name, value in shown.items() if "/" not in name]
+        if len(self._ticks) > 1 and step.number < self._steps:
+            each = (self._ticks[-1] - self._ticks[0]) / (len(self._ticks) - 1)
+            parts.append(f"left {duration(each * (self._steps - step.number))}")
+        return safe("  ".join(parts))
+
+    def note(self, text: str, style: str = "") -> None:
+        """Print a line above the live line."""
+        self.console.print(safe(text, style=style))
+
+    def stop(self) -> None:
+        """Take the live line away.  Safe to call twice."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def summary(self, rows: Plan = (), *, sample: bool = True) -> None:
+        """The end of the run: first and last figures side by side, `rows` of the caller's, warnings, one completion.
+
+        sample: show the best and the worst completion of the last step.
+        """
+        self.stop()
+        if self._history:
+            self.console.print(self._table(rows))
+        elif rows:
+            self.plan(rows)
+        for warning in flags(self._history):
+            self.console.print(safe(f"! {warning}", style="yellow"))
+        if sample and self._last is not None and self._last.groups:
+            self._sample(self._last)
+
+    def _table(self, rows: Plan) -> Table:
+        head, tail = self._history[:RECENT], self._history[-RECENT:]
+        last = self._numbers[-1]
+        table = Table(box=None, pad_edge=False, title=safe(self._title) if self._title else None, title_justify="left")
+        table.add_column("")
+        table.add_column(f"steps {self._numbers[0]}-{self._numbers[len(head) - 1]}", justify="right")
+        table.add_column(f"steps {self._numbers[-len(tail)]}-{last}", justify="right")
+        columns = COLUMNS if any("reward" in metrics for metrics in tail) else (LOSS, *COLUMNS)
+        for column in columns:
+            figures = [[metrics[column.metric] for metrics in part if column.metric in metrics] for part in (head, tail)]
+            if all(figures):
+                table.add_row(column.label, *(column.show(float(np.mean(values))) for values in figures))
+        table.add_row("time", "", duration(self._now() - self._began))
+        for label, value in rows:
+            table.add_row(safe(label), "", safe(str(value)))
+        return table
+
+    def _sample(self, step: Step) -> None:
+        scored = [
+            (float(reward), rollout) for group in step.groups for reward, rollout in zip(group.reward, group.rollouts, strict=True)
+        ]
+        scored = [pair for pair in scored if not math.isnan(pair[0])]
+        if not scored:
+            return
+        best, worst = max(scored, key=lambda pair: pair[0]), min(scored, key=lambda pair: pair[0])
+        chosen = [("best", best)] + ([("worst", worst)] if worst[0] < best[0] else [])
+        for label, (reward, rollout) in chosen:
+            self.console.print(
+                Text(f"{label} of step {step.number}: reward {reward:g}, {len(rollout)} tokens, {rollout.finish}", style="dim")
+            )
+            self.console.print(safe(rollout.prompt.text, limit=200, style="dim") + safe(rollout.text, limit=400))

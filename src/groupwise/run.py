@@ -1,0 +1,228 @@
+"""A run from its recipe to its final model: resume, log, evaluate, save, export.
+
+`train` yields every `Step`; `train_recipe` is what the command does with it: the plan, the progress line, the table at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from groupwise import checkpoint
+from groupwise.card import write_card
+from groupwise.config import load_stages
+from groupwise.errors import ConfigError
+from groupwise.evaluate import Evaluation
+from groupwise.jobs import Job, make_job, plan_of
+from groupwise.models.policy import Policy
+from groupwise.progress import Progress
+from groupwise.records import Step
+from groupwise.runlog import Lock, RunLog, choose_folder, finished
+from groupwise.settings import Recipe
+
+FINAL, REFERENCE = "final", "reference"
+"""Folders of a run: the trained model, and the weights before the first step where a reference is needed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a run came to."""
+
+    folder: Path
+    before: Evaluation | None
+    """None also if the run was resumed after its first step."""
+    after: Evaluation | None
+    steps: int
+    """Steps taken by this process."""
+
+
+def train(recipe: Recipe, *, fresh: bool = False) -> Iterator[Step]:
+    """Run a recipe and yield its steps; the run folder is written on the way.  Running it again resumes it.
+
+    A step numbered 0 carries the evaluation before training.  fresh: start anew in a numbered folder.
+    Raises ConfigError, DataError, RewardError, EngineError, CheckpointError, Diverged.
+
+    >>> from groupwise.config import load_recipe
+    >>> for step in train(load_recipe("recipes/demo.yaml")):  # doctest: +SKIP
+    ...     print(step.number, step.metrics["reward"])
+    """
+    folder = choose_folder(recipe, fresh)
+    with Run(recipe, folder) as run:
+        yield from run.steps()
+
+
+class Run:
+    """A recipe in its folder, locked for this process.
+
+    Use it as a context manager; `steps()` trains, and `before`, `after` and `job` are there to look at.
+    """
+
+    def __init__(self, recipe: Recipe, folder: Path) -> None:
+        self.recipe, self.folder = recipe, folder
+        self.before: Evaluation | None = None
+        self.after: Evaluation | None = None
+        self.lock = Lock(folder)
+        try:
+            if recipe.threads is not None:
+                torch.set_num_threads(recipe.threads)
+            newest = checkpoint.latest(folder)
+            self.done = checkpoint.step_of(newest) if newest is not None else 0
+            state = checkpoint.load(newest) if newest is not None else None
+            self.job: Job = make_job(
+                resolved(recipe),
+                resume=newest / "policy" if newest is not None else None,
+                reference=folder / REFERENCE,
+            )
+            if state is not None:
+                self.job.restore(state)
+            # The last whole step: its number, the optimizer steps taken by then, and where the data stood.
+            self._whole = (self.done, self.job.optimizer.taken, self.job.order.state())
+        except BaseException:
+            self.lock.release()
+            raise
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.job.close()
+        self.lock.release()
+
+    def steps(self) -> Iterator[Step]:
+        """Train to the end: evaluate where due, write the log and checkpoints, export the final model."""
+        recipe, job = self.recipe, self.job
+        if self.done == 0 and job.reference is not None:
+            _export(job.reference, self.folder / REFERENCE)
+        with RunLog(self.folder, recipe, done=self.done) as log:
+            if self.done == 0 and recipe.eval.at_start:
+                self.before = job.judge(recipe.eval.prompts)
+                if self.before is not None:
+                    first = Step(number=0, metrics={}, evaluation=self.before.metrics())
+                    log.write(first)
+                    yield first
+            try:
+                for step in job.loop(self.done):
+                    last = step.number == job.steps
+                    if last or (recipe.eval.every and step.number % recipe.eval.every == 0):
+                        self.after = job.judge(None if last else recipe.eval.prompts)
+                        step = replace(step, evaluation=self.after.metrics() if self.after is not None else None)
+                    log.write(step)
+                    self._whole = (step.number, job.optimizer.taken, job.order.state())
+                    self.done = step.number
+                    if last or (recipe.save.every and step.number % recipe.save.every == 0):
+                        log.sync()
+                        self._save()
+                    yield step
+            except (KeyboardInterrupt, GeneratorExit):
+                self._save()
+                raise
+            _export(job.policy, self.folder / FINAL)
+            write_card(self.folder / FINAL, recipe, job.plan, self.after)
+            log.finish(self.done, {} if self.after is None else self.after.metrics())
+
+    def _save(self) -> None:
+        """Checkpoint the last whole step; nothing if the step after it has already changed the weights."""
+        number, taken, order = self._whole
+        if number and taken == self.job.optimizer.taken:
+            state = {**self.job.state(), "order": order}
+            checkpoint.save(self.folder, number, policy_writer=self.job.policy.save, state=state, keep=self.recipe.save.keep)
+
+
+def resolved(recipe: Recipe) -> Recipe:
+    """The recipe with `stage:NAME` replaced by the folder of that stage's final model.  Raises ConfigError if it is not there."""
+    path = recipe.model.path
+    if path is None or not path.startswith("stage:"):
+        return recipe
+    stage = path.removeprefix("stage:")
+    folder = Path(recipe.runs) / Path(recipe.name).parent / stage / FINAL
+    if not (folder / "config.json").exists():
+        raise ConfigError(f"model.path: the stage {stage!r} has not finished: there is no model in {folder}")
+    return replace(recipe, model=replace(recipe.model, path=str(folder)))
+
+
+def train_recipe(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    dry_run: bool = False,
+    fresh: bool = False,
+    quiet: bool = False,
+    console: Console | None = None,
+) -> int:
+    """What `groupwise train` does: every stage of a recipe, one after the other.  Returns the exit status."""
+    console = console or Console(quiet=quiet)
+    stages = load_stages(path, overrides)
+    outcomes: dict[str, Outcome] = {}
+    for number, (name, recipe) in enumerate(stages.items(), 1):
+        title = f"{recipe.name} ({number} of {len(stages)})" if len(stages) > 1 else recipe.name
+        if dry_run:
+            _show_plan(recipe, title, console)
+            continue
+        folder = choose_folder(recipe, fresh)
+        if (step := finished(folder)) is not None:
+            console.print(f"{title}: finished at step {step}; its model is in {folder / FINAL}", highlight=False)
+            continue
+        outcomes[name] = _train_stage(recipe, folder, title, console)
+    if outcomes and not dry_run:
+        _closing_table(outcomes, console)
+    return 0
+
+
+def _train_stage(recipe: Recipe, folder: Path, title: str, console: Console) -> Outcome:
+    with Run(recipe, folder) as run:
+        begin = run.done
+        with Progress(run.job.steps, title, console=console) as progress:
+            progress.plan([*run.job.plan, ("resumed", f"after step {begin}")] if begin else run.job.plan)
+            for step in run.steps():
+                progress.update(step)
+            progress.stop()
+            progress.summary([("model", str(folder / FINAL)), ("log", str(folder / "metrics.jsonl"))])
+        return Outcome(folder=folder, before=run.before, after=run.after, steps=run.done - begin)
+
+
+def _show_plan(recipe: Recipe, title: str, console: Console) -> None:
+    if recipe.model.path is not None and recipe.model.path.startswith("stage:"):
+        console.print(f"{title}: starts from the model of {recipe.model.path}; its plan is shown when that exists", highlight=False)
+        return
+    with Progress(recipe.steps or 1, title, console=console) as progress:
+        progress.plan(plan_of(recipe))
+
+
+def _closing_table(outcomes: Mapping[str, Outcome], console: Console) -> None:
+    """Held-out figures before, between and after, and what to type next."""
+    rows: list[tuple[str, Evaluation]] = []
+    for stage, outcome in outcomes.items():
+        if outcome.before is not None and not rows:
+            rows.append(("before", outcome.before))
+        if outcome.after is not None:
+            rows.append((f"after {stage}", outcome.after))
+    last = list(outcomes.values())[-1].folder
+    if rows:
+        k = rows[-1][1].k
+        table = Table("held out", "greedy accuracy", "sampled accuracy", f"pass@{k}", "mean reward", "tokens", box=None, pad_edge=False)
+        for label, found in rows:
+            figures = (found.greedy, found.sampled, found.pass_at_k, found.reward)
+            table.add_row(label, *(str(figure) for figure in figures), f"{found.length:.1f}")
+        console.print()
+        console.print(table)
+        console.print(f"({rows[-1][1].prompts} prompts that training never saw; ± is half of a 95 % interval)", style="dim", highlight=False)
+    console.print("\nNext:", highlight=False)
+    for line in (f"groupwise chat {last}", f"groupwise eval {last / FINAL} --task ...", f"groupwise score accuracy {last}/rollouts"):
+        console.print(f"  {line}", highlight=False, markup=False)
+
+
+def _export(policy: Policy, folder: Path) -> None:
+    """Write a policy as a plain Hugging Face folder, all or nothing."""
+    temporary = folder.with_name(f".new-{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    policy.save(temporary)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(temporary, folder)
