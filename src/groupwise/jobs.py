@@ -112,7 +112,9 @@ def blueprint_of(recipe: Recipe, resume: Path | None) -> Blueprint:
         seed=recipe.seed,
     )
     if recipe.model.dtype == "bfloat16":
-        model = model.to(torch.bfloat16)  # type: ignore[arg-type]
+        # Parameters only, as from_pretrained does: `model.to` would round the rotary frequencies too.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
     eos = (int(tokenizer.eos_token_id),)  # type: ignore[arg-type]
     return Blueprint(
         tokenizer=tokenizer, config=model.config.to_dict(), eos_ids=eos, context=scratch.context, load=lambda: model

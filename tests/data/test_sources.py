@@ -43,6 +43,12 @@ def test_a_byte_order_mark_and_windows_line_ends_are_fine(write):
         ('{"a": 1}', "x.json", r"x\.json: expected a list of objects, found an object"),
         ('[{"a": 1}, 5]', "x.json", r"x\.json row 2: a row is a JSON object, this is a number"),
         ('{"a": 1}\n{"a": 2}\n', "x.json", r"line 2: not JSON: Extra data.*name it \.jsonl"),
+        (
+            '{"a": "\\ud83d\\ude00"}\n{"a": "\\ud83d!"}\n',
+            "x.jsonl",
+            r"x\.jsonl line 2: half of a character, '\\ud83d', stands alone",
+        ),
+        ('[{"a": 1}, {"a": "\\ud83d"}]', "x.json", r"x\.json row 2: half of a character"),
         ("a,b\n1,2\n", "x.csv", r"x\.csv: cannot read \.csv: convert it to \.jsonl"),
     ],
 )

@@ -76,6 +76,9 @@ def ask_rows(rows: Rows, template: Template, tally: Tally) -> list[tuple[int, Qu
     questions = template.ask([content for _, content in asked], [rows.where(i) for i, _ in asked])
     kept = []
     for (i, content), question in zip(asked, questions, strict=True):
+        if not question.tokens.size:
+            tally.drop("empty")
+            continue
         if template.unknown(question.text, question.tokens):
             tally.drop(UNKNOWN)
             continue

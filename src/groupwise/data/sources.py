@@ -131,6 +131,7 @@ def _parse_line(line: bytes, where: str) -> Mapping[str, Any]:
         raise DataError(f"{where}: not JSON: {cut} at column {error.colno}: {_excerpt(text, error.pos)}") from None
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row is a JSON object, this is {_kind(row)}")
+    _refuse_lone_surrogates(text, row, where)
     return row
 
 
@@ -140,6 +141,17 @@ def _decode(data: bytes, where: str) -> str:
     except UnicodeDecodeError as error:
         bad = data[error.start]
         raise DataError(f"{where}: not UTF-8: byte 0x{bad:02x} at offset {error.start}") from None
+
+
+def _refuse_lone_surrogates(text: str, row: object, where: str) -> None:
+    r"""JSON can escape half of a character (`\ud83d` alone): Python reads it, but no tokenizer or file can hold it."""
+    if "\\ud" not in text and "\\uD" not in text:
+        return
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise DataError(f"{where}: half of a character, {half}, stands alone: mend the text, for example by removing it") from None
 
 
 def _read_json(file: Path, name: str) -> Rows:
@@ -156,6 +168,7 @@ def _read_json(file: Path, name: str) -> Rows:
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
             raise DataError(f"{name} row {i + 1}: a row is a JSON object, this is {_kind(row)}")
+        _refuse_lone_surrogates(text, row, f"{name} row {i + 1}")
     return Rows(name, rows)
 
 

@@ -253,6 +253,8 @@ def is_blank(content: Content) -> bool:
 
 def _ended(ids: np.ndarray, eos_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Ends the ids with EOS: white space behind the last EOS is cut (templates write a newline there), a missing one is added."""
+    if ids.size and int(ids[-1]) in eos_ids:
+        return ids
     places = np.flatnonzero(np.isin(ids, np.asarray(eos_ids, dtype=np.int64)))
     if places.size and not str(tokenizer.decode(ids[places[-1] + 1 :].tolist())).strip():
         return ids[: places[-1] + 1]

@@ -27,12 +27,15 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from transformers.utils import logging as transformers_logging
 
 from groupwise.errors import ConfigError, DataError, Diverged
 from groupwise.models.attention import Attend, PackedAttention, plain_attention, use_packed_attention
 from groupwise.objective.logprobs import Head, head_logits
 from groupwise.records import Batch, Layout
 from groupwise.settings import ModelSettings
+
+transformers_logging.disable_progress_bar()
 
 PROBE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.15}
 """Largest difference of a logit between packed and ordinary forward, relative to the spread of the logits."""

@@ -366,7 +366,7 @@ def guarded_exp(x: Tensor) -> Tensor:
 
     `exp` alone overflows float32 at 89 nats, and then a clipped token's gradient is 0 x inf = NaN.
     """
-    return x.exp() * (1.0)
+    return x.clamp(max=LIMIT).exp() * (1 + torch.relu(x - LIMIT))
 
 
 def segment_sum(x_M: Tensor, segment_M: Tensor, segments: int) -> Tensor:
