@@ -49,9 +49,13 @@ for _name, (_pattern, _first) in _SCALARS.items():
 
 def _represent_text(dumper: Dumper, text: str) -> yaml.ScalarNode:
     plain = (True, False)
-    readers = (_READER.resolve(yaml.ScalarNode, text, plain), dumper.resolve(yaml.ScalarNode, text, plain))
-    style = "|" if "\n" in text and text.isprintable() else None
-    return dumper.represent_scalar(TAG + "str", text, style=style if set(readers) == {TAG + "str"} else '"')
+    readers = {_READER.resolve(yaml.ScalarNode, text, plain), dumper.resolve(yaml.ScalarNode, text, plain)}
+    style = None
+    if readers != {TAG + "str"} or not text.replace("\n", "").isprintable():
+        style = '"'
+    elif "\n" in text:
+        style = "|"
+    return dumper.represent_scalar(TAG + "str", text, style=style)
 
 
 _READER = _Loader("")

@@ -54,6 +54,10 @@ def _attention(
             "for an ordinary forward or generate use `with plain_attention(model):`"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if torch.is_autocast_enabled(query.device.type):
+        # Rotary embeddings leave queries and keys in float32 while values are in bfloat16; a kernel takes one type.
+        lower = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(lower), key.to(lower), value.to(lower)
     return attend(module.layer_idx, query, key, value, scale, softcap, sliding_window), None  # type: ignore[arg-type]
 
 
