@@ -73,8 +73,8 @@ def refused(text: str, *overrides: str) -> list[str]:
     """The lines of the error."""
     with pytest.raises(ConfigError) as caught:
         parse_stages(text, "r.yaml", overrides)
-    lines = str(caught.value).splitlines()
-    return [line.strip() for line in lines[1:]] if lines[0].endswith(" problems in r.yaml:") else lines
+    lines = [line.strip() for line in str(caught.value).splitlines()]
+    return lines[1:] if lines[0].endswith(" problems in r.yaml:") else lines
 
 
 def test_a_good_recipe() -> None:

@@ -186,7 +186,7 @@ def _eval(given: argparse.Namespace) -> int:
     task_args, columns = _pairs(given.task_arg, "--task-arg"), _texts(given.column, "--column")
     if given.temperature <= 0:
         raise ConfigError(f"--temperature must be greater than 0, got {given.temperature:g} (greedy is always reported too)")
-    from groupwise.run import evaluate_checkpoint
+    from groupwise.use import evaluate_checkpoint
 
     report = evaluate_checkpoint(
         given.checkpoint,
@@ -233,7 +233,7 @@ def _score(given: argparse.Namespace) -> int:
 
 
 def _chat(given: argparse.Namespace) -> int:
-    from groupwise.run import chat
+    from groupwise.use import chat
 
     return chat(given.checkpoint) or 0
 

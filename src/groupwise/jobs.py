@@ -21,7 +21,7 @@ from groupwise.data.tokenizers import make_tokenizer
 from groupwise.evaluate import Evaluation, evaluate
 from groupwise.models.policy import Blueprint, Policy, make_policy, read_blueprint
 from groupwise.models.scratch import scratch_model
-from groupwise.offline import SFT, train_offline
+from groupwise.offline import SFT, train_offline, whole_text
 from groupwise.online import train_online
 from groupwise.optim import Optimizer
 from groupwise.plan import Lines, Shape, memory, memory_lines, offline_plan, online_plan
@@ -49,6 +49,8 @@ class Job:
     judge: Callable[[int | None], Evaluation | None]
     """Evaluates on the first n held-out prompts (None: all); None if there is nothing to evaluate on."""
     reference: Policy | None = None
+    engine: Engine | None = None
+    """What samples, where the objective or its evaluation does."""
     closing: list[Callable[[], None]] = field(default_factory=list)
 
     def state(self) -> dict[str, Any]:
@@ -191,6 +193,8 @@ class _Prepared:
         rows = load_demonstrations(
             recipe.data, blueprint.tokenizer, context=blueprint.context, eos_ids=blueprint.eos_ids, seed=recipe.seed
         )
+        if recipe.data.train_on == "all":
+            rows = replace(rows, train=tuple(whole_text(row) for row in rows.train))
         tokens = sum(len(row) for row in rows.train) / max(len(rows.train), 1)
         prompts = _prompts(recipe, blueprint) if recipe.rewards else None
         held_out = len(prompts.held_out) if prompts is not None else len(rows.held_out)
@@ -295,6 +299,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None) ->
         loop=loop,
         judge=_judge(recipe, engine, prepared),
         reference=anchor,
+        engine=engine,
         closing=[rewards.close],
     )
 
@@ -343,5 +348,6 @@ def _demonstration_job(recipe: Recipe, blueprint: Blueprint, reference: Path | N
         order=order,
         loop=loop,
         judge=judge,
+        engine=engine,
         closing=[prepared.rewards.close] if prepared.rewards is not None else [],
     )

@@ -7,7 +7,7 @@ it is.  `SFT` is here; objectives with heads or pairs have files of their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -73,6 +73,12 @@ def train_offline(
             "tokens/per_second": tokens / max(sum(clock.seconds.values()), 1e-9),
         }
         yield Step(number=number, metrics={**metrics, **objective.measure(rows, taken)}, timings=clock.seconds)
+
+
+def whole_text(row: Demonstration) -> Demonstration:
+    """The same text with every token but the first to be learnt, the prompt's too (`data.train_on: all`)."""
+    text = np.concatenate([row.prompt, row.completion])
+    return replace(row, prompt=text[:1], completion=text[1:])
 
 
 def demonstration_samples(rows: Sequence[Demonstration]) -> list[Sample]:

@@ -1,6 +1,6 @@
 """One optimizer step: samples with their final weights -> packed micro-batches -> forward, backward, step.
 
-The same function serves every objective; what differs is the loss of a batch, which the objective brings.  `token_loss` is that
+`assess` is the same without learning: what validation reports is what training minimises.  The same function serves every objective; what differs is the loss of a batch, which the objective brings.  `token_loss` is that
 of all objectives that are a sum over tokens (GRPO's family, SFT).
 
 P positions and M trained positions of a micro-batch   D width
@@ -27,13 +27,19 @@ BatchLoss = Callable[[Policy, Batch], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Update:
-    """One optimizer step: what was trained and what was seen on the way."""
+class Assessment:
+    """What a loss says of samples."""
 
     samples: list[Sample]
     seen: list[np.ndarray]
-    """Per sample (n_i,): what the loss reported of its tokens under the policy before the step (log-probs, scores)."""
+    """Per sample (n_i,): what the loss reported of its tokens (log-probs, scores), before the step where there is one."""
     loss: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Update(Assessment):
+    """One optimizer step: what was trained and what was seen on the way."""
+
     taken: Taken
 
 
@@ -45,6 +51,20 @@ def update(
     The weights of the samples are final, so neither the budget nor the order can change the step.
     whole_groups: never cut a group (pairs are compared with each other).
     """
+    value, seen = _visit(policy, loss, samples, budget, whole_groups, learn=True)
+    return Update(samples=list(samples), seen=seen, loss=value, taken=optimizer.step())
+
+
+@torch.no_grad()
+def assess(policy: Policy, loss: BatchLoss, samples: Sequence[Sample], *, budget: int, whole_groups: bool = False) -> Assessment:
+    """The same loss of the same kind of samples, without a gradient or a step."""
+    value, seen = _visit(policy, loss, samples, budget, whole_groups, learn=False)
+    return Assessment(samples=list(samples), seen=seen, loss=value)
+
+
+def _visit(
+    policy: Policy, loss: BatchLoss, samples: Sequence[Sample], budget: int, whole_groups: bool, *, learn: bool
+) -> tuple[float, list[np.ndarray]]:
     seen = [np.zeros(sample.completion.size) for sample in samples]
     dtype = torch.promote_types(policy.dtype, torch.float32)
     total = torch.zeros((), dtype=dtype, device=policy.device)
@@ -52,13 +72,14 @@ def update(
         samples, budget, share=policy.attention == "shared", whole_groups=whole_groups, device=policy.device, dtype=dtype
     ):
         value, seen_M = loss(policy, batch)
-        value.backward()
+        if learn:
+            value.backward()
         total += value.detach()
         seen_P = seen_M.new_zeros(batch.layout.total)
         seen_P[batch.trained_M] = seen_M.detach()
         for index, values in unpack(batch, seen_P, samples):
             seen[index] = values
-    return Update(samples=list(samples), seen=seen, loss=float(total), taken=optimizer.step())
+    return float(total), seen
 
 
 def token_loss(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ def evaluate_checkpoint(
     data: str | None = None,
     task: str | None = None,
     task_args: Mapping[str, Any] | None = None,
-    rewards: Sequence[str] = ("accuracy",),
+    reward: str = "accuracy",
     k: int = 8,
     temperature: float = 1.0,
     max_new_tokens: int = 256,
@@ -94,14 +94,14 @@ def evaluate_checkpoint(
     """Greedy accuracy, sampled accuracy and pass@k of a checkpoint.
 
     data: a file or hub name, all of whose rows are used; or task: a built-in task, whose held-out prompts are used.
-    rewards: functions by name; the first one says what is right.   k: samples per prompt.   limit: first rows only.
+    reward: the function that says what is right.   k: samples per prompt.   limit: first rows only.
     Raises ConfigError, DataError, RewardError.
     """
     if (data is None) == (task is None):
         raise ConfigError("say what to evaluate on: --data FILE or --task NAME")
     policy = load_policy(ModelSettings(path=final_model(path), dtype=dtype))  # type: ignore[arg-type]
     prompts = _prompts(policy, data, task, task_args or {}, max_new_tokens, limit, seed, columns or {}, template, system, chat, split)
-    functions = build_rewards([RewardSettings(function=name) for name in rewards], columns=list(prompts[0].row))
+    functions = build_rewards([RewardSettings(function=reward)], columns=list(prompts[0].row))
     sampling = Sampling(temperature=temperature, max_new_tokens=max_new_tokens)
     with functions:
         found = evaluate(NativeEngine(policy, max_rows=256), functions, prompts, k=k, sampling=sampling, seed=seed)

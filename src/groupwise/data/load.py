@@ -12,6 +12,7 @@ from groupwise.data.prompts import encode_prompts, prompt_limit, visit
 from groupwise.data.report import Report
 from groupwise.data.sources import Rows, read_rows
 from groupwise.data.split import part_of
+from groupwise.data.steps import Solution, encode_solutions
 from groupwise.data.tasks import make_task
 from groupwise.data.templates import Template, Wording
 from groupwise.errors import ConfigError, DataError
@@ -26,7 +27,7 @@ TASK_ROWS = 20_000
 TASK_HELD_OUT = 1_000
 """Held-out rows of a built-in task where `data.eval_limit` does not say."""
 
-Item = TypeVar("Item", Prompt, Demonstration, Pair)
+Item = TypeVar("Item", Prompt, Demonstration, Pair, Solution)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +95,20 @@ def load_pairs(settings: DataSettings, tokenizer: PreTrainedTokenizerBase, *, co
         return encode_pairs(rows, template, context=context, eos_ids=eos_ids, too_long=settings.too_long)
 
     return _load(settings, template, encode, "pairs", seed=0)
+
+
+def load_solutions(
+    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, *, context: int, eos_ids: Sequence[int]
+) -> Data[Solution]:
+    """Solutions with labelled steps for a process reward model.  Raises DataError or ConfigError as `load_data`."""
+    if settings.task is not None:
+        raise ConfigError(f"the task {settings.task!r} has no labelled steps: give data.path with completions and labels columns")
+    template = Template.build(settings, tokenizer)
+
+    def encode(rows: Rows) -> tuple[list[Solution], Report]:
+        return encode_solutions(rows, template, context=context, eos_ids=eos_ids, too_long=settings.too_long)
+
+    return _load(settings, template, encode, "solutions", seed=0)
 
 
 def load_texts(settings: DataSettings, seed: int) -> Iterator[str]:

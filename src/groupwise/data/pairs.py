@@ -27,6 +27,8 @@ class Pair:
     """int64 (n,), EOS last."""
     rejected: np.ndarray
     """int64 (n',), EOS last."""
+    margin: float = 0.0
+    """How much better the chosen one is, in units of the score, where the data have a column `margin`."""
 
     def __post_init__(self) -> None:
         assert self.prompt.dtype == self.chosen.dtype == self.rejected.dtype == np.int64
@@ -72,7 +74,7 @@ def encode_pairs(
             continue
         if not (chosen.stable and rejected.stable):
             tally.note("with a completion encoded apart from its prompt")
-        pairs.append(Pair(id=str(i), prompt=prompt, chosen=chosen.tokens, rejected=rejected.tokens))
+        pairs.append(Pair(id=str(i), prompt=prompt, chosen=chosen.tokens, rejected=rejected.tokens, margin=_margin(rows[i], rows.where(i))))
     report = tally.report([len(pair) for pair in pairs])
     if not pairs:
         raise DataError(f"no pair is left: {report}")
@@ -90,6 +92,15 @@ def with_prompt(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if chosen[:-1] != rejected[:-1]:
         raise DataError(f"{where}: chosen and rejected must be answers to the same messages, theirs differ before the last turn")
     return {**row, "prompt": chosen[:-1]}
+
+
+def _margin(row: Mapping[str, Any], where: str) -> float:
+    margin = row.get("margin")
+    if margin is None:
+        return 0.0
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not np.isfinite(margin):
+        raise DataError(f"{where}: margin is {margin!r}: expected a number")
+    return float(margin)
 
 
 def _both_sides(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:

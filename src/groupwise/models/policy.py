@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
@@ -82,8 +83,15 @@ class Policy:
 
     @property
     def head(self) -> Head:
-        """The output head: the checkpoint's own (possibly tied) weights, restricted to the tokenizer's vocabulary."""
+        """The output head: the checkpoint's own (possibly tied) weights, restricted to the tokenizer's vocabulary.
+
+        A model with a score head has no other; its language-model head is its embedding, where its config ties them.
+        """
         config, output = self.model.config, self.model.get_output_embeddings()
+        if output is None:
+            if not config.tie_word_embeddings:
+                raise ConfigError(f"{type(self.model).__name__} has no language-model head, and its embedding is not tied to one")
+            output = self.model.get_input_embeddings()
         bias = getattr(output, "bias", None)  # some heads have one, most have no such attribute
         scale = config.to_dict().get("logit_scale") or 1.0
         scale /= config.to_dict().get("logits_scaling") or 1.0
@@ -219,7 +227,8 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
 
     def load() -> PreTrainedModel:
         dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
-        return AutoModelForCausalLM.from_pretrained(path, trust_remote_code=settings.trust_remote_code, dtype=dtype)
+        kind = AutoModelForSequenceClassification if is_scorer(config.to_dict()) else AutoModelForCausalLM
+        return kind.from_pretrained(path, trust_remote_code=settings.trust_remote_code, dtype=dtype)
 
     return Blueprint(
         tokenizer=tokenizer,
@@ -228,6 +237,11 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
         context=context_length(config.to_dict()),
         load=load,
     )
+
+
+def is_scorer(config: dict[str, Any]) -> bool:
+    """True if a checkpoint is a sequence classifier (a reward model) and not a language model; `config` as a dictionary."""
+    return any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ())
 
 
 def load_policy(settings: ModelSettings) -> Policy:

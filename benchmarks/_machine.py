@@ -1,0 +1,113 @@
+"""The machine under a benchmark: its description, clocks, peak memory, and where results go."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def describe() -> dict[str, Any]:
+    """Processor, memory, load and versions."""
+    found: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "cpus": os.cpu_count(),
+        "cpu": platform.processor() or platform.machine(),
+        "load_1min": round(os.getloadavg()[0], 2),
+    }
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = dict(line.split(":", 1) for line in cpuinfo.read_text().splitlines() if ":" in line)
+        fields = {key.strip(): value.strip() for key, value in lines.items()}
+        found["cpu"] = fields.get("model name", found["cpu"])
+        flags = fields.get("flags", "").split()
+        found["features"] = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_fp16") if flag in flags]
+    if hasattr(os, "sysconf"):
+        found["memory_gb"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
+    for package in ("torch", "transformers", "trl", "vllm"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS.parent, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return found | {"commit": commit or None}
+
+
+def save(name: str, content: dict[str, Any]) -> Path:
+    """Write a result with the machine's description; the same name is written over."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": describe(), **content}, indent=1) + "\n")
+    return path
+
+
+class Meter:
+    """Adds up wall and processor seconds by phase.  Processor seconds count all threads of the process."""
+
+    def __init__(self) -> None:
+        self.wall: dict[str, float] = {}
+        self.cpu: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time what happens inside."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        try:
+            yield
+        finally:
+            self.wall[name] = self.wall.get(name, 0.0) + time.perf_counter() - wall
+            self.cpu[name] = self.cpu.get(name, 0.0) + time.process_time() - cpu
+
+    def read(self) -> dict[str, dict[str, float]]:
+        """What was counted since the last call, and start again."""
+        found = {"wall": self.wall, "cpu": self.cpu}
+        self.wall, self.cpu = {}, {}
+        return found
+
+
+class Peak:
+    """Peak of resident memory above what was resident at the start, in bytes (Linux)."""
+
+    def __init__(self) -> None:
+        # Sets the high-water mark back to what is resident now.
+        Path("/proc/self/clear_refs").write_text("5")
+        self.base = _status("VmRSS")
+
+    def above(self) -> int:
+        """Bytes."""
+        return _status("VmHWM") - self.base
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def median(values: Sequence[float]) -> float:
+    """Median, rounded to four significant digits."""
+    return significant(statistics.median(values))
+
+
+def significant(value: float) -> float:
+    """Four significant digits.
+
+    >>> significant(3.14159)
+    3.142
+    """
+    return float(f"{value:.4g}")

@@ -1,0 +1,204 @@
+"""Our side of `vs_trl.py`: the library's own loops, with the lengths of completions fixed by a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from _machine import Meter, Peak
+from _workload import Workload, text_of
+
+from groupwise import online
+from groupwise.algorithms import resolve
+from groupwise.clock import Clock
+from groupwise.data.demonstrations import Demonstration
+from groupwise.models.policy import Policy, load_policy
+from groupwise.offline import SFT, demonstration_samples, train_offline
+from groupwise.online import policy_loss, train_online, weigh, with_reference
+from groupwise.optim import Optimizer
+from groupwise.packing import pack, unpack
+from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored, Step
+from groupwise.rewards.compose import build_rewards
+from groupwise.rollout.native import NativeEngine
+from groupwise.settings import GroupSettings, ModelSettings, OptimizerSettings, RewardSettings
+
+STEPS = 10**6
+
+
+class Scheduled(NativeEngine):
+    """Ends completion `index` of prompt `visit/p` after `lengths[p, index]` tokens."""
+
+    lengths: np.ndarray
+
+    def limit(self, prompt: Prompt, index: int, sampling: Sampling) -> int:
+        """See `NativeEngine`."""
+        return int(self.lengths[int(prompt.id.split("/")[1]), index])
+
+
+def load(work: Workload, folder: Path) -> Policy:
+    """The policy, with an EOS that cannot be drawn: the schedule alone ends completions."""
+    dtype = "autocast" if work.dtype == "bfloat16" else "float32"
+    policy = load_policy(ModelSettings(path=str(folder), dtype=dtype, device="cpu"))  # type: ignore[arg-type]
+    return replace(policy, eos_ids=(work.vocab,)) if work.online else policy
+
+
+def prompts_of(work: Workload, visit: int = 0) -> list[Prompt]:
+    """The prompts of one step."""
+    return [
+        Prompt(id=f"{visit}/{p}", tokens=ids, text=text_of(ids), row={"dead": bool(dead)})
+        for p, (ids, dead) in enumerate(zip(work.prompt_ids(), work.dead_prompts(), strict=True))
+    ]
+
+
+def optimizer_settings(work: Workload) -> OptimizerSettings:
+    """A rate so small that every step sees the same policy; everything else as in TRL's defaults."""
+    changes = {} if work.microbatch is None else {"tokens_per_microbatch": work.microbatch}
+    return OptimizerSettings(lr=1e-7, betas=(0.9, 0.999), weight_decay=0.0, **changes)  # type: ignore[arg-type]
+
+
+class Ours:
+    """Answers the commands of `vs_trl.py`."""
+
+    def __init__(self, work: Workload, folder: Path) -> None:
+        self.work = work
+        self.policy = load(work, folder)
+        self.group = GroupSettings(group_size=work.group, prompts_per_step=work.prompts, beta=work.beta, dead_groups="exact")
+        self.algorithm = resolve("grpo", self.group, work.completion)
+        self.reference = self.policy.frozen_copy() if work.online and self.algorithm.needs_reference else None
+        self.meter = Meter()
+        self.loop = self._online() if work.online else self._offline()
+        self.peak = Peak()
+
+    def check(self, found: dict[str, Any]) -> dict[str, float]:
+        """Log-probs and gradients of TRL's own completions, compared with TRL's (float32: to rounding)."""
+        if self.work.online:
+            samples = self._samples(found)
+            value, seen = self._gradients(samples, lambda policy, batch: policy_loss(policy, self.algorithm, batch, entropy_tokens=1.0))
+        else:
+            samples = demonstration_samples(self._demonstrations())
+            value, seen = self._gradients(samples, SFT.loss)
+        torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), 1.0)
+        difference = total = 0.0
+        with np.load(found["gradients"]) as theirs:
+            for name, parameter in self.policy.model.named_parameters():
+                assert parameter.grad is not None
+                other = torch.from_numpy(theirs[name])
+                difference += float((parameter.grad - other).double().square().sum())
+                total += float(other.double().square().sum())
+        self.policy.model.zero_grad(set_to_none=True)
+        result = {"gradient_relative": (difference / max(total, 1e-300)) ** 0.5, "gradient_norm": total**0.5}
+        if "logp" in found:
+            pairs = [np.abs(ours - np.array(logp)[: ours.size]).max() for ours, logp in zip(seen, found["logp"], strict=True)]
+            result["logp_largest"] = float(max(pairs))
+        else:
+            result["loss_difference"] = abs(value - found["loss"])
+        return result
+
+    def step(self) -> dict[str, Any]:
+        """One step; seconds by phase."""
+        with self.meter.phase("step"):
+            step = next(self.loop)
+        seconds = self.meter.read()
+        wall, cpu = seconds["wall"], seconds["cpu"]
+        if self.work.online:
+            lengths = [[len(rollout) for rollout in group.rollouts] for group in step.groups]
+            assert lengths == self.work.schedule().tolist(), "completions do not follow the schedule"
+        for table in (wall, cpu):
+            table["update"] = table["step"] - table.get("rollout", 0.0) - table.get("reference", 0.0)
+        return seconds | {"peak": self.peak.above()}
+
+    def _online(self) -> Iterator[Step]:
+        work = self.work
+        engine = Scheduled(self.policy, max_rows=work.prompts * work.group)
+        engine.lengths = work.schedule()
+        engine.set_version(0)
+        rewards = build_rewards([RewardSettings(function="_workload:reward")], columns=["dead"])
+        settings = optimizer_settings(work)
+        visits = iter(range(STEPS))
+        steps = train_online(
+            self.policy,
+            self.algorithm,
+            engine=engine,
+            rewards=rewards,
+            draw=lambda count: prompts_of(work, next(visits))[:count],
+            optimizer=Optimizer(self.policy.model, settings, STEPS),
+            group=self.group,
+            sampling=Sampling(max_new_tokens=work.completion),
+            budget=settings.tokens_per_microbatch,
+            steps=STEPS,
+            reference=self.reference,
+        )
+        return _metered(steps, self.meter)
+
+    def _offline(self) -> Iterator[Step]:
+        settings = optimizer_settings(self.work)
+        rows = self._demonstrations()
+        return train_offline(
+            self.policy,
+            SFT,
+            draw=lambda count: rows,
+            optimizer=Optimizer(self.policy.model, settings, STEPS),
+            budget=settings.tokens_per_microbatch,
+            batch_size=len(rows),
+            steps=STEPS,
+        )
+
+    def _demonstrations(self) -> list[Demonstration]:
+        work = self.work
+        rows = zip(work.prompt_ids(), work.completion_ids(), strict=True)
+        return [Demonstration(id=str(i), prompt=prompt, completion=completion) for i, (prompt, completion) in enumerate(rows)]
+
+    def _samples(self, found: dict[str, Any]) -> list[Sample]:
+        """TRL's completions as weighted samples; its log-probs stand for the sampler's, as in its own loss."""
+        groups = []
+        size = self.work.group
+        for p, prompt in enumerate(prompts_of(self.work)):
+            rollouts = [
+                Rollout(
+                    prompt=prompt,
+                    index=i,
+                    tokens=np.array(ids, dtype=np.int64),
+                    behavior_logp=np.array(logp, dtype=np.float32),
+                    finish=Finish.LENGTH,
+                    eos_ids=self.policy.eos_ids,
+                    sampling=Sampling(),
+                    text="",
+                )
+                for i, (ids, logp) in enumerate(zip(found["completions"], found["logp"], strict=True))
+                if i // size == p
+            ]
+            reward = np.array(found["rewards"][p * size : (p + 1) * size])
+            groups.append(Scored(rollouts=tuple(rollouts), names=("reward",), rewards=reward[:, None], reward=reward))
+        groups = with_reference(groups, self.reference, 1 << 20)
+        return weigh(groups, self.algorithm.credit(groups), self.algorithm)
+
+    def _gradients(self, samples: list[Sample], loss: Any) -> tuple[float, list[np.ndarray]]:
+        seen = [np.zeros(sample.completion.size) for sample in samples]
+        total = 0.0
+        for batch in pack(samples, optimizer_settings(self.work).tokens_per_microbatch):
+            value, seen_M = loss(self.policy, batch)
+            value.backward()
+            total += float(value)
+            seen_P = seen_M.new_zeros(batch.layout.total)
+            seen_P[batch.trained_M] = seen_M.detach()
+            for index, values in unpack(batch, seen_P, samples):
+                seen[index] = values
+        return total, seen
+
+
+def _metered(steps: Iterator[Step], meter: Meter) -> Iterator[Step]:
+    """Count the loop's own phases with the benchmark's meter too, which knows processor seconds."""
+
+    class Metered(Clock):
+        @contextmanager
+        def phase(self, name: str) -> Iterator[None]:
+            with meter.phase(name), super().phase(name):
+                yield
+
+    online.Clock = Metered  # type: ignore[misc]
+    return steps

@@ -1,0 +1,179 @@
+"""What both sides of a comparison work on: a model with random weights, prompts, a schedule of lengths, a reward.
+
+Everything follows from a `Workload` and its seed, so that two processes that never talk to each other do the same work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+EOS, PAD = "<eos>", "<pad>"
+FIRST = 2
+"""Ids below it are EOS and PAD."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One point of the comparison."""
+
+    objective: str = "grpo"
+    family: str = "qwen2"
+    hidden: int = 256
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int | None = 2
+    vocab: int = 512
+    prompt: int = 32
+    """Tokens of every prompt."""
+    completion: int = 64
+    """Tokens of the longest completion."""
+    group: int = 8
+    """Completions per prompt."""
+    prompts: int = 8
+    """Per step; of a data-set objective: its rows, or pairs of rows."""
+    lengths: str = "varied"
+    """`varied`: uniform up to the longest; `full`: all the longest; `tail`: most an eighth of it, one in eight the longest."""
+    dtype: str = "float32"
+    """`float32`, or `bfloat16`: float32 weights and optimizer state, products in bfloat16, on both sides."""
+    beta: float = 0.0
+    dead: float = 0.0
+    """Share of the prompts whose completions all get the same reward."""
+    threads: int = 1
+    microbatch: int | None = None
+    """Packed positions of a micro-batch of ours; None: the library's default."""
+    trl_microbatches: int = 1
+    """Micro-batches that TRL cuts a step into: 1 is fastest."""
+    trl_defaults: bool = False
+    """TRL as it comes: bfloat16 autocast and gradient checkpointing."""
+    seed: int = 0
+
+    @property
+    def online(self) -> bool:
+        """True if completions are sampled."""
+        return self.objective not in ("sft", "reward")
+
+    def schedule(self) -> np.ndarray:
+        """Length of every completion: (prompts, group) int64, at least one of them the longest."""
+        rng = np.random.default_rng(self.seed)
+        shape = (self.prompts, self.group)
+        match self.lengths:
+            case "full":
+                found = np.full(shape, self.completion)
+            case "varied":
+                found = rng.integers(1, self.completion + 1, shape)
+            case "tail":
+                found = rng.integers(1, max(self.completion // 8, 1) + 1, shape)
+                found[rng.random(shape) < 1 / 8] = self.completion
+            case other:
+                raise SystemExit(f"--lengths must be varied, full or tail, got {other!r}")
+        found[0, 0] = self.completion
+        return found.astype(np.int64)
+
+    def prompt_ids(self) -> np.ndarray:
+        """(prompts, prompt) int64."""
+        return np.random.default_rng(self.seed + 1).integers(FIRST, self.vocab, (self.prompts, self.prompt))
+
+    def completion_ids(self) -> list[np.ndarray]:
+        """Demonstrations, or the two sides of preference pairs (chosen first): of the schedule's lengths, EOS last."""
+        rng = np.random.default_rng(self.seed + 2)
+        return [np.append(rng.integers(FIRST, self.vocab, int(n) - 1), 0) for n in self.schedule().flat]
+
+    def dead_prompts(self) -> np.ndarray:
+        """bool (prompts,)."""
+        return np.arange(self.prompts) < round(self.dead * self.prompts)
+
+
+SHAPES: dict[str, Workload] = {
+    "S": Workload(),
+    "M": Workload(hidden=512, layers=7, heads=8, kv_heads=4, vocab=8192, prompt=128, completion=128, prompts=4),
+    "L": Workload(
+        family="gpt2", hidden=768, layers=12, heads=12, kv_heads=None, vocab=50257, prompt=64, completion=128, prompts=2
+    ),
+}
+"""S 3M, M 25M, L 124M parameters."""
+
+
+ROWS = 8
+"""Rows (or pairs) of a data-set objective's step."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that describe a workload; what is not given comes from `--shape`."""
+    parser.add_argument("--shape", default="S", choices=list(SHAPES), help="what the other options start from (default: S)")
+    parser.add_argument("--objective", choices=["grpo", "sft", "reward"])
+    parser.add_argument("--family", choices=["llama", "qwen2", "qwen3", "gpt2"])
+    for name in ("hidden", "layers", "heads", "kv-heads", "vocab", "prompt", "completion", "group", "prompts", "threads"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--lengths", choices=["varied", "full", "tail"])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"])
+    parser.add_argument("--beta", type=float, help="weight of the KL to a reference")
+    parser.add_argument("--dead", type=float, help="share of prompts whose completions all get the same reward")
+    parser.add_argument("--microbatch", type=int, help="packed positions of our micro-batches (default: the library's)")
+    parser.add_argument("--trl-microbatches", type=int, help="micro-batches TRL cuts a step into (default: 1, its fastest)")
+    parser.add_argument("--trl-defaults", action="store_true", default=None, help="TRL as it comes: bf16, gradient checkpointing")
+    parser.add_argument("--seed", type=int)
+
+
+def workload(options: argparse.Namespace) -> Workload:
+    """The workload that the options describe."""
+    base = SHAPES[options.shape]
+    given = {name: value for name in asdict(base) if (value := getattr(options, name, None)) is not None}
+    if "heads" in given and "kv_heads" not in given:
+        given["kv_heads"] = None
+    if given.get("objective", "grpo") != "grpo":
+        given = {"prompts": ROWS} | given | {"group": 2 if given["objective"] == "reward" else 1}
+    return replace(base, **given)
+
+
+def model_folder(work: Workload, parent: Path) -> Path:
+    """Write the model and its tokenizer as a Hugging Face folder, the one file that both sides load.  Returns the folder."""
+    # In a process of its own would be cleaner still, but the parent measures nothing.
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from groupwise.models.scratch import scratch_model
+    from groupwise.settings import ScratchSettings
+
+    shape = [work.family, work.hidden, work.layers, work.heads, work.kv_heads, work.vocab, work.prompt, work.completion, work.seed]
+    folder = parent / hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:12]
+    if folder.exists():
+        return folder
+    context = max(1024, work.prompt + work.completion + 1)
+    settings = ScratchSettings(
+        family=work.family,  # type: ignore[arg-type]
+        hidden=work.hidden,
+        layers=work.layers,
+        heads=work.heads,
+        kv_heads=work.kv_heads if work.family != "gpt2" else None,
+        context=context,
+    )
+    model = scratch_model(settings, vocabulary=work.vocab, eos_ids=(0,), pad_id=1, seed=work.seed)
+    vocabulary = {EOS: 0, PAD: 1, **{f"w{i}": i for i in range(FIRST, work.vocab)}}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, model_max_length=context)
+    model.save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return folder
+
+
+def text_of(ids: Sequence[int] | np.ndarray) -> str:
+    """Text that encodes to exactly these ids.
+
+    >>> text_of([5, 0])
+    'w5 <eos>'
+    """
+    return " ".join((EOS, PAD)[i] if i < FIRST else f"w{i}" for i in map(int, ids))
+
+
+def reward(prompts: list[str], completions: list[str], completion_ids: Any, dead: list[bool], **_: Any) -> list[float]:
+    """A number that depends on the tokens alone; 0 for every completion of a dead prompt.  Both sides call this function."""
+    return [0.0 if out else (int(sum(ids)) % 101) / 100 for ids, out in zip(completion_ids, dead, strict=True)]
