@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -202,3 +203,12 @@ def _metered(steps: Iterator[Step], meter: Meter) -> Iterator[Step]:
 
     online.Clock = Metered  # type: ignore[misc]
     return steps
+
+
+def serve(connection: Connection, work: Workload, folder: Path, scratch: Path) -> None:
+    """Answer commands until told to end; runs in a process of its own."""
+    torch.set_num_threads(work.threads)
+    side = Ours(work, folder)
+    connection.send("ready")
+    while (command := connection.recv()) != "end":
+        connection.send(side.step() if command == "step" else side.check(command))

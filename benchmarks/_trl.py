@@ -6,6 +6,7 @@ The trainer runs its ordinary loop; a callback holds it before every step until 
 from __future__ import annotations
 
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +15,194 @@ import torch
 from _machine import Meter, Peak
 from _workload import Workload, reward, text_of
 from datasets import Dataset
-from transformers import LogitsProcessor, LogitsProcessorList, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from transformers import LogitsProcessor, LogitsProcessorList, Trainer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 STEPS = 10**6
+CERTAIN = 1e30
+"""A logit beside which no other token has any probability."""
 
 
 class Schedule(LogitsProcessor):
-    """EOS is drawn exactly at each row's scheduled last token: one column is written per step, and one entry per ending row."""
+    """EOS is drawn exactly at each row's scheduled last token: a step writes one column, and one entry per ending row."""
 
     def __init__(self, length_R: np.ndarray, prompt: int) -> None:
         self.length_R, self.prompt = torch.from_numpy(length_R.reshape(-1)), prompt
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Logits (R, V) of the next token -> the same, EOS hidden or forced."""
+        """Logits (R, V) of the next token -> the same with EOS hidden, or forced."""
         scores[:, 0] = -torch.inf
-        scores[self.length_R == input_ids.shape[1] - self.prompt + 1, 0] = torch.inf
-        return scores.nan_to_num_(posinf=1e9, neginf=-torch.inf) if False else _finite(scores)
+        scores[self.length_R == input_ids.shape[1] - self.prompt + 1, 0] = CERTAIN
+        return scores
 
 
-class Theirs:
-    """Runs TRL and answers the commands of `vs_trl.py` from inside its training loop."""
+class Conductor(TrainerCallback):
+    """Stands between the parent's commands and the trainer's steps."""
+
+    def __init__(self, connection: Connection, folder: Path, work: Workload) -> None:
+        self.connection, self.folder, self.work = connection, folder, work
+        self.meter = Meter()
+        self.peak: Peak | None = None
+        self.checking = False
+        self.seen: dict[str, Any] = {}
+        self.trainer: Trainer | None = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        """Wait for a command."""
+        if self.peak is None:
+            self.peak = Peak()
+            self.connection.send("ready")
+        command = self.connection.recv()
+        if command == "end":
+            raise SystemExit(0)
+        self.checking, self.seen = command == "check", {}
+        self.phase = self.meter.phase("step")
+        self.phase.__enter__()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        """Keep the gradients of the step that is compared."""
+        if self.checking:
+            assert self.trainer is not None
+            path = self.folder / "trl_gradients.npz"
+            gradients = {name: p.grad.numpy() for name, p in self.trainer.model.named_parameters() if p.grad is not None}
+            np.savez(path, **gradients)
+            self.seen["gradients"] = str(path)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        """Report."""
+        self.phase.__exit__(None, None, None)
+        seconds = self.meter.read()
+        for table in seconds.values():
+            table["rollout"] = table.get("rollout", 0.0) - table.get("reference", 0.0)
+            table["update"] = table["step"] - table["rollout"] - table.get("reference", 0.0)
+        assert self.peak is not None
+        self.connection.send(seconds | {"peak": self.peak.above()} | self.seen)
+
+
+def serve(connection: Connection, work: Workload, folder: Path, scratch: Path) -> None:
+    """Train until told to end; runs in a process of its own."""
+    torch.set_num_threads(work.threads)
+    conductor = Conductor(connection, scratch, work)
+    make = {"grpo": _grpo, "sft": _sft, "reward": _reward}[work.objective]
+    trainer = make(work, folder, scratch, conductor)
+    conductor.trainer = trainer
+    trainer.train()
+
+
+def _settings(work: Workload, scratch: Path) -> dict[str, Any]:
+    """Same rate, optimizer and clipping as on our side; nothing saved, nothing reported."""
+    rows = work.prompts * (work.group if work.online else 1)
+    settings: dict[str, Any] = {
+        "output_dir": str(scratch / "trl"),
+        "per_device_train_batch_size": rows // work.trl_microbatches,
+        "gradient_accumulation_steps": work.trl_microbatches,
+        "learning_rate": 1e-7,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1.0,
+        "max_steps": STEPS,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+        "seed": work.seed,
+    }
+    if not work.trl_defaults:
+        settings |= {"bf16": work.dtype == "bfloat16", "gradient_checkpointing": False}
+    return settings
+
+
+def _grpo(work: Workload, folder: Path, scratch: Path, conductor: Conductor) -> Trainer:
+    config = GRPOConfig(
+        **_settings(work, scratch),
+        num_generations=work.group,
+        max_completion_length=work.completion,
+        loss_type="grpo",
+        beta=work.beta,
+        temperature=1.0,
+        shuffle_dataset=False,
+        model_init_kwargs={"dtype": "float32"},
+    )
+    prompts = [text_of(ids) for ids in work.prompt_ids()]
+    dead = [bool(d) for d in work.dead_prompts()]
+    trainer = GRPOTrainer(
+        model=str(folder),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": prompts, "dead": dead}),
+        callbacks=[conductor],
+    )
+    schedule = LogitsProcessorList([Schedule(work.schedule(), work.prompt)])
+    generate = trainer.model.generate
+    trainer.model.generate = lambda **inputs: generate(**inputs, logits_processor=schedule)
+    meter = conductor.meter
+    roll, score = trainer._generate_and_score_completions, trainer._get_per_token_logps_and_entropies
+    inside = False
+
+    def timed_rollout(inputs: Any) -> Any:
+        nonlocal inside
+        inside = True
+        with meter.phase("rollout"):
+            outputs = roll(inputs)
+        inside = False
+        lengths = outputs["completion_mask"].sum(1)
+        assert lengths.tolist() == work.schedule().reshape(-1).tolist(), "completions do not follow the schedule"
+        if conductor.checking:
+            ids = [c[:n].tolist() for c, n in zip(outputs["completion_ids"], lengths, strict=True)]
+            prompts = [p[m.bool()].tolist() for p, m in zip(outputs["prompt_ids"], outputs["prompt_mask"], strict=True)]
+            assert prompts == work.prompt_ids().repeat(work.group, 0).tolist(), "prompts are not the same on both sides"
+            out = [bool(d) for d in work.dead_prompts().repeat(work.group)]
+            conductor.seen |= {"completions": ids, "rewards": reward([], [], ids, out)}
+        return outputs
+
+    def timed_score(*inputs: Any, **how: Any) -> Any:
+        if inside:
+            with meter.phase("reference"):
+                return score(*inputs, **how)
+        outputs = score(*inputs, **how)
+        if conductor.checking:
+            conductor.seen["logp"] = outputs[0].detach().float().tolist()
+        return outputs
+
+    trainer._generate_and_score_completions = timed_rollout
+    trainer._get_per_token_logps_and_entropies = timed_score
+    return trainer
+
+
+def _keep_loss(trainer: Trainer, conductor: Conductor) -> Trainer:
+    training_step: Callable[..., torch.Tensor] = trainer.training_step
+
+    def kept(*inputs: Any, **how: Any) -> torch.Tensor:
+        loss = training_step(*inputs, **how)
+        conductor.seen["loss"] = float(loss)
+        return loss
+
+    trainer.training_step = kept  # type: ignore[method-assign]
+    return trainer
+
+
+def _sft(work: Workload, folder: Path, scratch: Path, conductor: Conductor) -> Trainer:
+    rows = zip(work.prompt_ids(), work.completion_ids(), strict=True)
+    data = [
+        {"input_ids": [*map(int, prompt), *map(int, completion)], "completion_mask": [0] * len(prompt) + [1] * len(completion)}
+        for prompt, completion in rows
+    ]
+    trainer = SFTTrainer(
+        model=str(folder),
+        args=SFTConfig(**_settings(work, scratch), model_init_kwargs={"dtype": "float32"}, completion_only_loss=True),
+        train_dataset=Dataset.from_list(data),
+        callbacks=[conductor],
+    )
+    return _keep_loss(trainer, conductor)
+
+
+def _reward(work: Workload, folder: Path, scratch: Path, conductor: Conductor) -> Trainer:
+    sides = work.completion_ids()
+    data = [
+        {"prompt": text_of(prompt), "chosen": " " + text_of(chosen[:-1]), "rejected": " " + text_of(rejected[:-1])}
+        for prompt, chosen, rejected in zip(work.prompt_ids(), sides[::2], sides[1::2], strict=True)
+    ]
+    config = RewardConfig(**_settings(work, scratch), model_init_kwargs={"dtype": "float32"})
+    trainer = RewardTrainer(model=str(folder), args=config, train_dataset=Dataset.from_list(data), callbacks=[conductor])
+    return _keep_loss(trainer, conductor)

@@ -62,7 +62,9 @@ LEAVES = LEAVES | st.integers(0, 5).map(lambda n: torch.arange(n, dtype=torch.in
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner) | st.lists(inner).map(tuple), max_leaves=20))
+@given(
+    st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner) | st.lists(inner).map(tuple), max_leaves=20)
+)
 def test_any_state_comes_back_as_it_was(value: Any) -> None:
     document, tensors = _encode({"value": value})
     assert same(_decode(json.loads(json.dumps(document, allow_nan=False)), tensors), {"value": value})
@@ -71,7 +73,9 @@ def test_any_state_comes_back_as_it_was(value: Any) -> None:
 def test_tensors_of_every_kind_survive_the_disk(tmp_path: Path) -> None:
     base = torch.arange(24.0).reshape(4, 6)
     state = {
-        "kinds": [torch.ones(3).to(kind) for kind in (torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.bool)],
+        "kinds": [
+            torch.ones(3).to(kind) for kind in (torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.bool)
+        ],
         "nan": torch.tensor([float("nan"), float("-inf"), -0.0]),
         "zero-dim": torch.tensor(3),
         "empty": torch.zeros(0, 5),
@@ -234,7 +238,14 @@ def _flip(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
-FILES = ("policy/config.json", "policy/model.safetensors", "trainer/state.json", "trainer/state.safetensors", "manifest.json", "COMPLETE")
+FILES = (
+    "policy/config.json",
+    "policy/model.safetensors",
+    "trainer/state.json",
+    "trainer/state.safetensors",
+    "manifest.json",
+    "COMPLETE",
+)
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -347,7 +358,9 @@ def test_c2_c12_kill_at_any_moment_loses_at_most_one_save(tmp_path: Path) -> Non
         assert process.stdout.readline() == f"start {said}\n"
         time.sleep(chance.uniform(0.0, 0.25))
         process.send_signal(signal.SIGKILL)
-        saved = [int(line.split()[1]) for line in process.stdout.read().splitlines() if line.startswith("saved ") and line[6:].isdigit()]
+        saved = [
+            int(line.split()[1]) for line in process.stdout.read().splitlines() if line.startswith("saved ") and line[6:].isdigit()
+        ]
         process.wait()
         newest = latest(tmp_path)
         last = saved[-1] if saved else said

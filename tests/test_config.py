@@ -120,7 +120,10 @@ def test_a_good_recipe() -> None:
         # K5: choices
         ("model.dtype=float23", "model.dtype must be one of float32, bfloat16, autocast; got 'float23' (did you mean float32?)"),
         ("objective=gropo", "(did you mean grpo?)"),
-        ("group.surrogate=cliped", "group.surrogate: must be one of clipped, cispo, sapo, vespo, geometric, reinforce or module:function"),
+        (
+            "group.surrogate=cliped",
+            "group.surrogate: must be one of clipped, cispo, sapo, vespo, geometric, reinforce or module:function",
+        ),
         ("group.surrogate={low: 1}", "group.surrogate: a mapping needs `name`"),
         ("rewards.0.function=acuracy", "(did you mean accuracy?)"),
         ("data.task=adition", "(did you mean addition?)"),
@@ -227,14 +230,20 @@ def test_k10_all_at_once_in_under_three_seconds_without_torch(tmp_path: Path) ->
 def test_a_file_that_is_no_recipe() -> None:
     assert refused("- 1") == ["r.yaml:1: a recipe is a mapping of keys to values, got [1]"]
     assert refused("{") == ["r.yaml:1: not YAML: expected the node content, but found '<stream end>'", "{", "^"]
-    assert [line.split(": ", 1)[1][:20] for line in refused("")] == ["objective is missing", "model.path is missin", "data.path is missing"]
+    assert [line.split(": ", 1)[1][:20] for line in refused("")] == [
+        "objective is missing",
+        "model.path is missin",
+        "data.path is missing",
+    ]
 
 
 # ---------------------------------------------------------------- overrides and stages
 
 
 def test_overrides_win_and_make_sections() -> None:
-    recipe = one(GOOD, "optimizer.lr=1e-5", "--group.group_size=4", "rewards.1.weight=2", "data.task_args.digits=2", "optimizer.lr=2e-5")
+    recipe = one(
+        GOOD, "optimizer.lr=1e-5", "--group.group_size=4", "rewards.1.weight=2", "data.task_args.digits=2", "optimizer.lr=2e-5"
+    )
     assert (recipe.optimizer.lr, recipe.group.group_size, recipe.rewards[1].weight) == (2e-5, 4, 2.0)
     assert recipe.data.task_args == {"digits": 2}
 
@@ -254,7 +263,12 @@ def test_stages_overlay_the_top() -> None:
     sft, grpo = stages.values()
     assert (sft.name, grpo.name) == ("demo/sft", "demo/grpo")
     assert run_folder(grpo) == Path("runs/demo/grpo")
-    assert (sft.objective, sft.epochs, sft.steps, sft.optimizer) == ("sft", 2.0, None, OptimizerSettings(lr=3e-3, betas=(0.9, 0.95)))
+    assert (sft.objective, sft.epochs, sft.steps, sft.optimizer) == (
+        "sft",
+        2.0,
+        None,
+        OptimizerSettings(lr=3e-3, betas=(0.9, 0.95)),
+    )
     assert grpo.model == ModelSettings(path="stage:sft")  # the stage's path takes the scratch model away
     assert grpo.optimizer == OptimizerSettings()  # nothing flows from stage to stage
     assert grpo.data.task_args == {"digits": 3}
@@ -279,8 +293,14 @@ def test_part_mappings_are_replaced_not_merged() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("stage:sft", "stage:sff"), "r.yaml:10: stage grpo: model.path: no stage 'sff' runs before this one (earlier stages are sft) (did you mean sft?)"),
-        (("epochs: 2", "epochs: 2, model: {path: 'stage:grpo'}"), "r.yaml:6: stage sft: model.path: no stage 'grpo' runs before this one"),
+        (
+            ("stage:sft", "stage:sff"),
+            "r.yaml:10: stage grpo: model.path: no stage 'sff' runs before this one (earlier stages are sft) (did you mean sft?)",
+        ),
+        (
+            ("epochs: 2", "epochs: 2, model: {path: 'stage:grpo'}"),
+            "r.yaml:6: stage sft: model.path: no stage 'grpo' runs before this one",
+        ),
         (("  grpo:", "  gr/po:"), "r.yaml:7: a stage's name is made of letters"),
         (("stages:", "foo: 1\nstages:"), "r.yaml:5: unknown key 'foo'"),
         (("    steps: 20\n", ""), "r.yaml:3: stage grpo: steps is missing"),
@@ -292,7 +312,10 @@ def test_mistakes_in_stages(change: tuple[str, str], message: str) -> None:
 
 
 def test_mistakes_in_the_form_of_stages() -> None:
-    assert "write stages.NAME.key=value with one of the stages sft, grpo (did you mean sft?)" in refused(STAGED, "stages.stf.steps=1")[0]
+    assert (
+        "write stages.NAME.key=value with one of the stages sft, grpo (did you mean sft?)"
+        in refused(STAGED, "stages.stf.steps=1")[0]
+    )
     assert "stages must be a mapping" in refused("stages: [1]")[0]
     assert "stages.sft must be a mapping of keys to values, got 3" in refused("stages: {sft: 3}")[0]
 
@@ -330,7 +353,9 @@ def test_load_recipe_and_load_stages(tmp_path: Path) -> None:
                 function=st.just("exact"),
                 name=st.uuids().map(str),
                 weight=st.floats(0.1, 2),
-                args=st.dictionaries(st.text("abc ", min_size=1), st.text() | st.integers() | st.booleans() | st.none() | st.lists(st.text())),
+                args=st.dictionaries(
+                    st.text("abc ", min_size=1), st.text() | st.integers() | st.booleans() | st.none() | st.lists(st.text())
+                ),
             ),
             max_size=3,
         ).map(tuple),

@@ -86,7 +86,13 @@ def test_plain_lines_without_a_terminal() -> None:
         progress.plan([("prompts", "16"), ("completions", "128")])
         for number in range(1, 101):
             clock.time += 1.0
-            metrics = {"reward": number / 100, "frac_reward_zero_std": 0.25, "kl": 0.01, "entropy": 1.5, "completions/mean_length": 31.6}
+            metrics = {
+                "reward": number / 100,
+                "frac_reward_zero_std": 0.25,
+                "kl": 0.01,
+                "entropy": 1.5,
+                "completions/mean_length": 31.6,
+            }
             progress.update(step(number, **metrics, **{"tokens/per_second": 12_345.0, "loss": 7.0}))
     lines = [line for line in file.getvalue().splitlines() if line.startswith("step ")]
     assert len(lines) == 11  # the first, one every ten seconds, the last
@@ -149,4 +155,11 @@ def test_health_flags() -> None:
 
 
 def test_duration() -> None:
-    assert [duration(seconds) for seconds in (0.4, 59.4, 59.6, 3599, 3600, 90_061)] == ["0s", "59s", "1m00s", "59m59s", "1h00m", "25h01m"]
+    assert [duration(seconds) for seconds in (0.4, 59.4, 59.6, 3599, 3600, 90_061)] == [
+        "0s",
+        "59s",
+        "1m00s",
+        "59m59s",
+        "1h00m",
+        "25h01m",
+    ]

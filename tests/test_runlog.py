@@ -281,7 +281,9 @@ def test_x6_x7_no_secret_and_no_environment_variable_is_kept(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_SECRET", "from-the-environment")
-    monkeypatch.setattr(sys, "argv", ["groupwise", "train", "r.yaml", "rewards.0.args.api_key=on-the-command-line", "x=hf_abcdefghijklmnop"])
+    monkeypatch.setattr(
+        sys, "argv", ["groupwise", "train", "r.yaml", "rewards.0.args.api_key=on-the-command-line", "x=hf_abcdefghijklmnop"]
+    )
     args = {"api_key": "in-the-recipe"}
     reward = dataclasses.replace(recipe.rewards[0], args=args)
     written(tmp_path, dataclasses.replace(recipe, rewards=(reward,)), range(1, 2))
@@ -308,7 +310,9 @@ def test_tensorboard_holds_each_step_once(recipe: Recipe, tmp_path: Path) -> Non
     written(tmp_path, recipe, range(4, 7), done=3)
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
-    assert [(event.step, round(event.value, 4)) for event in board.Scalars("reward")] == [(n, round(0.1 * n, 4)) for n in range(1, 7)]
+    assert [(event.step, round(event.value, 4)) for event in board.Scalars("reward")] == [
+        (n, round(0.1 * n, 4)) for n in range(1, 7)
+    ]
 
 
 # ---------------------------------------------------------------- the lock

@@ -46,7 +46,9 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.dictionaries(st.text(min_size=1), st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))))
+@given(
+    st.dictionaries(st.text(min_size=1), st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+)
 def test_what_is_written_is_read_back(data: dict) -> None:
     data.pop("<<", None)
     for key in list(data):
@@ -61,9 +63,15 @@ def test_what_is_written_is_read_back(data: dict) -> None:
     ("text", "lines"),
     [
         ("a: 1\nb: 2\na: 3\n", ["x:3: 'a' stands here twice (first on line 1)"]),
-        ("a:\n  b: 1\n  b: 2\nc: 1\nc: 1\n", ["x:3: 'b' stands here twice (first on line 2)", "x:5: 'c' stands here twice (first on line 4)"]),
+        (
+            "a:\n  b: 1\n  b: 2\nc: 1\nc: 1\n",
+            ["x:3: 'b' stands here twice (first on line 2)", "x:5: 'c' stands here twice (first on line 4)"],
+        ),
         ("a: &b {c: 1}\nd:\n  <<: *b\n", ["x:3: merge keys (<<) are not allowed: say what is shared at the top, and use `stages`"]),
-        ("a: !!python/object/apply:os.system [ls]\n", ["x:1: the tag tag:yaml.org,2002:python/object/apply:os.system is not allowed"]),
+        (
+            "a: !!python/object/apply:os.system [ls]\n",
+            ["x:1: the tag tag:yaml.org,2002:python/object/apply:os.system is not allowed"],
+        ),
         ("a: !!binary aGk=\n", ["x:1: the tag tag:yaml.org,2002:binary is not allowed"]),
         ("a: !mine {b: 1}\n", ["x:1: the tag !mine is not allowed"]),
         ("? [1]\n: 2\n", ["x:1: a key must be a word"]),

@@ -166,13 +166,15 @@ class _Prepared:
         lines = online_plan(recipe, len(prompts.train), len(prompts.held_out))
         lines.insert(0, ("algorithm", algorithm_line(algorithm)))
         group = recipe.group
+        prompt_tokens = max(prompt.tokens.size for prompt in prompts.train)
+        step_tokens = group.prompts_per_step * (prompt_tokens + group.group_size * recipe.rollout.max_new_tokens)
         shape = Shape.of(blueprint.config, parameter_count(blueprint), dtype=recipe.model.dtype)
         found = memory(
             shape,
-            microbatch=recipe.optimizer.tokens_per_microbatch,
+            microbatch=min(recipe.optimizer.tokens_per_microbatch, step_tokens),
             rows=min(recipe.rollout.max_rows, group.prompts_per_step * group.group_size),
             prompts=group.prompts_per_step,
-            prompt_tokens=max(prompt.tokens.size for prompt in prompts.train),
+            prompt_tokens=prompt_tokens,
             completion_tokens=recipe.rollout.max_new_tokens,
             reference=algorithm.needs_reference,
             recompute=recipe.model.gradient_checkpointing,

@@ -7,7 +7,7 @@ it is.  `SFT` is here; objectives with heads or pairs have files of their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from groupwise.clock import Clock
 from groupwise.data.demonstrations import Demonstration
+from groupwise.evaluate import Estimate
 from groupwise.models.policy import Policy
 from groupwise.objective.weights import token_mean
 from groupwise.optim import Optimizer
 from groupwise.records import Batch, Sample, Step
-from groupwise.updating import BatchLoss, Update, token_loss, update
+from groupwise.updating import Assessment, BatchLoss, assess, token_loss, update
 
 Row = TypeVar("Row")
 
@@ -32,10 +33,45 @@ class Objective(Generic[Row]):
     samples: Callable[[Sequence[Row]], list[Sample]]
     """The rows of one optimizer step -> their samples, weights final."""
     loss: BatchLoss
-    measure: Callable[[Sequence[Row], Update], Mapping[str, float]]
-    """What is worth logging of an update."""
+    measure: Callable[[Sequence[Row], Assessment], Mapping[str, float]]
+    """What is worth logging of an update, and of validation."""
+    examine: Callable[[Sequence[Row], Assessment], Mapping[str, float]] = lambda rows, found: {}
+    """What validation measures beside."""
+    headlines: Mapping[str, str] = field(default_factory=lambda: {"held-out loss": "loss"})
+    """Label -> metric, for people; a metric's `/half_width` is shown with it."""
     whole_groups: bool = False
     """True if the samples of a group are compared with each other and must share a micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Validation:
+    """What an objective says of held-out rows: the training loss, in its own units, and what else it measures."""
+
+    rows: int
+    figures: Mapping[str, float]
+    shown: Mapping[str, str]
+
+    def metrics(self) -> dict[str, float]:
+        """Flat names, as the log keeps them under `eval/`."""
+        return dict(self.figures)
+
+    def summary(self) -> dict[str, str]:
+        """Label -> text, for tables."""
+        return dict(self.shown)
+
+
+def validate(
+    policy: Policy, objective: Objective[Row], rows: Sequence[Row], *, budget: int, beside: Mapping[str, Estimate] | None = None
+) -> Validation:
+    """The objective's own loss and measures on rows, no gradient.  beside: simple rules' results on the same rows, to compare with."""
+    found = assess(policy, objective.loss, objective.samples(rows), budget=budget, whole_groups=objective.whole_groups)
+    figures = {"loss": found.loss, **objective.measure(rows, found), **objective.examine(rows, found)}
+    halves = {name.removesuffix("/half_width"): half for name, half in figures.items() if name.endswith("/half_width")}
+    shown = {
+        label: str(Estimate(figures[name], halves[name])) if name in halves else f"{figures[name]:.4g}"
+        for label, name in objective.headlines.items()
+    }
+    return Validation(rows=len(rows), figures=figures, shown=shown | {label: str(rule) for label, rule in (beside or {}).items()})
 
 
 def train_offline(
@@ -108,6 +144,7 @@ SFT: Objective[Demonstration] = Objective(
     name="sft",
     samples=demonstration_samples,
     loss=demonstration_loss,
-    measure=lambda rows, update: {"nll": update.loss, "perplexity": float(np.exp(min(update.loss, 50.0)))},
+    measure=lambda rows, found: {"nll": found.loss, "perplexity": float(np.exp(min(found.loss, 50.0)))},
+    headlines={"held-out nll": "nll", "perplexity": "perplexity"},
 )
 """Supervised fine-tuning on demonstrations."""

@@ -163,7 +163,8 @@ def train_recipe(
     for number, (name, recipe) in enumerate(stages.items(), 1):
         title = f"{recipe.name} ({number} of {len(stages)})" if len(stages) > 1 else recipe.name
         if dry_run:
-            _show_plan(recipe, title, console)
+            with Progress(recipe.steps or 1, title, console=console) as progress:
+                progress.plan(plan_of(_from_beginning(recipe, stages)))
             continue
         folder = choose_folder(recipe, fresh)
         if (step := finished(folder)) is not None:
@@ -187,12 +188,12 @@ def _train_stage(recipe: Recipe, folder: Path, title: str, console: Console) -> 
         return Outcome(folder=folder, before=run.before, after=run.after, steps=run.done - begin)
 
 
-def _show_plan(recipe: Recipe, title: str, console: Console) -> None:
-    if recipe.model.path is not None and recipe.model.path.startswith("stage:"):
-        console.print(f"{title}: starts from the model of {recipe.model.path}; its plan is shown when that exists", highlight=False)
-        return
-    with Progress(recipe.steps or 1, title, console=console) as progress:
-        progress.plan(plan_of(recipe))
+def _from_beginning(recipe: Recipe, stages: Mapping[str, Recipe]) -> Recipe:
+    """The recipe with the model that its first stage starts from: the same shape, and it exists before anything was trained."""
+    while recipe.model.path is not None and recipe.model.path.startswith("stage:"):
+        earlier = stages[recipe.model.path.removeprefix("stage:")].model
+        recipe = replace(recipe, model=replace(recipe.model, path=earlier.path, scratch=earlier.scratch))
+    return recipe
 
 
 def _closing_table(outcomes: Mapping[str, Outcome], console: Console) -> None:

@@ -55,6 +55,20 @@ class Prefill:
             i = j
         return self._packed(layer, query, key, value, scale, softcap, window)
 
+    def rows(
+        self,
+        layer: int,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        """The same token by token: (T, H, D) queries, (T, K, D) keys and values -> (T, H, D)."""
+        query, key, value = (x.transpose(0, 1)[None] for x in (query_THD, key_TKD, value_TKD))
+        return self(layer, query, key, value, scale, softcap, window)[0]
+
 
 class Decode:
     """One new token per row: its key and value are kept, then it attends to its prompt and its own completion."""
@@ -129,7 +143,7 @@ class Decode:
         )
         to_prompt, from_prompt = self._indices(shared)
         prompts = len(self.prompt_length_P)
-        query_PKXD = query_RKQD.reshape(count * shared, -1)[to_prompt].view(prompts, shared, -1, width)
+        query_PKXD = query_RKQD.reshape(count * shared, -1).index_select(0, to_prompt).view(prompts, shared, -1, width)
         prompt_PKXD, prompt_lse_PKX = partial_attention(
             query_PKXD,
             *self.prompts.slabs[layer].view(prompts, self.longest_prompt),
@@ -137,8 +151,10 @@ class Decode:
             softcap,
             self._bias_of_prompt(window, heads // shared, query_RHD.dtype),
         )
-        prompt_RKQD = prompt_PKXD.reshape(prompts * shared * self.most, -1)[from_prompt].view(own_RKQD.shape)
-        prompt_lse_RKQ = prompt_lse_PKX.reshape(prompts * shared * self.most, -1)[from_prompt].view(own_lse_RKQ.shape)
+        prompt_RKQD = prompt_PKXD.reshape(prompts * shared * self.most, -1).index_select(0, from_prompt).view(own_RKQD.shape)
+        prompt_lse_RKQ = (
+            prompt_lse_PKX.reshape(prompts * shared * self.most, -1).index_select(0, from_prompt).view(own_lse_RKQ.shape)
+        )
         # softmax over the union: each part weighs in with its share of the sum of exponentials
         share_RKQ1 = torch.sigmoid(prompt_lse_RKQ - own_lse_RKQ)[..., None].to(own_RKQD.dtype)
         return torch.lerp(own_RKQD, prompt_RKQD, share_RKQ1).view(count, heads, width)

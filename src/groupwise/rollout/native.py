@@ -28,6 +28,7 @@ from groupwise.rollout import sampling as draws
 from groupwise.rollout.attention import Decode, Prefill
 from groupwise.rollout.engine import check_request, completion_limit, make_rollout
 from groupwise.rollout.kvcache import Store
+from groupwise.rollout.lean import lean_forward
 from groupwise.rollout.stopping import Stopping
 
 PREFILL_TOKENS = 8192
@@ -81,9 +82,18 @@ class NativeEngine:
         self.keep_special_tokens = keep_special_tokens
         self.version = 0
 
+    @property
+    def path(self) -> str:
+        """`lean` where the model is one whose every step `lean.py` knows, else `module`."""
+        return "module" if lean_forward(self.policy, 1) is None else "lean"
+
     def set_version(self, version: int) -> None:
         """See `engine.Engine`."""
         self.version = version
+
+    def prepared(self, positions: int) -> Forward:
+        """A way through the weights as they are now, for sequences of up to `positions` tokens."""
+        return lean_forward(self.policy, positions) or ModuleForward(self.policy)  # type: ignore[return-value]
 
     def limit(self, prompt: Prompt, index: int, sampling: Sampling) -> int:
         """Longest completion of one row in tokens.  Benchmarks override it to fix a schedule of lengths."""
@@ -152,6 +162,7 @@ class _Run:
         groups = [_Group(prompt, group_size, unfinished=group_size, rollouts=[None] * group_size) for prompt in prompts]
         groups.sort(key=lambda group: group.prompt.tokens.size)
         self.unfinished = len(groups)
+        self.prepared: int | None = None
         self.waiting = deque(
             _Row(group, index, engine.limit(group.prompt, index, sampling)) for group in groups for index in range(group_size)
         )
@@ -160,7 +171,7 @@ class _Run:
         """Prefilled, in the order of their entries."""
         if not groups:
             return
-        self.forward = ModuleForward(self.policy)
+        self.positions = max(row.group.prompt.tokens.size + row.limit for row in self.waiting)
         longest = max(row.limit for row in self.waiting)
         rows = min(engine.max_rows, len(self.waiting))
         most = groups[-1].prompt.tokens.size
@@ -171,6 +182,9 @@ class _Run:
 
     def advance(self) -> list[tuple[Rollout, ...]]:
         """Decode until a group is complete; returns all that are."""
+        if self.prepared != self.engine.version:
+            self.forward = self.engine.prepared(self.positions)
+            self.prepared = self.engine.version
         finished: list[tuple[Rollout, ...]] = []
         while not finished and self.unfinished:
             if self.waiting and len(self.live) < self.engine.max_rows:

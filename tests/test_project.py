@@ -1,0 +1,91 @@
+"""The files around the code: what they promise to a fresh clone."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from groupwise.config import bundled_recipes, header, load_stages
+
+ROOT = Path(__file__).parents[1]
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def test_the_cpu_build_of_torch_pulls_in_no_cuda_package() -> None:
+    torch = metadata.version("torch")
+    if not torch.endswith("+cpu"):
+        pytest.skip(f"torch {torch} is not the CPU build")
+    assert [name for found in metadata.distributions() if (name := found.metadata["Name"]).startswith("nvidia-")] == []
+
+
+def test_constraints_pin_exactly_what_is_needed() -> None:
+    found = pins()
+    assert found["torch"] == "2.13.0"
+    assert all(re.fullmatch(r"[0-9][0-9a-z.]*", version) for version in found.values())
+    assert all(name == canonicalize_name(name) for name in found)
+    extras = project()["optional-dependencies"]
+    wanted = project()["dependencies"] + extras["test"] + extras["dev"] + extras["tensorboard"] + extras["peft"]
+    for requirement in map(Requirement, wanted):
+        assert requirement.specifier.contains(found[canonicalize_name(requirement.name)]), requirement
+
+
+def test_what_is_installed_here_is_what_is_pinned() -> None:
+    found = pins()
+    core = [canonicalize_name(Requirement(line).name) for line in project()["dependencies"]]
+    different = {name: metadata.version(name) for name in core if metadata.version(name).split("+")[0] != found[name]}
+    if different:
+        pytest.skip(f"not installed with -c constraints.txt: {different}")
+
+
+@pytest.mark.parametrize("target", ["demo", "test", "test-fast", "lint", "docs", "bench"])
+def test_make_targets_set_up_what_they_need(target: str) -> None:
+    """What `make` would do, in a clone without a virtual environment."""
+    dry = subprocess.run(
+        ["make", "--dry-run", "--always-make", "VENV=/nowhere", target], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    commands = dry.splitlines()
+    assert commands[0].endswith("-m venv /nowhere")
+    assert "pip install" in commands[1]
+    assert "-c constraints.txt" in commands[1]
+    assert len(commands) > 3
+
+
+def test_continuous_integration_runs_make_test() -> None:
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & 0o100
+    assert "make test" in script.read_text(encoding="utf-8").splitlines()[-1]
+
+
+def test_the_changelog_names_the_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"## {project()['version']}" in text
+
+
+def test_pre_commit_hooks_are_local() -> None:
+    text = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    assert re.findall(r"repo: (\S+)", text) == ["local"]
+
+
+@pytest.mark.parametrize("name", bundled_recipes())
+def test_bundled_recipes_say_what_to_expect_and_name_no_unknown_key(name: str) -> None:
+    assert header(name)
+    try:
+        load_stages(name)
+    except Exception as error:  # data that a user must fetch may be absent; nothing else may be wrong
+        wrong = [line for line in str(error).splitlines() if "no such f" not in line and "problems in" not in line]
+        assert not wrong, error
