@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 from _machine import Meter, Peak
-from _workload import Workload, text_of
+from _workload import Workload, text_of, tokenizer_of
 
 from groupwise import online
 from groupwise.algorithms import resolve
 from groupwise.clock import Clock
 from groupwise.data.demonstrations import Demonstration
-from groupwise.models.policy import Policy, load_policy
+from groupwise.models.policy import Policy, make_policy, read_blueprint
 from groupwise.offline import SFT, demonstration_samples, train_offline
 from groupwise.online import policy_loss, train_online, weigh, with_reference
 from groupwise.optim import Optimizer
@@ -44,7 +44,9 @@ class Scheduled(NativeEngine):
 def load(work: Workload, folder: Path) -> Policy:
     """The policy, with an EOS that cannot be drawn: the schedule alone ends completions."""
     dtype = "autocast" if work.dtype == "bfloat16" else "float32"
-    policy = load_policy(ModelSettings(path=str(folder), dtype=dtype, device="cpu"))  # type: ignore[arg-type]
+    settings = ModelSettings(path=str(folder), dtype=dtype, device="cpu")  # type: ignore[arg-type]
+    blueprint = read_blueprint(settings, tokenizer_of(folder))
+    policy = make_policy(blueprint.load(), blueprint.tokenizer, settings)
     return replace(policy, eos_ids=(work.vocab,)) if work.online else policy
 
 
@@ -94,7 +96,7 @@ class Ours:
         self.policy.model.zero_grad(set_to_none=True)
         result = {"gradient_relative": (difference / max(total, 1e-300)) ** 0.5, "gradient_norm": total**0.5}
         if "logp" in found:
-            pairs = [np.abs(ours - np.array(logp)[: ours.size]).max() for ours, logp in zip(seen, found["logp"], strict=True)]
+            pairs = [np.abs(ours - np.array(logp)).max() for ours, logp in zip(seen, found["logp"], strict=True)]
             result["logp_largest"] = float(max(pairs))
         else:
             result["loss_difference"] = abs(value - found["loss"])

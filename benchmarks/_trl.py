@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from _machine import Meter, Peak
-from _workload import Workload, reward, text_of
+from _workload import Workload, reward, text_of, tokenizer_of
 from datasets import Dataset
 from transformers import LogitsProcessor, LogitsProcessorList, Trainer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
@@ -131,6 +131,7 @@ def _grpo(work: Workload, folder: Path, scratch: Path, conductor: Conductor) -> 
         reward_funcs=reward,
         args=config,
         train_dataset=Dataset.from_dict({"prompt": prompts, "dead": dead}),
+        processing_class=tokenizer_of(folder),
         callbacks=[conductor],
     )
     schedule = LogitsProcessorList([Schedule(work.schedule(), work.prompt)])
@@ -139,6 +140,7 @@ def _grpo(work: Workload, folder: Path, scratch: Path, conductor: Conductor) -> 
     meter = conductor.meter
     roll, score = trainer._generate_and_score_completions, trainer._get_per_token_logps_and_entropies
     inside = False
+    seen_logp: dict[tuple[int, ...], list[float]] = {}
 
     def timed_rollout(inputs: Any) -> Any:
         nonlocal inside
@@ -162,7 +164,14 @@ def _grpo(work: Workload, folder: Path, scratch: Path, conductor: Conductor) -> 
                 return score(*inputs, **how)
         outputs = score(*inputs, **how)
         if conductor.checking:
-            conductor.seen["logp"] = outputs[0].detach().float().tolist()
+            # The trainer has shuffled its rows since they were drawn.
+            _, tokens, mask, _ = inputs[:4]
+            for ids, real, logp in zip(tokens, mask.bool(), outputs[0].detach().float(), strict=True):
+                whole = tuple(ids[real].tolist())
+                seen_logp[whole] = logp[: len(whole) - work.prompt].tolist()
+            prompts = work.prompt_ids().repeat(work.group, 0).tolist()
+            wholes = [tuple(p + c) for p, c in zip(prompts, conductor.seen["completions"], strict=True)]
+            conductor.seen["logp"] = [seen_logp.get(whole) for whole in wholes]
         return outputs
 
     trainer._generate_and_score_completions = timed_rollout
@@ -192,6 +201,7 @@ def _sft(work: Workload, folder: Path, scratch: Path, conductor: Conductor) -> T
         model=str(folder),
         args=SFTConfig(**_settings(work, scratch), model_init_kwargs={"dtype": "float32"}, completion_only_loss=True),
         train_dataset=Dataset.from_list(data),
+        processing_class=tokenizer_of(folder),
         callbacks=[conductor],
     )
     return _keep_loss(trainer, conductor)
@@ -204,5 +214,11 @@ def _reward(work: Workload, folder: Path, scratch: Path, conductor: Conductor) -
         for prompt, chosen, rejected in zip(work.prompt_ids(), sides[::2], sides[1::2], strict=True)
     ]
     config = RewardConfig(**_settings(work, scratch), model_init_kwargs={"dtype": "float32"})
-    trainer = RewardTrainer(model=str(folder), args=config, train_dataset=Dataset.from_list(data), callbacks=[conductor])
+    trainer = RewardTrainer(
+        model=str(folder),
+        args=config,
+        train_dataset=Dataset.from_list(data),
+        processing_class=tokenizer_of(folder),
+        callbacks=[conductor],
+    )
     return _keep_loss(trainer, conductor)

@@ -135,7 +135,6 @@ def workload(options: argparse.Namespace) -> Workload:
 
 def model_folder(work: Workload, parent: Path) -> Path:
     """Write the model and its tokenizer as a Hugging Face folder, the one file that both sides load.  Returns the folder."""
-    # In a process of its own would be cleaner still, but the parent measures nothing.
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -163,6 +162,13 @@ def model_folder(work: Workload, parent: Path) -> Path:
     model.save_pretrained(folder)
     fast.save_pretrained(folder)
     return folder
+
+
+def tokenizer_of(folder: Path) -> Any:
+    """The folder's tokenizer as it was saved (AutoTokenizer would put the family's own splitting in place of it)."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def text_of(ids: Sequence[int] | np.ndarray) -> str:

@@ -52,13 +52,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple, dict]]:
 
         return call
 
-    run = ModuleType("groupwise.run")
     report = SimpleNamespace(render=lambda: "rendered", to_json=lambda: '{"a": 1}')
-    run.__dict__.update(train_recipe=recorder("train", 0), evaluate_checkpoint=recorder("eval", report), chat=recorder("chat", 0))
-    check = ModuleType("groupwise.check")
-    check.__dict__["check_recipe"] = recorder("check", 1)
-    monkeypatch.setitem(sys.modules, "groupwise.run", run)
-    monkeypatch.setitem(sys.modules, "groupwise.check", check)
+    stand_ins = {
+        "groupwise.run": {"train_recipe": recorder("train", 0)},
+        "groupwise.use": {"evaluate_checkpoint": recorder("eval", report), "chat": recorder("chat", 0)},
+        "groupwise.check": {"check_recipe": recorder("check", 1)},
+    }
+    for name, functions in stand_ins.items():
+        module = ModuleType(name)
+        module.__dict__.update(functions)
+        monkeypatch.setitem(sys.modules, name, module)
     return made
 
 

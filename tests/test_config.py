@@ -403,7 +403,7 @@ def test_check_of_a_recipe_made_in_python() -> None:
     assert check(recipe) is recipe
     with pytest.raises(ConfigError, match="2 problems in the recipe"):
         check(dataclasses.replace(recipe, seed=-1, optimizer=OptimizerSettings(lr=3.0)))
-    with pytest.raises(ConfigError, match="group.minibatches"):
+    with pytest.raises(ConfigError, match=r"group\.minibatches"):
         check(dataclasses.replace(recipe, group=GroupSettings(minibatches=99)))
 
 

@@ -242,7 +242,7 @@ def test_steps_without_groups_and_without_log_probs(recipe: Recipe, tmp_path: Pa
 
 def test_missing_and_damaged_completions_are_named(recipe: Recipe, tmp_path: Path) -> None:
     written(tmp_path, recipe, range(1, 3))
-    with pytest.raises(DataError, match="the completions of step 9 are not in .* holds steps 1 to 2"):
+    with pytest.raises(DataError, match=r"the completions of step 9 are not in .* holds steps 1 to 2"):
         read_rollouts(tmp_path, 9)
     path = tmp_path / "rollouts" / "000002.parquet"
     path.write_bytes(path.read_bytes()[:-20])

@@ -21,11 +21,11 @@ INTERRUPTED = 130
 
 EXAMPLES = """\
 examples:
-  groupwise train demo                                 a bundled recipe; the same command again resumes it
-  groupwise train my.yaml optimizer.lr=1e-6 steps=200  a recipe of your own with two keys changed
-  groupwise train my.yaml --dry-run                    the plan and nothing else
+  groupwise train demo                          a bundled recipe; the same again resumes it
+  groupwise train my.yaml steps=200 group.beta=0.01    your own, two keys changed
+  groupwise train my.yaml --dry-run             the plan and nothing else
   groupwise eval runs/demo/grpo --task addition --k 8
-  groupwise config group.group_size                    what a key means
+  groupwise config group.group_size             what a key means
 """
 
 

@@ -67,6 +67,15 @@ class Evaluation:
         return flat
 
 
+    def summary(self) -> dict[str, str]:
+        """Label -> text, for tables.  Where the first reward is a score and not a verdict of 0 or 1, nothing is called right."""
+        firsts = np.concatenate([group.rewards[:, 0] for group in self.groups]) if self.groups else np.zeros(0)
+        verdict = bool(np.isin(firsts[~np.isnan(firsts)], (0.0, 1.0)).all())
+        right = {"greedy accuracy": self.greedy, "sampled accuracy": self.sampled, f"pass@{self.k}": self.pass_at_k}
+        shown = {label: str(estimate) for label, estimate in right.items()} if verdict else {}
+        return shown | {"mean reward": str(self.reward), "tokens": f"{self.length:.1f}"}
+
+
 def proportion(successes: float, count: int) -> Estimate:
     """Share of successes with Wilson's 95 % interval, given as the larger distance from the share to an end.
 

@@ -8,29 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from groupwise.algorithms import ALGORITHMS, Algorithm, describe, resolve
-from groupwise.data.load import Data, load_data, load_demonstrations, load_texts
+from groupwise.data.load import Data, load_data, load_texts
 from groupwise.data.order import Order
 from groupwise.data.prompts import visit
 from groupwise.data.tokenizers import make_tokenizer
+from groupwise.errors import ConfigError
 from groupwise.evaluate import Evaluation, evaluate
 from groupwise.models.policy import Blueprint, Policy, make_policy, read_blueprint
 from groupwise.models.scratch import scratch_model
-from groupwise.offline import SFT, train_offline, whole_text
+from groupwise.objective.credit import process
+from groupwise.objectives import OBJECTIVES, language_model
+from groupwise.offline import Validation, train_offline, validate
 from groupwise.online import train_online
 from groupwise.optim import Optimizer
-from groupwise.plan import Lines, Shape, memory, memory_lines, offline_plan, online_plan
+from groupwise.plan import Lines, Shape, memory, memory_lines, offline_plan, online_plan, scoring_memory
 from groupwise.records import Prompt, Sampling, Step
 from groupwise.rewards.compose import Rewards, build_rewards
+from groupwise.rewards.registry import MAKERS
 from groupwise.rollout.engine import Engine
 from groupwise.rollout.native import NativeEngine
 from groupwise.rollout.transformers import TransformersEngine
 from groupwise.settings import ModelSettings, Recipe, RolloutSettings
+
+
+Judged = Evaluation | Validation
+"""What a policy does on held-out prompts, or what an objective says of held-out rows."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -46,8 +55,8 @@ class Job:
     order: Order
     loop: Callable[[int], Iterator[Step]]
     """Steps done before -> the steps that are left."""
-    judge: Callable[[int | None], Evaluation | None]
-    """Evaluates on the first n held-out prompts (None: all); None if there is nothing to evaluate on."""
+    judge: Callable[[bool], Judged | None]
+    """Evaluates on what is held out: all of it if True, else as much as `eval` says; None if nothing is."""
     reference: Policy | None = None
     engine: Engine | None = None
     """What samples, where the objective or its evaluation does."""
@@ -87,13 +96,16 @@ def make_job(recipe: Recipe, *, resume: Path | None = None, reference: Path | No
     Raises ConfigError, DataError or Diverged before the first step.
     """
     blueprint = blueprint_of(recipe, resume)
-    maker = _online_job if recipe.objective in ALGORITHMS else _demonstration_job
+    maker = _online_job if recipe.objective in ALGORITHMS else _dataset_job
     return maker(recipe, blueprint, reference)
 
 
-def plan_of(recipe: Recipe) -> Lines:
-    """The plan of a run, without loading its weights."""
-    return _Prepared.of(recipe, blueprint_of(recipe, None)).plan
+def plan_of(recipe: Recipe, scorers: Sequence[Recipe] = ()) -> Lines:
+    """The plan of a run, without loading its weights.
+
+    scorers: recipes of reward models that it will use and that do not exist yet; `recipe.rewards` then leaves them out.
+    """
+    return _Prepared.of(recipe, blueprint_of(recipe, None), [blueprint_of(scorer, None) for scorer in scorers]).plan
 
 
 def blueprint_of(recipe: Recipe, resume: Path | None) -> Blueprint:
@@ -154,13 +166,13 @@ class _Prepared:
     plan: Lines
 
     @classmethod
-    def of(cls, recipe: Recipe, blueprint: Blueprint) -> _Prepared:
+    def of(cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint] = ()) -> _Prepared:
         if recipe.objective in ALGORITHMS:
-            return cls._online(recipe, blueprint)
-        return cls._demonstrations(recipe, blueprint)
+            return cls._online(recipe, blueprint, scorers)
+        return cls._dataset(recipe, blueprint)
 
     @classmethod
-    def _online(cls, recipe: Recipe, blueprint: Blueprint) -> _Prepared:
+    def _online(cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint]) -> _Prepared:
         algorithm = resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens)
         prompts = _prompts(recipe, blueprint)
         lines = online_plan(recipe, len(prompts.train), len(prompts.held_out))
@@ -178,8 +190,12 @@ class _Prepared:
             completion_tokens=recipe.rollout.max_new_tokens,
             reference=algorithm.needs_reference,
             recompute=recipe.model.gradient_checkpointing,
+            rewards=sum(scoring_memory(*one) for one in _scorers(recipe, scorers)),
         )
-        rewards = build_rewards(recipe.rewards, columns=list(prompts.train[0].row))
+        rewards = None
+        if recipe.rewards or not scorers:
+            rewards = build_rewards(recipe.rewards, columns=list(prompts.train[0].row), tokenizer=blueprint.tokenizer)
+            _check_credit(algorithm, rewards)
         assert recipe.steps is not None
         return cls(
             prompts=prompts,
@@ -191,23 +207,42 @@ class _Prepared:
         )
 
     @classmethod
-    def _demonstrations(cls, recipe: Recipe, blueprint: Blueprint) -> _Prepared:
-        rows = load_demonstrations(
-            recipe.data, blueprint.tokenizer, context=blueprint.context, eos_ids=blueprint.eos_ids, seed=recipe.seed
-        )
-        if recipe.data.train_on == "all":
-            rows = replace(rows, train=tuple(whole_text(row) for row in rows.train))
+    def _dataset(cls, recipe: Recipe, blueprint: Blueprint) -> _Prepared:
+        kind = OBJECTIVES[recipe.objective]
+        rows = kind.load(recipe, blueprint)
         tokens = sum(len(row) for row in rows.train) / max(len(rows.train), 1)
-        prompts = _prompts(recipe, blueprint) if recipe.rewards else None
+        prompts = _prompts(recipe, blueprint) if recipe.rewards and kind.samples else None
         held_out = len(prompts.held_out) if prompts is not None else len(rows.held_out)
         lines, steps = offline_plan(recipe, len(rows.train), held_out, tokens)
         shape = Shape.of(blueprint.config, parameter_count(blueprint), dtype=recipe.model.dtype)
         microbatch = min(recipe.optimizer.tokens_per_microbatch, int(recipe.batch_size * tokens * 1.2))
         found = memory(shape, microbatch=microbatch, recompute=recipe.model.gradient_checkpointing)
         columns = list(prompts.held_out[0].row) if prompts is not None and prompts.held_out else []
-        rewards = build_rewards(recipe.rewards, columns=columns) if columns else None
-        plan = [("objective", "supervised fine-tuning"), *lines, *memory_lines(found), ("dropped", str(rows.report))]
+        rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer) if columns else None
+        plan = [("objective", kind.title), *lines, *memory_lines(found), ("dropped", str(rows.report))]
         return cls(prompts=prompts, rows=rows, rewards=rewards, algorithm=None, steps=steps, plan=plan)
+
+
+def _scorers(recipe: Recipe, planned: Sequence[Blueprint]) -> Iterator[tuple[Shape, int]]:
+    """Shape and micro-batch of every reward model of a recipe."""
+    for reward in recipe.rewards:
+        if reward.function in MAKERS:
+            blueprint = read_blueprint(ModelSettings(path=str(reward.args.get("path"))))
+            size = int(reward.args.get("tokens_per_microbatch", recipe.optimizer.tokens_per_microbatch))
+            yield Shape.of(blueprint.config, parameter_count(blueprint), dtype=str(reward.args.get("dtype", "float32"))), size
+    for blueprint in planned:
+        shape = Shape.of(blueprint.config, parameter_count(blueprint), dtype="float32")
+        yield shape, recipe.optimizer.tokens_per_microbatch
+
+
+def _check_credit(algorithm: Algorithm, rewards: Rewards) -> None:
+    """Raises ConfigError if a credit of steps has no step rewards to give out."""
+    function = algorithm.credit.func if isinstance(algorithm.credit, partial) else algorithm.credit
+    if function is process and not rewards.process:
+        raise ConfigError(
+            f"group.credit is process, but none of the rewards ({', '.join(rewards.names)}) rewards steps: use a function marked "
+            "with @process_reward, or the reward model with args: {steps: newline}"
+        )
 
 
 def algorithm_line(algorithm: Algorithm) -> str:
@@ -237,7 +272,7 @@ def _prompts(recipe: Recipe, blueprint: Blueprint) -> Data[Prompt]:
     )
 
 
-def _judge(recipe: Recipe, engine: Engine, prepared: _Prepared) -> Callable[[int | None], Evaluation | None]:
+def _judge(recipe: Recipe, engine: Engine, prepared: _Prepared) -> Callable[[bool], Judged | None]:
     prompts: Sequence[Prompt] = prepared.prompts.held_out if prepared.prompts is not None else ()
     settings, rewards = recipe.eval, prepared.rewards
     sampling = sampling_of(
@@ -249,23 +284,19 @@ def _judge(recipe: Recipe, engine: Engine, prepared: _Prepared) -> Callable[[int
         max_new_tokens=settings.max_new_tokens or recipe.rollout.max_new_tokens,
     )
 
-    def judge(limit: int | None) -> Evaluation | None:
+    def judge(whole: bool) -> Judged | None:
         if not prompts or rewards is None:
             return None
-        return evaluate(engine, rewards, prompts[:limit], k=settings.k, sampling=sampling, seed=recipe.seed)
+        return evaluate(engine, rewards, prompts[: None if whole else settings.prompts], k=settings.k, sampling=sampling, seed=recipe.seed)
 
     return judge
-
-
-def _policy(recipe: Recipe, blueprint: Blueprint) -> Policy:
-    return make_policy(blueprint.load(), blueprint.tokenizer, recipe.model)
 
 
 def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None) -> Job:
     prepared = _Prepared.of(recipe, blueprint)
     algorithm, prompts, rewards = prepared.algorithm, prepared.prompts, prepared.rewards
     assert algorithm is not None and prompts is not None and rewards is not None
-    policy = _policy(recipe, blueprint)
+    policy = language_model(recipe, blueprint)
     anchor = _reference(recipe.model, policy, reference) if algorithm.needs_reference else None
     engine = make_engine(policy, recipe.rollout)
     updates = prepared.steps * recipe.group.updates_per_rollout * recipe.group.minibatches
@@ -316,30 +347,42 @@ def _reference(settings: ModelSettings, policy: Policy, folder: Path | None) -> 
     return kept
 
 
-def _demonstration_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None) -> Job:
-    prepared = _Prepared.of(recipe, blueprint)
-    policy = _policy(recipe, blueprint)
-    engine = make_engine(policy, recipe.rollout)
+def _dataset_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None) -> Job:
+    kind, prepared = OBJECTIVES[recipe.objective], _Prepared.of(recipe, blueprint)
+    policy = kind.model(recipe, blueprint)
+    objective, budget = kind.objective(recipe), recipe.optimizer.tokens_per_microbatch
+    rows, held_out = prepared.rows.train, prepared.rows.held_out
+    anchor = None
+    if kind.anchor is not None:  # on resume by the weights that were saved then; until the first step they are the policy's
+        anchor = policy if reference is None or not reference.exists() else _reference(recipe.model, policy, reference)
+        rows, held_out = (tuple(kind.anchor(recipe, anchor, part)) for part in (rows, held_out))
     optimizer = Optimizer(policy.model, recipe.optimizer, prepared.steps)
-    rows = prepared.rows.train
     order = Order(len(rows), recipe.seed, recipe.data.shuffle)
+    batch_size = min(recipe.batch_size, len(rows))
+    engine = make_engine(policy, recipe.rollout) if kind.samples else None
 
     def loop(done: int) -> Iterator[Step]:
         return train_offline(
             policy,
-            SFT,
+            objective,
             draw=lambda k: [rows[row] for _, row in order.take(k)],
             optimizer=optimizer,
-            budget=recipe.optimizer.tokens_per_microbatch,
-            batch_size=min(recipe.batch_size, len(rows)),
+            budget=budget,
+            batch_size=batch_size,
             steps=prepared.steps,
             done=done,
             checkpointing=recipe.model.gradient_checkpointing,
         )
 
-    def judge(limit: int | None) -> Evaluation | None:
-        engine.set_version(optimizer.taken)
-        return _judge(recipe, engine, prepared)(limit)
+    def judge(whole: bool) -> Judged | None:
+        if engine is not None and prepared.rewards is not None:
+            engine.set_version(optimizer.taken)
+            return _judge(recipe, engine, prepared)(whole)
+        if not held_out:
+            return None
+        rules = kind.rules(policy, rows, held_out) if whole and kind.rules is not None else None
+        limit = None if whole or recipe.eval.batches is None else recipe.eval.batches * batch_size
+        return validate(policy, objective, held_out[:limit], budget=budget, beside=rules)
 
     return Job(
         recipe=recipe,
@@ -350,6 +393,7 @@ def _demonstration_job(recipe: Recipe, blueprint: Blueprint, reference: Path | N
         order=order,
         loop=loop,
         judge=judge,
+        reference=anchor,
         engine=engine,
         closing=[prepared.rewards.close] if prepared.rewards is not None else [],
     )

@@ -16,7 +16,7 @@ P positions of the stream   n completion tokens   m prompt tokens
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,7 +47,8 @@ def pack(
     """Pack samples into batches of at most `budget` positions (a single longer sample gets a batch of its own).
 
     Samples of which nothing is asked (every weight 0) take no position.  `share=False` repeats the prompt before every
-    completion; `whole_groups` never cuts a group; `multiple` rounds P up with filler.  How samples are packed cannot change an update: weights were fixed before.
+    completion; `whole_groups` never cuts a group; `multiple` rounds P up with filler.  How samples are packed cannot change an
+    update: weights were fixed before.
 
     >>> def sample(n, group):
     ...     ones = np.ones(n)
@@ -112,6 +113,60 @@ def _bins(units: Sequence[_Unit], budget: int) -> list[list[_Unit]]:
     return bins
 
 
+class _Stream:
+    """The columns of one batch while they are filled, segment by segment; host arrays of P positions."""
+
+    def __init__(self, total: int, extra: Iterable[str]) -> None:
+        self.ids = {"tokens": np.zeros(total, np.int64), "position": np.zeros(total, np.int64)}
+        self.ids |= {"segment": np.full(total, -1, np.int64), "target": np.full(total, -1, np.int64)}
+        self.columns = {name: np.zeros(total) for name in ("weight", "advantage", "behavior_logp", "reference_logp")}
+        self.columns["temperature"] = np.ones(total)
+        self.extra = {name: np.zeros(total) for name in extra}
+        self.supports: list[tuple[int, tuple[np.ndarray, ...]]] = []
+        self.start: list[int] = []
+        self.length: list[int] = []
+        self.prefix: list[int] = []
+        self.owner: list[int] = []
+        self.end = 0
+
+    def add(self, samples: Sequence[Sample], unit: _Unit, share: bool) -> None:
+        """Append a unit: its prompt once if it is shared, then every member."""
+        prompt = samples[unit.members[0]].prompt
+        shared = share and len(unit.members) > 1 and prompt.size > 1
+        parent = len(self.start) if shared else -1
+        if shared:
+            self._place(prompt[:-1], 0, -1, -1)
+        head = prompt[-1:] if shared else prompt
+        for index in unit.members:
+            sample = samples[index]
+            self._place(np.concatenate([head, sample.completion[:-1]]), prompt.size - head.size, parent, index)
+            self._annotate(sample)
+
+    def _place(self, ids: np.ndarray, position: int, parent: int, owner: int) -> None:
+        own = slice(self.end, self.end + ids.size)
+        self.ids["tokens"][own] = ids
+        self.ids["position"][own] = np.arange(position, position + ids.size)
+        self.ids["segment"][own] = len(self.start)
+        self.start.append(self.end)
+        self.length.append(ids.size)
+        self.prefix.append(parent)
+        self.owner.append(owner)
+        self.end = own.stop
+
+    def _annotate(self, sample: Sample) -> None:
+        """The last n positions predict the completion of the sample that was just placed."""
+        own = slice(self.end - sample.completion.size, self.end)
+        self.ids["target"][own] = sample.completion
+        for name in ("weight", "advantage", "behavior_logp", "temperature"):
+            self.columns[name][own] = getattr(sample, name)
+        if sample.reference_logp is not None:
+            self.columns["reference_logp"][own] = sample.reference_logp
+        for name, column in sample.extra.items():
+            self.extra[name][own] = column
+        if sample.support is not None:
+            self.supports.append((own.start, sample.support))
+
+
 def _batch(
     samples: Sequence[Sample],
     units: Sequence[_Unit],
@@ -122,70 +177,26 @@ def _batch(
     positions: int,
 ) -> Batch:
     used = sum(unit.positions for unit in units)
-    total = -(-used // multiple) * multiple
-    tokens, position = np.zeros(total, np.int64), np.zeros(total, np.int64)
-    segment, target = np.full(total, -1, np.int64), np.full(total, -1, np.int64)
-    weight, advantage, behavior, reference = (np.zeros(total) for _ in range(4))
-    temperature = np.ones(total)
     members = [samples[i] for unit in units for i in unit.members]
-    extra = {name: np.zeros(total) for name in (members[0].extra if members else ())}
-    supports: list[tuple[int, tuple[np.ndarray, ...]]] = []
-    start, length, prefix, owners = [], [], [], []
-    at = 0
-
-    def place(ids: np.ndarray, first_position: int, parent: int, owner: int) -> None:
-        nonlocal at
-        end = at + ids.size
-        tokens[at:end], position[at:end], segment[at:end] = ids, np.arange(first_position, first_position + ids.size), len(start)
-        start.append(at)
-        length.append(ids.size)
-        prefix.append(parent)
-        owners.append(owner)
-        at = end
-
+    stream = _Stream(-(-used // multiple) * multiple, members[0].extra)
     for unit in units:
-        prompt = samples[unit.members[0]].prompt
-        shared = share and len(unit.members) > 1 and prompt.size > 1
-        parent = -1
-        if shared:
-            parent = len(start)
-            place(prompt[:-1], 0, -1, -1)
-        for index in unit.members:
-            sample = samples[index]
-            n = sample.completion.size
-            head = prompt[-1:] if shared else prompt
-            place(np.concatenate([head, sample.completion[:-1]]), prompt.size - head.size, parent, index)
-            own = slice(at - n, at)
-            target[own], weight[own], advantage[own] = sample.completion, sample.weight, sample.advantage
-            behavior[own], temperature[own] = sample.behavior_logp, sample.temperature
-            if sample.reference_logp is not None:
-                reference[own] = sample.reference_logp
-            for name, column in sample.extra.items():
-                extra[name][own] = column
-            if sample.support is not None:
-                supports.append((at - n, sample.support))
+        stream.add(samples, unit, share)
 
     def column(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(device, dtype)
 
-    def ids(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(device)
-
+    columns = {f"{name}_P": column(values) for name, values in stream.columns.items()}
+    if any(sample.reference_logp is None for sample in members):
+        del columns["reference_logp_P"]
+    weight = stream.columns["weight"]
     return Batch(
-        layout=Layout(start=tuple(start), length=tuple(length), prefix=tuple(prefix), total=total),
-        tokens_P=ids(tokens),
-        position_P=ids(position),
-        segment_P=ids(segment),
-        target_P=ids(target),
-        weight_P=column(weight),
-        advantage_P=column(advantage),
-        behavior_logp_P=column(behavior),
-        temperature_P=column(temperature),
-        trained_M=ids(np.flatnonzero(weight)),
-        reference_logp_P=column(reference) if members and all(s.reference_logp is not None for s in members) else None,
-        support=_support(supports, weight, device) if supports else None,
-        extra_P={name: column(values) for name, values in extra.items()},
-        samples=tuple(owners),
+        layout=Layout(start=tuple(stream.start), length=tuple(stream.length), prefix=tuple(stream.prefix), total=weight.size),
+        **{f"{name}_P": torch.from_numpy(values).to(device) for name, values in stream.ids.items()},
+        **columns,
+        trained_M=torch.from_numpy(np.flatnonzero(weight)).to(device),
+        support=_support(stream.supports, weight, device) if stream.supports else None,
+        extra_P={name: column(values) for name, values in stream.extra.items()},
+        samples=tuple(stream.owner),
         share=used / positions,
     )
 

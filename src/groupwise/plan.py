@@ -63,11 +63,13 @@ class Memory:
     activations: int
     cache: int
     """Keys and values while sampling; never at the same time as activations."""
+    rewards: int = 0
+    """Weights of reward models, and their activations while they score."""
 
     @property
     def peak(self) -> int:
         """Bytes at the fullest moment of a step."""
-        return self.weights + self.optimizer + self.reference + max(self.gradients + self.activations, self.cache)
+        return self.weights + self.optimizer + self.reference + self.rewards + max(self.gradients + self.activations, self.cache)
 
 
 def memory(
@@ -81,12 +83,14 @@ def memory(
     reference: bool = False,
     recompute: bool = False,
     trained_share: float = 1.0,
+    rewards: int = 0,
 ) -> Memory:
     """Bytes of a step.
 
     microbatch: positions of the largest forward and backward.   rows: completions decoded at the same time.
     prompts, prompt_tokens, completion_tokens: of a rollout; the prompt's keys and values exist once per prompt.
     recompute: gradient checkpointing.   trained_share: part of the positions that get logits.
+    rewards: what reward models take (`scoring_memory`).
     """
     lower = shape.bytes_per_weight == 2
     # Saved for the backward pass, per position and block: the two norms' inputs and outputs, queries, keys, values, attention
@@ -105,13 +109,23 @@ def memory(
         activations=microbatch * blocks * shape.bytes_per_product + head,
         cache=2 * shape.layers * kv * (prompts * prompt_tokens + rows * completion_tokens) * shape.bytes_per_product
         + rows * shape.vocabulary * 4 * 3,
+        rewards=rewards,
     )
+
+
+def scoring_memory(shape: Shape, microbatch: int) -> int:
+    """Bytes of a reward model and of its widest moment while it scores `microbatch` positions without a gradient."""
+    kv = shape.kv_heads * shape.head_width
+    attention = 2 * shape.hidden + 2 * shape.heads * shape.head_width + 2 * kv
+    gated = 2 * shape.hidden + 3 * shape.intermediate
+    return shape.parameters * shape.bytes_per_weight + microbatch * max(attention, gated) * shape.bytes_per_product
 
 
 def memory_lines(found: Memory) -> Lines:
     """The memory plan as it is printed."""
     parts = [("weights", found.weights), ("gradients", found.gradients), ("optimizer", found.optimizer)]
     parts += [("reference", found.reference)] if found.reference else []
+    parts += [("reward models", found.rewards)] if found.rewards else []
     parts += [("activations", found.activations)]
     parts += [("keys and values", found.cache)] if found.cache else []
     return [("memory", f"about {size(found.peak)} at the peak ({', '.join(f'{name} {size(n)}' for name, n in parts)})")]

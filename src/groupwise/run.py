@@ -19,8 +19,7 @@ from groupwise import checkpoint
 from groupwise.card import write_card
 from groupwise.config import load_stages
 from groupwise.errors import ConfigError
-from groupwise.evaluate import Evaluation
-from groupwise.jobs import Job, make_job, plan_of
+from groupwise.jobs import Job, Judged, make_job, plan_of
 from groupwise.models.policy import Policy
 from groupwise.progress import Progress
 from groupwise.records import Step
@@ -36,9 +35,9 @@ class Outcome:
     """What a run came to."""
 
     folder: Path
-    before: Evaluation | None
+    before: Judged | None
     """None also if the run was resumed after its first step."""
-    after: Evaluation | None
+    after: Judged | None
     steps: int
     """Steps taken by this process."""
 
@@ -66,8 +65,8 @@ class Run:
 
     def __init__(self, recipe: Recipe, folder: Path) -> None:
         self.recipe, self.folder = recipe, folder
-        self.before: Evaluation | None = None
-        self.after: Evaluation | None = None
+        self.before: Judged | None = None
+        self.after: Judged | None = None
         self.lock = Lock(folder)
         try:
             if recipe.threads is not None:
@@ -102,7 +101,7 @@ class Run:
             _export(job.reference, self.folder / REFERENCE)
         with RunLog(self.folder, recipe, done=self.done) as log:
             if self.done == 0 and recipe.eval.at_start:
-                self.before = job.judge(recipe.eval.prompts)
+                self.before = job.judge(False)
                 if self.before is not None:
                     first = Step(number=0, metrics={}, evaluation=self.before.metrics())
                     log.write(first)
@@ -111,7 +110,7 @@ class Run:
                 for step in job.loop(self.done):
                     last = step.number == job.steps
                     if last or (recipe.eval.every and step.number % recipe.eval.every == 0):
-                        self.after = job.judge(None if last else recipe.eval.prompts)
+                        self.after = job.judge(last)
                         step = replace(step, evaluation=self.after.metrics() if self.after is not None else None)
                     log.write(step)
                     self._whole = (step.number, job.optimizer.taken, job.order.state())

@@ -39,7 +39,7 @@ ONLINE = (
     "gdpo",
 )
 """Objectives that sample their own completions: the rows of `algorithms.ALGORITHMS` (a test compares them)."""
-DATASET = ("sft", "reward", "dpo")
+DATASET = ("sft", "reward", "dpo", "prm")
 """Objectives that learn from a data set."""
 OBJECTIVES = DATASET + ONLINE
 PARTS = {
@@ -308,6 +308,10 @@ class RewardModelSettings:
     """Coefficient of (score_chosen + score_rejected)^2."""
     lm_coefficient: Annotated[float, Ge(0.0)] = 0.0
     """Weight of the language-model loss on chosen completions, which shares the backbone."""
+    replay: str | None = None
+    """A file of older pairs, with the same columns as `data.path`, of which some are mixed in: continued training on new pairs."""
+    replay_share: Annotated[float, Gt(0.0), Lt(1.0)] = 0.1
+    """Share of old pairs among all (DeepSeekMath 2402.03300, Algorithm 1: a tenth)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -325,7 +329,7 @@ class Recipe:
     """One run: an objective, a model, data, and how long."""
 
     objective: Annotated[str, MinLen(1)]
-    """`sft`, `reward`, `dpo`, or an online algorithm: grpo, dr_grpo, dapo, bnpo, gspo, luspo, cispo, sapo, vespo, gmpo, rloo,
+    """`sft`, `reward`, `dpo`, `prm` (a process reward model), or an online algorithm: grpo, dr_grpo, dapo, bnpo, gspo, luspo, cispo, sapo, vespo, gmpo, rloo,
     reinforce_pp, gdpo."""
     name: str = "run"
     """The run folder is `runs`/`name`."""

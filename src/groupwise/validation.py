@@ -68,15 +68,18 @@ def _model(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
         yield ("model.scratch", "model.path"), "say model.path (a checkpoint) or model.scratch (random weights), not both"
     if model.path is None and model.scratch is None:
         yield ("model.path", "model"), "model.path is missing: a checkpoint folder, a hub name, or model.scratch for random weights"
-    if model.path is not None and (wrong := _wrong_model(model.path, earlier)):
+    if model.path is not None and (wrong := wrong_model(model.path, earlier)):
         yield ("model.path",), f"model.path: {wrong}"
     template = model.chat_template
     if template is not None and template.endswith(".jinja") and not Path(template).is_file():
         yield ("model.chat_template",), f"model.chat_template: no such file {template!r}"
 
 
-def _wrong_model(path: str, earlier: Sequence[str]) -> str | None:
-    """Why a model cannot come from `path`, or None."""
+def wrong_model(path: str, earlier: Sequence[str] = ()) -> str | None:
+    """Why a model cannot come from `path` (a folder, a hub name or stage:NAME), or None.
+
+    A path that is no hub name, or that lies in a folder that exists, is never looked for on the hub.
+    """
     if path.startswith(STAGE):
         stage = path.removeprefix(STAGE)
         if stage in earlier:
@@ -212,7 +215,7 @@ def _rewards(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
             yield (at + "name", at + "function"), message
         names[name] = place
         for key, value in reward.args.items():
-            if isinstance(value, str) and value.startswith(STAGE) and (wrong := _wrong_model(value, earlier)):
+            if isinstance(value, str) and value.startswith(STAGE) and (wrong := wrong_model(value, earlier)):
                 yield (f"{at}args.{key}",), f"rewards.{place}.args.{key}: {wrong}"
     if recipe.rewards and all(reward.weight == 0 for reward in recipe.rewards):
         yield ("rewards.0.weight",), "every reward has weight 0: nothing would be learnt"

@@ -73,7 +73,7 @@ def make_scorer(blueprint: Blueprint, settings: ModelSettings, *, pooling: Pooli
     """
     tokenizer = copy.deepcopy(blueprint.tokenizer)
     if is_scorer(blueprint.config):
-        _check_config(blueprint.config, settings.path or "the model")
+        check_scorer(blueprint.config, settings.path or "the model")
         if (own := blueprint.config.get("pooling", "last")) != pooling:
             raise ConfigError(f"the reward model to go on from pools {own!r}: set reward_model.pooling: {own} (it is {pooling!r})")
         model = blueprint.load()
@@ -85,8 +85,17 @@ def make_scorer(blueprint: Blueprint, settings: ModelSettings, *, pooling: Pooli
 def load_scorer(settings: ModelSettings, blueprint: Blueprint | None = None) -> Policy:
     """A trained scoring model from a folder or the hub, ours or anybody's.  Raises ConfigError, DataError or Diverged."""
     blueprint = blueprint or read_blueprint(settings)
-    _check_config(blueprint.config, str(settings.path))
+    check_scorer(blueprint.config, str(settings.path))
     return wrap_scorer(blueprint.load(), blueprint.tokenizer, settings)
+
+
+def check_scorer(config: dict[str, Any], path: str) -> None:
+    """Raises ConfigError unless a checkpoint, by its config as a dictionary, gives one number per sequence."""
+    if not is_scorer(config):
+        raise ConfigError(f"{path} is not a reward model: its config names {config.get('architectures')}, not a sequence classifier")
+    labels = len(config.get("id2label") or {}) or int(config.get("num_labels") or 2)
+    if labels != 1:
+        raise ConfigError(f"{path} is a classifier with {labels} labels; a reward model has one")
 
 
 def wrap_scorer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: ModelSettings | None = None) -> Policy:
@@ -188,14 +197,6 @@ def _spread(batch: Batch, values_M: Tensor) -> Tensor:
     values_P = values_M.new_zeros(batch.layout.total)
     values_P[batch.trained_M] = values_M
     return values_P
-
-
-def _check_config(config: dict[str, Any], path: str) -> None:
-    if not is_scorer(config):
-        raise ConfigError(f"{path} is not a reward model: its config names {config.get('architectures')}, not a sequence classifier")
-    labels = len(config.get("id2label") or {}) or int(config.get("num_labels") or 2)
-    if labels != 1:
-        raise ConfigError(f"{path} is a classifier with {labels} labels; a reward model has one")
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ import numpy as np
 
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.process import ProcessReward, checked_steps
-from groupwise.rewards.registry import BUILTINS, GOLD_COLUMNS
+from groupwise.rewards.registry import BUILTINS, GOLD_COLUMNS, MAKERS
 from groupwise.rewards.workers import Loop, Outcome, Pool, failed
 from groupwise.settings import RewardSettings
 
@@ -108,16 +108,19 @@ class Reward:
         return [{name: values[n] for name, values in given.items()} for n in range(len(batch))]
 
 
-def find_reward(settings: RewardSettings, columns: Collection[str]) -> Reward:
-    """Find the function that the settings name and check that the data can satisfy its signature.
+def find_reward(settings: RewardSettings, columns: Collection[str], tokenizer: Any = None) -> Reward:
+    """Find the function that the settings name and check that the data can satisfy its signature.  tokenizer: the policy's.
 
     Raises ConfigError for an unknown name, a function that cannot be loaded, a column that the data lack, or bad arguments.
     """
-    function, builtin = find_function(settings.function)
     name = settings.name or settings.function.rpartition(":")[2]
     if not math.isfinite(settings.weight):
         raise ConfigError(f"the reward {name!r} has weight {settings.weight}; a weight is a finite number")
     arguments = dict(settings.args)
+    if settings.function in MAKERS:
+        function, builtin, arguments = _made(settings, name, tokenizer), False, {}
+    else:
+        function, builtin = find_function(settings.function)
     process = isinstance(function, ProcessReward)
     inner = function.function if isinstance(function, ProcessReward) else function
     gold = _gold_column(name, inner, arguments, columns) if builtin else None
@@ -141,6 +144,21 @@ def find_reward(settings: RewardSettings, columns: Collection[str]) -> Reward:
     return reward
 
 
+def _made(settings: RewardSettings, name: str, tokenizer: Any) -> Callable[..., Any]:
+    maker = MAKERS[settings.function]
+    known = [p.name for p in inspect.signature(maker).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    required = [p.name for p in inspect.signature(maker).parameters.values() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    for key in settings.args:
+        if key not in known:
+            raise ConfigError(f"the reward {name!r} has no argument {key!r}; it takes: {_listed(known)}")
+    for key in required:
+        if key not in settings.args:
+            raise ConfigError(f"the reward {name!r} needs args: {{{key}: ...}}")
+    if settings.timeout is not None:
+        raise ConfigError(f"the reward {name!r} runs in this process, beside the policy, and cannot be stopped: leave timeout out")
+    return maker(tokenizer, **settings.args)
+
+
 def find_function(spec: str) -> tuple[Callable[..., Any], bool]:
     """The function behind `accuracy`, `module:function` or `path/to/file.py:function`, and whether it is built in.
 
@@ -151,8 +169,9 @@ def find_function(spec: str) -> tuple[Callable[..., Any], bool]:
     if not colon:
         if spec in BUILTINS:
             return BUILTINS[spec], True
-        close = difflib.get_close_matches(spec, BUILTINS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"built-in: {', '.join(BUILTINS)}; your own: module:function"
+        named = [*BUILTINS, *MAKERS]
+        close = difflib.get_close_matches(spec, named, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"built-in: {', '.join(named)}; your own: module:function"
         raise ConfigError(f"there is no reward function {spec!r}; {hint}")
     module = _file(spec, place) if place.endswith(".py") else _module(spec, place)
     function = vars(module).get(name)

@@ -22,8 +22,8 @@ RESERVED = ("prompt", "completion")
 """Columns that are not passed on: they would be the recipe's demonstration, not the policy's words."""
 
 
-def build_rewards(settings: Sequence[RewardSettings], *, columns: Collection[str]) -> Rewards:
-    """Find and check every function that a recipe names; `columns` are those of the data rows.
+def build_rewards(settings: Sequence[RewardSettings], *, columns: Collection[str], tokenizer: Any = None) -> Rewards:
+    """Find and check every function that a recipe names; `columns` are those of the data rows, `tokenizer` is the policy's.
 
     A function is a built-in (`registry.BUILTINS`), `module:function` or `path/to/file.py:function`, with TRL's signature
     `f(prompts, completions, **columns) -> list[float | None]` or `f(completion, answer) -> float | None`, plain or `async`.
@@ -39,7 +39,7 @@ def build_rewards(settings: Sequence[RewardSettings], *, columns: Collection[str
     if not settings:
         raise ConfigError("there is no reward function; name at least one under rewards:, e.g. `- function: accuracy`")
     offered = [column for column in columns if column not in RESERVED]
-    rewards = [find_reward(one, offered) for one in settings]
+    rewards = [find_reward(one, offered, tokenizer) for one in settings]
     names = [reward.name for reward in rewards]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
@@ -68,6 +68,11 @@ class Rewards:
     def weights(self) -> tuple[float, ...]:
         """K weights."""
         return tuple(reward.weight for reward in self._rewards)
+
+    @property
+    def process(self) -> bool:
+        """True if some function rewards steps: groups then come with the signal `process`."""
+        return any(reward.process for reward in self._rewards)
 
     def __enter__(self) -> Rewards:
         return self

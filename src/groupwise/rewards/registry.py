@@ -14,6 +14,7 @@ from typing import Any
 from groupwise.rewards.accuracy import accuracy, exact, number
 from groupwise.rewards.format import regex, tags, think_format
 from groupwise.rewards.length import cosine_length, soft_overlong
+from groupwise.rewards.model import model_reward
 from groupwise.rewards.repetition import repetition
 
 GOLD_COLUMNS = ("answer", "solution")
@@ -32,3 +33,6 @@ BUILTINS: Mapping[str, Callable[..., list[Any]]] = MappingProxyType(
         "repetition": repetition,
     }
 )
+
+MAKERS: Mapping[str, Callable[..., Callable[..., Any]]] = MappingProxyType({"model": model_reward})
+"""Built-ins that are made once from a recipe's `args` and the policy's tokenizer, and then called like anybody's function."""

@@ -1,0 +1,92 @@
+"""The table of data-set objectives: the rows that each learns from, the model that it trains, and its loss.
+
+No code compares an objective's name: adding one is a loss (`offline.Objective`) and one row here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from groupwise.baselines import simple_rules
+from groupwise.data.load import Data, load_demonstrations, load_pairs, load_solutions
+from groupwise.evaluate import Estimate
+from groupwise.models.heads import make_scorer
+from groupwise.models.policy import Blueprint, Policy, make_policy
+from groupwise.offline import SFT, Objective, whole_text
+from groupwise.preferences import PROCESS, anchored, dpo_objective, reward_objective, with_replay
+from groupwise.settings import Recipe
+
+
+def language_model(recipe: Recipe, blueprint: Blueprint) -> Policy:
+    """A policy, to train as it is."""
+    return make_policy(blueprint.load(), blueprint.tokenizer, recipe.model)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """One row of the table."""
+
+    title: str
+    load: Callable[[Recipe, Blueprint], Data[Any]]
+    objective: Callable[[Recipe], Objective[Any]]
+    model: Callable[[Recipe, Blueprint], Policy] = language_model
+    samples: bool = True
+    """True if what it trains can be judged by sampling from it."""
+    anchor: Callable[[Recipe, Policy, Sequence[Any]], Sequence[Any]] | None = None
+    """Adds to rows what the model says of them before the first step; None: that is not needed."""
+    rules: Callable[[Policy, Sequence[Any], Sequence[Any]], Mapping[str, Estimate]] | None = None
+    """(a policy that decodes, training rows, held-out rows) -> what simple rules reach on the latter."""
+
+
+def _demonstrations(recipe: Recipe, blueprint: Blueprint) -> Data[Any]:
+    rows = load_demonstrations(recipe.data, blueprint.tokenizer, context=blueprint.context, eos_ids=blueprint.eos_ids, seed=recipe.seed)
+    if recipe.data.train_on == "all":
+        return replace(rows, train=tuple(map(whole_text, rows.train)), held_out=tuple(map(whole_text, rows.held_out)))
+    return rows
+
+
+def _pairs(recipe: Recipe, blueprint: Blueprint) -> Data[Any]:
+    return load_pairs(recipe.data, blueprint.tokenizer, context=blueprint.context, eos_ids=blueprint.eos_ids)
+
+
+def _replayed(recipe: Recipe, blueprint: Blueprint) -> Data[Any]:
+    pairs, settings = _pairs(recipe, blueprint), recipe.reward_model
+    if settings.replay is None:
+        return pairs
+    old = _pairs(replace(recipe, data=replace(recipe.data, path=settings.replay, limit=None)), blueprint)
+    return replace(pairs, train=tuple(with_replay(pairs.train, old.train, settings.replay_share, recipe.seed)))
+
+
+def _solutions(recipe: Recipe, blueprint: Blueprint) -> Data[Any]:
+    return load_solutions(recipe.data, blueprint.tokenizer, context=blueprint.context, eos_ids=blueprint.eos_ids)
+
+
+OBJECTIVES: dict[str, Kind] = {
+    "sft": Kind(title="supervised fine-tuning", load=_demonstrations, objective=lambda recipe: SFT),
+    "reward": Kind(
+        title="reward model (Bradley-Terry)",
+        load=_replayed,
+        objective=lambda recipe: reward_objective(recipe.reward_model),
+        model=lambda recipe, blueprint: make_scorer(
+            blueprint, recipe.model, pooling=recipe.reward_model.pooling, seed=recipe.seed
+        ),
+        samples=False,
+        rules=simple_rules,
+    ),
+    "dpo": Kind(
+        title="direct preference optimisation",
+        load=_pairs,
+        objective=lambda recipe: dpo_objective(recipe.pairs),
+        anchor=lambda recipe, policy, rows: anchored(policy, rows, budget=recipe.optimizer.tokens_per_microbatch),
+    ),
+    "prm": Kind(
+        title="process reward model",
+        load=_solutions,
+        objective=lambda recipe: PROCESS,
+        model=lambda recipe, blueprint: make_scorer(blueprint, recipe.model, pooling="steps", seed=recipe.seed),
+        samples=False,
+    ),
+}
+"""The data-set objectives by name (`settings.DATASET`; a test compares them)."""

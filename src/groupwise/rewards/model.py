@@ -1,0 +1,176 @@
+"""A trained model as a reward: token ids in, scores out, on the very ids that it was trained on.
+
+Where the policy's tokenizer and the reward model's agree, the policy's ids are scored as they are, EOS included: nothing is decoded
+and encoded again.  Where they differ, the reward model reads the text through its own chat template, or plainly if it has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from groupwise.errors import ConfigError, RewardError
+from groupwise.rewards.process import ProcessReward, Steps, segment_steps
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from groupwise.models.heads import Answer
+    from groupwise.models.policy import Blueprint, Policy
+
+By = Literal["newline", "regex", "tokens"]
+
+
+def model_reward(
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    path: str,
+    steps: By | None = None,
+    pattern: str | None = None,
+    ends: Sequence[int] = (),
+    tokens_per_microbatch: int = 16384,
+    dtype: str = "float32",
+    device: str = "auto",
+    attention: str = "shared",
+    trust_remote_code: bool = False,
+) -> Callable[..., Any]:
+    """The reward function `model`: a sequence-classification model with one label from a folder or the hub.
+
+    tokenizer: the policy's; None where there is no policy, and only texts are scored.
+    steps: cut completions into steps (`segment_steps`, with `pattern` or `ends`) and reward each: with a mean-pooled model a step
+    is worth its tokens' part of the mean, so that the steps of a completion add up to its score; with a process reward model, the
+    probability that it is right.  It then feeds `group.credit: process`; other credits see the sum.
+    tokens_per_microbatch: packed positions scored at a time.   The others as in `model`.
+
+    Everything but the weights is checked here; they are loaded at the first call.
+    Raises ConfigError for a model that cannot score, or steps that it cannot reward.
+    """
+    from groupwise.models.policy import read_blueprint
+    from groupwise.settings import ModelSettings
+
+    if tokens_per_microbatch < 1:
+        raise ConfigError(f"the reward 'model' needs tokens_per_microbatch >= 1, got {tokens_per_microbatch}")
+    settings = ModelSettings(path=path, dtype=dtype, device=device, attention=attention, trust_remote_code=trust_remote_code)  # type: ignore[arg-type]
+    scorer = _Scorer(tokenizer, read_blueprint(settings), settings, tokens_per_microbatch)
+    pooling = scorer.pooling
+    if steps is None:
+        if pooling == "steps":
+            raise ConfigError(f"{path} is a process reward model: say how completions are cut, e.g. args: {{steps: newline}}")
+        return scorer.by_ids if scorer.same_ids else scorer.by_text if tokenizer is not None else scorer.ended_texts
+    if pooling == "last":
+        raise ConfigError(f"{path} reads one score at the last token, which has no parts: steps need reward_model.pooling: mean, or a prm")
+    if not scorer.same_ids:
+        raise ConfigError(f"{path} has another tokenizer than the policy: steps are rewarded at the policy's own tokens")
+    segment_steps([], lambda ids: "", by=steps, pattern=pattern, ends=ends)
+
+    def by_steps(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[Steps]:
+        decode = scorer.policy.tokenizer.decode
+        cut = [segment_steps(ids, lambda part: str(decode(list(part))), by=steps, pattern=pattern, ends=ends) for ids in completion_ids]
+        return [step_rewards(pooling, *found) for found in zip(scorer.tokens(prompt_ids, completion_ids), cut, strict=True)]
+
+    return ProcessReward(by_steps)
+
+
+def step_rewards(pooling: str, scores: np.ndarray, ends: Sequence[int]) -> Steps:
+    """(end, reward) of each step from the numbers (n,) of a completion's tokens.
+
+    `mean`: the step's sum over n, so that the steps add up to the mean.  `steps`: the logistic function of the number at its end.
+
+    >>> step_rewards("mean", np.array([1.0, 3.0, 0.0, 4.0]), [1, 3])
+    [(1, 1.0), (3, 1.0)]
+    """
+    if pooling == "steps":
+        return [(end, float(1.0 / (1.0 + np.exp(-np.clip(scores[end], -50.0, 50.0))))) for end in ends]
+    sums = np.add.reduceat(scores, [0, *(end + 1 for end in ends[:-1])]) if len(ends) else ()
+    return [(end, float(part) / scores.size) for end, part in zip(ends, sums, strict=True)]
+
+
+class _Scorer:
+    """A scoring model that is loaded when it is first asked."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, blueprint: Blueprint, settings: Any, budget: int) -> None:
+        from groupwise.models.heads import check_scorer
+
+        check_scorer(blueprint.config, settings.path)
+        self.blueprint, self.settings, self.budget = blueprint, settings, budget
+        self.pooling = str(blueprint.config.get("pooling") or "last")
+        own = blueprint.tokenizer.get_vocab()
+        self.same_ids = tokenizer is not None and all(own.get(token) == i for token, i in tokenizer.get_vocab().items())
+
+    @cached_property
+    def policy(self) -> Policy:
+        """The model itself, in eval mode."""
+        from groupwise.models.heads import load_scorer
+
+        policy = load_scorer(self.settings, self.blueprint)
+        policy.model.requires_grad_(False)
+        return policy
+
+    def by_ids(self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[float | None]:
+        """Scores of the policy's own ids; None for a completion without tokens."""
+        return self._scores(self._answers(prompt_ids, completion_ids))
+
+    def by_text(self, prompts: Sequence[Any], completions: Sequence[Any], finish_reasons: Sequence[str]) -> list[float | None]:
+        """Scores of texts through this model's tokenizer; completions that were cut off get no end."""
+        template = _Text(self.blueprint)
+        ids = [template.encode(*row) for row in zip(prompts, completions, finish_reasons, strict=True)]
+        return self._scores(self._answers([prompt for prompt, _ in ids], [completion for _, completion in ids]))
+
+    def ended_texts(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float | None]:
+        """`by_text` of completions that are all complete."""
+        return self.by_text(prompts, completions, ["eos"] * len(completions))
+
+    def tokens(self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """The head's number after every completion token."""
+        from groupwise.models.heads import reads_tokens, score_tokens
+
+        if not reads_tokens(self.policy):
+            raise RewardError(f"{self.settings.path} has no head for single tokens: leave steps out")
+        return score_tokens(self.policy, self._answers(prompt_ids, completion_ids), budget=self.budget)
+
+    def _answers(self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[Answer]:
+        from groupwise.models.heads import Answer
+
+        answers = []
+        for prompt, completion in zip(prompt_ids, completion_ids, strict=True):
+            if len(prompt) + len(completion) > self.blueprint.context:
+                raise RewardError(
+                    f"the reward model {self.settings.path} reads {self.blueprint.context} tokens, but a prompt and its completion "
+                    f"have {len(prompt)} + {len(completion)}: lower rollout.max_new_tokens or data.max_prompt_tokens"
+                )
+            prompt_m, completion_n = (np.asarray(ids, dtype=np.int64) for ids in (prompt, completion))
+            answers.append(Answer(prompt_m.tobytes().hex(), prompt_m, completion_n))
+        return answers
+
+    def _scores(self, answers: Sequence[Answer]) -> list[float | None]:
+        from groupwise.models.heads import pool_weights, reads_tokens, score_tokens, whole_scores
+
+        asked = [answer for answer in answers if answer.completion.size]
+        if not asked:
+            return [None] * len(answers)
+        if reads_tokens(self.policy):
+            found = score_tokens(self.policy, asked, budget=self.budget)
+            scores = [float(pool_weights(self.pooling, score_n.size) @ score_n) for score_n in found]  # type: ignore[arg-type]
+        else:
+            scores = whole_scores(self.policy, asked)
+        known = iter(scores)
+        return [next(known) if answer.completion.size else None for answer in answers]
+
+
+class _Text:
+    """Prompts and completions as this model's own tokenizer writes them."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        from groupwise.data.templates import Template
+
+        self.template = Template(tokenizer=blueprint.tokenizer, chat=bool(blueprint.tokenizer.chat_template))
+        self.eos_ids = blueprint.eos_ids
+
+    def encode(self, prompt: Any, completion: Any, finish: str) -> tuple[list[int], list[int]]:
+        """Ids of a prompt (a text is the user's message where there is a chat template) and of its completion."""
+        question = self.template.ask([self.template.content({"prompt": prompt})], ["a prompt"])[0]
+        answer = self.template.complete([question], [completion], self.eos_ids)[0].tokens.tolist()
+        return question.tokens.tolist(), answer[:-1] if finish == "length" else answer

@@ -1,0 +1,118 @@
+"""Toy worlds: a vocabulary, prompts, a rule that says what is right, and a policy so small that it learns in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from groupwise.algorithms import resolve
+from groupwise.models.policy import Policy
+from groupwise.online import train_online
+from groupwise.optim import Optimizer
+from groupwise.records import Prompt, Rollout, Sampling, Scored, Step
+from groupwise.rollout.native import NativeEngine
+from groupwise.settings import GroupSettings, OptimizerSettings
+
+EOS = 0
+
+
+def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Id 0 ends a completion and is the pad token too; the words follow."""
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<eos>", *words])}, unk_token="<eos>"))
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<eos>")
+
+
+@dataclass(frozen=True)
+class Judge:
+    """What the loop asks of rewards: one function of a rollout, None where it does not apply."""
+
+    rule: Callable[[Rollout], float | None]
+
+    def score(self, groups: Sequence[Sequence[Rollout]]) -> list[Scored]:
+        scored = []
+        for group in groups:
+            found = [self.rule(rollout) for rollout in group]
+            reward = np.array([np.nan if value is None else value for value in found], dtype=np.float64)
+            scored.append(Scored(rollouts=tuple(group), names=("rule",), rewards=reward[:, None], reward=reward))
+        return scored
+
+
+@dataclass
+class World:
+    """A policy among prompts and a rule; `train` runs the library's own loop."""
+
+    policy: Policy
+    prompts: Sequence[Sequence[int]]
+    rule: Callable[[Rollout], float | None]
+    sampling: Sampling
+    lr: float = 3e-3
+    drawn: int = field(default=0, init=False)
+
+    def draw(self, count: int) -> list[Prompt]:
+        """The next prompts, round and round."""
+        places = range(self.drawn, self.drawn + count)
+        self.drawn += count
+        return [
+            Prompt(id=f"{place // len(self.prompts)}/{row}", tokens=np.array(self.prompts[row], dtype=np.int64), text="", row={"n": row})
+            for place in places
+            for row in [place % len(self.prompts)]
+        ]
+
+    def train(self, preset: str, steps: int, *, engine: object = None, reference: Policy | None = None, **group: object) -> Iterator[Step]:
+        """The steps of `train_online`, one after the other."""
+        settings = GroupSettings(**group)  # type: ignore[arg-type]
+        updates = steps * settings.updates_per_rollout * settings.minibatches
+        yield from train_online(
+            self.policy,
+            resolve(preset, settings, self.sampling.max_new_tokens),
+            engine=engine or NativeEngine(self.policy, max_rows=256),  # type: ignore[arg-type]
+            rewards=Judge(self.rule),  # type: ignore[arg-type]
+            draw=self.draw,
+            optimizer=Optimizer(self.policy.model, OptimizerSettings(lr=self.lr, betas=(0.9, 0.99)), updates),
+            group=settings,
+            sampling=self.sampling,
+            budget=4096,
+            steps=steps,
+            reference=reference,
+        )
+
+
+@pytest.fixture
+def world(tiny_policy: Callable) -> Callable[..., World]:
+    """`world(words, prompts, rule, max_new_tokens, ...)`: see `World`."""
+
+    def make(
+        words: Sequence[str],
+        prompts: Sequence[Sequence[int]],
+        rule: Callable[[Rollout], float | None],
+        max_new_tokens: int,
+        *,
+        lr: float = 3e-3,
+        seed: int = 0,
+        family: str = "llama",
+        **sampling: object,
+    ) -> World:
+        policy = tiny_policy(family, tokenizer=word_tokenizer(words), seed=seed, context=16, layers=1)
+        return World(policy, prompts, rule, Sampling(max_new_tokens=max_new_tokens, **sampling), lr)  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture
+def say(world: Callable[..., World]) -> Callable[..., World]:
+    """32 tokens: say the token after the prompt's, then stop.  Half of the reward for the word, half for stopping at once."""
+
+    def rule(rollout: Rollout) -> float:
+        said = rollout.tokens.tolist()
+        return 0.5 * (said[0] == rollout.prompt.tokens[0] % 31 + 1) + 0.5 * (len(said) == 2 and said[1] == EOS)
+
+    def make(**options: object) -> World:
+        return world([f"w{i}" for i in range(1, 32)], [[i] for i in range(1, 32)], rule, 3, **options)
+
+    return make
