@@ -112,13 +112,12 @@ def sample(model: GPT, rollouts: Sequence[Rollout], *, eos: int, longest: int, t
 
 
 def score(model: GPT, rollouts: Sequence[Rollout], *, temperature: float) -> Tensor:
-    """l of every completion token (N,): position p predicts the token behind it, so the last token is never an input."""
+    """l of every completion token (N,): position p predicts the token behind it, so a text's last token is no input."""
     texts = [rollout.prompt + rollout.tokens for rollout in rollouts]
-    logits_PV = model(*stream([text[:-1] for text in texts]))
-    target_P = torch.tensor([token for text in texts for token in text[1:]])
-    written_P = torch.tensor([place >= len(r.prompt) for r, text in zip(rollouts, texts, strict=True) for place in range(1, len(text))])
-    logp_PV = (logits_PV[written_P] / temperature).log_softmax(-1)
-    return logp_PV.gather(1, target_P[written_P][:, None])[:, 0]
+    logits = model(*stream([text[:-1] for text in texts])).split([len(text) - 1 for text in texts])
+    logits_NV = torch.cat([part_PV[-len(rollout.tokens) :] for part_PV, rollout in zip(logits, rollouts, strict=True)])
+    target_N = torch.tensor([token for rollout in rollouts for token in rollout.tokens])
+    return (logits_NV / temperature).log_softmax(-1).gather(1, target_N[:, None])[:, 0]
 
 
 # ---- GRPO ----------------------------------------------------------------------------------------------------------------------
@@ -193,8 +192,8 @@ EOS = 10
 
 def echo(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[float]:
     """Half the reward for starting with the prompt's digit, the other half for stopping right there."""
-    pairs = list(zip(prompt_ids, completion_ids, strict=True))
-    return [0.0 if answer[0] != prompt[-1] else 1.0 if len(answer) == 2 and answer[1] == EOS else 0.5 for prompt, answer in pairs]
+    pairs = zip(prompt_ids, completion_ids, strict=True)
+    return [0.5 * (answer[0] == prompt[-1]) * (2 if answer[1:] == [EOS] else 1) for prompt, answer in pairs]
 
 
 def main(steps: int = 60) -> float:

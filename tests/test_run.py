@@ -166,6 +166,17 @@ def test_rollouts_are_on_disk_with_every_number(recipe: Callable, tmp_path: Path
         np.testing.assert_allclose(row["behavior_logp"], rollout.behavior_logp)
 
 
+def test_recorded_completions_can_be_scored_again(recipe: Callable, tmp_path: Path) -> None:
+    from groupwise.rescore import score_file
+
+    steps = list(train(load_recipe(recipe(name="again", **(GRPO | {"steps": 2})))))
+    folder = tmp_path / "runs" / "again"
+    for where in (folder, folder / "rollouts" / "000002.parquet"):
+        report = score_file(["accuracy", "think_format"], where)
+        expected = np.concatenate([group.rewards for group in steps[-1].groups])
+        np.testing.assert_array_equal(report.rewards, expected)
+
+
 def test_p08_p14_the_first_update_sees_ratio_one(recipe: Callable) -> None:
     steps = list(train(load_recipe(recipe(name="alarm", **GRPO))))
     for step in steps:

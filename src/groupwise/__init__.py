@@ -40,7 +40,7 @@ _WHERE = {
     "GroupwiseError": "errors",
 }
 
-__all__ = sorted(_WHERE)  # noqa: PLE0605 - the table above is the list
+__all__ = sorted(_WHERE)
 
 
 def __getattr__(name: str) -> Any:

@@ -23,7 +23,10 @@ WORDS = 3000
 
 def simple_rules(policy: Policy, train: Sequence[Pair], held_out: Sequence[Pair]) -> Mapping[str, Estimate]:
     """Held-out pair accuracy of two rules, by name.  `policy` only decodes."""
-    texts = [[(policy.decode(pair.chosen.tolist()), policy.decode(pair.rejected.tolist())) for pair in part] for part in (train, held_out)]
+    texts = [
+        [(policy.decode(pair.chosen.tolist()), policy.decode(pair.rejected.tolist())) for pair in part]
+        for part in (train, held_out)
+    ]
     return {"length rule": length_rule(texts[1]), "bag of words": bag_of_words(*texts)}
 
 
@@ -32,7 +35,7 @@ Texts = Sequence[tuple[str, str]]
 
 
 def length_rule(held_out: Texts) -> Estimate:
-    """"The one with fewer words is chosen"; a tie is half right."""
+    """ "The one with fewer words is chosen"; a tie is half right."""
     gaps = [len(rejected.split()) - len(chosen.split()) for chosen, rejected in held_out]
     return _right(np.array(gaps))
 

@@ -7,18 +7,18 @@ from importlib.metadata import version
 from pathlib import Path
 
 from groupwise.config import dump
-from groupwise.evaluate import Evaluation
+from groupwise.jobs import Judged
 from groupwise.plan import Lines
 from groupwise.runlog import write_atomically
 from groupwise.settings import Recipe
 
 
-def write_card(folder: Path, recipe: Recipe, plan: Lines, after: Evaluation | None) -> None:
+def write_card(folder: Path, recipe: Recipe, plan: Lines, after: Judged | None) -> None:
     """Write `README.md` into the folder of the final model."""
     write_atomically(folder / "README.md", card(recipe, plan, after).encode())
 
 
-def card(recipe: Recipe, plan: Lines, after: Evaluation | None) -> str:
+def card(recipe: Recipe, plan: Lines, after: Judged | None) -> str:
     """The text of the card: base, data, method, held-out figures and the recipe itself, secrets redacted."""
     text = dump(recipe)
     base = recipe.model.path or f"random weights ({recipe.model.scratch.family if recipe.model.scratch else '?'})"
@@ -43,13 +43,14 @@ def card(recipe: Recipe, plan: Lines, after: Evaluation | None) -> str:
         "",
     ]
     if after is None:
-        lines += ["Not evaluated: the recipe holds out no prompts or names no reward."]
+        lines += ["Not evaluated: the recipe holds out nothing."]
     else:
+        figures = after.summary()
         lines += [
-            f"{after.prompts} prompts that training never saw; ± is half of a 95 % interval.",
+            "On what training never saw; ± is half of a 95 % interval.",
             "",
-            f"| greedy accuracy | sampled accuracy | pass@{after.k} | mean reward | mean length |",
-            "|---|---|---|---|---|",
-            f"| {after.greedy} | {after.sampled} | {after.pass_at_k} | {after.reward} | {after.length:.1f} tokens |",
+            f"| {' | '.join(figures)} |",
+            "|" + "---|" * len(figures),
+            f"| {' | '.join(figures.values())} |",
         ]
     return "\n".join([*lines, "", "## Recipe", "", "```yaml", text.rstrip(), "```", ""])

@@ -266,6 +266,7 @@ def step_of(path: Path) -> int:
 def policy_folder(path: Path | str) -> Path:
     """The Hugging Face folder meant by a path: such a folder itself, a checkpoint, or a run (its final model, else its newest).
 
+    Of a run of several stages the stage that was written last is meant.
     Raises CheckpointError with what was found instead.
     """
     path = Path(path).expanduser()
@@ -276,6 +277,9 @@ def policy_folder(path: Path | str) -> Path:
             return folder
     if (newest := latest(path)) is not None:
         return newest / "policy"
+    stages = sorted(path.glob("*/metrics.jsonl"), key=lambda log: log.stat().st_mtime)
+    if stages:
+        return policy_folder(stages[-1].parent)
     inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
     raise CheckpointError(f"{path} is neither a model folder, a checkpoint nor a run with one: it holds {inside}")
 

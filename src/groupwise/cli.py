@@ -225,7 +225,7 @@ def _score(given: argparse.Namespace) -> int:
     functions = [RewardSettings(function=name.strip(), args=arguments) for name in given.reward.split(",")]
     if arguments and len(functions) > 1:
         raise ConfigError(f"--arg belongs to one function, but {len(functions)} are named; score them one by one")
-    from groupwise.rewards.score import score_file
+    from groupwise.rescore import score_file
 
     report = score_file(functions, given.file, columns=_texts(given.column, "--column"), limit=given.limit)
     print(report.render(rows=given.rows))

@@ -66,7 +66,6 @@ class Evaluation:
             flat |= {f"greedy/{column}={value}": share for value, share in shares.items()}
         return flat
 
-
     def summary(self) -> dict[str, str]:
         """Label -> text, for tables.  Where the first reward is a score and not a verdict of 0 or 1, nothing is called right."""
         firsts = np.concatenate([group.rewards[:, 0] for group in self.groups]) if self.groups else np.zeros(0)

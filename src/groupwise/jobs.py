@@ -37,7 +37,6 @@ from groupwise.rollout.native import NativeEngine
 from groupwise.rollout.transformers import TransformersEngine
 from groupwise.settings import ModelSettings, Recipe, RolloutSettings
 
-
 Judged = Evaluation | Validation
 """What a policy does on held-out prompts, or what an objective says of held-out rows."""
 
@@ -116,7 +115,9 @@ def blueprint_of(recipe: Recipe, resume: Path | None) -> Blueprint:
         return read_blueprint(recipe.model)
     scratch = recipe.model.scratch
     assert scratch is not None
-    tokenizer = make_tokenizer(scratch.tokenizer, load_texts(recipe.data, recipe.seed) if scratch.tokenizer.startswith("bpe") else ())
+    tokenizer = make_tokenizer(
+        scratch.tokenizer, load_texts(recipe.data, recipe.seed) if scratch.tokenizer.startswith("bpe") else ()
+    )
     model = scratch_model(
         scratch,
         vocabulary=len(tokenizer),
@@ -130,9 +131,7 @@ def blueprint_of(recipe: Recipe, resume: Path | None) -> Blueprint:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
     eos = (int(tokenizer.eos_token_id),)  # type: ignore[arg-type]
-    return Blueprint(
-        tokenizer=tokenizer, config=model.config.to_dict(), eos_ids=eos, context=scratch.context, load=lambda: model
-    )
+    return Blueprint(tokenizer=tokenizer, config=model.config.to_dict(), eos_ids=eos, context=scratch.context, load=lambda: model)
 
 
 def sampling_of(settings: RolloutSettings, **changes: Any) -> Sampling:
@@ -287,7 +286,9 @@ def _judge(recipe: Recipe, engine: Engine, prepared: _Prepared) -> Callable[[boo
     def judge(whole: bool) -> Judged | None:
         if not prompts or rewards is None:
             return None
-        return evaluate(engine, rewards, prompts[: None if whole else settings.prompts], k=settings.k, sampling=sampling, seed=recipe.seed)
+        return evaluate(
+            engine, rewards, prompts[: None if whole else settings.prompts], k=settings.k, sampling=sampling, seed=recipe.seed
+        )
 
     return judge
 

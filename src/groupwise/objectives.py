@@ -41,7 +41,9 @@ class Kind:
 
 
 def _demonstrations(recipe: Recipe, blueprint: Blueprint) -> Data[Any]:
-    rows = load_demonstrations(recipe.data, blueprint.tokenizer, context=blueprint.context, eos_ids=blueprint.eos_ids, seed=recipe.seed)
+    rows = load_demonstrations(
+        recipe.data, blueprint.tokenizer, context=blueprint.context, eos_ids=blueprint.eos_ids, seed=recipe.seed
+    )
     if recipe.data.train_on == "all":
         return replace(rows, train=tuple(map(whole_text, rows.train)), held_out=tuple(map(whole_text, rows.held_out)))
     return rows
@@ -69,9 +71,7 @@ OBJECTIVES: dict[str, Kind] = {
         title="reward model (Bradley-Terry)",
         load=_replayed,
         objective=lambda recipe: reward_objective(recipe.reward_model),
-        model=lambda recipe, blueprint: make_scorer(
-            blueprint, recipe.model, pooling=recipe.reward_model.pooling, seed=recipe.seed
-        ),
+        model=lambda recipe, blueprint: make_scorer(blueprint, recipe.model, pooling=recipe.reward_model.pooling, seed=recipe.seed),
         samples=False,
         rules=simple_rules,
     ),

@@ -8,7 +8,7 @@ n tokens of a completion   M read positions of a micro-batch   S its segments   
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -21,10 +22,12 @@ from groupwise.config import load_stages
 from groupwise.errors import ConfigError
 from groupwise.jobs import Job, Judged, make_job, plan_of
 from groupwise.models.policy import Policy
+from groupwise.plan import Lines
 from groupwise.progress import Progress
 from groupwise.records import Step
 from groupwise.runlog import Lock, RunLog, choose_folder, finished
 from groupwise.settings import Recipe
+from groupwise.validation import STAGE
 
 FINAL, REFERENCE = "final", "reference"
 """Folders of a run: the trained model, and the weights before the first step where a reference is needed."""
@@ -135,15 +138,29 @@ class Run:
 
 
 def resolved(recipe: Recipe) -> Recipe:
-    """The recipe with `stage:NAME` replaced by the folder of that stage's final model.  Raises ConfigError if it is not there."""
+    """The recipe with every `stage:NAME` (the model's, the rewards') replaced by the folder of that stage's final model.
+
+    Raises ConfigError if it is not there.
+    """
     path = recipe.model.path
-    if path is None or not path.startswith("stage:"):
-        return recipe
-    stage = path.removeprefix("stage:")
+    if path is not None:
+        recipe = replace(recipe, model=replace(recipe.model, path=_folder_of(path, recipe, "model.path")))
+    rewards = [
+        replace(reward, args={key: _folder_of(value, recipe, f"rewards.{place}.args.{key}") for key, value in reward.args.items()})
+        for place, reward in enumerate(recipe.rewards)
+    ]
+    return replace(recipe, rewards=tuple(rewards))
+
+
+def _folder_of(value: Any, recipe: Recipe, key: str) -> Any:
+    """A value of a recipe; the folder of a stage's final model where it is `stage:NAME`."""
+    if not isinstance(value, str) or not value.startswith(STAGE):
+        return value
+    stage = value.removeprefix(STAGE)
     folder = Path(recipe.runs) / Path(recipe.name).parent / stage / FINAL
     if not (folder / "config.json").exists():
-        raise ConfigError(f"model.path: the stage {stage!r} has not finished: there is no model in {folder}")
-    return replace(recipe, model=replace(recipe.model, path=str(folder)))
+        raise ConfigError(f"{key}: the stage {stage!r} has not finished: there is no model in {folder}")
+    return str(folder)
 
 
 def train_recipe(
@@ -163,7 +180,7 @@ def train_recipe(
         title = f"{recipe.name} ({number} of {len(stages)})" if len(stages) > 1 else recipe.name
         if dry_run:
             with Progress(recipe.steps or 1, title, console=console) as progress:
-                progress.plan(plan_of(_from_beginning(recipe, stages)))
+                progress.plan(_plan_from_beginning(recipe, stages))
             continue
         folder = choose_folder(recipe, fresh)
         if (step := finished(folder)) is not None:
@@ -187,34 +204,47 @@ def _train_stage(recipe: Recipe, folder: Path, title: str, console: Console) -> 
         return Outcome(folder=folder, before=run.before, after=run.after, steps=run.done - begin)
 
 
+def _plan_from_beginning(recipe: Recipe, stages: Mapping[str, Recipe]) -> Lines:
+    """The plan of a stage before the stages it builds on exist: their models have the shape of what those start from."""
+    awaited = [reward for reward in recipe.rewards if str(reward.args.get("path")).startswith(STAGE)]
+    scorers = [_from_beginning(stages[str(reward.args["path"]).removeprefix(STAGE)], stages) for reward in awaited]
+    known = tuple(reward for reward in recipe.rewards if reward not in awaited)
+    return plan_of(_from_beginning(replace(recipe, rewards=known), stages), scorers)
+
+
 def _from_beginning(recipe: Recipe, stages: Mapping[str, Recipe]) -> Recipe:
     """The recipe with the model that its first stage starts from: the same shape, and it exists before anything was trained."""
-    while recipe.model.path is not None and recipe.model.path.startswith("stage:"):
-        earlier = stages[recipe.model.path.removeprefix("stage:")].model
+    while recipe.model.path is not None and recipe.model.path.startswith(STAGE):
+        earlier = stages[recipe.model.path.removeprefix(STAGE)].model
         recipe = replace(recipe, model=replace(recipe.model, path=earlier.path, scratch=earlier.scratch))
     return recipe
 
 
 def _closing_table(outcomes: Mapping[str, Outcome], console: Console) -> None:
-    """Held-out figures before, between and after, and what to type next."""
-    rows: list[tuple[str, Evaluation]] = []
+    """Held-out figures before, between and after, stages that measure the same in one table, and what to type next."""
+    tables: dict[tuple[str, ...], list[tuple[str, dict[str, str]]]] = {}
     for stage, outcome in outcomes.items():
-        if outcome.before is not None and not rows:
-            rows.append(("before", outcome.before))
-        if outcome.after is not None:
-            rows.append((f"after {stage}", outcome.after))
+        for label, found in ((f"before {stage}", outcome.before), (f"after {stage}", outcome.after)):
+            if found is not None:
+                figures = found.summary()
+                rows = tables.setdefault(tuple(figures), [])
+                if found is outcome.after or not rows:
+                    rows.append((label, figures))
     last = list(outcomes.values())[-1].folder
-    if rows:
-        k = rows[-1][1].k
-        table = Table("held out", "greedy accuracy", "sampled accuracy", f"pass@{k}", "mean reward", "tokens", box=None, pad_edge=False)
-        for label, found in rows:
-            figures = (found.greedy, found.sampled, found.pass_at_k, found.reward)
-            table.add_row(label, *(str(figure) for figure in figures), f"{found.length:.1f}")
+    for columns, rows in tables.items():
+        table = Table("held out", *columns, box=None, pad_edge=False)
+        for label, figures in rows:
+            table.add_row(label, *figures.values())
         console.print()
         console.print(table)
-        console.print(f"({rows[-1][1].prompts} prompts that training never saw; ± is half of a 95 % interval)", style="dim", highlight=False)
+    if tables:
+        console.print("(on what training never saw; ± is half of a 95 % interval)", style="dim", highlight=False)
     console.print("\nNext:", highlight=False)
-    for line in (f"groupwise chat {last}", f"groupwise eval {last / FINAL} --task ...", f"groupwise score accuracy {last}/rollouts"):
+    for line in (
+        f"groupwise chat {last}",
+        f"groupwise eval {last / FINAL} --task ...",
+        f"groupwise score accuracy {last}",
+    ):
         console.print(f"  {line}", highlight=False, markup=False)
 
 

@@ -82,9 +82,7 @@ def _visit(
     return float(total), seen
 
 
-def token_loss(
-    policy: Policy, batch: Batch, loss: TokenLoss, *, separable: bool, entropy: bool = False
-) -> tuple[Tensor, Tensor]:
+def token_loss(policy: Policy, batch: Batch, loss: TokenLoss, *, separable: bool, entropy: bool = False) -> tuple[Tensor, Tensor]:
     """`loss` of a batch's trained tokens, differentiable with respect to the policy, and their log-probs (M,).
 
     loss: (log-probs, entropies or None, which of the M) -> its weighted part, a scalar.

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from groupwise.checkpoint import policy_folder
 from groupwise.data.load import load_data
 from groupwise.data.prompts import encode_prompts, prompt_limit, visit
 from groupwise.data.sources import read_rows
@@ -21,6 +22,7 @@ from groupwise.records import Prompt, Sampling
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native import NativeEngine
 from groupwise.settings import DataSettings, ModelSettings, RewardSettings
+from groupwise.validation import wrong_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +53,16 @@ class EvalReport:
         return json.dumps(found | self.evaluation.metrics(), indent=1)
 
 
-def final_model(path: str) -> str:
-    """The model in `path`: a checkpoint folder itself, or a run folder's final model or newest checkpoint.
+def model_folder(path: str) -> str:
+    """The model meant by a path: a hub name as it is, else the Hugging Face folder in it (see `checkpoint.policy_folder`).
 
-    Of a run of several stages the last one is taken.
+    Raises ConfigError or CheckpointError if there is none.
     """
-    from groupwise.checkpoint import latest
-
-    folder = Path(path)
-    if (folder / "config.json").exists() or not folder.is_dir():
-        return path
-    if (folder / "final" / "config.json").exists():
-        return str(folder / "final")
-    newest = latest(folder)
-    if newest is not None:
-        return str(newest / "policy")
-    stages = sorted((stage for stage in folder.glob("*/metrics.jsonl")), key=lambda file: file.stat().st_mtime)
-    if stages:
-        return final_model(str(stages[-1].parent))
-    raise ConfigError(f"{path} holds no model: neither config.json, nor final/, nor a checkpoint")
+    if Path(path).expanduser().is_dir():
+        return str(policy_folder(path))
+    if wrong := wrong_model(path):
+        raise ConfigError(wrong)
+    return path
 
 
 def evaluate_checkpoint(
@@ -99,7 +92,7 @@ def evaluate_checkpoint(
     """
     if (data is None) == (task is None):
         raise ConfigError("say what to evaluate on: --data FILE or --task NAME")
-    policy = load_policy(ModelSettings(path=final_model(path), dtype=dtype))  # type: ignore[arg-type]
+    policy = load_policy(ModelSettings(path=model_folder(path), dtype=dtype))  # type: ignore[arg-type]
     prompts = _prompts(policy, data, task, task_args or {}, max_new_tokens, limit, seed, columns or {}, template, system, chat, split)
     functions = build_rewards([RewardSettings(function=reward)], columns=list(prompts[0].row))
     sampling = Sampling(temperature=temperature, max_new_tokens=max_new_tokens)
@@ -149,7 +142,7 @@ def chat(path: str, *, temperature: float = 1.0, max_new_tokens: int = 256, seed
     from groupwise.progress import safe
 
     console = Console(highlight=False)
-    policy = load_policy(ModelSettings(path=final_model(path)))
+    policy = load_policy(ModelSettings(path=model_folder(path)))
     engine = NativeEngine(policy, max_rows=1)
     messages: list[dict[str, str]] = []
     console.print(f"{path}: an empty line ends the conversation", style="dim", markup=False)
@@ -166,7 +159,7 @@ def chat(path: str, *, temperature: float = 1.0, max_new_tokens: int = 256, seed
         text = (
             policy.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) if templated else said
         )
-        ids = policy.tokenizer(text, add_special_tokens=not templated)["input_ids"]
+        ids = policy.tokenizer(str(text), add_special_tokens=not templated)["input_ids"]
         sampling = Sampling(temperature=temperature, max_new_tokens=max_new_tokens)
         prompt = Prompt(id=f"chat/{turn}", tokens=np.asarray(ids, dtype=np.int64), text=str(text))
         ((rollout,),) = engine.generate([prompt], group_size=1, sampling=sampling, seed=seed)

@@ -106,13 +106,13 @@ def world(tiny_policy: Callable) -> Callable[..., World]:
 
 @pytest.fixture
 def say(world: Callable[..., World]) -> Callable[..., World]:
-    """32 tokens: say the token after the prompt's, then stop.  Half of the reward for the word, half for stopping at once."""
+    """32 tokens, 8 prompts: say the word that the prompt shows.  Stopping right after it is worth a quarter more."""
 
     def rule(rollout: Rollout) -> float:
         said = rollout.tokens.tolist()
-        return 0.5 * (said[0] == rollout.prompt.tokens[0] % 31 + 1) + 0.5 * (len(said) == 2 and said[1] == EOS)
+        return (said[0] == rollout.prompt.tokens[0]) * (0.8 + 0.2 * (len(said) == 2 and said[1] == EOS))
 
     def make(**options: object) -> World:
-        return world([f"w{i}" for i in range(1, 32)], [[i] for i in range(1, 32)], rule, 3, **options)
+        return world([f"w{i}" for i in range(1, 32)], [[i] for i in range(1, 9)], rule, 3, **options)
 
     return make

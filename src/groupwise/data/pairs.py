@@ -74,7 +74,9 @@ def encode_pairs(
             continue
         if not (chosen.stable and rejected.stable):
             tally.note("with a completion encoded apart from its prompt")
-        pairs.append(Pair(id=str(i), prompt=prompt, chosen=chosen.tokens, rejected=rejected.tokens, margin=_margin(rows[i], rows.where(i))))
+        pairs.append(
+            Pair(id=str(i), prompt=prompt, chosen=chosen.tokens, rejected=rejected.tokens, margin=_margin(rows[i], rows.where(i)))
+        )
     report = tally.report([len(pair) for pair in pairs])
     if not pairs:
         raise DataError(f"no pair is left: {report}")

@@ -39,7 +39,9 @@ PAD = "<|pad|>"
 not padding, so an EOS that is also the pad would hide itself."""
 
 
-def add_head(causal: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int], pooling: Pooling, seed: int) -> PreTrainedModel:
+def add_head(
+    causal: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int], pooling: Pooling, seed: int
+) -> PreTrainedModel:
     """A scoring model on the backbone of a causal one, which it takes over; the head is drawn from `seed`, deviation 1/sqrt(D + 1).
 
     `tokenizer` may gain a pad token, and the embedding a row for it.  Raises ConfigError for a model without such a class.
@@ -92,7 +94,9 @@ def load_scorer(settings: ModelSettings, blueprint: Blueprint | None = None) -> 
 def check_scorer(config: dict[str, Any], path: str) -> None:
     """Raises ConfigError unless a checkpoint, by its config as a dictionary, gives one number per sequence."""
     if not is_scorer(config):
-        raise ConfigError(f"{path} is not a reward model: its config names {config.get('architectures')}, not a sequence classifier")
+        raise ConfigError(
+            f"{path} is not a reward model: its config names {config.get('architectures')}, not a sequence classifier"
+        )
     labels = len(config.get("id2label") or {}) or int(config.get("num_labels") or 2)
     if labels != 1:
         raise ConfigError(f"{path} is a classifier with {labels} labels; a reward model has one")
@@ -169,7 +173,8 @@ class Answer:
 def score_tokens(policy: Policy, answers: Sequence[Answer], *, budget: int) -> list[np.ndarray]:
     """The head's number after every completion token, float64 (n,) each; at most `budget` packed positions at a time."""
     samples = [
-        readout(answer.group, answer.prompt, answer.completion, np.append(0.0, np.ones(answer.completion.size))) for answer in answers
+        readout(answer.group, answer.prompt, answer.completion, np.append(0.0, np.ones(answer.completion.size)))
+        for answer in answers
     ]
     found = [np.zeros(answer.completion.size) for answer in answers]
     dtype = torch.promote_types(policy.dtype, torch.float32)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -278,10 +278,11 @@ def make_policy(
             raise Diverged(f"the checkpoint's parameter {name} holds numbers that are not finite: load another checkpoint")
     # Dropout off for good: a policy that drops units is another policy than the one that sampled.
     model = model.to(resolve_device(settings)).eval()  # type: ignore[arg-type]
+    generation = model.generation_config if model.can_generate() else GenerationConfig.from_model_config(model.config)
     policy = Policy(
         model=model,
         tokenizer=tokenizer,
-        eos_ids=eos_ids(model.generation_config, tokenizer),
+        eos_ids=eos_ids(generation, tokenizer),
         pad_id=_pad_id(tokenizer, size),
         vocabulary=size,
         context=context_length(model.config.to_dict()),

@@ -61,14 +61,18 @@ def model_reward(
             raise ConfigError(f"{path} is a process reward model: say how completions are cut, e.g. args: {{steps: newline}}")
         return scorer.by_ids if scorer.same_ids else scorer.by_text if tokenizer is not None else scorer.ended_texts
     if pooling == "last":
-        raise ConfigError(f"{path} reads one score at the last token, which has no parts: steps need reward_model.pooling: mean, or a prm")
+        raise ConfigError(
+            f"{path} reads one score at the last token, which has no parts: steps need reward_model.pooling: mean, or a prm"
+        )
     if not scorer.same_ids:
         raise ConfigError(f"{path} has another tokenizer than the policy: steps are rewarded at the policy's own tokens")
     segment_steps([], lambda ids: "", by=steps, pattern=pattern, ends=ends)
 
     def by_steps(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[Steps]:
         decode = scorer.policy.tokenizer.decode
-        cut = [segment_steps(ids, lambda part: str(decode(list(part))), by=steps, pattern=pattern, ends=ends) for ids in completion_ids]
+        cut = [
+            segment_steps(ids, lambda part: str(decode(list(part))), by=steps, pattern=pattern, ends=ends) for ids in completion_ids
+        ]
         return [step_rewards(pooling, *found) for found in zip(scorer.tokens(prompt_ids, completion_ids), cut, strict=True)]
 
     return ProcessReward(by_steps)

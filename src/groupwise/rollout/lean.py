@@ -185,7 +185,8 @@ class RotaryForward:
     def _head_norm(self, attention: Any, order: Tensor) -> Callable[[Tensor], Tensor]:
         query, key = attention.q_norm, attention.k_norm
         weight_HW = torch.cat([query.weight.expand(self.heads, -1), key.weight.expand(self.shared, -1)])[:, order]
-        return lambda x: F.rms_norm(x, (self.width,), None, query.variance_epsilon).to(x.dtype).mul_(weight_HW)
+        norm = _rms_norm(weight_HW, query.variance_epsilon)
+        return lambda x: norm(x).to(x.dtype)
 
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: RowAttention) -> Tensor:
         """See `native.Forward`."""
@@ -215,8 +216,19 @@ def _rotated(heads: Tensor, turn_T1W: Tensor) -> Tensor:
 
 
 def _rms(norm: Any) -> Callable[[Tensor], Tensor]:
-    weight_D, eps = norm.weight.detach(), norm.variance_epsilon
-    return lambda x: F.rms_norm(x, weight_D.shape, weight_D, eps)
+    return _rms_norm(norm.weight, norm.variance_epsilon)
+
+
+def _rms_norm(weight: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32: `F.rms_norm` is nine operations on a CPU, this four."""
+    width = weight.shape[-1]
+    gain, floor = weight.detach().float() * width**0.5, torch.tensor((width * eps) ** 0.5)
+
+    def norm(x: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return (x / torch.hypot(length, floor)).mul_(gain)
+
+    return norm
 
 
 class GPT2Forward:

@@ -9,19 +9,23 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from groupwise.data.sources import Rows, read_rows
 from groupwise.errors import DataError
 from groupwise.rewards.calls import Completions
 from groupwise.rewards.compose import as_messages, build_rewards, combine
+from groupwise.runlog import list_rollouts
 from groupwise.settings import RewardSettings
 
 TOKEN_COLUMNS = {"prompt_ids": "prompt_ids", "completion_ids": "completion_ids", "finish_reason": "finish_reasons"}
 """Columns of the file that reach a function under the name that it asks for: a recorded run has them."""
+RECORDED = {"prompt_text", "completion_text", "row", "finish"}
+"""Columns by which a recorded step is known."""
 BARS = 40
 """Width of a histogram in characters."""
 
@@ -72,7 +76,8 @@ def score_file(
     columns: Mapping[str, str] | None = None,
     limit: int | None = None,
 ) -> ScoreReport:
-    """Run reward functions, by name or with their settings, over the rows of a JSONL, JSON or Parquet file.
+    """Run reward functions, by name or with their settings, over the rows of a JSONL, JSON or Parquet file, or over the
+    completions that a run recorded (its folder: the newest step; or one of its `rollouts/*.parquet`).
 
     A row has `prompt` (a string or messages), `completion` (a string or one assistant message) and the columns that the functions
     ask for; `columns` renames them, ours: theirs.  Columns `prompt_ids`, `completion_ids` and `finish_reason` are passed on under
@@ -80,9 +85,8 @@ def score_file(
 
     Raises DataError for a bad file or row, ConfigError for functions that the columns cannot serve, RewardError for bad results.
     """
-    rows = _read(Path(path), limit)
-    rows = [_renamed(row, columns or {}) for row in rows]
-    names = [f"{Path(path).name}:{n}" for n in range(1, len(rows) + 1)]
+    found = _rows(Path(path)).renamed(columns or {}).first(limit)
+    rows, names = list(found), [found.where(i) for i in range(len(found))]
     for name, row in zip(names, rows, strict=True):
         _check(name, row)
     present = list(dict.fromkeys(column for row in rows for column in row))
@@ -132,61 +136,27 @@ def _summary(name: str, column: np.ndarray) -> list[str]:
     return [f"{visible(name, 60)}: {stats}", *bars]
 
 
-def _read(path: Path, limit: int | None) -> list[dict[str, Any]]:
-    if not path.is_file():
-        raise DataError(f"there is no file {path}")
-    if path.suffix == ".parquet":
-        rows = _parquet(path)
-    elif path.suffix in (".jsonl", ".json", ".ndjson"):
-        rows = _json(path)
-    else:
-        raise DataError(f"{path}: rows are read from .jsonl, .json or .parquet, not from {path.suffix or 'a file without suffix'}")
-    if not rows:
-        raise DataError(f"{path} holds no rows")
-    return rows[:limit]
+def _rows(path: Path) -> Rows:
+    """Rows of a file; of a run folder, or of one of its recorded steps, the completions as they were sampled."""
+    if path.is_dir() and (steps := list_rollouts(path)):
+        return _recorded(read_rows(str(path / "rollouts" / f"{steps[-1]:06d}.parquet")))
+    rows = read_rows(str(path))
+    return _recorded(rows) if len(rows) and RECORDED <= set(rows[0]) else rows
 
 
-def _parquet(path: Path) -> list[Any]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return pyarrow.parquet.read_table(path).to_pylist()
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path} is not a whole Parquet file: {error}") from error
-
-
-def _json(path: Path) -> list[Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}") from error
-    if path.suffix == ".json":
-        try:
-            rows = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from error
-        if not isinstance(rows, list):
-            raise DataError(
-                f"{path}: a .json file holds a list of rows, this one a {type(rows).__name__}; one row a line is .jsonl"
-            )
-        return rows
-    rows = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {number}: not JSON ({error.msg}): {visible(line, 60)}") from error
-    return rows
-
-
-def _renamed(row: Any, columns: Mapping[str, str]) -> Any:
-    if not isinstance(row, dict):
-        return row
-    taken = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
-    return {key: value for key, value in row.items() if key not in columns.values()} | taken
+def _recorded(rows: Rows) -> Rows:
+    """A run's record as rows: the data row's columns, and what was asked and answered under the usual names."""
+    named = [
+        {
+            **json.loads(row["row"]),
+            "prompt": json.loads(row["row"]).get("prompt", row["prompt_text"]),
+            "completion": row["completion_text"],
+            **{column: row[column] for column in ("prompt_ids", "completion_ids")},
+            "finish_reason": row["finish"],
+        }
+        for row in rows
+    ]
+    return replace(rows, rows=named)
 
 
 def _check(name: str, row: Any) -> None:
