@@ -27,6 +27,7 @@ lint: $(VENV)/.dev             ## ruff and pyright
 docs: $(VENV)/.core            ## pages that are made from the code
 	mkdir -p docs
 	$(BIN)/groupwise config --markdown > docs/settings.md
+	$(BIN)/python docs/generate.py
 
 bench: $(VENV)/.bench          ## the benchmarks, one after the other
 	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done

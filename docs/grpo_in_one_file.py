@@ -5,7 +5,7 @@ does with the preset `grpo`, without what makes that fast (a cache of keys and v
 chunks); a test runs both on the same weights, prompts and random numbers and asks for the same ten steps.
 
 P positions of a stream   N completion tokens of a step, one completion after the other   R completions   V vocabulary   D width
-l log-prob of a token under the policy being trained, b under the behaviour policy that drew it, ref under the reference; nats
+l log-prob of a token under the policy being trained, b under the behavior policy that drew it, ref under the reference; nats
 """
 
 from __future__ import annotations

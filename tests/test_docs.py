@@ -1,30 +1,46 @@
-"""The documentation is true: its code runs, its numbers are the code's, its links lead somewhere, its generated parts are current."""
+"""The documentation is true: its code runs, its numbers are the code's, its links lead somewhere, its made parts are current."""
 
 from __future__ import annotations
 
+import doctest
 import importlib.util
+import json
+import math
+import re
+import shlex
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from groupwise.algorithms import resolve
+from groupwise import cli
+from groupwise.algorithms import ALGORITHMS, resolve
+from groupwise.config import parse_stages
 from groupwise.data.tokenizers import make_tokenizer
+from groupwise.metrics import measure
 from groupwise.models.policy import Policy, make_policy
 from groupwise.models.scratch import scratch_model
-from groupwise.online import train_online
+from groupwise.online import improve, train_online, weigh, with_reference
 from groupwise.optim import Optimizer
-from groupwise.records import Prompt, Sampling
+from groupwise.progress import FLAGS
+from groupwise.records import Prompt, Sampling, Scored
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native import NativeEngine
 from groupwise.rollout.sampling import stream_keys, uniforms
+from groupwise.schema import lookup, settings_table
 from groupwise.settings import GroupSettings, OptimizerSettings, RewardSettings, ScratchSettings
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.glob("*.md"), *ROOT.glob("README.md")])
+SLOW: set[str] = set()
+"""Pages whose code takes more than a few seconds."""
 
 
 def module(path: Path) -> ModuleType:
@@ -35,6 +51,214 @@ def module(path: Path) -> ModuleType:
     sys.modules[path.stem] = found  # dataclasses look their module up there
     spec.loader.exec_module(found)
     return found
+
+
+def pages() -> list:
+    return [pytest.param(path, id=path.name, marks=[pytest.mark.slow] if path.name in SLOW else []) for path in PAGES]
+
+
+# ---------------------------------------------------------------- code blocks
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, the file it stands for, its text and the line it begins at."""
+
+    language: str
+    file: str | None
+    text: str
+    line: int
+
+
+def blocks(path: Path) -> list[Block]:
+    text = path.read_text(encoding="utf-8")
+    found = []
+    for match in re.finditer(r"^```(\w*)(?: file=(\S+))?\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
+        found.append(Block(match[1], match[2], match[3], text[: match.start()].count("\n") + 1))
+    assert len(found) * 2 == len(re.findall(r"^```", text, flags=re.MULTILINE)), f"{path.name}: a fence without its other half"
+    return found
+
+
+def as_in_python(block: Block, names: dict[str, Any], path: Path) -> None:
+    """Statements are executed, examples with >>> compared with what they show."""
+    if ">>> " not in block.text:
+        exec(compile("\n" * block.line + block.text, str(path), "exec"), names)
+        return
+    examples = doctest.DocTestParser().get_doctest(block.text, names, path.name, str(path), block.line)
+    examples.globs = names  # a page's blocks build on each other
+    said: list[str] = []
+    result = doctest.DocTestRunner(verbose=False).run(examples, out=said.append, clear_globs=False)
+    assert result.attempted > 0
+    assert result.failed == 0, "".join(said)
+
+
+def as_typed(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    """`$ groupwise ...` and what it prints; `...` stands for anything."""
+    for said in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+        line, _, expected = said.partition("\n")
+        name, *arguments = shlex.split(line)
+        assert name == "groupwise", f"cannot run {line!r}"
+        assert cli.main(arguments) == 0
+        found = capsys.readouterr().out
+        assert doctest.OutputChecker().check_output(expected, found, doctest.ELLIPSIS), f"{line} prints\n{found}"
+
+
+def as_recipe(block: Block) -> None:
+    """A whole recipe, or keys that are laid over a small one."""
+    if not block.text.startswith("stages:") and "\nstages:" not in block.text:
+        block_text = BASE + "stages:\n  page:\n" + "".join(f"    {line}\n" for line in block.text.splitlines())
+    else:
+        block_text = block.text
+    for recipe in parse_stages(block_text, "page").values():
+        if recipe.objective in ALGORITHMS:
+            resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens)
+
+
+STAND_INS = {
+    "prompts.jsonl": '{"prompt": "2+2=", "answer": "4"}\n',
+    "train.jsonl": '{"prompt": "2+2=", "answer": "4"}\n',
+    "my_rewards.py": "def short(completions, **_):\n    return [-float(len(text)) for text in completions]\n",
+}
+"""What recipes on the pages call the reader's own files."""
+BASE = """\
+objective: grpo
+steps: 3
+model: {scratch: {hidden: 64}}
+data: {task: addition}
+rewards: [{function: accuracy}]
+"""
+
+
+def as_command(block: Block) -> None:
+    """A command that is too long for a test is one that exists."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for line in block.text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["make"]:
+            assert all(f"\n{target}:" in makefile for target in words[1:] if "=" not in target), line
+        elif words[:1] == ["groupwise"]:
+            cli._parser().parse_args(words[1:])
+
+
+@pytest.mark.parametrize("path", pages())
+def test_every_code_block_of_a_page_is_true(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in STAND_INS.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    names: dict[str, Any] = {"__name__": "page"}
+    for block in blocks(path):
+        if block.file is not None:
+            (tmp_path / block.file).write_text(block.text, encoding="utf-8")
+        match block.language:
+            case "python":
+                as_in_python(block, names, path)
+            case "console":
+                as_typed(block, capsys)
+            case "yaml":
+                as_recipe(block)
+            case "bash" | "":
+                as_command(block)
+            case "json":
+                assert all(json.loads(line) for line in block.text.splitlines())
+            case language:
+                assert language == "text", f"{path.name}:{block.line}: nothing can check a block of {language!r}"
+
+
+def test_pages_have_code_to_check() -> None:
+    """The test above would pass on pages whose blocks it does not see."""
+    assert {path.name for path in PAGES if any(block.language == "python" for block in blocks(path))} >= {
+        "from-trl.md", "grpo.md", "monitoring.md", "own-loop.md", "packing.md", "rewards.md", "weights.md",
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- links and made parts
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    prose = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if target.startswith(("https://", "http://")):
+            continue
+        name, _, anchor = target.partition("#")
+        file = path.parent / name if name else path
+        assert file.exists(), f"{path.name} links to {target}"
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            anchors = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert anchor in anchors, f"{path.name} links to {target}"
+
+
+def test_made_parts_are_current() -> None:
+    for path, text in module(DOCS / "generate.py").pages().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name} is not current: make docs"
+
+
+def test_pages_name_settings_that_exist() -> None:
+    """Whatever looks like a key of a recipe (`group.beta`) is one."""
+    sections = {key for key, setting in settings_table().items() if setting.section}
+    for path in PAGES:
+        for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)`", path.read_text(encoding="utf-8")):
+            if key.partition(".")[0] in sections and not key.endswith((".md", ".py")):
+                assert lookup(key) is not None, f"{path.name}: {key}"
+
+
+def test_pages_are_about_the_project_alone() -> None:
+    """No machine's paths; one word per idea (docs/words.md lists the others in brackets)."""
+    for path in [*PAGES, *DOCS.glob("*.py")]:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"/(work|home|root|tmp|usr|mnt)/", text), path.name
+        prose = re.sub(r"\[[^\]\n]*\] \||`[^`\n]*`", "", text)
+        wrong = re.findall(r"\b(?:responses?|behaviour|queries|old[- ]policy)\b", prose, flags=re.IGNORECASE)
+        assert not wrong, f"{path.name}: {wrong}"
+
+
+# ---------------------------------------------------------------- tables that are written by hand
+
+
+def cells(page: str, columns: int) -> list[list[str]]:
+    rows = []
+    for line in (DOCS / page).read_text(encoding="utf-8").splitlines():
+        found = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("|") and len(found) == columns and not set(line) <= set("|-"):
+            rows.append(found)
+    return rows
+
+
+def test_the_flags_of_the_page_are_those_of_the_code() -> None:
+    listed = {row[0].strip("`"): row[1] for row in cells("monitoring.md", 3) if re.fullmatch(r"[<>] .*|NaN", row[1])}
+    assert listed.keys() == {flag.metric for flag in FLAGS}
+    for flag in FLAGS:
+        bound = listed[flag.metric]
+        if bound == "NaN":
+            assert flag.wrong(math.nan)
+            continue
+        number, sign = float(bound[2:]), 1 if bound[0] == ">" else -1
+        assert flag.wrong(number + sign * 1e-6), flag.metric
+        assert not flag.wrong(number), flag.metric
+
+
+def test_the_page_explains_every_metric_of_a_step(scored_group: Callable[..., Scored], tiny_policy: Callable[..., Policy]) -> None:
+    groups = [scored_group([1.0, 0.0, None], [2, 3, 4], id="0/0", truncated=(1,)), scored_group([1.0, 1.0], [2, 2], id="0/1")]
+    policy, settings = tiny_policy(), GroupSettings(group_size=2, beta=0.1)
+    groups = with_reference(groups, policy.frozen_copy(), 1000)
+    algorithm = resolve("grpo", settings, 8)
+    samples = weigh(groups, algorithm.credit(groups), algorithm)
+    taken = improve(policy, algorithm, samples, Optimizer(policy.model, OptimizerSettings(), 1), budget=1000)
+    found = measure(groups, [taken], algorithm, drawn=2, minibatches=1, seconds={"rollout": 1.0})
+    listed = {name for row in cells("monitoring.md", 3) for name in re.findall(r"`([^`]+)`", row[0])}
+    shown = {re.sub(r"^rewards/r/", "rewards/NAME/", name) for name in found}
+    several = {name for name in listed if name.startswith("ranks/")}  # only where there are several processes
+    assert shown == listed - several, shown ^ listed
+
+
+def test_the_glossary_has_every_word_that_names_are_made_of() -> None:
+    words = {row[0] for row in cells("words.md", 2)}
+    needed = {"prompt", "completion", "rollout", "group", "reward", "credit", "advantage", "policy", "behavior", "reference"}
+    assert needed | {"teacher", "segment", "weight"} <= words
+    assert sorted(words - {"word"}, key=str.casefold) == [row[0] for row in cells("words.md", 2)][1:]
 
 
 # ---------------------------------------------------------------- GRPO in one file
@@ -142,8 +366,9 @@ def test_ten_steps_of_the_one_file_are_the_librarys(
     assert mu == 1 or any(found.metrics["clip/high"] > 0 for found in theirs), "nothing was clipped"
 
 
+@pytest.mark.slow
 def test_the_toy_of_the_one_file_is_learnt(one_file: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert one_file.main() >= 0.95
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("step  1  reward +0.0")
-    assert len((DOCS / "grpo_in_one_file.py").read_text(encoding="utf-8").splitlines()) <= 210
+    assert len((DOCS / "grpo_in_one_file.py").read_text(encoding="utf-8").splitlines()) <= 215

@@ -106,6 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     config.add_argument("key", nargs="?", metavar="KEY", help="a key, a section or a TRL argument; without it all keys")
     config.add_argument("--markdown", action="store_true", help="all keys as a Markdown page")
 
+    _add_explain(add("explain", _explain, "one step of an algorithm worked through in numbers"))
+
     runs = add("runs", _runs, "list the run folders and how they stand")
     runs.add_argument("folder", nargs="?", default="runs", metavar="FOLDER", help="default: %(default)s")
     return parser
@@ -134,6 +136,30 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
     command.add_argument("--limit", type=_positive, metavar="N", help="first prompts only")
     command.add_argument("--seed", type=int, default=0, metavar="N", help="of the samples (default %(default)s)")
     command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_explain(command: argparse.ArgumentParser) -> None:
+    rewards = "one per completion; none: unscorable (default %(default)s)"
+    command.add_argument("--rewards", type=_rewards, default="1,0,0.5", metavar="R,R,...", help=rewards)
+    command.add_argument("--lengths", type=_lengths, metavar="N,N,...", help="tokens of each completion")
+    command.add_argument("--preset", default="grpo", metavar="NAME", help="an online algorithm (default %(default)s)")
+    command.add_argument("--mu", type=_positive, default=2, metavar="N", help="passes over the rollout (default %(default)s)")
+    command.add_argument("--beta", type=float, metavar="B", help="weight of the KL to the reference (default: the preset's)")
+    command.add_argument("--lr", type=float, default=5.0, metavar="LR", help="step on the toy policy (default %(default)s)")
+
+
+def _rewards(text: str) -> list[float | None]:
+    try:
+        return [None if part.strip().lower() == "none" else float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be numbers or none with commas between them, got {text!r}") from error
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be whole numbers with commas between them, got {text!r}") from error
 
 
 def _positive(text: str) -> int:
@@ -274,6 +300,13 @@ def _config(given: argparse.Namespace) -> int:
         width = max(map(len, knobs()))
         for key in knobs():
             print(f"{key:{width}}  {first_sentence(settings_table()[key].meaning)}")
+    return 0
+
+
+def _explain(given: argparse.Namespace) -> int:
+    from groupwise.explain import render, work
+
+    print(render(work(given.rewards, given.lengths, preset=given.preset, mu=given.mu, beta=given.beta, lr=given.lr)))
     return 0
 
 

@@ -50,3 +50,9 @@ class Diverged(GroupwiseError):
     """Numbers that are no longer finite: weights, losses or gradients."""
 
     exit_code = 4
+
+
+class PeerError(GroupwiseError):
+    """Another process of the run that ended or does not answer."""
+
+    exit_code = 8

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from groupwise import parallel
 from groupwise.records import Prompt, Sampling, Scored
 from groupwise.rewards.compose import Rewards
 from groupwise.rollout.engine import Engine
@@ -151,7 +152,8 @@ def evaluate(
 def _complete(
     engine: Engine, rewards: Rewards, prompts: Sequence[Prompt], size: int, sampling: Sampling, seed: int
 ) -> list[Scored]:
-    groups = rewards.score(list(engine.generate(prompts, group_size=size, sampling=sampling, seed=seed)))
+    own = rewards.score(list(engine.generate(parallel.share(prompts), group_size=size, sampling=sampling, seed=seed)))
+    groups = parallel.gather(own)
     by_prompt = {group.prompt.id: group for group in groups}
     return [by_prompt[prompt.id] for prompt in prompts]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from groupwise import parallel
 from groupwise.algorithms import ALGORITHMS, Algorithm, describe, resolve
 from groupwise.data.load import Data, load_data, load_texts
 from groupwise.data.order import Order
@@ -23,6 +24,7 @@ from groupwise.errors import ConfigError
 from groupwise.evaluate import Evaluation, evaluate
 from groupwise.models.policy import Blueprint, Policy, make_policy, read_blueprint
 from groupwise.models.scratch import scratch_model
+from groupwise.models.sharded import GatheredEngine, ShardedPolicy, shard
 from groupwise.objective.credit import process
 from groupwise.objectives import OBJECTIVES, language_model
 from groupwise.offline import Validation, train_offline, validate
@@ -35,7 +37,7 @@ from groupwise.rewards.registry import MAKERS
 from groupwise.rollout.engine import Engine
 from groupwise.rollout.native import NativeEngine
 from groupwise.rollout.transformers import TransformersEngine
-from groupwise.settings import ModelSettings, Recipe, RolloutSettings
+from groupwise.settings import ModelSettings, ParallelSettings, Recipe, RolloutSettings
 
 Judged = Evaluation | Validation
 """What a policy does on held-out prompts, or what an objective says of held-out rows."""
@@ -68,7 +70,7 @@ class Job:
         return {
             "optimizer": self.optimizer.state(),
             "order": self.order.state(),
-            "reference": {name: parameter.detach() for name, parameter in reference.items()},
+            "reference": {name: parallel.whole(parameter.detach()) for name, parameter in reference.items()},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -79,7 +81,7 @@ class Job:
             assert self.reference is not None
             with torch.no_grad():
                 for name, parameter in self.reference.model.named_parameters():
-                    parameter.copy_(state["reference"][name])
+                    parameter.copy_(parallel.part_like(state["reference"][name], parameter))
 
     def close(self) -> None:
         """End reward workers."""
@@ -149,8 +151,29 @@ def sampling_of(settings: RolloutSettings, **changes: Any) -> Sampling:
 
 def make_engine(policy: Policy, settings: RolloutSettings) -> Engine:
     """The rollout engine that a recipe names."""
+    if isinstance(policy, ShardedPolicy):
+        return GatheredEngine(policy, lambda plain: make_engine(plain, settings))
     engines = {"native": NativeEngine, "transformers": TransformersEngine}
     return engines[settings.engine](policy, max_rows=settings.max_rows, keep_special_tokens=settings.keep_special_tokens)
+
+
+SHARDED_FROM = 1_000_000_000
+"""Parameters from which `parallel.mode: auto` spreads a model over processes."""
+
+
+def spread(policy: Policy, settings: ParallelSettings) -> Policy:
+    """The policy as the processes of this run hold it: sharded, or all of it on each.  A policy that is sharded is used up."""
+    large = sum(parameter.numel() for parameter in policy.model.parameters()) >= SHARDED_FROM
+    if parallel.world().size == 1 or not (settings.mode == "fsdp" or (settings.mode == "auto" and large)):
+        return policy
+    return shard(policy, reshard=settings.reshard)
+
+
+def process_lines(policy: Policy) -> Lines:
+    """How many processes there are and what each holds, for the plan; nothing for a single one."""
+    count = parallel.world().size
+    held = "weights and optimizer state spread over them (FSDP2)" if policy.sharded else "all weights on each"
+    return [("processes", f"{count}, {held}; gradients are summed")] if count > 1 else []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -299,6 +322,8 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None) ->
     assert algorithm is not None and prompts is not None and rewards is not None
     policy = language_model(recipe, blueprint)
     anchor = _reference(recipe.model, policy, reference) if algorithm.needs_reference else None
+    anchor = None if anchor is None else spread(anchor, recipe.parallel)
+    policy = spread(policy, recipe.parallel)
     engine = make_engine(policy, recipe.rollout)
     updates = prepared.steps * recipe.group.updates_per_rollout * recipe.group.minibatches
     optimizer = Optimizer(policy.model, recipe.optimizer, updates)
@@ -325,7 +350,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None) ->
 
     return Job(
         recipe=recipe,
-        plan=prepared.plan,
+        plan=[*prepared.plan, *process_lines(policy)],
         steps=prepared.steps,
         policy=policy,
         optimizer=optimizer,
@@ -357,6 +382,9 @@ def _dataset_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None) -
     if kind.anchor is not None:  # on resume by the weights that were saved then; until the first step they are the policy's
         anchor = policy if reference is None or not reference.exists() else _reference(recipe.model, policy, reference)
         rows, held_out = (tuple(kind.anchor(recipe, anchor, part)) for part in (rows, held_out))
+    same = anchor is policy
+    policy = spread(policy, recipe.parallel)
+    anchor = policy if same else anchor
     optimizer = Optimizer(policy.model, recipe.optimizer, prepared.steps)
     order = Order(len(rows), recipe.seed, recipe.data.shuffle)
     batch_size = min(recipe.batch_size, len(rows))
@@ -387,7 +415,7 @@ def _dataset_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None) -
 
     return Job(
         recipe=recipe,
-        plan=prepared.plan,
+        plan=[*prepared.plan, *process_lines(policy)],
         steps=prepared.steps,
         policy=policy,
         optimizer=optimizer,

@@ -17,7 +17,7 @@ from groupwise.algorithms import Algorithm
 from groupwise.objective import diagnostics
 from groupwise.objective.losses import token
 from groupwise.records import Sample, Scored
-from groupwise.updating import Update
+from groupwise.updating import Update, balance
 
 
 def measure(
@@ -40,6 +40,7 @@ def measure(
     found["grad_norm"] = float(np.mean(norms)) if norms else math.nan
     found["lr"] = updates[-1].taken.lr
     found["skipped_updates"] = float(sum(taken.taken.skipped for taken in updates))
+    found |= balance(updates)
     found |= ratio_metrics([pair for taken in updates for pair in zip(taken.samples, taken.seen, strict=True)], algorithm)
     first = [pair for taken in updates[:minibatches] for pair in zip(taken.samples, taken.seen, strict=True)]
     # Later minibatches of the first pass see a policy that has already moved; only the first must match the sampler.

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from torch import Tensor
 
+from groupwise import parallel
 from groupwise.clock import Clock
 from groupwise.data.demonstrations import Demonstration
 from groupwise.evaluate import Estimate
@@ -20,7 +21,7 @@ from groupwise.models.policy import Policy
 from groupwise.objective.weights import token_mean
 from groupwise.optim import Optimizer
 from groupwise.records import Batch, Sample, Step
-from groupwise.updating import Assessment, BatchLoss, assess, token_loss, update
+from groupwise.updating import Assessment, BatchLoss, assess, balance, token_loss, update
 
 Row = TypeVar("Row")
 
@@ -108,7 +109,8 @@ def train_offline(
             "tokens/trained": float(sum(np.count_nonzero(sample.weight) for sample in samples)),
             "tokens/per_second": tokens / max(sum(clock.seconds.values()), 1e-9),
         }
-        yield Step(number=number, metrics={**metrics, **objective.measure(rows, taken)}, timings=clock.seconds)
+        metrics |= balance([taken]) | dict(objective.measure(rows, taken))
+        yield Step(number=number, metrics=metrics, timings=clock.seconds | parallel.waiting())
 
 
 def whole_text(row: Demonstration) -> Demonstration:

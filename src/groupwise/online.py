@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from groupwise import parallel
 from groupwise.algorithms import Algorithm
 from groupwise.clock import Clock
 from groupwise.metrics import measure
@@ -79,7 +80,7 @@ def train_online(
         yield Step(
             number=number,
             metrics=measure(groups, updates, algorithm, drawn=drawn, minibatches=group.minibatches, seconds=clock.seconds),
-            timings=clock.seconds,
+            timings=clock.seconds | parallel.waiting(),
             groups=groups,
             advantages=advantages,
             current_logp=first_pass(groups, updates[: group.minibatches]),
@@ -91,7 +92,8 @@ def collect(
 ) -> tuple[list[Scored], int]:
     """Scored groups for one step, and the number of prompts drawn for them.
 
-    Rewards of finished groups are computed while others are still being sampled.  With `dead_groups: refill` (dynamic sampling,
+    Rewards of finished groups are computed while others are still being sampled.  Of several processes each samples and scores its
+    share, and each gets all groups.  With `dead_groups: refill` (dynamic sampling,
     2503.14476) prompts whose completions all got the same reward are replaced by further ones, at most `max_refills` x
     `prompts_per_step` of them; a step that stays short is trained as it is.
     """
@@ -103,9 +105,10 @@ def collect(
     with ThreadPoolExecutor(max_workers=1) as scorer:
         while len(live) < wanted and len(live) + len(dead) < limit:
             prompts = draw(min(wanted - len(live), limit - len(live) - len(dead)))
-            finished = engine.generate(prompts, group_size=group.group_size, sampling=sampling, seed=seed)
+            finished = engine.generate(parallel.share(prompts), group_size=group.group_size, sampling=sampling, seed=seed)
             scoring = [scorer.submit(rewards.score, [rollouts]) for rollouts in finished]
-            found = {scored.prompt.id: scored for future in scoring for scored in future.result()}
+            scored = parallel.gather(one for future in scoring for one in future.result())
+            found = {one.prompt.id: one for one in scored}
             for prompt in prompts:
                 (dead if refill and found[prompt.id].dead else live).append(found[prompt.id])
     return live or dead[:wanted], len(live) + len(dead)

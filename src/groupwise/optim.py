@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from groupwise import parallel
 from groupwise.errors import ConfigError, Diverged
 from groupwise.settings import OptimizerSettings
 
@@ -84,15 +85,22 @@ class Optimizer:
         """Steps in a row that were skipped."""
 
     def step(self) -> Taken:
-        """Clip, update the weights, clear the gradients.
+        """Sum the gradients of all processes, clip, update the weights, clear the gradients.
+
+        A parameter without a gradient had a gradient of 0 (all of the step was skipped; an expert that no token was routed to): it
+        moves by its moments, as it would if what was skipped had been computed.
 
         Skips an update whose gradient is not finite.  Raises Diverged after `max_nonfinite_steps` of them in a row.
         """
         lr = learning_rate(self.settings, self.taken, self.total)
         for group in self.adamw.param_groups:
             group["lr"] = lr
+        for master in self.masters:
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
         limit = math.inf if self.settings.clip_norm is None else self.settings.clip_norm
-        norm = float(nn.utils.clip_grad_norm_(self.masters, limit))
+        parallel.sum_gradients(self.masters)
+        norm = float(parallel.whole(nn.utils.clip_grad_norm_(self.masters, limit)))
         self.taken += 1
         finite = math.isfinite(norm)
         if finite:
@@ -121,24 +129,35 @@ class Optimizer:
                 torch._foreach_copy_(self.parameters, self.masters)
 
     def _broken(self) -> list[str]:
-        found = (n for n, m in zip(self.names, self.masters, strict=True) if m.grad is not None and not torch.isfinite(m.grad).all())
+        found = (n for n, m in zip(self.names, self.masters, strict=True) if m.grad is not None and not torch.isfinite(parallel.whole(m.grad)).all())
         return [name for name, _ in zip(found, range(5), strict=False)]
 
     def state(self) -> dict[str, Any]:
         """Everything that the next bit depends on: moments, counters, masters."""
-        masters = {name: master for name, master in zip(self.names, self.masters, strict=True)} if self.lower else {}
-        return {"adamw": self.adamw.state_dict(), "taken": self.taken, "nonfinite": self.nonfinite, "masters": masters}
+        adamw = self.adamw.state_dict()
+        moments = {key: {name: parallel.whole(value) for name, value in of.items()} for key, of in adamw["state"].items()}
+        masters = {n: parallel.whole(m.detach()) for n, m in zip(self.names, self.masters, strict=True)} if self.lower else {}
+        return {
+            "adamw": {**adamw, "state": moments},
+            "taken": self.taken,
+            "nonfinite": self.nonfinite,
+            "masters": masters,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state()`; the weights themselves are the policy's."""
         adamw = dict(state["adamw"])
-        adamw["state"] = {int(key): value for key, value in adamw["state"].items()}
+        order = [parameter for group in self.adamw.param_groups for parameter in group["params"]]
+        adamw["state"] = {
+            int(key): {name: value if value.ndim == 0 else parallel.part_like(value, order[int(key)]) for name, value in of.items()}
+            for key, of in adamw["state"].items()
+        }
         self.adamw.load_state_dict(adamw)
         self.taken, self.nonfinite = int(state["taken"]), int(state["nonfinite"])
         with torch.no_grad():
             for name, master in zip(self.names, self.masters, strict=True):
                 if self.lower:
-                    master.copy_(state["masters"][name])
+                    master.copy_(parallel.part_like(state["masters"][name], master))
 
 
 def _into(master: Tensor) -> Any:

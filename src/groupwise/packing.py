@@ -23,11 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from groupwise.parallel import World
 from groupwise.records import Batch, Layout, Sample
 
 
 @dataclass(frozen=True, slots=True)
-class _Unit:
+class Unit:
     """Samples that are packed next to each other and share one prompt, and the positions they take."""
 
     members: tuple[int, ...]
@@ -43,12 +44,17 @@ def pack(
     multiple: int = 1,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    world: World = World(),
+    even: bool = False,
 ) -> list[Batch]:
     """Pack samples into batches of at most `budget` positions (a single longer sample gets a batch of its own).
 
     Samples of which nothing is asked (every weight 0) take no position.  `share=False` repeats the prompt before every
     completion; `whole_groups` never cuts a group; `multiple` rounds P up with filler.  How samples are packed cannot change an
     update: weights were fixed before.
+
+    world: of several processes, which all pack the same samples, each gets its own part, balanced by positions.
+    even: every process gets the same number of batches, the last ones a single position of filler where there is no more.
 
     >>> def sample(n, group):
     ...     ones = np.ones(n)
@@ -60,9 +66,48 @@ def pack(
     >>> first.samples, second.samples
     ((-1, 0, 2), (1,))
     """
-    units = _units(samples, budget, share, whole_groups)
-    positions = sum(unit.positions for unit in units)
-    return [_batch(samples, bin_, share, multiple, device, dtype, positions) for bin_ in _bins(units, budget)]
+    parts = divide(samples, budget, world.size, share=share, whole_groups=whole_groups)
+    positions = sum(unit.positions for part in parts for unit in part)
+    bins = [_bins(part, budget) for part in (parts if even else parts[world.rank : world.rank + 1])]
+    own = bins[world.rank if even else 0]
+    own = own + [[]] * (max(map(len, bins)) - len(own))
+    return [_batch(samples, bin_, share, multiple, device, dtype, positions) for bin_ in own]
+
+
+def divide(
+    samples: Sequence[Sample], budget: int, parts: int, *, share: bool = True, whole_groups: bool = False
+) -> list[list[Unit]]:
+    """Deal the units of a step out to processes: the longest first, each to the one that has the fewest positions.
+
+    A group that is cut repeats its prompt, so groups are cut smaller than the budget only as far as that shortens the longest part.
+
+    >>> ones = np.ones(6)
+    >>> samples = [Sample(group="a", prompt=np.array([1, 2]), completion=np.arange(6), weight=ones, advantage=ones,
+    ...                   behavior_logp=-ones) for _ in range(4)]
+    >>> [[unit.positions for unit in part] for part in divide(samples, 100, 2)]
+    [[13], [13]]
+    """
+    whole = _units(samples, budget, share, whole_groups)
+    best = _dealt(whole, parts)
+    mean = -(-sum(unit.positions for unit in whole) // parts)
+    for limit in (mean, mean // 2, mean // 4, mean // 8) if parts > 1 and not whole_groups else ():
+        finer = _dealt(_units(samples, min(budget, max(limit, 1)), share, whole_groups), parts)
+        best = min(best, finer, key=_longest)
+    return best
+
+
+def _dealt(units: Sequence[Unit], parts: int) -> list[list[Unit]]:
+    dealt: list[list[Unit]] = [[] for _ in range(parts)]
+    load = [0] * parts
+    for unit in sorted(units, key=lambda unit: -unit.positions) if parts > 1 else units:
+        place = load.index(min(load))
+        dealt[place].append(unit)
+        load[place] += unit.positions
+    return dealt
+
+
+def _longest(parts: Sequence[Sequence[Unit]]) -> int:
+    return max(sum(unit.positions for unit in part) for part in parts)
 
 
 def unpack(batch: Batch, values_P: Tensor, samples: Sequence[Sample]) -> Iterator[tuple[int, np.ndarray]]:
@@ -75,7 +120,7 @@ def unpack(batch: Batch, values_P: Tensor, samples: Sequence[Sample]) -> Iterato
             yield index, values[end - samples[index].completion.size : end]
 
 
-def _units(samples: Sequence[Sample], budget: int, share: bool, whole: bool) -> list[_Unit]:
+def _units(samples: Sequence[Sample], budget: int, share: bool, whole: bool) -> list[Unit]:
     groups: dict[tuple[str, int], list[int]] = {}
     for index, sample in enumerate(samples):
         if sample.weight.any():
@@ -90,17 +135,17 @@ def _units(samples: Sequence[Sample], budget: int, share: bool, whole: bool) -> 
         for index in members:
             size = samples[index].completion.size + (again if taken else 0)
             if taken and positions + size > budget and not whole:
-                units.append(_Unit(tuple(taken), positions))
+                units.append(Unit(tuple(taken), positions))
                 taken, positions, size = [], prompt.size - 1, samples[index].completion.size
             taken.append(index)
             positions += size
-        units.append(_Unit(tuple(taken), positions))
+        units.append(Unit(tuple(taken), positions))
     return units
 
 
-def _bins(units: Sequence[_Unit], budget: int) -> list[list[_Unit]]:
+def _bins(units: Sequence[Unit], budget: int) -> list[list[Unit]]:
     """First fit, longest first; ties keep their order."""
-    bins: list[list[_Unit]] = []
+    bins: list[list[Unit]] = []
     room: list[int] = []
     for unit in sorted(units, key=lambda unit: -unit.positions):
         place = next((i for i, left in enumerate(room) if unit.positions <= left), None)
@@ -129,7 +174,7 @@ class _Stream:
         self.owner: list[int] = []
         self.end = 0
 
-    def add(self, samples: Sequence[Sample], unit: _Unit, share: bool) -> None:
+    def add(self, samples: Sequence[Sample], unit: Unit, share: bool) -> None:
         """Append a unit: its prompt once if it is shared, then every member."""
         prompt = samples[unit.members[0]].prompt
         shared = share and len(unit.members) > 1 and prompt.size > 1
@@ -169,7 +214,7 @@ class _Stream:
 
 def _batch(
     samples: Sequence[Sample],
-    units: Sequence[_Unit],
+    units: Sequence[Unit],
     share: bool,
     multiple: int,
     device: torch.device | str,
@@ -177,8 +222,8 @@ def _batch(
     positions: int,
 ) -> Batch:
     used = sum(unit.positions for unit in units)
-    members = [samples[i] for unit in units for i in unit.members]
-    stream = _Stream(-(-used // multiple) * multiple, members[0].extra)
+    members = [samples[i] for unit in units for i in unit.members] or samples[:1]
+    stream = _Stream(-(-max(used, 1) // multiple) * multiple, members[0].extra)
     for unit in units:
         stream.add(samples, unit, share)
 

@@ -16,12 +16,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from groupwise import checkpoint
+from groupwise import checkpoint, parallel
 from groupwise.card import write_card
 from groupwise.config import load_stages
 from groupwise.errors import ConfigError
 from groupwise.jobs import Job, Judged, make_job, plan_of
-from groupwise.models.policy import Policy
+from groupwise.models.policy import Policy, resolve_device
 from groupwise.plan import Lines
 from groupwise.progress import Progress
 from groupwise.records import Step
@@ -55,26 +55,35 @@ def train(recipe: Recipe, *, fresh: bool = False) -> Iterator[Step]:
     >>> for step in train(load_recipe("recipes/demo.yaml")):  # doctest: +SKIP
     ...     print(step.number, step.metrics["reward"])
     """
-    folder = choose_folder(recipe, fresh)
-    with Run(recipe, folder) as run:
+    join(recipe)
+    folder = parallel.from_first(lambda: choose_folder(recipe, fresh))
+    with Run(recipe, folder) as run, parallel.peers():
         yield from run.steps()
+
+
+def join(recipe: Recipe) -> parallel.World:
+    """Meet the other processes of the run, if a launcher started several."""
+    return parallel.join(recipe.parallel.timeout, cuda=resolve_device(recipe.model).type == "cuda")
 
 
 class Run:
     """A recipe in its folder, locked for this process.
 
-    Use it as a context manager; `steps()` trains, and `before`, `after` and `job` are there to look at.
+    Use it as a context manager; `steps()` trains, and `before`, `after` and `job` are there to look at.  Of several processes
+    only the first writes; all of them must take the same steps.
     """
 
     def __init__(self, recipe: Recipe, folder: Path) -> None:
         self.recipe, self.folder = recipe, folder
         self.before: Judged | None = None
         self.after: Judged | None = None
-        self.lock = Lock(folder)
+        self.first = join(recipe).first
+        self.lock: Lock | None = None
+        parallel.from_first(self._take_lock)
         try:
             if recipe.threads is not None:
                 torch.set_num_threads(recipe.threads)
-            newest = checkpoint.latest(folder)
+            newest = parallel.from_first(lambda: checkpoint.latest(folder))
             self.done = checkpoint.step_of(newest) if newest is not None else 0
             state = checkpoint.load(newest) if newest is not None else None
             self.job: Job = make_job(
@@ -87,22 +96,29 @@ class Run:
             # The last whole step: its number, the optimizer steps taken by then, and where the data stood.
             self._whole = (self.done, self.job.optimizer.taken, self.job.order.state())
         except BaseException:
-            self.lock.release()
+            self._release_lock()
             raise
+
+    def _take_lock(self) -> None:
+        self.lock = Lock(self.folder)
+
+    def _release_lock(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
 
     def __enter__(self) -> Run:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.job.close()
-        self.lock.release()
+        self._release_lock()
 
     def steps(self) -> Iterator[Step]:
         """Train to the end: evaluate where due, write the log and checkpoints, export the final model."""
         recipe, job = self.recipe, self.job
         if self.done == 0 and job.reference is not None:
             _export(job.reference, self.folder / REFERENCE)
-        with RunLog(self.folder, recipe, done=self.done) as log:
+        with RunLog(self.folder, recipe, done=self.done) if self.first else Unwritten() as log, parallel.interrupts() as interrupted:
             if self.done == 0 and recipe.eval.at_start:
                 self.before = job.judge(False)
                 if self.before is not None:
@@ -122,11 +138,14 @@ class Run:
                         log.sync()
                         self._save()
                     yield step
+                    if interrupted():
+                        raise KeyboardInterrupt
             except (KeyboardInterrupt, GeneratorExit):
                 self._save()
                 raise
             _export(job.policy, self.folder / FINAL)
-            write_card(self.folder / FINAL, recipe, job.plan, self.after)
+            if self.first:
+                write_card(self.folder / FINAL, recipe, job.plan, self.after)
             log.finish(self.done, {} if self.after is None else self.after.metrics())
 
     def _save(self) -> None:
@@ -134,7 +153,28 @@ class Run:
         number, taken, order = self._whole
         if number and taken == self.job.optimizer.taken:
             state = {**self.job.state(), "order": order}
-            checkpoint.save(self.folder, number, policy_writer=self.job.policy.save, state=state, keep=self.recipe.save.keep)
+            with self.job.policy.gathered() as policy:
+                if self.first:
+                    checkpoint.save(self.folder, number, policy_writer=policy.save, state=state, keep=self.recipe.save.keep)
+
+
+class Unwritten:
+    """The log of a process that writes nothing: the first one does."""
+
+    def __enter__(self) -> Unwritten:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def write(self, step: Step) -> None:
+        """See `RunLog`."""
+
+    def sync(self) -> None:
+        """See `RunLog`."""
+
+    def finish(self, step: int, results: Mapping[str, float]) -> None:
+        """See `RunLog`."""
 
 
 def resolved(recipe: Recipe) -> Recipe:
@@ -173,8 +213,9 @@ def train_recipe(
     console: Console | None = None,
 ) -> int:
     """What `groupwise train` does: every stage of a recipe, one after the other.  Returns the exit status."""
-    console = console or Console(quiet=quiet)
     stages = load_stages(path, overrides)
+    here = join(next(iter(stages.values())))
+    console = console or Console(quiet=quiet or not here.first)
     outcomes: dict[str, Outcome] = {}
     for number, (name, recipe) in enumerate(stages.items(), 1):
         title = f"{recipe.name} ({number} of {len(stages)})" if len(stages) > 1 else recipe.name
@@ -182,18 +223,19 @@ def train_recipe(
             with Progress(recipe.steps or 1, title, console=console) as progress:
                 progress.plan(_plan_from_beginning(recipe, stages))
             continue
-        folder = choose_folder(recipe, fresh)
-        if (step := finished(folder)) is not None:
+        folder, step = parallel.from_first(lambda recipe=recipe: (found := choose_folder(recipe, fresh), finished(found)))
+        if step is not None:
             console.print(f"{title}: finished at step {step}; its model is in {folder / FINAL}", highlight=False)
             continue
         outcomes[name] = _train_stage(recipe, folder, title, console)
     if outcomes and not dry_run:
         _closing_table(outcomes, console)
+    parallel.leave()
     return 0
 
 
 def _train_stage(recipe: Recipe, folder: Path, title: str, console: Console) -> Outcome:
-    with Run(recipe, folder) as run:
+    with Run(recipe, folder) as run, parallel.peers():
         begin = run.done
         with Progress(run.job.steps, title, console=console) as progress:
             progress.plan([*run.job.plan, ("resumed", f"after step {begin}")] if begin else run.job.plan)
@@ -249,10 +291,13 @@ def _closing_table(outcomes: Mapping[str, Outcome], console: Console) -> None:
 
 
 def _export(policy: Policy, folder: Path) -> None:
-    """Write a policy as a plain Hugging Face folder, all or nothing."""
-    temporary = folder.with_name(f".new-{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    policy.save(temporary)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(temporary, folder)
+    """Write a policy as a plain Hugging Face folder, all or nothing; when this returns, every process can read it."""
+    with policy.gathered() as whole:
+        if parallel.world().first:
+            temporary = folder.with_name(f".new-{folder.name}")
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            whole.save(temporary)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(temporary, folder)
+    parallel.wait()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from groupwise import parallel
 from groupwise.models.policy import Policy
 from groupwise.objective.logprobs import Support, chosen_logprobs
 from groupwise.packing import pack, unpack
@@ -49,11 +50,14 @@ def score(policy: Policy, samples: Sequence[Sample], *, budget: int, entropy: bo
     """Log-probs (and entropies) of every completion token, at the temperature and over the support it was sampled with.
 
     Packed with shared prompts, `budget` positions at a time; no gradient.  Entropies are zeros unless asked for.
+    Of several processes each computes its part, and each gets the whole.
     """
     logp = [np.zeros(sample.completion.size) for sample in samples]
     entropies = [np.zeros(sample.completion.size) for sample in samples]
     dtype = torch.promote_types(policy.dtype, torch.float32)
-    for batch in pack(samples, budget, share=policy.attention == "shared", device=policy.device, dtype=dtype):
+    found: list[tuple[bool, int, np.ndarray]] = []
+    how = {"share": policy.attention == "shared", "world": parallel.world(), "even": policy.sharded}
+    for batch in pack(samples, budget, device=policy.device, dtype=dtype, **how):
         hidden = policy.forward(batch).hidden_PD[batch.trained_M]
         with policy.precision():
             logp_M, entropy_M = chosen_logprobs(
@@ -64,10 +68,12 @@ def score(policy: Policy, samples: Sequence[Sample], *, budget: int, entropy: bo
                 support_of(batch),
                 entropy=entropy,
             )
-        for values_M, columns in ((logp_M, logp), (entropy_M, entropies)):
+        for values_M, of_entropy in ((logp_M, False), (entropy_M, True)):
             if values_M is not None:
                 values_P = values_M.new_zeros(batch.layout.total)
                 values_P[batch.trained_M] = values_M
-                for index, values in unpack(batch, values_P, samples):
-                    columns[index] = values
+                found += [(of_entropy, index, values) for index, values in unpack(batch, values_P, samples)]
+    policy.settle()
+    for of_entropy, index, values in parallel.gather(found):
+        (entropies if of_entropy else logp)[index] = values
     return Scores(logp, entropies)

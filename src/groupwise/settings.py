@@ -325,6 +325,20 @@ class PairSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelSettings:
+    """Several processes (`groupwise train --nproc N`, or torchrun).  How many there are cannot change what is learnt."""
+
+    mode: Literal["auto", "ddp", "fsdp"] = "auto"
+    """`ddp`: every process holds all weights and optimizer state; `fsdp`: they are spread over the processes (FSDP2).
+    `auto` takes `fsdp` from a billion parameters on."""
+    reshard: bool = True
+    """fsdp: gather a block's weights for the forward and again for the backward pass (ZeRO-3); false: keep them in between
+    (ZeRO-2: more memory, less traffic)."""
+    timeout: Annotated[float, Gt(0.0)] = 1800.0
+    """Seconds that a process waits for the others before it gives up; longer than the slowest rollout of a share."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """One run: an objective, a model, data, and how long."""
 
@@ -355,3 +369,4 @@ class Recipe:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     eval: EvalSettings = field(default_factory=EvalSettings)
     save: SaveSettings = field(default_factory=SaveSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)

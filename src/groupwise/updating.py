@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from groupwise import parallel
 from groupwise.models.policy import Policy
 from groupwise.objective.logprobs import TokenLoss, chosen_logprobs, fused_loss
 from groupwise.optim import Optimizer, Taken
@@ -34,6 +36,8 @@ class Assessment:
     seen: list[np.ndarray]
     """Per sample (n_i,): what the loss reported of its tokens (log-probs, scores), before the step where there is one."""
     loss: float
+    positions: list[int]
+    """Packed positions that each process worked on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -48,38 +52,61 @@ def update(
 ) -> Update:
     """Forward and backward over the samples, at most `budget` positions at a time, and one optimizer step.
 
-    The weights of the samples are final, so neither the budget nor the order can change the step.
+    The weights of the samples are final, so neither the budget nor the order can change the step, nor how many processes share
+    it: each works on its part of the packed positions, and the optimizer takes the sum of their gradients.
     whole_groups: never cut a group (pairs are compared with each other).
     """
-    value, seen = _visit(policy, loss, samples, budget, whole_groups, learn=True)
-    return Update(samples=list(samples), seen=seen, loss=value, taken=optimizer.step())
+    found = _visit(policy, loss, samples, budget, whole_groups, learn=True)
+    return Update(**found, taken=optimizer.step())
 
 
 @torch.no_grad()
 def assess(policy: Policy, loss: BatchLoss, samples: Sequence[Sample], *, budget: int, whole_groups: bool = False) -> Assessment:
     """The same loss of the same kind of samples, without a gradient or a step."""
-    value, seen = _visit(policy, loss, samples, budget, whole_groups, learn=False)
-    return Assessment(samples=list(samples), seen=seen, loss=value)
+    return Assessment(**_visit(policy, loss, samples, budget, whole_groups, learn=False))
 
 
 def _visit(
     policy: Policy, loss: BatchLoss, samples: Sequence[Sample], budget: int, whole_groups: bool, *, learn: bool
-) -> tuple[float, list[np.ndarray]]:
+) -> dict[str, Any]:
+    """The fields of an assessment.  Every process visits its part and learns what the others found."""
     seen = [np.zeros(sample.completion.size) for sample in samples]
+    own: list[tuple[int, np.ndarray]] = []
+    positions = 0
     dtype = torch.promote_types(policy.dtype, torch.float32)
     total = torch.zeros((), dtype=dtype, device=policy.device)
-    for batch in pack(
-        samples, budget, share=policy.attention == "shared", whole_groups=whole_groups, device=policy.device, dtype=dtype
-    ):
+    how = {"share": policy.attention == "shared", "world": parallel.world(), "even": policy.sharded}
+    for batch in pack(samples, budget, whole_groups=whole_groups, device=policy.device, dtype=dtype, **how):
         value, seen_M = loss(policy, batch)
         if learn:
             value.backward()
         total += value.detach()
         seen_P = seen_M.new_zeros(batch.layout.total)
         seen_P[batch.trained_M] = seen_M.detach()
-        for index, values in unpack(batch, seen_P, samples):
-            seen[index] = values
-    return float(total), seen
+        own += unpack(batch, seen_P, samples)
+        positions += sum(batch.layout.length)
+    policy.settle()
+    for index, values in parallel.gather(own):
+        seen[index] = values
+    loads = parallel.gather([(float(total), positions)])
+    return {
+        "samples": list(samples),
+        "seen": seen,
+        "loss": sum(value for value, _ in loads),
+        "positions": [load for _, load in loads],
+    }
+
+
+def balance(updates: Sequence[Update]) -> dict[str, float]:
+    """How evenly the packed positions of updates lie over processes: the fullest one's over the mean, and each one's idle share.
+
+    Empty for a single process.
+    """
+    total = np.sum([taken.positions for taken in updates], axis=0)
+    if total.size < 2 or not total.any():
+        return {}
+    idle = {f"ranks/idle/{rank}": 1.0 - float(load) / float(total.max()) for rank, load in enumerate(total)}
+    return {"ranks/imbalance": float(total.max() / total.mean()), **idle}
 
 
 def token_loss(policy: Policy, batch: Batch, loss: TokenLoss, *, separable: bool, entropy: bool = False) -> tuple[Tensor, Tensor]:

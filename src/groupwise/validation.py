@@ -180,9 +180,10 @@ def _wrong_data(path: str) -> str | None:
         return None
     if file.is_file():
         return f"{path!r} is neither .jsonl, .json nor .parquet"
-    if file.suffix in DATA_SUFFIXES or _means_local(path):
+    repository = path.partition(":")[0]  # `owner/name:config`
+    if file.suffix in DATA_SUFFIXES or _means_local(repository):
         return f"no such file {path!r}{_near(file)}"
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE") and not _cached("datasets", path):
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE") and not _cached("datasets", repository):
         return f"no such file {path!r}; as a hub name it is not in the cache, and HF_HUB_OFFLINE forbids fetching it"
     return None
 

@@ -40,7 +40,7 @@ def tiny_model(family: str, *, rows: int, context: int, sharpness: float, **opti
         if family == "mixtral":
             shape |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape, **common, **options))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(shape | common | options)))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -68,7 +68,7 @@ def policy_of():
     ):
         model = tiny_model(family, rows=rows or vocabulary, context=context, sharpness=sharpness, **options).to(dtype)
         model.generation_config.eos_token_id = list(eos_ids)
-        return make_policy(model, tokenizer(vocabulary), setting or ModelSettings(device="cpu"), probe=False)
+        return make_policy(model, tokenizer(vocabulary), setting or ModelSettings(device="cpu"))
 
     return build
 

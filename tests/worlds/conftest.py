@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -106,13 +106,17 @@ def world(tiny_policy: Callable) -> Callable[..., World]:
 
 @pytest.fixture
 def say(world: Callable[..., World]) -> Callable[..., World]:
-    """32 tokens, 8 prompts: say the word that the prompt shows.  Stopping right after it is worth a quarter more."""
-
-    def rule(rollout: Rollout) -> float:
-        said = rollout.tokens.tolist()
-        return (said[0] == rollout.prompt.tokens[0]) * (0.8 + 0.2 * (len(said) == 2 and said[1] == EOS))
+    """32 tokens, half of which end a completion, and 8 prompts: end with the token that answers the prompt, 1 in 16 by chance."""
 
     def make(**options: object) -> World:
-        return world([f"w{i}" for i in range(1, 32)], [[i] for i in range(1, 9)], rule, 3, **options)
+        made = world(
+            [f"w{i}" for i in range(1, 32)],
+            [[i] for i in range(1, 9)],
+            lambda rollout: float(rollout.tokens[-1] == rollout.prompt.tokens[0] + 16),
+            3,
+            **options,
+        )
+        made.policy = replace(made.policy, eos_ids=tuple(range(16, 32)))
+        return made
 
     return make

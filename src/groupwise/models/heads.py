@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -107,8 +107,11 @@ def wrap_scorer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sett
 
     Models without a per-token head (encoders) are kept for `whole_scores`, one completion at a time.
     """
+    settings = settings or ModelSettings()
+    if not isinstance(getattr(model, "score", None), nn.Module):
+        settings = replace(settings, attention="single")
     policy = make_policy(model, tokenizer, settings, probe=False)
-    if reads_tokens(policy) and policy.attention != "single":
+    if policy.attention != "single":
         _probe(policy)
     return policy
 

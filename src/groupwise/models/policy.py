@@ -102,6 +102,24 @@ class Policy:
             softcap=config.to_dict().get("final_logit_softcapping"),
         )
 
+    @property
+    def sharded(self) -> bool:
+        """True if the weights are spread over processes: then all of them must make the same passes together."""
+        return False
+
+    @property
+    def backbone(self) -> Callable[..., Any]:
+        """The model without its head."""
+        return self.model.base_model
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[Policy]:
+        """This policy with all of its weights on this process, while inside; itself unless it is sharded."""
+        yield self
+
+    def settle(self) -> None:
+        """End a series of passes: a sharded policy lets go of what it gathered."""
+
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """The autocast region in which the model's products run."""
         if self.autocast:
@@ -111,7 +129,7 @@ class Policy:
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
         """Final hidden states (T, D) of a flat stream, before the head."""
         with self.precision():
-            return self.model.base_model(
+            return self.backbone(
                 input_ids=tokens_T[None], position_ids=position_T[None], use_cache=False, attend=attend
             ).last_hidden_state[0]
 
@@ -124,7 +142,7 @@ class Policy:
         if not (coefficient > 0.0 and torch.is_grad_enabled()):
             return Forward(self.hidden(batch.tokens_P, batch.position_P, attend), 0.0)
         with self.precision():
-            outputs = self.model.base_model(
+            outputs = self.backbone(
                 input_ids=batch.tokens_P[None],
                 position_ids=batch.position_P[None],
                 use_cache=False,
@@ -263,6 +281,8 @@ def make_policy(
     the model cannot run packed streams.
     """
     settings = settings or ModelSettings()
+    if probe and is_scorer(model.config.to_dict()):
+        raise ConfigError(f"{model.config.name_or_path or 'the model'} is a reward model, not a language model: it cannot be a policy")
     if settings.chat_template is not None:
         template = Path(settings.chat_template)
         tokenizer.chat_template = template.read_text() if template.suffix == ".jinja" else settings.chat_template

@@ -287,10 +287,11 @@ class _Gradients:
         if self.hidden_MD is not None:
             torch.mm(grad_CV, visits.weight_VD, out=self.hidden_MD[rows])
         if self.weight_VD is not None:
-            if self.weight_VD.dtype == grad_CV.dtype:
-                self.weight_VD.addmm_(grad_CV.T, visits.hidden_MD[rows])
-            else:
+            if self.weight_VD.dtype != grad_CV.dtype:
                 self.weight_VD += grad_CV.T @ visits.hidden_MD[rows]
+            else:
+                # The first chunk writes (beta 0 ignores what memory held), the others add.
+                torch.addmm(self.weight_VD, grad_CV.T, visits.hidden_MD[rows], beta=min(rows.start, 1), out=self.weight_VD)
 
 
 def _outside(support: Support, start: int, rows: int, vocabulary: int, device: torch.device) -> Tensor:

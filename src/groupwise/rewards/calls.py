@@ -95,6 +95,8 @@ class Reward:
                 given[name] = list(batch.prompt_texts if wanted == "prompts" else batch.texts)
             elif wanted in OFFERED:
                 value = getattr(batch, wanted)
+                if value is None and name not in inspect.signature(self.function).parameters:
+                    continue  # its **keywords would have taken it; it did not ask for it by name
                 if value is None:
                     raise RewardError(f"the reward {self.name!r} asks for {wanted!r}, which these completions do not come with")
                 given[name] = list(value)

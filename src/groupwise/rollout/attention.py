@@ -43,8 +43,7 @@ class Prefill:
         """The protocol `models.attention.Attend`."""
         query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast rotary embeddings leave them in float32
         key_TKD, value_TKD = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        import os
-        slab = self.store.layer(layer, key_TKD.float() if os.environ.get('KV32') else key_TKD)
+        slab = self.store.layer(layer, key_TKD)
         i = 0
         while i < len(self.lengths):
             j, length = i, self.lengths[i]
@@ -131,10 +130,6 @@ class Decode:
         window: int | None = None,
     ) -> Tensor:
         """The same row by row: (R, H, D) queries, (R, K, D) keys and values -> (R, H, D)."""
-        import os
-        kind = value_RKD.dtype
-        if os.environ.get("KV32"):
-            query_RHD, key_RKD, value_RKD = query_RHD.float(), key_RKD.float(), value_RKD.float()
         count, heads, width = query_RHD.shape
         shared = key_RKD.shape[1]
         if window is not None and window >= self.longest_prompt + self.longest:
@@ -162,7 +157,7 @@ class Decode:
         )
         # softmax over the union: each part weighs in with its share of the sum of exponentials
         share_RKQ1 = torch.sigmoid(prompt_lse_RKQ - own_lse_RKQ)[..., None].to(own_RKQD.dtype)
-        return torch.lerp(own_RKQD, prompt_RKQD, share_RKQ1).view(count, heads, width).to(kind)
+        return torch.lerp(own_RKQD, prompt_RKQD, share_RKQ1).view(count, heads, width)
 
     def _indices(self, shared: int) -> tuple[Tensor, Tensor]:
         """Rows x heads -> prompts x heads x members, and back."""

@@ -50,7 +50,8 @@ def check_request(policy: Policy, prompts: Sequence[Prompt], group_size: int, sa
         raise EngineError(f"temperature must be a number from 0 (greedy), got {sampling.temperature}")
     if sampling.top_k < 0 or not 0.0 < sampling.top_p <= 1.0 or not 0.0 <= sampling.min_p <= 1.0:
         raise EngineError(
-            f"top_k must be at least 0, top_p in (0, 1] and min_p in [0, 1], got {sampling.top_k}, {sampling.top_p}, {sampling.min_p}"
+            "top_k must be at least 0, top_p in (0, 1] and min_p in [0, 1], "
+            f"got {sampling.top_k}, {sampling.top_p}, {sampling.min_p}"
         )
     if "" in sampling.stop:
         raise EngineError("an empty stop string would end every completion at once: remove it")

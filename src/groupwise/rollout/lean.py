@@ -46,19 +46,23 @@ class RowAttention(Protocol):
         ...
 
 
-def lean_forward(policy: Policy, positions: int) -> RotaryForward | GPT2Forward | None:
-    """The short way through this policy for sequences of up to `positions` tokens; None if it is not exactly known.
+def is_known(policy: Policy) -> bool:
+    """True if the policy is exactly one whose every step is known here.
 
-    float64 is left to the modules: transformers normalises in float32 there, and to copy that would help nobody.
+    float64 is left to the modules: transformers normalises in float32 there, and to copy that would help nobody.  So is CUDA, where
+    a second copy of the weights costs more than it brings.
     """
     model, head = policy.model, policy.head
-    known = policy.device.type == "cpu" and policy.dtype in (torch.float32, torch.bfloat16)
-    known = known and head.scale == 1.0 and head.softcap is None and not any(_altered(module) for module in model.modules())
-    if known and type(model) in (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM):
-        return RotaryForward(policy, positions) if _known_rotary(model) else None
-    if known and type(model) is GPT2LMHeadModel:
-        return GPT2Forward(policy) if _known_gpt2(model) else None
-    return None
+    if policy.device.type != "cpu" or policy.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    if head.scale != 1.0 or head.softcap is not None or any(_altered(module) for module in model.modules()):
+        return False
+    return type(model) in _FORWARDS and _FORWARDS[type(model)][1](model)
+
+
+def lean_forward(policy: Policy, positions: int) -> RotaryForward | GPT2Forward:
+    """The short way through a policy that `is_known`, prepared from its weights as they are now, for up to `positions` tokens."""
+    return _FORWARDS[type(policy.model)][0](policy, positions)
 
 
 def _altered(module: nn.Module) -> bool:
@@ -144,6 +148,7 @@ class RotaryForward:
     def __init__(self, policy: Policy, positions: int) -> None:
         base, self.dtype = policy.model.model, torch.bfloat16 if policy.autocast else policy.dtype  # type: ignore[union-attr]
         self.embedding_VD = base.embed_tokens.weight.detach()
+        self.mistral = type(policy.model) is MistralForCausalLM
         attention = base.layers[0].self_attn
         self.width = attention.head_dim
         self.shared = attention.k_proj.out_features // self.width
@@ -179,7 +184,8 @@ class RotaryForward:
             ),
             down=product(down.weight, down.bias, self.dtype),
             scale=attention.scaling,
-            window=getattr(attention, "sliding_window", None),
+            # Mistral's attention reads the window from its config, Qwen's from the layer (some layers have none), Llama has none.
+            window=getattr(attention.config if self.mistral else attention, "sliding_window", None),
         )
 
     def _head_norm(self, attention: Any, order: Tensor) -> Callable[[Tensor], Tensor]:
@@ -234,7 +240,7 @@ def _rms_norm(weight: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
 class GPT2Forward:
     """GPT-2: learned positions, layer norms, joined projections already."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, positions: int) -> None:
         base, self.dtype = policy.model.transformer, torch.bfloat16 if policy.autocast else policy.dtype  # type: ignore[union-attr]
         self.token_VD, self.position_PD = base.wte.weight.detach(), base.wpe.weight.detach()
         self.heads = base.h[0].attn.num_heads
@@ -266,3 +272,12 @@ class GPT2Forward:
 def _layer_norm(norm: Any) -> Callable[[Tensor], Tensor]:
     weight_D, bias_D, eps = norm.weight.detach(), norm.bias.detach(), norm.eps
     return lambda x: F.layer_norm(x, weight_D.shape, weight_D, bias_D, eps)
+
+
+_FORWARDS: dict[type, tuple[Callable[[Policy, int], Any], Callable[[Any], bool]]] = {
+    LlamaForCausalLM: (RotaryForward, _known_rotary),
+    MistralForCausalLM: (RotaryForward, _known_rotary),
+    Qwen2ForCausalLM: (RotaryForward, _known_rotary),
+    Qwen3ForCausalLM: (RotaryForward, _known_rotary),
+    GPT2LMHeadModel: (GPT2Forward, _known_gpt2),
+}

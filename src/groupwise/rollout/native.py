@@ -28,7 +28,7 @@ from groupwise.rollout import sampling as draws
 from groupwise.rollout.attention import Decode, Prefill
 from groupwise.rollout.engine import check_request, completion_limit, make_rollout
 from groupwise.rollout.kvcache import Store
-from groupwise.rollout.lean import lean_forward
+from groupwise.rollout.lean import is_known, lean_forward
 from groupwise.rollout.stopping import Stopping
 
 PREFILL_TOKENS = 8192
@@ -85,7 +85,7 @@ class NativeEngine:
     @property
     def path(self) -> str:
         """`lean` where the model is one whose every step `lean.py` knows, else `module`."""
-        return "module" if lean_forward(self.policy, 1) is None else "lean"
+        return "lean" if is_known(self.policy) else "module"
 
     def set_version(self, version: int) -> None:
         """See `engine.Engine`."""
@@ -93,7 +93,7 @@ class NativeEngine:
 
     def prepared(self, positions: int) -> Forward:
         """A way through the weights as they are now, for sequences of up to `positions` tokens."""
-        return lean_forward(self.policy, positions) or ModuleForward(self.policy)  # type: ignore[return-value]
+        return lean_forward(self.policy, positions) if is_known(self.policy) else ModuleForward(self.policy)  # type: ignore[return-value]
 
     def limit(self, prompt: Prompt, index: int, sampling: Sampling) -> int:
         """Longest completion of one row in tokens.  Benchmarks override it to fix a schedule of lengths."""

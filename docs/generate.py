@@ -1,0 +1,182 @@
+"""Makes what the documentation repeats of the code: `python docs/generate.py` (part of `make docs`).
+
+A whole page (algorithms.md), and tables between `<!-- made: NAME -->` and `<!-- end -->` in pages that are otherwise written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from groupwise.algorithms import ALGORITHMS, PARTS, Algorithm, describe, options, resolve
+from groupwise.explain import render, work
+from groupwise.rewards.registry import BUILTINS
+from groupwise.schema import TRL, settings_table, show
+from groupwise.settings import GroupSettings
+
+DOCS = Path(__file__).parent
+
+INTRO = """\
+# The algorithms
+
+Made by `make docs` from `groupwise.algorithms.ALGORITHMS`; `groupwise explain --preset NAME` works one step of any of them through
+in numbers.
+
+An online algorithm is one row of a table: **credit** (rewards -> advantages) x **ratio** level x **surrogate** x **weights**
+(normalisation), and what it needs beside them. `objective: NAME` takes a row, and keys of `group` replace single parts of it, so
+every mixture of the parts below can be run too: `group: {credit: centered, weights: {name: constant, length: 1024}}`.
+
+In the equations a step has R completions with N trained tokens in all; completion i has reward r_i, advantage A_i and n_i tokens,
+at most L. l is a token's log-prob under the policy, b under the behavior policy that sampled it, ref under the reference;
+rho = exp(l - b); sg stops the gradient; G completions make a group; clip(rho) without bounds is clip(rho, 0.8, 1.2). With
+`group.beta` above 0 every token's loss gets `+ beta KL`, estimated by `group.kl` (k3), except where the KL is part of the reward.
+"""
+
+
+def algorithms_page() -> str:
+    """One section per preset, then the parts."""
+    lines = [INTRO, "| preset | credit | ratio | surrogate | weights |", "|---|---|---|---|---|"]
+    for row in ALGORITHMS.values():
+        cells = [f"[`{row.name}`](#{row.name})", *(f"`{describe(part)}`" for part in parts_of(row).values())]
+        lines.append("| " + " | ".join(cells) + " |")
+    for row in ALGORITHMS.values():
+        lines += ["", *section(row)]
+    lines += [
+        "",
+        "## The parts",
+        "",
+        "What the keys of `group` may name. For all but `kl` also `module:function`, one of your own with the",
+    ]
+    lines += ["same signature."]
+    for kind, functions in PARTS.items():
+        lines += ["", f"### {kind}", "", "| name | what it is |", "|---|---|"]
+        lines += [f"| `{describe(function)}` | {cell(first_paragraph(function))} |" for function in functions.values()]
+    return "\n".join(lines) + "\n"
+
+
+def parts_of(row: Algorithm) -> dict[str, Callable[..., Any]]:
+    """The four parts by the recipe's names for them."""
+    return {"credit": row.credit, "ratio": row.ratio, "surrogate": row.surrogate, "weights": row.weights}
+
+
+def section(row: Algorithm) -> list[str]:
+    """One preset: what it is, its equation, what differs from grpo, and the lines of a recipe."""
+    source = f" Paper: [{row.paper}](https://arxiv.org/abs/{row.paper})." if row.paper else ""
+    lines = [f"## {row.name}", "", row.summary + source, "", "```text", f"loss = {row.equation}", "```", ""]
+    changed = from_grpo(row)
+    if row.name != "grpo":
+        named = [f"{key} `{describe(value) if callable(value) else value}`" for key, value in different(row).items()]
+        lines += ["Differs from `grpo` in: " + ", ".join(named) + ".", ""]
+    lines += ["```yaml", f"objective: {row.name}", "```"]
+    if changed is None:
+        lines += ["", "The KL in the reward (with `group.beta` above 0) belongs to the preset; no key of `group` moves it there."]
+    elif changed:
+        group = yaml.safe_dump({"group": changed}, default_flow_style=None, sort_keys=False, width=120).strip()
+        lines += ["", "The same, part by part:", "", "```yaml", "objective: grpo", *group.splitlines(), "```"]
+    return lines
+
+
+def different(row: Algorithm) -> dict[str, Any]:
+    """The fields in which a row is not grpo."""
+    base = ALGORITHMS["grpo"]
+    skipped = ("name", "summary", "paper", "equation")
+    names = [field.name for field in dataclasses.fields(Algorithm) if field.name not in skipped]
+    return {name: getattr(row, name) for name in names if not same(getattr(row, name), getattr(base, name))}
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equality that looks through partials."""
+    if callable(one) and callable(other):
+        return describe(one) == describe(other)
+    return one == other
+
+
+def from_grpo(row: Algorithm) -> dict[str, Any] | None:
+    """The keys of `group` that turn grpo into this row; None if no keys do."""
+    changed: dict[str, Any] = {}
+    for name, value in different(row).items():
+        if name == "kl_place":
+            return None
+        if not callable(value):
+            changed[name] = value
+        elif isinstance(value, partial):
+            defaults = options(value.func)
+            given = {key: option for key, option in value.keywords.items() if defaults.get(key) != option}
+            changed[name] = {"name": value.func.__name__, **given} if given else value.func.__name__
+        else:
+            changed[name] = value.__name__
+    settings = GroupSettings(**changed)
+    same_parts = different(resolve("grpo", settings, 256)), different(resolve(row.name, GroupSettings(), 256))
+    assert [*same_parts[0]] == [*same_parts[1]], f"{row.name}: {same_parts}"
+    return changed
+
+
+def first_paragraph(function: Callable[..., Any]) -> str:
+    """Of its docstring, on one line."""
+    return " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
+
+
+def cell(text: str) -> str:
+    """Text for a table's cell."""
+    return text.replace("|", "\\|")
+
+
+def trl_table() -> str:
+    """TRL's arguments, ours, and what to write."""
+    lines = ["| TRL | here | what to write | our default |", "|---|---|---|---|"]
+    for name, (key, how) in sorted(TRL.items()):
+        default = settings_table()[key].default
+        shown = "(required)" if default is dataclasses.MISSING else "" if default == () else f"`{show(default)}`"
+        lines.append(f"| `{name}` | `{key}` | {cell(how) or 'the same value'} | {shown} |")
+    return "\n".join(lines)
+
+
+def rewards_table() -> str:
+    """The built-in reward functions."""
+    lines = ["| name | arguments | what it gives |", "|---|---|---|"]
+    for name, function in BUILTINS.items():
+        keywords = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        given = ", ".join(f"`{p.name}`" if p.default is p.empty else f"`{p.name}={p.default!r}`" for p in keywords)
+        lines.append(f"| `{name}` | {cell(given)} | {cell(first_paragraph(function))} |")
+    return "\n".join(lines)
+
+
+def explain_block() -> str:
+    """What `groupwise explain` prints."""
+    return f"```console\n$ groupwise explain\n{render(work())}\n```"
+
+
+PAGES: dict[str, Callable[[], str]] = {"algorithms.md": algorithms_page}
+TABLES: dict[str, Callable[[], str]] = {"trl": trl_table, "rewards": rewards_table, "explain": explain_block}
+
+
+def filled(text: str) -> str:
+    """A page with its made tables as they are now."""
+
+    def table(match: re.Match[str]) -> str:
+        return f"<!-- made: {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"
+
+    return re.sub(r"<!-- made: (\w+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
+
+
+def pages() -> dict[Path, str]:
+    """Every page that is made, wholly or in part, as it ought to be."""
+    found = {DOCS / name: make() for name, make in PAGES.items()}
+    for path in sorted(DOCS.glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        if path not in found and "<!-- made: " in text:
+            found[path] = filled(text)
+    return found
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
+        print(path.name)

@@ -1,0 +1,274 @@
+"""More than one process: who I am, what the others have, and weights that are spread over them.  The only file that imports
+torch.distributed.
+
+Every process runs the same program on the same recipe and draws the same prompts.  It samples and scores its share; the records are
+gathered, so that credit and weights are computed everywhere from the whole step; it works on its share of the packed tokens; the
+gradients are summed.  So nothing that is learnt depends on the number of processes.  With one process every function here is the
+identity, and no process group exists.
+
+Processes are started by torchrun (or by anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from groupwise.errors import GroupwiseError, PeerError
+
+Item = TypeVar("Item")
+
+BUCKET_NUMBERS = 1 << 24
+"""Gradient numbers that travel together: 64 MB in float32."""
+LOST = ("gloo/", "NCCL", "Connection reset", "Connection closed", "Broken pipe", "monitoredBarrier", "store")
+"""What torch's messages say when another process is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among those of the run."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def first(self) -> bool:
+        """True for the one process that writes files and the terminal."""
+        return self.rank == 0
+
+
+@dataclass(slots=True)
+class _Talk:
+    """How processes exchange host objects, and how long this one has waited for the others."""
+
+    group: Any = None
+    timeout: timedelta = timedelta(0)
+    waited: float = 0.0
+
+
+_talk = _Talk()
+
+
+def world() -> World:
+    """This process's place; World(0, 1) unless `join` found others."""
+    return World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else World()
+
+
+def launched() -> int:
+    """How many processes the launcher says there are; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+def join(timeout: float, *, cuda: bool) -> World:
+    """Meet the other processes that torchrun started; does nothing for a single one, or the second time.
+
+    timeout: seconds that one process waits for another before it counts as lost.
+    cuda: tensors travel by NCCL between GPUs, each process on its own; else by gloo.
+    Raises PeerError if they do not meet.
+    """
+    if dist.is_initialized() or launched() == 1:
+        return world()
+    _talk.timeout = timedelta(seconds=timeout)
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    with peers():
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=_talk.timeout)
+        # Records are host objects and must not travel over the GPUs; gloo also knows which rank is missing.
+        _talk.group = dist.new_group(backend="gloo", timeout=_talk.timeout) if cuda else dist.group.WORLD
+    return world()
+
+
+def leave() -> None:
+    """Part in order, when all are done.  A process that fails just ends: the others notice."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def peers() -> Iterator[None]:
+    """Says in our words that another process is gone or does not answer.  Raises PeerError."""
+    try:
+        yield
+    except RuntimeError as error:
+        lost = isinstance(error, dist.DistError) or any(word in str(error) for word in LOST)
+        if not lost:
+            raise
+        raise PeerError(
+            f"rank {os.environ.get('RANK', '?')} lost the others: one of them ended, or did not answer within "
+            f"{_talk.timeout.total_seconds():.0f} s (parallel.timeout); its own message names the cause.  torch says: "
+            f"{str(error).strip().splitlines()[0][:300]}"
+        ) from error
+
+
+# ---------------------------------------------------------------- host objects
+
+
+def share(items: Sequence[Item]) -> list[Item]:
+    """This process's part of what all of them have: every size-th item, beginning with its own rank."""
+    here = world()
+    return list(items[here.rank :: here.size])
+
+
+def gather(items: Iterable[Item]) -> list[Item]:
+    """Every process's items, in the order of ranks, on every process.  All must call it."""
+    own = list(items)
+    here = world()
+    if here.size == 1:
+        return own
+    parts: list[list[Item]] = [[]] * here.size
+    with peers():
+        begin = time.perf_counter()
+        dist.monitored_barrier(_talk.group, timeout=_talk.timeout, wait_all_ranks=True)
+        _talk.waited += time.perf_counter() - begin
+        dist.all_gather_object(parts, own, group=_talk.group)
+    return [item for part in parts for item in part]
+
+
+def from_first(function: Callable[[], Item]) -> Item:
+    """What `function` returns on the first rank, on every rank; it runs nowhere else.  Its GroupwiseError is raised everywhere."""
+    here = world()
+    if here.size == 1:
+        return function()
+    outcome: list[Any] = []
+    failure: GroupwiseError | None = None
+    if here.first:
+        try:
+            outcome = [function()]
+        except GroupwiseError as error:
+            failure = error
+    found = gather([(outcome, failure)])[0]
+    if found[1] is not None:
+        raise found[1]
+    return found[0][0]
+
+
+def wait() -> None:
+    """Go on when every process is here."""
+    gather([])
+
+
+def waiting() -> dict[str, float]:
+    """Seconds that each rank spent waiting for the slowest since the last call; empty for a single process."""
+    if world().size == 1:
+        return {}
+    waited = gather([_talk.waited])
+    _talk.waited = 0.0
+    return {f"waiting/rank{rank}": seconds for rank, seconds in enumerate(waited)}
+
+
+@contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C inside only takes a note; the function that is given tells, on every process at once, whether anybody got one.
+
+    So all stop after the same step.  With one process Ctrl-C stays what it is, and the function says False.
+    """
+    if world().size == 1:
+        yield lambda: False
+        return
+    noted: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    try:
+        yield lambda: any(gather([bool(noted)]))
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def sum_gradients(parameters: Sequence[Tensor]) -> None:
+    """Replace the gradients of plain parameters by their sums over all processes; those of sharded ones are sums already.
+
+    A parameter that has no gradient anywhere keeps none, as with one process.  The result has the same bits on every rank.
+    """
+    plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+    if world().size == 1 or not plain:
+        return
+    with peers():
+        present = torch.tensor([p.grad is not None for p in plain], dtype=torch.uint8, device=plain[0].device)
+        dist.all_reduce(present, op=dist.ReduceOp.MAX)
+        used = [parameter for parameter, flag in zip(plain, present.tolist(), strict=True) if flag]
+        for bucket in _buckets(used):
+            parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+            flat = torch.cat([part.flatten() for part in parts])
+            dist.all_reduce(flat)
+            for parameter, total in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                parameter.grad = total.view_as(parameter)
+
+
+def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of the same type, up to BUCKET_NUMBERS together."""
+    bucket: list[Tensor] = []
+    for parameter in parameters:
+        full = bucket and sum(p.numel() for p in bucket) + parameter.numel() > BUCKET_NUMBERS
+        if bucket and (full or bucket[0].dtype != parameter.dtype):
+            yield bucket
+            bucket = []
+        bucket.append(parameter)
+    if bucket:
+        yield bucket
+
+
+# ---------------------------------------------------------------- sharded weights (FSDP2)
+
+
+def shard(model: nn.Module, blocks: Sequence[nn.Module], method: str, *, reshard: bool) -> None:
+    """Spread the weights, gradients and optimizer state of a model over all processes, block by block.
+
+    A block's weights are gathered while it computes.  reshard: let go of them between forward and backward (less memory, one more
+    gather; ZeRO-3), or keep them (ZeRO-2).  The rest of the model (embedding, last norm, head) stays whole from the first forward
+    to the end of the backward pass, so that the head's weight is a plain tensor wherever it is read.
+    method: a method of the model to call instead of its forward; weights are gathered for it in the same way.
+    Gradients are summed over the processes, in at least float32.
+    """
+    weight = next(model.parameters())
+    lower = weight.dtype in (torch.bfloat16, torch.float16)
+    how: dict[str, Any] = {
+        "mesh": init_device_mesh(weight.device.type, (world().size,)),
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32 if lower else None),
+    }
+    with peers():
+        for block in blocks:
+            fully_shard(block, reshard_after_forward=reshard, **how)
+        fully_shard(model, reshard_after_forward=False, **how)
+    for module in _sharded(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
+    register_fsdp_forward_method(model, method)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of gathered weights: after a forward pass without a backward one, and before parameters are read."""
+    for module in _sharded(model):
+        module.reshard()
+
+
+def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that is spread over the processes (all must call it); another tensor as it is."""
+    with peers():
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """This process's part of a whole tensor, spread as `parameter` is; a plain parameter takes all of it."""
+    if not isinstance(parameter, DTensor):
+        return tensor
+    tensor = tensor.to(parameter.device)
+    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -1,0 +1,216 @@
+"""What the processes of these tests do.  Every function runs on all ranks at once and returns host values."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from groupwise import parallel
+from groupwise.algorithms import resolve
+from groupwise.data.order import Order
+from groupwise.data.tokenizers import make_tokenizer
+from groupwise.jobs import make_engine, spread
+from groupwise.models.policy import Policy, make_policy
+from groupwise.models.scratch import scratch_model
+from groupwise.online import train_online
+from groupwise.optim import Optimizer
+from groupwise.records import Prompt, Rollout, Sampling, Scored
+from groupwise.settings import (
+    GroupSettings,
+    ModelSettings,
+    OptimizerSettings,
+    ParallelSettings,
+    RolloutSettings,
+    ScratchSettings,
+)
+
+LONGEST = 12
+
+
+def make(family: str, dtype: str, seed: int = 0, attention: str = "shared") -> Policy:
+    """A random model that is sharper than an initial one; in float64 with norms that are float64 too."""
+    tokenizer = make_tokenizer("arithmetic")
+    kv = {} if family == "gpt2" else {"kv_heads": 2}
+    model = scratch_model(
+        ScratchSettings(family=family, hidden=32, layers=2, heads=4, context=96, **kv),  # type: ignore[arg-type]
+        vocabulary=len(tokenizer),
+        eos_ids=(tokenizer.eos_token_id,),  # type: ignore[arg-type]
+        pad_id=tokenizer.pad_token_id,  # type: ignore[arg-type]
+        bos_id=tokenizer.bos_token_id,  # type: ignore[arg-type]
+        seed=seed,
+    )
+    if dtype == "float64":
+        model = model.to(torch.float64)
+        for module in model.modules():
+            for name, child in module.named_children():
+                if type(child).__name__.endswith("RMSNorm") and not isinstance(child, nn.RMSNorm):
+                    norm = nn.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon, dtype=torch.float64)
+                    norm.weight = child.weight
+                    setattr(module, name, norm)
+    if dtype == "bfloat16":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    precision = "autocast" if dtype == "autocast" else "float32"
+    return make_policy(model, tokenizer, ModelSettings(dtype=precision, attention=attention))  # type: ignore[arg-type]
+
+
+def prompts(count: int = 23) -> list[Prompt]:
+    """Ragged, the first of a single token."""
+    rng = np.random.default_rng(0)
+    sizes = [1, *rng.integers(2, 14, size=count - 1)]
+    return [Prompt(id=str(i), tokens=rng.integers(5, 60, size=int(size)), text=str(i)) for i, size in enumerate(sizes)]
+
+
+class Judge:
+    """Rewards by what was sampled: every fourth prompt gives a dead group, every seventh completion or so is unscorable."""
+
+    names = ("judge",)
+
+    def score(self, groups: Sequence[Sequence[Rollout]]) -> list[Scored]:
+        return [self._score(group) for group in groups]
+
+    def _score(self, group: Sequence[Rollout]) -> Scored:
+        words = [zlib.crc32(rollout.tokens.tobytes()) for rollout in group]
+        reward = np.array([np.nan if word % 7 == 0 else word % 5 / 4 for word in words])
+        if int(group[0].prompt.id) % 4 == 0:
+            reward[:] = 1.0
+        return Scored(rollouts=tuple(group), names=self.names, rewards=reward[:, None], reward=reward)
+
+
+def online(
+    objective: str = "grpo",
+    mode: str = "ddp",
+    reshard: bool = True,
+    family: str = "llama",
+    dtype: str = "float64",
+    steps: int = 10,
+    recompute: bool = False,
+    budget: int = 150,
+    engine: str = "native",
+    **group: Any,
+) -> dict[str, Any]:
+    """Train and return, on every rank, each step's metrics and gradient and the last weights."""
+    settings = GroupSettings(**{"prompts_per_step": 5, "group_size": 4} | group)
+    algorithm = resolve(objective, settings, LONGEST)
+    how = ParallelSettings(mode=mode, reshard=reshard)  # type: ignore[arg-type]
+    policy = make(family, dtype)
+    reference = make(family, dtype, seed=1) if algorithm.needs_reference else None
+    if reference is not None:
+        reference.model.requires_grad_(False)
+        reference = spread(reference, how)
+    policy = spread(policy, how)
+    updates = steps * settings.updates_per_rollout * settings.minibatches
+    optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-3, clip_norm=0.5, weight_decay=0.1), updates)
+    rows = prompts()
+    order = Order(len(rows), seed=0)
+    gradients = watch(optimizer)
+    found = [
+        {**step.metrics, "tokens": tokens_of(step.groups)}
+        for step in train_online(
+            policy,
+            algorithm,
+            engine=make_engine(policy, RolloutSettings(engine=engine, max_rows=16)),  # type: ignore[arg-type]
+            rewards=Judge(),  # type: ignore[arg-type]
+            draw=lambda k: [rename(rows[row], epoch) for epoch, row in order.take(k)],
+            optimizer=optimizer,
+            group=settings,
+            sampling=Sampling(temperature=0.9, max_new_tokens=LONGEST),
+            budget=budget,
+            steps=steps,
+            reference=reference,
+            checkpointing=recompute,
+            seed=7,
+        )
+    ]
+    return {"steps": found, "gradients": gradients, "weights": weights(policy)}
+
+
+def rename(prompt: Prompt, epoch: int) -> Prompt:
+    return Prompt(id=str(int(prompt.id) + 100 * epoch), tokens=prompt.tokens, text=prompt.text)
+
+
+def tokens_of(groups: Sequence[Scored]) -> list[list[int]]:
+    return [rollout.tokens.tolist() for group in groups for rollout in group.rollouts]
+
+
+def watch(optimizer: Optimizer) -> list[np.ndarray]:
+    """The gradient of every step that is taken, whole, as the optimizer uses it."""
+    seen: list[np.ndarray] = []
+    take = optimizer.adamw.step
+
+    def step() -> None:
+        parts = [parallel.whole(torch.zeros_like(m) if m.grad is None else m.grad) for m in optimizer.masters]
+        seen.append(torch.cat([part.flatten().double() for part in parts]).numpy())
+        take()
+
+    optimizer.adamw.step = step  # type: ignore[method-assign,assignment]
+    return seen
+
+
+def weights(policy: Policy) -> dict[str, np.ndarray]:
+    with policy.gathered() as plain:
+        return {name: p.detach().double().numpy().copy() for name, p in plain.model.named_parameters()}
+
+
+def not_finite(mode: str) -> dict[str, Any]:
+    """Rank 1's share of the gradient is NaN at the second of three steps."""
+    policy = spread(make("llama", "float32"), ParallelSettings(mode=mode))  # type: ignore[arg-type]
+    optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-2), 3)
+    taken, before = [], weights(policy)
+    states = []
+    for number in range(3):
+        hidden = policy.hidden(torch.tensor([5, 6, 7]), torch.arange(3), attend_nothing)
+        poison = float("nan") if number == 1 and parallel.world().rank == 1 else 1.0
+        (hidden.sum() * poison).backward()
+        policy.settle()
+        taken.append(optimizer.step().skipped)
+        states.append(weights(policy))
+    same = [all(np.array_equal(a[n], b[n]) for n in a) for a, b in zip([before, *states], states, strict=False)]
+    return {"skipped": taken, "unchanged": same, "nonfinite": optimizer.nonfinite}
+
+
+def attend_nothing(layer: int, query: Any, key: Any, value: Any, scale: float, softcap: Any, window: Any) -> torch.Tensor:
+    return (query + 0 * key.sum() + 0 * value.sum()).transpose(1, 2)
+
+
+def whole_run(path: str, overrides: Sequence[str] = (), stop: int | None = None) -> dict[str, Any]:
+    """A recipe, to its end or until after step `stop`, as the command runs it."""
+    from groupwise.config import load_recipe
+    from groupwise.run import train
+
+    steps = train(load_recipe(path, overrides))
+    seen = []
+    for step in steps:
+        seen.append(dict(step.metrics))
+        if step.number == stop:
+            steps.close()  # type: ignore[attr-defined]
+            break
+    return {"steps": seen}
+
+
+def export(folder: str, family: str) -> np.ndarray:
+    """Saves a sharded policy and returns the logits of some tokens, computed through the sharded model."""
+    from groupwise.objective.logprobs import head_logits
+    from groupwise.models.attention import PackedAttention
+    from groupwise.records import Layout
+
+    policy = spread(make(family, "float32"), ParallelSettings(mode="fsdp"))
+    with policy.gathered() as plain:
+        if parallel.world().first:
+            plain.save(Path(folder))
+    layout = Layout(start=(0,), length=(6,), prefix=(-1,), total=6)
+    with torch.no_grad():
+        hidden = policy.hidden(torch.tensor([5, 6, 7, 8, 9, 10]), torch.arange(6), PackedAttention(layout))
+        logits = head_logits(hidden, policy.head).numpy().copy()
+    policy.settle()
+    parallel.wait()
+    return logits

@@ -1,0 +1,146 @@
+"""The short way through a model equals the way through its modules, and is taken only where the model is exactly known."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from groupwise.records import Sampling
+from groupwise.rollout.lean import is_known, lean_forward, product
+from groupwise.rollout.native import ModuleForward, NativeEngine
+from groupwise.settings import ModelSettings
+
+FAMILIES = {
+    "llama": {},
+    "llama, no sharing, untied": {"num_key_value_heads": 4, "tie_word_embeddings": False},
+    "llama, biases": {"attention_bias": True, "mlp_bias": True},
+    "llama, scaled positions": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        }
+    },
+    "mistral, window": {"sliding_window": 6},
+    "qwen2": {},
+    "qwen2, window in one layer": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3": {},
+    "gpt2": {},
+}
+
+
+def randomized(policy):
+    """Every norm and bias gets numbers of its own: ones and zeros would hide a mistake."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return policy
+
+
+class ModuleEngine(NativeEngine):
+    """The native engine, always through the modules."""
+
+    def prepared(self, positions):
+        return ModuleForward(self.policy)
+
+
+def completions(engine, prompts, **options):
+    sampling = Sampling(max_new_tokens=18, **options)
+    return {g[0].prompt.id: g for g in engine.generate(prompts, group_size=3, sampling=sampling, seed=2)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("max_rows", [64, 4])
+def test_lean_equals_modules(family, max_rows, policy_of, prompts_of):
+    policy = randomized(policy_of(family.split(",")[0], dtype=torch.float32, sharpness=3.0, **FAMILIES[family]))
+    engine = NativeEngine(policy, max_rows=max_rows)
+    assert engine.path == "lean"
+    prompts = prompts_of(5, 9, 1, 5)
+    found, expected = completions(engine, prompts), completions(ModuleEngine(policy, max_rows=max_rows), prompts)
+    for name, group in expected.items():
+        for a, b in zip(found[name], group, strict=True):
+            assert a.tokens.tolist() == b.tokens.tolist()
+            np.testing.assert_allclose(a.behavior_logp, b.behavior_logp, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
+def test_lean_in_low_precision_is_as_near_to_float32_as_the_modules(family, precision, policy_of, prompts_of, scored):
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    policy = policy_of(family, dtype=dtype, sharpness=3.0, setting=ModelSettings(device="cpu", dtype=precision))
+    exact = policy_of(family, dtype=torch.float32, sharpness=3.0)
+    exact.model.load_state_dict(policy.model.state_dict())
+    error = {}
+    for engine in (NativeEngine(policy, max_rows=64), ModuleEngine(policy, max_rows=64)):
+        groups = completions(engine, prompts_of(5, 9, 1, 5)).values()
+        error[type(engine)] = np.mean([np.abs(r.behavior_logp - scored(exact, r)).mean() for group in groups for r in group])
+    assert error[NativeEngine] < 1.5 * error[ModuleEngine] + 1e-3
+
+
+def test_p46_new_weights_are_used_at_once(policy_of, prompts_of):
+    policy = policy_of("llama", dtype=torch.float32)
+    engine = NativeEngine(policy, max_rows=2)
+    before = completions(engine, prompts_of(4), temperature=0.0)["p0"][0].tokens.tolist()
+    stream = engine.generate(prompts_of(4, 4), group_size=2, sampling=Sampling(temperature=0.0, max_new_tokens=18), seed=0)
+    assert next(stream)[0].tokens.tolist() == before
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    engine.set_version(1)
+    expected = completions(ModuleEngine(policy, max_rows=2), prompts_of(4, 4), temperature=0.0)
+    assert next(stream)[0].tokens.tolist() == expected["p1"][0].tokens.tolist(), "in the middle of a call, once told"
+    after = completions(engine, prompts_of(4), temperature=0.0)["p0"][0].tokens.tolist()
+    assert after == expected["p0"][0].tokens.tolist() != before
+
+
+def test_what_is_not_exactly_known_takes_the_modules(policy_of):
+    float32 = {"dtype": torch.float32}
+    assert not is_known(policy_of("gemma2", **float32))
+    assert not is_known(policy_of("mixtral", **float32))
+    assert not is_known(policy_of("llama"))  # float64
+    assert not is_known(policy_of("llama", hidden_act="gelu", **float32))
+    assert not is_known(policy_of("gpt2", activation_function="relu", **float32))
+    assert not is_known(policy_of("gpt2", scale_attn_by_inverse_layer_idx=True, **float32))
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert not is_known(policy_of("llama", rope_parameters=rope, **float32))
+    hooked = policy_of("llama", **float32)
+    assert is_known(hooked)
+    handle = hooked.model.model.layers[1].mlp.register_forward_hook(lambda module, given, out: out + 1.0)
+    assert not is_known(hooked)
+    handle.remove()
+    assert is_known(hooked)
+
+    class Adapter(nn.Linear):
+        pass
+
+    hooked.model.model.layers[0].self_attn.q_proj.__class__ = Adapter
+    assert not is_known(hooked)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 64, 200])
+def test_prepared_products(dtype, rows):
+    torch.manual_seed(0)
+    for inputs, outputs in ((5, 3), (48, 100), (256, 512)):
+        weight, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
+        x = torch.randn(rows, inputs).to(dtype)
+        exact = x.double() @ weight.double().T
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+        scale = float(exact.abs().max())
+        with torch.inference_mode():
+            assert float((product(weight, None, dtype)(x).double() - exact).abs().max()) < tolerance * scale
+            assert float((product(weight, bias, dtype)(x).double() - exact - bias.double()).abs().max()) < tolerance * scale
+
+
+def test_prepared_weights_are_a_copy(policy_of):
+    policy = policy_of("llama", dtype=torch.float32)
+    before = {name: parameter.clone() for name, parameter in policy.model.named_parameters()}
+    engine = NativeEngine(policy, max_rows=4)
+    lean_forward(policy, 8)
+    assert engine.path == "lean"
+    assert all(torch.equal(parameter, before[name]) for name, parameter in policy.model.named_parameters())
