@@ -17,7 +17,7 @@ import yaml
 
 from groupwise.algorithms import ALGORITHMS, PARTS, Algorithm, describe, options, resolve
 from groupwise.explain import render, work
-from groupwise.rewards.registry import BUILTINS
+from groupwise.rewards.registry import BUILTINS, MAKERS
 from groupwise.schema import TRL, settings_table, show
 from groupwise.settings import GroupSettings
 
@@ -141,7 +141,7 @@ def trl_table() -> str:
 def rewards_table() -> str:
     """The built-in reward functions."""
     lines = ["| name | arguments | what it gives |", "|---|---|---|"]
-    for name, function in BUILTINS.items():
+    for name, function in {**BUILTINS, **MAKERS}.items():
         keywords = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
         given = ", ".join(f"`{p.name}`" if p.default is p.empty else f"`{p.name}={p.default!r}`" for p in keywords)
         lines.append(f"| `{name}` | {cell(given)} | {cell(first_paragraph(function))} |")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from groupwise.cli import main
 from groupwise.config import load_stages
 from groupwise.data.sources import read_rows
 from groupwise.data.tokenizers import make_tokenizer
@@ -69,9 +71,13 @@ def test_every_recipe_is_valid(path: Path, gsm8k: Path, monkeypatch: pytest.Monk
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["grpo", "dapo", "rloo"])
 def test_demo(objective: str, tmp_path: Path) -> None:
-    """Both stages, another algorithm by one override, the closing table, and a model to chat with."""
+    """Both stages, another algorithm by one override, the closing table with commands that work, and a model to chat with."""
     printed = run(ROOT / "recipes/demo.yaml", tmp_path, [*SMALL, *SFT_AND_GRPO, f"stages.grpo.objective={objective}"])
     assert [line.split()[:2] for line in printed.splitlines() if line.startswith("after ")] == [["after", "sft"], ["after", "grpo"]]
+    _, _, commands = printed.partition("Next:")
+    typed = {words[1]: words[1:] for line in commands.splitlines() if (words := shlex.split(line))}
+    assert typed["chat"] == ["chat", str(tmp_path / "runs/demo/grpo")]
+    assert main([*typed["eval"], "--limit", "3", "--k", "2"]) == main(typed["score"]) == 0
     for stage in ("sft", "grpo"):
         last = steps_of(tmp_path / "runs/demo" / stage)[-1]
         assert last["step"] == 2

@@ -24,6 +24,7 @@ from torch import Tensor
 from groupwise.errors import ConfigError
 from groupwise.objective import credit, losses, weights
 from groupwise.objective.losses import KL, RatioLevel, Surrogate, Terms
+from groupwise.records import Scored
 from groupwise.settings import GroupSettings, Part
 
 
@@ -77,6 +78,16 @@ class Algorithm:
     def skips_dead(self) -> bool:
         """True if a completion whose advantages are all 0 has no gradient: its forward and backward can be left out, exactly."""
         return self.loss_beta == 0.0 and self.entropy_bonus == 0.0
+
+    def teaches(self, group: Scored) -> bool:
+        """False if the group's rewards give an advantage of exactly 0 to every completion.
+
+        The credit decides: GDPO learns from rewards that differ while their sum does not.  Where the KL is a part of the reward, and
+        not known yet, the sum does.
+        """
+        if self.beta > 0.0 and self.kl_place == "reward":
+            return not group.dead
+        return not credit.is_dead(self.credit([group])[0])
 
     @property
     def token_level(self) -> bool:

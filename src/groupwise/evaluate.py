@@ -50,6 +50,8 @@ class Evaluation:
     """Mean completion length of the samples, tokens."""
     truncated: float
     """Share of samples that hit the length limit."""
+    by_function: Mapping[str, Estimate]
+    """Mean of each reward function over the sampled completions; those of weight 0 are there to be looked at."""
     by_column: Mapping[str, Mapping[str, float]]
     """Greedy accuracy by the values of the data's breakdown columns (`operator`, `seen` ...)."""
     groups: tuple[Scored, ...] = ()
@@ -62,6 +64,7 @@ class Evaluation:
         named = {"greedy": self.greedy, "sampled": self.sampled, f"pass@{self.k}": self.pass_at_k, "reward": self.reward}
         flat = {name: estimate.mean for name, estimate in named.items()}
         flat |= {f"{name}/half_width": estimate.half for name, estimate in named.items()}
+        flat |= {f"rewards/{name}": estimate.mean for name, estimate in self.by_function.items()}
         flat |= {"completions/mean_length": self.length, "completions/clipped_ratio": self.truncated}
         for column, shares in self.by_column.items():
             flat |= {f"greedy/{column}={value}": share for value, share in shares.items()}
@@ -73,7 +76,8 @@ class Evaluation:
         verdict = bool(np.isin(firsts[~np.isnan(firsts)], (0.0, 1.0)).all())
         right = {"greedy accuracy": self.greedy, "sampled accuracy": self.sampled, f"pass@{self.k}": self.pass_at_k}
         shown = {label: str(estimate) for label, estimate in right.items()} if verdict else {}
-        return shown | {"mean reward": str(self.reward), "tokens": f"{self.length:.1f}"}
+        several = {name: str(estimate) for name, estimate in self.by_function.items()} if len(self.by_function) > 1 else {}
+        return shown | {"mean reward": str(self.reward)} | several | {"tokens": f"{self.length:.1f}"}
 
 
 def proportion(successes: float, count: int) -> Estimate:
@@ -140,9 +144,10 @@ def evaluate(
         greedy=proportion(sum(first), len(first)),
         sampled=mean([share / count for share in right]),
         pass_at_k=mean([pass_at(share, count, k) for share in right]),
-        reward=mean([float(np.nanmean(group.reward)) if not np.isnan(group.reward).all() else math.nan for group in groups]),
+        reward=mean([_mean(group.reward) for group in groups]),
         length=float(np.mean(lengths)) if lengths else math.nan,
         truncated=float(np.mean([rollout.truncated for group in groups for rollout in group.rollouts])) if groups else math.nan,
+        by_function={name: mean([_mean(group.rewards[:, k]) for group in groups]) for k, name in enumerate(rewards.names)},
         by_column={column: _by(column, prompts, first) for column in columns if prompts and column in prompts[0].row},
         groups=tuple(groups),
         answers=tuple(answers),
@@ -156,6 +161,11 @@ def _complete(
     groups = parallel.gather(own)
     by_prompt = {group.prompt.id: group for group in groups}
     return [by_prompt[prompt.id] for prompt in prompts]
+
+
+def _mean(values: np.ndarray) -> float:
+    """Mean of what is known; NaN if nothing is."""
+    return float(np.nanmean(values)) if not np.isnan(values).all() else math.nan
 
 
 def _by(column: str, prompts: Sequence[Prompt], right: Sequence[float]) -> dict[str, float]:

@@ -21,7 +21,7 @@ from groupwise.algorithms import Algorithm
 from groupwise.clock import Clock
 from groupwise.metrics import measure
 from groupwise.models.policy import Policy
-from groupwise.objective.credit import Advantages
+from groupwise.objective.credit import Advantages, is_dead
 from groupwise.objective.losses import Terms, entropy_threshold
 from groupwise.optim import Optimizer
 from groupwise.records import Batch, Prompt, Sample, Sampling, Scored, Step
@@ -67,10 +67,11 @@ def train_online(
         with clock.phase("reference"):
             groups = with_reference(groups, reference, budget)
         advantages = algorithm.credit(groups)
+        parts = np.array_split(np.arange(len(groups)), min(group.minibatches, len(groups)))
         updates: list[Update] = []
         with clock.phase("update"), policy.checkpointing(checkpointing):
             for _ in range(group.updates_per_rollout):
-                for part in np.array_split(np.arange(len(groups)), min(group.minibatches, len(groups))):
+                for part in parts:
                     samples = weigh([groups[i] for i in part], [advantages[i] for i in part], algorithm)
                     updates.append(improve(policy, algorithm, samples, optimizer, budget=budget))
         with clock.phase("sync"):
@@ -79,11 +80,11 @@ def train_online(
                 refresh(reference, policy, group.reference_mix)
         yield Step(
             number=number,
-            metrics=measure(groups, updates, algorithm, drawn=drawn, minibatches=group.minibatches, seconds=clock.seconds),
+            metrics=measure(groups, updates, algorithm, drawn=drawn, minibatches=len(parts), seconds=clock.seconds),
             timings=clock.seconds | parallel.waiting(),
             groups=groups,
             advantages=advantages,
-            current_logp=first_pass(groups, updates[: group.minibatches]),
+            current_logp=first_pass(groups, updates[: len(parts)]),
         )
 
 
@@ -94,7 +95,7 @@ def collect(
 
     Rewards of finished groups are computed while others are still being sampled.  Of several processes each samples and scores its
     share, and each gets all groups.  With `dead_groups: refill` (dynamic sampling,
-    2503.14476) prompts whose completions all got the same reward are replaced by further ones, at most `max_refills` x
+    2503.14476) prompts whose rewards teach nothing are replaced by further ones, at most `max_refills` x
     `prompts_per_step` of them; a step that stays short is trained as it is.
     """
     refill = algorithm.dead_groups == "refill"
@@ -110,7 +111,7 @@ def collect(
             scored = parallel.gather(one for future in scoring for one in future.result())
             found = {one.prompt.id: one for one in scored}
             for prompt in prompts:
-                (dead if refill and found[prompt.id].dead else live).append(found[prompt.id])
+                (dead if refill and not algorithm.teaches(found[prompt.id]) else live).append(found[prompt.id])
     return live or dead[:wanted], len(live) + len(dead)
 
 
@@ -132,7 +133,7 @@ def weigh(groups: Sequence[Scored], advantages: Advantages, algorithm: Algorithm
     which become no samples.
     """
     if algorithm.dead_groups == "drop":
-        kept = [i for i, group in enumerate(groups) if not group.dead]
+        kept = [i for i, found in enumerate(advantages) if not is_dead(found)]
         groups, advantages = [groups[i] for i in kept], [advantages[i] for i in kept]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     masked = [algorithm.truncated == "mask" and rollout.truncated for rollout in rollouts]

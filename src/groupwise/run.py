@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -118,7 +119,10 @@ class Run:
         recipe, job = self.recipe, self.job
         if self.done == 0 and job.reference is not None:
             _export(job.reference, self.folder / REFERENCE)
-        with RunLog(self.folder, recipe, done=self.done) if self.first else Unwritten() as log, parallel.interrupts() as interrupted:
+        with (
+            RunLog(self.folder, recipe, done=self.done) if self.first else Unwritten() as log,
+            parallel.interrupts() as interrupted,
+        ):
             if self.done == 0 and recipe.eval.at_start:
                 self.before = job.judge(False)
                 if self.before is not None:
@@ -229,7 +233,7 @@ def train_recipe(
             continue
         outcomes[name] = _train_stage(recipe, folder, title, console)
     if outcomes and not dry_run:
-        _closing_table(outcomes, console)
+        _closing_table(outcomes, stages[list(outcomes)[-1]], console)
     parallel.leave()
     return 0
 
@@ -262,8 +266,9 @@ def _from_beginning(recipe: Recipe, stages: Mapping[str, Recipe]) -> Recipe:
     return recipe
 
 
-def _closing_table(outcomes: Mapping[str, Outcome], console: Console) -> None:
-    """Held-out figures before, between and after, stages that measure the same in one table, and what to type next."""
+def _closing_table(outcomes: Mapping[str, Outcome], recipe: Recipe, console: Console) -> None:
+    """Held-out figures before, between and after, stages that measure the same in one table, and what to type
+    next.  recipe: of the last stage."""
     tables: dict[tuple[str, ...], list[tuple[str, dict[str, str]]]] = {}
     for stage, outcome in outcomes.items():
         for label, found in ((f"before {stage}", outcome.before), (f"after {stage}", outcome.after)):
@@ -282,12 +287,26 @@ def _closing_table(outcomes: Mapping[str, Outcome], console: Console) -> None:
     if tables:
         console.print("(on what training never saw; ± is half of a 95 % interval)", style="dim", highlight=False)
     console.print("\nNext:", highlight=False)
-    for line in (
-        f"groupwise chat {last}",
-        f"groupwise eval {last / FINAL} --task ...",
-        f"groupwise score accuracy {last}",
-    ):
-        console.print(f"  {line}", highlight=False, markup=False)
+    for line in _next_commands(recipe, last):
+        console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _next_commands(recipe: Recipe, folder: Path) -> list[str]:
+    """Commands to go on with: talk to the model, evaluate it again, look at what the rewards said."""
+    data = recipe.data
+    commands = [["groupwise", "chat", str(folder)]] if data.chat else []
+    source = ["--task", data.task] if data.task is not None else ["--data", data.eval_path or data.path or ""]
+    if recipe.rewards and not recipe.rewards[0].args:
+        options = [f"--task-arg={key}={value}" for key, value in data.task_args.items()]
+        options += [f"--column={ours}={theirs}" for ours, theirs in data.columns.items()]
+        options += ["--template", data.template] if data.template is not None else []
+        options += ["--chat"] if data.chat else []
+        options += ["--system", data.system] if data.system is not None else []
+        options += ["--reward", recipe.rewards[0].function] if recipe.rewards[0].function != "accuracy" else []
+        length = recipe.eval.max_new_tokens or recipe.rollout.max_new_tokens
+        commands.append(["groupwise", "eval", str(folder), *source, *options, "--max-new-tokens", str(length)])
+        commands.append(["groupwise", "score", recipe.rewards[0].function, str(folder)])
+    return [shlex.join(command) for command in commands or [["groupwise", "runs", str(folder.parent)]]]
 
 
 def _export(policy: Policy, folder: Path) -> None:

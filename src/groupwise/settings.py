@@ -39,6 +39,8 @@ ONLINE = (
     "gdpo",
 )
 """Objectives that sample their own completions: the rows of `algorithms.ALGORITHMS` (a test compares them)."""
+ALONE = ("reinforce_pp",)
+"""Those of them whose advantages compare no siblings: one completion per prompt is enough (a test asks the table)."""
 DATASET = ("sft", "reward", "dpo", "prm")
 """Objectives that learn from a data set."""
 OBJECTIVES = DATASET + ONLINE

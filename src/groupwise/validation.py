@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from groupwise.schema import closest
-from groupwise.settings import DATASET, OBJECTIVES, ONLINE, PARTS, REWARDS, TASKS, Part, Recipe
+from groupwise.settings import ALONE, DATASET, OBJECTIVES, ONLINE, PARTS, REWARDS, TASKS, Part, Recipe
 
 Finding = tuple[tuple[str, ...], str]
 """The dotted keys that a check looked at, most telling first, and what is wrong with them."""
@@ -254,15 +254,16 @@ def _group(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
         message = f"group.minibatches ({group.minibatches}) is more than group.prompts_per_step ({group.prompts_per_step})"
         yield ("group.minibatches", "group.prompts_per_step"), f"{message}: a minibatch holds at least one prompt"
     credit = group.credit.get("name") if isinstance(group.credit, Mapping) else group.credit
-    compares = credit in COMPARES_SIBLINGS if credit is not None else recipe.objective != "reinforce_pp"
+    compares = credit in COMPARES_SIBLINGS if credit is not None else recipe.objective not in ALONE
     if group.group_size < 2 and compares:
         why = f"for {recipe.objective!r} (its advantages compare siblings)"
         message = f"group.group_size must be at least 2 {why}, got {group.group_size}"
         yield ("group.group_size",), message
-    if group.beta == 0 and group.reference_refresh:
+    # No preset has a KL of its own, so a beta that is not set is 0 too (a test asks the table).
+    if not group.beta and group.reference_refresh:
         message = f"group.reference_refresh is {group.reference_refresh}, but with group.beta 0 there is no reference to refresh"
         yield ("group.reference_refresh", "group.beta"), message
-    if group.beta == 0 and group.kl is not None:
+    if not group.beta and group.kl is not None:
         yield ("group.kl", "group.beta"), f"group.kl is {group.kl!r}, but with group.beta 0 no KL is in the loss"
 
 

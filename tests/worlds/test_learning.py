@@ -38,10 +38,11 @@ def test_beta_keeps_the_policy_near_its_reference(say: Callable) -> None:
     start = free.policy.frozen_copy()
     for _ in free.train("grpo", 20, **SIZE):
         pass
-    assert distance(free, start) > 1.2
+    far = distance(free, start)
+    assert far > 1.5
     for preset, kl in (("grpo", "k2"), ("grpo", "k3"), ("grpo", "k3_ratio"), ("rloo", None)):
         tied = say(lr=1e-2)
         steps = list(tied.train(preset, 20, reference=tied.policy.frozen_copy(), beta=1.0, kl=kl, **SIZE))
-        assert distance(tied, start) < 0.7, kl  # k3's pull grows more slowly than that of the others
+        assert distance(tied, start) < 0.45 * far, kl  # k3's pull grows more slowly than that of the others
         assert steps[0].metrics["kl"] == pytest.approx(0.0, abs=1e-6)
-        assert np.mean([step.metrics["kl"] for step in steps]) < 0.7
+        assert np.mean([step.metrics["kl"] for step in steps]) < 0.5

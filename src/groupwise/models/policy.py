@@ -96,7 +96,8 @@ class Policy:
         scale = config.to_dict().get("logit_scale") or 1.0
         scale /= config.to_dict().get("logits_scaling") or 1.0
         return Head(
-            weight_VD=output.weight[: self.vocabulary],
+            # A slice that keeps everything would cost its backward pass a copy of the whole gradient.
+            weight_VD=output.weight if output.weight.shape[0] == self.vocabulary else output.weight[: self.vocabulary],
             bias_V=None if bias is None else bias[: self.vocabulary],
             scale=float(scale),
             softcap=config.to_dict().get("final_logit_softcapping"),

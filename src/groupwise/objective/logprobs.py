@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-CHUNK_NUMBERS = 1 << 22
-"""Logits of a chunk (rows x vocabulary): 16 MB in float32, so that the passes over them stay near the cache."""
+CHUNK_NUMBERS = 1 << 24
+"""Logits of a chunk (rows x vocabulary): 64 MB in float32.  Every chunk reads the head twice and its gradient once, so a large
+vocabulary needs many rows to a chunk (50,257: 333 rows; at 83 rows the products in bfloat16 run at a third of their speed)."""
 MIN_ROWS = 32
 """A product with fewer rows is bound by reading the head."""
 NOTHING = -1e30
@@ -138,7 +139,7 @@ class _Chosen(torch.autograd.Function):
         logp_M, entropy_M = visits.new_column(), visits.new_column()
         for rows in visits.chunks:
             z_CV, _ = visits.logits(rows)
-            logp_M[rows], entropy_M[rows], _ = visits.measure(z_CV, rows, entropy)
+            _, logp_M[rows], entropy_M[rows] = visits.measure(z_CV, rows, entropy)
         ctx.save_for_backward(hidden_MD)
         ctx.visits, ctx.entropy, ctx.entropy_M = visits, entropy, entropy_M
         return logp_M, entropy_M
@@ -150,8 +151,9 @@ class _Chosen(torch.autograd.Function):
         sums = _Gradients(visits, ctx.needs_input_grad)
         for rows in visits.chunks:
             z_CV, slope_CV = visits.logits(rows)
-            _, entropy_C, lse_C = visits.measure(z_CV, rows, ctx.entropy)
-            sums.add(rows, z_CV, slope_CV, lse_C, grad_logp_M[rows], grad_entropy_M[rows] if ctx.entropy else None, entropy_C)
+            logp_CV, _, entropy_C = visits.measure(z_CV, rows, ctx.entropy)
+            del z_CV
+            sums.add(rows, logp_CV, slope_CV, grad_logp_M[rows], grad_entropy_M[rows] if ctx.entropy else None, entropy_C)
         return sums.hidden_MD, sums.weight_VD, sums.bias_V, None, None, None, None, None, None
 
 
@@ -176,7 +178,8 @@ class _Fused(torch.autograd.Function):
         sums = _Gradients(visits, ctx.needs_input_grad)
         for rows in visits.chunks:
             z_CV, slope_CV = visits.logits(rows)
-            logp_M[rows], entropy_M[rows], lse_C = visits.measure(z_CV, rows, entropy)
+            logp_CV, logp_M[rows], entropy_M[rows] = visits.measure(z_CV, rows, entropy)
+            del z_CV
             with torch.enable_grad():
                 leaf_C = logp_M[rows].clone().requires_grad_()
                 entropy_C = entropy_M[rows].clone().requires_grad_() if entropy else None
@@ -186,7 +189,7 @@ class _Fused(torch.autograd.Function):
             total += value.detach()
             grad_logp_C = torch.zeros_like(leaf_C) if slopes[0] is None else slopes[0]
             grad_entropy_C = slopes[1] if entropy else None
-            sums.add(rows, z_CV, slope_CV, lse_C, grad_logp_C, grad_entropy_C, entropy_M[rows])
+            sums.add(rows, logp_CV, slope_CV, grad_logp_C, grad_entropy_C, entropy_M[rows])
         ctx.sums = sums
         ctx.mark_non_differentiable(logp_M, entropy_M)
         return total, logp_M, entropy_M
@@ -194,7 +197,10 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         scale, sums = grads[0], ctx.sums
-        found = [None if grad is None else grad.mul_(scale) for grad in (sums.hidden_MD, sums.weight_VD, sums.bias_V)]
+        found = [sums.hidden_MD, sums.weight_VD, sums.bias_V]
+        # The weight's gradient is as large as the head: the pass over it is left out where asking costs nothing.
+        if scale.is_cuda or float(scale) != 1.0:
+            found = [None if grad is None else grad.mul_(scale) for grad in found]
         return (*found, None, None, None, None, None, None, None)
 
 
@@ -237,14 +243,13 @@ class _Visits:
         return z_CV, slope_CV
 
     def measure(self, z_CV: Tensor, rows: slice, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs of the targets, entropies (zeros unless asked for) and log-sum-exps, each (C,)."""
-        lse_C = torch.logsumexp(z_CV, -1)
-        logp_C = z_CV.gather(1, self.target_M[rows, None])[:, 0] - lse_C
+        """log softmax (C, V), and of it the targets' (C,) and the entropies (C,), zeros unless asked for."""
+        logp_CV = torch.log_softmax(z_CV, -1)
+        logp_C = logp_CV.gather(1, self.target_M[rows, None])[:, 0]
         if not entropy:
-            return logp_C, torch.zeros_like(logp_C), lse_C
-        p_CV = (z_CV - lse_C[:, None]).exp_()
-        weighted_CV = p_CV.mul_(z_CV) if self.support is None else p_CV.mul_(z_CV.clamp_min(NOTHING))
-        return logp_C, lse_C - weighted_CV.sum(-1), lse_C
+            return logp_CV, logp_C, torch.zeros_like(logp_C)
+        plogp_CV = logp_CV.exp().mul_(logp_CV if self.support is None else logp_CV.clamp_min(NOTHING))
+        return logp_CV, logp_C, plogp_CV.sum(-1).neg_()
 
 
 class _Gradients:
@@ -253,32 +258,33 @@ class _Gradients:
     def __init__(self, visits: _Visits, needs: tuple[bool, ...]) -> None:
         self.visits = visits
         head, hidden_MD = visits.head, visits.hidden_MD
-        self.hidden_MD = torch.empty_like(hidden_MD) if needs[0] else None
-        self.weight_VD = torch.zeros_like(visits.weight_VD, dtype=head.weight_VD.dtype) if needs[1] else None
+        # The first chunk writes them, so nothing is cleared before; without any chunk there is nothing to write.
+        make = torch.empty_like if visits.chunks else torch.zeros_like
+        self.hidden_MD = make(hidden_MD) if needs[0] else None
+        self.weight_VD = make(visits.weight_VD, dtype=head.weight_VD.dtype) if needs[1] else None
         self.bias_V = torch.zeros_like(head.bias_V) if needs[2] and head.bias_V is not None else None
 
     def add(
         self,
         rows: slice,
-        z_CV: Tensor,
+        logp_CV: Tensor,
         slope_CV: Tensor | None,
-        lse_C: Tensor,
         grad_logp_C: Tensor,
         grad_entropy_C: Tensor | None,
         entropy_C: Tensor,
     ) -> None:
-        """d logp / dz = onehot - p;  dH / dz = -p (log p + H).  `z_CV` is overwritten by its gradient."""
+        """d logp / dz = onehot - p;  dH / dz = -p (log p + H).  `logp_CV` is overwritten by the logits' gradient."""
         visits = self.visits
-        z_CV.sub_(lse_C[:, None])
+        factor_C = visits.head.scale / visits.temperature_M[rows]
+        grad_logp_C = grad_logp_C * factor_C
         if grad_entropy_C is None:
-            grad_CV = z_CV.exp_().mul_(-grad_logp_C[:, None])
+            grad_CV = logp_CV.exp_().mul_(-grad_logp_C[:, None])
         else:
-            factor_CV = z_CV.clamp_min(NOTHING) + entropy_C[:, None]
-            factor_CV = factor_CV.mul_(grad_entropy_C[:, None]).add_(grad_logp_C[:, None])
-            grad_CV = z_CV.exp_().mul_(factor_CV).neg_()
+            factor_CV = logp_CV.clamp_min(NOTHING).add_(entropy_C[:, None])
+            factor_CV.mul_((grad_entropy_C * factor_C)[:, None]).add_(grad_logp_C[:, None])
+            grad_CV = logp_CV.exp_().mul_(factor_CV).neg_()
         index_C = torch.arange(grad_CV.shape[0], device=grad_CV.device)
         grad_CV[index_C, visits.target_M[rows]] += grad_logp_C
-        grad_CV.mul_((visits.head.scale / visits.temperature_M[rows])[:, None])
         if slope_CV is not None:
             grad_CV.mul_(slope_CV)
         if self.bias_V is not None:
@@ -287,11 +293,19 @@ class _Gradients:
         if self.hidden_MD is not None:
             torch.mm(grad_CV, visits.weight_VD, out=self.hidden_MD[rows])
         if self.weight_VD is not None:
-            if self.weight_VD.dtype != grad_CV.dtype:
-                self.weight_VD += grad_CV.T @ visits.hidden_MD[rows]
-            else:
-                # The first chunk writes (beta 0 ignores what memory held), the others add.
-                torch.addmm(self.weight_VD, grad_CV.T, visits.hidden_MD[rows], beta=min(rows.start, 1), out=self.weight_VD)
+            self._add_weight(rows.start == 0, grad_CV, visits.hidden_MD[rows])
+
+    def _add_weight(self, first: bool, grad_CV: Tensor, hidden_CD: Tensor) -> None:
+        """Summed in the weight's own type: the products of chunks may be in a lower one."""
+        total_VD = self.weight_VD
+        assert total_VD is not None
+        if total_VD.dtype != grad_CV.dtype:
+            part_VD = grad_CV.T @ hidden_CD
+            total_VD.copy_(part_VD) if first else total_VD.add_(part_VD)
+        elif first:
+            torch.mm(grad_CV.T, hidden_CD, out=total_VD)
+        else:
+            total_VD.addmm_(grad_CV.T, hidden_CD)
 
 
 def _outside(support: Support, start: int, rows: int, vocabulary: int, device: torch.device) -> Tensor:

@@ -328,7 +328,7 @@ class Loop:
                 future.cancel()
                 took = time.monotonic() - start
                 return Outcome(failure="timeout", message=f"no result within {seconds:g} s", seconds=took)
-            except Exception as error:
+            except Exception as error:  # whatever a user's function raises is an outcome, judged in one place
                 return failed(error, start)
             except BaseException:
                 future.cancel()

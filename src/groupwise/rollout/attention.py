@@ -116,8 +116,8 @@ class Decode:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, window: int | None
     ) -> Tensor:
         """The protocol `models.attention.Attend`: one token per row in the stream."""
-        rows = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-        return self.rows(layer, *rows, scale, softcap, window)[None]
+        query_RHD, key_RKD, value_RKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+        return self.rows(layer, query_RHD, key_RKD, value_RKD, scale, softcap, window)[None]
 
     def rows(
         self,

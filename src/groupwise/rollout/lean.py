@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2LMHeadModel, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
-from transformers.activations import NewGELUActivation
+from transformers.activations import NewGELUActivation, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
 from groupwise.models.policy import Policy
@@ -75,14 +75,10 @@ def _altered(module: nn.Module) -> bool:
 
 def _known_rotary(model: Any) -> bool:
     base = model.model
-    linears = [
-        linear for layer in base.layers for linear in (*(getattr(layer.self_attn, f"{name}_proj") for name in "qkvo"), *_mlp(layer))
-    ]
+    linears = [linear for layer in base.layers for linear in (*_projections(layer), *_mlp(layer))]
     return (
         all(type(linear) is nn.Linear for linear in linears)
-        and all(
-            isinstance(layer.mlp.act_fn, nn.SiLU) or type(layer.mlp.act_fn).__name__ == "SiLUActivation" for layer in base.layers
-        )
+        and all(type(layer.mlp.act_fn) in (nn.SiLU, SiLUActivation) for layer in base.layers)
         and base.rotary_emb.rope_type in STATIC_ROPE
         and 2 * base.rotary_emb.inv_freq.shape[0] == base.layers[0].self_attn.head_dim
     )
@@ -103,8 +99,12 @@ def _known_gpt2(model: Any) -> bool:
     )
 
 
-def _mlp(layer: Any) -> tuple[nn.Module, nn.Module, nn.Module]:
+def _mlp(layer: Any) -> tuple[Any, Any, Any]:
     return layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj
+
+
+def _projections(layer: Any) -> tuple[Any, Any, Any, Any]:
+    return layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj, layer.self_attn.o_proj
 
 
 def product(weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -146,9 +146,11 @@ class RotaryForward:
     """Llama, Mistral, Qwen2, Qwen3."""
 
     def __init__(self, policy: Policy, positions: int) -> None:
-        base, self.dtype = policy.model.model, torch.bfloat16 if policy.autocast else policy.dtype  # type: ignore[union-attr]
+        model: Any = policy.model
+        base = model.model
+        self.dtype = torch.bfloat16 if policy.autocast else policy.dtype
         self.embedding_VD = base.embed_tokens.weight.detach()
-        self.mistral = type(policy.model) is MistralForCausalLM
+        self.kind = type(policy.model)
         attention = base.layers[0].self_attn
         self.width = attention.head_dim
         self.shared = attention.k_proj.out_features // self.width
@@ -169,24 +171,29 @@ class RotaryForward:
         def head_rows(column: Tensor) -> Tensor:
             return column.view(-1, self.width, *column.shape[1:])[:, side_by_side].flatten(0, 1)
 
-        q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
+        q, k, v, out = _projections(layer)
         weight = torch.cat([head_rows(q.weight), head_rows(k.weight), v.weight])
         bias = None if q.bias is None else torch.cat([head_rows(q.bias), head_rows(k.bias), v.bias])
         gate, up, down = _mlp(layer)
         return _RotaryLayer(
             norm=_rms(layer.input_layernorm),
             qkv=product(weight, bias, self.dtype),
-            head_norm=self._head_norm(attention, side_by_side) if hasattr(attention, "q_norm") else None,
-            out=product(attention.o_proj.weight, attention.o_proj.bias, self.dtype),
+            head_norm=self._head_norm(attention, side_by_side) if self.kind is Qwen3ForCausalLM else None,
+            out=product(out.weight, out.bias, self.dtype),
             mlp_norm=_rms(layer.post_attention_layernorm),
             gate_up=product(
                 torch.cat([gate.weight, up.weight]), None if gate.bias is None else torch.cat([gate.bias, up.bias]), self.dtype
             ),
             down=product(down.weight, down.bias, self.dtype),
             scale=attention.scaling,
-            # Mistral's attention reads the window from its config, Qwen's from the layer (some layers have none), Llama has none.
-            window=getattr(attention.config if self.mistral else attention, "sliding_window", None),
+            window=self._window(attention),
         )
+
+    def _window(self, attention: Any) -> int | None:
+        """Llama has none, Mistral's stands in its config, Qwen's in the layers that have one."""
+        if self.kind is LlamaForCausalLM:
+            return None
+        return attention.config.sliding_window if self.kind is MistralForCausalLM else attention.sliding_window
 
     def _head_norm(self, attention: Any, order: Tensor) -> Callable[[Tensor], Tensor]:
         query, key = attention.q_norm, attention.k_norm
@@ -226,7 +233,7 @@ def _rms(norm: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _rms_norm(weight: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32: `F.rms_norm` is nine operations on a CPU, this four."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32: four operations where `F.rms_norm` is nine."""
     width = weight.shape[-1]
     gain, floor = weight.detach().float() * width**0.5, torch.tensor((width * eps) ** 0.5)
 
@@ -241,7 +248,9 @@ class GPT2Forward:
     """GPT-2: learned positions, layer norms, joined projections already."""
 
     def __init__(self, policy: Policy, positions: int) -> None:
-        base, self.dtype = policy.model.transformer, torch.bfloat16 if policy.autocast else policy.dtype  # type: ignore[union-attr]
+        model: Any = policy.model
+        base = model.transformer
+        self.dtype = torch.bfloat16 if policy.autocast else policy.dtype
         self.token_VD, self.position_PD = base.wte.weight.detach(), base.wpe.weight.detach()
         self.heads = base.h[0].attn.num_heads
         self.layers = [

@@ -35,10 +35,10 @@ class Stopping:
             # Decoding the whole text after each token would cost T^2; only a token whose own text holds the last character of a
             # stop string can complete one.  Texts that depend on their neighbours (parts of a character, stripped spaces)
             # always count.
-            piece = self.tokenizer.decode([last], skip_special_tokens=False)
+            piece = str(self.tokenizer.decode([last], skip_special_tokens=False))
             unsure = not piece.strip() or "\ufffd" in piece or any(ending.isspace() for ending in self._endings)
             self._may_end[last] = unsure or any(ending in piece for ending in self._endings)
         if not self._may_end[last]:
             return False
-        text = self.tokenizer.decode(tokens, skip_special_tokens=False)
+        text = str(self.tokenizer.decode(tokens, skip_special_tokens=False))
         return any(stop in text for stop in self.stop)

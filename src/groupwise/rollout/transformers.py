@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -69,7 +69,7 @@ class TransformersEngine:
 
     @torch.no_grad()
     def _batch(self, rows: list[tuple[Prompt, int]], sampling: Sampling, seed: str) -> list[Rollout]:
-        policy, model = self.policy, self.policy.model
+        policy, model = self.policy, cast(Any, self.policy.model)
         longest = max(prompt.tokens.size for prompt, _ in rows)
         ids = np.full((len(rows), longest), policy.pad_id, dtype=np.int64)
         mask = np.zeros_like(ids)

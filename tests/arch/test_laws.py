@@ -1,0 +1,267 @@
+"""The layout's laws, read off the source: who may import whom, what is where, how large things are, how things are called."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "groupwise"
+FILES = {".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path in sorted(SOURCE.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
+
+LAYERS: list[set[str]] = [
+    {"records", "errors", "settings", "clock"},
+    {"objective"},
+    {"strict_yaml", "schema", "validation", "config", "parallel"},
+    {"data", "models", "packing", "optim", "checkpoint", "runlog", "plan", "rollout", "rewards"},
+    {"algorithms", "scoring"},
+    {"updating", "metrics"},
+    {"online", "offline", "evaluate"},
+    {"preferences", "baselines", "objectives", "explain", "progress"},
+]
+"""Parts of the library from upstream to downstream; whatever is not named stands below all of them (jobs, runs, commands).  A part
+imports from its own layer and those above."""
+
+CLOSED = {"data": {"data"}, "rewards": {"rewards", "data", "models"}, "models": {"models", "packing", "rollout", "parallel"}}
+"""Parts of the fourth layer that may import only these of it; a reward that is a model needs models, and only `rewards.model` is one."""
+
+
+def part_of(module: str) -> str:
+    return module.split(".")[0]
+
+
+def layer_of(module: str) -> int:
+    found = [place for place, parts in enumerate(LAYERS) if part_of(module) in parts]
+    return found[0] if found else len(LAYERS)
+
+
+def imports(name: str, *, lazy: bool = True) -> Iterator[str]:
+    """Modules that a file imports, with dots; `lazy`: also those inside functions.  Never those for type checkers alone."""
+    typing_only = {
+        id(child)
+        for node in ast.walk(TREES[name])
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for child in ast.walk(node)
+    }
+    inside = {
+        id(child)
+        for node in ast.walk(TREES[name])
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for child in ast.walk(node)
+    }
+    for node in ast.walk(TREES[name]):
+        if id(node) in typing_only or (not lazy and id(node) in inside):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            if node.module == "groupwise" or f"{node.module}.{node.names[0].name}" in (f"groupwise.{name}" for name in FILES):
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own_imports(name: str, *, lazy: bool = True) -> set[str]:
+    """The same, of this library's modules only, without `groupwise.`."""
+    found = (module.removeprefix("groupwise.") for module in imports(name, lazy=lazy) if module.startswith("groupwise."))
+    return {module for module in found if module in FILES or f"{module}.__init__" in FILES}
+
+
+def functions(name: str) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Every function and method with its dotted name; not those inside functions."""
+
+    def walk(prefix: str, body: list[ast.stmt]) -> Iterator[tuple[str, ast.FunctionDef]]:
+        for node in body:
+            if isinstance(node, ast.FunctionDef):
+                yield f"{prefix}{node.name}", node
+            elif isinstance(node, ast.ClassDef):
+                yield from walk(f"{prefix}{node.name}.", node.body)
+
+    yield from walk(f"{name}.", TREES[name].body)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_imports_point_upstream(name: str) -> None:
+    wrong = {module for module in own_imports(name) if layer_of(module) > layer_of(name)}
+    assert not wrong, f"{name} (layer {layer_of(name)}) imports from below: {wrong}"
+
+
+@pytest.mark.parametrize("part", CLOSED)
+def test_parts_of_one_layer_that_must_not_know_each_other(part: str) -> None:
+    for name in FILES:
+        if part_of(name) == part:
+            wrong = {m for m in own_imports(name) if layer_of(m) == layer_of(name) and part_of(m) not in CLOSED[part]}
+            assert not wrong, f"{name} imports {wrong}"
+
+
+def test_only_the_model_reward_imports_models_and_only_when_it_runs() -> None:
+    for name in FILES:
+        if part_of(name) == "rewards":
+            assert not {m for m in own_imports(name, lazy=False) if part_of(m) in ("models", "rollout", "data")}, name
+            if name != "rewards.model":
+                assert not {m for m in own_imports(name) if part_of(m) in ("models", "rollout")}, name
+
+
+def test_no_circle_of_imports() -> None:
+    graph = {name: own_imports(name, lazy=False) for name in FILES}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join((*path, name))
+        if name not in done:
+            for module in graph.get(name, set()):
+                visit(module, (*path, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_the_objective_is_pure() -> None:
+    """Functions of tensors: torch, numpy, the records, and the annotations that settings are checked by.  No model, no setting."""
+    allowed = {"torch", "numpy", "annotated_types", "groupwise"}
+    standard = set(sys.stdlib_module_names)
+    for name in FILES:
+        if part_of(name) == "objective":
+            foreign = {module.split(".")[0] for module in imports(name)} - allowed - standard
+            assert not foreign, f"{name} imports {foreign}"
+            assert {part_of(module) for module in own_imports(name)} <= {"objective", "records", "errors"}, name
+
+
+def test_only_parallel_knows_of_other_processes() -> None:
+    for name, path in FILES.items():
+        uses = any(module.startswith("torch.distributed") for module in imports(name)) or "torch.distributed" in path.read_text()
+        assert not uses or name == "parallel", f"{name} uses torch.distributed"
+
+
+@pytest.mark.parametrize("module", ["peft", "tensorboard", "vllm", "wandb", "math_verify", "datasets", "pyarrow", "xxhash"])
+def test_optional_and_heavy_dependencies_have_one_home(module: str) -> None:
+    homes = {name for name in FILES if any(found.split(".")[0] == module for found in imports(name))}
+    limit = {"pyarrow": 3, "datasets": 1}.get(module, 1)
+    assert len(homes) <= limit, homes
+
+
+def test_layer_zero_and_the_config_need_no_torch() -> None:
+    code = "import sys, groupwise, groupwise.cli, groupwise.config, groupwise.records, groupwise.settings, groupwise.data, groupwise.rewards"
+    ask = "print([m for m in ('torch', 'transformers', 'datasets', 'pyarrow') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", f"{code}; {ask}"], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_broad_excepts_say_why(name: str) -> None:
+    """`except Exception` needs its reason on the line or inside; one that only cleans up and raises again needs none."""
+    lines = FILES[name].read_text(encoding="utf-8").splitlines()
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.ExceptHandler):
+            assert node.type is not None, f"{name}:{node.lineno}: bare except"
+            if isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException"):
+                raises = any(isinstance(child, ast.Raise) for statement in node.body for child in ast.walk(statement))
+                body = lines[node.lineno - 2 : node.body[-1].end_lineno]
+                assert raises or any("#" in line for line in body), f"{name}:{node.lineno}: a broad except without its reason"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_library_prints_nothing(name: str) -> None:
+    if name in ("cli", "__main__"):
+        return
+    calls = [node.lineno for node in ast.walk(TREES[name]) if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "print"]
+    assert not calls, f"{name}: print in lines {calls}"
+
+
+def test_the_loop_fits_on_one_screen() -> None:
+    for module, function in (("online", "train_online"), ("offline", "train_offline")):
+        (node,) = (node for name, node in functions(module) if name == f"{module}.{function}")
+        assert node.end_lineno is not None
+        assert node.end_lineno - node.lineno + 1 <= 60, f"{function} has {node.end_lineno - node.lineno + 1} lines"
+
+
+LARGE_FILES = {"runlog"}
+"""More than 500 lines, for a reason: the run folder's one format, both its writer and its reader."""
+LARGE_FUNCTIONS: set[str] = set()
+"""More than 60 lines, docstring left out."""
+
+
+def test_files_and_functions_stay_readable() -> None:
+    large = {name for name, path in FILES.items() if len(path.read_text(encoding="utf-8").splitlines()) > 500}
+    assert large <= LARGE_FILES, large - LARGE_FILES
+    for module in FILES:
+        for name, node in functions(module):
+            documented = isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)
+            docstring = (node.body[0].end_lineno or 0) - node.body[0].lineno + 1 if documented else 0
+            size = (node.end_lineno or 0) - node.lineno + 1 - docstring
+            assert size <= 60 or name in LARGE_FUNCTIONS, f"{name} has {size} lines"
+
+
+def test_no_code_compares_an_algorithms_name() -> None:
+    from groupwise.algorithms import ALGORITHMS
+
+    for name in FILES:
+        for node in ast.walk(TREES[name]):
+            if isinstance(node, (ast.Compare, ast.match_case)):
+                names = {child.value for child in ast.walk(node if isinstance(node, ast.Compare) else node.pattern)
+                         if isinstance(child, ast.Constant)}  # fmt: skip
+                assert not names & set(ALGORITHMS), f"{name}:{getattr(node, 'lineno', node)} compares {names & set(ALGORITHMS)}"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_public_names_are_documented(name: str) -> None:
+    assert ast.get_docstring(TREES[name]) or name.endswith("__init__"), f"{name} has no docstring"
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{name}.{node.name} has no docstring"
+    for full, node in functions(name):
+        parts = full.removeprefix(f"{name}.").split(".")
+        if not any(part.startswith("_") for part in parts):
+            assert ast.get_docstring(node), f"{full} has no docstring"
+
+
+FORBIDDEN = {
+    "old_logp": "behavior_logp", "old_logprobs": "behavior_logp", "logprob": "logp", "response": "completion", "responses": "completion",
+    "generation": "completion or rollout", "ref_logp": "reference_logp", "ref_model": "reference",
+    "behaviour_logp": "behavior_logp", "num_generations": "group_size", "attention_mask": "layout",
+}  # fmt: skip
+ALLOWED = {("models.attention", "attention_mask"), ("models.policy", "generation"), ("rollout.transformers", "attention_mask")}
+"""Where the word is somebody else's: transformers' argument and its generation config."""
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_one_word_per_idea(name: str) -> None:
+    found = set()
+    for node in ast.walk(TREES[name]):
+        for attribute in ("id", "arg", "attr", "name"):
+            value = getattr(node, attribute, None)
+            if isinstance(value, str) and re.sub(r"_[A-Z0-9]+$", "", value) in FORBIDDEN:
+                word = re.sub(r"_[A-Z0-9]+$", "", value)
+                if (name, word) not in ALLOWED:
+                    found.add(f"{word} (say {FORBIDDEN[word]})")
+    assert not found, f"{name}: {found}"
+
+
+def test_the_readme_names_every_file() -> None:
+    readme = ROOT / "README.md"
+    if not readme.exists():
+        pytest.skip("no README")
+    tree = readme.read_text(encoding="utf-8")
+    missing = [
+        str(path.relative_to(SOURCE))
+        for path in FILES.values()
+        if path.name != "__init__.py" and not re.search(rf"^[\s│├└─]*{re.escape(path.name)}\s+\S", tree, re.MULTILINE)
+    ]
+    assert not missing, f"the README's tree has no line for {missing}"
+
+
+def test_nothing_names_a_machine() -> None:
+    """No file of the repository knows where it was written."""
+    mark = re.compile(r"/(home|work|Users)/\w+")
+    for folder in ("src", "tests", "docs", "recipes", "benchmarks"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.is_file() and path.suffix in (".py", ".md", ".yaml", ".txt") and path != Path(__file__):
+                found = mark.search(path.read_text(encoding="utf-8"))
+                assert found is None, f"{path.relative_to(ROOT)}: {found.group()}"
