@@ -78,8 +78,8 @@ def stage(recipe: Recipe, folder: Path) -> tuple[float, Evaluation]:
     """Train a stage without a run folder and save its model: the processor seconds of its loop, and what it is worth."""
     job = make_job(recipe)
     seconds = run_out(job.loop(0))
-    found = job.judge(None)
-    assert found is not None
+    found = job.judge(True)
+    assert isinstance(found, Evaluation)
     job.policy.save(folder)
     job.close()
     return seconds, found

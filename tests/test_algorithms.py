@@ -344,3 +344,10 @@ def test_what_cannot_be_carried_out_is_refused_with_a_remedy(objective, group, m
 
 def test_reinforce_pp_works_with_single_completions():
     assert resolve("reinforce_pp", GroupSettings(group_size=1), 64).credit.func is credit.whitened
+
+
+@pytest.mark.parametrize("surrogate", ["vespo", "geometric", "reinforce"])
+def test_a_ratio_level_that_would_change_nothing_is_refused(surrogate: str) -> None:
+    with pytest.raises(ConfigError, match="does not use a ratio level"):
+        resolve("grpo", GroupSettings(surrogate=surrogate, ratio="sequence_mean"), max_new_tokens=8)
+    resolve("grpo", GroupSettings(surrogate=surrogate), max_new_tokens=8)

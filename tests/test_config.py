@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,15 @@ from groupwise.config import (
 )
 from groupwise.errors import ConfigError
 from groupwise.settings import GroupSettings, ModelSettings, OptimizerSettings, Recipe, RewardSettings, ScratchSettings
+
+
+@pytest.fixture(autouse=True, scope="module")
+def online() -> Iterator[None]:
+    """Hub names in these recipes are taken on trust, also where the suite runs offline; nothing is fetched."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("HF_HUB_OFFLINE", raising=False)
+        yield
+
 
 GOOD = """\
 # Adds numbers.

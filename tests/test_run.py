@@ -57,7 +57,7 @@ def metrics(folder: Path) -> list[dict]:
     return [{key: value for key, value in line.items() if not key.startswith(timing)} for line in lines]
 
 
-def test_p42_p44_straight_equals_interrupted_at_every_step_bit_for_bit(recipe: Callable, tmp_path: Path) -> None:
+def test_p43_p44_straight_equals_interrupted_at_every_step_bit_for_bit(recipe: Callable, tmp_path: Path) -> None:
     """Also into the second epoch (64 rows less held-out ones, 4 a step, would be long: 8 rows are used), with mu and minibatches."""
     changes = GRPO | {
         "group": {"prompts_per_step": 4, "group_size": 3, "updates_per_rollout": 2, "minibatches": 2},
@@ -153,7 +153,7 @@ def test_stages_follow_one_another_and_the_final_model_is_a_plain_folder(recipe:
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_rollouts_are_on_disk_with_every_number(recipe: Callable, tmp_path: Path) -> None:
+def test_p65_rollouts_are_on_disk_with_every_number(recipe: Callable, tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
     steps = list(train(load_recipe(recipe(name="seen", **(GRPO | {"steps": 1})))))

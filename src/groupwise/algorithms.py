@@ -307,6 +307,11 @@ def resolve(objective: str, group: GroupSettings, max_new_tokens: int) -> Algori
             f"group.beta: {objective!r} subtracts the KL from the reward, which the credit {describe(chosen.credit)} cannot do; "
             "use beta: 0, or objective: grpo with this credit"
         )
+    if group.ratio is not None and _function(chosen.surrogate) in losses.OWN_RATIO:
+        raise ConfigError(
+            f"group.ratio: the surrogate {describe(chosen.surrogate)} does not use a ratio level, so {group.ratio!r} would change "
+            "nothing; leave it out, or use the surrogate clipped, cispo or sapo"
+        )
     if credit.compares_siblings(chosen.credit) and group.group_size < 2:
         raise ConfigError(
             f"group.group_size must be at least 2 for {objective!r} (the advantages of {describe(chosen.credit)} compare "

@@ -64,12 +64,11 @@ def check_recipe(path: str, overrides: Sequence[str] = (), *, console: Console |
 def check_stage(recipe: Recipe) -> Iterator[Finding]:
     """The findings of one run.  An error that would stop the run becomes the last finding."""
     try:
-        if recipe.model.path is not None and recipe.model.path.startswith("stage:"):
-            try:
-                recipe = resolved(recipe)
-            except ConfigError as error:
-                yield Finding("model", None, f"{error}; the later checks need it: run that stage first")
-                return
+        try:
+            recipe = resolved(recipe)
+        except ConfigError as error:
+            yield Finding("model", None, f"{error}; the later checks need it: run that stage first")
+            return
         job = make_job(recipe)
     except GroupwiseError as error:
         yield Finding("recipe", False, str(error))
@@ -90,7 +89,7 @@ def check_stage(recipe: Recipe) -> Iterator[Finding]:
             max_new_tokens=recipe.rollout.max_new_tokens,
             seed=recipe.seed,
         )
-        rewards = build_rewards(recipe.rewards, columns=list(data.train[0].row))
+        rewards = build_rewards(recipe.rewards, columns=list(data.train[0].row), tokenizer=job.policy.tokenizer)
         with rewards:
             yield from _golds(rewards, data.train[:64])
             yield from _samples(recipe, job, rewards, data.train[:PROMPTS])

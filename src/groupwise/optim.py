@@ -126,7 +126,7 @@ class Optimizer:
     def _publish(self) -> None:
         if self.lower:
             with torch.no_grad():
-                torch._foreach_copy_(self.parameters, self.masters)
+                torch._foreach_copy_([parallel.own(p) for p in self.parameters], [parallel.own(m) for m in self.masters])
 
     def _broken(self) -> list[str]:
         found = (n for n, m in zip(self.names, self.masters, strict=True) if m.grad is not None and not torch.isfinite(parallel.whole(m.grad)).all())

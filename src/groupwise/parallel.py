@@ -124,16 +124,16 @@ def share(items: Sequence[Item]) -> list[Item]:
 
 def gather(items: Iterable[Item]) -> list[Item]:
     """Every process's items, in the order of ranks, on every process.  All must call it."""
-    own = list(items)
+    mine = list(items)
     here = world()
     if here.size == 1:
-        return own
+        return mine
     parts: list[list[Item]] = [[]] * here.size
     with peers():
         begin = time.perf_counter()
         dist.monitored_barrier(_talk.group, timeout=_talk.timeout, wait_all_ranks=True)
         _talk.waited += time.perf_counter() - begin
-        dist.all_gather_object(parts, own, group=_talk.group)
+        dist.all_gather_object(parts, mine, group=_talk.group)
     return [item for part in parts for item in part]
 
 
@@ -264,6 +264,11 @@ def whole(tensor: Tensor) -> Tensor:
     """All of a tensor that is spread over the processes (all must call it); another tensor as it is."""
     with peers():
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor that is spread over the processes, in the same memory; another tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def part_like(tensor: Tensor, parameter: Tensor) -> Tensor:

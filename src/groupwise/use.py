@@ -94,7 +94,7 @@ def evaluate_checkpoint(
         raise ConfigError("say what to evaluate on: --data FILE or --task NAME")
     policy = load_policy(ModelSettings(path=model_folder(path), dtype=dtype))  # type: ignore[arg-type]
     prompts = _prompts(policy, data, task, task_args or {}, max_new_tokens, limit, seed, columns or {}, template, system, chat, split)
-    functions = build_rewards([RewardSettings(function=reward)], columns=list(prompts[0].row))
+    functions = build_rewards([RewardSettings(function=reward)], columns=list(prompts[0].row), tokenizer=policy.tokenizer)
     sampling = Sampling(temperature=temperature, max_new_tokens=max_new_tokens)
     with functions:
         found = evaluate(NativeEngine(policy, max_rows=256), functions, prompts, k=k, sampling=sampling, seed=seed)

@@ -171,7 +171,9 @@ def test_broad_excepts_say_why(name: str) -> None:
 def test_the_library_prints_nothing(name: str) -> None:
     if name in ("cli", "__main__"):
         return
-    calls = [node.lineno for node in ast.walk(TREES[name]) if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "print"]
+    calls = [
+        node.lineno for node in ast.walk(TREES[name]) if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "print"
+    ]
     assert not calls, f"{name}: print in lines {calls}"
 
 

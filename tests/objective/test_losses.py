@@ -56,7 +56,7 @@ def clip(x, low, high):
 
 
 def literal_loss(name, terms):
-    """FORMULAS 4, token by token; the ratio is the token's."""
+    """The formulas, token by token; the ratio is the token's."""
     found = []
     for l, b, advantages in rows_of(terms):
         n = len(l)
@@ -193,7 +193,7 @@ def kl_of(name, l, reference, b=None):
 
 
 def test_p28_every_estimator_has_its_number():
-    """At l = -1, ref = -1.5, on-policy.  The gradients of k3 and k3_ratio are FORMULAS' +0.3935 and +0.5."""
+    """At l = -1, ref = -1.5, on-policy.  The gradients of k3 and k3_ratio are +0.3935 and +0.5."""
     assert kl_of("k1", -1.0, -1.5) == pytest.approx((0.5, 1.0))
     assert kl_of("k2", -1.0, -1.5) == pytest.approx((0.125, 0.5))
     assert kl_of("k3", -1.0, -1.5) == pytest.approx((math.exp(-0.5) - 0.5, 0.393469340287), rel=1e-9)

@@ -318,7 +318,7 @@ def test_step_case(case, content):
     """
     tokens_R = np.array([len(ids) for ids in content["completion_ids"]])
     row = ALGORITHMS[case["loss_type"]]
-    weigh = partial(weights.constant, length=16) if row.weights is weights.constant else row.weights
+    weigh = partial(weights.constant, length=6) if row.weights is weights.constant else row.weights
     rng = np.random.default_rng(0)
     gradient_RD = np.stack([rng.normal(size=(n, 5)).sum(0) for n in tokens_R])  # sum over tokens: the weight is one per completion
 

@@ -40,7 +40,9 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: floa
     for ours, theirs in zip(found["steps"], expected["steps"], strict=True):
         assert ours["tokens"] == theirs["tokens"]
         for name in ("reward", "loss", "grad_norm", "progress", "ratio/max", "tokens/trained", "frac_reward_zero_std"):
-            assert ours[name] == pytest.approx(theirs[name], rel=tolerance, abs=tolerance, nan_ok=True), name
+            assert (name in ours) == (name in theirs)
+            if name in theirs:  # a step without signal has no progress
+                assert ours[name] == pytest.approx(theirs[name], rel=tolerance, abs=tolerance, nan_ok=True), name
         assert ("kl" in ours) == ("kl" in theirs)
         if "kl" in theirs:
             assert ours["kl"] == pytest.approx(theirs["kl"], rel=tolerance)
@@ -77,7 +79,7 @@ def test_lower_precisions_take_the_same_first_steps(dtype: str, tolerance: float
 
 
 @pytest.mark.parametrize("mode", ["ddp", "zero3"])
-@pytest.mark.parametrize("plan", [{"prompts_per_step": 1}, {"prompts_per_step": 2, "family": "mixtral"}])
+@pytest.mark.parametrize("plan", [{"prompts_per_step": 1}, {"prompts_per_step": 2, "dead_groups": "drop"}])
 def test_more_processes_than_prompts(plan: dict[str, Any], mode: str, ranks: Callable) -> None:
     """Some ranks have nothing to sample, and some nothing to train on."""
     plan = {"objective": "grpo", "group_size": 3, "steps": 4, "budget": 10_000} | plan

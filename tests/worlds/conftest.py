@@ -59,12 +59,19 @@ class World:
         places = range(self.drawn, self.drawn + count)
         self.drawn += count
         return [
-            Prompt(id=f"{place // len(self.prompts)}/{row}", tokens=np.array(self.prompts[row], dtype=np.int64), text="", row={"n": row})
+            Prompt(
+                id=f"{place // len(self.prompts)}/{row}",
+                tokens=np.array(self.prompts[row], dtype=np.int64),
+                text="",
+                row={"n": row},
+            )
             for place in places
             for row in [place % len(self.prompts)]
         ]
 
-    def train(self, preset: str, steps: int, *, engine: object = None, reference: Policy | None = None, **group: object) -> Iterator[Step]:
+    def train(
+        self, preset: str, steps: int, *, engine: object = None, reference: Policy | None = None, **group: object
+    ) -> Iterator[Step]:
         """The steps of `train_online`, one after the other."""
         settings = GroupSettings(**group)  # type: ignore[arg-type]
         updates = steps * settings.updates_per_rollout * settings.minibatches

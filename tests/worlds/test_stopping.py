@@ -51,9 +51,7 @@ def learn(world: Callable, plant: bool) -> tuple[list[float], float]:
     assert made.policy.tokenizer.pad_token_id == made.policy.tokenizer.eos_token_id == EOS
     engine = NativeEngine(made.policy, max_rows=256)
     steps = list(
-        made.train(
-            "grpo", 40, engine=WithoutEnds(engine) if plant else engine, prompts_per_step=4, group_size=16, truncated="mask"
-        )
+        made.train("grpo", 40, engine=WithoutEnds(engine) if plant else engine, prompts_per_step=4, group_size=16, truncated="mask")
     )
     late = [rollout for step in steps[-5:] for group in step.groups for rollout in group.rollouts]
     return [step.metrics["reward"] for step in steps], float(np.mean([rollout.finish is Finish.LENGTH for rollout in late]))

@@ -182,6 +182,9 @@ PER_TOKEN: set[Callable] = {token, clipped, cispo, sapo, reinforce}
 """Ratio levels and surrogates whose loss of a token depends on that token alone, so that its gradient can be taken while the
 log-probs of the other tokens do not exist yet.  Add your own if that holds for it."""
 
+OWN_RATIO: set[Callable] = {vespo, geometric, reinforce}
+"""Surrogates that form a ratio of their own, or none: a ratio level changes nothing of them, so a recipe may not ask for one."""
+
 FOLDS_MISMATCH: set[Callable] = {vespo}
 """Surrogates that take the sampler mismatch into their own weight; all others are multiplied by it."""
 

@@ -11,7 +11,7 @@ from groupwise.rewards.checker import shared_checker
 
 def accuracy(completions: Sequence[str], gold: Sequence[Any]) -> list[float | None]:
     r"""1.0 if the completion's answer is mathematically equal to the gold, 0.0 if it is not or if there is none; None if the gold
-    cannot be read (FORMULAS: a reward that does not apply leaves the group's statistics).
+    cannot be read: a reward that does not apply leaves the group's statistics.
 
     The answer is what `answers.find_answer` finds: the last `\boxed{}` after the last `</think>`, else `#### `, else "answer is".
     Whole numbers, decimals and simple fractions are compared here, exactly (to six decimals where a decimal meets a fraction);

@@ -89,7 +89,7 @@ class Rewards:
     def score(self, groups: Sequence[Sequence[Rollout]]) -> list[Scored]:
         """Score every completion of every group, in one call per function; groups and completions keep their order.
 
-        Every `reward` is the weighted sum over the functions that apply (FORMULAS 1); it is NaN where none does.
+        Every `reward` is the weighted sum over the functions that apply; it is NaN where none does.
         Raises RewardError if a function raises, is stopped at its timeout, or returns what is not one number or None each.
         """
         rollouts = [rollout for group in groups for rollout in group]

@@ -183,8 +183,11 @@ class _Run:
     def advance(self) -> list[tuple[Rollout, ...]]:
         """Decode until a group is complete; returns all that are."""
         if self.prepared != self.engine.version:
-            self.forward = self.engine.prepared(self.positions)
-            self.prepared = self.engine.version
+            forward = self.engine.prepared(self.positions)
+            # The ways order the numbers of a key differently: what one has kept the other cannot read.
+            if self.live and type(forward) is not type(self.forward):
+                raise EngineError("the model was altered (hooks, adapters) while its completions were being decoded")
+            self.forward, self.prepared = forward, self.engine.version
         finished: list[tuple[Rollout, ...]] = []
         while not finished and self.unfinished:
             if self.waiting and len(self.live) < self.engine.max_rows:

@@ -1,0 +1,245 @@
+"""What goes wrong for users of other trainers, as acceptance cases; the numbers are the project's list of such problems.
+
+Most cases stand beside the code they are about (`grep -rn "def test_p" tests`); these are about several parts at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from groupwise.algorithms import resolve
+from groupwise.config import load_recipe
+from groupwise.data.tokenizers import make_tokenizer
+from groupwise.errors import ConfigError
+from groupwise.jobs import plan_of
+from groupwise.models.policy import Policy, make_policy
+from groupwise.online import collect, policy_loss, train_online, weigh
+from groupwise.optim import Optimizer
+from groupwise.packing import pack, unpack
+from groupwise.records import Prompt, Rollout, Sample, Sampling, Scored
+from groupwise.rollout.native import NativeEngine
+from groupwise.run import train
+from groupwise.settings import GroupSettings, OptimizerSettings
+
+
+def prompts_of(*sizes: int) -> list[Prompt]:
+    rng = np.random.default_rng(0)
+    return [Prompt(id=f"0/{i}", tokens=rng.integers(6, 50, size=size), text="", row={"n": i}) for i, size in enumerate(sizes)]
+
+
+class Even:
+    """1 for an odd sum of ids."""
+
+    def score(self, groups: Sequence[tuple[Rollout, ...]]) -> list[Scored]:
+        found = []
+        for group in groups:
+            reward = np.array([float(rollout.tokens.sum() % 2) for rollout in group])
+            found.append(Scored(rollouts=group, names=("even",), rewards=reward[:, None], reward=reward))
+        return found
+
+
+def test_p03_minibatches_of_a_rollout_add_up_to_its_one_step(tiny_policy: Callable, scored_group: Callable) -> None:
+    """DAPO's divisor is the tokens of the optimizer step, not those of the rollout: weighted by them the parts give the whole."""
+    policy = tiny_policy(dtype=torch.float64, scale=2.0)
+    groups = [scored_group([1.0, 0.0, 0.5], id=f"0/{i}", seed=i) for i in range(4)]
+    algorithm = resolve("dapo", GroupSettings(group_size=3, dead_groups="exact"), 16)
+    advantages = algorithm.credit(groups)
+
+    def gradient(part: slice) -> tuple[torch.Tensor, int]:
+        policy.model.zero_grad()
+        samples = weigh(groups[part], advantages[part], algorithm)
+        for batch in pack(samples, 1000, dtype=torch.float64):
+            policy_loss(policy, algorithm, batch, entropy_tokens=1.0)[0].backward()
+        gradients = [p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]
+        return torch.cat(gradients).clone(), sum(sample.completion.size for sample in samples)
+
+    whole, total = gradient(slice(0, 4))
+    parts = [gradient(slice(i, i + 1)) for i in range(4)]
+    torch.testing.assert_close(sum(part * tokens / total for part, tokens in parts), whole, rtol=1e-9, atol=1e-12)
+
+
+def test_p09_gpt2_as_it_is_configured_starts_at_its_reference() -> None:
+    """transformers' default GPT-2 drops a tenth of everything in training mode, where `train()` here leaves it."""
+    tokenizer = make_tokenizer("arithmetic")
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=4, n_positions=64, eos_token_id=tokenizer.eos_token_id
+    )
+    assert config.resid_pdrop == config.attn_pdrop == 0.1
+    policy = make_policy(AutoModelForCausalLM.from_config(config).train(), tokenizer)
+    settings = GroupSettings(prompts_per_step=3, group_size=4, beta=0.1)
+    loop = train_online(
+        policy,
+        resolve("grpo", settings, 8),
+        engine=NativeEngine(policy, max_rows=8),
+        rewards=Even(),  # type: ignore[arg-type]
+        draw=lambda k: prompts_of(1, 5, 9)[:k],
+        optimizer=Optimizer(policy.model, OptimizerSettings(lr=1e-4), 2),
+        group=settings,
+        sampling=Sampling(max_new_tokens=8),
+        budget=100,
+        steps=1,
+        reference=policy.frozen_copy(),
+    )
+    metrics = next(loop).metrics
+    assert abs(metrics["kl"]) < 1e-6
+    assert metrics["kl/max"] < 1e-6
+    assert metrics["ratio/min"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_p22_the_ids_that_were_sampled_are_the_ids_that_are_trained(tiny_policy: Callable) -> None:
+    """Bit for bit, with a tokenizer that would not encode its own text the same way again."""
+    tokenizer = make_tokenizer("bytes")
+    policy = tiny_policy(tokenizer=tokenizer, scale=2.0)
+    groups = Even().score(
+        list(
+            NativeEngine(policy, max_rows=8).generate(prompts_of(2, 7), group_size=6, sampling=Sampling(max_new_tokens=20), seed=3)
+        )
+    )
+    texts = [r for group in groups for r in group.rollouts]
+    assert any(tokenizer(r.text, add_special_tokens=False)["input_ids"] != r.tokens.tolist() for r in texts)
+    algorithm = resolve("grpo", GroupSettings(group_size=6), 20)
+    samples = weigh(groups, algorithm.credit(groups), algorithm)
+    assert [sample.completion.tolist() for sample in samples] == [rollout.tokens.tolist() for rollout in texts]
+    for batch in pack(samples, 60):
+        for index, targets in unpack(batch, batch.target_P, samples):
+            assert targets.tolist() == samples[index].completion.tolist()
+
+
+def lognormal_samples(count: int = 400) -> list[Sample]:
+    rng = np.random.default_rng(1)
+    lengths = np.clip(rng.lognormal(5.0, 1.0, count), 1, 4000).astype(int)
+    samples = []
+    for i, n in enumerate(lengths):
+        ones = np.ones(n)
+        samples.append(
+            Sample(group=str(i // 8), prompt=np.arange(20 + i // 8), completion=np.zeros(n, np.int64), weight=ones, advantage=ones,
+                   behavior_logp=-ones)
+        )  # fmt: skip
+    return samples
+
+
+@pytest.mark.parametrize("multiple", [1, 128])
+def test_p32_log_normal_lengths_waste_less_than_a_twentieth(multiple: int) -> None:
+    batches = pack(lognormal_samples(), 8192, multiple=multiple)
+    filler = sum(int((batch.segment_P == -1).sum()) for batch in batches)
+    total = sum(batch.layout.total for batch in batches)
+    assert filler == 0 if multiple == 1 else filler / total < 0.05
+
+
+def test_p34_micro_batches_are_cut_by_tokens_and_filled() -> None:
+    """None is larger than the budget, and they are hardly more than the least number that could hold everything."""
+    batches = pack(lognormal_samples(), 8192)
+    sizes = [batch.layout.total for batch in batches]
+    assert max(sizes) <= 8192
+    assert len(sizes) <= math.ceil(1.1 * sum(sizes) / 8192)
+
+
+class Backwards:
+    """An engine that gives groups back in the opposite order."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self.engine = engine
+
+    def generate(self, prompts: Sequence[Prompt], **how: object) -> Iterator[tuple[Rollout, ...]]:
+        yield from reversed(list(self.engine.generate(prompts, **how)))  # type: ignore[arg-type]
+
+
+def test_p39_completions_keep_their_prompt_whatever_order_they_come_in(tiny_policy: Callable) -> None:
+    engine = NativeEngine(tiny_policy(scale=2.0), max_rows=4)
+    group = GroupSettings(prompts_per_step=5, group_size=3)
+    algorithm, sampling = resolve("grpo", group, 6), Sampling(max_new_tokens=6)
+    found = []
+    for which in (engine, Backwards(engine)):
+        prompts = prompts_of(3, 8, 1, 5, 2)
+        groups, _ = collect(which, Even(), lambda k, given=prompts: given[:k], algorithm, group, sampling, 0)  # type: ignore[arg-type]
+        assert [scored.prompt.id for scored in groups] == [prompt.id for prompt in prompts]
+        assert all(r.prompt is scored.prompt for scored in groups for r in scored.rollouts)
+        found.append([r.tokens.tolist() for scored in groups for r in scored.rollouts])
+    assert found[0] == found[1]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Callable[..., Path]:
+    def make(**changes: dict) -> Path:
+        tree: dict = {
+            "objective": "grpo",
+            "steps": 6,
+            "runs": str(tmp_path / "runs"),
+            "model": {"scratch": {"hidden": 32, "layers": 1, "heads": 4, "context": 64}},
+            "data": {"task": "addition", "limit": 32, "eval_limit": 4},
+            "rewards": [{"function": "accuracy"}],
+            "rollout": {"max_new_tokens": 12},
+            "group": {"prompts_per_step": 4, "group_size": 3, "updates_per_rollout": 2, "minibatches": 2},
+        }
+        for key, value in changes.items():
+            tree[key] = tree.get(key, {}) | value
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(tree))
+        return path
+
+    return make
+
+
+def test_p40_p41_the_plan_says_what_a_recipe_comes_to(recipe: Callable) -> None:
+    """Batch sizes are said in prompts and completions per prompt; everything else is derived, and printed before the first step."""
+    plan = dict(plan_of(load_recipe(recipe())))
+    assert "4 prompts x 3 completions = 12 completions" in plan["a step"]
+    assert "at most 12 tokens" in plan["a step"]
+    assert plan["updates"].startswith("4 per rollout")
+    assert "24 in all" in plan["updates"]
+    assert "6 steps, 72 completions" in plan["in all"]
+    assert "epochs" in plan["in all"]
+
+
+def test_p42_data_too_few_for_one_step_are_refused_before_weights_are_loaded(
+    recipe: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loaded(*_: object, **__: object) -> Policy:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("groupwise.jobs.make_policy", loaded)
+    with pytest.raises(ConfigError, match=r"prompts_per_step is 4, but the data has only 2 prompts"):
+        list(train(load_recipe(recipe(data={"limit": 2}))))
+
+
+def test_p59_prompts_that_do_not_fit_are_counted_in_the_plan(recipe: Callable, tmp_path: Path) -> None:
+    """With room for every completion; the engine is never asked for what the context cannot hold."""
+    rows = [{"prompt": "1" * size, "answer": "1"} for size in (3, 5, 8, 13, 51, 52, 53, 90)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plan = dict(plan_of(load_recipe(recipe(data={"path": str(path), "task": None, "limit": None, "eval_limit": None}))))
+    kept = sum(len(row["prompt"]) <= 64 - 12 for row in rows)
+    assert f"{kept} of 8 rows" in plan["dropped"]
+    assert f"{8 - kept} too long" in plan["dropped"]
+
+
+def test_p63_rewards_are_computed_while_others_are_still_sampled(tiny_policy: Callable) -> None:
+    """The engine below holds its last group back until the reward of its first has been asked for."""
+    asked = threading.Event()
+
+    class Asked(Even):
+        def score(self, groups: Sequence[tuple[Rollout, ...]]) -> list[Scored]:
+            asked.set()
+            return super().score(groups)
+
+    class Waiting:
+        def generate(self, prompts: Sequence[Prompt], **how: object) -> Iterator[tuple[Rollout, ...]]:
+            for number, group in enumerate(NativeEngine(tiny_policy(scale=2.0), max_rows=4).generate(prompts, **how)):  # type: ignore[arg-type]
+                assert number == 0 or asked.wait(20), "the first group's reward waits for the last group"
+                yield group
+
+    group = GroupSettings(prompts_per_step=3, group_size=2)
+    groups, drawn = collect(
+        Waiting(), Asked(), lambda k: prompts_of(3, 4, 5)[:k], resolve("grpo", group, 6), group, Sampling(max_new_tokens=6), 0  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert len(groups) == drawn == 3
