@@ -138,6 +138,8 @@ def rejection(
             sampled += PROMPTS * SIZE
             right += kept(groups)
         chosen += len(right)
+        if not right:
+            break
         rows = Order(len(right), sft.seed)
         taken = optimizer.taken
         run_out(
@@ -163,7 +165,7 @@ def rejection(
         seed=sft.seed,
     )
     rewards.close()
-    return spent, found, f"{sampled} samples, {chosen} different right ones kept, {steps * rounds} steps"
+    return spent, found, f"{sampled} samples, {chosen} different right ones kept, {optimizer.taken} steps"
 
 
 def compare(path: str, overrides: list[str], seed: int, rounds: list[int], folder: Path) -> Iterator[Result]:

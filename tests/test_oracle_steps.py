@@ -1,6 +1,6 @@
 """TRL 1.16.0's optimizer steps, through a model of our own: 8 completions, 8 losses, 6 cuts into micro-batches and minibatches.
 
-TRL's model cannot be rebuilt from the file (it names a function that is not in it), but much of a step does not depend on the model:
+TRL's model cannot be rebuilt from the file (it names a function that is not in it), but much of a step does not depend on it:
 on-policy losses are functions of rewards and lengths, except where log-probs stand in them, and gradients of different
 normalisations stand in fixed proportions.  What does depend on it is compared with itself: no cut may change a gradient.
 `tests/objective/test_oracle.py` has the same cases on the level of weights.

@@ -205,7 +205,9 @@ def test_the_table_has_a_row_for_every_objective() -> None:
     assert tuple(OBJECTIVES) == DATASET
 
 
-def test_a_pair_is_never_cut_and_its_prompt_is_computed_once(scorer: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_is_never_cut_and_its_prompt_is_computed_once(
+    scorer: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy, pairs = scorer(dtype=torch.float32), random_pairs()
     objective = reward_objective(RewardModelSettings(pooling="last"))
     batches = []
@@ -214,5 +216,3 @@ def test_a_pair_is_never_cut_and_its_prompt_is_computed_once(scorer: Callable[..
     assess(policy, objective.loss, objective.samples(pairs), budget=1, whole_groups=True)
     expected = [p.prompt.size - 1 + p.chosen.size + p.rejected.size + 2 for p in pairs]
     assert sorted(batch.layout.total for batch in batches) == sorted(expected)
-
-

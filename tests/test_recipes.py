@@ -182,3 +182,17 @@ def test_the_other_tasks_train(task: str, tmp_path: Path) -> None:
     assert all(step["loss"] > 0 and step["grad_norm"] > 0 for step in sft)
     assert all(0.0 <= step["reward"] <= 1.0 and math.isfinite(step["loss"]) for step in grpo)
     assert 0.0 <= grpo[-1]["eval/sampled"] <= 1.0
+
+
+def test_baselines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison with more SFT and with rejection sampling, on a reward that every completion with a letter gets."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import baselines  # type: ignore[import-not-found]
+
+    easy = "rewards=[{function: regex, args: {pattern: '[0-9a-z]'}}]"
+    overrides = [*SMALL, *SFT_AND_GRPO, easy, "rollout.max_new_tokens=8"]
+    results = list(baselines.compare(str(ROOT / "recipes/demo.yaml"), overrides, 0, [2], tmp_path))
+    assert [result.method for result in results] == ["sft (the start)", "grpo", "more sft", "rejection sampling, 2 rounds"]
+    assert all(0.0 <= result.row()["greedy"] <= 1.0 for result in results)
+    samples, kept, steps = (int(part.split()[0]) for part in results[-1].note.split(", "))
+    assert 0 < kept <= samples and steps >= 2

@@ -82,8 +82,8 @@ class Algorithm:
     def teaches(self, group: Scored) -> bool:
         """False if the group's rewards give an advantage of exactly 0 to every completion.
 
-        The credit decides: GDPO learns from rewards that differ while their sum does not.  Where the KL is a part of the reward, and
-        not known yet, the sum does.
+        The credit decides: GDPO learns from rewards that differ while their sum does not.  Where the KL is a part of the reward,
+        and not known yet, the sum does.
         """
         if self.beta > 0.0 and self.kl_place == "reward":
             return not group.dead

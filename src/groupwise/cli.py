@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from groupwise.errors import ConfigError, GroupwiseError
 
@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except GroupwiseError as error:
         if given.debug:
             raise
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+        print(f"{who}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
         if given.debug:
@@ -81,6 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--print-config", action="store_true", help="print the resolved recipe as YAML and stop")
     train.add_argument("--fresh", action="store_true", help="start anew in a folder of its own (NAME-2, ...) instead of resuming")
     train.add_argument("--quiet", action="store_true", help="print warnings and the result only")
+    train.add_argument("--nproc", type=_positive, default=1, metavar="N", help="processes on this machine, started by torchrun")
+    patience = "with several processes: seconds that one waits for another (default %(default)g)"
+    train.add_argument("--timeout", type=_positive, default=1800, metavar="S", help=patience)
 
     _add_eval(add("eval", _eval, "greedy accuracy, sampled accuracy and pass@k of a checkpoint"))
     check = add("check", _check, "preflight: is what we sample what we score? EOS, packing, memory ...")
@@ -203,9 +207,30 @@ def _train(given: argparse.Namespace) -> int:
     if given.print_config:
         print(dump_stages(stages), end="")
         return 0
+    if given.nproc > 1 and not given.dry_run:
+        _become_torchrun(given)
     from groupwise.run import train_recipe
 
-    return train_recipe(given.recipe, given.overrides, dry_run=given.dry_run, fresh=given.fresh, quiet=given.quiet)
+    return train_recipe(
+        given.recipe,
+        given.overrides,
+        dry_run=given.dry_run,
+        fresh=given.fresh,
+        quiet=given.quiet,
+        timeout=given.timeout,
+    )
+
+
+def _become_torchrun(given: argparse.Namespace) -> NoReturn:
+    """Replace this process by the launcher, which starts the same command `--nproc` times."""
+    if "RANK" in os.environ:
+        raise ConfigError("--nproc starts processes, but a launcher has started this one already: leave --nproc out")
+    flags = [f"--{name}" for name in ("debug", "fresh", "quiet") if getattr(given, name)] + [f"--timeout={given.timeout}"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={given.nproc}"]
+    # Else torchrun gives every process a single thread, however many cores there are.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // given.nproc)))
+    sys.stdout.flush()
+    os.execv(sys.executable, [*launcher, "-m", "groupwise", "train", given.recipe, *given.overrides, *flags])
 
 
 def _eval(given: argparse.Namespace) -> int:

@@ -36,7 +36,7 @@ ALTERNATIVES = {
 }
 """Keys of which one at most is set: an overlay that sets the first takes the others away."""
 
-NEUTRAL = ("save.", "runs", "name", "threads")
+NEUTRAL = ("save.", "parallel", "runs", "name", "threads")
 """Keys that may change when a run is resumed: they do not say what is computed."""
 
 REDACTED = "[redacted]"
@@ -401,7 +401,7 @@ def redacted(value: Any, key: str = "") -> Any:
 def changes(old: str, new: Recipe) -> list[str]:
     """What differs between a saved config.yaml and a recipe, one line a key: `optimizer.lr: 1e-06 -> 2e-06`.
 
-    Keys that do not say what is computed (`save`, `runs`, `name`, `threads`) may differ; so may `steps` where the learning rate
+    Keys that do not say what is computed (`save`, `parallel`, `runs`, `name`, `threads`) may differ; so may `steps` where the learning rate
     does not depend on it (`optimizer.schedule: constant`).
     """
     tree, problems = parse(old, "config.yaml")

@@ -37,7 +37,7 @@ from groupwise.rewards.registry import MAKERS
 from groupwise.rollout.engine import Engine
 from groupwise.rollout.native import NativeEngine
 from groupwise.rollout.transformers import TransformersEngine
-from groupwise.settings import ModelSettings, ParallelSettings, Recipe, RolloutSettings
+from groupwise.settings import ModelSettings, Recipe, RolloutSettings
 
 Judged = Evaluation | Validation
 """What a policy does on held-out prompts, or what an objective says of held-out rows."""
@@ -158,15 +158,17 @@ def make_engine(policy: Policy, settings: RolloutSettings) -> Engine:
 
 
 SHARDED_FROM = 1_000_000_000
-"""Parameters from which `parallel.mode: auto` spreads a model over processes."""
+"""Parameters from which `parallel: auto` spreads a model over processes."""
 
 
-def spread(policy: Policy, settings: ParallelSettings) -> Policy:
-    """The policy as the processes of this run hold it: sharded, or all of it on each.  A policy that is sharded is used up."""
-    large = sum(parameter.numel() for parameter in policy.model.parameters()) >= SHARDED_FROM
-    if parallel.world().size == 1 or not (settings.mode == "fsdp" or (settings.mode == "auto" and large)):
+def spread(policy: Policy, mode: str) -> Policy:
+    """The policy as the processes of this run hold it, by `Recipe.parallel`.  A policy that is sharded is used up."""
+    if mode == "auto":
+        large = sum(parameter.numel() for parameter in policy.model.parameters()) >= SHARDED_FROM
+        mode = "zero3" if large else "ddp"
+    if parallel.world().size == 1 or mode == "ddp":
         return policy
-    return shard(policy, reshard=settings.reshard)
+    return shard(policy, reshard=mode == "zero3")
 
 
 def process_lines(policy: Policy) -> Lines:

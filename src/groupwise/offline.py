@@ -1,4 +1,4 @@
-"""The data-set loop: rows -> samples with weights -> packed updates -> a `Step`.  Instruction tuning, and whatever learns from rows.
+"""The data-set loop: rows -> samples with weights -> packed updates -> a `Step`.  Instruction tuning, and all else from rows.
 
 An objective says how rows become samples, what the loss of a packed batch is, and what to measure; the loop does not know which
 it is.  `SFT` is here; objectives with heads or pairs have files of their own.
@@ -64,7 +64,7 @@ class Validation:
 def validate(
     policy: Policy, objective: Objective[Row], rows: Sequence[Row], *, budget: int, beside: Mapping[str, Estimate] | None = None
 ) -> Validation:
-    """The objective's own loss and measures on rows, no gradient.  beside: simple rules' results on the same rows, to compare with."""
+    """The objective's own loss and measures on rows, no gradient.  beside: what simple rules reach on the same rows."""
     found = assess(policy, objective.loss, objective.samples(rows), budget=budget, whole_groups=objective.whole_groups)
     figures = {"loss": found.loss, **objective.measure(rows, found), **objective.examine(rows, found)}
     halves = {name.removesuffix("/half_width"): half for name, half in figures.items() if name.endswith("/half_width")}

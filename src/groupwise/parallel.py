@@ -31,9 +31,11 @@ from groupwise.errors import GroupwiseError, PeerError
 
 Item = TypeVar("Item")
 
+TIMEOUT = 1800.0
+"""Seconds that a process waits for the others: longer than the slowest share of a rollout."""
 BUCKET_NUMBERS = 1 << 24
 """Gradient numbers that travel together: 64 MB in float32."""
-LOST = ("gloo/", "NCCL", "Connection reset", "Connection closed", "Broken pipe", "monitoredBarrier", "store")
+LOST = ("gloo/", "NCCL", "Connection reset", "Connection closed", "Broken pipe", "monitoredBarrier")
 """What torch's messages say when another process is gone."""
 
 
@@ -103,12 +105,11 @@ def peers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        lost = isinstance(error, dist.DistError) or any(word in str(error) for word in LOST)
-        if not lost:
+        if not (isinstance(error, dist.DistError) or any(word in str(error) for word in LOST)):
             raise
         raise PeerError(
-            f"rank {os.environ.get('RANK', '?')} lost the others: one of them ended, or did not answer within "
-            f"{_talk.timeout.total_seconds():.0f} s (parallel.timeout); its own message names the cause.  torch says: "
+            f"the other processes are lost: one of them ended, or did not answer within "
+            f"{_talk.timeout.total_seconds():.0f} s (--timeout); its own message names the cause.  torch says: "
             f"{str(error).strip().splitlines()[0][:300]}"
         ) from error
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -246,7 +247,7 @@ def calibration(gap_R: np.ndarray) -> dict[str, float]:
     right_R = np.where(gap_R == 0, 0.5, gap_R > 0)
     place_R = np.clip(np.digitize(sure_R, BINS) - 1, 0, len(BINS) - 2)
     found, error = {}, 0.0
-    for place, (low, high) in enumerate(zip(BINS, BINS[1:], strict=False)):
+    for place, (low, high) in enumerate(pairwise(BINS)):
         if (inside_R := place_R == place).any():
             predicted, observed = float(sure_R[inside_R].mean()), float(right_R[inside_R].mean())
             found |= {f"calibration/{low}-{high}/predicted": predicted, f"calibration/{low}-{high}/observed": observed}

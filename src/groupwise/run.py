@@ -62,9 +62,9 @@ def train(recipe: Recipe, *, fresh: bool = False) -> Iterator[Step]:
         yield from run.steps()
 
 
-def join(recipe: Recipe) -> parallel.World:
-    """Meet the other processes of the run, if a launcher started several."""
-    return parallel.join(recipe.parallel.timeout, cuda=resolve_device(recipe.model).type == "cuda")
+def join(recipe: Recipe, timeout: float = parallel.TIMEOUT) -> parallel.World:
+    """Meet the other processes of the run, if a launcher started several.  timeout: see `parallel.join`."""
+    return parallel.join(timeout, cuda=resolve_device(recipe.model).type == "cuda")
 
 
 class Run:
@@ -214,11 +214,12 @@ def train_recipe(
     dry_run: bool = False,
     fresh: bool = False,
     quiet: bool = False,
+    timeout: float = parallel.TIMEOUT,
     console: Console | None = None,
 ) -> int:
     """What `groupwise train` does: every stage of a recipe, one after the other.  Returns the exit status."""
     stages = load_stages(path, overrides)
-    here = join(next(iter(stages.values())))
+    here = join(next(iter(stages.values())), timeout)
     console = console or Console(quiet=quiet or not here.first)
     outcomes: dict[str, Outcome] = {}
     for number, (name, recipe) in enumerate(stages.items(), 1):

@@ -327,20 +327,6 @@ class PairSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelSettings:
-    """Several processes (`groupwise train --nproc N`, or torchrun).  How many there are cannot change what is learnt."""
-
-    mode: Literal["auto", "ddp", "fsdp"] = "auto"
-    """`ddp`: every process holds all weights and optimizer state; `fsdp`: they are spread over the processes (FSDP2).
-    `auto` takes `fsdp` from a billion parameters on."""
-    reshard: bool = True
-    """fsdp: gather a block's weights for the forward and again for the backward pass (ZeRO-3); false: keep them in between
-    (ZeRO-2: more memory, less traffic)."""
-    timeout: Annotated[float, Gt(0.0)] = 1800.0
-    """Seconds that a process waits for the others before it gives up; longer than the slowest rollout of a share."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """One run: an objective, a model, data, and how long."""
 
@@ -355,6 +341,10 @@ class Recipe:
     """Of weights from scratch, data order and sampling."""
     threads: Positive | None = None
     """CPU threads of torch; default: torch's own choice."""
+    parallel: Literal["auto", "ddp", "zero2", "zero3"] = "auto"
+    """What each of several processes holds (`--nproc`, torchrun): `ddp` everything; `zero3` a part of weights, gradients and
+    optimizer state (FSDP2); `zero2` the same, but weights stay gathered from forward to backward; `auto` takes `zero3` from a
+    billion parameters on.  Neither this nor their number changes what is learnt."""
     steps: Positive | None = None
     """Optimizer steps for data-set objectives, rollouts for online ones."""
     epochs: Annotated[float, Gt(0.0)] | None = None
@@ -371,4 +361,3 @@ class Recipe:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     eval: EvalSettings = field(default_factory=EvalSettings)
     save: SaveSettings = field(default_factory=SaveSettings)
-    parallel: ParallelSettings = field(default_factory=ParallelSettings)

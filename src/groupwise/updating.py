@@ -86,14 +86,14 @@ def _visit(
         own += unpack(batch, seen_P, samples)
         positions += sum(batch.layout.length)
     policy.settle()
-    for index, values in parallel.gather(own):
+    parts = parallel.gather([(float(total), positions, own)])
+    for index, values in (pair for _, _, pairs in parts for pair in pairs):
         seen[index] = values
-    loads = parallel.gather([(float(total), positions)])
     return {
         "samples": list(samples),
         "seen": seen,
-        "loss": sum(value for value, _ in loads),
-        "positions": [load for _, load in loads],
+        "loss": sum(value for value, _, _ in parts),
+        "positions": [load for _, load, _ in parts],
     }
 
 

@@ -130,9 +130,7 @@ def test_an_eos_that_is_also_the_pad_is_not_hidden(
     row = torch.from_numpy(np.concatenate([answers[0].prompt, answers[0].completion, [policy.tokenizer.pad_token_id]]))
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()(row[None]).logits
     assert theirs.item() == pytest.approx(score_tokens(policy, answers[:1], budget=64)[0][-1], abs=1e-5)
-    assert score_tokens(policy, answers[:1], budget=64)[0][-1] != pytest.approx(
-        score_tokens(policy, answers[:1], budget=64)[0][-2]
-    )
+    assert score_tokens(policy, answers[:1], budget=64)[0][-1] != pytest.approx(score_tokens(policy, answers[:1], budget=64)[0][-2])
 
 
 def test_pooling_is_recorded(scorer: Callable[..., Policy], tmp_path: Path) -> None:

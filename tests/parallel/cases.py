@@ -25,7 +25,6 @@ from groupwise.settings import (
     GroupSettings,
     ModelSettings,
     OptimizerSettings,
-    ParallelSettings,
     RolloutSettings,
     ScratchSettings,
 )
@@ -89,7 +88,6 @@ class Judge:
 def online(
     objective: str = "grpo",
     mode: str = "ddp",
-    reshard: bool = True,
     family: str = "llama",
     dtype: str = "float64",
     steps: int = 10,
@@ -101,13 +99,12 @@ def online(
     """Train and return, on every rank, each step's metrics and gradient and the last weights."""
     settings = GroupSettings(**{"prompts_per_step": 5, "group_size": 4} | group)
     algorithm = resolve(objective, settings, LONGEST)
-    how = ParallelSettings(mode=mode, reshard=reshard)  # type: ignore[arg-type]
     policy = make(family, dtype)
     reference = make(family, dtype, seed=1) if algorithm.needs_reference else None
     if reference is not None:
         reference.model.requires_grad_(False)
-        reference = spread(reference, how)
-    policy = spread(policy, how)
+        reference = spread(reference, mode)
+    policy = spread(policy, mode)
     updates = steps * settings.updates_per_rollout * settings.minibatches
     optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-3, clip_norm=0.5, weight_decay=0.1), updates)
     rows = prompts()
@@ -163,7 +160,7 @@ def weights(policy: Policy) -> dict[str, np.ndarray]:
 
 def not_finite(mode: str) -> dict[str, Any]:
     """Rank 1's share of the gradient is NaN at the second of three steps."""
-    policy = spread(make("llama", "float32"), ParallelSettings(mode=mode))  # type: ignore[arg-type]
+    policy = spread(make("llama", "float32"), mode)
     optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-2), 3)
     taken, before = [], weights(policy)
     states = []
@@ -203,7 +200,7 @@ def export(folder: str, family: str) -> np.ndarray:
     from groupwise.models.attention import PackedAttention
     from groupwise.records import Layout
 
-    policy = spread(make(family, "float32"), ParallelSettings(mode="fsdp"))
+    policy = spread(make(family, "float32"), "zero3")
     with policy.gathered() as plain:
         if parallel.world().first:
             plain.save(Path(folder))

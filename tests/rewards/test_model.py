@@ -176,7 +176,7 @@ def test_another_tokenizer_with_a_chat_template(tiny_policy: Callable[..., Polic
 def test_what_cannot_be_scored_is_refused(tiny_policy: Callable[..., Policy], folder: Callable[..., str], tmp_path: Path) -> None:
     policy = tiny_policy()
     path = folder()
-    with pytest.raises(ConfigError, match="needs args: {path"):
+    with pytest.raises(ConfigError, match=r"needs args: \{path"):
         build_rewards([RewardSettings(function="model")], columns=[], tokenizer=policy.tokenizer)
     with pytest.raises(ConfigError, match="no argument 'pth'"):
         build(policy, path, pth=1)
@@ -188,8 +188,8 @@ def test_what_cannot_be_scored_is_refused(tiny_policy: Callable[..., Policy], fo
         build(policy, folder("mean", name="other", tokenizer=make_tokenizer("bytes")), steps="newline")
     with pytest.raises(RewardError, match=r"reads 96 tokens.*5 \+ 101"):
         build(policy, path).score([group_of(policy, "1" * 100)])
+    settings = RewardSettings(function="model", args={"path": path}, timeout=1.0)
     with pytest.raises(ConfigError, match="leave timeout out"):
-        settings = RewardSettings(function="model", args={"path": path}, timeout=1.0)
         build_rewards([settings], columns=[], tokenizer=policy.tokenizer)
 
 

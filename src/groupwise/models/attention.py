@@ -140,6 +140,8 @@ def _families(layout: Layout) -> Iterator[Family]:
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+FLOAT_KEYS = 384
+"""Over fewer keys the backward kernel is 2 to 5 times faster in float32 than in bfloat16, conversions included."""
 
 
 class _Shared(torch.autograd.Function):
@@ -181,26 +183,31 @@ class _Shared(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         grad_out = grads[0].transpose(1, 2)
-        grad_query = torch.zeros_like(query)
-        grad_key = torch.zeros_like(key)
-        grad_value = torch.zeros_like(value)
+        # Sums of several stretches, in float32 whatever the products are in.
+        sums = torch.promote_types(query.dtype, torch.float32)
+        grad_query, grad_key, grad_value = (torch.empty_like(tensor, dtype=sums) for tensor in (query, key, value))
 
-        def back(a: int, b: int, k0: int, k1: int, causal: bool) -> None:
-            dq, dk, dv = _flash_backward(
-                grad_out[:, :, a:b], query[:, :, a:b], key[:, :, k0:k1], value[:, :, k0:k1],
-                out[:, :, a:b], lse[:, :, a:b], 0.0, causal, scale=ctx.scale,
-            )  # fmt: skip
-            grad_query[:, :, a:b] += dq
-            grad_key[:, :, k0:k1] += dk
-            grad_value[:, :, k0:k1] += dv
+        def back(a: int, b: int, k0: int, k1: int, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+            tensors = (grad_out[:, :, a:b], query[:, :, a:b], key[:, :, k0:k1], value[:, :, k0:k1], out[:, :, a:b])
+            if k1 - k0 <= FLOAT_KEYS:
+                tensors = tuple(tensor.to(sums) for tensor in tensors)
+            return _flash_backward(*tensors, lse[:, :, a:b], 0.0, causal, scale=ctx.scale)
 
+        end = 0
         for (p0, p1), members in ctx.families:
+            for a, b in ((p0, p1), *members) if p1 > p0 else members:
+                grad_query[:, :, a:b], grad_key[:, :, a:b], grad_value[:, :, a:b] = back(a, b, a, b, True)
+            end = members[-1][1]
             if p1 > p0:
-                back(p0, p1, p0, p1, True)
-                back(members[0][0], members[-1][1], p0, p1, False)
-            for a, b in members:
-                back(a, b, a, b, True)
-        return grad_query, grad_key, grad_value, None, None
+                a, b = members[0][0], end
+                over_query, over_key, over_value = back(a, b, p0, p1, False)
+                grad_query[:, :, a:b] += over_query
+                grad_key[:, :, p0:p1] += over_key
+                grad_value[:, :, p0:p1] += over_value
+        found = (grad_query, grad_key, grad_value)
+        for grad in found:
+            grad[:, :, end:] = 0.0  # filler
+        return *(grad.to(query.dtype) for grad in found), None, None
 
 
 def explicit_attention(

@@ -76,7 +76,7 @@ def shard(policy: Policy, *, reshard: bool) -> ShardedPolicy:
     if policy.attention == "single":
         raise ConfigError(
             "model.attention 'single' runs a forward pass per sequence, so processes would gather weights at different times; "
-            "use parallel.mode: ddp"
+            "use parallel: ddp"
         )
     model = policy.model
     # Parameters are replaced on the way, everything else (buffers, config) is copied.

@@ -1,0 +1,242 @@
+"""Whole runs on several processes: checkpoints that change hands, export, and what happens when a process fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from groupwise.config import load_recipe
+from groupwise.run import train
+
+REWARD = '''
+import os, signal, time
+from pathlib import Path
+
+def judge(completions, **_):
+    """Something that differs between completions; misbehaves on rank 1 when a file asks for it."""
+    if os.environ.get("RANK") == "1" and os.environ.get("MISCHIEF"):
+        what, file = os.environ["MISCHIEF"].split(":")
+        if Path(file).exists() and len(Path(file).read_text().splitlines()) >= 2:
+            if what == "raise":
+                raise RuntimeError("the judge is tired")
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[what])
+            time.sleep(0.1)
+    return [(sum(map(ord, text)) % 7) / 6 for text in completions]
+'''
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Callable[..., str]:
+    """Writes a recipe; keywords are merged one level deep."""
+
+    def make(name: str, **changes: Any) -> str:
+        (tmp_path / "judges.py").write_text(REWARD)
+        tree: dict[str, Any] = {
+            "name": name,
+            "runs": str(tmp_path / "runs"),
+            "seed": 3,
+            "objective": "grpo",
+            "steps": 4,
+            "model": {"scratch": {"hidden": 32, "layers": 2, "heads": 4, "context": 96, "tokenizer": "arithmetic"}},
+            "data": {"task": "addition", "limit": 64, "eval_limit": 4},
+            "rewards": [{"function": f"{tmp_path}/judges.py:judge"}],
+            "rollout": {"max_new_tokens": 8},
+            "group": {"prompts_per_step": 3, "group_size": 3, "beta": 0.05},
+            "optimizer": {"lr": 1e-3},
+            "eval": {"k": 2, "at_start": False},
+            "save": {"every": 1},
+        }
+        for key, value in changes.items():
+            tree[key] = tree.get(key, {}) | value if isinstance(value, dict) and isinstance(tree.get(key), dict) else value
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(tree, sort_keys=False))
+        return str(path)
+
+    return make
+
+
+def final(tmp_path: Path, name: str) -> dict[str, torch.Tensor]:
+    return load_file(tmp_path / "runs" / name / "final" / "model.safetensors")
+
+
+def lines(tmp_path: Path, name: str) -> list[dict[str, Any]]:
+    text = (tmp_path / "runs" / name / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", ["ddp", "zero3"])
+def test_a_checkpoint_of_four_goes_on_with_one_and_with_two(
+    mode: str, dtype: str, recipe: Callable, ranks: Callable, tmp_path: Path
+) -> None:
+    changes = {"model": {"dtype": dtype}, "parallel": mode}
+    for _ in train(load_recipe(recipe("straight", **changes))):
+        pass
+    path = recipe("moved", **changes)
+    ranks(4).run("whole_run", path=path, stop=2)
+    for step in train(load_recipe(path)):
+        assert step.number == 3  # it went on, and did not begin anew
+        break
+    ranks(2).run("whole_run", path=path)
+    expected, found = final(tmp_path, "straight"), final(tmp_path, "moved")
+    tolerance = 2e-5 if dtype == "float32" else 1e-2
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, atol=tolerance, rtol=0)
+    assert [line["step"] for line in lines(tmp_path, "moved")] == [1, 2, 3, 4]
+    if dtype == "float32":
+        for ours, theirs in zip(lines(tmp_path, "moved"), lines(tmp_path, "straight"), strict=True):
+            assert ours["reward"] == pytest.approx(theirs["reward"])
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "zero3"])
+def test_p44_interrupted_equals_straight_bit_for_bit_on_as_many_processes(
+    mode: str, recipe: Callable, ranks: Callable, tmp_path: Path
+) -> None:
+    changes = {"parallel": mode, "group": {"reference_refresh": 2, "reference_mix": 0.5}}
+    ranks(2).run("whole_run", path=recipe("straight", **changes))
+    path = recipe("broken", **changes)
+    for stop in (1, 3, None):
+        ranks(2).run("whole_run", path=path, stop=stop)
+    expected, found = final(tmp_path, "straight"), final(tmp_path, "broken")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("objective", ["sft", "dpo", "reward"])
+def test_data_set_objectives_are_shared_out_too(objective: str, recipe: Callable, ranks: Callable, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"{i}+{i}=", "completion": "1" * (i % 5 + 1), "chosen": "12" * (i % 4 + 1), "rejected": "3"} for i in range(24)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common: dict[str, Any] = {
+        "objective": objective,
+        "steps": 3,
+        "batch_size": 5,
+        "data": {"task": None, "path": str(tmp_path / "rows.jsonl"), "eval_fraction": 0.2, "eval_limit": None},
+        "rewards": [],
+    }
+    for _ in train(load_recipe(recipe("alone", **common))):
+        pass
+    for mode in ("ddp", "zero3"):
+        ranks(2).run("whole_run", path=recipe(mode, **common, parallel=mode))
+        expected, found = final(tmp_path, "alone"), final(tmp_path, mode)
+        for name, weight in expected.items():
+            torch.testing.assert_close(found[name], weight, atol=2e-5, rtol=0)
+        for ours, theirs in zip(lines(tmp_path, mode), lines(tmp_path, "alone"), strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert lines(tmp_path, mode)[-1]["eval/loss"] == pytest.approx(lines(tmp_path, "alone")[-1]["eval/loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_c14_a_sharded_policy_is_saved_as_a_plain_model_with_equal_logits(family: str, ranks: Callable, tmp_path: Path) -> None:
+    sharded = ranks(2).run("export", folder=str(tmp_path), family=family)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    logits = model(input_ids=torch.tensor([[5, 6, 7, 8, 9, 10]])).logits[0].detach().numpy()
+    for found in sharded:
+        np.testing.assert_allclose(found, logits[:, : found.shape[1]], atol=1e-5)
+    alone = _cases().make(family, "float32").model.state_dict()
+    saved = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(saved[name], alone[name]) for name in saved)
+
+
+def _cases() -> Any:
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("cases_of_runs", Path(__file__).with_name("cases.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- the command, started by torchrun, and what becomes of it
+
+
+def start(path: str, mischief: str = "") -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "groupwise", "train", path, "--nproc", "2", "--timeout", "10", "--quiet"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MISCHIEF": mischief}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def descendants(process: subprocess.Popen[str]) -> set[int]:
+    """Ids of the launcher's processes, the reward workers included."""
+    table = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    children: dict[int, list[int]] = {}
+    for line in table.splitlines():
+        pid, parent = map(int, line.split())
+        children.setdefault(parent, []).append(pid)
+    found, todo = set(), [process.pid]
+    while todo:
+        found |= set(below := children.get(todo.pop(), []))
+        todo += below
+    return found
+
+
+def running(pids: set[int]) -> set[int]:
+    return {pid for pid in pids if Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mischief", "says"),
+    [
+        ("raise", "rank 1: RewardError: .*the judge is tired"),
+        ("kill", r"rank\s*: 1 .*\n.*exitcode\s*: -9"),
+        ("stop", r"Ranks 1 failed to pass monitoredBarrier|Rank 1 .*monitoredBarrier"),
+    ],
+)
+def test_p06_p07_p48_a_process_that_fails_ends_the_run_with_its_name(
+    mischief: str, says: str, recipe: Callable, tmp_path: Path
+) -> None:
+    """All end in less than 30 s with a status that is not 0, nothing is left behind, and the same command goes on."""
+    path = recipe("failing", steps=6)
+    log = tmp_path / "runs" / "failing" / "metrics.jsonl"
+    process = start(path, f"{mischief}:{log}")
+    seen: set[int] = set()
+    while process.poll() is None and (not log.exists() or len(log.read_text().splitlines()) < 2):
+        seen |= descendants(process)
+        time.sleep(0.1)
+    begin = time.monotonic()
+    output, _ = process.communicate(timeout=120)
+    took = time.monotonic() - begin
+    assert process.returncode != 0, output
+    assert re.search(says, output), output
+    assert took < 30 + (10 if mischief == "stop" else 0), output
+    assert not running(seen)
+    assert start(path).wait() == 0
+    for _ in train(load_recipe(recipe("undisturbed", steps=6))):
+        pass
+    expected, found = final(tmp_path, "undisturbed"), final(tmp_path, "failing")
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, atol=5e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_all_after_the_same_step_with_a_checkpoint(recipe: Callable, tmp_path: Path) -> None:
+    path = recipe("stopped", steps=500, parallel="zero3", save={"every": 0})
+    log = tmp_path / "runs" / "stopped" / "metrics.jsonl"
+    process = start(path)
+    while process.poll() is None and (not log.exists() or len(log.read_text().splitlines()) < 2):
+        time.sleep(0.1)
+    seen = descendants(process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert not running(seen)
+    (saved,) = (tmp_path / "runs" / "stopped" / "checkpoints").iterdir()
+    assert int(saved.name) == len(lines(tmp_path, "stopped")), output
