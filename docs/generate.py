@@ -1,10 +1,11 @@
 """Makes what the documentation repeats of the code: `python docs/generate.py` (part of `make docs`).
 
-A whole page (algorithms.md), and tables between `<!-- made: NAME -->` and `<!-- end -->` in pages that are otherwise written.
+A whole page (algorithms.md), the README's tree, and tables between `<!-- made: NAME -->` and `<!-- end -->` in pages that are otherwise written.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import re
@@ -153,8 +154,42 @@ def explain_block() -> str:
     return f"```console\n$ groupwise explain\n{render(work())}\n```"
 
 
+RIVER = (
+    "records errors settings strict_yaml schema config validation clock objective data rewards models rollout packing parallel optim "
+    "scoring updating algorithms metrics online offline objectives preferences baselines evaluate plan jobs runlog checkpoint progress "
+    "card run use rescore check explain cli"
+).split()
+"""The order of the README's tree: as data flows."""
+
+
+def tree() -> str:
+    """Every source file with the first sentence of its docstring."""
+    root = DOCS.parent / "src" / "groupwise"
+    places = {path.stem: path for path in root.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    lines = ["src/groupwise/"]
+    for name in [*RIVER, *sorted(set(places) - set(RIVER))]:
+        lines += branch(places[name], 2)
+    return "\n".join(["```text", *lines, "```"])
+
+
+def branch(path: Path, indent: int) -> list[str]:
+    """The lines of a file, or of a folder and what is in it."""
+    label = " " * indent + path.name
+    if path.is_file():
+        return [f"{label:<26}{sentence(path)}"]
+    inside = [entry for entry in sorted(path.iterdir()) if entry.suffix == ".py" or (entry / "__init__.py").exists()]
+    below = [line for entry in inside if entry.name != "__init__.py" for line in branch(entry, indent + 2)]
+    return [f"{label + '/':<26}{sentence(path / '__init__.py')}", *below]
+
+
+def sentence(path: Path) -> str:
+    """The first sentence of a file's docstring."""
+    text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n\n")[0].split())
+    return text.split(". ")[0].rstrip(".")
+
+
 PAGES: dict[str, Callable[[], str]] = {"algorithms.md": algorithms_page}
-TABLES: dict[str, Callable[[], str]] = {"trl": trl_table, "rewards": rewards_table, "explain": explain_block}
+TABLES: dict[str, Callable[[], str]] = {"trl": trl_table, "rewards": rewards_table, "explain": explain_block, "tree": tree}
 
 
 def filled(text: str) -> str:
@@ -169,7 +204,7 @@ def filled(text: str) -> str:
 def pages() -> dict[Path, str]:
     """Every page that is made, wholly or in part, as it ought to be."""
     found = {DOCS / name: make() for name, make in PAGES.items()}
-    for path in sorted(DOCS.glob("*.md")):
+    for path in [*sorted(DOCS.glob("*.md")), DOCS.parent / "README.md"]:
         text = path.read_text(encoding="utf-8")
         if path not in found and "<!-- made: " in text:
             found[path] = filled(text)

@@ -307,7 +307,8 @@ def resolve(objective: str, group: GroupSettings, max_new_tokens: int) -> Algori
             f"group.beta: {objective!r} subtracts the KL from the reward, which the credit {describe(chosen.credit)} cannot do; "
             "use beta: 0, or objective: grpo with this credit"
         )
-    if group.ratio is not None and _function(chosen.surrogate) in losses.OWN_RATIO:
+    own = losses.OWN_RATIO.get(_function(chosen.surrogate))
+    if own is not None and group.ratio is not None and _function(chosen.ratio) is not own:
         raise ConfigError(
             f"group.ratio: the surrogate {describe(chosen.surrogate)} does not use a ratio level, so {group.ratio!r} would change "
             "nothing; leave it out, or use the surrogate clipped, cispo or sapo"

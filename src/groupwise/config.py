@@ -401,8 +401,8 @@ def redacted(value: Any, key: str = "") -> Any:
 def changes(old: str, new: Recipe) -> list[str]:
     """What differs between a saved config.yaml and a recipe, one line a key: `optimizer.lr: 1e-06 -> 2e-06`.
 
-    Keys that do not say what is computed (`save`, `parallel`, `runs`, `name`, `threads`) may differ; so may `steps` where the learning rate
-    does not depend on it (`optimizer.schedule: constant`).
+    Keys that do not say what is computed (`save`, `parallel`, `runs`, `name`, `threads`) may differ; so may `steps` where the
+    learning rate does not depend on it (`optimizer.schedule: constant`).
     """
     tree, problems = parse(old, "config.yaml")
     if problems:

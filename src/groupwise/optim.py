@@ -129,7 +129,8 @@ class Optimizer:
                 torch._foreach_copy_([parallel.own(p) for p in self.parameters], [parallel.own(m) for m in self.masters])
 
     def _broken(self) -> list[str]:
-        found = (n for n, m in zip(self.names, self.masters, strict=True) if m.grad is not None and not torch.isfinite(parallel.whole(m.grad)).all())
+        graded = ((n, m.grad) for n, m in zip(self.names, self.masters, strict=True) if m.grad is not None)
+        found = (name for name, gradient in graded if not torch.isfinite(parallel.whole(gradient)).all())
         return [name for name, _ in zip(found, range(5), strict=False)]
 
     def state(self) -> dict[str, Any]:

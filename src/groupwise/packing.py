@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.parallel import World
+from groupwise.parallel import ALONE, World
 from groupwise.records import Batch, Layout, Sample
 
 
@@ -44,7 +44,7 @@ def pack(
     multiple: int = 1,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    world: World = World(),
+    world: World = ALONE,
     even: bool = False,
 ) -> list[Batch]:
     """Pack samples into batches of at most `budget` positions (a single longer sample gets a batch of its own).

@@ -52,6 +52,9 @@ class World:
         return self.rank == 0
 
 
+ALONE = World()
+
+
 @dataclass(slots=True)
 class _Talk:
     """How processes exchange host objects, and how long this one has waited for the others."""
@@ -66,7 +69,7 @@ _talk = _Talk()
 
 def world() -> World:
     """This process's place; World(0, 1) unless `join` found others."""
-    return World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else World()
+    return World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ALONE
 
 
 def launched() -> int:

@@ -196,8 +196,8 @@ def whole_run(path: str, overrides: Sequence[str] = (), stop: int | None = None)
 
 def export(folder: str, family: str) -> np.ndarray:
     """Saves a sharded policy and returns the logits of some tokens, computed through the sharded model."""
-    from groupwise.objective.logprobs import head_logits
     from groupwise.models.attention import PackedAttention
+    from groupwise.objective.logprobs import head_logits
     from groupwise.records import Layout
 
     policy = spread(make(family, "float32"), "zero3")

@@ -37,9 +37,7 @@ def test_p34_the_fullest_rank_works_at_most_a_tenth_more_than_the_mean(parts: in
     """By rows (each rank the same number of prompts) is shown beside it (`-s`), and is worse."""
     found = np.array([balanced_and_by_rows(parts, seed) for seed in range(8)])
     by_tokens, by_rows, more = found.T
-    print(
-        f"{parts} ranks: fullest / mean {by_tokens.max():.3f}, by rows {by_rows.mean():.3f} on average, {by_rows.max():.3f} at worst"
-    )
+    print(f"{parts} ranks: fullest / mean {by_tokens.max():.3f}, by rows {by_rows.mean():.3f} (mean), {by_rows.max():.3f} (worst)")
     assert by_tokens.max() <= 1.1
     assert by_tokens.mean() < by_rows.mean()
     # Cutting groups for balance repeats prompts: that must cost little.

@@ -182,8 +182,9 @@ PER_TOKEN: set[Callable] = {token, clipped, cispo, sapo, reinforce}
 """Ratio levels and surrogates whose loss of a token depends on that token alone, so that its gradient can be taken while the
 log-probs of the other tokens do not exist yet.  Add your own if that holds for it."""
 
-OWN_RATIO: set[Callable] = {vespo, geometric, reinforce}
-"""Surrogates that form a ratio of their own, or none: a ratio level changes nothing of them, so a recipe may not ask for one."""
+OWN_RATIO: dict[Callable, Callable] = {vespo: sequence_sum, geometric: token, reinforce: token}
+"""Surrogates that do not read `log_ratio_M`, and the level at which their ratio is looked at: naming another changes nothing, so a
+recipe may not."""
 
 FOLDS_MISMATCH: set[Callable] = {vespo}
 """Surrogates that take the sampler mismatch into their own weight; all others are multiplied by it."""
