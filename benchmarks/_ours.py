@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ class Ours:
         """Log-probs and gradients of TRL's own completions, compared with TRL's (float32: to rounding)."""
         if self.work.online:
             samples = self._samples(found)
-            value, seen = self._gradients(samples, lambda policy, batch: policy_loss(policy, self.algorithm, batch, entropy_tokens=1.0))
+            value, seen = self._gradients(samples, partial(policy_loss, algorithm=self.algorithm, entropy_tokens=1.0))
         else:
             samples = demonstration_samples(self._demonstrations())
             value, seen = self._gradients(samples, SFT.loss)
@@ -184,7 +185,7 @@ class Ours:
         seen = [np.zeros(sample.completion.size) for sample in samples]
         total = 0.0
         for batch in pack(samples, optimizer_settings(self.work).tokens_per_microbatch):
-            value, seen_M = loss(self.policy, batch)
+            value, seen_M = loss(self.policy, batch=batch)
             value.backward()
             total += float(value)
             seen_P = seen_M.new_zeros(batch.layout.total)

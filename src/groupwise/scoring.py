@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from groupwise import parallel
+from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
 from groupwise.objective.logprobs import Support, chosen_logprobs
 from groupwise.packing import pack, unpack
@@ -57,22 +58,23 @@ def score(policy: Policy, samples: Sequence[Sample], *, budget: int, entropy: bo
     dtype = torch.promote_types(policy.dtype, torch.float32)
     found: list[tuple[bool, int, np.ndarray]] = []
     how = {"share": policy.attention == "shared", "world": parallel.world(), "even": policy.sharded}
-    for batch in pack(samples, budget, device=policy.device, dtype=dtype, **how):
-        hidden = policy.forward(batch).hidden_PD[batch.trained_M]
-        with policy.precision():
-            logp_M, entropy_M = chosen_logprobs(
-                hidden,
-                policy.head,
-                batch.target_P[batch.trained_M],
-                batch.temperature_P[batch.trained_M],
-                support_of(batch),
-                entropy=entropy,
-            )
-        for values_M, of_entropy in ((logp_M, False), (entropy_M, True)):
-            if values_M is not None:
-                values_P = values_M.new_zeros(batch.layout.total)
-                values_P[batch.trained_M] = values_M
-                found += [(of_entropy, index, values) for index, values in unpack(batch, values_P, samples)]
+    with fused_modules(policy.model):
+        for batch in pack(samples, budget, device=policy.device, dtype=dtype, **how):
+            hidden = policy.forward(batch).hidden_PD[batch.trained_M]
+            with policy.precision():
+                logp_M, entropy_M = chosen_logprobs(
+                    hidden,
+                    policy.head,
+                    batch.target_P[batch.trained_M],
+                    batch.temperature_P[batch.trained_M],
+                    support_of(batch),
+                    entropy=entropy,
+                )
+            for values_M, of_entropy in ((logp_M, False), (entropy_M, True)):
+                if values_M is not None:
+                    values_P = values_M.new_zeros(batch.layout.total)
+                    values_P[batch.trained_M] = values_M
+                    found += [(of_entropy, index, values) for index, values in unpack(batch, values_P, samples)]
     policy.settle()
     for of_entropy, index, values in parallel.gather(found):
         (entropies if of_entropy else logp)[index] = values

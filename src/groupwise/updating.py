@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from groupwise import parallel
+from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
 from groupwise.objective.logprobs import TokenLoss, chosen_logprobs, fused_loss
 from groupwise.optim import Optimizer, Taken
@@ -76,15 +77,16 @@ def _visit(
     dtype = torch.promote_types(policy.dtype, torch.float32)
     total = torch.zeros((), dtype=dtype, device=policy.device)
     how = {"share": policy.attention == "shared", "world": parallel.world(), "even": policy.sharded}
-    for batch in pack(samples, budget, whole_groups=whole_groups, device=policy.device, dtype=dtype, **how):
-        value, seen_M = loss(policy, batch)
-        if learn:
-            value.backward()
-        total += value.detach()
-        seen_P = seen_M.new_zeros(batch.layout.total)
-        seen_P[batch.trained_M] = seen_M.detach()
-        own += unpack(batch, seen_P, samples)
-        positions += sum(batch.layout.length)
+    with fused_modules(policy.model):
+        for batch in pack(samples, budget, whole_groups=whole_groups, device=policy.device, dtype=dtype, **how):
+            value, seen_M = loss(policy, batch)
+            if learn:
+                value.backward()
+            total += value.detach()
+            seen_P = seen_M.new_zeros(batch.layout.total)
+            seen_P[batch.trained_M] = seen_M.detach()
+            own += unpack(batch, seen_P, samples)
+            positions += sum(batch.layout.length)
     policy.settle()
     parts = parallel.gather([(float(total), positions, own)])
     for index, values in (pair for _, _, pairs in parts for pair in pairs):

@@ -34,7 +34,7 @@ class Attend(Protocol):
         ...
 
 
-def _attention(
+def packed_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -61,7 +61,7 @@ def _attention(
     return attend(module.layer_idx, query, key, value, scale, softcap, sliding_window), None  # type: ignore[arg-type]
 
 
-AttentionInterface.register(NAME, _attention)
+AttentionInterface.register(NAME, packed_attention)
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
