@@ -18,6 +18,8 @@ from groupwise.models.policy import Policy
 from groupwise.objectives import OBJECTIVES
 from groupwise.offline import Objective, train_offline, validate
 from groupwise.optim import Optimizer
+from groupwise.packing import pack
+from groupwise.parallel import World
 from groupwise.preferences import (
     PROCESS,
     anchored,
@@ -137,7 +139,7 @@ def test_before_the_first_step_dpo_sees_no_difference(tiny_policy: Callable[...,
 def test_the_process_reward_model_learns_step_labels(scorer: Callable[..., Policy], budget: int) -> None:
     policy = scorer("steps")
     rows = [
-        Solution(id="0", prompt=np.array([7, 8]), completion=np.array([9, 9, 6, 1]), ends=np.array([1, 3]), labels=np.array([1.0, 0.0])),
+        Solution(id="0", prompt=np.array([7, 8]), completion=np.array([9, 9, 6, 1]), ends=np.array([1, 3]), labels=np.array([1.0, 0])),
         Solution(id="1", prompt=np.array([5]), completion=np.array([6, 1]), ends=np.array([1]), labels=np.array([0.25])),
     ]  # fmt: skip
     ours = packed_gradient(policy, PROCESS, rows, budget)
@@ -216,3 +218,24 @@ def test_a_pair_is_never_cut_and_its_prompt_is_computed_once(
     assess(policy, objective.loss, objective.samples(pairs), budget=1, whole_groups=True)
     expected = [p.prompt.size - 1 + p.chosen.size + p.rejected.size + 2 for p in pairs]
     assert sorted(batch.layout.total for batch in batches) == sorted(expected)
+
+
+@pytest.mark.parametrize("objective", ["reward", "dpo", "prm"])
+def test_a_process_without_work_adds_nothing(
+    scorer: Callable[..., Policy], tiny_policy: Callable[..., Policy], objective: str
+) -> None:
+    """Sharded processes take the same number of micro-batches; one that has no pair left takes a position of filler."""
+    pairs = random_pairs(1)
+    solution = Solution(id="0", prompt=np.array([7]), completion=np.array([9, 1]), ends=np.array([1]), labels=np.array([1.0]))
+    causal = tiny_policy()
+    kinds = {
+        "reward": (scorer(dtype=torch.float32), reward_objective(RewardModelSettings(lm_coefficient=0.5)), pairs),
+        "dpo": (causal, dpo_objective(PairSettings()), anchored(causal, pairs, budget=50)),
+        "prm": (scorer("steps", torch.float32), PROCESS, [solution]),
+    }
+    policy, found, rows = kinds[objective]
+    (batch,) = pack(found.samples(rows), 100, world=World(1, 2), even=True, whole_groups=True)
+    assert batch.layout.segments == 0
+    value, seen_M = found.loss(policy, batch)
+    value.backward()
+    assert value.item() == 0.0 and seen_M.shape == (0,)

@@ -26,7 +26,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}
 
 @pytest.fixture(scope="module")
 def policies(tiny_policy: Callable) -> dict[tuple[str, torch.dtype], Policy]:
-    return {(family, dtype): tiny_policy(family, dtype=dtype, scale=1.5) for family in ("gpt2", "llama") for dtype in TOLERANCE}
+    return {(family, dtype): tiny_policy(family, dtype=dtype, scale=1.0) for family in ("gpt2", "llama") for dtype in TOLERANCE}
 
 
 @pytest.fixture

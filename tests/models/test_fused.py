@@ -1,4 +1,4 @@
-"""Fused forms against transformers' own modules: values, gradients, precision, and that nothing stays behind."""
+"""Fused forms against transformers own modules: values, gradients, precision, and that nothing stays behind."""
 
 from __future__ import annotations
 

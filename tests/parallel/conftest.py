@@ -31,6 +31,7 @@ class Ranks:
                 env=os.environ
                 | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
                 | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+                cwd=HERE,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
