@@ -114,7 +114,7 @@ def test_light_commands_import_no_torch(arguments: list[str]) -> None:
 
 def test_train_passes_everything_on(calls: list) -> None:
     assert cli.main(["train", "r.yaml", "steps=4", "--dry-run", "--quiet"]) == 0
-    assert calls == [("train", ("r.yaml", ["steps=4"]), {"dry_run": True, "fresh": False, "quiet": True})]
+    assert calls == [("train", ("r.yaml", ["steps=4"]), {"dry_run": True, "fresh": False, "quiet": True, "timeout": 1800})]
 
 
 def test_overrides_may_stand_behind_options(calls: list) -> None:

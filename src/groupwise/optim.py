@@ -126,7 +126,8 @@ class Optimizer:
     def _publish(self) -> None:
         if self.lower:
             with torch.no_grad():
-                torch._foreach_copy_([parallel.own(p) for p in self.parameters], [parallel.own(m) for m in self.masters])
+                own, masters = map(parallel.own, self.parameters), map(parallel.own, self.masters)
+                torch._foreach_copy_(list(own), list(masters))  # type: ignore[reportPrivateImportUsage]
 
     def _broken(self) -> list[str]:
         graded = ((n, m.grad) for n, m in zip(self.names, self.masters, strict=True) if m.grad is not None)

@@ -95,14 +95,11 @@ class GatheredEngine:
     def __init__(self, policy: ShardedPolicy, make: Callable[[Policy], Engine]) -> None:
         """make: the engine to sample with, given a plain policy."""
         self.policy, self.inner = policy, make(policy.plain)
-
-    @property
-    def version(self) -> int:
-        """See `engine.Engine`."""
-        return self.inner.version
+        self.version = self.inner.version
 
     def set_version(self, version: int) -> None:
         """See `engine.Engine`."""
+        self.version = version
         self.inner.set_version(version)
 
     def generate(
