@@ -19,15 +19,18 @@ from groupwise import online
 from groupwise.algorithms import resolve
 from groupwise.clock import Clock
 from groupwise.data.demonstrations import Demonstration
+from groupwise.data.pairs import Pair
+from groupwise.models.heads import load_scorer
 from groupwise.models.policy import Policy, make_policy, read_blueprint
-from groupwise.offline import SFT, demonstration_samples, train_offline
+from groupwise.offline import SFT, Objective, train_offline
 from groupwise.online import policy_loss, train_online, weigh, with_reference
 from groupwise.optim import Optimizer
 from groupwise.packing import pack, unpack
+from groupwise.preferences import reward_objective
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored, Step
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native import NativeEngine
-from groupwise.settings import GroupSettings, ModelSettings, OptimizerSettings, RewardSettings
+from groupwise.settings import GroupSettings, ModelSettings, OptimizerSettings, RewardModelSettings, RewardSettings
 
 STEPS = 10**6
 
@@ -47,6 +50,8 @@ def load(work: Workload, folder: Path) -> Policy:
     dtype = "autocast" if work.dtype == "bfloat16" else "float32"
     settings = ModelSettings(path=str(folder), dtype=dtype, device="cpu")  # type: ignore[arg-type]
     blueprint = read_blueprint(settings, tokenizer_of(folder))
+    if work.objective == "reward":
+        return load_scorer(settings, blueprint)
     policy = make_policy(blueprint.load(), blueprint.tokenizer, settings)
     return replace(policy, eos_ids=(work.vocab,)) if work.online else policy
 
@@ -84,8 +89,8 @@ class Ours:
             samples = self._samples(found)
             value, seen = self._gradients(samples, partial(policy_loss, algorithm=self.algorithm, entropy_tokens=1.0))
         else:
-            samples = demonstration_samples(self._demonstrations())
-            value, seen = self._gradients(samples, SFT.loss)
+            objective, rows = self._rows()
+            value, seen = self._gradients(objective.samples(rows), objective.loss, whole_groups=objective.whole_groups)
         torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), 1.0)
         difference = total = 0.0
         with np.load(found["gradients"]) as theirs:
@@ -141,10 +146,10 @@ class Ours:
 
     def _offline(self) -> Iterator[Step]:
         settings = optimizer_settings(self.work)
-        rows = self._demonstrations()
+        objective, rows = self._rows()
         return train_offline(
             self.policy,
-            SFT,
+            objective,
             draw=lambda count: rows,
             optimizer=Optimizer(self.policy.model, settings, STEPS),
             budget=settings.tokens_per_microbatch,
@@ -152,10 +157,16 @@ class Ours:
             steps=STEPS,
         )
 
-    def _demonstrations(self) -> list[Demonstration]:
+    def _rows(self) -> tuple[Objective[Any], list[Any]]:
+        """The data-set objective and the rows of every step."""
         work = self.work
-        rows = zip(work.prompt_ids(), work.completion_ids(), strict=True)
-        return [Demonstration(id=str(i), prompt=prompt, completion=completion) for i, (prompt, completion) in enumerate(rows)]
+        prompts, completions = work.prompt_ids(), work.completion_ids()
+        if work.objective == "reward":
+            pairs = zip(prompts, completions[::2], completions[1::2], strict=True)
+            rows: list[Any] = [Pair(id=str(i), prompt=p, chosen=c, rejected=r) for i, (p, c, r) in enumerate(pairs)]
+            return reward_objective(RewardModelSettings()), rows
+        demonstrations = zip(prompts, completions, strict=True)
+        return SFT, [Demonstration(id=str(i), prompt=p, completion=c) for i, (p, c) in enumerate(demonstrations)]
 
     def _samples(self, found: dict[str, Any]) -> list[Sample]:
         """TRL's completions as weighted samples; its log-probs stand for the sampler's, as in its own loss."""
@@ -181,10 +192,10 @@ class Ours:
         groups = with_reference(groups, self.reference, 1 << 20)
         return weigh(groups, self.algorithm.credit(groups), self.algorithm)
 
-    def _gradients(self, samples: list[Sample], loss: Any) -> tuple[float, list[np.ndarray]]:
+    def _gradients(self, samples: list[Sample], loss: Any, **how: Any) -> tuple[float, list[np.ndarray]]:
         seen = [np.zeros(sample.completion.size) for sample in samples]
         total = 0.0
-        for batch in pack(samples, optimizer_settings(self.work).tokens_per_microbatch):
+        for batch in pack(samples, optimizer_settings(self.work).tokens_per_microbatch, **how):
             value, seen_M = loss(self.policy, batch=batch)
             value.backward()
             total += float(value)

@@ -210,7 +210,7 @@ def _sft(work: Workload, folder: Path, scratch: Path, conductor: Conductor) -> T
 def _reward(work: Workload, folder: Path, scratch: Path, conductor: Conductor) -> Trainer:
     sides = work.completion_ids()
     data = [
-        {"prompt": text_of(prompt), "chosen": " " + text_of(chosen[:-1]), "rejected": " " + text_of(rejected[:-1])}
+        {name: [*map(int, prompt), *map(int, side)] for name, side in (("chosen_ids", chosen), ("rejected_ids", rejected))}
         for prompt, chosen, rejected in zip(work.prompt_ids(), sides[::2], sides[1::2], strict=True)
     ]
     config = RewardConfig(**_settings(work, scratch), model_init_kwargs={"dtype": "float32"})

@@ -94,9 +94,7 @@ class Workload:
 SHAPES: dict[str, Workload] = {
     "S": Workload(),
     "M": Workload(hidden=512, layers=7, heads=8, kv_heads=4, vocab=8192, prompt=128, completion=128, prompts=4),
-    "L": Workload(
-        family="gpt2", hidden=768, layers=12, heads=12, kv_heads=None, vocab=50257, prompt=64, completion=128, prompts=2
-    ),
+    "L": Workload(family="gpt2", hidden=768, layers=12, heads=12, kv_heads=None, vocab=50257, prompt=64, completion=128, prompts=2),
 }
 """S 3M, M 25M, L 124M parameters."""
 
@@ -142,6 +140,7 @@ def model_folder(work: Workload, parent: Path) -> Path:
     from groupwise.settings import ScratchSettings
 
     shape = [work.family, work.hidden, work.layers, work.heads, work.kv_heads, work.vocab, work.prompt, work.completion, work.seed]
+    shape.append(work.objective == "reward")
     folder = parent / hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:12]
     if folder.exists():
         return folder
@@ -159,6 +158,10 @@ def model_folder(work: Workload, parent: Path) -> Path:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, model_max_length=context)
+    if work.objective == "reward":
+        from groupwise.models.heads import add_head
+
+        model = add_head(model, fast, (0,), "last", work.seed)
     model.save_pretrained(folder)
     fast.save_pretrained(folder)
     return folder

@@ -139,9 +139,15 @@ def test_before_the_first_step_dpo_sees_no_difference(tiny_policy: Callable[...,
 def test_the_process_reward_model_learns_step_labels(scorer: Callable[..., Policy], budget: int) -> None:
     policy = scorer("steps")
     rows = [
-        Solution(id="0", prompt=np.array([7, 8]), completion=np.array([9, 9, 6, 1]), ends=np.array([1, 3]), labels=np.array([1, 0.0])),
+        Solution(
+            id="0",
+            prompt=np.array([7, 8]),
+            completion=np.array([9, 9, 6, 1]),
+            ends=np.array([1, 3]),
+            labels=np.array([1.0, 0.0]),
+        ),
         Solution(id="1", prompt=np.array([5]), completion=np.array([6, 1]), ends=np.array([1]), labels=np.array([0.25])),
-    ]  # fmt: skip
+    ]
     ours = packed_gradient(policy, PROCESS, rows, budget)
     loss = torch.zeros((), dtype=torch.float64)
     with plain_attention(policy.model):
