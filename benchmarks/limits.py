@@ -70,7 +70,7 @@ def ceilings(work: Workload, rows: int, few: int, vocabulary: int) -> dict[str, 
 
 
 def update_flops(work: Workload, body: int) -> dict[str, float]:
-    """GFLOP of the update's forward and backward passes by kind, dead groups left out; `body`: parameters but embeddings and head."""
+    """GFLOP of the update's forward and backward passes by kind, dead groups left out.  `body`: parameters of the blocks."""
     lengths = work.schedule()[~work.dead_prompts()]
     prompts, own = lengths.shape[0], lengths.sum()
     positions = prompts * (work.prompt - 1) + own

@@ -89,13 +89,18 @@ def _generate(work: Workload, folder: Path) -> Callable[[], dict[str, float]]:
 
 def _continuous(work: Workload, folder: Path) -> Callable[[], dict[str, float]]:
     from transformers import GenerationConfig
+    from transformers.generation import ContinuousBatchingConfig
 
     model = _model(work, folder)
+    # By default it takes most of the machine's memory for its cache.
+    batching = ContinuousBatchingConfig(max_memory_percent=0.1)
     config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=work.completion, eos_token_id=-1, pad_token_id=1)
 
     def run() -> dict[str, float]:
         start = time.process_time()
-        outputs = model.generate_batch(_inputs(work).tolist(), generation_config=config, progress_bar=False)
+        outputs = model.generate_batch(
+            _inputs(work).tolist(), generation_config=config, continuous_batching_config=batching, progress_bar=False
+        )
         return {"tokens": sum(len(o.generated_tokens) for o in outputs.values()), "seconds": time.process_time() - start}
 
     return run
@@ -172,7 +177,10 @@ def main() -> None:
         for turn in range(options.rounds + 1):
             for name, connection in list(live.items()):
                 connection.send("run")
-                found = connection.recv()
+                try:
+                    found = connection.recv()
+                except EOFError:
+                    found = "its process was killed, most likely for its memory"
                 if isinstance(found, str):
                     print(f"{name}: left out ({found})")
                     del live[name]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,9 +56,7 @@ def test_rotary_equals_transformers_and_its_backward_turns_back() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3", "gemma2", "mixtral"])
-def test_a_fused_model_has_the_same_states_and_gradients(
-    family: str, tiny_policy: Callable, random_samples: Callable
-) -> None:
+def test_a_fused_model_has_the_same_states_and_gradients(family: str, tiny_policy: Callable, random_samples: Callable) -> None:
     policy = tiny_policy(family, scale=3.0)
     (batch,) = pack(random_samples(), 10_000)
     slope: Tensor | None = None
@@ -89,7 +89,7 @@ def test_known_modules_are_changed_inside_and_only_there(family: str, tiny_polic
             assert names() == inside
         assert names() == inside
     assert names() == set()
-    assert len(inside) == (2 if family == "gpt2" else 2 * 3 + 1)
+    assert len(inside) == (2 * 2 if family == "gpt2" else 2 * 4 + 1)
 
 
 def test_modules_of_other_classes_keep_their_forward(tiny_policy: Callable) -> None:
@@ -101,6 +101,37 @@ def test_modules_of_other_classes_keep_their_forward(tiny_policy: Callable) -> N
     with fused_modules(model):
         assert "forward" not in vars(model.model.layers[0].input_layernorm)
         assert "forward" in vars(model.model.layers[1].input_layernorm)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2"])
+def test_what_is_frozen_gets_no_gradient(family: str, tiny_policy: Callable, random_samples: Callable) -> None:
+    policy = tiny_policy(family)
+    frozen = {name for name, _ in policy.model.named_parameters() if "mlp" in name and ("up" in name or "c_fc.weight" in name)}
+    for name, parameter in policy.model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    (batch,) = pack(random_samples(), 10_000)
+    with fused_modules(policy.model):
+        policy.forward(batch).hidden_PD.square().sum().backward()
+    assert frozen
+    assert {name for name, parameter in policy.model.named_parameters() if parameter.grad is None} == frozen
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2"])
+def test_autocast_gradients_are_as_close_to_float32_as_the_modules_own(
+    family: str, tiny_policy: Callable, random_samples: Callable
+) -> None:
+    policy = tiny_policy(family, scale=3.0)
+    lower = replace(policy, autocast=True)
+    (batch,) = pack(random_samples(), 10_000)
+    found: list[Tensor] = []
+    for who, manager in ((policy, nullcontext()), (lower, nullcontext()), (lower, fused_modules(policy.model))):
+        policy.model.zero_grad()
+        with manager:
+            hidden = who.forward(batch).hidden_PD
+            hidden.backward(torch.linspace(-1, 1, hidden.numel()).view_as(hidden).to(hidden.dtype))
+        found.append(torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]))
+    exact, modules, fused = found
+    assert relative(fused, exact) < 1.2 * relative(modules, exact) + 1e-3
 
 
 def test_under_autocast_norms_hand_on_what_products_take_but_the_last_does_not_round(tiny_policy: Callable) -> None:

@@ -2,10 +2,11 @@
 
 Between its matrix products a block reads and writes activations many times: a rotary RMSNorm model spends 15 % of an update there,
 GPT-2 as much in its composed GELU.  While `fused_modules` is open, modules of known classes run the forms below, which save less
-for the backward pass and, under autocast, hand the products their lower precision at once.  Parameters, classes and names stay as
+for the backward pass (of an MLP a third less: what is between its products is made again) and, under autocast, hand the products
+their lower precision at once.  Parameters, classes and names stay as
 they are; modules of other classes, and whatever has a `forward` of its own already, are left alone.
 
-T positions of a stream   D width   H heads   W head width
+T positions of a stream   D width   H heads   W head width   I inner width of an MLP
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.activations import NewGELUActivation
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
-from transformers.models.mistral.modeling_mistral import MistralAttention, MistralRMSNorm
+from transformers.activations import NewGELUActivation, SiLUActivation
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralAttention, MistralMLP, MistralRMSNorm
 from transformers.models.mixtral.modeling_mixtral import MixtralAttention, MixtralRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP, Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3RMSNorm
+from transformers.pytorch_utils import Conv1D
 
 from groupwise.models.attention import NAME, packed_attention
 
@@ -94,6 +97,72 @@ class Rotary(torch.autograd.Function):
         return out_HTW.to(grad_HTW.dtype), None, None
 
 
+class GatedMLP(torch.autograd.Function):
+    """`down(silu(gate x) * up x)`.  Saves x and the two products; the activations are made again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, gate_ID: Tensor, up_ID: Tensor, down_DI: Tensor) -> Tensor:
+        gate_TI, up_TI = x_TD @ _like(gate_ID, x_TD).T, x_TD @ _like(up_ID, x_TD).T
+        ctx.save_for_backward(x_TD, gate_TI, up_TI, gate_ID, up_ID, down_DI)
+        return F.silu(gate_TI).mul_(up_TI) @ _like(down_DI, x_TD).T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, gate_TI, up_TI, gate_ID, up_ID, down_DI = ctx.saved_tensors
+        needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad
+        grad_TD = grads[0]
+        open_TI = F.silu(gate_TI)
+        grad_down_DI = _slope(grad_TD, open_TI * up_TI, down_DI) if needs_down else None
+        grad_TI = grad_TD @ _like(down_DI, x_TD)
+        grad_up_TI = open_TI.mul_(grad_TI)
+        grad_gate_TI = torch.ops.aten.silu_backward(grad_TI.mul_(up_TI), gate_TI)
+        grad_x_TD = (grad_gate_TI @ _like(gate_ID, x_TD)).addmm_(grad_up_TI, _like(up_ID, x_TD)) if needs_x else None
+        grad_gate_ID = _slope(grad_gate_TI, x_TD, gate_ID) if needs_gate else None
+        return grad_x_TD, grad_gate_ID, _slope(grad_up_TI, x_TD, up_ID) if needs_up else None, grad_down_DI
+
+
+class PlainMLP(torch.autograd.Function):
+    """`gelu(x A + a) B + b` with GELU's tanh form (GPT-2).  Saves x and the first product."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, in_DI: Tensor, in_I: Tensor, out_ID: Tensor, out_D: Tensor) -> Tensor:
+        inner_TI = torch.addmm(_like(in_I, x_TD), x_TD, _like(in_DI, x_TD))
+        ctx.save_for_backward(x_TD, inner_TI, in_DI, in_I, out_ID, out_D)
+        return torch.addmm(_like(out_D, x_TD), F.gelu(inner_TI, approximate="tanh"), _like(out_ID, x_TD))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, inner_TI, in_DI, in_I, out_ID, out_D = ctx.saved_tensors
+        needs_x, needs_in, needs_in_bias, needs_out, needs_out_bias = ctx.needs_input_grad
+        grad_TD = grads[0]
+        grad_out_ID = _slope(F.gelu(inner_TI, approximate="tanh"), grad_TD, out_ID) if needs_out else None
+        grad_TI = torch.ops.aten.gelu_backward(grad_TD @ _like(out_ID, x_TD).T, inner_TI, approximate="tanh")
+        return (
+            grad_TI @ _like(in_DI, x_TD).T if needs_x else None,
+            _slope(x_TD, grad_TI, in_DI) if needs_in else None,
+            grad_TI.sum(0).to(in_I.dtype) if needs_in_bias else None,
+            grad_out_ID,
+            grad_TD.sum(0).to(out_D.dtype) if needs_out_bias else None,
+        )
+
+
+def _like(weight: Tensor, x: Tensor) -> Tensor:
+    """A weight in the type of what it multiplies: under autocast a copy that lives for one product."""
+    return weight.to(x.dtype)
+
+
+def _slope(left_TN: Tensor, right_TM: Tensor, weight_NM: Tensor) -> Tensor:
+    """Gradient of a weight, in its own type."""
+    return (left_TN.T @ right_TM).to(weight_NM.dtype)
+
+
+def _flat(hidden_states: Tensor) -> Tensor:
+    """(T, D) in the type that products run in."""
+    device = hidden_states.device.type
+    lower = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
+    return hidden_states.flatten(0, -2).to(lower)
+
+
 def _norm(self: Any, hidden_states: Tensor) -> Tensor:
     device = hidden_states.device.type
     lower = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
@@ -103,6 +172,24 @@ def _norm(self: Any, hidden_states: Tensor) -> Tensor:
 def _last_norm(self: Any, hidden_states: Tensor) -> Tensor:
     # It feeds heads of any precision, so it does not round for a product.
     return RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon, hidden_states.dtype)  # type: ignore[return-value]
+
+
+def _gated_mlp(self: Any, hidden_states: Tensor) -> Tensor:
+    projections = (self.gate_proj, self.up_proj, self.down_proj)
+    plain = all(type(linear) is nn.Linear and linear.bias is None and not linear._forward_hooks for linear in projections)
+    if not plain or type(self.act_fn) not in (nn.SiLU, SiLUActivation):
+        return type(self).forward(self, hidden_states)
+    out_TD = GatedMLP.apply(_flat(hidden_states), *(linear.weight for linear in projections))
+    return out_TD.view_as(hidden_states)  # type: ignore[union-attr]
+
+
+def _plain_mlp(self: Any, hidden_states: Tensor) -> Tensor:
+    products = (self.c_fc, self.c_proj)
+    plain = all(type(product) is Conv1D and not product._forward_hooks for product in products)
+    if not plain or type(self.act) is not NewGELUActivation:
+        return type(self).forward(self, hidden_states)
+    parameters = (parameter for product in products for parameter in (product.weight, product.bias))
+    return self.dropout(PlainMLP.apply(_flat(hidden_states), *parameters).view_as(hidden_states))  # type: ignore[union-attr]
 
 
 def _gelu(self: Any, input: Tensor) -> Tensor:
@@ -137,5 +224,7 @@ def _rotary_attention(
 _FORMS: dict[type[nn.Module], Callable[..., Any]] = {
     **dict.fromkeys((LlamaRMSNorm, MistralRMSNorm, MixtralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm), _norm),
     **dict.fromkeys((LlamaAttention, MistralAttention, MixtralAttention, Qwen2Attention, Qwen3Attention), _rotary_attention),
+    **dict.fromkeys((LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP), _gated_mlp),
+    GPT2MLP: _plain_mlp,
     NewGELUActivation: _gelu,
 }
