@@ -272,3 +272,15 @@ def test_the_module_is_the_command() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("ConfigError: no such recipe 'nosuch.yaml'")
     assert "Traceback" not in done.stderr
+
+
+def test_overrides_may_stand_behind_options() -> None:
+    from groupwise.cli import _parse
+
+    given = _parse(["train", "demo", "seed=1", "--dry-run", "steps=3"])
+    assert given.dry_run
+    assert given.overrides == ["seed=1", "steps=3"]
+    with pytest.raises(SystemExit):
+        _parse(["train", "demo", "--dryrun", "steps=3"])
+    with pytest.raises(SystemExit):
+        _parse(["runs", "a", "b"])

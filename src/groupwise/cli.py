@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Errors of Groupwise print one short message to stderr; `--debug` adds the traceback.
     """
-    given = _parser().parse_args(arguments)
+    given = _parse(arguments)
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         return given.run(given)
@@ -57,6 +57,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 # ---------------------------------------------------------------- what can be typed
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; overrides may stand behind options too, where argparse by itself would not look for them."""
+    parser = _parser()
+    given, rest = parser.parse_known_args(arguments)
+    unknown = [text for text in rest if text.startswith("-") or "overrides" not in vars(given)]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        given.overrides = [*given.overrides, *rest]
+    return given
 
 
 def _parser() -> argparse.ArgumentParser:
