@@ -1,6 +1,6 @@
 """docs/performance.md from benchmarks/results/*.json: nothing on that page is typed in.
 
-    python benchmarks/report.py
+python benchmarks/report.py
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md
 INTRO = """\
 # Performance
 
-Made by `python benchmarks/report.py` from `benchmarks/results/`; each row was written by `benchmarks/vs_trl.py`, which runs Groupwise
-and TRL 1.16's own trainer in turn (A B A B), on the same model file, prompts and completion lengths, after both gave the same
-log-probs and gradients for the same completions. A ratio is TRL's median over ours: 3 means three times as fast, or a third of the
-memory. `wall` is elapsed time, `cpu` processor time of all threads: on a machine that does other things at the same time the
+Made by `python benchmarks/report.py` from `benchmarks/results/`; each row was written by `benchmarks/vs_trl.py`, which runs
+Groupwise and TRL 1.16's own trainer in turn (A B A B), on the same model file, prompts and completion lengths, after both gave the
+same log-probs and gradients for the same completions. A ratio is TRL's median over ours: 3 means three times as fast, or a third
+of the memory. `wall` is elapsed time, `cpu` processor time of all threads: on a machine that does other things at the same time the
 steadier of the two. `load` is the machine's load when the run began; above the number of cores the figures are rough.
 """
 
@@ -44,7 +44,9 @@ def row(found: dict[str, Any]) -> str:
 def page() -> str:
     """The whole page."""
     results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("vs_trl_*.json"))]
-    machines = sorted({f"{m['cpu']}, {m['cpus']} cores, torch {m['torch']}, TRL {m['trl']}, {m['date']}" for m in (r["machine"] for r in results)})
+    machines = sorted(
+        {f"{m['cpu']}, {m['cpus']} cores, torch {m['torch']}, TRL {m['trl']}, {m['date']}" for m in (r["machine"] for r in results)}
+    )
     head = (
         "| objective | model | a step | type | beta | dead | threads | step wall / cpu | rollout | update | memory | pairs | load |"
     )

@@ -1,6 +1,7 @@
 """Makes what the documentation repeats of the code: `python docs/generate.py` (part of `make docs`).
 
-A whole page (algorithms.md), the README's tree, and tables between `<!-- made: NAME -->` and `<!-- end -->` in pages that are otherwise written.
+A whole page (algorithms.md), the README's tree, and tables between `<!-- made: NAME -->` and `<!-- end -->` in pages that are
+otherwise written.
 """
 
 from __future__ import annotations
@@ -154,11 +155,46 @@ def explain_block() -> str:
     return f"```console\n$ groupwise explain\n{render(work())}\n```"
 
 
-RIVER = (
-    "records errors settings strict_yaml schema config validation clock objective data rewards models rollout packing parallel optim "
-    "scoring updating algorithms metrics online offline objectives preferences baselines evaluate plan jobs runlog checkpoint progress "
-    "card run use rescore check explain cli"
-).split()
+RIVER = [
+    "records",
+    "errors",
+    "settings",
+    "strict_yaml",
+    "schema",
+    "config",
+    "validation",
+    "clock",
+    "objective",
+    "data",
+    "rewards",
+    "models",
+    "rollout",
+    "packing",
+    "parallel",
+    "optim",
+    "scoring",
+    "updating",
+    "algorithms",
+    "metrics",
+    "online",
+    "offline",
+    "objectives",
+    "preferences",
+    "baselines",
+    "evaluate",
+    "plan",
+    "jobs",
+    "runlog",
+    "checkpoint",
+    "progress",
+    "card",
+    "run",
+    "use",
+    "rescore",
+    "check",
+    "explain",
+    "cli",
+]
 """The order of the README's tree: as data flows."""
 
 

@@ -67,7 +67,7 @@ def tiny_policy() -> Callable[..., Policy]:
 
 @pytest.fixture
 def random_samples() -> Callable[..., list[Sample]]:
-    """`random_samples(groups, size, seed)`: ragged groups with completions of 1 to `longest` tokens and ragged prompts from 1 token."""
+    """`random_samples(groups, size, seed)`: ragged groups, completions of 1 to `longest` tokens, ragged prompts from 1 token."""
 
     def make(
         groups: int = 3, size: int = 4, seed: int = 0, vocabulary: int = 60, longest: int = 12, temperature: float = 0.7

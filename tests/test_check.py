@@ -59,7 +59,9 @@ def test_p11_a_scorer_at_another_temperature_is_found(check: Callable, monkeypat
 
     genuine = scoring.chosen_logprobs
     monkeypatch.setattr(
-        scoring, "chosen_logprobs", lambda h, head, t, temperature, *rest, **kw: genuine(h, head, t, torch.ones_like(temperature), *rest, **kw)
+        scoring,
+        "chosen_logprobs",
+        lambda h, head, t, temperature, *rest, **kw: genuine(h, head, t, torch.ones_like(temperature), *rest, **kw),
     )
     status, text = check()
     assert status == 1

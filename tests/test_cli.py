@@ -117,7 +117,7 @@ def test_train_passes_everything_on(calls: list) -> None:
     assert calls == [("train", ("r.yaml", ["steps=4"]), {"dry_run": True, "fresh": False, "quiet": True, "timeout": 1800})]
 
 
-def test_overrides_may_stand_behind_options(calls: list) -> None:
+def test_what_stands_behind_an_override_is_passed_on(calls: list) -> None:
     assert cli.main(["train", "r.yaml", "steps=4", "--fresh"]) == 0
     assert calls[0][2]["fresh"] is True
 

@@ -58,7 +58,7 @@ def metrics(folder: Path) -> list[dict]:
 
 
 def test_p43_p44_straight_equals_interrupted_at_every_step_bit_for_bit(recipe: Callable, tmp_path: Path) -> None:
-    """Also into the second epoch (64 rows less held-out ones, 4 a step, would be long: 8 rows are used), with mu and minibatches."""
+    """Also into the second epoch (8 rows are used: 64 less held-out ones, 4 a step, would be long), with mu and minibatches."""
     changes = GRPO | {
         "group": {"prompts_per_step": 4, "group_size": 3, "updates_per_rollout": 2, "minibatches": 2},
         "data": {"limit": 8},
@@ -208,7 +208,9 @@ def test_p05_a_step_says_more_than_a_loss_of_zero(recipe: Callable) -> None:
 def test_bad_recipes_die_in_one_sentence(
     changes: dict, error: type[Exception], says: str, recipe: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    merged = {key: GRPO.get(key, {}) | value if isinstance(value, dict) and key in GRPO else value for key, value in changes.items()}
+    merged = {
+        key: GRPO.get(key, {}) | value if isinstance(value, dict) and key in GRPO else value for key, value in changes.items()
+    }
     with pytest.raises(error, match=says):
         list(train(load_recipe(recipe(name="bad", **(GRPO | merged)))))
 

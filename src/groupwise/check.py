@@ -23,7 +23,7 @@ from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.evaluate import RIGHT
 from groupwise.jobs import Job, make_job, sampling_of
 from groupwise.models.attention import plain_attention
-from groupwise.models.policy import Policy
+from groupwise.models.policy import Policy, embedding_rows
 from groupwise.progress import safe
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
 from groupwise.rewards.compose import Rewards, build_rewards
@@ -101,7 +101,7 @@ def check_stage(recipe: Recipe) -> Iterator[Finding]:
 
 def _tokenizer(policy: Policy) -> Iterator[Finding]:
     tokenizer = policy.tokenizer
-    rows = policy.model.get_input_embeddings().weight.shape[0]
+    rows = embedding_rows(policy.model)
     names = ", ".join(f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in policy.eos_ids)
     yield Finding("EOS", True, f"a completion ends with {names}; it is sampled, scored and trained like every other token")
     pad = tokenizer.pad_token_id
@@ -154,7 +154,14 @@ def _written(prompt: Prompt, text: str) -> Rollout:
     """A completion that was never sampled, for the reward functions to look at."""
     nothing = np.zeros(0, dtype=np.int64)
     return Rollout(
-        prompt=prompt, index=0, tokens=nothing, behavior_logp=np.zeros(0), finish=Finish.STOP, eos_ids=(), sampling=Sampling(), text=text
+        prompt=prompt,
+        index=0,
+        tokens=nothing,
+        behavior_logp=np.zeros(0),
+        finish=Finish.STOP,
+        eos_ids=(),
+        sampling=Sampling(),
+        text=text,
     )  # fmt: skip
 
 
@@ -170,7 +177,9 @@ def _samples(recipe: Recipe, job: Job, rewards: Rewards, prompts: Sequence[Promp
     scored = score(policy, samples, budget=budget).logp
     limit = GAP.get(torch.bfloat16 if policy.autocast else policy.dtype, 0.25)
     how = f"temperature {sampling.temperature:g}" + (", over the truncated support" if sampling.truncates else "")
-    yield _agree("log-probs", [r.behavior_logp for r in rollouts], scored, limit, f"sampled = scored at {how}", "the engine and the scorer")
+    yield _agree(
+        "log-probs", [r.behavior_logp for r in rollouts], scored, limit, f"sampled = scored at {how}", "the engine and the scorer"
+    )
     alone = [score(policy, [sample], budget=budget).logp[0] for sample in samples]
     yield _agree("batching", alone, scored, limit, "scores do not depend on what else is in the batch", "batched and single scores")
     unshared = score(replace(policy, attention="packed"), samples, budget=budget).logp if policy.attention == "shared" else alone
@@ -216,7 +225,10 @@ def _spread(groups: Sequence[Scored]) -> Iterator[Finding]:
     if np.isnan(rewards).all():
         yield Finding("rewards", False, "every completion is unscorable: all reward functions said None")
         return
-    says = f"mean {np.nanmean(rewards):.3f}, from {np.nanmin(rewards):.3g} to {np.nanmax(rewards):.3g}; {dead} of {len(groups)} groups without differences"
+    spread = f"mean {np.nanmean(rewards):.3f}, from {np.nanmin(rewards):.3g} to {np.nanmax(rewards):.3g}"
+    says = f"{spread}; {dead} of {len(groups)} groups without differences"
     if dead == len(groups):
-        says += ": nothing to learn from them; use easier (or harder) prompts, a better start, a larger group_size, or a finer reward"
+        says += (
+            ": nothing to learn from them; use easier (or harder) prompts, a better start, a larger group_size, or a finer reward"
+        )
     yield Finding("rewards", None if dead == len(groups) else True, says)

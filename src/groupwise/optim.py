@@ -112,8 +112,9 @@ class Optimizer:
         broken = [] if finite else self._broken()
         self.clear()
         if self.nonfinite >= self.settings.max_nonfinite_steps:
+            first = ", ".join(broken) or "overflow of the norm"
             raise Diverged(
-                f"the gradient was not finite {self.nonfinite} steps in a row (first of them: {', '.join(broken) or 'overflow of the norm'}); "
+                f"the gradient was not finite {self.nonfinite} steps in a row (first of them: {first}); "
                 "lower optimizer.lr, or look at the last rollouts"
             )
         return Taken(norm, lr, not finite)

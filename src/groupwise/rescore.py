@@ -17,8 +17,8 @@ import numpy as np
 
 from groupwise.data.sources import Rows, read_rows
 from groupwise.errors import DataError
-from groupwise.rewards.calls import Completions
 from groupwise.rewards.compose import as_messages, build_rewards, combine
+from groupwise.rewards.find import Completions
 from groupwise.runlog import list_rollouts
 from groupwise.settings import RewardSettings
 
@@ -141,7 +141,7 @@ def _rows(path: Path) -> Rows:
     if path.is_dir() and (steps := list_rollouts(path)):
         return _recorded(read_rows(str(path / "rollouts" / f"{steps[-1]:06d}.parquet")))
     rows = read_rows(str(path))
-    return _recorded(rows) if len(rows) and RECORDED <= set(rows[0]) else rows
+    return _recorded(rows) if len(rows) and set(rows[0]) >= RECORDED else rows
 
 
 def _recorded(rows: Rows) -> Rows:

@@ -166,7 +166,7 @@ class RewardSettings:
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of a built-in, or extra keyword arguments of your own function."""
     timeout: Annotated[float, Gt(0.0)] | None = None
-    """Seconds after which a call counts as failed."""
+    """Seconds after which a call is stopped and counts as None; more than a tenth of the calls end the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -331,8 +331,8 @@ class Recipe:
     """One run: an objective, a model, data, and how long."""
 
     objective: Annotated[str, MinLen(1)]
-    """`sft`, `reward`, `dpo`, `prm` (a process reward model), or an online algorithm: grpo, dr_grpo, dapo, bnpo, gspo, luspo, cispo, sapo, vespo, gmpo, rloo,
-    reinforce_pp, gdpo."""
+    """`sft`, `reward`, `dpo`, `prm` (a process reward model), or an online algorithm: grpo, dr_grpo, dapo, bnpo, gspo, luspo,
+    cispo, sapo, vespo, gmpo, rloo, reinforce_pp, gdpo."""
     name: str = "run"
     """The run folder is `runs`/`name`."""
     runs: str = "runs"

@@ -1,7 +1,8 @@
 """One optimizer step: samples with their final weights -> packed micro-batches -> forward, backward, step.
 
-`assess` is the same without learning: what validation reports is what training minimises.  The same function serves every objective; what differs is the loss of a batch, which the objective brings.  `token_loss` is that
-of all objectives that are a sum over tokens (GRPO's family, SFT).
+`assess` is the same without learning: what validation reports is what training minimises.  The same function serves every
+objective; what differs is the loss of a batch, which the objective brings.  `token_loss` is that of all objectives that are a sum
+over tokens (GRPO's family, SFT).
 
 P positions and M trained positions of a micro-batch   D width
 """
@@ -26,7 +27,7 @@ from groupwise.records import Batch, Sample
 from groupwise.scoring import support_of
 
 BatchLoss = Callable[[Policy, Batch], tuple[Tensor, Tensor]]
-"""(policy, batch) -> (weighted loss of the batch, a differentiable scalar; a number for each trained position (M,), for the log)."""
+"""(policy, batch) -> (weighted loss of the batch, a differentiable scalar; a number per trained position (M,), for the log)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -93,7 +93,9 @@ def evaluate_checkpoint(
     if (data is None) == (task is None):
         raise ConfigError("say what to evaluate on: --data FILE or --task NAME")
     policy = load_policy(ModelSettings(path=model_folder(path), dtype=dtype))  # type: ignore[arg-type]
-    prompts = _prompts(policy, data, task, task_args or {}, max_new_tokens, limit, seed, columns or {}, template, system, chat, split)
+    prompts = _prompts(
+        policy, data, task, task_args or {}, max_new_tokens, limit, seed, columns or {}, template, system, chat, split
+    )
     functions = build_rewards([RewardSettings(function=reward)], columns=list(prompts[0].row), tokenizer=policy.tokenizer)
     sampling = Sampling(temperature=temperature, max_new_tokens=max_new_tokens)
     with functions:
@@ -156,9 +158,7 @@ def chat(path: str, *, temperature: float = 1.0, max_new_tokens: int = 256, seed
             return 0
         messages.append({"role": "user", "content": said})
         templated = bool(policy.tokenizer.chat_template)
-        text = (
-            policy.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) if templated else said
-        )
+        text = policy.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) if templated else said
         ids = policy.tokenizer(str(text), add_special_tokens=not templated)["input_ids"]
         sampling = Sampling(temperature=temperature, max_new_tokens=max_new_tokens)
         prompt = Prompt(id=f"chat/{turn}", tokens=np.asarray(ids, dtype=np.int64), text=str(text))

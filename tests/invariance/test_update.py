@@ -125,9 +125,7 @@ def test_gradient_checkpointing_changes_nothing(preset: str, policies: dict, gro
 
 
 @pytest.mark.parametrize("preset", ["dapo", "cispo", "vespo", "bnpo"])
-def test_p04_a_masked_row_is_a_removed_row_for_token_normalised_losses(
-    preset: str, policies: dict, scored_group: Callable
-) -> None:
+def test_p04_a_masked_row_is_a_removed_row_for_token_normalised_losses(preset: str, policies: dict, scored_group: Callable) -> None:
     policy = policies["llama", torch.float64]
     algorithm = replace(resolve(preset, VARIANTS["plain"], max_new_tokens=12), truncated="mask")
     full = scored_group([1.0, 0.0, 0.5, 0.2], [5, 12, 7, 3], eos=2, truncated=(1,), seed=9)
@@ -144,9 +142,7 @@ def test_p04_a_masked_row_is_a_removed_row_for_token_normalised_losses(
 def test_a_truncated_completion_keeps_its_attention_when_it_leaves_the_loss(policies: dict, groups: list[Scored]) -> None:
     """Masking is a weight of 0: what remains is scored exactly as before."""
     policy = policies["llama", torch.float64]
-    keep, mask = (
-        resolve("grpo", GroupSettings(group_size=4, truncated=how), max_new_tokens=12) for how in ("keep", "mask")
-    )
+    keep, mask = (resolve("grpo", GroupSettings(group_size=4, truncated=how), max_new_tokens=12) for how in ("keep", "mask"))
     kept, masked = prepare(policy, groups, keep), prepare(policy, groups, mask)
     assert len(kept) - len(masked) == 2
     weights = {id(sample.completion): sample.weight for sample in kept}

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
 from groupwise.errors import ConfigError
 from groupwise.models.attention import PackedAttention, explicit_attention, flex_block_mask, plain_attention
 from groupwise.models.policy import Policy, make_policy
@@ -14,7 +16,6 @@ from groupwise.objective.logprobs import head_logits, reference_logprobs
 from groupwise.packing import pack
 from groupwise.records import Layout, Sample
 from groupwise.settings import ModelSettings
-from torch import Tensor
 
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "gemma2", "mixtral")
 

@@ -78,7 +78,7 @@ def use_packed_attention(model: PreTrainedModel) -> None:
 @contextmanager
 def plain_attention(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """The model's own attention for ordinary calls (padded batches with masks, `generate`), restored afterwards."""
-    before = model.config._attn_implementation
+    before = str(model.config._attn_implementation)
     # eager is the one implementation that every architecture has and that knows soft caps and windows.
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     try:
@@ -162,9 +162,7 @@ class _Shared(torch.autograd.Function):
                     query[:, :, p0:p1], key[:, :, p0:p1], value[:, :, p0:p1], 0.0, True, scale=scale
                 )
             for a, b in members:
-                out[:, :, a:b], lse[:, :, a:b] = _flash(
-                    query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], 0.0, True, scale=scale
-                )
+                out[:, :, a:b], lse[:, :, a:b] = _flash(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], 0.0, True, scale=scale)
             if p1 > p0:
                 a, b = members[0][0], members[-1][1]
                 over_prefix, lse_prefix = _flash(query[:, :, a:b], key[:, :, p0:p1], value[:, :, p0:p1], 0.0, False, scale=scale)

@@ -27,7 +27,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
-from groupwise.models.policy import PROBE_TOLERANCE, Blueprint, Policy, is_scorer, make_policy, read_blueprint
+from groupwise.models.policy import PROBE_TOLERANCE, Blueprint, Policy, embedding_rows, is_scorer, make_policy, read_blueprint
 from groupwise.packing import pack, unpack
 from groupwise.records import Batch, Sample
 from groupwise.settings import ModelSettings
@@ -51,7 +51,7 @@ def add_head(
     config.eos_token_id = list(eos_ids) if len(eos_ids) > 1 else eos_ids[0]
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id in eos_ids:
         tokenizer.add_special_tokens({"pad_token": PAD})
-        if len(tokenizer) > causal.get_input_embeddings().weight.shape[0]:
+        if len(tokenizer) > embedding_rows(causal):
             causal.resize_token_embeddings(len(tokenizer), mean_resizing=False)
             config.vocab_size = causal.config.vocab_size
     config.pad_token_id = tokenizer.pad_token_id
@@ -158,7 +158,8 @@ def readout(group: str, prompt: np.ndarray, completion: np.ndarray, weight: np.n
 def head_scores(policy: Policy, hidden_MD: Tensor) -> Tensor:
     """The head's number for each state (M,), at least float32, differentiable."""
     with policy.precision():
-        score_M = policy.model.score(hidden_MD)[:, 0]
+        head: Any = policy.model.score
+        score_M = head(hidden_MD)[:, 0]
     return score_M.to(torch.promote_types(score_M.dtype, torch.float32))
 
 

@@ -87,7 +87,8 @@ class Policy:
 
         A model with a score head has no other; its language-model head is its embedding, where its config ties them.
         """
-        config, output = self.model.config, self.model.get_output_embeddings()
+        config = self.model.config
+        output: Any = self.model.get_output_embeddings()
         if output is None:
             if not config.tie_word_embeddings:
                 raise ConfigError(f"{type(self.model).__name__} has no language-model head, and its embedding is not tied to one")
@@ -283,11 +284,13 @@ def make_policy(
     """
     settings = settings or ModelSettings()
     if probe and is_scorer(model.config.to_dict()):
-        raise ConfigError(f"{model.config.name_or_path or 'the model'} is a reward model, not a language model: it cannot be a policy")
+        raise ConfigError(
+            f"{model.config.name_or_path or 'the model'} is a reward model, not a language model: it cannot be a policy"
+        )
     if settings.chat_template is not None:
         template = Path(settings.chat_template)
         tokenizer.chat_template = template.read_text() if template.suffix == ".jinja" else settings.chat_template
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = embedding_rows(model)
     size = len(tokenizer)
     if size > rows:
         raise DataError(
@@ -318,6 +321,13 @@ def make_policy(
     return policy
 
 
+def embedding_rows(model: PreTrainedModel) -> int:
+    """How many token ids the model's embedding has rows for; often more than the tokenizer has tokens."""
+    weight_VD = model.get_input_embeddings().weight
+    assert isinstance(weight_VD, Tensor)
+    return weight_VD.shape[0]
+
+
 def resolve_device(settings: ModelSettings) -> torch.device:
     """The device that `model.device` names.  Raises ConfigError for `cuda` on a machine without one."""
     if settings.device == "cuda" and not torch.cuda.is_available():
@@ -332,7 +342,7 @@ def eos_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerB
     """
     found: set[int] = set()
     for value in (generation.eos_token_id if generation else None, tokenizer.eos_token_id):
-        found |= set() if value is None else set(value if isinstance(value, (list, tuple)) else [value])
+        found.update(int(token) for token in (value if isinstance(value, (list, tuple)) else [value]) if token is not None)
     if not found:
         raise DataError(
             "neither the tokenizer nor the generation config names an EOS token: no completion could ever end; "
@@ -380,9 +390,11 @@ def _probe(policy: Policy) -> None:
     calls: list[int] = []
     packed = PackedAttention(layout)
 
-    def counted(layer: int, *rest: Any) -> Tensor:
+    def counted(
+        layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, window: int | None
+    ) -> Tensor:
         calls.append(layer)
-        return packed(layer, *rest)
+        return packed(layer, query, key, value, scale, softcap, window)
 
     hidden = policy.hidden(torch.cat([tokens[:shared], first, second]), position, counted)
     with policy.precision():

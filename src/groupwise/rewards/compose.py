@@ -5,6 +5,7 @@ G completions of a prompt   K reward functions   N completions of a step
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
@@ -13,11 +14,16 @@ import numpy as np
 
 from groupwise.errors import ConfigError, RewardError
 from groupwise.records import Rollout, Scored
-from groupwise.rewards.calls import Completions, Reward, describe_failure, find_reward, start, worker_pool
+from groupwise.rewards.calls import describe_failure, described, start, worker_pool
+from groupwise.rewards.find import Completions, Reward, find_reward
 from groupwise.rewards.process import step_signal
 from groupwise.rewards.workers import Loop, Outcome
 from groupwise.settings import RewardSettings
 
+log = logging.getLogger(__name__)
+
+LATE_SHARE = 0.1
+"""A function that runs out of time in more of its calls than this, and more than once, is broken."""
 RESERVED = ("prompt", "completion")
 """Columns that are not passed on: they would be the recipe's demonstration, not the policy's words."""
 
@@ -58,6 +64,8 @@ class Rewards:
         self._pools = {r.name: worker_pool(r) for r in rewards if r.timeout is not None and not r.asynchronous}
         self.seconds: dict[str, float] = {}
         """How long each function took in the last call of `score`."""
+        self._calls = dict.fromkeys(self.names, 0)
+        self._late = dict.fromkeys(self.names, 0)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -90,7 +98,8 @@ class Rewards:
         """Score every completion of every group, in one call per function; groups and completions keep their order.
 
         Every `reward` is the weighted sum over the functions that apply; it is NaN where none does.
-        Raises RewardError if a function raises, is stopped at its timeout, or returns what is not one number or None each.
+        Raises RewardError if a function raises, is stopped at its timeout too often, or returns what is not one number or None
+        each.
         """
         rollouts = [rollout for group in groups for rollout in group]
         if not rollouts:
@@ -130,10 +139,22 @@ class Rewards:
         return np.stack([_column(reward, column) for reward, column in zip(self._rewards, values, strict=True)], axis=1)
 
     def _settle(self, reward: Reward, outcome: Outcome, batch: Completions) -> list[Any]:
-        """The one place that decides what a failed reward means.  It ends the run: a failure is not a wrong answer, and scoring
-        it 0 would teach the policy to fail.
+        """The one place that decides what a failed reward means.  A failure is not a wrong answer: scoring it 0 would teach the
+        policy to fail.  It ends the run, except that a call that ran out of time says nothing (None) as long as such calls are few.
         """
-        return outcome.value if outcome.failure is None else _refuse(reward, outcome, batch)
+        if outcome.failure not in (None, "timeout"):
+            _refuse(reward, outcome, batch)
+        late = tuple(range(len(batch))) if outcome.failure == "timeout" else outcome.late
+        self._calls[reward.name] += len(batch) if reward.single else 1
+        if not late:
+            return outcome.value
+        self._late[reward.name] += len(late) if reward.single else 1
+        said = f"{self._late[reward.name]} of {self._calls[reward.name]} calls of the reward function {reward.name!r} had no result"
+        said = f"{said} within {reward.timeout:g} s; the last on {described([batch.labels[index] for index in late])}"
+        if self._late[reward.name] > max(1.0, LATE_SHARE * self._calls[reward.name]):
+            raise RewardError(f"{said}; give it more time (timeout:) or make it faster")
+        log.warning("%s; they count as None", said)
+        return outcome.value if outcome.failure is None else [[] if reward.process else None for _ in late]
 
     def _completions(self, rollouts: Sequence[Rollout]) -> Completions:
         chat = [isinstance(rollout.prompt.row.get("prompt"), list) for rollout in rollouts]

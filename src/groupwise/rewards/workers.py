@@ -51,6 +51,8 @@ class Outcome:
     """For `error` in a worker: file, line and source where it was raised."""
     cause: BaseException | None = None
     """For `error` in this process: the exception itself."""
+    late: tuple[int, ...] = ()
+    """Of a value with an entry per row: the rows whose own deadline passed; their entry is empty."""
     seconds: float = 0.0
 
 

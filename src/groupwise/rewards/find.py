@@ -1,0 +1,278 @@
+"""A reward function found by its name, with a signature that the data can satisfy, and what it will be given.
+
+N completions of a step, in order, whatever their groups
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import math
+import os
+import sys
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from groupwise.errors import ConfigError, RewardError
+from groupwise.rewards.process import ProcessReward
+from groupwise.rewards.registry import BUILTINS, GOLD_COLUMNS, MAKERS
+from groupwise.settings import RewardSettings
+
+OFFERED = ("prompts", "completions", "prompt_ids", "completion_ids", "finish_reasons")
+"""What a function may ask for by name, beside the columns of the data; these names win over columns of the same name."""
+SINGULAR = {"prompt": "prompts", "completion": "completions", "finish_reason": "finish_reasons"}
+"""What a function of one completion calls them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completions:
+    """What reward functions look at: N completions with everything that they may ask for, one entry per completion."""
+
+    labels: Sequence[str]
+    """Name each completion in messages: `prompt id#index`."""
+    prompts: Sequence[Any]
+    """TRL's convention: the row's messages if its prompt was messages, else its text."""
+    prompt_texts: Sequence[str]
+    """The text that the policy continues, chat template applied."""
+    completions: Sequence[Any]
+    """TRL's convention: `[{"role": "assistant", "content": text}]` if the prompt was messages, else the text."""
+    texts: Sequence[str]
+    prompt_ids: Sequence[Sequence[int]] | None = None
+    completion_ids: Sequence[Sequence[int]] | None = None
+    finish_reasons: Sequence[str] | None = None
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reward:
+    """A reward function that has been found and whose signature the data can satisfy."""
+
+    name: str
+    weight: float
+    spec: str
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    """Fixed keyword arguments."""
+    asks: tuple[str, ...]
+    """What it is given by name: of `OFFERED` (or `SINGULAR`), columns, or `gold`."""
+    gold: str | None
+    """The column behind `gold`, for built-ins that compare with one."""
+    builtin: bool
+    single: bool
+    """True: it takes one completion and returns one number.  False: TRL's signature."""
+    asynchronous: bool
+    process: bool
+    """True: it returns step rewards (see `process.py`)."""
+    timeout: float | None
+    """Seconds of one call: of a completion where it takes one, else of all that are scored at once."""
+
+    def keywords(self, batch: Completions) -> dict[str, Any]:
+        """The keyword arguments of a call on all N completions.  Raises RewardError for what this batch does not hold."""
+        given: dict[str, Any] = {}
+        for name in self.asks:
+            if name in self.arguments:
+                continue
+            wanted = SINGULAR.get(name, name) if self.single else name
+            if wanted == "gold" and self.gold is not None:
+                given[name] = list(batch.columns[self.gold])
+            elif self.builtin and wanted in ("prompts", "completions"):
+                given[name] = list(batch.prompt_texts if wanted == "prompts" else batch.texts)
+            elif wanted in OFFERED:
+                value = getattr(batch, wanted)
+                if value is None and name not in inspect.signature(self.function).parameters:
+                    continue  # its **keywords would have taken it; it did not ask for it by name
+                if value is None:
+                    raise RewardError(f"the reward {self.name!r} asks for {wanted!r}, which these completions do not come with")
+                given[name] = list(value)
+            else:
+                given[name] = list(batch.columns[wanted])
+        return given
+
+    def rows(self, batch: Completions) -> list[dict[str, Any]]:
+        """For a function of one completion: the keyword arguments of each of its N calls."""
+        given = self.keywords(batch)
+        return [{name: values[n] for name, values in given.items()} for n in range(len(batch))]
+
+
+def find_reward(settings: RewardSettings, columns: Collection[str], tokenizer: Any = None) -> Reward:
+    """Find the function that the settings name and check that the data can satisfy its signature.  tokenizer: the policy's.
+
+    Raises ConfigError for an unknown name, a function that cannot be loaded, a column that the data lack, or bad arguments.
+    """
+    name = settings.name or settings.function.rpartition(":")[2]
+    if not math.isfinite(settings.weight):
+        raise ConfigError(f"the reward {name!r} has weight {settings.weight}; a weight is a finite number")
+    arguments = dict(settings.args)
+    if settings.function in MAKERS:
+        function, builtin, arguments = _made(settings, name, tokenizer), False, {}
+    else:
+        function, builtin = find_function(settings.function)
+    process = isinstance(function, ProcessReward)
+    inner = function.function if isinstance(function, ProcessReward) else function
+    gold = _gold_column(name, inner, arguments, columns) if builtin else None
+    asks, single = _signature(name, inner, arguments, columns, gold)
+    reward = Reward(
+        name=name,
+        weight=float(settings.weight),
+        spec=settings.function,
+        function=inner,
+        arguments=arguments,
+        asks=asks,
+        gold=gold,
+        builtin=builtin,
+        single=single,
+        asynchronous=_asynchronous(inner),
+        process=process,
+        timeout=settings.timeout,
+    )
+    if builtin:
+        inner(**{ask: [] for ask in asks}, **arguments)  # refuses bad arguments now
+    return reward
+
+
+def _made(settings: RewardSettings, name: str, tokenizer: Any) -> Callable[..., Any]:
+    maker = MAKERS[settings.function]
+    known = [p.name for p in inspect.signature(maker).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    required = [p.name for p in inspect.signature(maker).parameters.values() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    for key in settings.args:
+        if key not in known:
+            raise ConfigError(f"the reward {name!r} has no argument {key!r}; it takes: {_listed(known)}")
+    for key in required:
+        if key not in settings.args:
+            raise ConfigError(f"the reward {name!r} needs args: {{{key}: ...}}")
+    if settings.timeout is not None:
+        raise ConfigError(f"the reward {name!r} runs in this process, beside the policy, and cannot be stopped: leave timeout out")
+    return maker(tokenizer, **settings.args)
+
+
+def find_function(spec: str) -> tuple[Callable[..., Any], bool]:
+    """The function behind `accuracy`, `module:function` or `path/to/file.py:function`, and whether it is built in.
+
+    Modules are those that are installed, or lie in the working directory; files must lie in the working directory (a recipe from
+    elsewhere cannot name code from anywhere).  Raises ConfigError.
+    """
+    place, colon, name = spec.rpartition(":")
+    if not colon:
+        if spec in BUILTINS:
+            return BUILTINS[spec], True
+        named = [*BUILTINS, *MAKERS]
+        close = difflib.get_close_matches(spec, named, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"built-in: {', '.join(named)}; your own: module:function"
+        raise ConfigError(f"there is no reward function {spec!r}; {hint}")
+    module = _file(spec, place) if place.endswith(".py") else _module(spec, place)
+    function = vars(module).get(name)
+    if not callable(function):
+        functions = [
+            key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
+        close = difflib.get_close_matches(name, functions, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"its functions: {', '.join(functions) or 'none'}"
+        raise ConfigError(f"reward function {spec!r}: {place} has no function {name!r}; {hint}")
+    return function, False
+
+
+def _module(spec: str, place: str) -> Any:
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # last, so that a file here cannot stand in for an installed module
+    try:
+        return importlib.import_module(place)
+    except ImportError as error:
+        raise ConfigError(
+            f"reward function {spec!r}: cannot import {place!r} ({error}); looked for among the installed modules and in {here}"
+        ) from error
+
+
+def _file(spec: str, place: str) -> Any:
+    here, path = Path.cwd().resolve(), Path(place).resolve()
+    if not path.is_relative_to(here):
+        raise ConfigError(f"reward function {spec!r}: the file must lie in the working directory, {here}")
+    if not path.is_file():
+        raise ConfigError(f"reward function {spec!r}: there is no file {path.relative_to(here)} in the working directory, {here}")
+    name = f"groupwise_reward_{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"  # one per file, whatever the working directory
+    if name in sys.modules:
+        return sys.modules[name]
+    description = importlib.util.spec_from_file_location(name, path)
+    assert description is not None and description.loader is not None
+    module = importlib.util.module_from_spec(description)
+    sys.modules[name] = module  # dataclasses and pickles of the file look it up there
+    try:
+        description.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _gold_column(name: str, function: Callable[..., Any], arguments: dict[str, Any], columns: Collection[str]) -> str | None:
+    """The column that a built-in's `gold` is taken from; takes `column` out of the arguments."""
+    if "gold" not in inspect.signature(function).parameters:
+        return None
+    chosen = arguments.pop("column", None)
+    wanted = GOLD_COLUMNS if chosen is None else (chosen,)
+    for column in wanted:
+        if column in columns:
+            return column
+    raise ConfigError(
+        f"the reward {name!r} compares with the column {' or '.join(map(repr, wanted))}, which the data do not have; "
+        f"columns: {_listed(columns)}; name yours by args: {{column: ...}}"
+    )
+
+
+def _signature(
+    name: str, function: Callable[..., Any], arguments: Mapping[str, Any], columns: Collection[str], gold: str | None
+) -> tuple[tuple[str, ...], bool]:
+    """What the function asks for by name, and whether it takes one completion at a time.  Raises ConfigError."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the reward {name!r}: the signature of {function!r} cannot be read ({error})") from error
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    everything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    if positional:
+        raise ConfigError(f"the reward {name!r} has the positional-only parameter {positional[0]!r}; it is called by keyword")
+    unknown = [key for key in arguments if key not in named and not everything]
+    if unknown:
+        raise ConfigError(f"the reward {name!r} has no argument {unknown[0]!r}; it takes: {_listed(_options(named, columns))}")
+    single = "completion" in named and "completions" not in named
+    offered = [*OFFERED, *([] if gold is None else ["gold"])]
+    offered = [*SINGULAR, "prompt_ids", "completion_ids"] if single else offered
+    available = [*offered, *(column for column in columns if column not in offered)]
+    missing = [p.name for p in named.values() if p.name not in available and p.name not in arguments and p.default is p.empty]
+    if missing:
+        raise ConfigError(
+            f"the reward {name!r} asks for {_listed(missing)}, which the data do not have; columns: {_listed(columns)} (beside "
+            f"them: {', '.join(offered)}); rename a column by data.columns: {{{missing[0]}: yours}}, or set it by args"
+        )
+    asks = [key for key in named if key in available and key not in arguments]
+    if everything:  # as TRL: finish_reasons and prompt_ids only for those who name them
+        usual = ("prompt", "completion") if single else ("prompts", "completions", "completion_ids")
+        asks += [key for key in (*usual, *columns) if key in available and key not in asks and key not in arguments]
+    if not any(ask in ("completion", "completions", "completion_ids") for ask in asks):
+        raise ConfigError(f"the reward {name!r} takes neither completions nor completion_ids: is it a reward function?")
+    return tuple(asks), single
+
+
+def _options(named: Mapping[str, inspect.Parameter], columns: Collection[str]) -> list[str]:
+    given = {*OFFERED, *SINGULAR, *columns, "gold"}
+    return [key for key in named if key not in given]
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"
+
+
+def _asynchronous(function: Callable[..., Any]) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
