@@ -20,16 +20,17 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from groupwise.algorithms import resolve
 from groupwise.config import load_recipe
 from groupwise.data.tokenizers import make_tokenizer
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, MemoryExceeded
 from groupwise.jobs import plan_of
 from groupwise.models.policy import Policy, make_policy
 from groupwise.online import collect, policy_loss, train_online, weigh
 from groupwise.optim import Optimizer
 from groupwise.packing import pack, unpack
-from groupwise.records import Prompt, Rollout, Sample, Sampling, Scored
+from groupwise.records import Batch, Prompt, Rollout, Sample, Sampling, Scored
 from groupwise.rollout.native import NativeEngine
 from groupwise.run import train
 from groupwise.settings import GroupSettings, OptimizerSettings
+from groupwise.updating import Update, token_loss, update
 
 
 def prompts_of(*sizes: int) -> list[Prompt]:
@@ -243,3 +244,39 @@ def test_p63_rewards_are_computed_while_others_are_still_sampled(tiny_policy: Ca
         Waiting(), Asked(), lambda k: prompts_of(3, 4, 5)[:k], resolve("grpo", group, 6), group, Sampling(max_new_tokens=6), 0  # type: ignore[arg-type]
     )  # fmt: skip
     assert len(groups) == drawn == 3
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_p64_a_step_out_of_memory_is_computed_in_smaller_parts_to_the_same_result(
+    tiny_policy: Callable, random_samples: Callable, caplog: pytest.LogCaptureFixture, cuda: bool
+) -> None:
+    """The loss below has memory for 40 packed positions; it fails in its second micro-batch, when there are gradients already."""
+    samples = random_samples(4, 3, seed=1)
+    message = "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+
+    def step(limit: int) -> tuple[Update, dict[str, torch.Tensor]]:
+        policy = tiny_policy()
+        calls = []
+
+        def loss(policy: Policy, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+            calls.append(sum(batch.layout.length))
+            if calls[-1] > limit and len(calls) > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory.") if cuda else RuntimeError(message)
+            return token_loss(
+                policy, batch, lambda logp_M, _, rows: -(batch.weight_P[batch.trained_M][rows] * logp_M).sum(), separable=True
+            )
+
+        optimizer = Optimizer(
+            policy.model, OptimizerSettings(lr=1.0, warmup_steps=0, eps=1.0), 1
+        )  # eps: the step follows the gradient
+        taken = update(policy, loss, samples, optimizer, budget=60)
+        return taken, {name: parameter.detach().clone() for name, parameter in policy.model.named_parameters()}
+
+    expected, weights = step(10**9)
+    found, same = step(40)
+    assert (expected.budget, found.budget) == (60, 30)
+    assert found.taken.grad_norm == pytest.approx(expected.taken.grad_norm, rel=1e-6)
+    assert all(torch.allclose(same[name], weights[name], atol=1e-6) for name in weights)
+    assert "60 packed positions at a time do not fit into memory: going on with 30, to the same result" in caplog.text
+    with pytest.raises(MemoryExceeded, match=r"do not fit into memory \(.*\); lower optimizer.tokens_per_microbatch"):
+        step(1)

@@ -52,6 +52,12 @@ class Diverged(GroupwiseError):
     exit_code = 4
 
 
+class MemoryExceeded(GroupwiseError):
+    """A step that does not fit into memory, however small its micro-batches."""
+
+    exit_code = 9
+
+
 class PeerError(GroupwiseError):
     """Another process of the run that ended or does not answer."""
 

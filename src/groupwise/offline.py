@@ -100,6 +100,7 @@ def train_offline(
             samples = objective.samples(rows)
         with clock.phase("update"), policy.checkpointing(checkpointing):
             taken = update(policy, objective.loss, samples, optimizer, budget=budget, whole_groups=objective.whole_groups)
+            budget = taken.budget
         tokens = sum(sample.completion.size for sample in samples)
         metrics: dict[str, float] = {
             "loss": taken.loss,

@@ -74,6 +74,7 @@ def train_online(
                 for part in parts:
                     samples = weigh([groups[i] for i in part], [advantages[i] for i in part], algorithm)
                     updates.append(improve(policy, algorithm, samples, optimizer, budget=budget))
+                    budget = updates[-1].budget
         with clock.phase("sync"):
             engine.set_version(optimizer.taken)
             if reference is not None and group.reference_refresh and number % group.reference_refresh == 0:

@@ -9,6 +9,7 @@ P positions and M trained positions of a micro-batch   D width
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from groupwise import parallel
+from groupwise.errors import MemoryExceeded
 from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
 from groupwise.objective.logprobs import TokenLoss, chosen_logprobs, fused_loss
@@ -25,6 +27,8 @@ from groupwise.optim import Optimizer, Taken
 from groupwise.packing import pack, unpack
 from groupwise.records import Batch, Sample
 from groupwise.scoring import support_of
+
+log = logging.getLogger(__name__)
 
 BatchLoss = Callable[[Policy, Batch], tuple[Tensor, Tensor]]
 """(policy, batch) -> (weighted loss of the batch, a differentiable scalar; a number per trained position (M,), for the log)."""
@@ -47,6 +51,8 @@ class Update(Assessment):
     """One optimizer step: what was trained and what was seen on the way."""
 
     taken: Taken
+    budget: int
+    """Packed positions at a time that fitted into memory."""
 
 
 def update(
@@ -57,9 +63,34 @@ def update(
     The weights of the samples are final, so neither the budget nor the order can change the step, nor how many processes share
     it: each works on its part of the packed positions, and the optimizer takes the sum of their gradients.
     whole_groups: never cut a group (pairs are compared with each other).
+
+    Where memory does not suffice, the same step is computed anew with half the budget, down to one sample at a time.
     """
-    found = _visit(policy, loss, samples, budget, whole_groups, learn=True)
-    return Update(**found, taken=optimizer.step())
+    lengths = [sample.prompt.size + sample.completion.size for sample in samples]
+    while True:
+        try:
+            found = _visit(policy, loss, samples, budget, whole_groups, learn=True)
+            return Update(**found, taken=optimizer.step(), budget=budget)
+        except RuntimeError as error:
+            if not _out_of_memory(error):
+                raise
+            smaller = min(budget, sum(lengths)) // 2
+            if parallel.world().size > 1 or smaller < max(lengths):
+                raise MemoryExceeded(
+                    f"{budget} packed positions at a time do not fit into memory ({str(error).splitlines()[0]}); lower "
+                    "optimizer.tokens_per_microbatch, or set model.gradient_checkpointing: true"
+                ) from error
+        # Out of the handler, which would keep the failed pass alive through its traceback.
+        optimizer.clear()
+        if policy.device.type == "cuda":
+            torch.cuda.empty_cache()
+        log.warning("%d packed positions at a time do not fit into memory: going on with %d, to the same result", budget, smaller)
+        budget = smaller
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    """CUDA has a type for it; the CPU's allocator only a message."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 @torch.no_grad()
