@@ -29,8 +29,12 @@ LAYERS: list[set[str]] = [
 """Parts of the library from upstream to downstream; whatever is not named stands below all of them (jobs, runs, commands).  A part
 imports from its own layer and those above."""
 
-CLOSED = {"data": {"data"}, "rewards": {"rewards", "data", "models"}, "models": {"models", "packing", "rollout", "parallel"}}
-"""Parts of the fourth layer that may import only these of it.  A reward that is a model needs models; `rewards.model` is one."""
+CLOSED = {
+    "data": {"data"},
+    "rewards": {"rewards", "data", "models"},
+    "models": {"models", "data", "packing", "rollout", "parallel"},
+}
+"""Parts of the fourth layer that may import only these of it.  A model reward needs models, and a model has a tokenizer."""
 
 
 def part_of(module: str) -> str:

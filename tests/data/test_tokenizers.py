@@ -9,6 +9,7 @@ from groupwise.data.tokenizers import (
     arithmetic_tokenizer,
     bpe_tokenizer,
     byte_tokenizer,
+    load_tokenizer,
     make_tokenizer,
 )
 from groupwise.errors import ConfigError, DataError
@@ -84,3 +85,16 @@ def test_names_that_make_no_tokenizer():
         make_tokenizer("bpe:100", TEXTS)
     with pytest.raises(DataError, match="lower bpe:5000"):
         make_tokenizer("bpe:5000", TEXTS)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "gpt2"])
+@pytest.mark.parametrize("name", ["arithmetic", "bytes", "bpe:290"])
+def test_a_saved_tokenizer_is_loaded_as_it_was_whatever_the_models_family(tmp_path, name, family):
+    tokenizer = make_tokenizer(name, ["the cat sat on the mat, was it?", "abc def ghi jkl mno pqr stu vwx yz 0123 456 789"] * 9)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{family}"}}')
+    loaded = load_tokenizer(str(tmp_path))
+    text = "<|user|>12+3<|end|><|assistant|><think>1  ab\u00e9 x"
+    assert loaded(text).input_ids == tokenizer(text).input_ids
+    assert len(loaded) == len(tokenizer)
+    assert (loaded.pad_token_id, loaded.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id)

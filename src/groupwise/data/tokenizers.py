@@ -6,6 +6,7 @@ that is not its end token.  Encoding and decoding are exact inverses on every te
 
 from __future__ import annotations
 
+import json
 import string
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,6 +25,9 @@ MARKS = ("<think>", "</think>", "\\boxed{")
 
 CHARACTERS = string.digits + " \n+-*/=.,()<>{}:;?%" + string.ascii_lowercase
 """What the `arithmetic` tokenizer can write beside `MARKS`."""
+
+PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
+"""Names of the class that follows tokenizer.json and nothing else."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
@@ -46,10 +50,24 @@ def make_tokenizer(name: str, texts: Iterable[str] = ()) -> PreTrainedTokenizerB
             raise ConfigError(f"tokenizer {name!r}: write the size of the vocabulary as a number, for example bpe:2000")
         return bpe_tokenizer(texts, int(size))
     if Path(name).is_dir():
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(name)
+        return load_tokenizer(name)
     raise ConfigError(f"no tokenizer {name!r}: choose arithmetic, bytes, bpe:N, or the path of a tokenizer folder")
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub name, as it was saved.
+
+    `AutoTokenizer` puts the class of the model's family in the place of a plain tokenizer (transformers 5.23: for Qwen2), which
+    then splits text by that family's rules and not by those of tokenizer.json: other ids, without an error.  A folder that says
+    that its tokenizer is a plain one is believed.
+    Raises OSError or ValueError, as transformers does.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    config = Path(path) / "tokenizer_config.json"
+    if config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("tokenizer_class") in PLAIN:
+        return PreTrainedTokenizerFast.from_pretrained(path)
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
 def arithmetic_tokenizer() -> PreTrainedTokenizerFast:

@@ -21,7 +21,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -30,6 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils import logging as transformers_logging
 
+from groupwise.data.tokenizers import load_tokenizer
 from groupwise.errors import ConfigError, DataError, Diverged
 from groupwise.models.attention import Attend, PackedAttention, plain_attention, use_packed_attention
 from groupwise.objective.logprobs import Head, head_logits
@@ -237,7 +237,7 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
         raise ConfigError(f"model.path: {path!r} holds no config.json: it is not a Hugging Face checkpoint")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
+        tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=settings.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {path!r} cannot be read: {str(error).splitlines()[0]}") from error
     try:
