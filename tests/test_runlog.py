@@ -22,6 +22,7 @@ from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
 from groupwise.runlog import (
     Lock,
     RunLog,
+    anew,
     choose_folder,
     environment,
     finished,
@@ -261,10 +262,17 @@ def test_same_recipe_same_folder_other_recipe_refused(recipe: Recipe, tmp_path: 
     other = dataclasses.replace(recipe, seed=5)
     with pytest.raises(ConfigError, match=r"another configuration(.|\n)*seed: 0 -> 5"):
         choose_folder(other)
-    assert choose_folder(other, fresh=True) == Path("runs/a-2")
+    assert anew({"grpo": other})["grpo"].name == "a-2"
     written(Path("runs/a-2"), other, range(0))
-    assert choose_folder(other, fresh=True) == Path("runs/a-3")
+    assert anew({"grpo": other})["grpo"].name == "a-3"
     assert list_runs(Path("runs")) == [Path("runs/a"), Path("runs/a-2")]
+
+
+def test_stages_start_anew_together(recipe: Recipe, tmp_path: Path) -> None:
+    stages = {stage: dataclasses.replace(recipe, name=f"a/{stage}") for stage in ("sft", "grpo")}
+    assert anew(stages) == stages
+    written(Path("runs/a/sft"), stages["sft"], range(0))
+    assert [one.name for one in anew(stages).values()] == ["a-2/sft", "a-2/grpo"]
 
 
 def test_finished(recipe: Recipe, tmp_path: Path) -> None:

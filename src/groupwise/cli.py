@@ -92,8 +92,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_recipe(train)
     train.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     train.add_argument("--print-config", action="store_true", help="print the resolved recipe as YAML and stop")
-    train.add_argument("--fresh", action="store_true", help="start anew in a folder of its own (NAME-2, ...) instead of resuming")
-    train.add_argument("--quiet", action="store_true", help="print warnings and the result only")
+    train.add_argument("--fresh", action="store_true", help="start anew under a name of its own (NAME-2, ...) instead of resuming")
+    train.add_argument("--quiet", action="store_true", help="print warnings and the closing table only")
     train.add_argument("--nproc", type=_positive, default=1, metavar="N", help="processes on this machine, started by torchrun")
     patience = "with several processes: seconds that one waits for another (default %(default)g)"
     train.add_argument("--timeout", type=_positive, default=1800, metavar="S", help=patience)

@@ -469,28 +469,4 @@ def run_folder(recipe: Recipe) -> Path:
     return Path(recipe.runs) / recipe.name
 
 
-def final_model(recipe: Recipe) -> Path:
-    """Where a run leaves its last policy as a plain Hugging Face folder."""
-    return run_folder(recipe) / "final"
-
-
-def resolve_stages(stages: Mapping[str, Recipe]) -> dict[str, Recipe]:
-    """The same stages with every `stage:NAME` (model.path, arguments of rewards) replaced by that stage's final model folder."""
-
-    def resolved(value: Any) -> Any:
-        if isinstance(value, str) and value.startswith(STAGE):
-            return str(final_model(stages[value.removeprefix(STAGE)]))
-        return value
-
-    found = {}
-    for stage, recipe in stages.items():
-        model = dataclasses.replace(recipe.model, path=resolved(recipe.model.path))
-        rewards = tuple(
-            dataclasses.replace(reward, args={key: resolved(value) for key, value in reward.args.items()})
-            for reward in recipe.rewards
-        )
-        found[stage] = dataclasses.replace(recipe, model=model, rewards=rewards)
-    return found
-
-
 describe = schema.describe

@@ -156,6 +156,7 @@ class Progress:
     """The terminal view of one run.
 
     steps: the last step's number.  title: what the run is called.  every: seconds between plain lines where there is no terminal.
+    quiet: only the warnings at the end.
     Use as a context manager, so that the live line is taken away on any exit.
     """
 
@@ -165,11 +166,12 @@ class Progress:
         title: str = "",
         *,
         console: Console | None = None,
+        quiet: bool = False,
         every: float = 10.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.console = console or Console(highlight=False, soft_wrap=True)
-        self._steps, self._title, self._every, self._now = steps, title, every, now
+        self._steps, self._title, self._quiet, self._every, self._now = steps, title, quiet, every, now
         self._history: list[Mapping[str, float]] = []
         self._numbers: list[int] = []
         self._began = self._last_line = now()
@@ -190,7 +192,8 @@ class Progress:
         )
         for label, value in rows:
             table.add_row(Text(label, style="dim"), safe(str(value)))
-        self.console.print(table)
+        if not self._quiet:
+            self.console.print(table)
         self._began = self._last_line = self._now()
         self._ticks = [self._began]
 
@@ -199,6 +202,8 @@ class Progress:
         self._history.append(dict(step.metrics))
         self._numbers.append(step.number)
         self._last = step if step.groups or self._last is None else self._last
+        if self._quiet:
+            return
         now = self._now()
         self._ticks = [*self._ticks, now][-2 * RECENT - 1 :]
         line = self.line(step)
@@ -242,13 +247,13 @@ class Progress:
         sample: show the best and the worst completion of the last step.
         """
         self.stop()
-        if self._history:
+        if self._history and not self._quiet:
             self.console.print(self._table(rows))
         elif rows:
             self.plan(rows)
         for warning in flags(self._history):
             self.console.print(safe(f"! {warning}", style="yellow"))
-        if sample and self._last is not None and self._last.groups:
+        if sample and not self._quiet and self._last is not None and self._last.groups:
             self._sample(self._last)
 
     def _table(self, rows: Plan) -> Table:

@@ -26,7 +26,7 @@ from groupwise.models.policy import Policy, resolve_device
 from groupwise.plan import Lines
 from groupwise.progress import Progress
 from groupwise.records import Step
-from groupwise.runlog import Lock, RunLog, choose_folder, finished
+from groupwise.runlog import Lock, RunLog, anew, choose_folder, finished
 from groupwise.settings import Recipe
 from groupwise.validation import STAGE
 
@@ -46,10 +46,10 @@ class Outcome:
     """Steps taken by this process."""
 
 
-def train(recipe: Recipe, *, fresh: bool = False) -> Iterator[Step]:
+def train(recipe: Recipe) -> Iterator[Step]:
     """Run a recipe and yield its steps; the run folder is written on the way.  Running it again resumes it.
 
-    A step numbered 0 carries the evaluation before training.  fresh: start anew in a numbered folder.
+    A step numbered 0 carries the evaluation before training.
     Raises ConfigError, DataError, RewardError, EngineError, CheckpointError, Diverged.
 
     >>> from groupwise.config import load_recipe
@@ -57,7 +57,7 @@ def train(recipe: Recipe, *, fresh: bool = False) -> Iterator[Step]:
     ...     print(step.number, step.metrics["reward"])
     """
     join(recipe)
-    folder = parallel.from_first(lambda: choose_folder(recipe, fresh))
+    folder = parallel.from_first(lambda: choose_folder(recipe))
     with Run(recipe, folder) as run, parallel.peers():
         yield from run.steps()
 
@@ -217,10 +217,15 @@ def train_recipe(
     timeout: float = parallel.TIMEOUT,
     console: Console | None = None,
 ) -> int:
-    """What `groupwise train` does: every stage of a recipe, one after the other.  Returns the exit status."""
+    """What `groupwise train` does: every stage of a recipe, one after the other.  Returns the exit status.
+
+    dry_run: only the plans.  fresh: start anew, under a numbered name.  quiet: print warnings and the closing table only.
+    """
     stages = load_stages(path, overrides)
     here = join(next(iter(stages.values())), timeout)
-    console = console or Console(quiet=quiet or not here.first)
+    console = console or Console(quiet=not here.first)
+    if fresh:
+        stages = parallel.from_first(lambda: anew(stages))
     outcomes: dict[str, Outcome] = {}
     for number, (name, recipe) in enumerate(stages.items(), 1):
         title = f"{recipe.name} ({number} of {len(stages)})" if len(stages) > 1 else recipe.name
@@ -228,21 +233,21 @@ def train_recipe(
             with Progress(recipe.steps or 1, title, console=console) as progress:
                 progress.plan(_plan_from_beginning(recipe, stages))
             continue
-        folder, step = parallel.from_first(lambda recipe=recipe: (found := choose_folder(recipe, fresh), finished(found)))
+        folder, step = parallel.from_first(lambda recipe=recipe: (found := choose_folder(recipe), finished(found)))
         if step is not None:
             console.print(f"{title}: finished at step {step}; its model is in {folder / FINAL}", highlight=False)
             continue
-        outcomes[name] = _train_stage(recipe, folder, title, console)
+        outcomes[name] = _train_stage(recipe, folder, title, console, quiet)
     if outcomes and not dry_run:
         _closing_table(outcomes, stages[list(outcomes)[-1]], console)
     parallel.leave()
     return 0
 
 
-def _train_stage(recipe: Recipe, folder: Path, title: str, console: Console) -> Outcome:
+def _train_stage(recipe: Recipe, folder: Path, title: str, console: Console, quiet: bool) -> Outcome:
     with Run(recipe, folder) as run, parallel.peers():
         begin = run.done
-        with Progress(run.job.steps, title, console=console) as progress:
+        with Progress(run.job.steps, title, console=console, quiet=quiet) as progress:
             progress.plan([*run.job.plan, ("resumed", f"after step {begin}")] if begin else run.job.plan)
             for step in run.steps():
                 progress.update(step)

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
@@ -66,18 +67,27 @@ METRICS, ROLLOUTS, CONFIG, ENVIRONMENT, DONE, LOCK = (
 # ---------------------------------------------------------------- choosing and locking a folder
 
 
-def choose_folder(recipe: Recipe, fresh: bool = False) -> Path:
-    """The folder in which a recipe runs, made if need be: its own, or with `fresh` the first free NAME-2, NAME-3 ...
+def anew(stages: Mapping[str, Recipe]) -> dict[str, Recipe]:
+    """The same stages under the first name of NAME, NAME-2, NAME-3 ... under which none of them has run.
+
+    They move together, so that a later one still builds on the earlier ones' models.
+    """
+    number, found = 1, dict(stages)
+    while any((run_folder(recipe) / CONFIG).exists() for recipe in found.values()):
+        number += 1
+        for stage, recipe in stages.items():
+            root = recipe.name.removesuffix(f"/{stage}")
+            found[stage] = replace(recipe, name=f"{root}-{number}{recipe.name[len(root) :]}")
+    return found
+
+
+def choose_folder(recipe: Recipe) -> Path:
+    """The folder in which a recipe runs, made if need be.
 
     Running the same recipe again resumes it.  Raises ConfigError with the differences if the folder holds a run of another recipe.
     """
     folder = run_folder(recipe)
-    if fresh:
-        number = 2
-        while (folder / CONFIG).exists():
-            folder = run_folder(recipe).with_name(f"{run_folder(recipe).name}-{number}")
-            number += 1
-    elif (folder / CONFIG).is_file():
+    if (folder / CONFIG).is_file():
         different = changes((folder / CONFIG).read_text(encoding="utf-8"), recipe)
         if different:
             lines = "\n".join(f"  {line}" for line in different)
