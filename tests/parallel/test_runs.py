@@ -23,6 +23,8 @@ from transformers import AutoModelForCausalLM
 from groupwise.config import load_recipe
 from groupwise.run import train
 
+pytestmark = pytest.mark.slow  # several processes, each with a start of seconds
+
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:

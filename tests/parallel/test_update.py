@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.slow  # several processes, each with a start of seconds
+
 spec = importlib.util.spec_from_file_location("parallel_cases", Path(__file__).with_name("cases.py"))
 assert spec is not None and spec.loader is not None
 cases = importlib.util.module_from_spec(spec)

@@ -138,6 +138,7 @@ def test_order_and_repeats_are_preserved(checker):
     assert checker.compare(pairs) == [1.0, 1.0, 0.0, 1.0, 0.0, None]
 
 
+@pytest.mark.slow
 def test_a_hostile_gold_is_none_and_a_hostile_answer_is_wrong():
     checker = Checker(workers=2)
     checker.pool.cpu_seconds, checker.pool.seconds = 0.5, 3.0

@@ -15,7 +15,7 @@ from groupwise.scoring import sample_of, score
 SIZE = {"prompts_per_step": 8, "group_size": 16}
 
 
-@pytest.mark.parametrize("preset", ALGORITHMS)
+@pytest.mark.parametrize("preset", [pytest.param(name, marks=[] if name == "grpo" else pytest.mark.slow) for name in ALGORITHMS])
 def test_every_preset_learns_the_answers(preset: str, say: Callable) -> None:
     """Two passes over each rollout, so that ratios leave 1.  Thirty steps take every preset from 0.06 to more than 0.97."""
     rewards = [step.metrics["reward"] for step in say(lr=1e-2).train(preset, 30, updates_per_rollout=2, **SIZE)]
@@ -32,6 +32,7 @@ def distance(world: object, reference: Policy) -> float:
     return float(np.mean(policy_logp - reference_logp))
 
 
+@pytest.mark.slow
 def test_beta_keeps_the_policy_near_its_reference(say: Callable) -> None:
     """By every estimator in the loss, and in the reward, which is then only followed as far as it pays."""
     free = say(lr=1e-2)

@@ -70,6 +70,7 @@ def test_p17_with_the_end_excluded_from_the_loss_it_is_not(world: Callable) -> N
     assert truncated > 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["dapo", "rloo", "reinforce_pp"])
 def test_other_presets_learn_to_stop_too(preset: str, world: Callable) -> None:
     made = world(["a"], [[WORD]], right, 4, lr=1e-2, family="gpt2")
