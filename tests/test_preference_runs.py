@@ -159,7 +159,7 @@ def test_a_reward_model_goes_on_with_new_pairs_and_a_share_of_old_ones(recipe: s
         name="second",
         model=replace(first.model, path=str(tmp_path / "runs/first/final"), scratch=None),
         data=replace(first.data, path=str(tmp_path / "new.json")),
-        reward_model=replace(first.reward_model, replay=str(tmp_path / "pairs.json"), replay_share=0.25),
+        reward_model=replace(first.reward_model, replay={"path": str(tmp_path / "pairs.json"), "share": 0.25}),
     )
     last = list(train(second))[-1]
     assert last.evaluation is not None and last.evaluation["accuracy"] > 0.5

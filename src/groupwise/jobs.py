@@ -22,6 +22,7 @@ from groupwise.data.prompts import visit
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import ConfigError
 from groupwise.evaluate import Evaluation, evaluate
+from groupwise.models.lora import AdaptedPolicy, adapter_size, bare
 from groupwise.models.policy import Blueprint, Policy, make_policy, read_blueprint
 from groupwise.models.scratch import scratch_model
 from groupwise.models.sharded import GatheredEngine, ShardedPolicy, shard
@@ -92,13 +93,13 @@ class Job:
 def make_job(recipe: Recipe, *, resume: Path | None = None, reference: Path | None = None) -> Job:
     """Put a recipe together.
 
-    resume: a policy folder to continue with instead of the recipe's model.
+    resume: a policy folder to continue with instead of the recipe's model; of an adapter only what was trained is there.
     reference: the folder with the weights that the policy had before its first step, where the algorithm needs them.
     Raises ConfigError, DataError or Diverged before the first step.
     """
-    blueprint = blueprint_of(recipe, resume)
+    blueprint = blueprint_of(recipe, resume if recipe.model.lora is None else None)
     maker = _online_job if recipe.objective in ALGORITHMS else _dataset_job
-    return maker(recipe, blueprint, reference)
+    return maker(recipe, blueprint, reference, resume)
 
 
 def plan_of(recipe: Recipe, scorers: Sequence[Recipe] = ()) -> Lines:
@@ -214,6 +215,7 @@ class _Prepared:
             completion_tokens=recipe.rollout.max_new_tokens,
             reference=algorithm.needs_reference,
             recompute=recipe.model.gradient_checkpointing,
+            adapter=adapter_count(recipe, blueprint),
             rewards=sum(scoring_memory(*one) for one in _scorers(recipe, scorers)),
         )
         rewards = None
@@ -227,7 +229,7 @@ class _Prepared:
             rewards=rewards,
             algorithm=algorithm,
             steps=recipe.steps,
-            plan=[*lines, *memory_lines(found), ("dropped", str(prompts.report))],
+            plan=[*lines, *adapter_lines(recipe, blueprint), *memory_lines(found), ("dropped", str(prompts.report))],
         )
 
     @classmethod
@@ -240,10 +242,12 @@ class _Prepared:
         lines, steps = offline_plan(recipe, len(rows.train), held_out, tokens)
         shape = Shape.of(blueprint.config, parameter_count(blueprint), dtype=recipe.model.dtype)
         microbatch = min(recipe.optimizer.tokens_per_microbatch, int(recipe.batch_size * tokens * 1.2))
-        found = memory(shape, microbatch=microbatch, recompute=recipe.model.gradient_checkpointing)
+        adapter = adapter_count(recipe, blueprint)
+        found = memory(shape, microbatch=microbatch, recompute=recipe.model.gradient_checkpointing, adapter=adapter)
         columns = list(prompts.held_out[0].row) if prompts is not None and prompts.held_out else []
         rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer) if columns else None
-        plan = [("objective", kind.title), *lines, *memory_lines(found), ("dropped", str(rows.report))]
+        lines = [("objective", kind.title), *lines, *adapter_lines(recipe, blueprint)]
+        plan = [*lines, *memory_lines(found), ("dropped", str(rows.report))]
         return cls(prompts=prompts, rows=rows, rewards=rewards, algorithm=None, steps=steps, plan=plan)
 
 
@@ -278,12 +282,36 @@ def algorithm_line(algorithm: Algorithm) -> str:
 
 def parameter_count(blueprint: Blueprint) -> int:
     """Parameters of a model, counted without its weights."""
+    return sum(parameter.numel() for parameter in _weightless(blueprint).parameters())
+
+
+def adapter_count(recipe: Recipe, blueprint: Blueprint) -> int:
+    """Parameters of the adapter that a recipe trains, counted without weights; 0 if it trains none."""
+    return 0 if recipe.model.lora is None else adapter_size(_weightless(blueprint), recipe.model.lora)
+
+
+def _weightless(blueprint: Blueprint) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kept = {key: value for key, value in blueprint.config.items() if key != "model_type"}
     config = AutoConfig.for_model(blueprint.config["model_type"], **kept)
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+        return AutoModelForCausalLM.from_config(config)
+
+
+ADAPTER_LR = 1e-5
+"""Learning rate below which an adapter hardly moves: ten times as much is usual, where full training takes 1e-6."""
+
+
+def adapter_lines(recipe: Recipe, blueprint: Blueprint) -> Lines:
+    """What is trained where it is not the weights, for the plan, with a warning about a learning rate that belongs to those."""
+    if recipe.model.lora is None:
+        return []
+    count, total, lr = adapter_count(recipe, blueprint), parameter_count(blueprint), recipe.optimizer.lr
+    lines = [("adapter", f"{count:,} parameters beside {total:,} that stay as they are ({count / total:.2%})")]
+    if lr < ADAPTER_LR:
+        lines.append(("warning", f"optimizer.lr {lr:g} is one for training all weights; an adapter learns with about 1e-4"))
+    return lines
 
 
 def _prompts(recipe: Recipe, blueprint: Blueprint) -> Data[Prompt]:
@@ -318,14 +346,17 @@ def _judge(recipe: Recipe, engine: Engine, prepared: _Prepared) -> Callable[[boo
     return judge
 
 
-def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None) -> Job:
+def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, resume: Path | None) -> Job:
     prepared = _Prepared.of(recipe, blueprint)
     algorithm, prompts, rewards = prepared.algorithm, prepared.prompts, prepared.rewards
     assert algorithm is not None and prompts is not None and rewards is not None
-    policy = language_model(recipe, blueprint)
-    anchor = _reference(recipe.model, policy, reference) if algorithm.needs_reference else None
-    anchor = None if anchor is None else spread(anchor, recipe.parallel)
+    policy = _resumed(language_model(recipe, blueprint), resume)
+    anchor = None
+    if algorithm.needs_reference and recipe.model.lora is None:
+        anchor = spread(_reference(recipe.model, policy, reference), recipe.parallel)
     policy = spread(policy, recipe.parallel)
+    if algorithm.needs_reference and anchor is None:
+        anchor = bare(policy)
     engine = make_engine(policy, recipe.rollout)
     updates = prepared.steps * recipe.group.updates_per_rollout * recipe.group.minibatches
     optimizer = Optimizer(policy.model, recipe.optimizer, updates)
@@ -365,6 +396,13 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None) ->
     )
 
 
+def _resumed(policy: Policy, folder: Path | None) -> Policy:
+    """The policy, whose adapter, where it has one, goes on from a checkpoint's; other policies are read from there."""
+    if folder is not None and isinstance(policy, AdaptedPolicy):
+        policy.restore(folder)
+    return policy
+
+
 def _reference(settings: ModelSettings, policy: Policy, folder: Path | None) -> Policy:
     """The weights before the first step: a copy of the policy, or on resume what was saved then.  Never loaded by name."""
     if folder is None or not folder.exists():
@@ -375,14 +413,15 @@ def _reference(settings: ModelSettings, policy: Policy, folder: Path | None) -> 
     return kept
 
 
-def _dataset_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None) -> Job:
+def _dataset_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, resume: Path | None) -> Job:
     kind, prepared = OBJECTIVES[recipe.objective], _Prepared.of(recipe, blueprint)
-    policy = kind.model(recipe, blueprint)
+    policy = _resumed(kind.model(recipe, blueprint), resume)
     objective, budget = kind.objective(recipe), recipe.optimizer.tokens_per_microbatch
     rows, held_out = prepared.rows.train, prepared.rows.held_out
     anchor = None
     if kind.anchor is not None:  # on resume by the weights that were saved then; until the first step they are the policy's
         anchor = policy if reference is None or not reference.exists() else _reference(recipe.model, policy, reference)
+        anchor = bare(policy) if recipe.model.lora is not None else anchor
         rows, held_out = (tuple(kind.anchor(recipe, anchor, part)) for part in (rows, held_out))
     same = anchor is policy
     policy = spread(policy, recipe.parallel)

@@ -12,7 +12,8 @@ from typing import Any
 from groupwise.baselines import simple_rules
 from groupwise.data.load import Data, load_demonstrations, load_pairs, load_solutions
 from groupwise.evaluate import Estimate
-from groupwise.models.heads import make_scorer
+from groupwise.models.heads import Pooling, make_scorer
+from groupwise.models.lora import adapt
 from groupwise.models.policy import Blueprint, Policy, make_policy
 from groupwise.offline import SFT, Objective, whole_text
 from groupwise.preferences import PROCESS, anchored, dpo_objective, reward_objective, with_replay
@@ -20,8 +21,19 @@ from groupwise.settings import Recipe
 
 
 def language_model(recipe: Recipe, blueprint: Blueprint) -> Policy:
-    """A policy, to train as it is."""
-    return make_policy(blueprint.load(), blueprint.tokenizer, recipe.model)
+    """A policy to train, with a new adapter where the recipe asks for one."""
+    return adapted(recipe, make_policy(blueprint.load(), blueprint.tokenizer, recipe.model))
+
+
+def scorer(recipe: Recipe, blueprint: Blueprint, pooling: Pooling) -> Policy:
+    """The same of a model with a score head."""
+    return adapted(recipe, make_scorer(blueprint, recipe.model, pooling=pooling, seed=recipe.seed))
+
+
+def adapted(recipe: Recipe, policy: Policy) -> Policy:
+    """The policy with what is trained of it: itself, or an adapter."""
+    settings = recipe.model
+    return policy if settings.lora is None else adapt(policy, settings.lora, base=str(settings.path), seed=recipe.seed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +69,8 @@ def _replayed(recipe: Recipe, blueprint: Blueprint) -> Data[Any]:
     pairs, settings = _pairs(recipe, blueprint), recipe.reward_model
     if settings.replay is None:
         return pairs
-    old = _pairs(replace(recipe, data=replace(recipe.data, path=settings.replay, limit=None)), blueprint)
-    return replace(pairs, train=tuple(with_replay(pairs.train, old.train, settings.replay_share, recipe.seed)))
+    old = _pairs(replace(recipe, data=replace(recipe.data, path=settings.replay["path"], limit=None)), blueprint)
+    return replace(pairs, train=tuple(with_replay(pairs.train, old.train, settings.replay.get("share", 0.1), recipe.seed)))
 
 
 def _solutions(recipe: Recipe, blueprint: Blueprint) -> Data[Any]:
@@ -71,7 +83,7 @@ OBJECTIVES: dict[str, Kind] = {
         title="reward model (Bradley-Terry)",
         load=_replayed,
         objective=lambda recipe: reward_objective(recipe.reward_model),
-        model=lambda recipe, blueprint: make_scorer(blueprint, recipe.model, pooling=recipe.reward_model.pooling, seed=recipe.seed),
+        model=lambda recipe, blueprint: scorer(recipe, blueprint, recipe.reward_model.pooling),
         samples=False,
         rules=simple_rules,
     ),
@@ -85,7 +97,7 @@ OBJECTIVES: dict[str, Kind] = {
         title="process reward model",
         load=_solutions,
         objective=lambda recipe: PROCESS,
-        model=lambda recipe, blueprint: make_scorer(blueprint, recipe.model, pooling="steps", seed=recipe.seed),
+        model=lambda recipe, blueprint: scorer(recipe, blueprint, "steps"),
         samples=False,
     ),
 }

@@ -84,6 +84,7 @@ def memory(
     recompute: bool = False,
     trained_share: float = 1.0,
     rewards: int = 0,
+    adapter: int = 0,
 ) -> Memory:
     """Bytes of a step.
 
@@ -91,7 +92,9 @@ def memory(
     prompts, prompt_tokens, completion_tokens: of a rollout; the prompt's keys and values exist once per prompt.
     recompute: gradient checkpointing.   trained_share: part of the positions that get logits.
     rewards: what reward models take (`scoring_memory`).
+    adapter: parameters of a low-rank adapter, which then are all that is trained; the weights under it are the reference too.
     """
+    trained = adapter or shape.parameters
     lower = shape.bytes_per_weight == 2
     # Saved for the backward pass, per position and block: the two norms' inputs and outputs, queries, keys, values, attention
     # output and its projection, the residuals, and the gated MLP's three wide tensors and their product.
@@ -102,10 +105,10 @@ def memory(
     chunk = 3 * max(1 << 22, 32 * shape.vocabulary) * 4
     head = chunk + shape.vocabulary * shape.hidden * shape.bytes_per_weight + int(trained_share * microbatch) * shape.hidden * 8
     return Memory(
-        weights=shape.parameters * shape.bytes_per_weight,
-        gradients=shape.parameters * 4,
-        optimizer=shape.parameters * (12 if lower else 8),
-        reference=shape.parameters * shape.bytes_per_weight if reference else 0,
+        weights=(shape.parameters + adapter) * shape.bytes_per_weight,
+        gradients=trained * 4,
+        optimizer=trained * (12 if lower else 8),
+        reference=shape.parameters * shape.bytes_per_weight if reference and not adapter else 0,
         activations=microbatch * blocks * shape.bytes_per_product + head,
         cache=2 * shape.layers * kv * (prompts * prompt_tokens + rows * completion_tokens) * shape.bytes_per_product
         + rows * shape.vocabulary * 4 * 3,

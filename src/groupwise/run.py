@@ -117,7 +117,8 @@ class Run:
     def steps(self) -> Iterator[Step]:
         """Train to the end: evaluate where due, write the log and checkpoints, export the final model."""
         recipe, job = self.recipe, self.job
-        if self.done == 0 and job.reference is not None:
+        # What lies under an adapter is where it came from.
+        if self.done == 0 and job.reference is not None and recipe.model.lora is None:
             _export(job.reference, self.folder / REFERENCE)
         with (
             RunLog(self.folder, recipe, done=self.done) if self.first else Unwritten() as log,
@@ -159,7 +160,7 @@ class Run:
             state = {**self.job.state(), "order": order}
             with self.job.policy.gathered() as policy:
                 if self.first:
-                    checkpoint.save(self.folder, number, policy_writer=policy.save, state=state, keep=self.recipe.save.keep)
+                    checkpoint.save(self.folder, number, policy_writer=policy.keep, state=state, keep=self.recipe.save.keep)
 
 
 class Unwritten:

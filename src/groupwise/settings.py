@@ -106,6 +106,10 @@ class ModelSettings:
     `single` (one sequence per forward, the model's own attention: for models that cannot be packed)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
+    lora: Mapping[str, Any] | None = None
+    """Train a low-rank adapter (peft) and not the weights, which then are the reference: `{rank: 16, alpha: 32, targets:
+    all-linear}` (the defaults; `targets` may be a list of layer names).  `final/` holds the merged model, `final/adapter/` the
+    adapter alone."""
     chat_template: str | None = None
     """Replaces the tokenizer's chat template: a Jinja string or the path of a `.jinja` file."""
     trust_remote_code: bool = False
@@ -310,10 +314,9 @@ class RewardModelSettings:
     """Coefficient of (score_chosen + score_rejected)^2."""
     lm_coefficient: Annotated[float, Ge(0.0)] = 0.0
     """Weight of the language-model loss on chosen completions, which shares the backbone."""
-    replay: str | None = None
-    """A file of older pairs, with the same columns as `data.path`, of which some are mixed in: continued training on new pairs."""
-    replay_share: Annotated[float, Gt(0.0), Lt(1.0)] = 0.1
-    """Share of old pairs among all (DeepSeekMath 2402.03300, Algorithm 1: a tenth)."""
+    replay: Mapping[str, Any] | None = None
+    """Continued training on new pairs: `{path: old.jsonl, share: 0.1}` mixes in pairs of an older file with the same columns as
+    `data.path`, so many that they make up `share` of all (default: a tenth, as in DeepSeekMath 2402.03300, Algorithm 1)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -88,7 +88,8 @@ def wrong_model(path: str, earlier: Sequence[str] = ()) -> str | None:
         return f"no stage {stage!r} runs before this one ({known}){closest(stage, earlier)}"
     folder = Path(path).expanduser()
     if folder.is_dir():
-        return None if (folder / "config.json").is_file() else f"the folder {path!r} is not a model: it holds no config.json"
+        known = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+        return None if known else f"the folder {path!r} is not a model: it holds no config.json"
     if folder.exists():
         return f"{path!r} is a file; a model is a folder in Hugging Face's format"
     if _means_local(path):
@@ -116,6 +117,47 @@ def _cached(kind: str, name: str) -> bool:
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
     cache = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
     return (Path(cache).expanduser() / f"{kind}--{name.replace('/', '--')}").is_dir()
+
+
+LORA = ("rank", "alpha", "targets")
+"""What an adapter's mapping may say."""
+
+
+def _lora(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
+    lora, at = recipe.model.lora, "model.lora"
+    if lora is None:
+        return
+    for key, value in lora.items():
+        if key not in LORA:
+            yield (f"{at}.{key}", at), f"{at} has no key {key!r}: it takes {', '.join(LORA)}{closest(key, LORA)}"
+        elif key == "targets":
+            names = [value] if isinstance(value, str) else value
+            if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) and name for name in names):
+                yield (f"{at}.targets", at), f"{at}.targets must be all-linear or a list of layer names, got {value!r}"
+        elif isinstance(value, bool) or not isinstance(value, int if key == "rank" else int | float) or value <= 0:
+            kind = "whole number" if key == "rank" else "number"
+            yield (f"{at}.{key}", at), f"{at}.{key} must be a {kind} above 0, got {value!r}"
+    if recipe.model.scratch is not None:
+        yield (at, "model.scratch"), f"{at} trains beside weights that stay as they are; those of model.scratch are random"
+    if recipe.group.reference_refresh:
+        message = f"{at}: the reference is what lies under the adapter and cannot move: leave group.reference_refresh out"
+        yield (at, "group.reference_refresh"), message
+
+
+def _replay(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
+    replay, at = recipe.reward_model.replay, "reward_model.replay"
+    if replay is None:
+        return
+    for key in replay:
+        if key not in ("path", "share"):
+            yield (f"{at}.{key}", at), f"{at} has no key {key!r}: it takes path and share{closest(key, ('path', 'share'))}"
+    path, share = replay.get("path"), replay.get("share", 0.1)
+    if not isinstance(path, str):
+        yield (f"{at}.path", at), f"{at} needs the path of a file of older pairs: {{path: old.jsonl, share: 0.1}}"
+    elif wrong := _wrong_data(path):
+        yield (f"{at}.path", at), f"{at}.path: {wrong}"
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+        yield (f"{at}.share", at), f"{at}.share must be greater than 0 and less than 1, got {share!r}"
 
 
 def _scratch(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
@@ -285,6 +327,8 @@ _CHECKS: tuple[Callable[[Recipe, Sequence[str]], Iterator[Finding]], ...] = (
     _objective,
     _length,
     _model,
+    _lora,
+    _replay,
     _scratch,
     _data,
     _rewards,

@@ -16,6 +16,7 @@ from groupwise.algorithms import resolve
 from groupwise.data.order import Order
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.jobs import make_engine, spread
+from groupwise.models.lora import adapt, bare
 from groupwise.models.policy import Policy, make_policy
 from groupwise.models.scratch import scratch_model
 from groupwise.online import train_online
@@ -94,17 +95,22 @@ def online(
     recompute: bool = False,
     budget: int = 150,
     engine: str = "native",
+    lora: bool = False,
     **group: Any,
 ) -> dict[str, Any]:
     """Train and return, on every rank, each step's metrics and gradient and the last weights."""
     settings = GroupSettings(**{"prompts_per_step": 5, "group_size": 4} | group)
     algorithm = resolve(objective, settings, LONGEST)
     policy = make(family, dtype)
-    reference = make(family, dtype, seed=1) if algorithm.needs_reference else None
-    if reference is not None:
-        reference.model.requires_grad_(False)
-        reference = spread(reference, mode)
-    policy = spread(policy, mode)
+    if lora:
+        policy = spread(adapt(policy, {"rank": 4}, base=""), mode)
+        reference = bare(policy)
+    else:
+        reference = make(family, dtype, seed=1) if algorithm.needs_reference else None
+        if reference is not None:
+            reference.model.requires_grad_(False)
+            reference = spread(reference, mode)
+        policy = spread(policy, mode)
     updates = steps * settings.updates_per_rollout * settings.minibatches
     optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-3, clip_norm=0.5, weight_decay=0.1), updates)
     rows = prompts()

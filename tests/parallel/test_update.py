@@ -66,6 +66,27 @@ def test_p50_p51_losses_gradients_and_samples_are_those_of_one_process(plan: str
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_p53_an_adapter_on_spread_weights_takes_the_same_steps(family: str, mode: str, ranks: Callable) -> None:
+    """Trained factors beside frozen weights of the same blocks, the reference under them, against one process."""
+    plan = {"objective": "grpo", "beta": 0.1, "lora": True, "family": family, "steps": 4}
+    found, expected = ranks(2).run("online", **plan | {"mode": mode}), cases.online(**plan)
+    assert expected["steps"][0]["kl"] < 1e-12 < expected["steps"][-1]["kl"]
+    for rank in found:
+        for step, first in zip(rank["steps"], expected["steps"], strict=True):
+            assert step["kl"] == pytest.approx(first["kl"], rel=1e-5, abs=1e-12)
+        assert_same({**rank, "steps": []}, {**expected, "steps": []}, 1e-6)
+
+
+@pytest.mark.parametrize("mode", ["zero3", "ddp"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "autocast"])
+def test_p53_an_adapter_in_lower_precision(dtype: str, mode: str, ranks: Callable) -> None:
+    plan = {"objective": "grpo", "beta": 0.1, "lora": True, "steps": 2, "dtype": dtype}
+    for rank in ranks(2).run("online", **plan | {"mode": mode}):
+        assert all(np.isfinite(gradient).all() and gradient.any() for gradient in rank["gradients"])
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-5), ("autocast", 0.05), ("bfloat16", 0.05)])
 def test_lower_precisions_take_the_same_first_steps(dtype: str, tolerance: float, mode: str, ranks: Callable) -> None:
     """Gradients of the first steps; in bfloat16 the cut into micro-batches rounds differently in one process too."""

@@ -40,6 +40,8 @@ transformers_logging.disable_progress_bar()
 
 PROBE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.15}
 """Largest difference of a logit between packed and ordinary forward, relative to the spread of the logits."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""Marks a folder as a low-rank adapter in peft's format."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,6 +215,10 @@ class Policy:
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
+    def keep(self, folder: Path) -> None:
+        """Write what a run needs to go on from here, which for an adapter is less than `save` writes."""
+        self.save(folder)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Blueprint:
@@ -228,9 +234,14 @@ class Blueprint:
 
 
 def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None = None) -> Blueprint:
-    """Everything about a checkpoint but its weights.  Raises ConfigError or DataError with the remedy."""
+    """Everything about a checkpoint but its weights.  Raises ConfigError or DataError with the remedy.
+
+    A folder that holds an adapter in peft's format means its base with the adapter merged into the weights.
+    """
     assert settings.path is not None
     path = settings.path
+    if (Path(path) / ADAPTER_CONFIG).is_file():
+        return _adapted_blueprint(settings, tokenizer)
     if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
         raise ConfigError(f"model.path: no such folder: {path!r}")
     if Path(path).is_dir() and not (Path(path) / "config.json").exists():
@@ -257,6 +268,17 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
         context=context_length(config.to_dict()),
         load=load,
     )
+
+
+def _adapted_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None) -> Blueprint:
+    """Of the base of an adapter's folder; its tokenizer is the folder's own, where there is one."""
+    from groupwise.models.lora import merge_adapter, read_adapter
+
+    folder = str(settings.path)
+    if tokenizer is None and (Path(folder) / "tokenizer_config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
+    base = read_blueprint(replace(settings, path=read_adapter(Path(folder))), tokenizer)
+    return replace(base, load=lambda: merge_adapter(base.load(), folder))
 
 
 def is_scorer(config: dict[str, Any]) -> bool:

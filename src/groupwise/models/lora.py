@@ -1,0 +1,240 @@
+"""Low-rank adapters (LoRA, 2106.09685) through peft: small matrices are trained beside weights that are never touched.
+
+The model stays the class it was, with peft's layers in place of its linear ones, so everything that runs a model runs this one.
+The reference is the same model with its adapter off: it costs no memory, and it is what the run started from, also where that was
+an adapter itself, because adapters that are given are merged when they are read.
+
+What is exported is an ordinary model with the adapter merged into it (in a copy), and the adapter in peft's own format beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from groupwise.errors import ConfigError
+from groupwise.models.attention import Attend
+from groupwise.models.policy import ADAPTER_CONFIG, Forward, Policy
+from groupwise.records import Batch
+
+ADAPTER, FOLDER, FILE = "default", "adapter", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""peft's, before every name in its files."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AdaptedPolicy(Policy):
+    """A policy of which only an adapter is trained, and the score head where it has one."""
+
+    lora: Any
+    """peft's configuration."""
+    trained: tuple[str, ...]
+    """Names of the trained parameters."""
+
+    def frozen_copy(self) -> Policy:
+        """The weights below the adapter, which are not copied: see `bare`."""
+        return bare(self)
+
+    def save(self, folder: Path) -> None:
+        """A plain Hugging Face folder of the merged model, and the adapter in `adapter/`."""
+        _merged(self.model).save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        self._write(folder / FOLDER)
+
+    def keep(self, folder: Path) -> None:
+        """The adapter alone: its base is where it was.  See `Policy.keep`."""
+        self._write(folder)
+        self.model.config.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def restore(self, folder: Path) -> None:
+        """Take over an adapter that `keep` wrote, bit for bit."""
+        kept = load_file(folder / FILE)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if name in self.trained:
+                    parameter.copy_(kept[_file_name(name)])
+
+    def _write(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self.lora.save_pretrained(str(folder))
+        parameters = dict(self.model.named_parameters())
+        save_file({_file_name(name): parameters[name].detach().cpu().contiguous() for name in self.trained}, folder / FILE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BarePolicy(Policy):
+    """The weights under an adapter, seen through the policy that has it.  It is the policy's own model: it cannot be trained."""
+
+    adapted: Policy
+
+    @property
+    def sharded(self) -> bool:
+        """See `Policy`."""
+        return self.adapted.sharded
+
+    @property
+    def backbone(self) -> Callable[..., Any]:
+        """See `Policy`; always with the adapter off."""
+
+        def run(**inputs: Any) -> Any:
+            with adapter_off(self.model):
+                return self.adapted.backbone(**inputs)
+
+        return run
+
+    def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
+        """See `Policy`."""
+        with adapter_off(self.model):
+            return self.adapted.hidden(tokens_T, position_T, attend)
+
+    def forward(self, batch: Batch) -> Forward:
+        """See `Policy`."""
+        with adapter_off(self.model), torch.no_grad():
+            return self.adapted.forward(batch)
+
+    def settle(self) -> None:
+        """See `Policy`."""
+        self.adapted.settle()
+
+
+def adapt(policy: Policy, lora: Mapping[str, Any], *, base: str, seed: int = 0) -> AdaptedPolicy:
+    """Put a new adapter into a policy's model, which is used up by it; at first it changes nothing.
+
+    lora: `settings.ModelSettings.lora`.   base: where the weights come from, for the adapter's file.
+    seed: of the first of its two factors; the second is 0.   A score head goes on being trained.
+    Raises ConfigError if peft is not there, or if the adapter would lie on the embedding, the output head or stacked experts.
+    """
+    model = policy.model
+    config = _config(lora, base, scores=isinstance(getattr(model, "score", None), nn.Module))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        inject(model, config)
+    for name, module in model.named_modules():
+        if _is_adapted(module) and type(module.base_layer) not in (nn.Linear, Conv1D):
+            raise ConfigError(
+                f"model.lora: an adapter can lie on linear layers, not on {name} ({type(module.base_layer).__name__}): "
+                "name the layers, e.g. model.lora.targets=[q_proj,k_proj,v_proj,o_proj]"
+            )
+    if (head := model.get_output_embeddings()) is not None and _is_adapted(head):
+        raise ConfigError("model.lora: its targets reach the output head, which is read whole: leave it out")
+    if isinstance(score := getattr(model, "score", None), nn.Module):
+        score.requires_grad_(True)
+        config.modules_to_save = ["score"]  # for the file: peft would otherwise wrap it
+    trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    fields = {name: getattr(policy, name) for name in Policy.__dataclass_fields__}
+    return AdaptedPolicy(**fields, lora=config, trained=trained)
+
+
+def inject(model: nn.Module, config: Any) -> None:
+    """Replace the linear layers that a peft configuration names, and freeze all other weights.  Raises ConfigError."""
+    config.fan_in_fan_out = any(isinstance(module, Conv1D) for module in model.modules())
+    try:
+        _peft().inject_adapter_in_model(config, model, ADAPTER)
+    except ValueError as error:
+        raise ConfigError(f"model.lora: {str(error).splitlines()[0]}") from error
+    # Adapters in the type of the weights: shards of one block must not differ in type.
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(next(model.parameters()).dtype)
+
+
+def adapter_size(model: PreTrainedModel, lora: Mapping[str, Any]) -> int:
+    """Parameters that an adapter would add to a model, which may be on the meta device and is used up by it."""
+    inject(model, _config(lora, "", scores=False))
+    return sum(parameter.numel() for name, parameter in model.named_parameters() if "lora_" in name)
+
+
+def bare(policy: Policy) -> BarePolicy:
+    """The weights under a policy's adapter: the reference that costs nothing."""
+    fields = {name: getattr(policy, name) for name in Policy.__dataclass_fields__}
+    return BarePolicy(**fields, adapted=policy)
+
+
+@contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """Run the weights under the adapter while inside."""
+    layers: list[Any] = [module for module in model.modules() if _is_adapted(module)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def merge_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
+    """A base model with the adapter of a folder (peft's format) merged into its weights.  Raises ConfigError."""
+    peft = _peft()
+    try:
+        return peft.PeftModel.from_pretrained(model, folder).merge_and_unload().requires_grad_(True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"the adapter {folder!r} does not fit its base: {str(error).splitlines()[0]}") from error
+
+
+def read_adapter(folder: Path) -> str:
+    """The base model of an adapter's folder.  Raises ConfigError if its file does not name one, or if it is no language model's."""
+    config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    base, task = config.get("base_model_name_or_path"), config.get("task_type")
+    if not base:
+        raise ConfigError(f"{folder / ADAPTER_CONFIG} names no base_model_name_or_path: write the base model's folder there")
+    if task not in (None, "CAUSAL_LM"):
+        raise ConfigError(f"{folder} is an adapter for {task}, not for a language model: give the merged model's folder")
+    return str(base)
+
+
+def _config(lora: Mapping[str, Any], base: str, *, scores: bool) -> Any:
+    return _peft().LoraConfig(
+        r=lora.get("rank", 16),
+        lora_alpha=lora.get("alpha", 32),
+        target_modules=lora.get("targets", "all-linear"),
+        task_type="SEQ_CLS" if scores else "CAUSAL_LM",
+        base_model_name_or_path=base,
+    )
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError("adapters need peft, which is not installed: pip install 'groupwise[peft]'") from error
+    return peft
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    return "lora_A" in module._modules
+
+
+def _file_name(name: str) -> str:
+    return PREFIX + name.replace(f".{ADAPTER}.", ".")
+
+
+def _merged(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of the same class with the adapter in its weights.  Only what the adapter changes is copied."""
+    adapted = {name: module for name, module in model.named_modules() if _is_adapted(module)}
+    weights: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        layer = name.rpartition(".base_layer.")[0]
+        if layer in adapted and name.endswith(".base_layer.weight"):
+            delta = adapted[layer].get_delta_weight(ADAPTER)  # type: ignore[operator]
+            weights[f"{layer}.weight"] = (tensor + delta).to(tensor.dtype)
+        elif ".lora_" not in name:
+            weights[name.replace(".base_layer.", ".")] = tensor
+    with torch.device("meta"):
+        plain = type(model)(model.config)
+    plain.load_state_dict(weights, strict=True, assign=True)
+    plain.tie_weights()
+    if model.can_generate():
+        plain.generation_config = model.generation_config
+    return plain

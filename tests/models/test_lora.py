@@ -1,0 +1,278 @@
+"""Adapters: trained beside weights that stay as they are, which are the reference; saved merged and in peft's format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from groupwise import train
+from groupwise.config import parse_stages
+from groupwise.errors import ConfigError
+from groupwise.models.attention import plain_attention
+from groupwise.models.heads import Answer, add_head, score_tokens, wrap_scorer
+from groupwise.models.lora import adapt
+from groupwise.models.policy import Policy, load_policy
+from groupwise.offline import SFT
+from groupwise.optim import Optimizer
+from groupwise.records import Sample
+from groupwise.scoring import sample_of, score
+from groupwise.settings import ModelSettings, OptimizerSettings
+from groupwise.updating import update
+
+LORA = {"rank": 4, "alpha": 8}
+
+
+@pytest.fixture
+def base(tiny_policy: Callable[..., Policy], tmp_path: Path) -> Callable[..., Path]:
+    """`base(family)`: the folder of a random checkpoint."""
+
+    def make(family: str = "llama", **options: Any) -> Path:
+        folder = tmp_path / f"base-{family}"
+        tiny_policy(family, **options).save(folder)
+        return folder
+
+    return make
+
+
+def disturb(policy: Any, seed: int = 0) -> None:
+    """Give every trained parameter random numbers: an adapter that does something."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if name in policy.trained:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+
+
+def logp_of(policy: Policy, samples: Sequence[Sample]) -> np.ndarray:
+    return np.concatenate(score(policy, samples, budget=60).logp)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+def test_the_reference_under_an_adapter_is_the_frozen_copy(
+    tiny_policy: Callable[..., Policy], random_samples: Callable[..., list[Sample]], family: str
+) -> None:
+    """At the start policy, reference and the untouched model are the same; later only the policy has moved."""
+    samples = random_samples()
+    frozen = logp_of(tiny_policy(family), samples)
+    policy = adapt(tiny_policy(family), LORA, base="")
+    reference = policy.frozen_copy()
+    np.testing.assert_array_equal(logp_of(policy, samples), frozen)
+    np.testing.assert_array_equal(logp_of(reference, samples), frozen)
+    disturb(policy)
+    assert np.abs(logp_of(policy, samples) - frozen).max() > 0.1
+    np.testing.assert_array_equal(logp_of(reference, samples), frozen)
+    assert np.abs(logp_of(policy, samples) - frozen).max() > 0.1  # the reference puts the adapter back
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_an_update_moves_the_adapter_as_pefts_own_model_says(
+    tiny_policy: Callable[..., Policy], random_samples: Callable[..., list[Sample]], family: str
+) -> None:
+    """The packed gradient of every factor, against peft's model on one sequence at a time; all other weights keep every bit."""
+    policy = adapt(tiny_policy(family, dtype=torch.float64), LORA, base="")
+    before = {name: parameter.clone() for name, parameter in policy.model.named_parameters()}
+    disturb(policy)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", fan_in_fan_out=family == "gpt2")
+    theirs = get_peft_model(tiny_policy(family, dtype=torch.float64).model, config, autocast_adapter_dtype=False)
+    own = dict(policy.model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            parameter.copy_(own[name.removeprefix("base_model.model.")])
+    samples = [replace(sample, temperature=1.0) for sample in random_samples()]
+    total = torch.zeros((), dtype=torch.float64)
+    with plain_attention(theirs.get_base_model()):
+        for sample in samples:
+            ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion]))
+            logp = torch.log_softmax(theirs(input_ids=ids[None]).logits[0, sample.prompt.size - 1 : -1, : policy.vocabulary], -1)
+            total = total - (torch.from_numpy(sample.weight) * logp.gather(1, ids[sample.prompt.size :, None])[:, 0]).sum()
+    total.backward()
+
+    class Kept:
+        def step(self) -> Any:
+            self.gradients = {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
+
+    kept = Kept()
+    update(policy, SFT.loss, samples, kept, budget=40)  # type: ignore[arg-type]
+    assert set(kept.gradients) == set(policy.trained)
+    for name, parameter in theirs.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(
+                kept.gradients[name.removeprefix("base_model.model.")], parameter.grad, rtol=1e-7, atol=1e-11
+            )
+    policy.model.zero_grad()
+    optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-2, weight_decay=0.1), 1)
+    update(policy, SFT.loss, samples, optimizer, budget=40)
+    for name, parameter in policy.model.named_parameters():
+        assert torch.equal(parameter, before[name]) == (name not in policy.trained), name
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_what_is_saved_is_a_plain_model_and_an_adapter_for_peft(
+    base: Callable[..., Path], random_samples: Callable[..., list[Sample]], tmp_path: Path, family: str
+) -> None:
+    folder = base(family)
+    lora = LORA | ({"targets": ["q_proj", "o_proj"]} if family == "mixtral" else {})
+    policy = adapt(load_policy(ModelSettings(path=str(folder))), lora, base=str(folder))
+    disturb(policy)
+    samples = random_samples()
+    ours = logp_of(policy, samples)
+    policy.save(tmp_path / "final")
+    np.testing.assert_array_equal(logp_of(policy, samples), ours)  # merging was done in a copy
+    np.testing.assert_allclose(logp_of(load_policy(ModelSettings(path=str(tmp_path / "final"))), samples), ours, atol=2e-5)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "final").eval()
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), str(tmp_path / "final/adapter")).eval()
+    ids = torch.arange(5, 25)[None]
+    torch.testing.assert_close(adapted(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-5)
+    policy.keep(tmp_path / "kept")
+    read = load_policy(ModelSettings(path=str(tmp_path / "kept")))  # an adapter's folder means its base with it merged
+    np.testing.assert_allclose(logp_of(read, samples), ours, atol=2e-5)
+    assert not (tmp_path / "kept" / "model.safetensors").exists()
+    again = adapt(load_policy(ModelSettings(path=str(folder))), lora, base=str(folder), seed=7)
+    again.restore(tmp_path / "kept")
+    np.testing.assert_array_equal(logp_of(again, samples), ours)
+
+
+def test_a_reward_model_can_be_an_adapter_with_its_head(
+    tiny_policy: Callable[..., Policy], base: Callable[..., Path], tmp_path: Path
+) -> None:
+    causal = load_policy(ModelSettings(path=str(base())))
+    scorer = wrap_scorer(add_head(causal.model, causal.tokenizer, causal.eos_ids, "last", seed=1), causal.tokenizer)
+    policy = adapt(scorer, LORA, base="")
+    assert "score.weight" in policy.trained
+    disturb(policy)
+    answers = [Answer("a", np.array([7, 8]), np.array([9, 6, 1])), Answer("a", np.array([7, 8]), np.array([12, 1]))]
+    ours = [float(values[-1]) for values in score_tokens(policy, answers, budget=30)]
+    policy.save(tmp_path / "reward")
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward").eval()
+    for answer, value in zip(answers, ours, strict=True):
+        ids = torch.from_numpy(np.concatenate([answer.prompt, answer.completion]))
+        assert theirs(ids[None]).logits.item() == pytest.approx(value, abs=1e-5)
+
+
+RECIPE = """
+name: adapted
+model: {{path: {base}, lora: {{rank: 4, alpha: 8}}}}
+data: {{path: {data}, template: "{{question}}="}}
+rewards: [{{function: repetition, args: {{n: 1}}}}]
+runs: {runs}
+save: {{every: 1}}
+group: {{prompts_per_step: 3, group_size: 4, beta: 0.1}}
+rollout: {{max_new_tokens: 10}}
+optimizer: {{lr: 1.0e-2}}
+objective: grpo
+steps: 3
+"""
+
+
+@pytest.fixture
+def recipe(base: Callable[..., Path], tmp_path: Path) -> Any:
+    rows = [{"question": f"{i}+1", "completion": f"{i + 1}"} for i in range(8)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    text = RECIPE.format(base=base(), data=tmp_path / "rows.json", runs=tmp_path / "runs")
+    return lambda *overrides: next(iter(parse_stages(text, "recipe", list(overrides)).values()))
+
+
+def test_a_run_is_measured_against_its_base_and_goes_on_from_its_adapter(recipe: Callable[..., Any], tmp_path: Path) -> None:
+    """KL 0 at step 1 and then the KL to the base; an interrupted run ends in the same bits; what it exports is a plain model."""
+    straight = list(train(recipe()))
+    assert straight[0].metrics["kl"] == 0.0 < straight[-1].metrics["kl"]
+    samples_of = [rollout for group in straight[-1].groups for rollout in group.rollouts]
+    reference = logp_of(load_policy(ModelSettings(path=recipe().model.path)), [sample_of(rollout) for rollout in samples_of])
+    recorded = np.concatenate([logp for group in straight[-1].groups for logp in group.signals["reference_logp"]])
+    np.testing.assert_allclose(recorded, reference, atol=1e-5)
+    broken = train(replace(recipe(), name="broken"))
+    assert next(step for step in broken if step.number == 2)
+    broken.close()
+    checkpoint = tmp_path / "runs/broken/checkpoints/000002/policy"
+    assert sorted(path.name for path in checkpoint.glob("*.safetensors")) == ["adapter_model.safetensors"]
+    assert not (tmp_path / "runs/broken/reference").exists()
+    (rest,) = train(replace(recipe(), name="broken"))
+    assert rest.metrics["loss"] == straight[-1].metrics["loss"] and rest.metrics["kl"] == straight[-1].metrics["kl"]
+    first, second = (load_policy(ModelSettings(path=str(tmp_path / "runs" / name / "final"))) for name in ("adapted", "broken"))
+    assert type(first.model).__name__ == "LlamaForCausalLM"
+    for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_p55_a_trained_adapter_is_its_own_reference(recipe: Callable[..., Any], tmp_path: Path) -> None:
+    """SFT with an adapter, then GRPO from its adapter (and from its final model): KL 0 at step 1, to it and not to its base."""
+    list(train(recipe("objective=sft", "name=sft", "data.columns={}", "optimizer.lr=0.05")))
+    for name, path in (("merged", "runs/sft/final"), ("adapter", "runs/sft/final/adapter")):
+        settings = replace(recipe().model, path=str(tmp_path / path))
+        step = next(iter(train(replace(recipe(), name=name, steps=1, model=settings))))
+        assert step.metrics["kl"] == 0.0
+        full = next(iter(train(replace(recipe(), name=f"{name}-full", steps=1, model=replace(settings, lora=None)))))
+        for ours, copied in zip(step.groups, full.groups, strict=True):
+            for one, other in zip(ours.signals["reference_logp"], copied.signals["reference_logp"], strict=True):
+                np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_p58_a_learning_rate_for_all_weights_is_warned_about(recipe: Callable[..., Any]) -> None:
+    from groupwise.jobs import plan_of
+
+    plan = dict(plan_of(recipe("optimizer.lr=1.0e-6")))
+    assert "1e-06 is one for training all weights" in plan["warning"] and "that stay as they are" in plan["adapter"]
+    assert "warning" not in dict(plan_of(recipe("optimizer.lr=1.0e-4")))
+
+
+def test_the_plan_counts_what_is_trained(recipe: Callable[..., Any]) -> None:
+    """Gradients and moments of the adapter alone, and no second copy for the reference."""
+    from groupwise.jobs import adapter_count, blueprint_of, plan_of
+
+    adapted = recipe()
+    model = adapt(load_policy(ModelSettings(path=adapted.model.path)), adapted.model.lora, base="").model
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert adapter_count(adapted, blueprint_of(adapted, None)) == trained
+    whole = replace(adapted, model=replace(adapted.model, lora=None))
+    line, full = (dict(plan_of(recipe))["memory"] for recipe in (adapted, whole))
+    assert "reference" in full and "reference" not in line
+    assert f"gradients {trained * 4 / 1024:.1f} KiB, optimizer {trained * 8 / 1024:.1f} KiB" in line
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.lora={rnk: 4}", r"no key 'rnk'.*did you mean rank"),
+        ("model.lora={rank: 0}", "model.lora.rank must be a whole number above 0, got 0"),
+        ("model.lora={alpha: big}", "model.lora.alpha must be a number above 0, got 'big'"),
+        ("model.lora={targets: []}", "model.lora.targets must be all-linear or a list"),
+        ("group.reference_refresh=2", "cannot move: leave group.reference_refresh out"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(recipe: Callable[..., Any], override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        recipe(override)
+
+
+def test_targets_that_are_not_there_or_not_allowed(recipe: Callable[..., Any]) -> None:
+    for targets, message in (
+        ("[nothing]", "nothing"),
+        ("[embed_tokens]", r"not on model.embed_tokens \(Embedding\)"),
+        ("[lm_head, q_proj]", "reach the output head"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            list(train(recipe(f"model.lora={{targets: {targets}}}")))
+
+
+def test_experts_are_refused(tiny_policy: Callable[..., Policy]) -> None:
+    with pytest.raises(ConfigError, match=r"not on model.layers.0.mlp.* name the layers"):
+        adapt(tiny_policy("mixtral"), LORA, base="")
+
+
+def test_an_adapter_that_does_not_say_its_base(tmp_path: Path) -> None:
+    for text, message in (
+        ({}, "names no base_model_name_or_path"),
+        ({"base_model_name_or_path": "x", "task_type": "SEQ_CLS"}, "for SEQ_CLS"),
+    ):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(text))
+        with pytest.raises(ConfigError, match=message):
+            load_policy(ModelSettings(path=str(tmp_path)))
