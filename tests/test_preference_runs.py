@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from io import StringIO
@@ -255,3 +256,32 @@ def test_a_reward_model_cannot_be_the_policy(recipe: str, tmp_path: Path, tiny_p
     stage = stages_of(recipe)["sft"]
     with pytest.raises(GroupwiseError, match="reward model"):
         list(train(replace(stage, model=replace(stage.model, path=str(tmp_path / "reward"), scratch=None))))
+
+
+def test_what_is_watched_is_not_what_is_reported(recipe: str, tmp_path: Path) -> None:
+    """Three parts: evaluation while training reads `validation`, the figures at the end and in the card are of `test`."""
+    stage = stages_of(recipe, "data.eval_fraction={test: 0.3, validation: 0.2}")["reward"]
+    stage = replace(stage, model=stages_of(recipe)["sft"].model, eval=replace(stage.eval, every=1, batches=None))
+    steps = list(train(stage))
+    counts = [sum(n for name, n in step.evaluation.items() if name.endswith("/pairs")) for step in steps if step.evaluation]
+    card = (tmp_path / "runs/tiny/reward/final/README.md").read_text()
+    found = re.search(r"(\d+) rows to train on .*?(\d+) for validation, (\d+) held out", card)
+    assert found is not None
+    trained, watched, reported = map(int, found.groups())
+    assert counts == [reported, *[watched] * 3, reported] and trained + watched + reported == 60
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.eval_fraction={test: 0.2, dev: 0.1}", "parts test and validation, not dev"),
+        ("data.eval_fraction={validation: 0.1}", "has validation but no test"),
+        ("data.eval_fraction={test: 0.6, validation: 0.5}", "sum to 1.1"),
+        ("stages.reward.reward_model.replay={share: 0.1}", "needs the path of a file of older pairs"),
+        ("stages.reward.reward_model.replay={path: missing.json}", "no such file 'missing.json'"),
+        ("stages.reward.reward_model.replay={pth: x}", r"no key 'pth'.*did you mean path"),
+    ],
+)
+def test_recipes_that_cannot_be_are_refused(recipe: str, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        stages_of(recipe, override)

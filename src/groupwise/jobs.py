@@ -58,7 +58,8 @@ class Job:
     loop: Callable[[int], Iterator[Step]]
     """Steps done before -> the steps that are left."""
     judge: Callable[[bool], Judged | None]
-    """Evaluates on what is held out: all of it if True, else as much as `eval` says; None if nothing is."""
+    """Evaluates on what is held out: all of it if True, else as much as `eval` says, of the validation part where there is one.
+    None if nothing is held out."""
     reference: Policy | None = None
     engine: Engine | None = None
     """What samples, where the objective or its evaluation does."""
@@ -200,7 +201,7 @@ class _Prepared:
     def _online(cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint]) -> _Prepared:
         algorithm = resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens)
         prompts = _prompts(recipe, blueprint)
-        lines = online_plan(recipe, len(prompts.train), len(prompts.held_out))
+        lines = online_plan(recipe, len(prompts.train), len(prompts.held_out), len(prompts.validation))
         lines.insert(0, ("algorithm", algorithm_line(algorithm)))
         group = recipe.group
         prompt_tokens = max(prompt.tokens.size for prompt in prompts.train)
@@ -238,8 +239,8 @@ class _Prepared:
         rows = kind.load(recipe, blueprint)
         tokens = sum(len(row) for row in rows.train) / max(len(rows.train), 1)
         prompts = _prompts(recipe, blueprint) if recipe.rewards and kind.samples else None
-        held_out = len(prompts.held_out) if prompts is not None else len(rows.held_out)
-        lines, steps = offline_plan(recipe, len(rows.train), held_out, tokens)
+        judged = prompts or rows
+        lines, steps = offline_plan(recipe, len(rows.train), len(judged.held_out), tokens, len(judged.validation))
         shape = Shape.of(blueprint.config, parameter_count(blueprint), dtype=recipe.model.dtype)
         microbatch = min(recipe.optimizer.tokens_per_microbatch, int(recipe.batch_size * tokens * 1.2))
         adapter = adapter_count(recipe, blueprint)
@@ -325,7 +326,7 @@ def _prompts(recipe: Recipe, blueprint: Blueprint) -> Data[Prompt]:
 
 
 def _judge(recipe: Recipe, engine: Engine, prepared: _Prepared) -> Callable[[bool], Judged | None]:
-    prompts: Sequence[Prompt] = prepared.prompts.held_out if prepared.prompts is not None else ()
+    prompts = prepared.prompts
     settings, rewards = recipe.eval, prepared.rewards
     sampling = sampling_of(
         recipe.rollout,
@@ -337,11 +338,10 @@ def _judge(recipe: Recipe, engine: Engine, prepared: _Prepared) -> Callable[[boo
     )
 
     def judge(whole: bool) -> Judged | None:
-        if not prompts or rewards is None:
+        judged = () if prompts is None else prompts.held_out if whole else prompts.watched[: settings.prompts]
+        if not judged or rewards is None:
             return None
-        return evaluate(
-            engine, rewards, prompts[: None if whole else settings.prompts], k=settings.k, sampling=sampling, seed=recipe.seed
-        )
+        return evaluate(engine, rewards, judged, k=settings.k, sampling=sampling, seed=recipe.seed)
 
     return judge
 
@@ -417,12 +417,12 @@ def _dataset_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, r
     kind, prepared = OBJECTIVES[recipe.objective], _Prepared.of(recipe, blueprint)
     policy = _resumed(kind.model(recipe, blueprint), resume)
     objective, budget = kind.objective(recipe), recipe.optimizer.tokens_per_microbatch
-    rows, held_out = prepared.rows.train, prepared.rows.held_out
+    rows, held_out, watched = prepared.rows.train, prepared.rows.held_out, prepared.rows.watched
     anchor = None
     if kind.anchor is not None:  # on resume by the weights that were saved then; until the first step they are the policy's
         anchor = policy if reference is None or not reference.exists() else _reference(recipe.model, policy, reference)
         anchor = bare(policy) if recipe.model.lora is not None else anchor
-        rows, held_out = (tuple(kind.anchor(recipe, anchor, part)) for part in (rows, held_out))
+        rows, held_out, watched = (tuple(kind.anchor(recipe, anchor, part)) for part in (rows, held_out, watched))
     same = anchor is policy
     policy = spread(policy, recipe.parallel)
     anchor = policy if same else anchor
@@ -450,9 +450,11 @@ def _dataset_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, r
             return _judge(recipe, engine, prepared)(whole)
         if not held_out:
             return None
-        rules = kind.rules(policy, rows, held_out) if whole and kind.rules is not None else None
-        limit = None if whole or recipe.eval.batches is None else recipe.eval.batches * batch_size
-        return validate(policy, objective, held_out[:limit], budget=budget, beside=rules)
+        if not whole:
+            limit = None if recipe.eval.batches is None else recipe.eval.batches * batch_size
+            return validate(policy, objective, watched[:limit], budget=budget)
+        rules = kind.rules(policy, rows, held_out) if kind.rules is not None else None
+        return validate(policy, objective, held_out, budget=budget, beside=rules)
 
     return Job(
         recipe=recipe,

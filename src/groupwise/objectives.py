@@ -57,7 +57,7 @@ def _demonstrations(recipe: Recipe, blueprint: Blueprint) -> Data[Any]:
         recipe.data, blueprint.tokenizer, context=blueprint.context, eos_ids=blueprint.eos_ids, seed=recipe.seed
     )
     if recipe.data.train_on == "all":
-        return replace(rows, train=tuple(map(whole_text, rows.train)), held_out=tuple(map(whole_text, rows.held_out)))
+        return replace(rows, **{part: tuple(map(whole_text, getattr(rows, part))) for part in ("train", "held_out", "validation")})
     return rows
 
 

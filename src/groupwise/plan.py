@@ -134,7 +134,7 @@ def memory_lines(found: Memory) -> Lines:
     return [("memory", f"about {size(found.peak)} at the peak ({', '.join(f'{name} {size(n)}' for name, n in parts)})")]
 
 
-def online_plan(recipe: Recipe, rows: int, held_out: int) -> Lines:
+def online_plan(recipe: Recipe, rows: int, held_out: int, validation: int = 0) -> Lines:
     """Prompts, completions, updates and epochs of an online run.  Raises ConfigError if nothing would be trained."""
     group, steps = recipe.group, recipe.steps
     assert steps is not None
@@ -149,7 +149,7 @@ def online_plan(recipe: Recipe, rows: int, held_out: int) -> Lines:
     updates = group.updates_per_rollout * group.minibatches
     drawn = steps * group.prompts_per_step
     return [
-        ("data", f"{rows:,} prompts to train on, {held_out:,} held out"),
+        ("data", f"{rows:,} prompts to train on, {_held_out(held_out, validation)}"),
         ("a step", f"{group.prompts_per_step} prompts x {group.group_size} completions = {completions} completions of at most "
                    f"{recipe.rollout.max_new_tokens} tokens"),
         ("updates", f"{updates} per rollout ({group.updates_per_rollout} passes x {group.minibatches} minibatches), "
@@ -158,7 +158,7 @@ def online_plan(recipe: Recipe, rows: int, held_out: int) -> Lines:
     ]  # fmt: skip
 
 
-def offline_plan(recipe: Recipe, rows: int, held_out: int, tokens: float) -> tuple[Lines, int]:
+def offline_plan(recipe: Recipe, rows: int, held_out: int, tokens: float, validation: int = 0) -> tuple[Lines, int]:
     """Rows, steps and epochs of a data-set run, and its number of steps.  `tokens`: mean per row.
 
     Raises ConfigError if nothing would be trained.
@@ -170,11 +170,15 @@ def offline_plan(recipe: Recipe, rows: int, held_out: int, tokens: float) -> tup
     if steps < 1:
         raise ConfigError(f"{recipe.epochs} epochs of {rows} rows make no step of {size} rows: raise epochs, or say steps")
     lines = [
-        ("data", f"{rows:,} rows to train on ({tokens:.0f} tokens on average), {held_out:,} held out"),
+        ("data", f"{rows:,} rows to train on ({tokens:.0f} tokens on average), {_held_out(held_out, validation)}"),
         ("a step", f"{size} rows, about {size * tokens:,.0f} tokens"),
         ("in all", f"{steps:,} steps, {steps * size:,} rows, {steps * size / rows:.2f} epochs"),
     ]
     return lines, steps
+
+
+def _held_out(test: int, validation: int) -> str:
+    return f"{validation:,} for validation, {test:,} held out" if validation else f"{test:,} held out"
 
 
 def size(count: float) -> str:

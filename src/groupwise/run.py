@@ -125,7 +125,7 @@ class Run:
             parallel.interrupts() as interrupted,
         ):
             if self.done == 0 and recipe.eval.at_start:
-                self.before = job.judge(False)
+                self.before = job.judge("validation" in recipe.data.parts)  # on what the last evaluation will be on
                 if self.before is not None:
                     first = Step(number=0, metrics={}, evaluation=self.before.metrics())
                     log.write(first)

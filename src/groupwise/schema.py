@@ -171,6 +171,8 @@ def expected(hint: Any) -> str:
         if any(isinstance(bound, MinLen) for bound in bounds):
             return f"{expected(base)}, not empty"
         return f"{expected(base)} {_range(bounds)}"
+    if len(members) > 1:
+        return " or ".join(expected(member) for member in members)
     arguments = typing.get_args(hint)
     match typing.get_origin(hint):
         case typing.Literal:

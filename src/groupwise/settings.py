@@ -19,6 +19,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 Positive = Annotated[int, Gt(0)]
 Count = Annotated[int, Ge(0)]
 Fraction = Annotated[float, Ge(0.0), Le(1.0)]
+Share = Annotated[float, Ge(0.0), Lt(1.0)]
 Part = str | Mapping[str, Any]
 """A function by name, or a mapping with `name` and its keyword arguments: `{name: clipped, low: 0.2, high: 0.28}`.
 `module:function` names one of your own."""
@@ -148,12 +149,23 @@ class DataSettings:
     """A file or hub name of held-out rows."""
     eval_split: str = "test"
     """Split of a hub data set for evaluation."""
-    eval_fraction: Annotated[float, Ge(0.0), Lt(1.0)] = 0.0
-    """Hold out this share of `path` by a hash of the prompt (the same rows whatever the seed)."""
+    eval_fraction: Share | Mapping[str, Share] = 0.0
+    """Hold out this share of `path` by a hash of the prompt (the same rows whatever the seed).  `{test: 0.2, validation: 0.1}`
+    holds out two parts: what is measured while training is measured on `validation`, what is reported before and after on `test`."""
     eval_limit: Positive | None = None
     """Evaluate on the first rows only."""
     train_on: Literal["completion", "all"] = "completion"
     """Tokens that SFT trains: the completion, or the prompt too."""
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The held-out shares by name, `test` first: it keeps its rows whatever `validation` is.  Empty if nothing is held out.
+
+        >>> DataSettings(eval_fraction=0.2).parts, DataSettings(eval_fraction={"validation": 0.1, "test": 0.2}).parts
+        ({'test': 0.2}, {'test': 0.2, 'validation': 0.1})
+        """
+        shares = self.eval_fraction if isinstance(self.eval_fraction, Mapping) else {"test": self.eval_fraction}
+        return {name: shares[name] for name in sorted(shares) if shares[name]}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

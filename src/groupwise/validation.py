@@ -12,7 +12,7 @@ import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from groupwise.schema import closest
+from groupwise.schema import closest, show
 from groupwise.settings import ALONE, DATASET, OBJECTIVES, ONLINE, PARTS, REWARDS, TASKS, Part, Recipe
 
 Finding = tuple[tuple[str, ...], str]
@@ -208,9 +208,19 @@ def _data(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
         if path is not None and (wrong := _wrong_data(path)):
             yield (key,), f"{key}: {wrong}"
-    if data.eval_path is not None and data.eval_fraction > 0:
-        message = f"say data.eval_path or data.eval_fraction ({data.eval_fraction:g}), not both"
+    if data.eval_path is not None and data.parts:
+        message = f"say data.eval_path or data.eval_fraction ({show(data.eval_fraction)}), not both"
         yield ("data.eval_fraction", "data.eval_path"), message
+    if unknown := sorted(data.parts.keys() - {"test", "validation"}):
+        message = f"data.eval_fraction has parts test and validation, not {', '.join(unknown)}"
+        yield ("data.eval_fraction",), message
+    elif "validation" in data.parts and "test" not in data.parts:
+        yield (
+            ("data.eval_fraction",),
+            "data.eval_fraction holds out validation but no test: what is reported would be what was watched",
+        )
+    if sum(data.parts.values()) >= 1:
+        yield ("data.eval_fraction",), f"data.eval_fraction holds out everything: its parts sum to {sum(data.parts.values()):g}"
     if data.template is not None and (wrong := _wrong_template(data.template)):
         yield ("data.template",), f"data.template: {wrong}"
 

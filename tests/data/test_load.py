@@ -135,3 +135,19 @@ def test_gsm8k_questions_as_they_are(shared_data):
     data = load_data(settings, byte_tokenizer(), context=2048, max_new_tokens=256, seed=0)
     assert data.report.kept == 1319
     assert data.train[0].row["answer"].endswith("#### 18")
+
+
+def test_two_held_out_parts_share_nothing_and_the_test_part_is_the_same_with_and_without_the_other(write, tokenizer):
+    path = write(ROWS)
+    one = load_data(DataSettings(path=path, eval_fraction=0.2), tokenizer, **SIZES)
+    for shares in ({"test": 0.2, "validation": 0.1}, {"validation": 0.1, "test": 0.2}):
+        both = load_data(DataSettings(path=path, eval_fraction=shares), tokenizer, **SIZES)
+        assert [prompt.text for prompt in both.held_out] == [prompt.text for prompt in one.held_out]
+        parts = [{prompt.text for prompt in part} for part in (both.train, both.validation, both.held_out)]
+        assert all(parts) and sum(map(len, parts)) == len(set.union(*parts)) == 200
+        assert both.watched == both.validation and one.watched == one.held_out
+        assert all(prompt.id.startswith("eval/") for prompt in both.validation)
+    texts = set(load_texts(DataSettings(path=path, eval_fraction={"test": 0.2, "validation": 0.1}), seed=0))
+    assert not texts & (parts[1] | parts[2])
+    with pytest.raises(DataError, match=r"eval_fraction 0\.001 holds out none of the 200 rows"):
+        load_data(DataSettings(path=path, eval_fraction={"test": 0.2, "validation": 0.001}), tokenizer, **SIZES)

@@ -37,10 +37,17 @@ class Data(Generic[Item]):
     train: tuple[Item, ...]
     held_out: tuple[Item, ...]
     """Empty if nothing is held out.  No training row has the prompt of one of these."""
+    validation: tuple[Item, ...] = ()
+    """A second held-out part, to look at while training, where `data.eval_fraction` names one."""
     report: Report
     held_out_report: Report | None
     overlap: int
     """Training rows that were removed because their prompt is held out."""
+
+    @property
+    def watched(self) -> tuple[Item, ...]:
+        """What is measured while training: the validation part, else what is held out."""
+        return self.validation or self.held_out
 
     def __str__(self) -> str:
         lines = [f"train: {self.report}"]
@@ -66,7 +73,8 @@ def load_data(
         return encode_prompts(rows, template, max_tokens=limit, too_long=settings.too_long)
 
     data = _load(settings, template, encode, "prompts", seed)
-    return replace(data, held_out=tuple(visit(prompt, "eval") for prompt in data.held_out))
+    judged = {name: tuple(visit(prompt, "eval") for prompt in getattr(data, name)) for name in ("held_out", "validation")}
+    return replace(data, **judged)
 
 
 def load_demonstrations(
@@ -114,8 +122,8 @@ def load_solutions(
 def load_texts(settings: DataSettings, seed: int) -> Iterator[str]:
     """Every text of the training rows, for training a tokenizer on them; held-out rows are left out."""
     train, _ = _sources(settings, "demonstrations", seed)
-    if settings.eval_fraction:
-        train, _ = _split(train, Wording.of(settings), settings.eval_fraction)
+    if settings.parts:
+        train = _split(train, Wording.of(settings), settings.parts)["train"]
     for row in train:
         for value in row.values():
             yield from _texts_in(value)
@@ -125,10 +133,13 @@ def _load(
     settings: DataSettings, template: Template, encode: Callable[[Rows], tuple[list[Item], Report]], kind: str, seed: int
 ) -> Data[Item]:
     train, held_out = _sources(settings, kind, seed)
-    if settings.eval_fraction:
-        train, held_out = _split(train, template, settings.eval_fraction)
-        if not len(held_out):
-            raise DataError(f"data.eval_fraction {settings.eval_fraction} holds out none of the {len(train)} rows: raise it")
+    watched = None
+    if settings.parts:
+        parts = _split(train, template, settings.parts)
+        for name, share in settings.parts.items():
+            if not len(parts[name]):
+                raise DataError(f"data.eval_fraction {share:g} holds out none of the {len(train)} rows: raise it")
+        train, held_out, watched = parts["train"], parts["test"], parts.get("validation")
     overlap = 0
     if held_out is not None:
         held_out = held_out.first(settings.eval_limit)
@@ -136,14 +147,22 @@ def _load(
         train, overlap = _without(train, held_out, template)
     items, report = encode(train)
     judged, held_out_report = encode(held_out) if held_out is not None else ([], None)
-    return Data(train=tuple(items), held_out=tuple(judged), report=report, held_out_report=held_out_report, overlap=overlap)
+    validation, _ = encode(watched) if watched is not None else ([], None)
+    return Data(
+        train=tuple(items),
+        held_out=tuple(judged),
+        validation=tuple(validation),
+        report=report,
+        held_out_report=held_out_report,
+        overlap=overlap,
+    )
 
 
 def _sources(settings: DataSettings, kind: str, seed: int) -> tuple[Rows, Rows | None]:
     """Training rows, and held-out rows where the settings name them."""
     if (settings.path is None) == (settings.task is None):
         raise ConfigError("data needs exactly one of path (a file or hub name) and task (a built-in task)")
-    if settings.eval_fraction and (settings.eval_path or settings.task):
+    if settings.parts and (settings.eval_path or settings.task):
         other = "data.eval_path" if settings.eval_path else "a built-in task (it has a held-out set of its own)"
         raise ConfigError(f"data.eval_fraction cannot be used with {other}: leave one of them out")
     held_out = None
@@ -162,11 +181,12 @@ def _sources(settings: DataSettings, kind: str, seed: int) -> tuple[Rows, Rows |
     return Rows(f"task {settings.task}", task.prompts(count, seed)), held_out
 
 
-def _split(rows: Rows, wording: Wording, fraction: float) -> tuple[Rows, Rows]:
-    """Training and held-out rows, by a hash of each row's prompt."""
-    parts = [part_of(_key(wording, row, rows.where(i)), {"held out": fraction}) for i, row in enumerate(rows)]
-    train, held_out = (rows.subset([i for i, part in enumerate(parts) if part == name]) for name in ("train", "held out"))
-    return train, replace(held_out, name=f"{rows.name}, held out")
+def _split(rows: Rows, wording: Wording, fractions: Mapping[str, float]) -> dict[str, Rows]:
+    """Rows by part, `train` among them, by a hash of each row's prompt."""
+    parts = [part_of(_key(wording, row, rows.where(i)), fractions) for i, row in enumerate(rows)]
+    found = {name: rows.subset([i for i, part in enumerate(parts) if part == name]) for name in ("train", *fractions)}
+    titles = {"test": "held out", "validation": "for validation"}
+    return {name: replace(part, name=f"{rows.name}, {titles[name]}") if name in titles else part for name, part in found.items()}
 
 
 def _without(rows: Rows, held_out: Rows, wording: Wording) -> tuple[Rows, int]:
