@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.functional import logsigmoid
 from groupwise.baselines import bag_of_words, length_rule
 from groupwise.data.pairs import Pair
 from groupwise.data.steps import Solution
+from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
 from groupwise.models.heads import add_head, wrap_scorer
 from groupwise.models.policy import Policy
@@ -199,7 +201,17 @@ def test_simple_rules() -> None:
 
 def test_new_pairs_from_a_policys_own_completions(scored_group: Callable) -> None:
     rows = preference_rows([scored_group([0.1, None, 0.9, 0.5]), scored_group([1.0, 1.0])])
-    assert rows == [{"prompt": "?", "chosen": "completion 2", "rejected": "completion 0"}]
+    assert rows == [{"prompt": "?", "answer": "1", "chosen": "completion 2", "rejected": "completion 0"}]
+
+
+def test_new_pairs_by_one_of_several_rewards(scored_group: Callable) -> None:
+    group = scored_group([0.0, 1.0])
+    two = replace(group, names=("reward", "judge"), rewards=np.array([[0.0, 5.0], [1.0, 2.0]]), weights=(1.0, 0.0))
+    assert [row["chosen"] for row in preference_rows([two])] == ["completion 1"]
+    assert [row["chosen"] for row in preference_rows([two], "judge")] == ["completion 0"]
+    assert preference_rows([replace(two, rewards=np.array([[0.0, np.nan], [1.0, np.nan]]))], "judge") == []
+    with pytest.raises(ConfigError, match="no reward is called 'jury'; there are: reward, judge"):
+        preference_rows([two], "jury")
 
 
 def test_replay_is_the_share_that_was_asked_for() -> None:

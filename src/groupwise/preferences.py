@@ -8,10 +8,12 @@ n tokens of a completion   M read positions of a micro-batch   S its segments   
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from groupwise.data.pairs import Pair
 from groupwise.data.steps import Solution
+from groupwise.errors import ConfigError, DataError
 from groupwise.evaluate import proportion
 from groupwise.models.heads import Pooling, head_scores, pool_weights, readout
 from groupwise.models.policy import Policy
@@ -28,6 +31,7 @@ from groupwise.objective import losses
 from groupwise.objective.logprobs import chosen_logprobs
 from groupwise.offline import Objective
 from groupwise.records import Batch, Sample, Scored
+from groupwise.runlog import list_rollouts, read_step, write_atomically
 from groupwise.scoring import score
 from groupwise.settings import PairSettings, RewardModelSettings
 from groupwise.updating import Assessment, token_loss
@@ -259,20 +263,40 @@ def calibration(gap_R: np.ndarray) -> dict[str, float]:
 # ---- iterating ---------------------------------------------------------------------------------------------------------------
 
 
-def preference_rows(groups: Iterable[Scored]) -> list[dict[str, Any]]:
-    """New pairs from a policy's own completions: the best and the worst of each group by the reward of a judge.
+def preference_rows(groups: Iterable[Scored], judge: str | None = None) -> list[dict[str, Any]]:
+    """New pairs from a policy's own completions: the best and the worst of each group by a judge.
 
-    Groups without a difference, or with equal texts, give none.  The rows are what `data.path` reads: the reward model goes on
-    learning from them with a share of the old ones (`reward_model.replay`), as in DeepSeekMath's Algorithm 1 (2402.03300).
+    judge: the name of one of the groups' reward functions; None: their weighted sum.
+    Groups without a difference, with equal or with empty texts, give none.  A row keeps its prompt's columns, so that the template
+    of the old data fits: the reward model goes on learning from the new pairs with a share of the old ones
+    (`reward_model.replay`), as in DeepSeekMath's Algorithm 1 (2402.03300).  Raises ConfigError for an unknown judge.
     """
     rows = []
     for group in groups:
-        if group.dead:
+        if judge is not None and judge not in group.names:
+            raise ConfigError(f"no reward is called {judge!r}; there are: {', '.join(group.names)}")
+        scores = group.reward if judge is None else group.rewards[:, group.names.index(judge)]
+        if np.isnan(scores).all():
             continue
-        best, worst = (group.rollouts[int(i)].text for i in (np.nanargmax(group.reward), np.nanargmin(group.reward)))
-        if best != worst:
-            rows.append({"prompt": group.prompt.row.get("prompt", group.prompt.text), "chosen": best, "rejected": worst})
+        best, worst = (int(i) for i in (np.nanargmax(scores), np.nanargmin(scores)))
+        chosen, rejected = group.rollouts[best].text, group.rollouts[worst].text
+        if scores[best] > scores[worst] and chosen != rejected and chosen.strip() and rejected.strip():
+            rows.append({"prompt": group.prompt.text, **group.prompt.row, "chosen": chosen, "rejected": rejected})
     return rows
+
+
+def recorded_pairs(folder: Path, judge: str | None = None) -> Path:
+    """Write `preference_rows` of all that a run recorded (`rollouts/`) into a file of the run's folder, which is returned.
+
+    Raises DataError if the run recorded nothing, or nothing with a difference.
+    """
+    steps = list_rollouts(folder)
+    rows = [row for step in steps for row in preference_rows(read_step(folder, step).groups, judge)]
+    if not rows:
+        raise DataError(f"{folder} holds no pair: {len(steps)} steps are recorded there (save.rollouts_every), none with a difference")
+    path = folder / f"pairs{'' if judge is None else f'-{judge}'}.jsonl"
+    write_atomically(path, "".join(json.dumps(row, default=str) + "\n" for row in rows).encode())
+    return path
 
 
 def with_replay(new: Sequence[Pair], old: Sequence[Pair], share: float, seed: int) -> list[Pair]:

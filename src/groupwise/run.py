@@ -24,6 +24,7 @@ from groupwise.errors import ConfigError
 from groupwise.jobs import Job, Judged, make_job, plan_of
 from groupwise.models.policy import Policy, resolve_device
 from groupwise.plan import Lines
+from groupwise.preferences import recorded_pairs
 from groupwise.progress import Progress
 from groupwise.records import Step
 from groupwise.runlog import Lock, RunLog, anew, choose_folder, finished
@@ -183,13 +184,19 @@ class Unwritten:
 
 
 def resolved(recipe: Recipe) -> Recipe:
-    """The recipe with every `stage:NAME` (the model's, the rewards') replaced by the folder of that stage's final model.
+    """The recipe with every `stage:NAME` replaced: by the folder of that stage's final model (the model's, the rewards'), or by a
+    file of pairs that are made of what the stage sampled (the data's; `stage:NAME:REWARD` by that reward).
 
     Raises ConfigError if it is not there.
     """
-    path = recipe.model.path
+    path, data = recipe.model.path, recipe.data.path
     if path is not None:
         recipe = replace(recipe, model=replace(recipe.model, path=_folder_of(path, recipe, "model.path")))
+    if data is not None and data.startswith(STAGE):
+        stage, _, judge = data.removeprefix(STAGE).partition(":")
+        folder = Path(_folder_of(f"{STAGE}{stage}", recipe, "data.path")).parent
+        pairs = parallel.from_first(lambda: str(recorded_pairs(folder, judge or None)))
+        recipe = replace(recipe, data=replace(recipe.data, path=pairs))
     rewards = [
         replace(reward, args={key: _folder_of(value, recipe, f"rewards.{place}.args.{key}") for key, value in reward.args.items()})
         for place, reward in enumerate(recipe.rewards)
@@ -259,6 +266,8 @@ def _train_stage(recipe: Recipe, folder: Path, title: str, console: Console, qui
 
 def _plan_from_beginning(recipe: Recipe, stages: Mapping[str, Recipe]) -> Lines:
     """The plan of a stage before the stages it builds on exist: their models have the shape of what those start from."""
+    if (recipe.data.path or "").startswith(STAGE):
+        return [("objective", recipe.objective), ("data", f"pairs of what {recipe.data.path} will have sampled; not there yet")]
     awaited = [reward for reward in recipe.rewards if str(reward.args.get("path")).startswith(STAGE)]
     scorers = [_from_beginning(stages[str(reward.args["path"]).removeprefix(STAGE)], stages) for reward in awaited]
     known = tuple(reward for reward in recipe.rewards if reward not in awaited)
@@ -266,10 +275,15 @@ def _plan_from_beginning(recipe: Recipe, stages: Mapping[str, Recipe]) -> Lines:
 
 
 def _from_beginning(recipe: Recipe, stages: Mapping[str, Recipe]) -> Recipe:
-    """The recipe with the model that its first stage starts from: the same shape, and it exists before anything was trained."""
+    """The recipe with the model that its first stage starts from: the same shape, and it exists before anything was trained.
+
+    Data that are sampled on the way are replaced by those of the stage before.
+    """
     while recipe.model.path is not None and recipe.model.path.startswith(STAGE):
-        earlier = stages[recipe.model.path.removeprefix(STAGE)].model
-        recipe = replace(recipe, model=replace(recipe.model, path=earlier.path, scratch=earlier.scratch))
+        earlier = stages[recipe.model.path.removeprefix(STAGE)]
+        recipe = replace(recipe, model=replace(recipe.model, path=earlier.model.path, scratch=earlier.model.scratch))
+        if (recipe.data.path or "").startswith(STAGE):
+            recipe = replace(recipe, data=earlier.data)
     return recipe
 
 

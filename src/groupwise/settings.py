@@ -122,7 +122,8 @@ class DataSettings:
     """Where rows come from and how they become prompts."""
 
     path: str | None = None
-    """A JSONL, JSON or Parquet file, or a hub name."""
+    """A JSONL, JSON or Parquet file, or a hub name.  For pairs also `stage:NAME`: the best and the worst of every group that an
+    earlier stage sampled, by its reward, or by one of its reward functions (`stage:NAME:FUNCTION`)."""
     split: str = "train"
     """Split of a hub data set."""
     task: str | None = None

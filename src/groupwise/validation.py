@@ -24,6 +24,9 @@ STAGE = "stage:"
 COMPARES_SIBLINGS = ("standardized", "centered", "leave_one_out", "decoupled")
 """Credits that need at least two completions per prompt."""
 
+PAIRED = ("reward", "dpo")
+"""Objectives that learn from pairs, which an earlier stage can have sampled."""
+
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
@@ -194,8 +197,13 @@ def _nearest_multiples(value: int, of: int) -> str:
     return f"{below} or {below + of}" if below else str(of)
 
 
-def _data(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
+def _data(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
     data = recipe.data
+    sampled = data.path is not None and data.path.startswith(STAGE)
+    if sampled and recipe.objective not in PAIRED:
+        yield ("data.path", "objective"), f"data.path: {data.path!r} means pairs, which {' and '.join(PAIRED)} learn from"
+    elif sampled and (wrong := wrong_model(STAGE + str(data.path).split(":")[1], earlier)):
+        yield ("data.path",), f"data.path: {wrong}"
     if data.path is not None and data.task is not None:
         yield ("data.task", "data.path"), "say data.path (a file or a hub name) or data.task (a generated task), not both"
     if data.path is None and data.task is None:
@@ -206,7 +214,7 @@ def _data(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     if data.task is None and data.task_args:
         yield ("data.task_args",), "data.task_args belongs to data.task, which is not set"
     for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
-        if path is not None and (wrong := _wrong_data(path)):
+        if path is not None and not (sampled and key == "data.path") and (wrong := _wrong_data(path)):
             yield (key,), f"{key}: {wrong}"
     if data.eval_path is not None and data.parts:
         message = f"say data.eval_path or data.eval_fraction ({show(data.eval_fraction)}), not both"
