@@ -276,7 +276,7 @@ def _adapted_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBa
 
     folder = str(settings.path)
     if tokenizer is None and (Path(folder) / "tokenizer_config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
+        tokenizer = load_tokenizer(folder, trust_remote_code=settings.trust_remote_code)
     base = read_blueprint(replace(settings, path=read_adapter(Path(folder))), tokenizer)
     return replace(base, load=lambda: merge_adapter(base.load(), folder))
 
