@@ -233,3 +233,26 @@ def test_rewards_in_float32_do_not_lower_the_precision(scored):
     found = firsts(credit.standardized([scored(np.array([0.5, 0.5 + 1e-6]))]))[0]
     std = 1e-6 / math.sqrt(2)
     assert found == pytest.approx([-5e-7 / (std + 1e-4), 5e-7 / (std + 1e-4)], rel=1e-6)
+
+
+@given(
+    st.lists(
+        st.lists(st.one_of(st.just(NAN), st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0, 3.0])), min_size=1, max_size=7),
+        min_size=2,
+        max_size=5,
+    )
+)
+@FAST
+def test_process_is_what_the_paper_writes(scored, steps):
+    """DeepSeekMath 4.1.3, sentence by sentence: normalise every step's reward with mean(R) and std(R), sum what follows a token."""
+    pool = [r for completion in steps for r in completion if r == r]
+    found = credit.process([scored([0.0] * len(steps), process=steps)])[0]
+    mean = sum(pool) / len(pool) if pool else 0.0
+    std = (sum((r - mean) ** 2 for r in pool) / (len(pool) - 1)) ** 0.5 if len(pool) > 1 else 0.0
+    for i, completion in enumerate(steps):
+        for t in range(len(completion)):
+            expected = 0.0
+            for index_j, r in enumerate(completion):
+                if r == r and index_j >= t and len(set(pool)) > 1:
+                    expected += (r - mean) / (std + 1e-4)
+            assert found[i][t] == pytest.approx(expected, abs=1e-9)
