@@ -18,6 +18,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 Positive = Annotated[int, Gt(0)]
 Count = Annotated[int, Ge(0)]
+Seed = Annotated[int, Ge(0), Lt(1 << 63)]
 Fraction = Annotated[float, Ge(0.0), Le(1.0)]
 Part = str | Mapping[str, Any]
 """A function by name, or a mapping with `name` and its keyword arguments: `{name: clipped, low: 0.2, high: 0.28}`.
@@ -337,7 +338,7 @@ class Recipe:
     """The run folder is `runs`/`name`."""
     runs: str = "runs"
     """Folder of run folders."""
-    seed: Count = 0
+    seed: Seed = 0
     """Of weights from scratch, data order and sampling."""
     threads: Positive | None = None
     """CPU threads of torch; default: torch's own choice."""
