@@ -31,6 +31,9 @@ from transformers.pytorch_utils import Conv1D
 
 from groupwise.models.attention import NAME, packed_attention
 
+BLOCK_NUMBERS = 1 << 17
+"""Activations of an MLP that are worked on at a time."""
+
 
 @contextmanager
 def fused_modules(model: PreTrainedModel) -> Iterator[None]:
@@ -104,21 +107,39 @@ class GatedMLP(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, gate_ID: Tensor, up_ID: Tensor, down_DI: Tensor) -> Tensor:
         gate_TI, up_TI = x_TD @ _like(gate_ID, x_TD).T, x_TD @ _like(up_ID, x_TD).T
         ctx.save_for_backward(x_TD, gate_TI, up_TI, gate_ID, up_ID, down_DI)
-        return F.silu(gate_TI).mul_(up_TI) @ _like(down_DI, x_TD).T
+        inner_TI = torch.empty_like(gate_TI)
+        for rows in _blocks(gate_TI):
+            torch.mul(F.silu(gate_TI[rows]), up_TI[rows], out=inner_TI[rows])
+        return inner_TI @ _like(down_DI, x_TD).T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, gate_TI, up_TI, gate_ID, up_ID, down_DI = ctx.saved_tensors
         needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad
         grad_TD = grads[0]
-        open_TI = F.silu(gate_TI)
-        grad_down_DI = _slope(grad_TD, open_TI * up_TI, down_DI) if needs_down else None
-        grad_TI = grad_TD @ _like(down_DI, x_TD)
-        grad_up_TI = open_TI.mul_(grad_TI)
-        grad_gate_TI = torch.ops.aten.silu_backward(grad_TI.mul_(up_TI), gate_TI)
+        grad_gate_TI = grad_TD @ _like(down_DI, x_TD)  # of the inner activations; turned into the gate's below
+        inner_TI, grad_up_TI = torch.empty_like(gate_TI), torch.empty_like(gate_TI)
+        for rows in _blocks(gate_TI):
+            gate, up, grad = gate_TI[rows], up_TI[rows], grad_gate_TI[rows]
+            opened = F.silu(gate)
+            torch.mul(opened, up, out=inner_TI[rows])
+            torch.mul(opened, grad, out=grad_up_TI[rows])
+            _silu_backward(grad.mul_(up), gate, grad_input=grad)
+        grad_down_DI = _slope(grad_TD, inner_TI, down_DI) if needs_down else None
+        del inner_TI
         grad_x_TD = (grad_gate_TI @ _like(gate_ID, x_TD)).addmm_(grad_up_TI, _like(up_ID, x_TD)) if needs_x else None
         grad_gate_ID = _slope(grad_gate_TI, x_TD, gate_ID) if needs_gate else None
         return grad_x_TD, grad_gate_ID, _slope(grad_up_TI, x_TD, up_ID) if needs_up else None, grad_down_DI
+
+
+_silu_backward = torch.ops.aten.silu_backward.grad_input
+
+
+def _blocks(x_TI: Tensor) -> list[slice]:
+    """Rows of which a few tensors stay in a core's cache between operations; on a GPU all of them."""
+    count, width = x_TI.shape
+    size = count if x_TI.is_cuda else max(1, BLOCK_NUMBERS // width)
+    return [slice(start, start + size) for start in range(0, count, size)]
 
 
 class PlainMLP(torch.autograd.Function):

@@ -10,7 +10,7 @@ M rows   D width   V vocabulary   C rows of a chunk   E ids of all supports
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 CHUNK_NUMBERS = 1 << 24
-"""Logits of a chunk (rows x vocabulary): 64 MB in float32.  Every chunk reads the head twice and its gradient once, so a large
+"""Most logits of a chunk (rows x vocabulary): 64 MB in float32.  Every chunk reads the head twice and its gradient once, so a large
 vocabulary needs many rows to a chunk (50,257: 333 rows; at 83 rows the products in bfloat16 run at a third of their speed)."""
+MOST_ROWS = 1024
+"""More rows to a chunk make no product faster."""
 MIN_ROWS = 32
 """A product with fewer rows is bound by reading the head."""
+BLOCK_NUMBERS = 1 << 18
+"""What lies between a chunk's products is done on so many of its logits at a time: 1 MB in float32, which stays in a core's cache.
+A chunk exists once, in the type of the products; only a block of it is ever widened to float32."""
 NOTHING = -1e30
 """Stands for -inf where it is multiplied by its probability 0."""
 
@@ -135,14 +140,12 @@ class _Chosen(torch.autograd.Function):
         entropy: bool,
         chunk_numbers: int,
     ) -> tuple[Tensor, Tensor]:
-        visits = _Visits(hidden_MD, head, target_M, temperature_M, support, chunk_numbers)
-        logp_M, entropy_M = visits.new_column(), visits.new_column()
+        visits = _Visits(hidden_MD, head, target_M, temperature_M, support, entropy, chunk_numbers)
         for rows in visits.chunks:
-            z_CV, _ = visits.logits(rows)
-            _, logp_M[rows], entropy_M[rows] = visits.measure(z_CV, rows, entropy)
+            visits.measure(rows, visits.product(rows))
         ctx.save_for_backward(hidden_MD)
-        ctx.visits, ctx.entropy, ctx.entropy_M = visits, entropy, entropy_M
-        return logp_M, entropy_M
+        ctx.visits = visits
+        return visits.logp_M, visits.entropy_M
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -150,10 +153,7 @@ class _Chosen(torch.autograd.Function):
         visits: _Visits = ctx.visits
         sums = _Gradients(visits, ctx.needs_input_grad)
         for rows in visits.chunks:
-            z_CV, slope_CV = visits.logits(rows)
-            logp_CV, _, entropy_C = visits.measure(z_CV, rows, ctx.entropy)
-            del z_CV
-            sums.add(rows, logp_CV, slope_CV, grad_logp_M[rows], grad_entropy_M[rows] if ctx.entropy else None, entropy_C)
+            sums.add(rows, visits.product(rows), grad_logp_M[rows], grad_entropy_M[rows] if visits.entropy else None)
         return sums.hidden_MD, sums.weight_VD, sums.bias_V, None, None, None, None, None, None
 
 
@@ -172,14 +172,13 @@ class _Fused(torch.autograd.Function):
         entropy: bool,
         chunk_numbers: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        visits = _Visits(hidden_MD, head, target_M, temperature_M, support, chunk_numbers)
-        logp_M, entropy_M = visits.new_column(), visits.new_column()
-        total = visits.new_column().new_zeros(())
+        visits = _Visits(hidden_MD, head, target_M, temperature_M, support, entropy, chunk_numbers)
+        logp_M, entropy_M = visits.logp_M, visits.entropy_M
+        total = logp_M.new_zeros(())
         sums = _Gradients(visits, ctx.needs_input_grad)
         for rows in visits.chunks:
-            z_CV, slope_CV = visits.logits(rows)
-            logp_CV, logp_M[rows], entropy_M[rows] = visits.measure(z_CV, rows, entropy)
-            del z_CV
+            raw_CV = visits.product(rows)
+            visits.measure(rows, raw_CV)
             with torch.enable_grad():
                 leaf_C = logp_M[rows].clone().requires_grad_()
                 entropy_C = entropy_M[rows].clone().requires_grad_() if entropy else None
@@ -187,9 +186,7 @@ class _Fused(torch.autograd.Function):
                 leaves = (leaf_C,) if entropy_C is None else (leaf_C, entropy_C)
                 slopes = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else (None, None)
             total += value.detach()
-            grad_logp_C = torch.zeros_like(leaf_C) if slopes[0] is None else slopes[0]
-            grad_entropy_C = slopes[1] if entropy else None
-            sums.add(rows, logp_CV, slope_CV, grad_logp_C, grad_entropy_C, entropy_M[rows])
+            sums.add(rows, raw_CV, torch.zeros_like(leaf_C) if slopes[0] is None else slopes[0], slopes[1] if entropy else None)
         ctx.sums = sums
         ctx.mark_non_differentiable(logp_M, entropy_M)
         return total, logp_M, entropy_M
@@ -205,10 +202,17 @@ class _Fused(torch.autograd.Function):
 
 
 class _Visits:
-    """The rows of a batch, chunk by chunk: tempered logits and what is read off them."""
+    """The rows of a batch, chunk by chunk: their logits, and what is read off them."""
 
     def __init__(
-        self, hidden_MD: Tensor, head: Head, target_M: Tensor, temperature_M: Tensor, support: Support | None, numbers: int
+        self,
+        hidden_MD: Tensor,
+        head: Head,
+        target_M: Tensor,
+        temperature_M: Tensor,
+        support: Support | None,
+        entropy: bool,
+        numbers: int,
     ) -> None:
         self.hidden_MD, self.head, self.target_M, self.support = hidden_MD.detach(), head, target_M, support
         self.weight_VD = head.weight_VD.detach()
@@ -217,39 +221,54 @@ class _Visits:
             self.hidden_MD, self.weight_VD = self.hidden_MD.to(lower), self.weight_VD.to(lower)
         self.precision = torch.promote_types(self.weight_VD.dtype, torch.float32)
         self.temperature_M = temperature_M.to(self.precision)
-        size = max(MIN_ROWS, numbers // head.weight_VD.shape[0])
+        # Asking a GPU would cost a wait for it; dividing costs it little.
+        self.tempered = hidden_MD.is_cuda or bool((temperature_M != 1.0).any())
+        self.entropy = entropy
         count = target_M.shape[0]
-        self.chunks = [slice(start, min(start + size, count)) for start in range(0, count, size)]
+        self.chunks = _slices(0, count, max(MIN_ROWS, min(MOST_ROWS, numbers // head.weight_VD.shape[0])))
+        # float32 (float64 for float64 models), filled as the rows are measured; entropies stay 0 unless asked for.
+        self.lse_M, self.logp_M, self.entropy_M = torch.zeros(3, count, dtype=self.precision, device=target_M.device)
 
-    def new_column(self) -> Tensor:
-        """Zeros (M,) in float32 (float64 for float64 models)."""
-        return torch.zeros(self.target_M.shape[0], dtype=self.precision, device=self.target_M.device)
+    def product(self, rows: slice) -> Tensor:
+        """Logits (C, V) in the type of the head's product, before scale, soft cap and temperature."""
+        bias_V = None if self.head.bias_V is None else self.head.bias_V.to(self.weight_VD.dtype)
+        return F.linear(self.hidden_MD[rows], self.weight_VD, bias_V)
 
-    def logits(self, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """Tempered logits (C, V), -inf outside the support, and the soft cap's slope where there is one."""
+    def blocks(self, rows: slice, raw_CV: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """(rows, logits (B, V), tempered logits (B, V) with -inf outside the support) of a chunk's blocks; on CUDA one block.
+
+        The tempered logits are the logits themselves where nothing was to be done to them.
+        """
+        size = raw_CV.shape[0] if raw_CV.is_cuda else max(1, BLOCK_NUMBERS // raw_CV.shape[1])
+        for block in _slices(rows.start, rows.stop, size):
+            raw_BV = raw_CV[block.start - rows.start : block.stop - rows.start]
+            yield block, raw_BV, self._tempered(block, raw_BV)
+
+    def _tempered(self, rows: slice, raw_BV: Tensor) -> Tensor:
         head = self.head
-        z_CV = F.linear(self.hidden_MD[rows], self.weight_VD, None if head.bias_V is None else head.bias_V.to(self.weight_VD.dtype))
-        z_CV = z_CV.to(self.precision)
+        z_BV = raw_BV.to(self.precision)
         if head.scale != 1.0:
-            z_CV.mul_(head.scale)
-        slope_CV = None
+            z_BV = z_BV * head.scale
         if head.softcap is not None:
-            z_CV = z_CV.div_(head.softcap).tanh_()
-            slope_CV = 1.0 - z_CV.square()
-            z_CV = z_CV.mul_(head.softcap)
-        z_CV.div_(self.temperature_M[rows, None])
+            z_BV = torch.tanh(z_BV / head.softcap).mul_(head.softcap)
+        if self.tempered:
+            z_BV = z_BV / self.temperature_M[rows, None]
         if self.support is not None:
-            z_CV.masked_fill_(_outside(self.support, rows.start, z_CV.shape[0], z_CV.shape[1], z_CV.device), -torch.inf)
-        return z_CV, slope_CV
+            z_BV = z_BV.masked_fill(_outside(self.support, rows.start, *z_BV.shape, z_BV.device), -torch.inf)
+        return z_BV
 
-    def measure(self, z_CV: Tensor, rows: slice, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """log softmax (C, V), and of it the targets' (C,) and the entropies (C,), zeros unless asked for."""
-        logp_CV = torch.log_softmax(z_CV, -1)
-        logp_C = logp_CV.gather(1, self.target_M[rows, None])[:, 0]
-        if not entropy:
-            return logp_CV, logp_C, torch.zeros_like(logp_C)
-        plogp_CV = logp_CV.exp().mul_(logp_CV if self.support is None else logp_CV.clamp_min(NOTHING))
-        return logp_CV, logp_C, plogp_CV.sum(-1).neg_()
+    def measure(self, rows: slice, raw_CV: Tensor) -> None:
+        """Fill the columns of a chunk: log-sum-exps, log-probs of the targets, entropies if they are asked for."""
+        for block, _, z_BV in self.blocks(rows, raw_CV):
+            self.lse_M[block] = torch.logsumexp(z_BV, -1)
+            self.logp_M[block] = z_BV.gather(1, self.target_M[block, None])[:, 0] - self.lse_M[block]
+            if self.entropy:
+                logp_BV = z_BV - self.lse_M[block, None]
+                self.entropy_M[block] = logp_BV.exp().mul_(logp_BV.clamp_min_(NOTHING)).sum(-1).neg_()
+
+
+def _slices(start: int, stop: int, size: int) -> list[slice]:
+    return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
 
 
 class _Gradients:
@@ -264,36 +283,40 @@ class _Gradients:
         self.weight_VD = make(visits.weight_VD, dtype=head.weight_VD.dtype) if needs[1] else None
         self.bias_V = torch.zeros_like(head.bias_V) if needs[2] and head.bias_V is not None else None
 
-    def add(
-        self,
-        rows: slice,
-        logp_CV: Tensor,
-        slope_CV: Tensor | None,
-        grad_logp_C: Tensor,
-        grad_entropy_C: Tensor | None,
-        entropy_C: Tensor,
-    ) -> None:
-        """d logp / dz = onehot - p;  dH / dz = -p (log p + H).  `logp_CV` is overwritten by the logits' gradient."""
-        visits = self.visits
-        factor_C = visits.head.scale / visits.temperature_M[rows]
-        grad_logp_C = grad_logp_C * factor_C
-        if grad_entropy_C is None:
-            grad_CV = logp_CV.exp_().mul_(-grad_logp_C[:, None])
-        else:
-            factor_CV = logp_CV.clamp_min(NOTHING).add_(entropy_C[:, None])
-            factor_CV.mul_((grad_entropy_C * factor_C)[:, None]).add_(grad_logp_C[:, None])
-            grad_CV = logp_CV.exp_().mul_(factor_CV).neg_()
-        index_C = torch.arange(grad_CV.shape[0], device=grad_CV.device)
-        grad_CV[index_C, visits.target_M[rows]] += grad_logp_C
-        if slope_CV is not None:
-            grad_CV.mul_(slope_CV)
-        if self.bias_V is not None:
-            self.bias_V += grad_CV.sum(0)
-        grad_CV = grad_CV.to(visits.weight_VD.dtype)
+    def add(self, rows: slice, raw_CV: Tensor, grad_logp_C: Tensor, grad_entropy_C: Tensor | None) -> None:
+        """Add a measured chunk, given the slopes of the loss in its log-probs and entropies.  `raw_CV` is overwritten."""
+        visits, head = self.visits, self.visits.head
+        softcap = head.softcap
+        for block, raw_BV, z_BV in visits.blocks(rows, raw_CV):
+            own = slice(block.start - rows.start, block.stop - rows.start)
+            slope_BV = None if softcap is None else 1.0 - torch.tanh(raw_BV.to(z_BV.dtype) * (head.scale / softcap)).square()
+            grad_BV = self._block(block, z_BV, grad_logp_C[own], None if grad_entropy_C is None else grad_entropy_C[own])
+            if slope_BV is not None:
+                grad_BV.mul_(slope_BV)
+            if self.bias_V is not None:
+                self.bias_V += grad_BV.sum(0)
+            if grad_BV is not raw_BV:
+                raw_BV.copy_(grad_BV)
         if self.hidden_MD is not None:
-            torch.mm(grad_CV, visits.weight_VD, out=self.hidden_MD[rows])
+            torch.mm(raw_CV, visits.weight_VD, out=self.hidden_MD[rows])
         if self.weight_VD is not None:
-            self._add_weight(rows.start == 0, grad_CV, visits.hidden_MD[rows])
+            self._add_weight(rows.start == 0, raw_CV, visits.hidden_MD[rows])
+
+    def _block(self, rows: slice, z_BV: Tensor, grad_logp_B: Tensor, grad_entropy_B: Tensor | None) -> Tensor:
+        """d logp / dz = onehot - p;  dH / dz = -p (log p + H).  In place of the tempered logits."""
+        visits = self.visits
+        factor_B = visits.head.scale / visits.temperature_M[rows]
+        grad_logp_B = grad_logp_B * factor_B
+        logp_BV = z_BV.sub_(visits.lse_M[rows, None])
+        if grad_entropy_B is None:
+            grad_BV = logp_BV.exp_().mul_(-grad_logp_B[:, None])
+        else:
+            factor_BV = logp_BV.clamp_min(NOTHING).add_(visits.entropy_M[rows, None])
+            factor_BV.mul_((grad_entropy_B * factor_B)[:, None]).add_(grad_logp_B[:, None])
+            grad_BV = logp_BV.exp_().mul_(factor_BV).neg_()
+        index_B = torch.arange(grad_BV.shape[0], device=grad_BV.device)
+        grad_BV[index_B, visits.target_M[rows]] += grad_logp_B
+        return grad_BV
 
     def _add_weight(self, first: bool, grad_CV: Tensor, hidden_CD: Tensor) -> None:
         """Summed in the weight's own type: the products of chunks may be in a lower one."""
