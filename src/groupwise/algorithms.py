@@ -53,6 +53,8 @@ class Algorithm:
     entropy_bonus: float = 0.0
     entropy_quantile: float = 0.0
     off_policy_delta: float | None = None
+    correction: Callable[..., losses.Mismatch] | None = None
+    """Importance weight for an engine that computes other probabilities than the trainer; None: what sampled is what scores."""
 
     @property
     def needs_reference(self) -> bool:
@@ -93,7 +95,8 @@ class Algorithm:
     def token_level(self) -> bool:
         """True if a token's loss depends on no other token: `loss` and `total` may then be called on any part of a micro-batch."""
         alone = {_function(self.ratio), _function(self.surrogate)} <= losses.PER_TOKEN
-        return alone and self.off_policy_delta is None
+        by_token = self.correction is None or options(self.correction)["level"] == "token"
+        return alone and by_token and self.off_policy_delta is None
 
     @property
     def clip_range(self) -> tuple[float, float] | None:
@@ -319,6 +322,16 @@ def resolve(objective: str, group: GroupSettings, max_new_tokens: int) -> Algori
             f"siblings), got {group.group_size}"
         )
     return chosen
+
+
+def corrected(algorithm: Algorithm, keywords: Mapping[str, Any]) -> Algorithm:
+    """The algorithm for completions whose sampler computes other probabilities than the trainer: `losses.mismatch(keywords)`.
+
+    Raises ConfigError for a keyword or value that `losses.mismatch` does not take.
+    """
+    parameters, hints = _parameters(losses.mismatch), get_type_hints(losses.mismatch, include_extras=True)
+    checked = {name: _checked("rollout.engine: correct", value, name, parameters, hints) for name, value in keywords.items()}
+    return replace(algorithm, correction=partial(losses.mismatch, **checked))
 
 
 def options(part: Callable) -> dict[str, Any]:

@@ -123,6 +123,9 @@ def _parser() -> argparse.ArgumentParser:
     config.add_argument("key", nargs="?", metavar="KEY", help="a key, a section or a TRL argument; without it all keys")
     config.add_argument("--markdown", action="store_true", help="all keys as a Markdown page")
 
+    _add_serve(add("serve", _serve, "start a vLLM server that training can sample from (rollout.engine: vllm)"))
+    _add_install(add("install-vllm", _install_vllm, "install vLLM into an environment of its own"))
+
     _add_explain(add("explain", _explain, "one step of an algorithm worked through in numbers"))
 
     runs = add("runs", _runs, "list the run folders and how they stand")
@@ -153,6 +156,22 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
     command.add_argument("--limit", type=_positive, metavar="N", help="first prompts only")
     command.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the samples (default %(default)s)")
     command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_serve(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", help="a model folder or a hub name: the model that will be trained")
+    host = "whoever reaches it can replace its weights (default %(default)s)"
+    command.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help=host)
+    command.add_argument("--port", type=_positive, default=8000, metavar="N", help="default %(default)s")
+    command.add_argument("--rows", type=_positive, default=256, metavar="N", help="completions at a time (default %(default)s)")
+    command.add_argument("--dtype", default="auto", metavar="TYPE", help="float32 or bfloat16 (default: the checkpoint's)")
+    command.add_argument("--cache", metavar="SIZE", help="keys and values, e.g. 4G (default: 512M on a CPU, vLLM's own on a GPU)")
+    command.add_argument("more", nargs="*", metavar="-- ARGUMENTS", help="of `vllm serve`, e.g. -- --tensor-parallel-size 2")
+
+
+def _add_install(command: argparse.ArgumentParser) -> None:
+    command.add_argument("folder", nargs="?", default=".venv-vllm", metavar="FOLDER", help="default: %(default)s")
+    command.add_argument("--gpu", action="store_true", help="vLLM's CUDA build instead of its CPU build")
 
 
 def _add_explain(command: argparse.ArgumentParser) -> None:
@@ -348,6 +367,24 @@ def _config(given: argparse.Namespace) -> int:
         width = max(map(len, knobs()))
         for key in knobs():
             print(f"{key:{width}}  {first_sentence(settings_table()[key].meaning)}")
+    return 0
+
+
+def _serve(given: argparse.Namespace) -> int:
+    from groupwise.rollout.serving import serve
+
+    how = {name: getattr(given, name) for name in ("host", "port", "rows", "dtype", "cache", "more")}
+    serve(given.model, **how)
+
+
+def _install_vllm(given: argparse.Namespace) -> int:
+    from groupwise.rollout.serving import ENVIRONMENT, FOLDER, install
+
+    folder = Path(given.folder).expanduser()
+    print(f"installing vLLM into {folder}: 2.5 GB, a few minutes", flush=True)
+    install(folder, gpu=given.gpu)
+    found = "it is found there" if given.folder == FOLDER else f"say where it is: export {ENVIRONMENT}={folder.absolute()}"
+    print(f"done; {found}.  Next: groupwise train RECIPE rollout.engine=vllm")
     return 0
 
 

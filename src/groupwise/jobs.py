@@ -6,6 +6,7 @@ anything large is loaded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,12 +16,12 @@ from typing import Any
 import torch
 
 from groupwise import parallel
-from groupwise.algorithms import ALGORITHMS, Algorithm, describe, resolve
+from groupwise.algorithms import ALGORITHMS, Algorithm, corrected, describe, resolve
 from groupwise.data.load import Data, load_data, load_texts
 from groupwise.data.order import Order
 from groupwise.data.prompts import visit
 from groupwise.data.tokenizers import make_tokenizer
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, EngineError
 from groupwise.evaluate import Evaluation, evaluate
 from groupwise.models.lora import AdaptedPolicy, adapter_size, bare
 from groupwise.models.policy import Blueprint, Policy, make_policy, read_blueprint
@@ -38,6 +39,7 @@ from groupwise.rewards.registry import MAKERS
 from groupwise.rollout.engine import Engine
 from groupwise.rollout.native import NativeEngine
 from groupwise.rollout.transformers import TransformersEngine
+from groupwise.rollout.vllm import VllmEngine
 from groupwise.settings import ModelSettings, Recipe, RolloutSettings
 
 Judged = Evaluation | Validation
@@ -153,10 +155,49 @@ def sampling_of(settings: RolloutSettings, **changes: Any) -> Sampling:
 
 def make_engine(policy: Policy, settings: RolloutSettings) -> Engine:
     """The rollout engine that a recipe names."""
+    name, given = engine_of(settings)
+    common: dict[str, Any] = {"max_rows": settings.max_rows, "keep_special_tokens": settings.keep_special_tokens}
+    if name == "vllm":
+        return VllmEngine(policy, servers=given.get("servers", ()), dtype=given.get("dtype"), **common)
     if isinstance(policy, ShardedPolicy):
         return GatheredEngine(policy, lambda plain: make_engine(plain, settings))
-    engines = {"native": NativeEngine, "transformers": TransformersEngine}
-    return engines[settings.engine](policy, max_rows=settings.max_rows, keep_special_tokens=settings.keep_special_tokens)
+    return {"native": NativeEngine, "transformers": TransformersEngine}[name](policy, **common)
+
+
+def engine_of(settings: RolloutSettings) -> tuple[str, dict[str, Any]]:
+    """The name of a recipe's engine, and what the recipe says beside it."""
+    given = {"name": settings.engine} if isinstance(settings.engine, str) else dict(settings.engine)
+    return str(given.pop("name")), given
+
+
+def sampled_elsewhere(algorithm: Algorithm, settings: RolloutSettings) -> Algorithm:
+    """The algorithm, corrected where the recipe's engine computes other probabilities than the trainer."""
+    name, given = engine_of(settings)
+    keywords = given.get("correct", {}) if name == "vllm" else None
+    return algorithm if keywords is None else corrected(algorithm, keywords)
+
+
+def agreeing(steps: Iterator[Step], engine: Engine) -> Iterator[Step]:
+    """Steps, as long as what a vLLM engine samples is what the trainer scores.
+
+    Raises EngineError at the first step whose mean difference no rounding explains: the servers sample with other weights, another
+    temperature or old keys and values.  That step has been trained on; it is not yielded, and so not saved.
+    """
+    limit = engine.tolerance if isinstance(engine, VllmEngine) else math.inf
+    for step in steps:
+        gap = step.metrics.get("mismatch/mean", 0.0)
+        if not gap <= limit:
+            raise EngineError(
+                f"step {step.number}: sampled and scored log-probs differ by {gap:.2g} nats on average, more than rounding "
+                f"explains ({limit:g}): the vLLM servers sample with other weights, at another temperature or from an old cache. "
+                "The step is thrown away; `groupwise check` tests the servers"
+            )
+        yield step
+
+
+def closing_of(engine: Engine | None) -> list[Callable[[], None]]:
+    """What ends with the job: a vLLM server that the engine has started."""
+    return [engine.close] if isinstance(engine, VllmEngine) else []
 
 
 SHARDED_FROM = 1_000_000_000
@@ -200,6 +241,7 @@ class _Prepared:
     @classmethod
     def _online(cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint]) -> _Prepared:
         algorithm = resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens)
+        algorithm = sampled_elsewhere(algorithm, recipe.rollout)
         prompts = _prompts(recipe, blueprint)
         lines = online_plan(recipe, len(prompts.train), len(prompts.held_out), len(prompts.validation))
         lines.insert(0, ("algorithm", algorithm_line(algorithm)))
@@ -364,7 +406,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
 
     def loop(done: int) -> Iterator[Step]:
         engine.set_version(optimizer.taken)
-        return train_online(
+        steps = train_online(
             policy,
             algorithm,
             engine=engine,
@@ -380,6 +422,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
             checkpointing=recipe.model.gradient_checkpointing,
             seed=recipe.seed,
         )
+        return agreeing(steps, engine)
 
     return Job(
         recipe=recipe,
@@ -392,7 +435,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
         judge=_judge(recipe, engine, prepared),
         reference=anchor,
         engine=engine,
-        closing=[rewards.close],
+        closing=[rewards.close, *closing_of(engine)],
     )
 
 
@@ -467,5 +510,5 @@ def _dataset_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, r
         judge=judge,
         reference=anchor,
         engine=engine,
-        closing=[prepared.rewards.close] if prepared.rewards is not None else [],
+        closing=[*([prepared.rewards.close] if prepared.rewards is not None else []), *closing_of(engine)],
     )

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.algorithms import Algorithm
+from groupwise.algorithms import Algorithm, options
 from groupwise.objective import diagnostics
-from groupwise.objective.losses import token
+from groupwise.objective.losses import mismatch, token
 from groupwise.records import Sample, Scored
 from groupwise.updating import Update, balance
 
@@ -45,7 +46,7 @@ def measure(
     first = [pair for taken in updates[:minibatches] for pair in zip(taken.samples, taken.seen, strict=True)]
     # Later minibatches of the first pass see a policy that has already moved; only the first must match the sampler.
     sampler = list(zip(updates[0].samples, updates[0].seen, strict=True))
-    return found | kl_metrics(first, algorithm) | _mismatch(sampler)
+    return found | kl_metrics(first, algorithm) | _mismatch(sampler, algorithm)
 
 
 def reward_metrics(groups: Sequence[Scored], drawn: int) -> dict[str, float]:
@@ -91,7 +92,7 @@ Seen = Sequence[tuple[Sample, np.ndarray]]
 
 def ratio_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
     """Importance ratios at the algorithm's level over all updates of the step, and `progress`."""
-    logp_N, behavior_N, advantage_N, segment_N = _columns(seen)
+    logp_N, behavior_N, advantage_N, segment_N = _columns([(_as_trained(sample, logp, algorithm), logp) for sample, logp in seen])
     log_ratio_N = algorithm.ratio(logp_N, behavior_N, segment_N, len(seen))
     found = diagnostics.ratio(log_ratio_N, advantage_N, algorithm.clip_range)
     return found | diagnostics.progress(logp_N, advantage_N)
@@ -101,15 +102,27 @@ def kl_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
     """KL to the reference by the algorithm's estimator; empty without a reference."""
     if not algorithm.needs_reference:
         return {}
-    logp_N, behavior_N, _, segment_N = _columns(seen)
+    logp_N, behavior_N, _, segment_N = _columns([(_as_trained(sample, logp, algorithm), logp) for sample, logp in seen])
     reference_N = _join([sample.reference_logp[sample.weight != 0] for sample, _ in seen if sample.reference_logp is not None])
     log_ratio_N = token(logp_N, behavior_N, segment_N, len(seen))
     return diagnostics.reference_kl(algorithm.kl(logp_N, reference_N, log_ratio_N), logp_N, reference_N)
 
 
-def _mismatch(seen: Seen) -> dict[str, float]:
-    logp_N, behavior_N, _, _ = _columns(seen)
-    return diagnostics.mismatch(logp_N, behavior_N)
+def _as_trained(sample: Sample, logp: np.ndarray, algorithm: Algorithm) -> Sample:
+    """A sample with the log-probs that its ratios are taken to: with a correction the policy's own before its first update."""
+    return sample if algorithm.correction is None else replace(sample, behavior_logp=sample.extra.get("scored_logp", logp))
+
+
+def _mismatch(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
+    """Sampled against scored log-probs, and the share of tokens whose importance weight the correction bounds or drops."""
+    logp_N, sampler_N, _, segment_N = _columns(seen)
+    found = diagnostics.mismatch(logp_N, sampler_N)
+    if algorithm.correction is not None and found:
+        level = options(algorithm.correction)["level"]
+        full_N = mismatch(logp_N, sampler_N, segment_N, len(seen), level=level, high=math.inf).weight_M
+        used_N = algorithm.correction(logp_N, sampler_N, segment_N, len(seen)).weight_M
+        found["mismatch/bounded"] = float((used_N != full_N).double().mean())
+    return found
 
 
 def _columns(seen: Seen) -> tuple[Tensor, Tensor, Tensor, Tensor]:

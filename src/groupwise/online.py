@@ -66,8 +66,10 @@ def train_online(
             groups, drawn = collect(engine, rewards, draw, algorithm, group, sampling, seed)
         with clock.phase("reference"):
             groups = with_reference(groups, reference, budget)
+            if algorithm.correction is not None and group.updates_per_rollout * len(minibatches(groups, group)) > 1:
+                groups = with_scores(groups, policy, budget)
         advantages = algorithm.credit(groups)
-        parts = np.array_split(np.arange(len(groups)), min(group.minibatches, len(groups)))
+        parts = minibatches(groups, group)
         updates: list[Update] = []
         with clock.phase("update"), policy.checkpointing(checkpointing):
             for _ in range(group.updates_per_rollout):
@@ -127,6 +129,21 @@ def with_reference(groups: Sequence[Scored], reference: Policy | None, budget: i
     ]
 
 
+def with_scores(groups: Sequence[Scored], policy: Policy, budget: int) -> list[Scored]:
+    """Add the signal `scored_logp`: the log-probs of the policy that is about to be trained, where another engine has sampled.
+
+    Needed from the second update on; until the first one the policy itself can say them on the way.
+    """
+    samples = [sample_of(rollout) for group in groups for rollout in group.rollouts]
+    logp = iter(score(policy, samples, budget=budget).logp)
+    return [replace(group, signals={**group.signals, "scored_logp": tuple(next(logp) for _ in group.rollouts)}) for group in groups]
+
+
+def minibatches(groups: Sequence[Scored], group: GroupSettings) -> list[np.ndarray]:
+    """The groups of each optimizer step of a pass, by place."""
+    return np.array_split(np.arange(len(groups)), min(group.minibatches, len(groups)))
+
+
 def weigh(groups: Sequence[Scored], advantages: Advantages, algorithm: Algorithm) -> list[Sample]:
     """The samples of one optimizer step, every trained token with its final weight.
 
@@ -142,10 +159,14 @@ def weigh(groups: Sequence[Scored], advantages: Advantages, algorithm: Algorithm
     prompt_R = np.array([i for i, group in enumerate(groups) for _ in group.rollouts], dtype=np.int64)
     weight_R = algorithm.weights(tokens_R, prompt_R) if rollouts else np.zeros(0)
     credit = [advantage for group in advantages for advantage in group]
-    reference = [logp for group in groups for logp in group.signals.get("reference_logp", [None] * len(group.rollouts))]
+    reference, scored = (
+        [logp for group in groups for logp in group.signals.get(name, [None] * len(group.rollouts))]
+        for name in ("reference_logp", "scored_logp")
+    )
+    columns = zip(rollouts, weight_R, credit, reference, scored, tokens_R, strict=True)
     return [
-        sample_of(rollout, weight=float(weight), advantage=advantage, reference_logp=logp)
-        for rollout, weight, advantage, logp, tokens in zip(rollouts, weight_R, credit, reference, tokens_R, strict=True)
+        sample_of(rollout, weight=float(weight), advantage=advantage, reference_logp=anchor, scored_logp=own)
+        for rollout, weight, advantage, anchor, own, tokens in columns
         if tokens > 0
     ]
 
@@ -180,15 +201,21 @@ def policy_loss(
     entropy_tokens: tokens of the whole step over which the entropy bonus is a mean.   threshold: of a high-entropy mask.
     """
     rows_M = batch.trained_M
-    weight_M, behavior_M, advantage_M = batch.weight_P[rows_M], batch.behavior_logp_P[rows_M], batch.advantage_P[rows_M]
+    weight_M, sampler_M, advantage_M = batch.weight_P[rows_M], batch.behavior_logp_P[rows_M], batch.advantage_P[rows_M]
     segment_M = batch.segment_P[rows_M]
+    scored_M = batch.extra_P["scored_logp"][rows_M] if "scored_logp" in batch.extra_P else None
     reference_M = None if batch.reference_logp_P is None else batch.reference_logp_P[rows_M]
     cut = None if threshold is None else threshold.to(weight_M)
 
     def loss(logp_C: Tensor, entropy_C: Tensor | None, part: slice) -> Tensor:
+        behavior_C, mismatch = sampler_M[part], None
+        if algorithm.correction is not None:
+            behavior_C = logp_C.detach() if scored_M is None else scored_M[part]
+            mismatch = algorithm.correction(behavior_C, sampler_M[part], segment_M[part], batch.layout.segments)
         terms = Terms(
             logp_M=logp_C,
-            behavior_logp_M=behavior_M[part],
+            behavior_logp_M=behavior_C,
+            mismatch=mismatch,
             advantage_M=advantage_M[part],
             segment_M=segment_M[part],
             segments=batch.layout.segments,

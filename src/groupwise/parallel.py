@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -224,6 +225,43 @@ def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         bucket.append(parameter)
     if bucket:
         yield bucket
+
+
+# ---------------------------------------------------------------- processes that are not of the run
+
+
+class Audience:
+    """Processes outside of the run, such as an engine's workers, that receive what this one broadcasts to them."""
+
+    def __init__(self, host: str, size: int, *, cuda: bool, timeout: float) -> None:
+        """Opens the place to meet, `host`:`port`.  size: how many will come.   cuda: by NCCL; else by gloo.   timeout: seconds."""
+        self.size, self.cuda, self.timeout = size, cuda, timedelta(seconds=timeout)
+        self.host = host
+        self._group: Any = None
+        listener = socket.create_server((host, 0))  # on this address alone, where torch would listen on all
+        self.port: int = listener.getsockname()[1]
+        self._store = dist.TCPStore(  # type: ignore[reportPrivateImportUsage]
+            host, self.port, is_master=True, wait_for_workers=False, timeout=self.timeout, master_listen_fd=listener.detach()
+        )
+
+    def meet(self) -> None:
+        """Wait until all have come.  They must be on their way: this blocks."""
+        if self.cuda:
+            options: Any = dist.ProcessGroupNCCL.Options()
+            options._timeout = self.timeout
+            self._group = dist.ProcessGroupNCCL(self._store, 0, self.size + 1, options)
+        else:
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.host)]
+            options._timeout = self.timeout
+            self._group = dist.ProcessGroupGloo(self._store, 0, self.size + 1, options)  # type: ignore[call-arg]
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Send a tensor to all of them; blocks until it has left."""
+        assert self._group is not None, "nobody has been met"
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._group.broadcast([tensor], options).wait()
 
 
 # ---------------------------------------------------------------- sharded weights (FSDP2)

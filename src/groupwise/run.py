@@ -20,7 +20,7 @@ from rich.table import Table
 from groupwise import checkpoint, parallel
 from groupwise.card import write_card
 from groupwise.config import load_stages
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, EngineError, PeerError
 from groupwise.evaluate import Evaluation
 from groupwise.jobs import Job, Judged, make_job, plan_of
 from groupwise.models.policy import Policy, resolve_device
@@ -152,6 +152,11 @@ class Run:
                         raise KeyboardInterrupt
             except (KeyboardInterrupt, GeneratorExit):
                 self._save()
+                raise
+            except (EngineError, PeerError):
+                # Completions failed, and the weights are still those of the last whole step.  To gather spread ones takes all processes.
+                if not job.policy.sharded:
+                    self._save()
                 raise
             _export(job.policy, self.folder / FINAL)
             if self.first:

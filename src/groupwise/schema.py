@@ -85,7 +85,9 @@ TRL: dict[str, tuple[str, str]] = {
     "top_p": ("rollout.top_p", ""),
     "trust_remote_code": ("model.trust_remote_code", ""),
     "use_bias_correction_kl": ("group.kl", "k3_ratio where it is true (TRL's default), k3 where it is false"),
-    "use_vllm": ("rollout.engine", "native, which samples in the trainer's process"),
+    "use_vllm": ("rollout.engine", "vllm; the default, native, samples in the trainer's process"),
+    "vllm_importance_sampling_correction": ("rollout.engine", "{name: vllm, correct: {...}}, or correct: null for none"),
+    "vllm_server_base_url": ("rollout.engine", "{name: vllm, servers: [...]}"),
     "warmup_steps": ("optimizer.warmup_steps", ""),
     "weight_decay": ("optimizer.weight_decay", ""),
 }

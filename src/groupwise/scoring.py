@@ -17,9 +17,17 @@ from groupwise.records import Batch, Rollout, Sample
 
 
 def sample_of(
-    rollout: Rollout, *, weight: float = 1.0, advantage: np.ndarray | None = None, reference_logp: np.ndarray | None = None
+    rollout: Rollout,
+    *,
+    weight: float = 1.0,
+    advantage: np.ndarray | None = None,
+    reference_logp: np.ndarray | None = None,
+    scored_logp: np.ndarray | None = None,
 ) -> Sample:
-    """A rollout as it is packed: `weight` on every token the policy wrote, 0 on the others."""
+    """A rollout as it is packed: `weight` on every token the policy wrote, 0 on the others.
+
+    scored_logp: the log-probs by the policy before its first update, where another engine has sampled.
+    """
     return Sample(
         group=rollout.prompt.id,
         prompt=rollout.prompt.tokens,
@@ -30,6 +38,7 @@ def sample_of(
         temperature=rollout.sampling.temperature or 1.0,
         reference_logp=reference_logp,
         support=rollout.support,
+        extra={} if scored_logp is None else {"scored_logp": scored_logp},
     )
 
 

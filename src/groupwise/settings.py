@@ -66,6 +66,8 @@ REWARDS = (
     "model",
 )
 """Built-in reward functions."""
+ENGINES: Mapping[str, tuple[str, ...]] = {"native": (), "transformers": (), "vllm": ("servers", "dtype", "correct")}
+"""Rollout engines, and what a mapping that names one may say beside it."""
 TASKS = ("addition", "sums", "countdown", "sorting", "gsm8k_arithmetic")
 """Built-in generated tasks."""
 
@@ -191,8 +193,10 @@ class RewardSettings:
 class RolloutSettings:
     """How completions are sampled in training."""
 
-    engine: Literal["native", "transformers"] = "native"
-    """`native` (in-process, on the training weights) or `transformers` (plain `generate`: slow, the reference)."""
+    engine: Part = "native"
+    """`native` (in-process, on the training weights), `transformers` (plain `generate`: slow, the reference) or `vllm` (a server
+    that the run starts for itself).  `{name: vllm, servers: [http://host:port]}` uses running ones; `dtype` is its own server's;
+    `correct` weighs what it computes otherwise than the trainer (default `{level: token, high: 2}`; null: not at all)."""
     temperature: Annotated[float, Gt(0.0)] = 1.0
     """Logits are divided by it, when sampling and when scoring."""
     top_k: Count = 0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from groupwise.schema import closest, show
-from groupwise.settings import ALONE, DATASET, OBJECTIVES, ONLINE, PARTS, REWARDS, TASKS, Part, Recipe
+from groupwise.settings import ALONE, DATASET, ENGINES, OBJECTIVES, ONLINE, PARTS, REWARDS, TASKS, Part, Recipe
 
 Finding = tuple[tuple[str, ...], str]
 """The dotted keys that a check looked at, most telling first, and what is wrong with them."""
@@ -340,6 +340,31 @@ def _wrong_part(part: Part, names: Sequence[str]) -> str | None:
 def _rollout(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     if "" in recipe.rollout.stop:
         yield ("rollout.stop",), "rollout.stop holds an empty string, which would end every completion at once"
+    if wrong := _wrong_engine(recipe.rollout.engine):
+        yield ("rollout.engine",), f"rollout.engine: {wrong}"
+
+
+def _wrong_engine(engine: Part) -> str | None:
+    given = {"name": engine} if isinstance(engine, str) else dict(engine)
+    name = str(given.pop("name", None))
+    if name not in ENGINES:
+        return f"must be one of {', '.join(ENGINES)}; got {name!r}{closest(name, list(ENGINES))}"
+    for key in given:
+        if key not in ENGINES[name]:
+            takes = f"takes {', '.join(ENGINES[name])}" if ENGINES[name] else "takes nothing beside its name"
+            return f"{name} {takes}; got {key!r}{closest(key, ENGINES[name])}"
+    servers = given.get("servers", [])
+    if not isinstance(servers, Sequence) or not all(
+        isinstance(url, str) and re.fullmatch(r"http://[^/\s]+(:\d+)?/?", url) for url in servers
+    ):
+        return f"servers is a list of addresses like http://127.0.0.1:8000, got {servers!r}"
+    if servers and "dtype" in given:
+        return "dtype is that of a server which the run starts for itself; running servers have theirs"
+    if given.get("dtype", "float32") not in ("float32", "bfloat16"):
+        return f"dtype must be float32 or bfloat16, got {given['dtype']!r}"
+    if not isinstance(given.get("correct") or {}, Mapping):
+        return f"correct is a mapping like {{level: token, high: 2}}, or null, got {given['correct']!r}"
+    return None
 
 
 _CHECKS: tuple[Callable[[Recipe, Sequence[str]], Iterator[Finding]], ...] = (

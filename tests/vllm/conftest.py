@@ -1,0 +1,84 @@
+"""A real vLLM server, started by the project's own command, for tests that need one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from groupwise.models.policy import Policy
+
+ROOT = Path(__file__).parents[2]
+SHAPE = {"hidden": 64, "heads": 2, "kv_heads": 1}
+"""vLLM's attention on a CPU knows no head narrower than 32."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def environment() -> Iterator[Path]:
+    """Where vLLM is: GROUPWISE_VLLM, or `.venv-vllm` in the project.  Without it these tests are skipped."""
+    folder = Path(os.environ.get("GROUPWISE_VLLM", ROOT / ".venv-vllm"))
+    if not (folder / "bin" / "python").exists():
+        pytest.skip(f"no environment with vLLM in it ({folder}): `make test-vllm` installs one and runs these tests")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GROUPWISE_VLLM", str(folder))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield folder
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A server by its address, and the policy that it was started with."""
+
+    url: str
+    policy: Policy
+    process: subprocess.Popen[bytes]
+
+
+@pytest.fixture(scope="module")
+def serving(tiny_policy: Callable[..., Policy], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """`groupwise serve` with a tiny model whose head is tied to its embedding."""
+    policy = tiny_policy("llama", scale=4.0, **SHAPE)
+    assert policy.model.config.tie_word_embeddings
+    folder = tmp_path_factory.mktemp("served")
+    policy.save(folder / "model")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    line = [sys.executable, "-m", "groupwise", "serve", str(folder / "model"), "--port", str(port), "--rows", "16"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen([*line, "--cache", "64M"], stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    deadline = time.monotonic() + 280
+    while True:
+        assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()[-3000:]
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        time.sleep(0.5)
+    yield Serving(f"http://127.0.0.1:{port}", policy, process)
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(20)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+
+
+@pytest.fixture
+def moved() -> Callable[[Policy], None]:
+    """Moves a policy's weights far enough that its completions are others."""
+
+    def move(policy: Policy) -> None:
+        with torch.no_grad():
+            for parameter in policy.model.parameters():
+                if parameter.ndim > 1:
+                    parameter.add_(0.3 * parameter.std() * torch.randn_like(parameter))
+
+    return move

@@ -1,0 +1,194 @@
+"""The engine on a real vLLM server: what it samples is what the policy scores, and what makes it differ is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from groupwise.errors import EngineError
+from groupwise.jobs import agreeing
+from groupwise.models.policy import Policy
+from groupwise.records import Finish, Prompt, Rollout, Sampling, Step
+from groupwise.rollout.native import NativeEngine
+from groupwise.rollout.stopping import Stopping
+from groupwise.rollout.vllm import EXACT, VllmEngine
+from groupwise.scoring import sample_of, score
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+SAMPLING = Sampling(temperature=0.7, max_new_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def engine(serving: Any) -> Iterator[VllmEngine]:
+    found = VllmEngine(serving.policy, servers=[serving.url])
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def prompts() -> list[Prompt]:
+    """Ragged ones; the longest fill blocks of the prefix cache."""
+    rng = np.random.default_rng(0)
+    return [Prompt(id=f"p{i}", tokens=rng.integers(5, 60, size=n), text="") for i, n in enumerate((1, 40, 66, 12, 33, 64))]
+
+
+def draw(engine: Any, prompts: list[Prompt], sampling: Sampling = SAMPLING, seed: int = 0, size: int = 4) -> list[Rollout]:
+    groups = {g[0].prompt.id: g for g in engine.generate(prompts, group_size=size, sampling=sampling, seed=seed)}
+    return [rollout for prompt in prompts for rollout in groups[prompt.id]]
+
+
+def gaps(policy: Policy, rollouts: list[Rollout]) -> np.ndarray:
+    """|sampled - scored| of every token."""
+    scored = score(policy, [sample_of(rollout) for rollout in rollouts], budget=4096).logp
+    return np.concatenate([np.abs(logp - rollout.behavior_logp) for logp, rollout in zip(scored, rollouts, strict=True)])
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SAMPLING,
+        Sampling(temperature=1.3, max_new_tokens=24),
+        Sampling(temperature=0.9, top_k=5, max_new_tokens=24),
+        Sampling(temperature=1.1, top_k=8, top_p=0.8, max_new_tokens=24),
+        Sampling(temperature=1.0, top_k=30, min_p=0.1, max_new_tokens=24),
+        Sampling(temperature=0.0, max_new_tokens=24),
+    ],
+    ids=["cool", "warm", "top_k", "top_p", "min_p", "greedy"],
+)
+def test_what_is_sampled_is_what_is_scored(sampling: Sampling, engine: VllmEngine, prompts: list[Prompt]) -> None:
+    rollouts = draw(engine, prompts, sampling)
+    found = gaps(engine.policy, rollouts)
+    assert found.size > 100 and found.max() < 1e-4
+    assert any(rollout.finish is Finish.EOS for rollout in rollouts) or sampling.greedy
+    if sampling.greedy:
+        native = draw(NativeEngine(engine.policy, max_rows=8), prompts, sampling)
+        assert [r.tokens.tolist() for r in rollouts] == [r.tokens.tolist() for r in native]
+    if sampling.truncates:
+        for rollout in rollouts:
+            assert rollout.support is not None
+            assert max(ids.size for ids in rollout.support) <= sampling.top_k
+            assert all(token in ids for token, ids in zip(rollout.tokens, rollout.support, strict=True))
+
+
+def test_the_distribution_is_the_native_engines(engine: VllmEngine) -> None:
+    """First tokens of 800 completions: the counts of both engines differ by no more than chance."""
+    prompt, count, sampling = Prompt(id="x", tokens=np.array([7, 9, 11]), text=""), 16, Sampling(temperature=1.0, max_new_tokens=1)
+    tallies = []
+    for source in (engine, NativeEngine(engine.policy, max_rows=64)):
+        firsts = [r.tokens[0] for seed in range(50) for r in draw(source, [prompt], sampling, seed=seed, size=count)]
+        tallies.append(np.bincount(firsts, minlength=engine.policy.vocabulary))
+    both = tallies[0] + tallies[1]
+    seen = both >= 10
+    statistic = ((tallies[0] - tallies[1])[seen] ** 2 / both[seen]).sum()  # chi-square, `seen` - 1 degrees of freedom
+    assert seen.sum() > 3 and statistic < seen.sum() + 5 * np.sqrt(2 * seen.sum())
+
+
+def test_the_same_seed_draws_the_same_and_completions_of_a_group_differ(engine: VllmEngine, prompts: list[Prompt]) -> None:
+    first, again, other = (draw(engine, prompts, seed=seed) for seed in (1, 1, 2))
+    same = np.mean([np.array_equal(a.tokens, b.tokens) for a, b in zip(first, again, strict=True)])
+    assert same > 0.9  # what else is in the batch may change a last bit
+    assert np.mean([np.array_equal(a.tokens, b.tokens) for a, b in zip(first, other, strict=True)]) < 0.3
+    assert len({r.tokens.tobytes() for r in first[4:8]}) > 1
+
+
+def test_stop_strings_and_several_ends_are_those_of_the_native_engine(engine: VllmEngine, prompts: list[Prompt]) -> None:
+    sampling = Sampling(temperature=1.0, max_new_tokens=24, stop=("1", "+"))
+    rollouts = draw(engine, prompts, sampling)
+    stopping = Stopping(engine.policy.eos_ids, sampling.stop, engine.policy.tokenizer)
+    assert {rollout.finish for rollout in rollouts} >= {Finish.STOP}
+    for rollout in rollouts:
+        tokens = rollout.tokens.tolist()
+        ends = [stopping.finish(tokens[: n + 1], 24) for n in range(len(tokens))]
+        assert ends[:-1] == [None] * (len(tokens) - 1) and ends[-1] is rollout.finish
+
+
+def test_new_weights_are_sampled_with_at_once(engine: VllmEngine, prompts: list[Prompt], moved: Callable) -> None:
+    """Three updates of a model whose head is tied to its embedding: vLLM keeps a packed copy of the head on a CPU."""
+    draw(engine, prompts)
+    for _ in range(3):
+        moved(engine.policy)
+        assert gaps(engine.policy, draw(engine, prompts)).mean() > 0.1  # the servers have the old ones
+        engine.set_version(engine.version + 1)
+        rollouts = draw(engine, prompts)
+        assert gaps(engine.policy, rollouts).max() < 1e-4
+        assert {int(v) for rollout in rollouts for v in rollout.version} == {engine.version}
+
+
+def step(rollouts: list[Rollout], policy: Policy) -> Step:
+    """A step that reports the mismatch of these rollouts, as training would."""
+    return Step(number=1, metrics={"mismatch/mean": float(gaps(policy, rollouts).mean())})
+
+
+def stops(engine: VllmEngine, rollouts: list[Rollout]) -> None:
+    with pytest.raises(EngineError, match="sampled and scored log-probs differ by"):
+        list(agreeing(iter([step(rollouts, engine.policy)]), engine))
+
+
+def test_a_wrong_temperature_is_found(engine: VllmEngine, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = VllmEngine._request
+
+    def lie(*arguments: Any) -> dict[str, Any]:
+        body = ask(*arguments)
+        body["sampling_params"]["temperature"] = 1.0
+        return body
+
+    list(agreeing(iter([step(draw(engine, prompts), engine.policy)]), engine))
+    monkeypatch.setattr(VllmEngine, "_request", lie)
+    stops(engine, draw(engine, prompts))
+
+
+def test_stale_weights_are_found(engine: VllmEngine, prompts: list[Prompt], moved: Callable) -> None:
+    """By their version where the server says it, by their log-probs where it says a wrong one."""
+    draw(engine, prompts)
+    moved(engine.policy)
+    stops(engine, draw(engine, prompts))
+    engine.servers.wires[0].post("/update_weight_version", {"new_version": "somebody else's"}, timeout=10)
+    with pytest.raises(EngineError, match="stale or foreign weights .somebody else's"):
+        draw(engine, prompts)
+    engine.set_version(engine.version + 1)
+    assert gaps(engine.policy, draw(engine, prompts)).max() < 1e-4
+
+
+def test_a_missing_cache_reset_is_found(
+    engine: VllmEngine, prompts: list[Prompt], moved: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw(engine, prompts)  # fills the cache
+    moved(engine.policy)
+    tell = type(engine.servers)._tell
+    kept = ("/pause?mode=abort", "/reset_prefix_cache", "/resume")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine.servers), "_tell", lambda self, path, *a, **k: None if path in kept else tell(self, path, *a, **k))
+        engine.set_version(engine.version + 1)
+        stops(engine, draw(engine, prompts))
+    engine.set_version(engine.version + 1)
+    assert gaps(engine.policy, draw(engine, prompts)).max() < 1e-4
+
+
+def test_a_tied_head_kept_stale_is_found(engine: VllmEngine, prompts: list[Prompt], moved: Callable, tmp_path: Any) -> None:
+    """vLLM's own reload on a CPU renews the embedding and not the packed head: the trap that the plug-in closes."""
+    draw(engine, prompts)
+    moved(engine.policy)
+    engine.policy.save(tmp_path)
+    wire = engine.servers.wires[0]
+    wire.post("/pause?mode=abort", timeout=10)
+    wire.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}}, timeout=60)
+    wire.post("/resume", timeout=10)
+    stops(engine, draw(engine, prompts))
+    engine.set_version(engine.version + 1)
+    assert gaps(engine.policy, draw(engine, prompts)).max() < 1e-4
+    assert EXACT >= 1e-4
+
+
+def test_p4_a_server_of_another_model_is_refused(serving: Any, tiny_policy: Callable) -> None:
+    deeper = VllmEngine(tiny_policy("llama", layers=3, hidden=64, heads=2, kv_heads=1), servers=[serving.url])
+    with pytest.raises(EngineError, match="/update_weights|/finish_weight_update"):
+        deeper.set_version(0)
+    deeper.close()
+    engine = VllmEngine(serving.policy, servers=[serving.url])  # the server has survived it
+    engine.set_version(0)
+    rollouts = draw(engine, [Prompt(id="a", tokens=np.array([5, 6, 7]), text="")])
+    assert gaps(serving.policy, rollouts).max() < 1e-4
+    engine.close()
