@@ -165,10 +165,12 @@ def test_wrong_usage_ends_with_2(arguments: list[str]) -> None:
 def test_wrong_values_of_options(calls: list, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["eval", "x", "--task", "a", "--temperature", "0"]) == 2
     assert cli.main(["eval", "x", "--task", "a", "--task-arg", "digits"]) == 2
+    assert cli.main(["eval", "x", "--task", "a", "--temperature", "nan"]) == 2
     assert cli.main(["score", "accuracy,exact", "f.jsonl", "--arg", "a=1"]) == 2
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("ConfigError: --temperature must be greater than 0, got 0")
     assert said[1] == "ConfigError: --task-arg is written KEY=VALUE, got 'digits'"
+    assert said[2].startswith("ConfigError: --temperature must be greater than 0, got nan")
     assert calls == []
 
 
@@ -199,6 +201,8 @@ def test_recipes_list_show_copy(folder: Path, capsys: pytest.CaptureFixture[str]
     assert (folder / "sums.yaml").read_text() == RECIPE
     assert cli.main(["recipes", "copy", "sums"]) == 2
     assert "exists already" in capsys.readouterr().err
+    assert cli.main(["recipes", "copy", "sums", "nosuch/sums.yaml"]) == 2
+    assert "cannot write nosuch/sums.yaml: No such file or directory" in capsys.readouterr().err
     assert cli.main(["recipes", "copy"]) == 2
     assert cli.main(["recipes", "copy", "sumz"]) == 2
     assert "did you mean sums?" in capsys.readouterr().err

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -230,6 +233,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(recipe: Callable, tmp_path
     policy.model.resize_token_embeddings(20)
     policy.save(tmp_path / "small")
     path = recipe(name="small", **(GRPO | {"model": {"path": str(tmp_path / "small"), "scratch": None}}))
+    (tmp_path / "small" / "model.safetensors").write_bytes(b"")  # it is refused before weights are read
     with pytest.raises(DataError, match=r"tokens but the model's vocabulary has only 20"):
         list(train(load_recipe(path)))
 
@@ -245,6 +249,17 @@ def test_no_eos_is_refused(recipe: Callable, tmp_path: Path, tiny_policy: Callab
     path = recipe(name="endless", **(GRPO | {"model": {"path": str(tmp_path / "endless"), "scratch": None}}))
     with pytest.raises(DataError, match="EOS"):
         list(train(load_recipe(path)))
+
+
+def test_the_closing_table_fits_and_says_what_it_is_about(recipe: Callable) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    changes = GRPO | {"steps": 1, "eval": {"k": 2, "at_start": True, "prompts": 3, "max_new_tokens": 4}}
+    assert train_recipe(recipe(name="seen", **changes), console=console) == 0
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    table = text[text.index("held out  ") :]
+    for figure in ("greedy accuracy", "sampled accuracy", "pass@2", "mean reward", "accuracy", "think_format", "tokens"):
+        assert re.search(rf"^{figure} +[\d.]+", table, re.MULTILINE), figure
+    assert "before grpo: the first 3 of 8 prompts" in " ".join(table.split())
 
 
 def test_two_processes_cannot_share_a_run(recipe: Callable) -> None:

@@ -74,8 +74,9 @@ def test_suggestions(typed: str, meant: str) -> None:
         describe(typed if "." in typed else f"group.{typed}")
 
 
-def test_no_suggestion_where_nothing_is_near() -> None:
-    assert suggestion("qqqqqq") == ""
+def test_where_nothing_is_near_the_list_is_named() -> None:
+    assert suggestion("qqqqqq") == " (`groupwise config` lists all keys)"
+    assert suggestion("rewards.0.qqqqqq") == " (`groupwise config rewards` lists the keys)"
 
 
 def test_lookup_reaches_into_free_mappings() -> None:

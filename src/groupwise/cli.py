@@ -7,6 +7,7 @@ take a fraction of a second, because none of them imports torch.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 import sys
@@ -150,7 +151,7 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
     command.add_argument("--temperature", type=float, default=1.0, metavar="T", help="of those samples (default %(default)s)")
     command.add_argument("--max-new-tokens", type=_positive, default=256, metavar="N", help="default %(default)s")
     command.add_argument("--limit", type=_positive, metavar="N", help="first prompts only")
-    command.add_argument("--seed", type=int, default=0, metavar="N", help="of the samples (default %(default)s)")
+    command.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the samples (default %(default)s)")
     command.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -182,6 +183,13 @@ def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def _seed(text: str) -> int:
+    number = int(text)
+    if not 0 <= number < 1 << 63:
+        raise argparse.ArgumentTypeError(f"must be at least 0 and less than {1 << 63}, got {number}")
     return number
 
 
@@ -247,7 +255,7 @@ def _become_torchrun(given: argparse.Namespace) -> NoReturn:
 
 def _eval(given: argparse.Namespace) -> int:
     task_args, columns = _pairs(given.task_arg, "--task-arg"), _texts(given.column, "--column")
-    if given.temperature <= 0:
+    if not 0 < given.temperature < math.inf:
         raise ConfigError(f"--temperature must be greater than 0, got {given.temperature:g} (greedy is always reported too)")
     from groupwise.use import evaluate_checkpoint
 
@@ -321,7 +329,10 @@ def _recipes(given: argparse.Namespace) -> int:
         target /= source.name
     if target.exists():
         raise ConfigError(f"{target} exists already; name another file: groupwise recipes copy {given.name} OTHER.yaml")
-    shutil.copyfile(source, target)
+    try:
+        shutil.copyfile(source, target)
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error.strerror}; name another file") from error
     print(f"{target}: edit it, then run `groupwise train {target}`")
     return 0
 

@@ -126,7 +126,8 @@ def _read_overrides(overrides: Iterable[str], problems: list[Problem]) -> list[t
             continue
         node, wrong = parse_value(text, where)
         problems += wrong
-        found.append((tuple(key.split(".")), node))
+        if not wrong:
+            found.append((tuple(key.split(".")), node))
     return found
 
 
@@ -334,6 +335,8 @@ def _message(key: str, kind: str, value: Any) -> str:
     got = f"{key} must be {setting.expected}; got {schema.show(value)}"
     if kind == "string_type" and isinstance(value, (int, float)):
         return f'{got} (write it in quotes: "{value}")'
+    if kind == "string_type" and isinstance(value, (Mapping, list)):
+        return f"{got} (braces and brackets have a meaning in YAML: write the text in quotes)"
     if isinstance(value, str) and setting.expected.startswith("one of "):
         choices = setting.expected.removeprefix("one of ").removesuffix(", or null").split(", ")
         return got + schema.closest(value, choices)

@@ -35,7 +35,16 @@ class Shape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], parameters: int, *, dtype: str) -> Shape:
-        """From a transformers config as a dictionary; `dtype` as in `model.dtype`."""
+        """From a transformers config as a dictionary; `dtype` as in `model.dtype`.
+
+        Raises ConfigError for a model without attention, or whose language model is only a part of it.
+        """
+        for names in (("hidden_size", "n_embd"), ("num_attention_heads", "n_head"), ("num_hidden_layers", "n_layer")):
+            if not any(config.get(name) for name in names):
+                raise ConfigError(
+                    f"model.path: the config of a {config.get('model_type')!r} model names no {names[0]}; what can be trained is a "
+                    "causal language model with attention"
+                )
         hidden = int(config.get("hidden_size") or config["n_embd"])
         heads = int(config.get("num_attention_heads") or config["n_head"])
         return cls(

@@ -164,7 +164,7 @@ def _check(name: str, row: Any) -> None:
         raise DataError(f"{name}: a row is an object with prompt and completion, not a {type(row).__name__}")
     for column in ("prompt", "completion"):
         if column not in row:
-            raise DataError(f"{name}: no {column!r}; columns: {', '.join(map(repr, row))}; rename one by columns {column}: yours")
+            raise DataError(f"{name}: no {column!r}; columns: {', '.join(map(repr, row))}; name yours by --column {column}=YOURS")
         value = row[column]
         messages = (
             isinstance(value, list) and value and all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in value)

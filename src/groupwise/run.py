@@ -21,6 +21,7 @@ from groupwise import checkpoint, parallel
 from groupwise.card import write_card
 from groupwise.config import load_stages
 from groupwise.errors import ConfigError
+from groupwise.evaluate import Evaluation
 from groupwise.jobs import Job, Judged, make_job, plan_of
 from groupwise.models.policy import Policy, resolve_device
 from groupwise.plan import Lines
@@ -30,6 +31,9 @@ from groupwise.records import Step
 from groupwise.runlog import Lock, RunLog, anew, choose_folder, finished
 from groupwise.settings import Recipe
 from groupwise.validation import STAGE
+
+ACROSS = 5
+"""Figures that stand side by side in 80 columns; more of them stand below one another."""
 
 FINAL, REFERENCE = "final", "reference"
 """Folders of a run: the trained model, and the weights before the first step where a reference is needed."""
@@ -291,25 +295,40 @@ def _closing_table(outcomes: Mapping[str, Outcome], recipe: Recipe, console: Con
     """Held-out figures before, between and after, stages that measure the same in one table, and what to type
     next.  recipe: of the last stage."""
     tables: dict[tuple[str, ...], list[tuple[str, dict[str, str]]]] = {}
+    notes: list[str] = []
     for stage, outcome in outcomes.items():
         for label, found in ((f"before {stage}", outcome.before), (f"after {stage}", outcome.after)):
             if found is not None:
+                notes += _part(label, found, outcome.after)
                 figures = found.summary()
                 rows = tables.setdefault(tuple(figures), [])
                 if found is outcome.after or not rows:
                     rows.append((label, figures))
     last = list(outcomes.values())[-1].folder
     for columns, rows in tables.items():
-        table = Table("held out", *columns, box=None, pad_edge=False)
-        for label, figures in rows:
-            table.add_row(label, *figures.values())
+        if len(columns) <= ACROSS:
+            table = Table("held out", *columns, box=None, pad_edge=False)
+            for label, figures in rows:
+                table.add_row(label, *figures.values())
+        else:
+            table = Table("held out", *(label for label, _ in rows), box=None, pad_edge=False)
+            for column in columns:
+                table.add_row(column, *(figures[column] for _, figures in rows))
         console.print()
         console.print(table)
     if tables:
-        console.print("(on what training never saw; ± is half of a 95 % interval)", style="dim", highlight=False)
+        said = "; ".join(["on what training never saw", *notes, "± is half of a 95 % interval"])
+        console.print(f"({said})", style="dim", highlight=False)
     console.print("\nNext:", highlight=False)
     for line in _next_commands(recipe, last):
         console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _part(label: str, found: Judged, last: Judged | None) -> list[str]:
+    """Which of the held-out prompts a row is about, where `eval.prompts` makes them fewer than those of the last row."""
+    if isinstance(found, Evaluation) and isinstance(last, Evaluation) and found.prompts < last.prompts:
+        return [f"{label}: the first {found.prompts:,} of {last.prompts:,} prompts"]
+    return []
 
 
 def _next_commands(recipe: Recipe, folder: Path) -> list[str]:

@@ -146,7 +146,7 @@ def _range(bounds: Sequence[Any]) -> str:
             case Ge(ge):
                 words.append(f"at least {ge:g}")
             case Lt(lt):
-                words.append(f"less than {lt:g}")
+                words.append(f"less than {lt}" if isinstance(lt, int) else f"less than {lt:g}")
             case Le(le):
                 words.append(f"at most {le:g}")
     return " and ".join(words)
@@ -256,7 +256,7 @@ def lookup(key: str) -> Setting | None:
 
 
 def suggestion(key: str) -> str:
-    """What an unknown dotted key may have meant: ` (did you mean ...?)`, or an empty string.
+    """What an unknown dotted key may have meant: ` (did you mean ...?)`, or where the keys that exist are listed.
 
     >>> suggestion("num_generations"), suggestion("group.lr"), suggestion("optimizer.learing_rate")
     (' (TRL name; here it is group.group_size)', ' (did you mean optimizer.lr?)', ' (did you mean optimizer.lr?)')
@@ -274,7 +274,8 @@ def suggestion(key: str) -> str:
     for names in (here, everywhere, {name: ours for name, (ours, _) in TRL.items()}):
         if close := difflib.get_close_matches(leaf, names, n=1, cutoff=0.7):
             return f" (did you mean {names[close[0]]}?)"
-    return ""
+    inside = normal(section).removesuffix(".N") if here else ""
+    return f" (`groupwise config {inside}` lists the keys)" if inside else " (`groupwise config` lists all keys)"
 
 
 def closest(word: str, words: Sequence[str]) -> str:

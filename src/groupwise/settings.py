@@ -18,6 +18,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 Positive = Annotated[int, Gt(0)]
 Count = Annotated[int, Ge(0)]
+Seed = Annotated[int, Ge(0), Lt(1 << 63)]
 Fraction = Annotated[float, Ge(0.0), Le(1.0)]
 Share = Annotated[float, Ge(0.0), Lt(1.0)]
 Part = str | Mapping[str, Any]
@@ -353,7 +354,7 @@ class Recipe:
     """The run folder is `runs`/`name`."""
     runs: str = "runs"
     """Folder of run folders."""
-    seed: Count = 0
+    seed: Seed = 0
     """Of weights from scratch, data order and sampling."""
     threads: Positive | None = None
     """CPU threads of torch; default: torch's own choice."""

@@ -27,7 +27,7 @@ COMPARES_SIBLINGS = ("standardized", "centered", "leave_one_out", "decoupled")
 PAIRED = ("reward", "dpo")
 """Objectives that learn from pairs, which an earlier stage can have sampled."""
 
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 
 
 def validate_recipe(recipe: Recipe, earlier: Sequence[str] = ()) -> list[Finding]:
@@ -55,7 +55,8 @@ def _length(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     if recipe.objective in DATASET and recipe.steps is None and recipe.epochs is None:
         yield ("steps", "epochs", "objective"), f"steps is missing: say steps or epochs for {recipe.objective!r}"
     if recipe.steps is not None and recipe.optimizer.warmup_steps > _updates(recipe):
-        message = f"optimizer.warmup_steps ({recipe.optimizer.warmup_steps}) is more than all {_updates(recipe)} optimizer steps"
+        warmup, updates = recipe.optimizer.warmup_steps, _updates(recipe)
+        message = f"optimizer.warmup_steps ({warmup}) is more than all {updates} optimizer steps: lower it, or raise steps"
         yield ("optimizer.warmup_steps", "steps"), message
 
 
@@ -236,10 +237,10 @@ def _data(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
 def _wrong_data(path: str) -> str | None:
     """Why rows cannot come from `path`, or None."""
     file = Path(path).expanduser()
-    if file.is_dir() or (file.is_file() and file.suffix in DATA_SUFFIXES):
-        return None
+    if file.is_dir():
+        return f"{path!r} is a folder: give one of its files ({', '.join(DATA_SUFFIXES)})"
     if file.is_file():
-        return f"{path!r} is neither .jsonl, .json nor .parquet"
+        return None if file.suffix.lower() in DATA_SUFFIXES else f"{path!r} is none of {', '.join(DATA_SUFFIXES)}"
     repository = path.partition(":")[0]  # `owner/name:config`
     if file.suffix in DATA_SUFFIXES or _means_local(repository):
         return f"no such file {path!r}{_near(file)}"

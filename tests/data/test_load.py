@@ -80,6 +80,16 @@ def test_d3_empty_data_and_a_held_out_share_of_nothing(write, tokenizer):
         load_data(DataSettings(path=write(ROWS)), tokenizer, context=64, max_new_tokens=64, seed=0)
 
 
+def test_no_row_left_says_why_and_what_to_do(write, tokenizer):
+    path = write([{"prompt": "what is this?"}, {"prompt": "and that?"}])
+    with pytest.raises(DataError, match=r"the prompts of all 2 rows of .* are held out by data\.eval_path; .* data\.eval_fraction"):
+        load_data(DataSettings(path=path, eval_path=path), tokenizer, **SIZES)
+    with pytest.raises(DataError, match=r"2 longer than 3 tokens.*set data\.too_long to truncate_left"):
+        load_data(DataSettings(path=path, max_prompt_tokens=3), tokenizer, **SIZES)
+    with pytest.raises(DataError, match=r"no column 'question'; there are: prompt \(data\.columns renames: \{prompt: YOURS\}\)"):
+        load_data(DataSettings(path=path, columns={"prompt": "question"}), tokenizer, **SIZES)
+
+
 @pytest.mark.parametrize("task", ["addition", "sums", "countdown", "sorting"])
 def test_built_in_tasks_give_prompts_held_out_prompts_and_demonstrations(task, tokenizer):
     settings = DataSettings(task=task, chat=True, limit=50, eval_limit=20)

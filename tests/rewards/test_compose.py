@@ -297,6 +297,31 @@ def test_r02_an_exception_names_function_completions_and_message(one, group):
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])
+@pytest.mark.parametrize("argument", ["completion", "completions"])
+def test_r02_a_function_that_exits_does_not_end_the_run_as_if_all_were_well(one, group, prefix, argument):
+    rewards = one(f"{prefix}def f({argument}):\n    raise SystemExit(0)\n")
+    with pytest.raises(RewardError, match=r"the reward function 'f' raised .*SystemExit: 0; on 0#0"):
+        rewards.score([group("a", id="0")])
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def f(:\n", r"SyntaxError: .*line 1"),
+        ("import nosuchmodule\n", r"ModuleNotFoundError: No module named 'nosuchmodule' \(line 1\)"),
+        ("\nx = 1 / 0\n", r"ZeroDivisionError: division by zero \(line 2\)"),
+        ("raise SystemExit(0)\n", r"SystemExit: 0 \(line 1\)"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_refused_with_its_line(functions, code, said):
+    path = functions(code)
+    places = [path.name] if "ModuleNotFound" in said else [path.name, path.stem]
+    for place in places:
+        with pytest.raises(ConfigError, match=f"reward function '{place}:f': {place} cannot be imported: {said}"):
+            build_rewards([RewardSettings(function=f"{place}:f")], columns=())
+
+
+@pytest.mark.parametrize("prefix", ["", "async "])
 @pytest.mark.parametrize("timeout", [None, 60.0])
 def test_r02_a_function_of_one_completion_names_the_one(one, group, prefix, timeout):
     rewards = one(f"{prefix}def f(completion): return 1 / (completion != 'c')", timeout=timeout)

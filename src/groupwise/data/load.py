@@ -145,6 +145,11 @@ def _load(
         held_out = held_out.first(settings.eval_limit)
     if held_out is not None and settings.eval_path is not None:
         train, overlap = _without(train, held_out, template)
+        if not len(train):
+            raise DataError(
+                f"no row is left to train on: the prompts of all {overlap} rows of {train.name} are held out by data.eval_path; "
+                "give another file, or hold out a part of this one with data.eval_fraction instead"
+            )
     items, report = encode(train)
     judged, held_out_report = encode(held_out) if held_out is not None else ([], None)
     validation, _ = encode(watched) if watched is not None else ([], None)

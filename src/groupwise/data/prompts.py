@@ -55,7 +55,10 @@ def encode_prompts(rows: Rows, template: Template, *, max_tokens: int, too_long:
         prompts.append(Prompt(id=str(i), tokens=ids, text=text, row=rows[i]))
     report = tally.report([prompt.tokens.size for prompt in prompts])
     if not prompts:
-        raise DataError(f"no prompt is left: {report}")
+        long = any(reason.startswith("longer") for reason in report.dropped)
+        raise DataError(
+            f"no prompt is left: {report}" + ("; set data.too_long to truncate_left to keep their ends" if long else "")
+        )
     return prompts, report
 
 

@@ -58,19 +58,20 @@ class Rows(Sequence[Mapping[str, Any]]):
         """
         if not columns:
             return self
-        taken = set(columns.values())
+        taken = {theirs: ours for ours, theirs in columns.items()}
         rows = []
         for i, row in enumerate(self.rows):
-            for theirs in taken - set(row):
-                raise DataError(missing_column(theirs, row, self.where(i)))
+            for theirs in sorted(taken.keys() - row.keys()):
+                raise DataError(missing_column(theirs, row, self.where(i), taken[theirs]))
             kept = {name: value for name, value in row.items() if name not in taken}
             rows.append(kept | {ours: row[theirs] for ours, theirs in columns.items()})
         return replace(self, rows=rows)
 
 
-def missing_column(name: str, row: Mapping[str, Any], where: str) -> str:
-    """The message for a column that is not there: it lists those that are."""
-    return f"{where}: no column {name!r}; there are: {', '.join(sorted(row)) or 'none'} (data.columns renames: {{{name}: YOURS}})"
+def missing_column(name: str, row: Mapping[str, Any], where: str, ours: str | None = None) -> str:
+    """The message for a column that is not there: it lists those that are.  ours: what `data.columns` calls it, where it does."""
+    there = ", ".join(sorted(row)) or "none"
+    return f"{where}: no column {name!r}; there are: {there} (data.columns renames: {{{ours or name}: YOURS}})"
 
 
 def read_rows(path: str, split: str = "train") -> Rows:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -192,7 +193,9 @@ class Policy:
                 f"{type(self.model).__name__} has no layers that can recompute; set model.gradient_checkpointing to false"
             )
         if on:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            # transformers 5.23 renamed it; the old name warns there, the new one is missing before.
+            renamed = getattr(self.model, "activation_checkpointing_enable", None)
+            (renamed or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
         for layer in layers:
             layer.training = on
         try:
@@ -251,6 +254,7 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
         tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=settings.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {path!r} cannot be read: {str(error).splitlines()[0]}") from error
+    check_vocabulary(len(tokenizer), config.to_dict().get("vocab_size"))
     try:
         generation = GenerationConfig.from_pretrained(path)
     except OSError:  # not every checkpoint has a generation_config.json; its config then says what ends a completion
@@ -259,7 +263,20 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
     def load() -> PreTrainedModel:
         dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
         kind = AutoModelForSequenceClassification if is_scorer(config.to_dict()) else AutoModelForCausalLM
-        return kind.from_pretrained(path, trust_remote_code=settings.trust_remote_code, dtype=dtype)
+        try:
+            loaded: Any = kind.from_pretrained(
+                path, trust_remote_code=settings.trust_remote_code, dtype=dtype, output_loading_info=True
+            )
+            model, found = loaded
+        except torch.OutOfMemoryError:
+            raise
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            said = str(error).strip().splitlines()[0]
+            raise ConfigError(f"model.path: the weights in {path!r} cannot be read: {said}; fetch or copy them again") from error
+        if missing := sorted(found["missing_keys"]):  # transformers would leave them random
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ConfigError(f"model.path: the weights in {path!r} lack {missing[0]}{more}: fetch or copy them again")
+        return model
 
     return Blueprint(
         tokenizer=tokenizer,
@@ -312,13 +329,8 @@ def make_policy(
     if settings.chat_template is not None:
         template = Path(settings.chat_template)
         tokenizer.chat_template = template.read_text() if template.suffix == ".jinja" else settings.chat_template
-    rows = embedding_rows(model)
     size = len(tokenizer)
-    if size > rows:
-        raise DataError(
-            f"the tokenizer has {size} tokens but the model's vocabulary has only {rows}: "
-            "use the tokenizer that belongs to the checkpoint, or resize the model's embeddings"
-        )
+    check_vocabulary(size, embedding_rows(model))
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             raise Diverged(f"the checkpoint's parameter {name} holds numbers that are not finite: load another checkpoint")
@@ -341,6 +353,15 @@ def make_policy(
         else:
             use_packed_attention(model)
     return policy
+
+
+def check_vocabulary(tokens: int, rows: int | None) -> None:
+    """Raises DataError if the tokenizer makes ids that the model has no embedding for.  rows: None where that is not known yet."""
+    if rows is not None and tokens > rows:
+        raise DataError(
+            f"the tokenizer has {tokens} tokens but the model's vocabulary has only {rows}: "
+            "use the tokenizer that belongs to the checkpoint, or resize the model's embeddings"
+        )
 
 
 def embedding_rows(model: PreTrainedModel) -> int:

@@ -75,7 +75,7 @@ def _here(reward: Reward, batch: Completions) -> Outcome:
         else:
             values = reward.function(**reward.keywords(batch), **reward.arguments)
         value = _settled(reward.name, values, batch.labels, reward.process)
-    except Exception as error:  # whatever a user's function raises is an outcome, judged in one place
+    except (Exception, SystemExit) as error:  # whatever a user's function raises is an outcome, judged in one place
         return failed(error, began)
     return Outcome(value=value, seconds=time.monotonic() - began)
 
@@ -95,15 +95,23 @@ def _one_by_one(reward: Reward, batch: Completions, pool: Pool) -> Outcome:
 
 
 async def _awaited(reward: Reward, batch: Completions) -> Any:
-    values = await reward.function(**reward.keywords(batch), **reward.arguments)
+    values = await _contained(reward, reward.keywords(batch))
     return _settled(reward.name, values, batch.labels, reward.process)
+
+
+async def _contained(reward: Reward, given: Mapping[str, Any]) -> Any:
+    """What the function returns; its SystemExit, which would end the loop's thread, is an error like others."""
+    try:
+        return await reward.function(**given, **reward.arguments)
+    except SystemExit as error:
+        raise RuntimeError(f"SystemExit: {error}") from error
 
 
 async def _gathered(reward: Reward, batch: Completions) -> list[Any]:
     """What a function of one completion returned for each, all awaited side by side; `_LATE` where its deadline passed."""
 
     async def one(label: str, row: dict[str, Any]) -> Any:
-        task = asyncio.ensure_future(reward.function(**row, **reward.arguments))
+        task = asyncio.ensure_future(_contained(reward, row))
         await asyncio.wait([task], timeout=reward.timeout)
         if not task.done():
             task.cancel()
@@ -141,14 +149,14 @@ _LATE = object()
 def _each(function: Callable[..., Any], arguments: Mapping[str, Any], label: str, row: Mapping[str, Any]) -> Any:
     try:
         return function(**row, **arguments)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _Located(label, error) from error
 
 
 class _Located(Exception):
     """What a function of one completion raised, and on which."""
 
-    def __init__(self, label: str, error: Exception) -> None:
+    def __init__(self, label: str, error: BaseException) -> None:
         super().__init__(label)
         self.label, self.error = label, error
 

@@ -13,6 +13,7 @@ import inspect
 import math
 import os
 import sys
+import traceback
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -190,6 +191,8 @@ def _module(spec: str, place: str) -> Any:
         raise ConfigError(
             f"reward function {spec!r}: cannot import {place!r} ({error}); looked for among the installed modules and in {here}"
         ) from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(_unimportable(spec, place, error)) from error
 
 
 def _file(spec: str, place: str) -> Any:
@@ -207,10 +210,20 @@ def _file(spec: str, place: str) -> Any:
     sys.modules[name] = module  # dataclasses and pickles of the file look it up there
     try:
         description.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[name]
+        if isinstance(error, Exception | SystemExit):
+            raise ConfigError(_unimportable(spec, place, error)) from error
         raise
     return module
+
+
+def _unimportable(spec: str, place: str, error: BaseException) -> str:
+    """What happened while a user's module ran for the first time, and the last line of it that was reached."""
+    stem = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
+    reached = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).stem == stem]
+    line = f" (line {reached[-1].lineno})" if reached else ""
+    return f"reward function {spec!r}: {place} cannot be imported: {type(error).__name__}: {error}{line}"
 
 
 def _gold_column(name: str, function: Callable[..., Any], arguments: dict[str, Any], columns: Collection[str]) -> str | None:

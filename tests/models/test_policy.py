@@ -1,0 +1,62 @@
+"""Checkpoints in: what is wrong with one is said in a sentence, and never filled with random numbers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from groupwise.errors import ConfigError
+from groupwise.models.policy import load_policy
+from groupwise.plan import Shape
+from groupwise.settings import ModelSettings
+
+
+def cut_off(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def without_a_weight(file: Path) -> None:
+    tensors = load_file(file)
+    save_file({name: tensor for name, tensor in tensors.items() if "layers.1.mlp.up_proj" not in name}, file, {"format": "pt"})
+
+
+def of_another_shape(file: Path) -> None:
+    tensors = load_file(file)
+    name = next(name for name in tensors if "layers.1.mlp.up_proj" in name)
+    save_file(tensors | {name: torch.zeros(3, 3)}, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (cut_off, "cannot be read: .*incomplete"),
+        (Path.unlink, "cannot be read: .*no file named model.safetensors"),
+        (without_a_weight, r"lack model\.layers\.1\.mlp\.up_proj\.weight: fetch or copy them again"),
+        (of_another_shape, "cannot be read: .*fetch or copy them again"),
+    ],
+)
+def test_damaged_weights_are_refused(damage: Callable[[Path], None], said: str, tiny_policy: Callable, tmp_path: Path) -> None:
+    tiny_policy().save(tmp_path)
+    load_policy(ModelSettings(path=str(tmp_path)))
+    damage(tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=said):
+        load_policy(ModelSettings(path=str(tmp_path)))
+
+
+def test_a_model_without_attention_is_refused_by_its_config() -> None:
+    config = {"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 9}
+    with pytest.raises(ConfigError, match="the config of a 'mamba' model names no num_attention_heads"):
+        Shape.of(config, 100, dtype="float32")
+
+
+def test_recomputing_calls_what_this_transformers_wants(tiny_policy: Callable) -> None:
+    policy = tiny_policy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with policy.checkpointing(True):
+            assert any(layer.gradient_checkpointing for layer in policy.model.model.layers)
