@@ -340,6 +340,9 @@ def _wrong_part(part: Part, names: Sequence[str]) -> str | None:
 def _rollout(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     if "" in recipe.rollout.stop:
         yield ("rollout.stop",), "rollout.stop holds an empty string, which would end every completion at once"
+    if recipe.objective in ONLINE and recipe.model.attention == "single" and recipe.rollout.engine == "native":
+        message = "model.attention is 'single', and the native engine needs packed streams; set rollout.engine to transformers"
+        yield ("rollout.engine", "model.attention"), message
 
 
 _CHECKS: tuple[Callable[[Recipe, Sequence[str]], Iterator[Finding]], ...] = (
