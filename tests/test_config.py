@@ -159,6 +159,7 @@ def test_a_good_recipe() -> None:
         ("model.scratch.kv_heads=3", "model.scratch.kv_heads (3) must divide model.scratch.heads (4)"),
         ("model.scratch.heads=64", "a head is 1 wide; rotary positions need an even width"),
         ("rollout.max_new_tokens=600", "is 601, more than model.scratch.context (512)"),
+        ("model.attention=single", "the native engine needs packed streams; set rollout.engine to transformers"),
         ("optimizer.warmup_steps=4", "optimizer.warmup_steps (4) is more than all 3 optimizer steps: lower it, or raise steps"),
         ("rewards=[]", "rewards is missing: 'grpo' needs at least one"),
         ("rewards.1.function=accuracy", "two rewards are called 'accuracy'"),

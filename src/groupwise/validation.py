@@ -342,6 +342,9 @@ def _rollout(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
         yield ("rollout.stop",), "rollout.stop holds an empty string, which would end every completion at once"
     if wrong := _wrong_engine(recipe.rollout.engine):
         yield ("rollout.engine",), f"rollout.engine: {wrong}"
+    if recipe.objective in ONLINE and recipe.model.attention == "single" and recipe.rollout.engine == "native":
+        message = "model.attention is 'single', and the native engine needs packed streams; set rollout.engine to transformers"
+        yield ("rollout.engine", "model.attention"), message
 
 
 def _wrong_engine(engine: Part) -> str | None:
