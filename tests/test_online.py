@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from groupwise.algorithms import ALGORITHMS, Algorithm, resolve
-from groupwise.errors import Diverged
+from groupwise.errors import Diverged, RewardError
 from groupwise.models.policy import Policy
 from groupwise.objective.losses import Terms
 from groupwise.online import train_online, weigh
@@ -105,6 +105,16 @@ def test_p61_rewards_without_differences_change_nothing(preset: str, value: floa
         unknown = {name for name, number in step.metrics.items() if not math.isfinite(number)}
         assert unknown <= ({"reward", "rewards/rule0/mean"} if value is None else set())
     assert torch.equal(weights_of(policy), before)
+
+
+def test_r08_a_run_without_any_reward_ends(run: Callable) -> None:
+    said: list[float | None] = [None] * 24 + [1.0] + [None] * 100
+    _, steps = run("grpo", lambda rollout: said.pop(0), steps=9)
+    taken: list[int] = []
+    with pytest.raises(RewardError, match=r"\(rule0\) said None for every completion of 3 steps: nothing can be learnt; try"):
+        for step in steps:
+            taken.append(step.number)  # noqa: PERF401 - what was taken before the error counts
+    assert taken == [1, 2, 3, 4, 5], "two silent steps, one with a reward, two silent ones; the third in a row is not taken"
 
 
 def test_p23_a_completion_without_reward_teaches_nothing(run: Callable) -> None:

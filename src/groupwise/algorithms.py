@@ -283,7 +283,8 @@ def resolve(objective: str, group: GroupSettings, max_new_tokens: int) -> Algori
     ('clipped(low=0.2, high=0.28)', 0.04, True)
     """
     if objective not in ALGORITHMS:
-        raise ConfigError(f"objective: there is no online algorithm {objective!r}{_closest(objective, ALGORITHMS)}")
+        near = _closest(objective, ALGORITHMS)
+        raise ConfigError(f"there is no online algorithm {objective!r}{near}; there are {', '.join(ALGORITHMS)}")
     row = ALGORITHMS[objective]
     beta = row.beta if group.beta is None else group.beta
     if row.kl_place == "reward" and group.kl not in (None, "k1"):

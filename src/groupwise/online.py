@@ -19,6 +19,7 @@ from torch import Tensor
 from groupwise import parallel
 from groupwise.algorithms import Algorithm
 from groupwise.clock import Clock
+from groupwise.errors import RewardError
 from groupwise.metrics import measure
 from groupwise.models.policy import Policy
 from groupwise.objective.credit import Advantages, is_dead
@@ -60,10 +61,12 @@ def train_online(
     Raises Diverged, RewardError, EngineError.
     """
     assert (reference is not None) == algorithm.needs_reference
+    silent = 0
     for number in range(done + 1, steps + 1):
         clock = Clock()
         with clock.phase("rollout"):
             groups, drawn = collect(engine, rewards, draw, algorithm, group, sampling, seed)
+        silent = _silent(groups, silent)
         with clock.phase("reference"):
             groups = with_reference(groups, reference, budget)
             if algorithm.correction is not None and group.updates_per_rollout * len(minibatches(groups, group)) > 1:
@@ -116,6 +119,22 @@ def collect(
             for prompt in prompts:
                 (dead if refill and not algorithm.teaches(found[prompt.id]) else live).append(found[prompt.id])
     return live or dead[:wanted], len(live) + len(dead)
+
+
+SILENT_STEPS = 3
+"""Steps in a row without a single reward after which a run ends."""
+
+
+def _silent(groups: Sequence[Scored], before: int) -> int:
+    """Steps in a row, this one included, of which no completion had a reward.  Raises RewardError after SILENT_STEPS of them."""
+    if not all(np.isnan(group.reward).all() for group in groups):
+        return 0
+    if before + 1 >= SILENT_STEPS:
+        raise RewardError(
+            f"the reward functions ({', '.join(groups[0].names)}) said None for every completion of {SILENT_STEPS} steps: nothing "
+            "can be learnt; try them with `groupwise score` on completions that they should reward"
+        )
+    return before + 1
 
 
 def with_reference(groups: Sequence[Scored], reference: Policy | None, budget: int) -> list[Scored]:

@@ -293,7 +293,9 @@ def recorded_pairs(folder: Path, judge: str | None = None) -> Path:
     steps = list_rollouts(folder)
     rows = [row for step in steps for row in preference_rows(read_step(folder, step).groups, judge)]
     if not rows:
-        raise DataError(f"{folder} holds no pair: {len(steps)} steps are recorded there (save.rollouts_every), none with a difference")
+        raise DataError(
+            f"{folder} holds no pair: {len(steps)} steps are recorded there (save.rollouts_every), none with a difference"
+        )
     path = folder / f"pairs{'' if judge is None else f'-{judge}'}.jsonl"
     write_atomically(path, "".join(json.dumps(row, default=str) + "\n" for row in rows).encode())
     return path

@@ -154,7 +154,8 @@ class Run:
                 self._save()
                 raise
             except (EngineError, PeerError):
-                # Completions failed, and the weights are still those of the last whole step.  To gather spread ones takes all processes.
+                # Completions failed, and the weights are still those of the last whole step.
+                # To gather spread ones takes all processes.
                 if not job.policy.sharded:
                     self._save()
                 raise
@@ -340,8 +341,11 @@ def _next_commands(recipe: Recipe, folder: Path) -> list[str]:
     """Commands to go on with: talk to the model, evaluate it again, look at what the rewards said."""
     data = recipe.data
     commands = [["groupwise", "chat", str(folder)]] if data.chat else []
-    source = ["--task", data.task] if data.task is not None else ["--data", data.eval_path or data.path or ""]
-    if recipe.rewards and not recipe.rewards[0].args:
+    source = ["--task", data.task] if data.task is not None else ["--data", data.eval_path or ""]
+    elsewhere = data.task is not None or data.eval_path is not None  # else the file holds the rows that were trained on, too
+    if recipe.rewards and not recipe.rewards[0].args and not elsewhere:
+        commands.append(["groupwise", "score", recipe.rewards[0].function, str(folder)])
+    elif recipe.rewards and not recipe.rewards[0].args:
         options = [f"--task-arg={key}={value}" for key, value in data.task_args.items()]
         options += [f"--column={ours}={theirs}" for ours, theirs in data.columns.items()]
         options += ["--template", data.template] if data.template is not None else []

@@ -155,7 +155,7 @@ class DataSettings:
     """Split of a hub data set for evaluation."""
     eval_fraction: Share | Mapping[str, Share] = 0.0
     """Hold out this share of `path` by a hash of the prompt (the same rows whatever the seed).  `{test: 0.2, validation: 0.1}`
-    holds out two parts: what is measured while training is measured on `validation`, what is reported before and after on `test`."""
+    holds out two parts: what is measured while training is measured on `validation`, what is reported at the end on `test`."""
     eval_limit: Positive | None = None
     """Evaluate on the first rows only."""
     train_on: Literal["completion", "all"] = "completion"
