@@ -96,7 +96,7 @@ def test_the_reward_model_learns_what_bradley_terry_says(scorer: Callable[..., P
     policy, pairs = scorer(pooling), random_pairs(margin=0.1)
     settings = RewardModelSettings(pooling=pooling, centering=0.03, lm_coefficient=0.2)  # type: ignore[arg-type]
     ours = packed_gradient(policy, reward_objective(settings), pairs, budget)
-    tokens = sum(pair.chosen.size for pair in pairs)
+    tokens = sum(pair.chosen.size + pair.rejected.size for pair in pairs)
     loss = torch.zeros((), dtype=torch.float64)
     with plain_attention(policy.model):
         for pair in pairs:
@@ -104,8 +104,9 @@ def test_the_reward_model_learns_what_bradley_terry_says(scorer: Callable[..., P
             read = [policy.model.score(state[1:])[:, 0] for state in states]
             chosen, rejected = (scores.mean() if pooling == "mean" else scores[-1] for scores in read)
             loss = loss - logsigmoid(chosen - rejected - pair.margin) / 5 + 0.03 * (chosen + rejected) ** 2 / 5
-            logp = torch.log_softmax(states[0][:-1] @ policy.model.get_input_embeddings().weight.T, -1)
-            loss = loss - 0.2 / tokens * logp.gather(1, torch.from_numpy(pair.chosen)[:, None]).sum()
+            for state, side in zip(states, (pair.chosen, pair.rejected), strict=True):
+                logp = torch.log_softmax(state[:-1] @ policy.model.get_input_embeddings().weight.T, -1)
+                loss = loss - 0.2 / tokens * logp.gather(1, torch.from_numpy(side)[:, None]).sum()
     close(ours, loss, policy)
 
 

@@ -45,7 +45,7 @@ BINS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
 def reward_objective(settings: RewardModelSettings) -> Objective[Pair]:
-    """Bradley-Terry on pooled scores, with the data's margins, optional centring and a language-model loss on the chosen side."""
+    """Bradley-Terry on pooled scores, with the data's margins, optional centring and a language-model loss on both sides."""
     return Objective(
         name="reward",
         samples=partial(reward_samples, pooling=settings.pooling, lm_coefficient=settings.lm_coefficient),
@@ -59,12 +59,12 @@ def reward_objective(settings: RewardModelSettings) -> Objective[Pair]:
 
 def reward_samples(rows: Sequence[Pair], *, pooling: Pooling, lm_coefficient: float = 0.0) -> list[Sample]:
     """Chosen and rejected side of each pair, in turn: `pool` weighs each token's number, `lm` each token's log-prob."""
-    spoken = lm_coefficient / max(sum(row.chosen.size for row in rows), 1)
+    spoken = lm_coefficient / max(sum(row.chosen.size + row.rejected.size for row in rows), 1)
     samples = []
     for i, row in enumerate(rows):
-        for completion, share in ((row.chosen, spoken), (row.rejected, 0.0)):
+        for completion in (row.chosen, row.rejected):
             n = completion.size
-            pool, lm = np.append(0.0, pool_weights(pooling, n)), np.append(np.full(n, share), 0.0)
+            pool, lm = np.append(0.0, pool_weights(pooling, n)), np.append(np.full(n, spoken), 0.0)
             weight = np.where((pool != 0) | (lm != 0), 1.0 / len(rows), 0.0)
             margin = np.full(n + 1, row.margin)
             samples.append(readout(f"{row.id}#{i}", row.prompt, completion, weight, pool=pool, lm=lm, margin=margin))

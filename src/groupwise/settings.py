@@ -331,7 +331,8 @@ class RewardModelSettings:
     centering: Annotated[float, Ge(0.0)] = 0.0
     """Coefficient of (score_chosen + score_rejected)^2."""
     lm_coefficient: Annotated[float, Ge(0.0)] = 0.0
-    """Weight of the language-model loss on chosen completions, which shares the backbone."""
+    """Weight of the language-model loss on both completions of a pair, which shares the backbone: what makes a side worse must be
+    known too."""
     replay: Mapping[str, Any] | None = None
     """Continued training on new pairs: `{path: old.jsonl, share: 0.1}` mixes in pairs of an older file with the same columns as
     `data.path`, so many that they make up `share` of all (default: a tenth, as in DeepSeekMath 2402.03300, Algorithm 1)."""

@@ -18,13 +18,13 @@ from transformers import AutoModelForSequenceClassification
 from groupwise.data.pairs import Pair
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import ConfigError, RewardError
-from groupwise.models.heads import add_head, wrap_scorer
+from groupwise.models.heads import Answer, add_head, load_scorer, score_tokens, wrap_scorer
 from groupwise.models.policy import Policy
 from groupwise.optim import Optimizer
 from groupwise.preferences import reward_objective
 from groupwise.records import Finish, Prompt, Rollout, Sampling
 from groupwise.rewards.compose import build_rewards
-from groupwise.settings import OptimizerSettings, RewardModelSettings, RewardSettings
+from groupwise.settings import ModelSettings, OptimizerSettings, RewardModelSettings, RewardSettings
 from groupwise.updating import update
 
 
@@ -258,3 +258,32 @@ def test_peak_memory_is_that_of_one_micro_batch(tiny_policy: Callable[..., Polic
     for group, result in zip(groups[::16], scored[::16], strict=True):
         (single,) = rewards.score([group[:1]])
         assert result.reward[0] == pytest.approx(single.reward[0], abs=1e-6)
+
+
+@pytest.mark.slow
+def test_trl_takes_it_as_a_reward(tiny_policy: Callable[..., Policy], folder: Callable[..., str], tmp_path: Path) -> None:
+    """A step of TRL's GRPOTrainer with our folder as `reward_funcs`: the logits it trains on are our scores of those ids."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    tiny_policy().save(tmp_path / "policy")
+    path = folder()
+    scorer = load_scorer(ModelSettings(path=path))
+    trainer = trl.GRPOTrainer(
+        model=str(tmp_path / "policy"),
+        reward_funcs=path,
+        args=trl.GRPOConfig(
+            output_dir=str(tmp_path / "trl"), per_device_train_batch_size=4, num_generations=4, max_completion_length=6,
+            max_steps=1, use_cpu=True, bf16=False, report_to=[], save_strategy="no", disable_tqdm=True,
+        ),
+        train_dataset=datasets.Dataset.from_list([{"prompt": "12+3="}, {"prompt": "4+4="}]),
+    )  # fmt: skip
+    seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    trainer.reward_funcs[0].register_forward_hook(
+        lambda _model, _args, kwargs, out: seen.append((kwargs["input_ids"], kwargs["attention_mask"], out.logits[:, 0])),
+        with_kwargs=True,
+    )
+    trainer.train()
+    assert seen
+    for ids, mask, logits in seen:
+        rows = [row[keep.bool()].numpy() for row, keep in zip(ids, mask, strict=True)]
+        ours = score_tokens(scorer, [Answer(str(i), row[:1], row[1:]) for i, row in enumerate(rows)], budget=100)
+        np.testing.assert_allclose([values[-1] for values in ours], logits.detach().numpy(), atol=1e-5)
