@@ -154,8 +154,7 @@ class Run:
                 self._save()
                 raise
             except (EngineError, PeerError):
-                # Completions failed, and the weights are still those of the last whole step.
-                # To gather spread ones takes all processes.
+                # The weights are still those of the last whole step.  Spread ones cannot be gathered without the other processes.
                 if not job.policy.sharded:
                     self._save()
                 raise
