@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.debug:
             raise
         who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        print(f"{who}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        print("\n".join([f"{who}{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
         if given.debug:
@@ -92,6 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     train = add("train", _train, "run a recipe, or go on with it where it stopped")
     _add_recipe(train)
     train.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    planned = "with --dry-run: plan for so many processes, what each holds, computes and sends"
+    train.add_argument("--world", type=_positive, metavar="N", help=planned)
+    train.add_argument("--model-config", metavar="FILE", help="with --dry-run: plan for the model of this config.json instead")
     train.add_argument("--print-config", action="store_true", help="print the resolved recipe as YAML and stop")
     train.add_argument("--fresh", action="store_true", help="start anew under a name of its own (NAME-2, ...) instead of resuming")
     train.add_argument("--quiet", action="store_true", help="print warnings and the closing table only")
@@ -246,6 +249,9 @@ def _train(given: argparse.Namespace) -> int:
     if given.print_config:
         print(dump_stages(stages), end="")
         return 0
+    for option in ("world", "model_config"):
+        if getattr(given, option) is not None and not given.dry_run:
+            raise ConfigError(f"--{option.replace('_', '-')} plans what nobody starts: add --dry-run")
     if given.nproc > 1 and not given.dry_run:
         _become_torchrun(given)
     from groupwise.run import train_recipe
@@ -257,6 +263,8 @@ def _train(given: argparse.Namespace) -> int:
         fresh=given.fresh,
         quiet=given.quiet,
         timeout=given.timeout,
+        world=given.world or (given.nproc if given.nproc > 1 else None),
+        model_config=given.model_config,
     )
 
 
@@ -268,6 +276,8 @@ def _become_torchrun(given: argparse.Namespace) -> NoReturn:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={given.nproc}"]
     # Else torchrun gives every process a single thread, however many cores there are.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // given.nproc)))
+    # Seconds that torchrun gives the others to end once one has failed: nothing is saved then that was not saved before.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")
     sys.stdout.flush()
     os.execv(sys.executable, [*launcher, "-m", "groupwise", "train", given.recipe, *given.overrides, *flags])
 
