@@ -89,19 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         return command
 
-    train = add("train", _train, "run a recipe, or go on with it where it stopped")
-    _add_recipe(train)
-    train.add_argument("--dry-run", action="store_true", help="print the plan and stop")
-    planned = "with --dry-run: plan for so many processes, what each holds, computes and sends"
-    train.add_argument("--world", type=_positive, metavar="N", help=planned)
-    train.add_argument("--model-config", metavar="FILE", help="with --dry-run: plan for the model of this config.json instead")
-    train.add_argument("--print-config", action="store_true", help="print the resolved recipe as YAML and stop")
-    train.add_argument("--fresh", action="store_true", help="start anew under a name of its own (NAME-2, ...) instead of resuming")
-    train.add_argument("--quiet", action="store_true", help="print warnings and the closing table only")
-    train.add_argument("--nproc", type=_positive, default=1, metavar="N", help="processes on this machine, started by torchrun")
-    patience = "with several processes: seconds that one waits for another (default %(default)g)"
-    train.add_argument("--timeout", type=_positive, default=1800, metavar="S", help=patience)
-
+    _add_train(add("train", _train, "run a recipe, or go on with it where it stopped"))
     _add_eval(add("eval", _eval, "greedy accuracy, sampled accuracy and pass@k of a checkpoint"))
     check = add("check", _check, "preflight: is what we sample what we score? EOS, packing, memory ...")
     _add_recipe(check)
@@ -134,6 +122,22 @@ def _parser() -> argparse.ArgumentParser:
     runs = add("runs", _runs, "list the run folders and how they stand")
     runs.add_argument("folder", nargs="?", default="runs", metavar="FOLDER", help="default: %(default)s")
     return parser
+
+
+def _add_train(command: argparse.ArgumentParser) -> None:
+    _add_recipe(command)
+    command.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    planned = "with --dry-run: plan for so many processes, what each holds, computes and sends"
+    command.add_argument("--world", type=_positive, metavar="N", help=planned)
+    command.add_argument("--model-config", metavar="FILE", help="with --dry-run: plan for the model of this config.json instead")
+    command.add_argument("--print-config", action="store_true", help="print the resolved recipe as YAML and stop")
+    command.add_argument(
+        "--fresh", action="store_true", help="start anew under a name of its own (NAME-2, ...) instead of resuming"
+    )
+    command.add_argument("--quiet", action="store_true", help="print warnings and the closing table only")
+    command.add_argument("--nproc", type=_positive, default=1, metavar="N", help="processes on this machine, started by torchrun")
+    patience = "with several processes: seconds that one waits for another (default %(default)g)"
+    command.add_argument("--timeout", type=_positive, default=1800, metavar="S", help=patience)
 
 
 def _add_recipe(command: argparse.ArgumentParser) -> None:

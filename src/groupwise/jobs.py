@@ -24,21 +24,11 @@ from groupwise.data.prompts import visit
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import ConfigError, EngineError
 from groupwise.evaluate import Evaluation, evaluate
-from groupwise.models.heads import probe_scorer
-from groupwise.models.lora import AdaptedPolicy, adapter_size, bare
-from groupwise.models.policy import (
-    Blueprint,
-    Policy,
-    check_finite,
-    context_length,
-    is_scorer,
-    make_policy,
-    probe_policy,
-    read_blueprint,
-    resolve_device,
-)
+from groupwise.holding import hold, parameter_count, reference_of, weightless
+from groupwise.models.lora import adapter_size, bare
+from groupwise.models.policy import Blueprint, Policy, context_length, read_blueprint
 from groupwise.models.scratch import scratch_model
-from groupwise.models.sharded import GatheredEngine, ShardedPolicy, shard, shard_pieces
+from groupwise.models.sharded import GatheredEngine, ShardedPolicy
 from groupwise.objective.credit import process
 from groupwise.objectives import OBJECTIVES, language_model
 from groupwise.offline import Validation, train_offline, validate
@@ -216,32 +206,6 @@ def closing_of(engine: Engine | None) -> list[Callable[[], None]]:
     return [engine.close] if isinstance(engine, VllmEngine) else []
 
 
-def hold(
-    recipe: Recipe,
-    blueprint: Blueprint,
-    make: Callable[[Recipe, Blueprint], Policy] = language_model,
-    resume: Path | None = None,
-) -> Policy:
-    """The policy that `make` makes, as the processes of this run hold it, by `Recipe.parallel`.
-
-    A sharded one is read piece by piece where its checkpoint allows it; else every process reads all and keeps its part.
-    resume: where an adapter goes on from; other policies come from there by their blueprint.
-    """
-    spread = parallel.Spread.of(recipe.parallel).decided(parameter_count(blueprint), parallel.world().size)
-    if parallel.world().size == 1 or not spread.sharded:
-        return _resumed(make(recipe, blueprint), resume)
-    device, pieces = resolve_device(recipe.model), blueprint.pieces()
-    if pieces is not None and blueprint.empty is not None and recipe.model.lora is None:
-        policy = make(recipe, replace(blueprint, load=blueprint.empty))
-        if pieces.fit(policy.model):
-            policy = shard_pieces(policy, spread, device, pieces)
-            check_finite(policy.model)
-            (probe_scorer if is_scorer(policy.model.config.to_dict()) else probe_policy)(policy)
-            policy.settle()
-            return policy
-    return shard(_resumed(make(recipe, blueprint), resume), spread, device)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Prepared:
     """What a job knows before weights are loaded."""
@@ -363,23 +327,9 @@ def algorithm_line(algorithm: Algorithm) -> str:
     return f"{algorithm.name}: {' x '.join(parts)}{kl}; dead groups {algorithm.dead_groups}, truncated {algorithm.truncated}"
 
 
-def parameter_count(blueprint: Blueprint) -> int:
-    """Parameters of a model, counted without its weights."""
-    return sum(parameter.numel() for parameter in _weightless(blueprint).parameters())
-
-
 def adapter_count(recipe: Recipe, blueprint: Blueprint) -> int:
     """Parameters of the adapter that a recipe trains, counted without weights; 0 if it trains none."""
-    return 0 if recipe.model.lora is None else adapter_size(_weightless(blueprint), recipe.model.lora)
-
-
-def _weightless(blueprint: Blueprint) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    kept = {key: value for key, value in blueprint.config.items() if key != "model_type"}
-    config = AutoConfig.for_model(blueprint.config["model_type"], **kept)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+    return 0 if recipe.model.lora is None else adapter_size(weightless(blueprint), recipe.model.lora)
 
 
 ADAPTER_LR = 1e-5
@@ -435,7 +385,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
     policy = hold(recipe, blueprint, language_model, resume)
     anchor = None
     if algorithm.needs_reference:
-        anchor = bare(policy) if recipe.model.lora is not None else _reference(recipe, policy, reference)
+        anchor = bare(policy) if recipe.model.lora is not None else reference_of(recipe, policy, reference)
     engine = make_engine(policy, recipe.rollout)
     updates = prepared.steps * recipe.group.updates_per_rollout * recipe.group.minibatches
     optimizer = Optimizer(policy.model, recipe.optimizer, updates)
@@ -476,28 +426,6 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
     )
 
 
-def _resumed(policy: Policy, folder: Path | None) -> Policy:
-    """The policy, whose adapter, where it has one, goes on from a checkpoint's; other policies are read from there."""
-    if folder is not None and isinstance(policy, AdaptedPolicy):
-        policy.restore(folder)
-    return policy
-
-
-def _reference(recipe: Recipe, policy: Policy, folder: Path | None) -> Policy:
-    """The weights before the first step: a copy of the policy, or on resume what was saved then.  Never loaded by name."""
-    if folder is None or not folder.exists():
-        return policy.frozen_copy()
-    settings = replace(recipe.model, path=str(folder), scratch=None)
-    kept = hold(recipe, read_blueprint(settings), lambda _, blueprint: unprobed(blueprint, settings))
-    kept.model.requires_grad_(False)
-    return kept
-
-
-def unprobed(blueprint: Blueprint, settings: ModelSettings) -> Policy:
-    """A policy of a kind that was probed before."""
-    return make_policy(blueprint.load(), blueprint.tokenizer, settings, probe=False)
-
-
 def _dataset_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, resume: Path | None) -> Job:
     kind, prepared = OBJECTIVES[recipe.objective], _Prepared.of(recipe, blueprint)
     policy = hold(recipe, blueprint, kind.model, resume)
@@ -505,7 +433,7 @@ def _dataset_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, r
     rows, held_out, watched = prepared.rows.train, prepared.rows.held_out, prepared.rows.watched
     anchor = None
     if kind.anchor is not None:  # on resume by the weights that were saved then; until the first step they are the policy's
-        anchor = policy if reference is None or not reference.exists() else _reference(recipe, policy, reference)
+        anchor = policy if reference is None or not reference.exists() else reference_of(recipe, policy, reference)
         anchor = bare(policy) if recipe.model.lora is not None else anchor
         rows, held_out, watched = (tuple(kind.anchor(recipe, anchor, part)) for part in (rows, held_out, watched))
     optimizer = Optimizer(policy.model, recipe.optimizer, prepared.steps)

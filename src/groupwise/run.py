@@ -23,8 +23,9 @@ from groupwise.card import write_card
 from groupwise.config import load_stages
 from groupwise.errors import ConfigError, EngineError, GroupwiseError, PeerError
 from groupwise.evaluate import Evaluation
+from groupwise.holding import read_config
 from groupwise.jobs import Job, Judged, make_job, plan_of
-from groupwise.models.policy import Policy, read_config, resolve_device
+from groupwise.models.policy import Policy, resolve_device
 from groupwise.plan import Lines
 from groupwise.preferences import recorded_pairs
 from groupwise.progress import Progress
@@ -163,7 +164,8 @@ class Run:
                 self.saver.wait()
                 raise
             except (EngineError, PeerError):
-                # Completions failed, and the weights are still those of the last whole step.  To gather spread ones takes all processes.
+                # Completions failed, and the weights are still those of the last whole step.  To gather spread ones takes all
+                # processes.
                 if not job.policy.sharded:
                     self._save(alone=True)
                 raise
@@ -174,7 +176,10 @@ class Run:
             log.finish(self.done, {} if self.after is None else self.after.metrics())
 
     def _save(self, *, alone: bool = False) -> None:
-        """Checkpoint the last whole step; nothing if the step after it has already changed the weights.  alone: see `Saver.save`."""
+        """Checkpoint the last whole step; nothing if the step after it has already changed the weights.
+
+        alone: see `Saver.save`.
+        """
         number, taken, order = self._whole
         if number and taken == self.job.optimizer.taken:
             self.saver.save(number, {**self.job.numbers(), "order": order}, alone=alone)

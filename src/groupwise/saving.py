@@ -71,11 +71,11 @@ class Saver:
         if (failure := self._failure) is not None:
             self._failure = None
             raise failure
-        advise(checkpoint.place(self.folder, self._step))
 
     def _run(self, *work: Any) -> None:
         try:
             self._write(*work)
+            advise(checkpoint.place(self.folder, self._step))
         except Exception as error:  # whatever it is, `wait` raises it where somebody can hear it
             self._failure = error
 

@@ -19,7 +19,8 @@ from groupwise.algorithms import resolve
 from groupwise.config import load_recipe
 from groupwise.data.order import Order
 from groupwise.data.tokenizers import make_tokenizer
-from groupwise.jobs import hold, make_engine
+from groupwise.holding import hold
+from groupwise.jobs import make_engine
 from groupwise.models import sharded
 from groupwise.models.attention import PackedAttention
 from groupwise.models.lora import adapt, bare

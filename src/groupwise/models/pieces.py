@@ -17,6 +17,9 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from groupwise import parallel
+from groupwise.errors import Diverged
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -81,3 +84,13 @@ def empty_model(kind: Any, config: PreTrainedConfig, dtype: torch.dtype, *, trus
         parameter._is_hf_initialized = True
     model.initialize_weights()
     return model
+
+
+def check_finite(model: PreTrainedModel) -> None:
+    """Raises Diverged if a parameter is not finite; of a sharded model on all processes, which must all call it."""
+    parameters = dict(model.named_parameters())
+    found = [name for name, parameter in parameters.items() if not bool(torch.isfinite(parallel.own(parameter)).all())][:1]
+    if any(parallel.own(parameter) is not parameter for parameter in parameters.values()):
+        found = parallel.gather(found)
+    if found:
+        raise Diverged(f"the checkpoint's parameter {found[0]} holds numbers that are not finite: load another checkpoint")

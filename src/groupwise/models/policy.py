@@ -33,9 +33,9 @@ from transformers.utils import logging as transformers_logging
 
 from groupwise import parallel
 from groupwise.data.tokenizers import load_tokenizer
-from groupwise.errors import ConfigError, DataError, Diverged
+from groupwise.errors import ConfigError, DataError
 from groupwise.models.attention import Attend, PackedAttention, plain_attention, use_packed_attention
-from groupwise.models.pieces import Pieces, empty_model
+from groupwise.models.pieces import Pieces, check_finite, empty_model
 from groupwise.objective.logprobs import Head, head_logits
 from groupwise.records import Batch, Layout
 from groupwise.settings import ModelSettings
@@ -329,16 +329,6 @@ def _adapted_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBa
     return replace(base, load=lambda: merge_adapter(base.load(), folder), empty=None, pieces=lambda: None)
 
 
-def read_config(path: str | Path | None) -> dict[str, Any] | None:
-    """A model's `config.json` as a dictionary; None of None.  Raises ConfigError if it is none."""
-    if path is None:
-        return None
-    try:
-        return AutoConfig.from_pretrained(path).to_dict()
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--model-config: {str(path)!r} is no config.json of a model: {str(error).splitlines()[0]}") from error
-
-
 def is_scorer(config: dict[str, Any]) -> bool:
     """True if a checkpoint is a sequence classifier (a reward model) and not a language model; `config` as a dictionary."""
     return any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ())
@@ -413,16 +403,6 @@ def embedding_rows(model: PreTrainedModel) -> int:
     weight_VD = model.get_input_embeddings().weight
     assert isinstance(weight_VD, Tensor)
     return weight_VD.shape[0]
-
-
-def check_finite(model: PreTrainedModel) -> None:
-    """Raises Diverged if a parameter is not finite; of a sharded model on all processes, which must all call it."""
-    parameters = dict(model.named_parameters())
-    found = [name for name, parameter in parameters.items() if not bool(torch.isfinite(parallel.own(parameter)).all())][:1]
-    if any(parallel.own(parameter) is not parameter for parameter in parameters.values()):
-        found = parallel.gather(found)
-    if found:
-        raise Diverged(f"the checkpoint's parameter {found[0]} holds numbers that are not finite: load another checkpoint")
 
 
 def resolve_device(settings: ModelSettings) -> torch.device:
