@@ -114,7 +114,8 @@ def test_light_commands_import_no_torch(arguments: list[str]) -> None:
 
 def test_train_passes_everything_on(calls: list) -> None:
     assert cli.main(["train", "r.yaml", "steps=4", "--dry-run", "--quiet"]) == 0
-    assert calls == [("train", ("r.yaml", ["steps=4"]), {"dry_run": True, "fresh": False, "quiet": True, "timeout": 1800})]
+    given = {"dry_run": True, "fresh": False, "quiet": True, "timeout": 1800, "world": None, "model_config": None}
+    assert calls == [("train", ("r.yaml", ["steps=4"]), given)]
 
 
 def test_what_stands_behind_an_override_is_passed_on(calls: list) -> None:

@@ -2,14 +2,15 @@
 
     RUN/checkpoints/000100/
       policy/          Hugging Face format, written by the caller
-      trainer/         state.json (structure, numbers, text) and state.safetensors (tensors)
+      trainer/         state.json (structure, numbers, text), state.safetensors (its arrays) and tensors.safetensors (by name)
+      trainer/shards/  instead of tensors.safetensors: parts of tensors, written by several processes (see `shards`)
       manifest.json    size and xxh3-128 of every file above
       COMPLETE         xxh3-128 of the manifest
     RUN/latest         name of the newest
 
 A checkpoint is written under a temporary name, synced to disk, renamed and then read back; older ones go only after that.  So a
 process may be killed at any moment and the newest complete checkpoint is still there.  Everything is verified before it is used; no
-pickle is written or read.
+pickle is written, or read before that.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("groupwise")
 
 CHECKPOINTS, LATEST, MANIFEST, COMPLETE = "checkpoints", "latest", "manifest.json", "COMPLETE"
-FORMAT = 1
+TENSORS = "tensors.safetensors"
+FORMAT = 2
 CHUNK = 1 << 20
 HEADROOM = 16 << 20
 """Bytes that must stay free on the disk after a save."""
@@ -53,6 +55,7 @@ def save(
     *,
     policy_writer: Callable[[Path], None],
     state: Mapping[str, Any],
+    tensors: Mapping[str, Tensor] | None = None,
     keep: int = 2,
     policy_bytes: int = 0,
 ) -> Path:
@@ -60,65 +63,128 @@ def save(
 
     policy_writer: fills the (existing, empty) folder that it is given with the model, e.g. by `save_pretrained`.
     state: nested dict, list, tuple, int, float, str, bytes, bool, None, torch tensors and numpy arrays; comes back bit for bit.
+    tensors: large ones, by name, which `read_tensors` reads into others.
     keep: newest checkpoints that stay; older ones are deleted after the new one was verified.
     policy_bytes: size of what the writer will write, if known, to refuse a full disk beforehand.
     Raises StorageError if the disk is full, read-only or gone (nothing half-written stays), CheckpointError for a state that
     cannot be kept.
     """
-    root = Path(folder) / CHECKPOINTS
-    final = root / f"{step:06d}"
-    document, tensors = _encode(state)
+    tensors = {name: _apart(tensor) for name, tensor in (tensors or {}).items()}
+    encoded = _encode(state)  # refused before anything is written
+    needed = policy_bytes + sum(tensor.nbytes for tensor in tensors.values())
+    temporary = begin(folder, step, needed)
+    if temporary is None:
+        return place(folder, step)
+    with storing(temporary):
+        policy_writer(temporary / "policy")
+        _write_state(temporary / "trainer", *encoded)
+        if tensors:
+            _save_file(tensors, temporary / "trainer" / TENSORS)
+        seal(temporary, step, {name: fingerprint(temporary / name) for name in files(temporary)})
+    final = finish(folder, step)
+    if wrong := damage(final):
+        raise StorageError(f"{final} was written and reads back differently: {wrong}; is the disk failing?")
+    rotate(folder, step, keep)
+    return final
+
+
+def begin(folder: Path, step: int, needed: int) -> Path | None:
+    """An empty folder with policy/ and trainer/ in it to write a checkpoint of `needed` bytes; None if it is there already.
+
+    Raises StorageError.
+    """
+    final = place(folder, step)
+    root = final.parent
     with _storage(root):
         root.mkdir(parents=True, exist_ok=True)
         _sweep(root)
         if final.is_dir():
             if not damage(final):
-                return final
+                return None
             _remove(final)
-        needed = max(policy_bytes + sum(tensor.nbytes for tensor in tensors.values()), _size_of_newest(root)) + HEADROOM
+        needed = max(needed, _size_of_newest(root)) + HEADROOM
         free = shutil.disk_usage(root).free
         if free < needed:
             raise StorageError(
                 f"disk full: the checkpoint of step {step} needs {needed / 1e6:.0f} MB, {root} has {free / 1e6:.0f} MB"
             )
         temporary = root / f".new-{step:06d}"
-        try:
-            (temporary / "policy").mkdir(parents=True)
-            policy_writer(temporary / "policy")
-            _write_state(temporary / "trainer", document, tensors)
-            _seal(temporary, step)
-            os.rename(temporary, final)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        _sync_folder(root)
+        for part in ("policy", "trainer"):
+            (temporary / part).mkdir(parents=True)
+    return temporary
+
+
+@contextmanager
+def storing(temporary: Path) -> Iterator[None]:
+    """While a checkpoint is written: if that fails nothing of it stays, and a disk that is at fault is named (StorageError)."""
+    try:
+        with _storage(temporary.parent):
+            yield
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def finish(folder: Path, step: int) -> Path:
+    """Give a sealed checkpoint its name.  Raises StorageError."""
+    final = place(folder, step)
+    temporary = final.with_name(f".new-{final.name}")
+    with storing(temporary):
+        os.rename(temporary, final)
+        _sync_folder(final.parent)
         _point(Path(folder), final.name)
-    if wrong := damage(final):
-        raise StorageError(f"{final} was written and reads back differently: {wrong}; is the disk failing?")
-    with _storage(root):
-        _rotate(root, step, keep)
     return final
 
 
+def rotate(folder: Path, step: int, keep: int) -> None:
+    """Delete what is older than the `keep` newest up to `step`, and damaged ones of later steps.  Raises StorageError."""
+    root = place(folder, step).parent
+    with _storage(root):
+        candidates = _candidates(root)
+        past = [path for path in candidates if int(path.name) <= step]
+        for path in past[max(keep, 1) :] + [path for path in candidates if int(path.name) > step and damage(path)]:
+            _remove(path)
+
+
+def write_state(temporary: Path, state: Mapping[str, Any]) -> None:
+    """Write the state of a checkpoint that was begun."""
+    _write_state(temporary / "trainer", *_encode(state))
+
+
 def _write_state(folder: Path, document: Any, tensors: Mapping[str, Tensor]) -> None:
+    (folder / "state.json").write_text(json.dumps(document, allow_nan=False), encoding="utf-8")
+    _save_file(tensors, folder / "state.safetensors")
+
+
+def _save_file(tensors: Mapping[str, Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
-    folder.mkdir()
-    (folder / "state.json").write_text(json.dumps(document, allow_nan=False), encoding="utf-8")
-    save_file(dict(tensors), str(folder / "state.safetensors"))
+    save_file(dict(tensors), str(path))
 
 
-def _seal(folder: Path, step: int) -> None:
-    """Adds manifest and COMPLETE and brings everything to the disk."""
-    files = {name: {"size": path.stat().st_size, "xxh3_128": _hash(path)} for name, path in _files(folder)}
-    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1), encoding="utf-8")
+def files(folder: Path) -> list[str]:
+    """What a checkpoint's manifest lists, by relative name.  Raises CheckpointError for what is no plain file."""
+    return [name for name, _ in _files(folder)]
+
+
+def fingerprint(path: Path) -> dict[str, Any]:
+    """What a manifest says of a file, read back from the disk once it is there."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    return {"size": path.stat().st_size, "xxh3_128": _hash(path)}
+
+
+def seal(folder: Path, step: int, fingerprints: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add manifest and COMPLETE and bring them to the disk."""
+    listed = dict(sorted(fingerprints.items()))
+    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "step": step, "files": listed}, indent=1), encoding="utf-8")
     (folder / COMPLETE).write_text(_hash(folder / MANIFEST) + "\n", encoding="utf-8")
+    for path in [folder / MANIFEST, folder / COMPLETE]:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
     for path in [folder, *folder.rglob("*")]:
         if path.is_dir():
             _sync_folder(path)
-        else:
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -157,14 +223,6 @@ def _point(folder: Path, name: str) -> None:
 def _size_of_newest(root: Path) -> int:
     existing = _candidates(root)
     return sum(path.stat().st_size for path in existing[0].rglob("*") if path.is_file()) if existing else 0
-
-
-def _rotate(root: Path, step: int, keep: int) -> None:
-    """Deletes what is older than the `keep` newest up to `step`, and damaged ones of later steps."""
-    candidates = _candidates(root)
-    past = [path for path in candidates if int(path.name) <= step]
-    for path in past[max(keep, 1) :] + [path for path in candidates if int(path.name) > step and damage(path)]:
-        _remove(path)
 
 
 def _remove(path: Path) -> None:
@@ -229,7 +287,10 @@ def damage(path: Path) -> str | None:
         return f"{COMPLETE if not (path / COMPLETE).is_file() else MANIFEST} is missing"
     if (path / COMPLETE).read_bytes() != f"{_hash(path / MANIFEST)}\n".encode():
         return f"{MANIFEST} and {COMPLETE} do not belong together"
-    expected = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
+    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    if manifest["format"] != FORMAT:
+        return f"its format is {manifest['format']}, this version reads {FORMAT}"
+    expected = manifest["files"]
     try:
         present = dict(_files(path))
     except CheckpointError as error:
@@ -247,15 +308,46 @@ def damage(path: Path) -> str | None:
     return None
 
 
-def load(path: Path) -> dict[str, Any]:
-    """The state of a checkpoint, tensors on the CPU, bit for bit as it was saved.  Raises CheckpointError if a byte is wrong."""
+def load(path: Path, *, verify: bool = True) -> dict[str, Any]:
+    """The state of a checkpoint, tensors on the CPU, bit for bit as it was saved.  Raises CheckpointError if a byte is wrong.
+
+    verify: False trusts that it was just found to be whole (`latest`).
+    """
     from safetensors.torch import load_file
 
-    if wrong := damage(path):
+    if verify and (wrong := damage(path)):
         raise CheckpointError(f"checkpoint {path} is damaged: {wrong}")
     trainer = Path(path) / "trainer"
     document = json.loads((trainer / "state.json").read_text(encoding="utf-8"))
     return _decode(document, load_file(str(trainer / "state.safetensors")))
+
+
+def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:
+    """Fill tensors from those of a checkpoint, by name; of a tensor that is spread over processes this one's part.
+
+    Of many processes each reads what it needs.  Raises CheckpointError if one is missing or has another shape.
+    """
+    from safetensors import safe_open
+
+    from groupwise import parallel
+
+    if not into:
+        return
+    with safe_open(str(Path(path) / "trainer" / TENSORS), framework="pt") as file:
+        names = set(file.keys())
+        for name, tensor in into.items():
+            own = parallel.own(tensor)
+            if name not in names or list(tensor.shape) != file.get_slice(name).get_shape():
+                raise CheckpointError(f"{path} holds no {name} of shape {tuple(tensor.shape)}: it is of another model")
+            if own is tensor:
+                own.copy_(file.get_tensor(name))
+            elif own.numel():
+                own.copy_(file.get_slice(name)[parallel.own_rows(tensor)])
+
+
+def place(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies in a run folder."""
+    return Path(folder) / CHECKPOINTS / f"{step:06d}"
 
 
 def step_of(path: Path) -> int:
@@ -329,12 +421,18 @@ def _kept(tensor: Tensor, tensors: dict[str, Tensor]) -> str:
 
     A tensor that is a part of another's memory is copied, because safetensors refuses shared memory; so is one already there.
     """
-    kept = tensor.detach().to("cpu").contiguous()
-    if kept.untyped_storage().nbytes() != kept.nbytes or any(kept.data_ptr() == other.data_ptr() for other in tensors.values()):
+    kept = _apart(tensor)
+    if any(kept.data_ptr() == other.data_ptr() for other in tensors.values()):
         kept = kept.clone()
     name = f"{len(tensors):06d}"
     tensors[name] = kept
     return name
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """A tensor in host memory of its own."""
+    kept = tensor.detach().to("cpu").contiguous()
+    return kept.clone() if kept.untyped_storage().nbytes() != kept.nbytes else kept
 
 
 def _decode(document: Any, tensors: Mapping[str, Tensor]) -> Any:

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.debug:
             raise
         who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        print(f"{who}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        print("\n".join([f"{who}{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
         if given.debug:
@@ -93,16 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         return command
 
-    train = add("train", _train, "run a recipe, or go on with it where it stopped")
-    _add_recipe(train)
-    train.add_argument("--dry-run", action="store_true", help="print the plan and stop")
-    train.add_argument("--print-config", action="store_true", help="print the resolved recipe as YAML and stop")
-    train.add_argument("--fresh", action="store_true", help="start anew under a name of its own (NAME-2, ...) instead of resuming")
-    train.add_argument("--quiet", action="store_true", help="print warnings and the closing table only")
-    train.add_argument("--nproc", type=_positive, default=1, metavar="N", help="processes on this machine, started by torchrun")
-    patience = "with several processes: seconds that one waits for another (default %(default)g)"
-    train.add_argument("--timeout", type=_positive, default=1800, metavar="S", help=patience)
-
+    _add_train(add("train", _train, "run a recipe, or go on with it where it stopped"))
     _add_eval(add("eval", _eval, "greedy accuracy, sampled accuracy and pass@k of a checkpoint"))
     check = add("check", _check, "preflight: is what we sample what we score? EOS, packing, memory ...")
     _add_recipe(check)
@@ -135,6 +126,22 @@ def _parser() -> argparse.ArgumentParser:
     runs = add("runs", _runs, "list the run folders and how they stand")
     runs.add_argument("folder", nargs="?", default="runs", metavar="FOLDER", help="default: %(default)s")
     return parser
+
+
+def _add_train(command: argparse.ArgumentParser) -> None:
+    _add_recipe(command)
+    command.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    planned = "with --dry-run: plan for so many processes, what each holds, computes and sends"
+    command.add_argument("--world", type=_positive, metavar="N", help=planned)
+    command.add_argument("--model-config", metavar="FILE", help="with --dry-run: plan for the model of this config.json instead")
+    command.add_argument("--print-config", action="store_true", help="print the resolved recipe as YAML and stop")
+    command.add_argument(
+        "--fresh", action="store_true", help="start anew under a name of its own (NAME-2, ...) instead of resuming"
+    )
+    command.add_argument("--quiet", action="store_true", help="print warnings and the closing table only")
+    command.add_argument("--nproc", type=_positive, default=1, metavar="N", help="processes on this machine, started by torchrun")
+    patience = "with several processes: seconds that one waits for another (default %(default)g)"
+    command.add_argument("--timeout", type=_positive, default=1800, metavar="S", help=patience)
 
 
 def _add_recipe(command: argparse.ArgumentParser) -> None:
@@ -251,6 +258,9 @@ def _train(given: argparse.Namespace) -> int:
     if given.print_config:
         print(dump_stages(stages), end="")
         return 0
+    for option in ("world", "model_config"):
+        if getattr(given, option) is not None and not given.dry_run:
+            raise ConfigError(f"--{option.replace('_', '-')} plans what nobody starts: add --dry-run")
     if given.nproc > 1 and not given.dry_run:
         _become_torchrun(given)
     from groupwise.run import train_recipe
@@ -262,6 +272,8 @@ def _train(given: argparse.Namespace) -> int:
         fresh=given.fresh,
         quiet=given.quiet,
         timeout=given.timeout,
+        world=given.world or (given.nproc if given.nproc > 1 else None),
+        model_config=given.model_config,
     )
 
 
@@ -273,6 +285,8 @@ def _become_torchrun(given: argparse.Namespace) -> NoReturn:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={given.nproc}"]
     # Else torchrun gives every process a single thread, however many cores there are.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // given.nproc)))
+    # Seconds that torchrun gives the others to end once one has failed: nothing is saved then that was not saved before.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")
     sys.stdout.flush()
     os.execv(sys.executable, [*launcher, "-m", "groupwise", "train", given.recipe, *given.overrides, *flags])
 

@@ -6,6 +6,7 @@ anything large is loaded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from groupwise import parallel
 from groupwise.algorithms import ALGORITHMS, Algorithm, describe, resolve
@@ -23,21 +25,22 @@ from groupwise.data.tokenizers import make_tokenizer
 from groupwise.engines import agreeing, closing_of, engine_lines, make_engine, sampled_elsewhere
 from groupwise.errors import ConfigError
 from groupwise.evaluate import Evaluation, evaluate
-from groupwise.models.lora import AdaptedPolicy, adapter_size, bare
-from groupwise.models.policy import Blueprint, Policy, make_policy, read_blueprint
+from groupwise.holding import hold, parameter_count, reference_of, weightless
+from groupwise.models.lora import adapter_size, bare
+from groupwise.models.policy import Blueprint, Policy, context_length, read_blueprint
 from groupwise.models.scratch import scratch_model
-from groupwise.models.sharded import shard
 from groupwise.objective.credit import process
 from groupwise.objectives import OBJECTIVES, language_model
 from groupwise.offline import Validation, train_offline, validate
 from groupwise.online import train_online
 from groupwise.optim import Optimizer
-from groupwise.plan import Lines, Shape, memory, memory_lines, offline_plan, online_plan, scoring_memory
+from groupwise.plan import Lines, Shape, memory_lines, offline_plan, online_plan, scoring_memory
 from groupwise.records import Prompt, Sampling, Step
 from groupwise.rewards.compose import Rewards, build_rewards
 from groupwise.rewards.registry import MAKERS
 from groupwise.rollout.engine import Engine
 from groupwise.settings import ModelSettings, Recipe, RolloutSettings
+from groupwise.sizing import Load, rank, rank_lines
 
 Judged = Evaluation | Validation
 """What a policy does on held-out prompts, or what an objective says of held-out rows."""
@@ -64,25 +67,22 @@ class Job:
     """What samples, where the objective or its evaluation does."""
     closing: list[Callable[[], None]] = field(default_factory=list)
 
-    def state(self) -> dict[str, Any]:
-        """Everything but the weights that the next step depends on."""
+    def numbers(self) -> dict[str, Any]:
+        """What the next step depends on beside the weights and `tensors`."""
+        return {"optimizer": self.optimizer.numbers(), "order": self.order.state()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The optimizer's tensors, and the weights of a reference that moves; as they are held, spread or whole."""
         moved = self.reference is not None and self.recipe.group.reference_refresh > 0
         reference = dict(self.reference.model.named_parameters()) if moved and self.reference is not None else {}
-        return {
-            "optimizer": self.optimizer.state(),
-            "order": self.order.state(),
-            "reference": {name: parallel.whole(parameter.detach()) for name, parameter in reference.items()},
-        }
+        return self.optimizer.tensors() | {f"reference.{name}": parameter.detach() for name, parameter in reference.items()}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state()`; the policy's weights are loaded with the policy."""
-        self.optimizer.restore(state["optimizer"])
-        self.order.restore(state["order"])
-        if state["reference"]:
-            assert self.reference is not None
-            with torch.no_grad():
-                for name, parameter in self.reference.model.named_parameters():
-                    parameter.copy_(parallel.part_like(state["reference"][name], parameter))
+    def restore(self, numbers: Mapping[str, Any], read: Callable[[Mapping[str, Tensor]], None]) -> None:
+        """Continue from `numbers()` and `tensors()`, which `read` fills in; the policy's weights are loaded with the policy."""
+        self.optimizer.restore(numbers["optimizer"], read)
+        self.order.restore(numbers["order"])
+        with torch.no_grad():
+            read({name: tensor for name, tensor in self.tensors().items() if name.startswith("reference.")})
 
     def close(self) -> None:
         """End reward workers."""
@@ -102,12 +102,18 @@ def make_job(recipe: Recipe, *, resume: Path | None = None, reference: Path | No
     return maker(recipe, blueprint, reference, resume)
 
 
-def plan_of(recipe: Recipe, scorers: Sequence[Recipe] = ()) -> Lines:
+def plan_of(
+    recipe: Recipe, scorers: Sequence[Recipe] = (), *, world: int | None = None, config: Mapping[str, Any] | None = None
+) -> Lines:
     """The plan of a run, without loading its weights.
 
     scorers: recipes of reward models that it will use and that do not exist yet; `recipe.rewards` then leaves them out.
+    world: so many processes instead of those that are running.   config: of another model (transformers', as a mapping).
     """
-    return _Prepared.of(recipe, blueprint_of(recipe, None), [blueprint_of(scorer, None) for scorer in scorers]).plan
+    blueprint = blueprint_of(recipe, None)
+    if config is not None:
+        blueprint = replace(blueprint, config=dict(config), context=context_length(dict(config)))
+    return _Prepared.of(recipe, blueprint, [blueprint_of(scorer, None) for scorer in scorers], world).plan
 
 
 def blueprint_of(recipe: Recipe, resume: Path | None) -> Blueprint:
@@ -150,27 +156,6 @@ def sampling_of(settings: RolloutSettings, **changes: Any) -> Sampling:
     return replace(sampling, **changes)
 
 
-SHARDED_FROM = 1_000_000_000
-"""Parameters from which `parallel: auto` spreads a model over processes."""
-
-
-def spread(policy: Policy, mode: str) -> Policy:
-    """The policy as the processes of this run hold it, by `Recipe.parallel`.  A policy that is sharded is used up."""
-    if mode == "auto":
-        large = sum(parameter.numel() for parameter in policy.model.parameters()) >= SHARDED_FROM
-        mode = "zero3" if large else "ddp"
-    if parallel.world().size == 1 or mode == "ddp":
-        return policy
-    return shard(policy, reshard=mode == "zero3")
-
-
-def process_lines(policy: Policy) -> Lines:
-    """How many processes there are and what each holds, for the plan; nothing for a single one."""
-    count = parallel.world().size
-    held = "weights and optimizer state spread over them (FSDP2)" if policy.sharded else "all weights on each"
-    return [("processes", f"{count}, {held}; gradients are summed")] if count > 1 else []
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Prepared:
     """What a job knows before weights are loaded."""
@@ -183,29 +168,29 @@ class _Prepared:
     plan: Lines
 
     @classmethod
-    def of(cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint] = ()) -> _Prepared:
+    def of(cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint] = (), world: int | None = None) -> _Prepared:
+        world = parallel.world().size if world is None else world
         if recipe.objective in ALGORITHMS:
-            return cls._online(recipe, blueprint, scorers)
-        return cls._dataset(recipe, blueprint)
+            return cls._online(recipe, blueprint, scorers, world)
+        return cls._dataset(recipe, blueprint, world)
 
     @classmethod
-    def _online(cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint]) -> _Prepared:
+    def _online(cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint], world: int) -> _Prepared:
         algorithm = resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens)
         algorithm = sampled_elsewhere(algorithm, recipe.rollout)
         prompts = _prompts(recipe, blueprint)
         lines = online_plan(recipe, len(prompts.train), len(prompts.held_out), len(prompts.validation))
         lines.insert(0, ("algorithm", algorithm_line(algorithm)))
         group = recipe.group
-        prompt_tokens = max(prompt.tokens.size for prompt in prompts.train)
-        step_tokens = group.prompts_per_step * (prompt_tokens + group.group_size * recipe.rollout.max_new_tokens)
-        shape = Shape.of(blueprint.config, parameter_count(blueprint), dtype=recipe.model.dtype)
-        found = memory(
-            shape,
-            microbatch=min(recipe.optimizer.tokens_per_microbatch, step_tokens),
-            rows=min(recipe.rollout.max_rows, group.prompts_per_step * group.group_size),
+        load = Load(
             prompts=group.prompts_per_step,
-            prompt_tokens=prompt_tokens,
+            group=group.group_size,
+            prompt_tokens=max(prompt.tokens.size for prompt in prompts.train),
             completion_tokens=recipe.rollout.max_new_tokens,
+            budget=recipe.optimizer.tokens_per_microbatch,
+            rows=recipe.rollout.max_rows,
+            passes=group.updates_per_rollout,
+            minibatches=group.minibatches,
             reference=algorithm.needs_reference,
             recompute=recipe.model.gradient_checkpointing,
             adapter=adapter_count(recipe, blueprint),
@@ -222,26 +207,45 @@ class _Prepared:
             rewards=rewards,
             algorithm=algorithm,
             steps=recipe.steps,
-            plan=[*lines, *adapter_lines(recipe, blueprint), *memory_lines(found), ("dropped", str(prompts.report))],
+            plan=[
+                *lines,
+                *adapter_lines(recipe, blueprint),
+                *_held(recipe, blueprint, load, world),
+                ("dropped", str(prompts.report)),
+            ],
         )
 
     @classmethod
-    def _dataset(cls, recipe: Recipe, blueprint: Blueprint) -> _Prepared:
+    def _dataset(cls, recipe: Recipe, blueprint: Blueprint, world: int) -> _Prepared:
         kind = OBJECTIVES[recipe.objective]
         rows = kind.load(recipe, blueprint)
         tokens = sum(len(row) for row in rows.train) / max(len(rows.train), 1)
         prompts = _prompts(recipe, blueprint) if recipe.rewards and kind.samples else None
         judged = prompts or rows
         lines, steps = offline_plan(recipe, len(rows.train), len(judged.held_out), tokens, len(judged.validation))
-        shape = Shape.of(blueprint.config, parameter_count(blueprint), dtype=recipe.model.dtype)
-        microbatch = min(recipe.optimizer.tokens_per_microbatch, int(recipe.batch_size * tokens * 1.2))
-        adapter = adapter_count(recipe, blueprint)
-        found = memory(shape, microbatch=microbatch, recompute=recipe.model.gradient_checkpointing, adapter=adapter)
+        load = Load(
+            prompts=recipe.batch_size,
+            group=1,
+            prompt_tokens=math.ceil(tokens * 1.2),  # a row that is longer than the mean
+            completion_tokens=0,
+            budget=recipe.optimizer.tokens_per_microbatch,
+            recompute=recipe.model.gradient_checkpointing,
+            adapter=adapter_count(recipe, blueprint),
+        )
         columns = list(prompts.held_out[0].row) if prompts is not None and prompts.held_out else []
         rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer) if columns else None
         lines = [("objective", kind.title), *lines, *adapter_lines(recipe, blueprint)]
-        plan = [*lines, *memory_lines(found), ("dropped", str(rows.report))]
+        plan = [*lines, *_held(recipe, blueprint, load, world), ("dropped", str(rows.report))]
         return cls(prompts=prompts, rows=rows, rewards=rewards, algorithm=None, steps=steps, plan=plan)
+
+
+def _held(recipe: Recipe, blueprint: Blueprint, load: Load, world: int) -> Lines:
+    """What the process, or each of several, holds and does in a step."""
+    shape = Shape.of(blueprint.config, parameter_count(blueprint), dtype=recipe.model.dtype)
+    spread = parallel.Spread.of(recipe.parallel).decided(shape.parameters, world)
+    if world == 1:
+        return memory_lines(rank(shape, load, world=1, sharded="ddp", shards=1, prompts=load.prompts).memory)
+    return rank_lines(shape, load, world=world, sharded=spread.name, shards=spread.shards or world, offload=spread.offload)
 
 
 def _scorers(recipe: Recipe, planned: Sequence[Blueprint]) -> Iterator[tuple[Shape, int]]:
@@ -273,23 +277,9 @@ def algorithm_line(algorithm: Algorithm) -> str:
     return f"{algorithm.name}: {' x '.join(parts)}{kl}; dead groups {algorithm.dead_groups}, truncated {algorithm.truncated}"
 
 
-def parameter_count(blueprint: Blueprint) -> int:
-    """Parameters of a model, counted without its weights."""
-    return sum(parameter.numel() for parameter in _weightless(blueprint).parameters())
-
-
 def adapter_count(recipe: Recipe, blueprint: Blueprint) -> int:
     """Parameters of the adapter that a recipe trains, counted without weights; 0 if it trains none."""
-    return 0 if recipe.model.lora is None else adapter_size(_weightless(blueprint), recipe.model.lora)
-
-
-def _weightless(blueprint: Blueprint) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    kept = {key: value for key, value in blueprint.config.items() if key != "model_type"}
-    config = AutoConfig.for_model(blueprint.config["model_type"], **kept)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+    return 0 if recipe.model.lora is None else adapter_size(weightless(blueprint), recipe.model.lora)
 
 
 ADAPTER_LR = 1e-5
@@ -342,13 +332,10 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
     prepared = _Prepared.of(recipe, blueprint)
     algorithm, prompts, rewards = prepared.algorithm, prepared.prompts, prepared.rewards
     assert algorithm is not None and prompts is not None and rewards is not None
-    policy = _resumed(language_model(recipe, blueprint), resume)
+    policy = hold(recipe, blueprint, language_model, resume)
     anchor = None
-    if algorithm.needs_reference and recipe.model.lora is None:
-        anchor = spread(_reference(recipe.model, policy, reference), recipe.parallel)
-    policy = spread(policy, recipe.parallel)
-    if algorithm.needs_reference and anchor is None:
-        anchor = bare(policy)
+    if algorithm.needs_reference:
+        anchor = bare(policy) if recipe.model.lora is not None else reference_of(recipe, policy, reference)
     engine = make_engine(policy, recipe.rollout)
     updates = prepared.steps * recipe.group.updates_per_rollout * recipe.group.minibatches
     optimizer = Optimizer(policy.model, recipe.optimizer, updates)
@@ -376,7 +363,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
 
     return Job(
         recipe=recipe,
-        plan=[*prepared.plan, *process_lines(policy), *engine_lines(engine)],
+        plan=[*prepared.plan, *engine_lines(engine)],
         steps=prepared.steps,
         policy=policy,
         optimizer=optimizer,
@@ -389,36 +376,16 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
     )
 
 
-def _resumed(policy: Policy, folder: Path | None) -> Policy:
-    """The policy, whose adapter, where it has one, goes on from a checkpoint's; other policies are read from there."""
-    if folder is not None and isinstance(policy, AdaptedPolicy):
-        policy.restore(folder)
-    return policy
-
-
-def _reference(settings: ModelSettings, policy: Policy, folder: Path | None) -> Policy:
-    """The weights before the first step: a copy of the policy, or on resume what was saved then.  Never loaded by name."""
-    if folder is None or not folder.exists():
-        return policy.frozen_copy()
-    blueprint = read_blueprint(replace(settings, path=str(folder), scratch=None))
-    kept = make_policy(blueprint.load(), blueprint.tokenizer, settings, probe=False)
-    kept.model.requires_grad_(False)
-    return kept
-
-
 def _dataset_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, resume: Path | None) -> Job:
     kind, prepared = OBJECTIVES[recipe.objective], _Prepared.of(recipe, blueprint)
-    policy = _resumed(kind.model(recipe, blueprint), resume)
+    policy = hold(recipe, blueprint, kind.model, resume)
     objective, budget = kind.objective(recipe), recipe.optimizer.tokens_per_microbatch
     rows, held_out, watched = prepared.rows.train, prepared.rows.held_out, prepared.rows.watched
     anchor = None
     if kind.anchor is not None:  # on resume by the weights that were saved then; until the first step they are the policy's
-        anchor = policy if reference is None or not reference.exists() else _reference(recipe.model, policy, reference)
+        anchor = policy if reference is None or not reference.exists() else reference_of(recipe, policy, reference)
         anchor = bare(policy) if recipe.model.lora is not None else anchor
         rows, held_out, watched = (tuple(kind.anchor(recipe, anchor, part)) for part in (rows, held_out, watched))
-    same = anchor is policy
-    policy = spread(policy, recipe.parallel)
-    anchor = policy if same else anchor
     optimizer = Optimizer(policy.model, recipe.optimizer, prepared.steps)
     order = Order(len(rows), recipe.seed, recipe.data.shuffle)
     batch_size = min(recipe.batch_size, len(rows))
@@ -451,7 +418,7 @@ def _dataset_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, r
 
     return Job(
         recipe=recipe,
-        plan=[*prepared.plan, *process_lines(policy)],
+        plan=prepared.plan,
         steps=prepared.steps,
         policy=policy,
         optimizer=optimizer,

@@ -6,7 +6,7 @@ For bfloat16 weights the optimizer keeps float32 masters and sums the gradients 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,36 +131,37 @@ class Optimizer:
                 torch._foreach_copy_(list(own), list(masters))  # type: ignore[reportPrivateImportUsage]
 
     def _broken(self) -> list[str]:
-        graded = ((n, m.grad) for n, m in zip(self.names, self.masters, strict=True) if m.grad is not None)
+        graded = ((name, master.grad) for name, master in self._named() if master.grad is not None)
         found = (name for name, gradient in graded if not torch.isfinite(parallel.whole(gradient)).all())
         return [name for name, _ in zip(found, range(5), strict=False)]
 
-    def state(self) -> dict[str, Any]:
-        """Everything that the next bit depends on: moments, counters, masters."""
-        adamw = self.adamw.state_dict()
-        moments = {key: {name: parallel.whole(value) for name, value in of.items()} for key, of in adamw["state"].items()}
-        masters = {n: parallel.whole(m.detach()) for n, m in zip(self.names, self.masters, strict=True)} if self.lower else {}
-        return {
-            "adamw": {**adamw, "state": moments},
-            "taken": self.taken,
-            "nonfinite": self.nonfinite,
-            "masters": masters,
-        }
+    def numbers(self) -> dict[str, Any]:
+        """What the next bit depends on beside `tensors` and the weights."""
+        steps = next(iter(self.adamw.state.values()))["step"] if self.adamw.state else 0
+        return {"taken": self.taken, "nonfinite": self.nonfinite, "adam_steps": int(steps)}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state()`; the weights themselves are the policy's."""
-        adamw = dict(state["adamw"])
-        order = [parameter for group in self.adamw.param_groups for parameter in group["params"]]
-        adamw["state"] = {
-            int(key): {name: value if value.ndim == 0 else parallel.part_like(value, order[int(key)]) for name, value in of.items()}
-            for key, of in adamw["state"].items()
-        }
-        self.adamw.load_state_dict(adamw)
-        self.taken, self.nonfinite = int(state["taken"]), int(state["nonfinite"])
+    def tensors(self) -> dict[str, Tensor]:
+        """Moments and float32 masters by name, themselves, spread as their parameters are; no moments before the first step."""
+        found = {f"master.{name}": master.detach() for name, master in self._named() if self.lower}
+        for name, master in self._named() if self.adamw.state else ():
+            found |= {f"{kind}.{name}": self.adamw.state[master][kind] for kind in ("exp_avg", "exp_avg_sq")}
+        return found
+
+    def restore(self, numbers: Mapping[str, Any], read: Callable[[Mapping[str, Tensor]], None]) -> None:
+        """Continue from `numbers()` and `tensors()`; the weights themselves are the policy's.
+
+        read: fills the tensors that it is given, by name.
+        """
+        self.taken, self.nonfinite = int(numbers["taken"]), int(numbers["nonfinite"])
+        for master in self.masters if numbers["adam_steps"] else ():
+            step = torch.tensor(float(numbers["adam_steps"]), device=master.device)
+            moments = {kind: torch.zeros_like(master.detach()) for kind in ("exp_avg", "exp_avg_sq")}
+            self.adamw.state[master] = {"step": step, **moments}
         with torch.no_grad():
-            for name, master in zip(self.names, self.masters, strict=True):
-                if self.lower:
-                    master.copy_(parallel.part_like(state["masters"][name], master))
+            read(self.tensors())
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        return zip(self.names, self.masters, strict=True)
 
 
 def _into(master: Tensor) -> Any:

@@ -14,26 +14,38 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from groupwise.errors import GroupwiseError, PeerError
+from groupwise.errors import ConfigError, GroupwiseError, PeerError
+from groupwise.watch import SILENCE, Watch, say
 
 Item = TypeVar("Item")
 
 TIMEOUT = 1800.0
 """Seconds that a process waits for the others: longer than the slowest share of a rollout."""
+SHARDED_FROM = 1_000_000_000
+"""Parameters from which `parallel: auto` spreads a model over processes."""
 BUCKET_NUMBERS = 1 << 24
 """Gradient numbers that travel together: 64 MB in float32."""
 LOST = ("gloo/", "NCCL", "Connection reset", "Connection closed", "Broken pipe", "monitoredBarrier")
@@ -61,8 +73,12 @@ class _Talk:
     """How processes exchange host objects, and how long this one has waited for the others."""
 
     group: Any = None
+    aside: Any = None
+    """The same, for a thread that writes while another one trains."""
     timeout: timedelta = timedelta(0)
     waited: float = 0.0
+    watch: Watch | None = None
+    advice: str = "the same command begins anew"
 
 
 _talk = _Talk()
@@ -83,7 +99,8 @@ def join(timeout: float, *, cuda: bool) -> World:
 
     timeout: seconds that one process waits for another before it counts as lost.
     cuda: tensors travel by NCCL between GPUs, each process on its own; else by gloo.
-    Raises PeerError if they do not meet.
+    Raises PeerError if they do not meet.  From then on a process that gives no sign of life, and a SIGTERM (torchrun's, once
+    another one has failed), end this one with a last line.
     """
     if dist.is_initialized() or launched() == 1:
         return world()
@@ -91,15 +108,44 @@ def join(timeout: float, *, cuda: bool) -> World:
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     with peers():
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=_talk.timeout)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=_talk.timeout)
         # Records are host objects and must not travel over the GPUs; gloo also knows which rank is missing.
         _talk.group = dist.new_group(backend="gloo", timeout=_talk.timeout) if cuda else dist.group.WORLD
+        _talk.watch = Watch(_store(), dist.get_rank(), dist.get_world_size(), lambda: _talk.advice)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _ended)
     return world()
+
+
+def _store() -> Any:
+    """A connection of its own to the store where the processes met; a call on it gives up after some seconds."""
+    place, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    seconds = timedelta(seconds=SILENCE)
+    store = dist.TCPStore(place, port, is_master=False, wait_for_workers=False, timeout=seconds)  # type: ignore[reportPrivateImportUsage]
+    attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
+    return dist.PrefixStore(f"groupwise/{attempt}", store)  # type: ignore[reportPrivateImportUsage]
+
+
+def _ended(*_: object) -> NoReturn:
+    say(world().rank, f"ended from outside (SIGTERM), as a launcher does when another process has failed; {_talk.advice}")
+    os._exit(128 + signal.SIGTERM)
+
+
+def advise(text: str) -> None:
+    """What to do should the run end now, for the last message of a process that is ended: where the last checkpoint is."""
+    _talk.advice = text
+
+
+def advice() -> str:
+    """What was last advised."""
+    return _talk.advice
 
 
 def leave() -> None:
     """Part in order, when all are done.  A process that fails just ends: the others notice."""
     if dist.is_initialized():
+        if _talk.watch is not None:
+            _talk.watch.stop()
         dist.destroy_process_group()
 
 
@@ -127,19 +173,31 @@ def share(items: Sequence[Item]) -> list[Item]:
     return list(items[here.rank :: here.size])
 
 
-def gather(items: Iterable[Item]) -> list[Item]:
-    """Every process's items, in the order of ranks, on every process.  All must call it."""
+def gather(items: Iterable[Item], *, aside: bool = False) -> list[Item]:
+    """Every process's items, in the order of ranks, on every process.  All must call it.
+
+    aside: in a thread that writes while another one trains (`open_aside`).
+    """
     mine = list(items)
     here = world()
     if here.size == 1:
         return mine
     parts: list[list[Item]] = [[]] * here.size
     with peers():
-        begin = time.perf_counter()
-        dist.monitored_barrier(_talk.group, timeout=_talk.timeout, wait_all_ranks=True)
-        _talk.waited += time.perf_counter() - begin
-        dist.all_gather_object(parts, mine, group=_talk.group)
+        if not aside:
+            begin = time.perf_counter()
+            dist.monitored_barrier(_talk.group, timeout=_talk.timeout, wait_all_ranks=True)
+            _talk.waited += time.perf_counter() - begin
+        dist.all_gather_object(parts, mine, group=_talk.aside if aside else _talk.group)
     return [item for part in parts for item in part]
+
+
+def open_aside() -> Any:
+    """The process group of the threads that write, made at the first call (all must make it, in their main threads)."""
+    if _talk.aside is None and world().size > 1:
+        with peers():
+            _talk.aside = dist.new_group(backend="gloo", timeout=_talk.timeout)
+    return _talk.aside
 
 
 def from_first(function: Callable[[], Item]) -> Item:
@@ -267,29 +325,75 @@ class Audience:
 # ---------------------------------------------------------------- sharded weights (FSDP2)
 
 
-def shard(model: nn.Module, blocks: Sequence[nn.Module], method: str, *, reshard: bool) -> None:
-    """Spread the weights, gradients and optimizer state of a model over all processes, block by block.
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """What each of several processes holds: `Recipe.parallel` in full."""
 
-    A block's weights are gathered while it computes.  reshard: let go of them between forward and backward (less memory, one more
-    gather; ZeRO-3), or keep them (ZeRO-2).  The rest of the model (embedding, last norm, head) stays whole from the first forward
-    to the end of the backward pass, so that the head's weight is a plain tensor wherever it is read.
+    name: str = "auto"
+    shards: int | None = None
+    """Processes that share one copy; None: all of them."""
+    offload: bool = False
+    """Parts live in host memory."""
+
+    @classmethod
+    def of(cls, setting: str | Mapping[str, Any]) -> Spread:
+        """From the recipe's name, or mapping of a name and its arguments.
+
+        >>> Spread.of({"name": "zero3", "shards": 8})
+        Spread(name='zero3', shards=8, offload=False)
+        """
+        return cls(**setting) if isinstance(setting, Mapping) else cls(setting)
+
+    def decided(self, parameters: int, size: int) -> Spread:
+        """`auto` decided by the number of parameters, for so many processes.  Raises ConfigError if they do not divide."""
+        shards = self.shards or size
+        if size % shards:
+            raise ConfigError(
+                f"parallel.shards is {shards}, which does not divide the {size} processes: copies would be of different sizes"
+            )
+        large = "zero3" if parameters >= SHARDED_FROM else "ddp"
+        return replace(self, name=large if self.name == "auto" else self.name, shards=shards)
+
+    @property
+    def sharded(self) -> bool:
+        """True if weights are spread, once that is decided."""
+        return self.name != "ddp"
+
+
+def shard(model: nn.Module, blocks: Sequence[nn.Module], method: str, spread: Spread, device: torch.device) -> None:
+    """Spread the weights, gradients and optimizer state of a model over the processes, block by block.
+
+    A block's weights are gathered while it computes; `zero3` lets go of them between forward and backward (less memory, one more
+    gather), `zero2` keeps them.  The rest of the model (embedding, last norm, head) stays whole from the first forward to the end
+    of the backward pass, so that the head's weight is a plain tensor wherever it is read.  With fewer `shards` than processes there
+    are several copies (HSDP): weights travel inside one, gradients then between them.
     method: a method of the model to call instead of its forward; weights are gathered for it in the same way.
-    Gradients are summed over the processes, in at least float32.
+    device: what computes.  Gradients are summed over the processes, in at least float32.
     """
     weight = next(model.parameters())
     lower = weight.dtype in (torch.bfloat16, torch.float16)
     how: dict[str, Any] = {
-        "mesh": init_device_mesh(weight.device.type, (world().size,)),
+        "mesh": _mesh(device.type, spread.shards or world().size),
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32 if lower else None),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if spread.offload else OffloadPolicy(),
     }
     with peers():
         for block in blocks:
-            fully_shard(block, reshard_after_forward=reshard, **how)
+            fully_shard(block, reshard_after_forward=spread.name == "zero3", **how)
         fully_shard(model, reshard_after_forward=False, **how)
     for module in _sharded(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
     register_fsdp_forward_method(model, method)
+
+
+@cache
+def _mesh(kind: str, shards: int) -> DeviceMesh:
+    """All processes, or the copies of a model times the processes of one, which are neighbours (a node's)."""
+    copies = world().size // shards
+    if copies == 1:
+        return init_device_mesh(kind, (shards,))
+    return init_device_mesh(kind, (copies, shards), mesh_dim_names=("copies", "shards"))
 
 
 def reshard(model: nn.Module) -> None:
@@ -311,6 +415,17 @@ def whole(tensor: Tensor) -> Tensor:
 def own(tensor: Tensor) -> Tensor:
     """This process's part of a tensor that is spread over the processes, in the same memory; another tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_rows(tensor: Tensor) -> slice:
+    """Which rows of the whole tensor `own` holds."""
+    if not isinstance(tensor, DTensor):
+        return slice(0, tensor.shape[0])
+    (place,) = (place for place, how in enumerate(tensor.placements) if how.is_shard())
+    shards = tensor.device_mesh.size(place)
+    begin = tensor.device_mesh.get_local_rank(place) * -(-tensor.shape[0] // shards)
+    begin = min(begin, tensor.shape[0])
+    return slice(begin, begin + tensor.to_local().shape[0])
 
 
 def part_like(tensor: Tensor, parameter: Tensor) -> Tensor:

@@ -32,6 +32,13 @@ class Shape:
     bytes_per_weight: int = 4
     bytes_per_product: int = 4
     """Of activations and keys and values: 2 where products run in bfloat16."""
+    tied: bool = False
+    """The head is the embedding."""
+
+    @property
+    def outside(self) -> int:
+        """Parameters outside of the blocks: embedding, last norm and head."""
+        return self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
 
     @classmethod
     def of(cls, config: Mapping[str, Any], parameters: int, *, dtype: str) -> Shape:
@@ -58,6 +65,7 @@ class Shape:
             vocabulary=int(config["vocab_size"]),
             bytes_per_weight=2 if dtype == "bfloat16" else 4,
             bytes_per_product=4 if dtype == "float32" else 2,
+            tied=bool(config.get("tie_word_embeddings", True)),
         )
 
 
@@ -74,11 +82,18 @@ class Memory:
     """Keys and values while sampling; never at the same time as activations."""
     rewards: int = 0
     """Weights of reward models, and their activations while they score."""
+    gathered: int = 0
+    """Of weights that are spread over processes: those that are whole while they train, and a gradient before it is summed."""
+    whole: int = 0
+    """Of weights that are spread over processes: all of them, while they sample."""
+    host: int = 0
+    """In the memory of the host instead."""
 
     @property
     def peak(self) -> int:
         """Bytes at the fullest moment of a step."""
-        return self.weights + self.optimizer + self.reference + self.rewards + max(self.gradients + self.activations, self.cache)
+        held = self.weights + self.optimizer + self.reference + self.rewards
+        return held + max(self.gradients + self.gathered + self.activations, self.whole + self.cache)
 
 
 def memory(
@@ -138,8 +153,11 @@ def memory_lines(found: Memory) -> Lines:
     parts = [("weights", found.weights), ("gradients", found.gradients), ("optimizer", found.optimizer)]
     parts += [("reference", found.reference)] if found.reference else []
     parts += [("reward models", found.rewards)] if found.rewards else []
+    parts += [("gathered while training", found.gathered)] if found.gathered else []
     parts += [("activations", found.activations)]
+    parts += [("whole weights while sampling", found.whole)] if found.whole else []
     parts += [("keys and values", found.cache)] if found.cache else []
+    parts += [("in host memory", found.host)] if found.host else []
     return [("memory", f"about {size(found.peak)} at the peak ({', '.join(f'{name} {size(n)}' for name, n in parts)})")]
 
 

@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from rich.table import Table
 from groupwise import checkpoint, parallel
 from groupwise.card import write_card
 from groupwise.config import load_stages
-from groupwise.errors import ConfigError, EngineError, PeerError
+from groupwise.errors import ConfigError, EngineError, GroupwiseError, PeerError
 from groupwise.evaluate import Evaluation
+from groupwise.holding import read_config
 from groupwise.jobs import Job, Judged, make_job, plan_of
 from groupwise.models.policy import Policy, resolve_device
 from groupwise.plan import Lines
@@ -29,6 +31,7 @@ from groupwise.preferences import recorded_pairs
 from groupwise.progress import Progress
 from groupwise.records import Step
 from groupwise.runlog import Lock, RunLog, anew, choose_folder, finished
+from groupwise.saving import Saver, advise, reader
 from groupwise.settings import Recipe
 from groupwise.validation import STAGE
 
@@ -91,14 +94,15 @@ class Run:
                 torch.set_num_threads(recipe.threads)
             newest = parallel.from_first(lambda: checkpoint.latest(folder))
             self.done = checkpoint.step_of(newest) if newest is not None else 0
-            state = checkpoint.load(newest) if newest is not None else None
+            advise(newest)
             self.job: Job = make_job(
                 resolved(recipe),
                 resume=newest / "policy" if newest is not None else None,
                 reference=folder / REFERENCE,
             )
-            if state is not None:
-                self.job.restore(state)
+            if newest is not None:  # every byte of it has just been verified
+                self.job.restore(checkpoint.load(newest, verify=False), reader(newest))
+            self.saver = Saver(folder, self.job, recipe.save.keep)
             # The last whole step: its number, the optimizer steps taken by then, and where the data stood.
             self._whole = (self.done, self.job.optimizer.taken, self.job.order.state())
         except BaseException:
@@ -115,9 +119,14 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        if error is not None and not isinstance(error, PeerError):
+            with suppress(GroupwiseError):  # the error itself is what matters
+                self.saver.wait()
         self.job.close()
         self._release_lock()
+        if isinstance(error, GroupwiseError):
+            error.add_note(parallel.advice())
 
     def steps(self) -> Iterator[Step]:
         """Train to the end: evaluate where due, write the log and checkpoints, export the final model."""
@@ -152,25 +161,28 @@ class Run:
                         raise KeyboardInterrupt
             except (KeyboardInterrupt, GeneratorExit):
                 self._save()
+                self.saver.wait()
                 raise
             except (EngineError, PeerError):
-                # The weights are still those of the last whole step.  Spread ones cannot be gathered without the other processes.
+                # Completions failed, and the weights are still those of the last whole step.  To gather spread ones takes all
+                # processes.
                 if not job.policy.sharded:
-                    self._save()
+                    self._save(alone=True)
                 raise
+            self.saver.wait()
             _export(job.policy, self.folder / FINAL)
             if self.first:
                 write_card(self.folder / FINAL, recipe, job.plan, self.after)
             log.finish(self.done, {} if self.after is None else self.after.metrics())
 
-    def _save(self) -> None:
-        """Checkpoint the last whole step; nothing if the step after it has already changed the weights."""
+    def _save(self, *, alone: bool = False) -> None:
+        """Checkpoint the last whole step; nothing if the step after it has already changed the weights.
+
+        alone: see `Saver.save`.
+        """
         number, taken, order = self._whole
         if number and taken == self.job.optimizer.taken:
-            state = {**self.job.state(), "order": order}
-            with self.job.policy.gathered() as policy:
-                if self.first:
-                    checkpoint.save(self.folder, number, policy_writer=policy.keep, state=state, keep=self.recipe.save.keep)
+            self.saver.save(number, {**self.job.numbers(), "order": order}, alone=alone)
 
 
 class Unwritten:
@@ -232,11 +244,14 @@ def train_recipe(
     fresh: bool = False,
     quiet: bool = False,
     timeout: float = parallel.TIMEOUT,
+    world: int | None = None,
+    model_config: str | Path | None = None,
     console: Console | None = None,
 ) -> int:
     """What `groupwise train` does: every stage of a recipe, one after the other.  Returns the exit status.
 
     dry_run: only the plans.  fresh: start anew, under a numbered name.  quiet: print warnings and the closing table only.
+    world, model_config: of a dry run, so many processes and another model's `config.json`.
     """
     stages = load_stages(path, overrides)
     here = join(next(iter(stages.values())), timeout)
@@ -248,7 +263,7 @@ def train_recipe(
         title = f"{recipe.name} ({number} of {len(stages)})" if len(stages) > 1 else recipe.name
         if dry_run:
             with Progress(recipe.steps or 1, title, console=console) as progress:
-                progress.plan(_plan_from_beginning(recipe, stages))
+                progress.plan(_plan_from_beginning(recipe, stages, world, read_config(model_config)))
             continue
         folder, step = parallel.from_first(lambda recipe=recipe: (found := choose_folder(recipe), finished(found)))
         if step is not None:
@@ -273,14 +288,16 @@ def _train_stage(recipe: Recipe, folder: Path, title: str, console: Console, qui
         return Outcome(folder=folder, before=run.before, after=run.after, steps=run.done - begin)
 
 
-def _plan_from_beginning(recipe: Recipe, stages: Mapping[str, Recipe]) -> Lines:
+def _plan_from_beginning(
+    recipe: Recipe, stages: Mapping[str, Recipe], world: int | None, config: Mapping[str, Any] | None
+) -> Lines:
     """The plan of a stage before the stages it builds on exist: their models have the shape of what those start from."""
     if (recipe.data.path or "").startswith(STAGE):
         return [("objective", recipe.objective), ("data", f"pairs of what {recipe.data.path} will have sampled; not there yet")]
     awaited = [reward for reward in recipe.rewards if str(reward.args.get("path")).startswith(STAGE)]
     scorers = [_from_beginning(stages[str(reward.args["path"]).removeprefix(STAGE)], stages) for reward in awaited]
     known = tuple(reward for reward in recipe.rewards if reward not in awaited)
-    return plan_of(_from_beginning(replace(recipe, rewards=known), stages), scorers)
+    return plan_of(_from_beginning(replace(recipe, rewards=known), stages), scorers, world=world, config=config)
 
 
 def _from_beginning(recipe: Recipe, stages: Mapping[str, Recipe]) -> Recipe:
@@ -359,12 +376,16 @@ def _next_commands(recipe: Recipe, folder: Path) -> list[str]:
 
 def _export(policy: Policy, folder: Path) -> None:
     """Write a policy as a plain Hugging Face folder, all or nothing; when this returns, every process can read it."""
-    with policy.gathered() as whole:
-        if parallel.world().first:
-            temporary = folder.with_name(f".new-{folder.name}")
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            whole.save(temporary)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(temporary, folder)
-    parallel.wait()
+    temporary = folder.with_name(f".new-{folder.name}")
+
+    def prepare() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+
+    def name() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(temporary, folder)
+
+    parallel.from_first(prepare)
+    policy.export(temporary)
+    parallel.from_first(name)

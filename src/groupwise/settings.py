@@ -53,6 +53,8 @@ PARTS = {
     "weights": ("sequence_mean", "token_mean", "constant", "sequence_sum", "prompt_mean"),
 }
 """Functions that the parts of `group` may name, so that a misspelt one is refused before torch is imported."""
+PARALLEL = ("auto", "ddp", "zero2", "zero3")
+"""What `parallel` may name."""
 REWARDS = (
     "accuracy",
     "exact",
@@ -363,10 +365,11 @@ class Recipe:
     """Of weights from scratch, data order and sampling."""
     threads: Positive | None = None
     """CPU threads of torch; default: torch's own choice."""
-    parallel: Literal["auto", "ddp", "zero2", "zero3"] = "auto"
+    parallel: Part = "auto"
     """What each of several processes holds (`--nproc`, torchrun): `ddp` everything; `zero3` a part of weights, gradients and
     optimizer state (FSDP2); `zero2` the same, but weights stay gathered from forward to backward; `auto` takes `zero3` from a
-    billion parameters on.  Neither this nor their number changes what is learnt."""
+    billion parameters on.  `{name: zero3, shards: 8, offload: true}`: 8 processes share a copy, of which there are several
+    (HSDP; default: one copy), and the parts live in host memory.  Neither this nor their number changes what is learnt."""
     steps: Positive | None = None
     """Optimizer steps for data-set objectives, rollouts for online ones."""
     epochs: Annotated[float, Gt(0.0)] | None = None

@@ -13,7 +13,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from groupwise.schema import closest, show
-from groupwise.settings import ALONE, DATASET, ENGINES, OBJECTIVES, ONLINE, PARTS, REWARDS, TASKS, Part, Recipe
+from groupwise.settings import (
+    ALONE,
+    DATASET,
+    ENGINES,
+    OBJECTIVES,
+    ONLINE,
+    PARALLEL,
+    PARTS,
+    REWARDS,
+    TASKS,
+    Part,
+    Recipe,
+)
 
 Finding = tuple[tuple[str, ...], str]
 """The dotted keys that a check looked at, most telling first, and what is wrong with them."""
@@ -337,6 +349,25 @@ def _wrong_part(part: Part, names: Sequence[str]) -> str | None:
     return f"must be one of {', '.join(names)} or module:function; got {name!r}{closest(name, names)}"
 
 
+def _parallel(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
+    given = recipe.parallel
+    name = given.get("name") if isinstance(given, Mapping) else given
+    if not isinstance(name, str) or name not in PARALLEL:
+        near = closest(name, PARALLEL) if isinstance(name, str) else ""
+        yield ("parallel",), f"parallel must be one of {', '.join(PARALLEL)}, or a mapping with one as `name`; got {name!r}{near}"
+        return
+    arguments = {key: value for key, value in given.items() if key != "name"} if isinstance(given, Mapping) else {}
+    if unknown := sorted(arguments.keys() - {"shards", "offload"}):
+        yield ("parallel",), f"parallel takes shards and offload beside name, got {', '.join(unknown)}"
+    if name == "ddp" and arguments:
+        yield ("parallel",), "parallel: shards and offload are for weights that are spread: name zero2 or zero3, not ddp"
+    shards, offload = arguments.get("shards", 2), arguments.get("offload", False)
+    if type(shards) is not int or shards < 2:
+        yield ("parallel",), f"parallel.shards must be a whole number at least 2, got {shards!r}"
+    if type(offload) is not bool:
+        yield ("parallel",), f"parallel.offload must be true or false, got {offload!r}"
+
+
 def _rollout(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     if "" in recipe.rollout.stop:
         yield ("rollout.stop",), "rollout.stop holds an empty string, which would end every completion at once"
@@ -381,4 +412,5 @@ _CHECKS: tuple[Callable[[Recipe, Sequence[str]], Iterator[Finding]], ...] = (
     _rewards,
     _rollout,
     _group,
+    _parallel,
 )

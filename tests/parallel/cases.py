@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+import threading
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,21 +14,32 @@ import numpy as np
 import torch
 from torch import nn
 
-from groupwise import parallel
+from groupwise import checkpoint, parallel
 from groupwise.algorithms import resolve
+from groupwise.config import load_recipe
 from groupwise.data.order import Order
 from groupwise.data.tokenizers import make_tokenizer
-from groupwise.jobs import make_engine, spread
+from groupwise.holding import hold
+from groupwise.jobs import make_engine
+from groupwise.models import sharded
+from groupwise.models.attention import PackedAttention
 from groupwise.models.lora import adapt, bare
-from groupwise.models.policy import Policy, make_policy
+from groupwise.models.pieces import Pieces
+from groupwise.models.policy import Policy, make_policy, read_blueprint
 from groupwise.models.scratch import scratch_model
+from groupwise.models.sharded import shard
+from groupwise.objective.logprobs import head_logits
+from groupwise.objectives import OBJECTIVES, language_model
 from groupwise.online import train_online
 from groupwise.optim import Optimizer
-from groupwise.records import Prompt, Rollout, Sampling, Scored
+from groupwise.records import Layout, Prompt, Rollout, Sampling, Scored
+from groupwise.run import Run, train
+from groupwise.saving import reader
 from groupwise.settings import (
     GroupSettings,
     ModelSettings,
     OptimizerSettings,
+    Recipe,
     RolloutSettings,
     ScratchSettings,
 )
@@ -63,6 +77,12 @@ def make(family: str, dtype: str, seed: int = 0, attention: str = "shared") -> P
     return make_policy(model, tokenizer, ModelSettings(dtype=precision, attention=attention))  # type: ignore[arg-type]
 
 
+def spread(policy: Policy, mode: str | dict[str, Any]) -> Policy:
+    """The policy as these processes hold it."""
+    found = parallel.Spread.of(mode).decided(0, parallel.world().size)
+    return shard(policy, found, policy.device) if found.sharded and parallel.world().size > 1 else policy
+
+
 def prompts(count: int = 23) -> list[Prompt]:
     """Ragged, the first of a single token."""
     rng = np.random.default_rng(0)
@@ -88,7 +108,7 @@ class Judge:
 
 def online(
     objective: str = "grpo",
-    mode: str = "ddp",
+    mode: str | dict[str, Any] = "ddp",
     family: str = "llama",
     dtype: str = "float64",
     steps: int = 10,
@@ -117,7 +137,11 @@ def online(
     order = Order(len(rows), seed=0)
     gradients = watch(optimizer)
     found = [
-        {**step.metrics, "tokens": tokens_of(step.groups)}
+        {
+            **step.metrics,
+            "tokens": tokens_of(step.groups),
+            "unscorable": sum(int(np.isnan(group.reward).sum()) for group in step.groups),
+        }
         for step in train_online(
             policy,
             algorithm,
@@ -187,9 +211,6 @@ def attend_nothing(layer: int, query: Any, key: Any, value: Any, scale: float, s
 
 def whole_run(path: str, overrides: Sequence[str] = (), stop: int | None = None) -> dict[str, Any]:
     """A recipe, to its end or until after step `stop`, as the command runs it."""
-    from groupwise.config import load_recipe
-    from groupwise.run import train
-
     steps = train(load_recipe(path, overrides))
     seen = []
     for step in steps:
@@ -200,20 +221,120 @@ def whole_run(path: str, overrides: Sequence[str] = (), stop: int | None = None)
     return {"steps": seen}
 
 
-def export(folder: str, family: str) -> np.ndarray:
-    """Saves a sharded policy and returns the logits of some tokens, computed through the sharded model."""
-    from groupwise.models.attention import PackedAttention
-    from groupwise.objective.logprobs import head_logits
-    from groupwise.records import Layout
-
-    policy = spread(make(family, "float32"), "zero3")
-    with policy.gathered() as plain:
-        if parallel.world().first:
-            plain.save(Path(folder))
+def logits_of(policy: Policy) -> np.ndarray:
+    """Of some tokens, by the policy as it is held."""
     layout = Layout(start=(0,), length=(6,), prefix=(-1,), total=6)
     with torch.no_grad():
         hidden = policy.hidden(torch.tensor([5, 6, 7, 8, 9, 10]), torch.arange(6), PackedAttention(layout))
         logits = head_logits(hidden, policy.head).numpy().copy()
     policy.settle()
-    parallel.wait()
     return logits
+
+
+def export(folder: str, family: str, files: int) -> dict[str, Any]:
+    """Exports a sharded policy tensor by tensor; returns how much of it this process held whole, and the policy's own logits."""
+    sharded.SINGLE_FILE = 0 if files > 1 else 1 << 30
+    policy = spread(make(family, "float32"), "zero3")
+    assert isinstance(policy, sharded.ShardedPolicy)
+    held = sum(tensor.nbytes for tensor in policy.parts().values())
+    if parallel.world().first:
+        Path(folder).mkdir()
+    parallel.wait()
+    policy.export(Path(folder))
+    sharded.SINGLE_FILE = 1 << 30
+    return {"held": held, "logits": logits_of(policy)}
+
+
+def loaded(folder: str, mode: Any, scorer: bool = False) -> dict[str, Any]:
+    """A checkpoint as these processes hold it: bytes of this one's part and of what it read, and the whole weights."""
+    read: list[int] = []
+    rows = Pieces.rows
+
+    def counted(self: Pieces, name: str, part: slice) -> torch.Tensor:
+        found = rows(self, name, part)
+        read.append(found.nbytes)
+        return found
+
+    Pieces.rows = counted  # type: ignore[method-assign]
+    recipe = Recipe(objective="reward" if scorer else "grpo", model=ModelSettings(path=folder), parallel=mode)
+    try:
+        blueprint = read_blueprint(recipe.model)
+        policy = hold(recipe, blueprint, OBJECTIVES["reward"].model if scorer else language_model)
+    finally:
+        Pieces.rows = rows  # type: ignore[method-assign]
+    own = sum(parallel.own(parameter).nbytes for parameter in policy.model.parameters())
+    reference = policy.frozen_copy()
+    same = all(
+        torch.equal(parallel.own(a), parallel.own(b)) and not b.requires_grad
+        for a, b in zip(policy.model.parameters(), reference.model.parameters(), strict=True)
+    )
+    found = {"own": own, "read": sum(read), "reference": same, "weights": weights(policy), "places": places(policy)}
+    return found | ({} if scorer else {"logits": logits_of(policy)})
+
+
+def places(policy: Policy) -> list[str]:
+    """What kinds of devices the parts are on."""
+    return sorted({parallel.own(parameter).device.type for parameter in policy.model.parameters()})
+
+
+def held(mode: Any, dtype: str, family: str = "llama") -> dict[str, float]:
+    """Bytes of this process after a backward pass and a step, by part; and the numbers it sent in it."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    counter = importlib.import_module("parallel").Counter()
+    policy = spread(make(family, dtype), mode)
+    optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-3), 1)
+    layout = Layout(start=(0,), length=(6,), prefix=(-1,), total=6)
+    with counter:
+        hidden = policy.hidden(torch.tensor([5, 6, 7, 8, 9, 10]), torch.arange(6), PackedAttention(layout))
+        head_logits(hidden, policy.head).float().logsumexp(-1).sum().backward()
+        policy.settle()
+        gradients = sum(parallel.own(master.grad).nbytes for master in optimizer.masters if master.grad is not None)
+        optimizer.step()
+    update = counter.numbers
+    with counter, policy.gathered() as plain:
+        whole = sum(parameter.nbytes for parameter in plain.model.parameters())
+    return {
+        "parameters": sum(parameter.numel() for parameter in policy.model.parameters()),
+        "weights": sum(parallel.own(parameter).nbytes for parameter in policy.model.parameters()),
+        "gradients": gradients,
+        "optimizer": sum(parallel.own(tensor).nbytes for tensor in optimizer.tensors().values()),
+        "whole": whole,
+        "update": update,
+        "gathered": counter.numbers - update,
+    }
+
+
+def saved_while_training(folder: str, recipe: str) -> dict[str, Any]:
+    """Weights and optimizer change while a checkpoint of them is written; what comes back is what they were."""
+    started, go_on = threading.Event(), threading.Event()
+    fingerprint = checkpoint.fingerprint
+
+    def slow(path: Path) -> dict[str, Any]:
+        started.set()
+        assert go_on.wait(30)
+        return fingerprint(path)
+
+    with Run(load_recipe(recipe), Path(folder)) as run:
+        steps = run.steps()
+        next(steps)
+        before = weights(run.job.policy), {n: parallel.whole(t).numpy().copy() for n, t in run.job.tensors().items()}
+        checkpoint.fingerprint = slow
+        try:
+            run._save()
+            assert started.wait(30)
+            with torch.no_grad():
+                for tensor in [*run.job.tensors().values(), *run.job.policy.model.parameters()]:
+                    parallel.own(tensor).zero_()
+            unfinished = checkpoint.latest(Path(folder)) is None
+            parallel.wait()
+        finally:
+            go_on.set()
+            checkpoint.fingerprint = fingerprint
+        run.saver.wait()
+        newest = checkpoint.latest(Path(folder))
+        assert newest is not None
+        run.job.restore(checkpoint.load(newest), reader(newest))
+        after = {n: parallel.whole(t).numpy().copy() for n, t in run.job.tensors().items()}
+        same = all(np.array_equal(after[name], tensor) for name, tensor in before[1].items()) and len(after) > 10
+        steps.close()
+    return {"unfinished": unfinished, "same": same, "weights": before[0], "newest": str(newest)}

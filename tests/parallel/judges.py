@@ -12,11 +12,11 @@ from typing import Any
 def judge(completions: list[str], **_: Any) -> list[float]:
     """Something that differs between completions.
 
-    With MISCHIEF=what:file in the environment rank 1 raises, is killed or stops once the file has two lines.
+    With MISCHIEF=what:rank:file in the environment that rank raises, is killed or stops once the file has two lines.
     """
-    if os.environ.get("RANK") == "1" and os.environ.get("MISCHIEF"):
-        what, _, file = os.environ["MISCHIEF"].partition(":")
-        if Path(file).exists() and len(Path(file).read_text(encoding="utf-8").splitlines()) >= 2:
+    if os.environ.get("MISCHIEF"):
+        what, rank, file = os.environ["MISCHIEF"].split(":", 2)
+        if os.environ.get("RANK") == rank and Path(file).exists() and len(Path(file).read_text(encoding="utf-8").splitlines()) >= 2:
             if what == "raise":
                 raise RuntimeError("the judge is tired")
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[what])

@@ -21,9 +21,10 @@ spec.loader.exec_module(cases)
 MODES = ("ddp", "zero3", "zero2")
 PLANS: dict[str, dict[str, Any]] = {
     "grpo": {"objective": "grpo", "minibatches": 2, "beta": 0.1, "reference_refresh": 3, "reference_mix": 0.5},
-    "dapo": {"objective": "dapo", "family": "gpt2", "entropy_bonus": 0.01, "entropy_quantile": 0.5},
-    "gspo": {"objective": "gspo", "recompute": True},
-    "dr_grpo": {"objective": "dr_grpo", "family": "qwen3", "dead_groups": "drop"},
+    "dapo": {"objective": "dapo", "family": "gpt2", "entropy_bonus": 0.01, "entropy_quantile": 0.5, "beta": 0.05},
+    "gspo": {"objective": "gspo", "recompute": True, "beta": 0.05},
+    "dr_grpo": {"objective": "dr_grpo", "family": "qwen3", "dead_groups": "drop", "beta": 0.05},
+    "grpo without KL": {"objective": "grpo", "minibatches": 2},
 }
 
 
@@ -50,6 +51,22 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: floa
         np.testing.assert_allclose(found["weights"][name], weight, atol=tolerance)
 
 
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_plans_hold_what_makes_it_hard(plan: str) -> None:
+    """Else the test below would compare easier runs than it says."""
+    found = alone(plan)
+    steps = found["steps"]
+    assert len(steps) == 10
+    assert len({len(row) for step in steps for row in step["tokens"]}) > 3, "lengths are not ragged"
+    assert any(step["unscorable"] for step in steps), "every completion was scored"
+    assert any(step["frac_reward_zero_std"] > 0 for step in steps), "no group was dead"
+    if PLANS[plan].get("beta"):
+        assert all(step["kl"] > 1e-3 for step in steps if "kl" in step)
+        assert sum("kl" in step for step in steps) >= 9
+    else:
+        assert not any("kl" in step for step in steps)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("plan", PLANS)
@@ -63,6 +80,22 @@ def test_p50_p51_losses_gradients_and_samples_are_those_of_one_process(plan: str
         assert all(np.array_equal(a, b) for a, b in zip(other["gradients"], found[0]["gradients"], strict=True))
         assert all(np.array_equal(other["weights"][n], w) for n, w in found[0]["weights"].items())
         assert [s["loss"] for s in other["steps"]] == [s["loss"] for s in found[0]["steps"]]
+
+
+@pytest.mark.parametrize(
+    ("size", "mode"),
+    [
+        (2, {"name": "zero3", "offload": True}),
+        pytest.param(4, {"name": "zero3", "shards": 2}, marks=pytest.mark.slow),
+        pytest.param(4, {"name": "zero2", "shards": 2, "offload": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_neither_copies_nor_host_memory_change_the_steps(size: int, mode: dict[str, Any], ranks: Callable) -> None:
+    """HSDP: two copies, each shared by two processes; and parts that live in host memory."""
+    found = ranks(size).run("online", **PLANS["grpo"] | {"mode": mode})
+    assert_same(found[0], alone("grpo"), 1e-6)
+    for other in found[1:]:
+        assert all(np.array_equal(other["weights"][n], w) for n, w in found[0]["weights"].items())
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,4 +1,7 @@
-"""One of the processes of `conftest.Ranks`: meets the others, then runs functions of `cases.py` until its input ends."""
+"""One of the processes of `conftest.Ranks`: meets the others, then runs functions of `cases.py` until its input ends.
+
+With a request as its argument it runs that one, as torchrun's processes do, and writes to `out` and its rank.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import pickle
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,18 +25,27 @@ def main() -> None:
     cases = importlib.util.module_from_spec(spec)
     sys.modules["cases"] = cases
     spec.loader.exec_module(cases)
-    parallel.join(60.0, cuda=False)
+    here = parallel.join(60.0, cuda=False)
+    if len(sys.argv) > 1:
+        request = json.loads(sys.argv[1])
+        answer(cases, request, Path(f"{request['out']}-{here.rank}"))
+        parallel.wait()
+        parallel.leave()
+        return
     for line in sys.stdin:
         request = json.loads(line)
-        try:
-            found = getattr(cases, request["case"])(**request["arguments"])
-        except Exception:
-            found = None
-            traceback.print_exc()
-            Path(request["out"]).write_bytes(pickle.dumps((False, traceback.format_exc())))
-            raise SystemExit(1) from None
-        Path(request["out"]).write_bytes(pickle.dumps((True, found)))
+        answer(cases, request, Path(request["out"]))
         print("done", flush=True)
+
+
+def answer(cases: Any, request: dict[str, Any], out: Path) -> None:
+    try:
+        found = getattr(cases, request["case"])(**request["arguments"])
+    except Exception:
+        traceback.print_exc()
+        out.write_bytes(pickle.dumps((False, traceback.format_exc())))
+        raise SystemExit(1) from None
+    out.write_bytes(pickle.dumps((True, found)))
 
 
 if __name__ == "__main__":

@@ -111,8 +111,8 @@ def wrap_scorer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sett
     if not isinstance(getattr(model, "score", None), nn.Module):
         settings = replace(settings, attention="single")
     policy = make_policy(model, tokenizer, settings, probe=False)
-    if policy.attention != "single":
-        _probe(policy)
+    if policy.attention != "single" and not policy.empty:
+        probe_scorer(policy)
     return policy
 
 
@@ -209,7 +209,7 @@ def _spread(batch: Batch, values_M: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _probe(policy: Policy) -> None:
+def probe_scorer(policy: Policy) -> None:
     """Two completions of one prompt, packed: the `last` score of each must be what transformers computes.  Raises ConfigError."""
     length = min(6, policy.context)
     ids = np.array([i for i in range(min(policy.vocabulary, 64)) if i != policy.model.config.pad_token_id])

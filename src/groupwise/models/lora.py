@@ -53,11 +53,15 @@ class AdaptedPolicy(Policy):
         """A plain Hugging Face folder of the merged model, and the adapter in `adapter/`."""
         self.merged().save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
-        self._write(folder / FOLDER)
+        self._write(folder / FOLDER, dict(self.model.named_parameters()))
 
     def keep(self, folder: Path) -> None:
         """The adapter alone: its base is where it was.  See `Policy.keep`."""
-        self._write(folder)
+        self.keep_parts(folder, dict(self.model.named_parameters()))
+
+    def keep_parts(self, folder: Path, parameters: Mapping[str, Tensor]) -> None:
+        """`keep`, of trained parameters that are given."""
+        self._write(folder, parameters)
         self.model.config.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
@@ -69,10 +73,9 @@ class AdaptedPolicy(Policy):
                 if name in self.trained:
                     parameter.copy_(kept[_file_name(name)])
 
-    def _write(self, folder: Path) -> None:
+    def _write(self, folder: Path, parameters: Mapping[str, Tensor]) -> None:
         folder.mkdir(exist_ok=True)
         self.lora.save_pretrained(str(folder))
-        parameters = dict(self.model.named_parameters())
         save_file({_file_name(name): parameters[name].detach().cpu().contiguous() for name in self.trained}, folder / FILE)
 
 
@@ -81,6 +84,11 @@ class BarePolicy(Policy):
     """The weights under an adapter, seen through the policy that has it.  It is the policy's own model: it cannot be trained."""
 
     adapted: Policy
+
+    @property
+    def device(self) -> torch.device:
+        """See `Policy`."""
+        return self.adapted.device
 
     @property
     def sharded(self) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
@@ -30,9 +31,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils import logging as transformers_logging
 
+from groupwise import parallel
 from groupwise.data.tokenizers import load_tokenizer
-from groupwise.errors import ConfigError, DataError, Diverged
+from groupwise.errors import ConfigError, DataError
 from groupwise.models.attention import Attend, PackedAttention, plain_attention, use_packed_attention
+from groupwise.models.pieces import Pieces, check_finite, empty_model
 from groupwise.objective.logprobs import Head, head_logits
 from groupwise.records import Batch, Layout
 from groupwise.settings import ModelSettings
@@ -217,6 +220,11 @@ class Policy:
             parameter.grad = None
         return replace(self, model=model.eval())
 
+    @property
+    def empty(self) -> bool:
+        """True until the model has numbers: it was built to be filled piece by piece."""
+        return self.device.type == "meta"
+
     def save(self, folder: Path) -> None:
         """Write a plain Hugging Face folder: safetensors, config, generation config, tokenizer, chat template."""
         self.model.save_pretrained(folder)
@@ -225,6 +233,11 @@ class Policy:
     def keep(self, folder: Path) -> None:
         """Write what a run needs to go on from here, which for an adapter is less than `save` writes."""
         self.save(folder)
+
+    def export(self, folder: Path) -> None:
+        """`save` by whoever has the weights: all processes call it, for a folder that they all see."""
+        if parallel.world().first:
+            self.save(folder)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -238,6 +251,10 @@ class Blueprint:
     context: int
     load: Callable[[], PreTrainedModel]
     """Loads (or makes) the weights."""
+    empty: Callable[[], PreTrainedModel] | None = None
+    """Builds the model without numbers; None if it does not come from a checkpoint."""
+    pieces: Callable[[], Pieces | None] = lambda: None
+    """The checkpoint's tensors, to be read one by one; None if they cannot be."""
 
 
 def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None = None) -> Blueprint:
@@ -264,9 +281,10 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
     except OSError:  # not every checkpoint has a generation_config.json; its config then says what ends a completion
         generation = GenerationConfig.from_model_config(config)
 
+    dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+    kind = AutoModelForSequenceClassification if is_scorer(config.to_dict()) else AutoModelForCausalLM
+
     def load() -> PreTrainedModel:
-        dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
-        kind = AutoModelForSequenceClassification if is_scorer(config.to_dict()) else AutoModelForCausalLM
         try:
             loaded: Any = kind.from_pretrained(
                 path, trust_remote_code=settings.trust_remote_code, dtype=dtype, output_loading_info=True
@@ -282,12 +300,24 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
             raise ConfigError(f"model.path: the weights in {path!r} lack {missing[0]}{more}: fetch or copy them again")
         return model
 
+    def empty() -> PreTrainedModel:
+        model = empty_model(kind, config, dtype, trust_remote_code=settings.trust_remote_code)
+        if model.can_generate():
+            model.generation_config = generation
+        return model
+
+    def pieces() -> Pieces | None:
+        files = ["*.safetensors", "*.safetensors.index.json"]
+        return Pieces.of(Path(path) if Path(path).is_dir() else Path(snapshot_download(path, allow_patterns=files)))
+
     return Blueprint(
         tokenizer=tokenizer,
         config=config.to_dict(),
         eos_ids=eos_ids(generation, tokenizer),
         context=context_length(config.to_dict()),
         load=load,
+        empty=empty,
+        pieces=pieces,
     )
 
 
@@ -299,7 +329,8 @@ def _adapted_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBa
     if tokenizer is None and (Path(folder) / "tokenizer_config.json").is_file():
         tokenizer = load_tokenizer(folder, trust_remote_code=settings.trust_remote_code)
     base = read_blueprint(replace(settings, path=read_adapter(Path(folder))), tokenizer)
-    return replace(base, load=lambda: merge_adapter(base.load(), folder))
+    # Read whole: its weights are in no file.
+    return replace(base, load=lambda: merge_adapter(base.load(), folder), empty=None, pieces=lambda: None)
 
 
 def is_scorer(config: dict[str, Any]) -> bool:
@@ -322,6 +353,8 @@ def make_policy(
 ) -> Policy:
     """Wrap a model and its tokenizer; `probe=False` trusts that the same kind of model was probed before.
 
+    A model without numbers (`empty_model`) is neither checked nor probed: that is done once it is filled.
+
     Raises DataError if tokenizer and model do not fit (vocabulary, no EOS), Diverged if a weight is not finite, ConfigError if
     the model cannot run packed streams.
     """
@@ -335,11 +368,12 @@ def make_policy(
         tokenizer.chat_template = template.read_text() if template.suffix == ".jinja" else settings.chat_template
     size = len(tokenizer)
     check_vocabulary(size, embedding_rows(model))
-    for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
-            raise Diverged(f"the checkpoint's parameter {name} holds numbers that are not finite: load another checkpoint")
+    empty = model.device.type == "meta"
+    if not empty:
+        check_finite(model)
+        model = model.to(resolve_device(settings))  # type: ignore[arg-type]
     # Dropout off for good: a policy that drops units is another policy than the one that sampled.
-    model = model.to(resolve_device(settings)).eval()  # type: ignore[arg-type]
+    model = model.eval()
     generation = model.generation_config if model.can_generate() else GenerationConfig.from_model_config(model.config)
     policy = Policy(
         model=model,
@@ -352,8 +386,8 @@ def make_policy(
         autocast=settings.dtype == "autocast",
     )
     if settings.attention != "single":
-        if probe:
-            _probe(policy)
+        if probe and not empty:
+            probe_policy(policy)
         else:
             use_packed_attention(model)
     return policy
@@ -417,7 +451,7 @@ def _pad_id(tokenizer: PreTrainedTokenizerBase, size: int) -> int:
 
 
 @torch.no_grad()
-def _probe(policy: Policy) -> None:
+def probe_policy(policy: Policy) -> None:
     """Two completions of one prompt, packed and shared, against the model's own forward.  Raises ConfigError."""
     model, device = policy.model, policy.device
     length = min(6, policy.context)

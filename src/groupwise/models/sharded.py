@@ -2,29 +2,37 @@
 
 The sharded model computes packed batches like any other.  To sample through it would gather every block for every token, so the
 weights are gathered once per rollout into `plain`: the same modules, whose parameters hold numbers only in the meantime.  All that
-reads weights directly (the engines' fast paths, `save_pretrained`) sees ordinary tensors there.
+reads weights directly (the engines' fast paths) sees ordinary tensors there.  Loading and saving go tensor by tensor: no process
+holds all weights for them.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise import parallel
 from groupwise.errors import ConfigError
+from groupwise.models.lora import AdaptedPolicy, bare
+from groupwise.models.pieces import INDEX, SINGLE, Pieces, saved_names
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout.engine import Engine
 
 METHOD = "run_backbone"
 """Attribute of a sharded model that runs its backbone with weights gathered."""
+SINGLE_FILE = 1 << 30
+"""Bytes up to which a model is written as one file, by one process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -33,6 +41,13 @@ class ShardedPolicy(Policy):
 
     plain: Policy
     """The same modules; their parameters have no numbers outside of `gathered`."""
+    spread: parallel.Spread
+    computes_on: torch.device
+
+    @property
+    def device(self) -> torch.device:
+        """See `Policy`; parts may live in host memory, batches do not."""
+        return self.computes_on
 
     @property
     def sharded(self) -> bool:
@@ -52,26 +67,124 @@ class ShardedPolicy(Policy):
         try:
             with torch.no_grad():
                 for name, parameter in self.model.named_parameters():
-                    full = parallel.whole(parameter.detach())
+                    full = nn.Parameter(parallel.whole(parameter.detach()).to(self.device), requires_grad=False)
                     for module, key in places[name]:
-                        module._parameters[key] = nn.Parameter(full, requires_grad=False)
-            # Modules that share a parameter must share it here too.
-            self.plain.model.tie_weights()
+                        module._parameters[key] = full
             yield self.plain
         finally:
             for found in places.values():
+                empty = _empty(found[0][0]._parameters[found[0][1]])
                 for module, key in found:
-                    module._parameters[key] = _empty(module._parameters[key])
+                    module._parameters[key] = empty
 
     def settle(self) -> None:
         """See `Policy`."""
         parallel.reshard(self.model)
 
+    def frozen_copy(self) -> Policy:
+        """See `Policy`: every process copies its part."""
+        if isinstance(self.plain, AdaptedPolicy):
+            return bare(self)
+        parallel.reshard(self.model)
+        parts = {name: parallel.own(parameter.detach()) for name, parameter in self.model.named_parameters()}
+        plain = replace(self.plain, model=copy.deepcopy(self.plain.model))
+        found = shard(plain, self.spread, self.device)
+        found.fill(lambda name, _: parts[name])
+        found.model.requires_grad_(False)
+        return found
 
-def shard(policy: Policy, *, reshard: bool) -> ShardedPolicy:
+    @torch.no_grad()
+    def fill(self, rows: Callable[[str, slice], Tensor]) -> None:
+        """Give a model that was built without numbers its part of each.
+
+        rows: (name of a parameter or saved buffer, rows of the whole) -> these rows.
+        """
+        home = torch.device("cpu") if self.spread.offload else self.device
+        places = _places(self.model)
+        for name, parameter in list(self.model.named_parameters()):
+            part = nn.Parameter(torch.empty_like(parameter, device=home), requires_grad=parameter.requires_grad)
+            own, which = parallel.own(part.detach()), parallel.own_rows(part)
+            if own.numel():
+                own.copy_(rows(name, which))
+            for module, key in places[name]:
+                module._parameters[key] = part
+        computed = {name for name, _ in self.model.named_parameters()}
+        for name in saved_names(self.plain.model).keys() - computed:
+            buffer = self.model.get_buffer(name)
+            buffer.copy_(rows(name, slice(0, buffer.shape[0]) if buffer.ndim else slice(0, 1)))
+        for model in (self.model, self.plain.model):
+            for module in model.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    setattr(module, name, buffer.to(self.device))
+
+    def export(self, folder: Path) -> None:
+        """See `Policy`: whole tensors, every process writes its share of them."""
+        if isinstance(self.plain, AdaptedPolicy):
+            with self.gathered() as plain:  # its adapter is merged into weights that are whole
+                plain.export(folder)
+        else:
+            self.write(folder, self.parts())
+        parallel.wait()
+
+    @torch.no_grad()
+    def parts(self) -> dict[str, Tensor]:
+        """This process's share of the model's tensors, each of them whole, in host memory.  All processes must call it.
+
+        Every tensor is gathered on every process for a moment; only one keeps it.
+        """
+        parallel.reshard(self.model)
+        parameters, files, rank = dict(self.model.named_parameters()), self._files(), parallel.world().rank
+        found = {}
+        for name, file in files.items():
+            tensor = parameters[name] if name in parameters else self.model.get_buffer(name)
+            full = parallel.whole(tensor.detach())
+            if file == rank:
+                found[name] = full.to("cpu", copy=True).contiguous()
+        return found
+
+    def write(self, folder: Path, parts: Mapping[str, Tensor]) -> None:
+        """This process's files of a Hugging Face folder that exists; together they are what `Policy.keep` writes."""
+        files = self._files()
+        if isinstance(self.plain, AdaptedPolicy):
+            if parallel.world().first:
+                self.plain.keep_parts(folder, parts)
+            return
+        count = max(files.values()) + 1
+        names = [SINGLE] if count == 1 else [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
+        if parts:
+            save_file(dict(parts), folder / names[parallel.world().rank], metadata={"format": "pt"})
+        if not parallel.world().first:
+            return
+        model = self.plain.model
+        if count > 1:
+            total = sum(tensor.nbytes for tensor in saved_names(model).values())
+            index = {"metadata": {"total_size": total}, "weight_map": {name: names[file] for name, file in files.items()}}
+            (folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+        config = copy.deepcopy(model.config)
+        config.architectures, config.dtype = [type(model).__name__], self.dtype
+        config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def _files(self) -> dict[str, int]:
+        """For every tensor of a checkpoint the process that writes it: about as many bytes each."""
+        tensors = saved_names(self.plain.model)
+        if isinstance(self.plain, AdaptedPolicy):
+            return dict.fromkeys(self.plain.trained, 0)
+        count = parallel.world().size if sum(tensor.nbytes for tensor in tensors.values()) > SINGLE_FILE else 1
+        load, found = [0] * count, {}
+        for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
+            found[name] = load.index(min(load))
+            load[found[name]] += tensor.nbytes
+        used = sorted(set(found.values()))  # fewer than processes, of a model with fewer tensors
+        return {name: used.index(found[name]) for name in tensors}
+
+
+def shard(policy: Policy, spread: parallel.Spread, device: torch.device) -> ShardedPolicy:
     """Spread a policy, which is the same on every process and is used up by it.  Raises ConfigError if it cannot be.
 
-    reshard: gather a block's weights for the forward and again for the backward pass, or keep them in between.
+    spread: decided.   device: what computes.   A policy without numbers is to be filled afterwards.
     """
     if policy.attention == "single":
         raise ConfigError(
@@ -84,9 +197,17 @@ def shard(policy: Policy, *, reshard: bool) -> ShardedPolicy:
     plain = replace(policy, model=copy.deepcopy(model, empty))
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     setattr(model, METHOD, lambda **inputs: model.base_model(**inputs))
-    parallel.shard(model, blocks, METHOD, reshard=reshard)
+    parallel.shard(model, blocks, METHOD, spread, device)
     fields = {name: getattr(policy, name) for name in Policy.__dataclass_fields__}
-    return ShardedPolicy(**fields, plain=plain)
+    return ShardedPolicy(**fields, plain=plain, spread=spread, computes_on=device)
+
+
+def shard_pieces(policy: Policy, spread: parallel.Spread, device: torch.device, pieces: Pieces) -> ShardedPolicy:
+    """Spread a policy that was built without numbers; every process reads its part of each tensor, and no more."""
+    found = shard(policy, spread, device)
+    found.fill(pieces.rows)
+    pieces.close()
+    return found
 
 
 class GatheredEngine:
