@@ -1,6 +1,6 @@
 """docs/performance.md from benchmarks/results/*.json: nothing on that page is typed in.
 
-    python benchmarks/report.py
+python benchmarks/report.py
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def row(found: dict[str, Any]) -> str:
 def page() -> str:
     """The whole page."""
     results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("vs_trl_*.json"))]
-    machines = sorted({f"{m['cpu']}, {m['cpus']} cores, torch {m['torch']}, TRL {m['trl']}, {m['date']}" for m in (r["machine"] for r in results)})
+    machines = sorted(
+        {f"{m['cpu']}, {m['cpus']} cores, torch {m['torch']}, TRL {m['trl']}, {m['date']}" for m in (r["machine"] for r in results)}
+    )
     head = (
         "| objective | model | a step | type | beta | dead | threads | step wall / cpu | rollout | update | memory | pairs | load |"
     )

@@ -24,6 +24,7 @@ from groupwise.evaluate import RIGHT
 from groupwise.jobs import Job, make_job, sampling_of
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
+from groupwise.plan import positions_of
 from groupwise.progress import safe
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
 from groupwise.rewards.compose import Rewards, build_rewards
@@ -166,11 +167,13 @@ def _samples(recipe: Recipe, job: Job, rewards: Rewards, prompts: Sequence[Promp
     groups = list(engine.generate(prompts, group_size=COMPLETIONS, sampling=sampling, seed=recipe.seed))
     rollouts = [rollout for group in groups for rollout in group]
     samples = [sample_of(rollout) for rollout in rollouts]
-    budget = recipe.optimizer.tokens_per_microbatch
+    budget = positions_of(job.recipe)
     scored = score(policy, samples, budget=budget).logp
     limit = GAP.get(torch.bfloat16 if policy.autocast else policy.dtype, 0.25)
     how = f"temperature {sampling.temperature:g}" + (", over the truncated support" if sampling.truncates else "")
-    yield _agree("log-probs", [r.behavior_logp for r in rollouts], scored, limit, f"sampled = scored at {how}", "the engine and the scorer")
+    yield _agree(
+        "log-probs", [r.behavior_logp for r in rollouts], scored, limit, f"sampled = scored at {how}", "the engine and the scorer"
+    )
     alone = [score(policy, [sample], budget=budget).logp[0] for sample in samples]
     yield _agree("batching", alone, scored, limit, "scores do not depend on what else is in the batch", "batched and single scores")
     unshared = score(replace(policy, attention="packed"), samples, budget=budget).logp if policy.attention == "shared" else alone
@@ -218,5 +221,7 @@ def _spread(groups: Sequence[Scored]) -> Iterator[Finding]:
         return
     says = f"mean {np.nanmean(rewards):.3f}, from {np.nanmin(rewards):.3g} to {np.nanmax(rewards):.3g}; {dead} of {len(groups)} groups without differences"
     if dead == len(groups):
-        says += ": nothing to learn from them; use easier (or harder) prompts, a better start, a larger group_size, or a finer reward"
+        says += (
+            ": nothing to learn from them; use easier (or harder) prompts, a better start, a larger group_size, or a finer reward"
+        )
     yield Finding("rewards", None if dead == len(groups) else True, says)

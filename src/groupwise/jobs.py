@@ -30,7 +30,7 @@ from groupwise.objectives import OBJECTIVES, language_model
 from groupwise.offline import Validation, train_offline, validate
 from groupwise.online import train_online
 from groupwise.optim import Optimizer
-from groupwise.plan import Lines, Shape, memory, memory_lines, offline_plan, online_plan, scoring_memory
+from groupwise.plan import Lines, Shape, fitted, memory, memory_lines, offline_plan, online_plan, positions_of, scoring_memory
 from groupwise.records import Prompt, Sampling, Step
 from groupwise.rewards.compose import Rewards, build_rewards
 from groupwise.rewards.registry import MAKERS
@@ -98,7 +98,7 @@ def make_job(recipe: Recipe, *, resume: Path | None = None, reference: Path | No
     """
     blueprint = blueprint_of(recipe, resume)
     maker = _online_job if recipe.objective in ALGORITHMS else _dataset_job
-    return maker(recipe, blueprint, reference)
+    return maker(fitted(recipe, shape_of(recipe, blueprint)), blueprint, reference)
 
 
 def plan_of(recipe: Recipe, scorers: Sequence[Recipe] = ()) -> Lines:
@@ -106,7 +106,14 @@ def plan_of(recipe: Recipe, scorers: Sequence[Recipe] = ()) -> Lines:
 
     scorers: recipes of reward models that it will use and that do not exist yet; `recipe.rewards` then leaves them out.
     """
-    return _Prepared.of(recipe, blueprint_of(recipe, None), [blueprint_of(scorer, None) for scorer in scorers]).plan
+    blueprint = blueprint_of(recipe, None)
+    recipe = fitted(recipe, shape_of(recipe, blueprint))
+    return _Prepared.of(recipe, blueprint, [blueprint_of(scorer, None) for scorer in scorers]).plan
+
+
+def shape_of(recipe: Recipe, blueprint: Blueprint) -> Shape:
+    """The sizes of a recipe's model."""
+    return Shape.of(blueprint.config, parameter_count(blueprint), dtype=recipe.model.dtype)
 
 
 def blueprint_of(recipe: Recipe, resume: Path | None) -> Blueprint:
@@ -204,10 +211,10 @@ class _Prepared:
         group = recipe.group
         prompt_tokens = max(prompt.tokens.size for prompt in prompts.train)
         step_tokens = group.prompts_per_step * (prompt_tokens + group.group_size * recipe.rollout.max_new_tokens)
-        shape = Shape.of(blueprint.config, parameter_count(blueprint), dtype=recipe.model.dtype)
+        shape = shape_of(recipe, blueprint)
         found = memory(
             shape,
-            microbatch=min(recipe.optimizer.tokens_per_microbatch, step_tokens),
+            microbatch=min(positions_of(recipe), step_tokens),
             rows=min(recipe.rollout.max_rows, group.prompts_per_step * group.group_size),
             prompts=group.prompts_per_step,
             prompt_tokens=prompt_tokens,
@@ -227,7 +234,7 @@ class _Prepared:
             rewards=rewards,
             algorithm=algorithm,
             steps=recipe.steps,
-            plan=[*lines, *memory_lines(found), ("dropped", str(prompts.report))],
+            plan=[*lines, *memory_lines(found, positions_of(recipe)), ("dropped", str(prompts.report))],
         )
 
     @classmethod
@@ -238,12 +245,12 @@ class _Prepared:
         prompts = _prompts(recipe, blueprint) if recipe.rewards and kind.samples else None
         held_out = len(prompts.held_out) if prompts is not None else len(rows.held_out)
         lines, steps = offline_plan(recipe, len(rows.train), held_out, tokens)
-        shape = Shape.of(blueprint.config, parameter_count(blueprint), dtype=recipe.model.dtype)
-        microbatch = min(recipe.optimizer.tokens_per_microbatch, int(recipe.batch_size * tokens * 1.2))
+        shape = shape_of(recipe, blueprint)
+        microbatch = min(positions_of(recipe), int(recipe.batch_size * tokens * 1.2))
         found = memory(shape, microbatch=microbatch, recompute=recipe.model.gradient_checkpointing)
         columns = list(prompts.held_out[0].row) if prompts is not None and prompts.held_out else []
         rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer) if columns else None
-        plan = [("objective", kind.title), *lines, *memory_lines(found), ("dropped", str(rows.report))]
+        plan = [("objective", kind.title), *lines, *memory_lines(found, positions_of(recipe)), ("dropped", str(rows.report))]
         return cls(prompts=prompts, rows=rows, rewards=rewards, algorithm=None, steps=steps, plan=plan)
 
 
@@ -252,11 +259,11 @@ def _scorers(recipe: Recipe, planned: Sequence[Blueprint]) -> Iterator[tuple[Sha
     for reward in recipe.rewards:
         if reward.function in MAKERS:
             blueprint = read_blueprint(ModelSettings(path=str(reward.args.get("path"))))
-            size = int(reward.args.get("tokens_per_microbatch", recipe.optimizer.tokens_per_microbatch))
+            size = int(reward.args.get("tokens_per_microbatch", positions_of(recipe)))
             yield Shape.of(blueprint.config, parameter_count(blueprint), dtype=str(reward.args.get("dtype", "float32"))), size
     for blueprint in planned:
         shape = Shape.of(blueprint.config, parameter_count(blueprint), dtype="float32")
-        yield shape, recipe.optimizer.tokens_per_microbatch
+        yield shape, positions_of(recipe)
 
 
 def _check_credit(algorithm: Algorithm, rewards: Rewards) -> None:
@@ -342,7 +349,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None) ->
             optimizer=optimizer,
             group=recipe.group,
             sampling=sampling_of(recipe.rollout),
-            budget=recipe.optimizer.tokens_per_microbatch,
+            budget=positions_of(recipe),
             steps=prepared.steps,
             done=done,
             reference=anchor,
@@ -378,7 +385,7 @@ def _reference(settings: ModelSettings, policy: Policy, folder: Path | None) -> 
 def _dataset_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None) -> Job:
     kind, prepared = OBJECTIVES[recipe.objective], _Prepared.of(recipe, blueprint)
     policy = kind.model(recipe, blueprint)
-    objective, budget = kind.objective(recipe), recipe.optimizer.tokens_per_microbatch
+    objective, budget = kind.objective(recipe), positions_of(recipe)
     rows, held_out = prepared.rows.train, prepared.rows.held_out
     anchor = None
     if kind.anchor is not None:  # on resume by the weights that were saved then; until the first step they are the policy's
