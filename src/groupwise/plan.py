@@ -21,7 +21,7 @@ Lines = list[tuple[str, str]]
 """Label and text, as printed."""
 
 LEAST_ACTIVATIONS, ACTIVATIONS_PER_PARAMETER, MOST_POSITIONS = 64 << 20, 24, 16384
-"""What a micro-batch may keep for its backward pass: one and a half times what AdamW's training state takes (16 bytes a parameter)."""
+"""What a micro-batch may keep for its backward pass: one and a half times AdamW's training state (16 bytes a parameter)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
