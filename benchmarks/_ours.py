@@ -26,6 +26,7 @@ from groupwise.offline import SFT, Objective, train_offline
 from groupwise.online import policy_loss, train_online, weigh, with_reference
 from groupwise.optim import Optimizer
 from groupwise.packing import pack, unpack
+from groupwise.plan import Shape, microbatch
 from groupwise.preferences import reward_objective
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored, Step
 from groupwise.rewards.compose import build_rewards
@@ -66,8 +67,12 @@ def prompts_of(work: Workload, visit: int = 0) -> list[Prompt]:
 
 def optimizer_settings(work: Workload) -> OptimizerSettings:
     """A rate so small that every step sees the same policy; everything else as in TRL's defaults."""
-    changes = {} if work.microbatch is None else {"tokens_per_microbatch": work.microbatch}
-    return OptimizerSettings(lr=1e-7, betas=(0.9, 0.999), weight_decay=0.0, **changes)  # type: ignore[arg-type]
+    return OptimizerSettings(lr=1e-7, betas=(0.9, 0.999), weight_decay=0.0)
+
+
+def positions(work: Workload, policy: Policy) -> int:
+    """Packed positions of a micro-batch: the workload's, or the library's own choice for the model."""
+    return work.microbatch or microbatch(Shape.of_policy(policy))
 
 
 class Ours:
@@ -138,7 +143,7 @@ class Ours:
             optimizer=Optimizer(self.policy.model, settings, STEPS),
             group=self.group,
             sampling=Sampling(max_new_tokens=work.completion),
-            budget=settings.tokens_per_microbatch,
+            budget=positions(work, self.policy),
             steps=STEPS,
             reference=self.reference,
         )
@@ -152,7 +157,7 @@ class Ours:
             objective,
             draw=lambda count: rows,
             optimizer=Optimizer(self.policy.model, settings, STEPS),
-            budget=settings.tokens_per_microbatch,
+            budget=positions(self.work, self.policy),
             batch_size=len(rows),
             steps=STEPS,
         )
@@ -195,10 +200,10 @@ class Ours:
     def _gradients(self, samples: list[Sample], loss: Any, **how: Any) -> tuple[float, list[np.ndarray]]:
         seen = [np.zeros(sample.completion.size) for sample in samples]
         total = 0.0
-        for batch in pack(samples, optimizer_settings(self.work).tokens_per_microbatch, **how):
+        for batch in pack(samples, positions(self.work, self.policy), **how):
             value, seen_M = loss(self.policy, batch=batch)
             value.backward()
-            total += float(value)
+            total += float(value.detach())
             seen_P = seen_M.new_zeros(batch.layout.total)
             seen_P[batch.trained_M] = seen_M.detach()
             for index, values in unpack(batch, seen_P, samples):

@@ -41,6 +41,7 @@ from groupwise.jobs import make_job
 from groupwise.models.policy import load_policy
 from groupwise.offline import SFT, train_offline
 from groupwise.optim import Optimizer
+from groupwise.plan import Shape, microbatch
 from groupwise.records import Sampling, Scored, Step
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native import NativeEngine
@@ -148,7 +149,7 @@ def rejection(
                 SFT,
                 draw=lambda k, right=right, rows=rows: [right[row] for _, row in rows.take(k)],
                 optimizer=optimizer,
-                budget=sft.optimizer.tokens_per_microbatch,
+                budget=sft.optimizer.tokens_per_microbatch or microbatch(Shape.of_policy(policy)),
                 batch_size=sft.batch_size,
                 done=taken,
                 steps=taken + steps,

@@ -208,7 +208,7 @@ def test_p42_data_too_few_for_one_step_are_refused_before_weights_are_loaded(
     def loaded(*_: object, **__: object) -> Policy:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("groupwise.jobs.make_policy", loaded)
+    monkeypatch.setattr("groupwise.objectives.make_policy", loaded)
     with pytest.raises(ConfigError, match=r"prompts_per_step is 4, but the data has only 2 prompts"):
         list(train(load_recipe(recipe(data={"limit": 2}))))
 

@@ -24,6 +24,7 @@ from groupwise.evaluate import RIGHT
 from groupwise.jobs import Job, make_job, sampling_of
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy, embedding_rows
+from groupwise.plan import positions_of
 from groupwise.progress import safe
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
 from groupwise.rewards.compose import Rewards, build_rewards
@@ -173,7 +174,7 @@ def _samples(recipe: Recipe, job: Job, rewards: Rewards, prompts: Sequence[Promp
     groups = list(engine.generate(prompts, group_size=COMPLETIONS, sampling=sampling, seed=recipe.seed))
     rollouts = [rollout for group in groups for rollout in group]
     samples = [sample_of(rollout) for rollout in rollouts]
-    budget = recipe.optimizer.tokens_per_microbatch
+    budget = positions_of(job.recipe)
     scored = score(policy, samples, budget=budget).logp
     limit = GAP.get(torch.bfloat16 if policy.autocast else policy.dtype, 0.25)
     how = f"temperature {sampling.temperature:g}" + (", over the truncated support" if sampling.truncates else "")

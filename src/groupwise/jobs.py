@@ -34,7 +34,7 @@ from groupwise.objectives import OBJECTIVES, language_model
 from groupwise.offline import Validation, train_offline, validate
 from groupwise.online import train_online
 from groupwise.optim import Optimizer
-from groupwise.plan import Lines, Shape, memory_lines, offline_plan, online_plan, scoring_memory
+from groupwise.plan import Lines, Shape, fitted, memory_lines, offline_plan, online_plan, positions_of, scoring_memory
 from groupwise.records import Prompt, Sampling, Step
 from groupwise.rewards.compose import Rewards, build_rewards
 from groupwise.rewards.registry import MAKERS
@@ -99,7 +99,7 @@ def make_job(recipe: Recipe, *, resume: Path | None = None, reference: Path | No
     """
     blueprint = blueprint_of(recipe, resume if recipe.model.lora is None else None)
     maker = _online_job if recipe.objective in ALGORITHMS else _dataset_job
-    return maker(recipe, blueprint, reference, resume)
+    return maker(fitted(recipe, shape_of(recipe, blueprint)), blueprint, reference, resume)
 
 
 def plan_of(
@@ -113,7 +113,13 @@ def plan_of(
     blueprint = blueprint_of(recipe, None)
     if config is not None:
         blueprint = replace(blueprint, config=dict(config), context=context_length(dict(config)))
+    recipe = fitted(recipe, shape_of(recipe, blueprint))
     return _Prepared.of(recipe, blueprint, [blueprint_of(scorer, None) for scorer in scorers], world).plan
+
+
+def shape_of(recipe: Recipe, blueprint: Blueprint) -> Shape:
+    """The sizes of a recipe's model."""
+    return Shape.of(blueprint.config, parameter_count(blueprint), dtype=recipe.model.dtype)
 
 
 def blueprint_of(recipe: Recipe, resume: Path | None) -> Blueprint:
@@ -187,7 +193,7 @@ class _Prepared:
             group=group.group_size,
             prompt_tokens=max(prompt.tokens.size for prompt in prompts.train),
             completion_tokens=recipe.rollout.max_new_tokens,
-            budget=recipe.optimizer.tokens_per_microbatch,
+            budget=positions_of(recipe),
             rows=recipe.rollout.max_rows,
             passes=group.updates_per_rollout,
             minibatches=group.minibatches,
@@ -228,7 +234,7 @@ class _Prepared:
             group=1,
             prompt_tokens=math.ceil(tokens * 1.2),  # a row that is longer than the mean
             completion_tokens=0,
-            budget=recipe.optimizer.tokens_per_microbatch,
+            budget=positions_of(recipe),
             recompute=recipe.model.gradient_checkpointing,
             adapter=adapter_count(recipe, blueprint),
         )
@@ -241,10 +247,11 @@ class _Prepared:
 
 def _held(recipe: Recipe, blueprint: Blueprint, load: Load, world: int) -> Lines:
     """What the process, or each of several, holds and does in a step."""
-    shape = Shape.of(blueprint.config, parameter_count(blueprint), dtype=recipe.model.dtype)
+    shape = shape_of(recipe, blueprint)
     spread = parallel.Spread.of(recipe.parallel).decided(shape.parameters, world)
     if world == 1:
-        return memory_lines(rank(shape, load, world=1, sharded="ddp", shards=1, prompts=load.prompts).memory)
+        found = rank(shape, load, world=1, sharded="ddp", shards=1, prompts=load.prompts).memory
+        return [("micro-batches", f"at most {load.budget:,} packed positions"), *memory_lines(found)]
     return rank_lines(shape, load, world=world, sharded=spread.name, shards=spread.shards or world, offload=spread.offload)
 
 
@@ -253,11 +260,11 @@ def _scorers(recipe: Recipe, planned: Sequence[Blueprint]) -> Iterator[tuple[Sha
     for reward in recipe.rewards:
         if reward.function in MAKERS:
             blueprint = read_blueprint(ModelSettings(path=str(reward.args.get("path"))))
-            size = int(reward.args.get("tokens_per_microbatch", recipe.optimizer.tokens_per_microbatch))
+            size = int(reward.args.get("tokens_per_microbatch", positions_of(recipe)))
             yield Shape.of(blueprint.config, parameter_count(blueprint), dtype=str(reward.args.get("dtype", "float32"))), size
     for blueprint in planned:
         shape = Shape.of(blueprint.config, parameter_count(blueprint), dtype="float32")
-        yield shape, recipe.optimizer.tokens_per_microbatch
+        yield shape, positions_of(recipe)
 
 
 def _check_credit(algorithm: Algorithm, rewards: Rewards) -> None:
@@ -352,7 +359,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
             optimizer=optimizer,
             group=recipe.group,
             sampling=sampling_of(recipe.rollout),
-            budget=recipe.optimizer.tokens_per_microbatch,
+            budget=positions_of(recipe),
             steps=prepared.steps,
             done=done,
             reference=anchor,
@@ -379,7 +386,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
 def _dataset_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, resume: Path | None) -> Job:
     kind, prepared = OBJECTIVES[recipe.objective], _Prepared.of(recipe, blueprint)
     policy = hold(recipe, blueprint, kind.model, resume)
-    objective, budget = kind.objective(recipe), recipe.optimizer.tokens_per_microbatch
+    objective, budget = kind.objective(recipe), positions_of(recipe)
     rows, held_out, watched = prepared.rows.train, prepared.rows.held_out, prepared.rows.watched
     anchor = None
     if kind.anchor is not None:  # on resume by the weights that were saved then; until the first step they are the policy's

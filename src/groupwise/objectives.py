@@ -16,6 +16,7 @@ from groupwise.models.heads import Pooling, make_scorer
 from groupwise.models.lora import adapt
 from groupwise.models.policy import Blueprint, Policy, make_policy
 from groupwise.offline import SFT, Objective, whole_text
+from groupwise.plan import positions_of
 from groupwise.preferences import PROCESS, anchored, dpo_objective, reward_objective, with_replay
 from groupwise.settings import Recipe
 
@@ -91,7 +92,7 @@ OBJECTIVES: dict[str, Kind] = {
         title="direct preference optimisation",
         load=_pairs,
         objective=lambda recipe: dpo_objective(recipe.pairs),
-        anchor=lambda recipe, policy, rows: anchored(policy, rows, budget=recipe.optimizer.tokens_per_microbatch),
+        anchor=lambda recipe, policy, rows: anchored(policy, rows, budget=positions_of(recipe)),
     ),
     "prm": Kind(
         title="process reward model",

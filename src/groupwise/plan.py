@@ -7,14 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import ConfigError
+from groupwise.objective.logprobs import CHUNK_NUMBERS, MIN_ROWS, MOST_ROWS
 from groupwise.settings import Recipe
+
+if TYPE_CHECKING:
+    from groupwise.models.policy import Policy
 
 Lines = list[tuple[str, str]]
 """Label and text, as printed."""
+
+LEAST_ACTIVATIONS, ACTIVATIONS_PER_PARAMETER, MOST_POSITIONS = 64 << 20, 24, 16384
+"""What a micro-batch may keep for its backward pass: one and a half times AdamW's training state (16 bytes a parameter)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +36,8 @@ class Shape:
     kv_heads: int
     head_width: int
     vocabulary: int
+    gated: bool = True
+    """An MLP of three matrices; GPT-2's has two."""
     bytes_per_weight: int = 4
     bytes_per_product: int = 4
     """Of activations and keys and values: 2 where products run in bfloat16."""
@@ -63,10 +72,18 @@ class Shape:
             kv_heads=int(config.get("num_key_value_heads") or heads),
             head_width=int(config.get("head_dim") or hidden // heads),
             vocabulary=int(config["vocab_size"]),
+            gated="n_embd" not in config,
             bytes_per_weight=2 if dtype == "bfloat16" else 4,
             bytes_per_product=4 if dtype == "float32" else 2,
             tied=bool(config.get("tie_word_embeddings", True)),
         )
+
+    @classmethod
+    def of_policy(cls, policy: Policy) -> Shape:
+        """Of a model that is loaded."""
+        lower = "bfloat16" if "bfloat16" in str(policy.dtype) else "float32"
+        parameters = sum(parameter.numel() for parameter in policy.model.parameters())
+        return cls.of(policy.model.config.to_dict(), parameters, dtype="autocast" if policy.autocast else lower)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,24 +137,59 @@ def memory(
     """
     trained = adapter or shape.parameters
     lower = shape.bytes_per_weight == 2
-    # Saved for the backward pass, per position and block: the two norms' inputs and outputs, queries, keys, values, attention
-    # output and its projection, the residuals, and the gated MLP's three wide tensors and their product.
     kv = shape.kv_heads * shape.head_width
-    per_block = 7 * shape.hidden + 2 * shape.heads * shape.head_width + 2 * kv + 4 * shape.intermediate
-    blocks = shape.layers * shape.hidden + per_block if recompute else shape.layers * per_block
-    # The head holds one chunk of logits and its gradient, and its own weight gradient once more while it is summed.
-    chunk = 3 * max(1 << 22, 32 * shape.vocabulary) * 4
-    head = chunk + shape.vocabulary * shape.hidden * shape.bytes_per_weight + int(trained_share * microbatch) * shape.hidden * 8
+    stream = 4 if shape.bytes_per_weight == 4 else 2
+    kept = shape.layers * (shape.hidden * stream if recompute else kept_per_block(shape))
+    # While a block goes backward: its MLP's activations and the slopes of its two inner products, and the block itself if it was
+    # not kept.
+    wide = 3 * shape.intermediate * shape.bytes_per_product + 2 * shape.hidden * stream
+    working = wide + (kept_per_block(shape) if recompute else 0)
+    # The head holds one chunk of logits, and the trained rows once more with their gradient.
+    predicted = int(trained_share * microbatch)
+    chunk_rows = max(MIN_ROWS, min(MOST_ROWS, CHUNK_NUMBERS // shape.vocabulary))
+    chunk = min(predicted, chunk_rows) * shape.vocabulary * shape.bytes_per_product
+    head = chunk + 2 * predicted * shape.hidden * shape.bytes_per_product
     return Memory(
         weights=(shape.parameters + adapter) * shape.bytes_per_weight,
         gradients=trained * 4,
         optimizer=trained * (12 if lower else 8),
         reference=shape.parameters * shape.bytes_per_weight if reference and not adapter else 0,
-        activations=microbatch * blocks * shape.bytes_per_product + head,
+        activations=microbatch * kept + max(microbatch * working, head),
         cache=2 * shape.layers * kv * (prompts * prompt_tokens + rows * completion_tokens) * shape.bytes_per_product
         + rows * shape.vocabulary * 4 * 3,
         rewards=rewards,
     )
+
+
+def kept_per_block(shape: Shape) -> int:
+    """Bytes that a position leaves in one block for the backward pass.
+
+    The residual stream before each of the two norms, in its own type; in that of the products the norms' outputs, queries, keys,
+    values, the attention's output, and the first products of the MLP.
+    """
+    kv, stream = shape.kv_heads * shape.head_width, 4 if shape.bytes_per_weight == 4 else 2
+    inner = 2 * shape.hidden + 2 * shape.heads * shape.head_width + 2 * kv + (2 if shape.gated else 1) * shape.intermediate
+    return 2 * shape.hidden * stream + inner * shape.bytes_per_product
+
+
+def microbatch(shape: Shape) -> int:
+    """Positions per forward and backward where the recipe names none: what they keep is bounded by the model's own size."""
+    room = max(LEAST_ACTIVATIONS, ACTIVATIONS_PER_PARAMETER * shape.parameters)
+    return max(1, min(MOST_POSITIONS, room // (shape.layers * kept_per_block(shape))))
+
+
+def fitted(recipe: Recipe, shape: Shape) -> Recipe:
+    """The recipe with a size of its micro-batches."""
+    if recipe.optimizer.tokens_per_microbatch is not None:
+        return recipe
+    return replace(recipe, optimizer=replace(recipe.optimizer, tokens_per_microbatch=microbatch(shape)))
+
+
+def positions_of(recipe: Recipe) -> int:
+    """Positions per forward and backward of a recipe that was `fitted`."""
+    size = recipe.optimizer.tokens_per_microbatch
+    assert size is not None
+    return size
 
 
 def scoring_memory(shape: Shape, microbatch: int) -> int:

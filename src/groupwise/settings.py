@@ -284,8 +284,9 @@ class OptimizerSettings:
     """Decoupled weight decay of matrices; vectors are not decayed."""
     clip_norm: Annotated[float, Gt(0.0)] | None = 1.0
     """Gradient norm above which the gradient is scaled down; null: never."""
-    tokens_per_microbatch: Positive = 16384
-    """Packed positions per forward and backward.  It cannot change the update, only memory and speed."""
+    tokens_per_microbatch: Positive | None = None
+    """Packed positions per forward and backward.  It cannot change the update, only memory and speed.  null: from the model's size,
+    so that what is kept for the backward pass stays in proportion to weights, gradients and moments (see the plan)."""
     max_nonfinite_steps: Positive = 5
     """Stop after this many steps in a row whose loss or gradient was not finite (each such step is skipped)."""
 

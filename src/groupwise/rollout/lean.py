@@ -1,8 +1,9 @@
 """A shorter way through models whose every step is known: the same parameters and mathematics, without the modules.
 
 Decoding a few rows through a small or medium model is bound by how fast matrices are read and by the work around the products.
-Here the weights are prepared once per `generate` in the layout that few-row products run fastest in (MKL's packed format in
-float32, oneDNN's in bfloat16), projections of the same input are joined, and a layer is about 25 operations instead of 80.
+Here the weights are prepared once per `generate` in the layout that few-row products run fastest in (MKL's packed format for small
+float32 matrices, oneDNN's for large ones and in bfloat16), projections of the same input are joined, and a layer is about 25
+operations instead of 80.
 Nothing can be stale: what was prepared is dropped with the call, and prepared again when the engine's version changes.
 
 Only what is exactly known runs here; anything else (another class, adapters, hooks, other activations) takes the modules.
@@ -27,6 +28,11 @@ from groupwise.models.policy import Policy
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary tables that depend on the position alone, not on the length of the sequence."""
+LARGE, FEW_ROWS = 1 << 20, 8
+"""Numbers of a large float32 matrix; the rows that oneDNN's layout is chosen for (unsaid, it is 10 % slower in bfloat16)."""
+ROW_MULTIPLE = 16
+"""oneDNN builds and keeps machine code for every number of rows that it meets (0.6 MB and 0.7 ms each, for every matrix), and its
+tiles have 16 rows anyway: in bfloat16 a stream is filled up to a multiple of them."""
 
 
 class RowAttention(Protocol):
@@ -110,21 +116,44 @@ def _projections(layer: Any) -> tuple[Any, Any, Any, Any]:
 def product(weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """x -> x W^T + b in `dtype`, with the weight in the layout that few-row products on this machine run fastest in.
 
-    MKL packs float32 (1.1 to 2.7 times `F.linear` at 3 to 64 rows), oneDNN bfloat16 (1.3 to 1.7 times).
+    In float32 MKL's for small matrices (1.1 to 2.7 times `F.linear` at 3 to 64 rows) and oneDNN's for large ones (1.05 to 1.3
+    times MKL's at 4 to 24 rows), in bfloat16 oneDNN's (1.3 to 1.7 times).
     """
-    weight_OI = weight_OI.detach().to(dtype)
+    weight_OI = weight_OI.detach().to(dtype).contiguous()
     bias_O = None if bias_O is None else bias_O.detach().to(dtype)
+    large = dtype == torch.float32 and weight_OI.numel() >= LARGE and torch.backends.mkldnn.is_available()
+    if large or tiled(dtype):
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, FEW_ROWS)
+        onednn = torch.ops.mkldnn._linear_pointwise
+        return lambda x: onednn(x, packed, bias_O, "none", [], "")
     if dtype == torch.float32 and torch.backends.mkl.is_available():
-        packed = torch.ops.mkl._mkl_reorder_linear_weight(weight_OI.contiguous(), 1024)
+        packed = torch.ops.mkl._mkl_reorder_linear_weight(weight_OI, 1024)
         # The unpacked weight is read only for its shape, so a shape is all that is kept.
         shape_OI = weight_OI.new_zeros(1, 1).expand(weight_OI.shape)
         mkl = torch.ops.mkl._mkl_linear
         return lambda x: mkl(x, packed, shape_OI, bias_O, x.shape[0])
-    if dtype == torch.bfloat16 and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous())
-        onednn = torch.ops.mkldnn._linear_pointwise
-        return lambda x: onednn(x, packed, bias_O, "none", [], "")
     return lambda x: F.linear(x, weight_OI, bias_O)
+
+
+def tiled(dtype: torch.dtype) -> bool:
+    """True if products in this type run in oneDNN's tiles here."""
+    available = torch.backends.mkldnn.is_available()
+    return dtype == torch.bfloat16 and available and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+class _Filler:
+    """The rows that fill a stream of `count` up to a whole number of tiles; none where products do not run in tiles."""
+
+    def __init__(self, count: int, dtype: torch.dtype) -> None:
+        self.count, self.rows = count, -count % ROW_MULTIPLE if tiled(dtype) else 0
+
+    def add(self, x: Tensor) -> Tensor:
+        """`x` (count, ...) with rows of zeros behind."""
+        return F.pad(x, (0, 0) * (x.ndim - 1) + (0, self.rows)) if self.rows else x
+
+    def drop(self, x: Tensor) -> Tensor:
+        """The first `count` rows."""
+        return x[: self.count] if self.rows else x
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -157,7 +186,7 @@ class RotaryForward:
         self.heads = attention.q_proj.out_features // self.width
         self.layers = [self._layer(layer) for layer in base.layers]
         self.norm = _rms(base.norm)
-        self.logits = product(policy.head.weight_VD, policy.head.bias_V, self.dtype)
+        self.head = product(policy.head.weight_VD, policy.head.bias_V, self.dtype)
         cos, sin = base.rotary_emb(self.embedding_VD[:1], torch.arange(positions)[None])
         # Rotating a pair of numbers is multiplying a complex one: one operation, once the pairs lie side by side.
         half = slice(0, self.width // 2)
@@ -172,7 +201,8 @@ class RotaryForward:
             return column.view(-1, self.width, *column.shape[1:])[:, side_by_side].flatten(0, 1)
 
         q, k, v, out = _projections(layer)
-        weight = torch.cat([head_rows(q.weight), head_rows(k.weight), v.weight])
+        # Cast before they are joined: half the memory traffic in bfloat16.
+        weight = torch.cat([head_rows(q.weight.to(self.dtype)), head_rows(k.weight.to(self.dtype)), v.weight.to(self.dtype)])
         bias = None if q.bias is None else torch.cat([head_rows(q.bias), head_rows(k.bias), v.bias])
         gate, up, down = _mlp(layer)
         return _RotaryLayer(
@@ -182,7 +212,9 @@ class RotaryForward:
             out=product(out.weight, out.bias, self.dtype),
             mlp_norm=_rms(layer.post_attention_layernorm),
             gate_up=product(
-                torch.cat([gate.weight, up.weight]), None if gate.bias is None else torch.cat([gate.bias, up.bias]), self.dtype
+                torch.cat([gate.weight.to(self.dtype), up.weight.to(self.dtype)]),
+                None if gate.bias is None else torch.cat([gate.bias, up.bias]),
+                self.dtype,
             ),
             down=product(down.weight, down.bias, self.dtype),
             scale=attention.scaling,
@@ -204,19 +236,25 @@ class RotaryForward:
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: RowAttention) -> Tensor:
         """See `native.Forward`."""
         count, heads, both, width = tokens_T.shape[0], self.heads, self.heads + self.shared, self.width
+        filler = _Filler(count, self.dtype)
         turn_T1W = self.turn_PW.index_select(0, position_T)[:, None]
-        x_TD = F.embedding(tokens_T, self.embedding_VD)
+        x_TD = F.embedding(filler.add(tokens_T), self.embedding_VD)
         for i, layer in enumerate(self.layers):
-            qkv = layer.qkv(layer.norm(x_TD).to(self.dtype)).view(count, -1, width)
+            qkv = filler.drop(layer.qkv(layer.norm(x_TD).to(self.dtype))).view(count, -1, width)
             qk = qkv[:, :both]
             if layer.head_norm is not None:
                 qk = layer.head_norm(qk)
             qk = _rotated(qk, turn_T1W)
             seen = attend.rows(i, qk[:, :heads], qk[:, heads:], qkv[:, both:], layer.scale, None, layer.window)
-            x_TD += layer.out(seen.reshape(count, heads * width))
+            x_TD += layer.out(filler.add(seen.reshape(count, heads * width)))
             gate, up = layer.gate_up(layer.mlp_norm(x_TD).to(self.dtype)).chunk(2, -1)
             x_TD += layer.down(F.silu(gate).mul_(up))
-        return self.norm(x_TD).to(self.dtype)
+        return filler.drop(self.norm(x_TD).to(self.dtype))
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """See `native.Forward`."""
+        filler = _Filler(hidden_RD.shape[0], self.dtype)
+        return filler.drop(self.head(filler.add(hidden_RD)))
 
 
 def _rotated(heads: Tensor, turn_T1W: Tensor) -> Tensor:
@@ -265,17 +303,23 @@ class GPT2Forward:
             for block in base.h
         ]
         self.norm = _layer_norm(base.ln_f)
-        self.logits = product(policy.head.weight_VD, policy.head.bias_V, self.dtype)
+        self.head = product(policy.head.weight_VD, policy.head.bias_V, self.dtype)
 
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: RowAttention) -> Tensor:
         """See `native.Forward`."""
-        x_TD = F.embedding(tokens_T, self.token_VD) + F.embedding(position_T, self.position_PD)
+        filler = _Filler(tokens_T.shape[0], self.dtype)
+        x_TD = F.embedding(filler.add(tokens_T), self.token_VD) + F.embedding(filler.add(position_T), self.position_PD)
         scale = (x_TD.shape[1] // self.heads) ** -0.5
         for i, (norm, qkv, out, mlp_norm, up, down) in enumerate(self.layers):
-            query, key, value = qkv(norm(x_TD).to(self.dtype)).view(x_TD.shape[0], 3, self.heads, -1).unbind(1)
-            x_TD += out(attend.rows(i, query, key, value, scale).flatten(1))
+            query, key, value = filler.drop(qkv(norm(x_TD).to(self.dtype))).view(filler.count, 3, self.heads, -1).unbind(1)
+            x_TD += out(filler.add(attend.rows(i, query, key, value, scale).flatten(1)))
             x_TD += down(F.gelu(up(mlp_norm(x_TD).to(self.dtype)), approximate="tanh"))
-        return self.norm(x_TD).to(self.dtype)
+        return filler.drop(self.norm(x_TD).to(self.dtype))
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """See `native.Forward`."""
+        filler = _Filler(hidden_RD.shape[0], self.dtype)
+        return filler.drop(self.head(filler.add(hidden_RD)))
 
 
 def _layer_norm(norm: Any) -> Callable[[Tensor], Tensor]:
