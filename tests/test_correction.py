@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from groupwise.algorithms import Algorithm, corrected, resolve
+from groupwise.engines import sampled_elsewhere
 from groupwise.errors import ConfigError
-from groupwise.jobs import sampled_elsewhere
 from groupwise.metrics import measure
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy

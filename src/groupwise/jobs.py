@@ -6,7 +6,6 @@ anything large is loaded.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,17 +15,18 @@ from typing import Any
 import torch
 
 from groupwise import parallel
-from groupwise.algorithms import ALGORITHMS, Algorithm, corrected, describe, resolve
+from groupwise.algorithms import ALGORITHMS, Algorithm, describe, resolve
 from groupwise.data.load import Data, load_data, load_texts
 from groupwise.data.order import Order
 from groupwise.data.prompts import visit
 from groupwise.data.tokenizers import make_tokenizer
-from groupwise.errors import ConfigError, EngineError
+from groupwise.engines import agreeing, closing_of, engine_lines, make_engine, sampled_elsewhere
+from groupwise.errors import ConfigError
 from groupwise.evaluate import Evaluation, evaluate
 from groupwise.models.lora import AdaptedPolicy, adapter_size, bare
 from groupwise.models.policy import Blueprint, Policy, make_policy, read_blueprint
 from groupwise.models.scratch import scratch_model
-from groupwise.models.sharded import GatheredEngine, ShardedPolicy, shard
+from groupwise.models.sharded import shard
 from groupwise.objective.credit import process
 from groupwise.objectives import OBJECTIVES, language_model
 from groupwise.offline import Validation, train_offline, validate
@@ -37,9 +37,6 @@ from groupwise.records import Prompt, Sampling, Step
 from groupwise.rewards.compose import Rewards, build_rewards
 from groupwise.rewards.registry import MAKERS
 from groupwise.rollout.engine import Engine
-from groupwise.rollout.native import NativeEngine
-from groupwise.rollout.transformers import TransformersEngine
-from groupwise.rollout.vllm import VllmEngine
 from groupwise.settings import ModelSettings, Recipe, RolloutSettings
 
 Judged = Evaluation | Validation
@@ -151,53 +148,6 @@ def sampling_of(settings: RolloutSettings, **changes: Any) -> Sampling:
         stop=settings.stop,
     )
     return replace(sampling, **changes)
-
-
-def make_engine(policy: Policy, settings: RolloutSettings) -> Engine:
-    """The rollout engine that a recipe names."""
-    name, given = engine_of(settings)
-    common: dict[str, Any] = {"max_rows": settings.max_rows, "keep_special_tokens": settings.keep_special_tokens}
-    if name == "vllm":
-        return VllmEngine(policy, servers=given.get("servers", ()), dtype=given.get("dtype"), **common)
-    if isinstance(policy, ShardedPolicy):
-        return GatheredEngine(policy, lambda plain: make_engine(plain, settings))
-    return {"native": NativeEngine, "transformers": TransformersEngine}[name](policy, **common)
-
-
-def engine_of(settings: RolloutSettings) -> tuple[str, dict[str, Any]]:
-    """The name of a recipe's engine, and what the recipe says beside it."""
-    given = {"name": settings.engine} if isinstance(settings.engine, str) else dict(settings.engine)
-    return str(given.pop("name")), given
-
-
-def sampled_elsewhere(algorithm: Algorithm, settings: RolloutSettings) -> Algorithm:
-    """The algorithm, corrected where the recipe's engine computes other probabilities than the trainer."""
-    name, given = engine_of(settings)
-    keywords = given.get("correct", {}) if name == "vllm" else None
-    return algorithm if keywords is None else corrected(algorithm, keywords)
-
-
-def agreeing(steps: Iterator[Step], engine: Engine) -> Iterator[Step]:
-    """Steps, as long as what a vLLM engine samples is what the trainer scores.
-
-    Raises EngineError at the first step whose mean difference no rounding explains: the servers sample with other weights, another
-    temperature or old keys and values.  That step has been trained on; it is not yielded, and so not saved.
-    """
-    limit = engine.tolerance if isinstance(engine, VllmEngine) else math.inf
-    for step in steps:
-        gap = step.metrics.get("mismatch/mean", 0.0)
-        if not gap <= limit:
-            raise EngineError(
-                f"step {step.number}: sampled and scored log-probs differ by {gap:.2g} nats on average, more than rounding "
-                f"explains ({limit:g}): the vLLM servers sample with other weights, at another temperature or from an old cache. "
-                "The step is thrown away; `groupwise check` tests the servers"
-            )
-        yield step
-
-
-def closing_of(engine: Engine | None) -> list[Callable[[], None]]:
-    """What ends with the job: a vLLM server that the engine has started."""
-    return [engine.close] if isinstance(engine, VllmEngine) else []
 
 
 SHARDED_FROM = 1_000_000_000
@@ -426,7 +376,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
 
     return Job(
         recipe=recipe,
-        plan=[*prepared.plan, *process_lines(policy)],
+        plan=[*prepared.plan, *process_lines(policy), *engine_lines(engine)],
         steps=prepared.steps,
         policy=policy,
         optimizer=optimizer,

@@ -349,11 +349,16 @@ def test_a_support_that_is_cut_off_is_refused(server, engine_of, prompts_of) -> 
         draw(engine_of(server), prompts_of(4), Sampling(top_k=4, max_new_tokens=9))
 
 
+def test_a_min_p_that_was_not_kept_is_found(server, engine_of, prompts_of) -> None:
+    with pytest.raises(EngineError, match=r"a token 1.00 nats below the likeliest could have been drawn where min_p is 0.5"):
+        draw(engine_of(server), prompts_of(4), Sampling(top_k=4, min_p=0.5, max_new_tokens=9))
+
+
 @pytest.mark.parametrize(
     ("facts", "sampling", "size", "says"),
     [
         ({"logprobs": "raw_logprobs"}, SAMPLING, 3, "raw_logprobs, which know no temperature"),
-        ({"heads": 2}, SAMPLING, 3, "knows heads of .32.*, and the policy's have 16"),
+        ({"heads": 2}, SAMPLING, 3, "knows heads of 32, .*, the policy's have 16"),
         ({"vocabulary": 99}, SAMPLING, 3, "a vocabulary of 99, the policy one of 40"),
         ({"device": "cuda"}, SAMPLING, 3, "runs on a GPU and the policy on a CPU"),
         ({"rows": 2}, SAMPLING, 3, "decodes 2 completions at a time, fewer than a group of 3"),
@@ -384,7 +389,9 @@ def test_p1_a_server_that_is_not_there_is_named(engine_of, server, monkeypatch) 
     monkeypatch.setattr(vllm, "PATIENCE", 0.3)
     engine = engine_of(server)
     server.close()
-    with pytest.raises(PeerError, match=rf"{server.url} does not exist: the connection is refused; start one with `groupwise serve"):
+    with pytest.raises(
+        PeerError, match=rf"{server.url} does not exist: the connection is refused; start one with `groupwise serve"
+    ):
         engine.set_version(0)
 
 
@@ -409,7 +416,7 @@ def test_p3_a_server_that_falls_silent_is_named(engine_of, server, prompts_of, m
     answer = server.do
     server.hold = fall_silent
     server.do = lambda path, body: time.sleep(5) if silent.is_set() else answer(path, body)  # type: ignore[method-assign]
-    with pytest.raises(PeerError, match="has given no answer for 0 s .GET /health"):
+    with pytest.raises(PeerError, match=r"has given no answer for 0 s .GET /health"):
         draw(engine, prompts_of(4))
 
 
@@ -417,7 +424,7 @@ def test_p3_a_server_that_answers_but_never_finishes_is_named(engine_of, server,
     monkeypatch.setattr(vllm, "SILENCE", 0.5)
     monkeypatch.setattr(vllm, "POLL", 0.1)
     server.hold = lambda body: time.sleep(3)
-    with pytest.raises(PeerError, match="finished no group for|has given no answer"):
+    with pytest.raises(PeerError, match=r"finished no group for|has given no answer"):
         draw(engine_of(server), prompts_of(4))
 
 

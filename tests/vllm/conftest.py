@@ -64,6 +64,7 @@ def serving(tiny_policy: Callable[..., Policy], tmp_path_factory: pytest.TempPat
                 break
         time.sleep(0.5)
     yield Serving(f"http://127.0.0.1:{port}", policy, process)
+    print((folder / "log").read_text(errors="replace")[-6000:])  # pytest shows it where a test has failed
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(20)

@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from groupwise.engines import agreeing
 from groupwise.errors import EngineError
-from groupwise.jobs import agreeing
+from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Step
+from groupwise.rollout import sampling as draws
 from groupwise.rollout.native import NativeEngine
 from groupwise.rollout.stopping import Stopping
 from groupwise.rollout.vllm import EXACT, VllmEngine
@@ -46,6 +49,16 @@ def gaps(policy: Policy, rollouts: list[Rollout]) -> np.ndarray:
     return np.concatenate([np.abs(logp - rollout.behavior_logp) for logp, rollout in zip(scored, rollouts, strict=True)])
 
 
+def own_support(policy: Policy, rollout: Rollout) -> list[np.ndarray]:
+    """What could have been drawn for each token, by the native engine's rules on the model's own logits."""
+    ids = torch.from_numpy(np.concatenate([rollout.prompt.tokens, rollout.tokens]))
+    with plain_attention(policy.model) as model, torch.no_grad():
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, rollout.prompt.tokens.size - 1 : -1]
+    support = draws.draw(logits, torch.zeros(len(logits), dtype=torch.float64), rollout.sampling)[2]
+    assert support is not None
+    return [found[:size].numpy() for found, size in zip(support.ids_RC, support.size_R, strict=True)]
+
+
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -53,7 +66,7 @@ def gaps(policy: Policy, rollouts: list[Rollout]) -> np.ndarray:
         Sampling(temperature=1.3, max_new_tokens=24),
         Sampling(temperature=0.9, top_k=5, max_new_tokens=24),
         Sampling(temperature=1.1, top_k=8, top_p=0.8, max_new_tokens=24),
-        Sampling(temperature=1.0, top_k=30, min_p=0.1, max_new_tokens=24),
+        Sampling(temperature=0.7, top_k=30, min_p=0.3, max_new_tokens=24),
         Sampling(temperature=0.0, max_new_tokens=24),
     ],
     ids=["cool", "warm", "top_k", "top_p", "min_p", "greedy"],
@@ -67,10 +80,11 @@ def test_what_is_sampled_is_what_is_scored(sampling: Sampling, engine: VllmEngin
         native = draw(NativeEngine(engine.policy, max_rows=8), prompts, sampling)
         assert [r.tokens.tolist() for r in rollouts] == [r.tokens.tolist() for r in native]
     if sampling.truncates:
-        for rollout in rollouts:
-            assert rollout.support is not None
-            assert max(ids.size for ids in rollout.support) <= sampling.top_k
-            assert all(token in ids for token, ids in zip(rollout.tokens, rollout.support, strict=True))
+        expected = [ids for rollout in rollouts for ids in own_support(engine.policy, rollout)]
+        found_ids = [ids for rollout in rollouts for ids in rollout.support or ()]
+        same = [set(ours) == set(theirs) for ours, theirs in zip(expected, found_ids, strict=True)]
+        assert np.mean(same) > 0.99  # a token on the very edge may fall on either side
+        assert any(ids.size < sampling.top_k for ids in found_ids) or (sampling.top_p == 1.0 and sampling.min_p == 0.0)
 
 
 def test_the_distribution_is_the_native_engines(engine: VllmEngine) -> None:
@@ -146,7 +160,7 @@ def test_stale_weights_are_found(engine: VllmEngine, prompts: list[Prompt], move
     moved(engine.policy)
     stops(engine, draw(engine, prompts))
     engine.servers.wires[0].post("/update_weight_version", {"new_version": "somebody else's"}, timeout=10)
-    with pytest.raises(EngineError, match="stale or foreign weights .somebody else's"):
+    with pytest.raises(EngineError, match=r"stale or foreign weights .somebody else's"):
         draw(engine, prompts)
     engine.set_version(engine.version + 1)
     assert gaps(engine.policy, draw(engine, prompts)).max() < 1e-4
@@ -160,7 +174,9 @@ def test_a_missing_cache_reset_is_found(
     tell = type(engine.servers)._tell
     kept = ("/pause?mode=abort", "/reset_prefix_cache", "/resume")
     with monkeypatch.context() as patch:
-        patch.setattr(type(engine.servers), "_tell", lambda self, path, *a, **k: None if path in kept else tell(self, path, *a, **k))
+        patch.setattr(
+            type(engine.servers), "_tell", lambda self, path, *a, **k: None if path in kept else tell(self, path, *a, **k)
+        )
         engine.set_version(engine.version + 1)
         stops(engine, draw(engine, prompts))
     engine.set_version(engine.version + 1)
@@ -184,7 +200,7 @@ def test_a_tied_head_kept_stale_is_found(engine: VllmEngine, prompts: list[Promp
 
 def test_p4_a_server_of_another_model_is_refused(serving: Any, tiny_policy: Callable) -> None:
     deeper = VllmEngine(tiny_policy("llama", layers=3, hidden=64, heads=2, kv_heads=1), servers=[serving.url])
-    with pytest.raises(EngineError, match="/update_weights|/finish_weight_update"):
+    with pytest.raises(EngineError, match=r"/update_weights|/finish_weight_update"):
         deeper.set_version(0)
     deeper.close()
     engine = VllmEngine(serving.policy, servers=[serving.url])  # the server has survived it

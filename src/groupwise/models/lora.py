@@ -45,9 +45,13 @@ class AdaptedPolicy(Policy):
         """The weights below the adapter, which are not copied: see `bare`."""
         return bare(self)
 
+    def merged(self) -> PreTrainedModel:
+        """See `Policy.merged`."""
+        return _merged(self.model)
+
     def save(self, folder: Path) -> None:
         """A plain Hugging Face folder of the merged model, and the adapter in `adapter/`."""
-        _merged(self.model).save_pretrained(folder)
+        self.merged().save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         self._write(folder / FOLDER)
 

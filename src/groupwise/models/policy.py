@@ -122,6 +122,10 @@ class Policy:
         """This policy with all of its weights on this process, while inside; itself unless it is sharded."""
         yield self
 
+    def merged(self) -> PreTrainedModel:
+        """The model as others know it: without adapters, whose part its weights hold."""
+        return self.model
+
     def settle(self) -> None:
         """End a series of passes: a sharded policy lets go of what it gathered."""
 

@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 
 from groupwise.errors import ConfigError, EngineError, PeerError
 
-
 FRESH = 1.0
 """Seconds for which a connection is used again; a server hangs up on one that is idle (uvicorn after five)."""
 DEAD = ("EngineCore", "EngineDead")

@@ -131,15 +131,17 @@ def unfit(facts: Facts, policy: Policy) -> str | None:
 def unfit_heads(policy: Policy) -> str | None:
     """Why vLLM cannot compute a policy's attention on a CPU, or None."""
     width = Shape.of(policy.model.config.to_dict(), 0, dtype="float32").head_width
-    return None if width in CPU_HEADS else f"its attention on a CPU knows heads of {CPU_HEADS} numbers, and the policy's have {width}"
+    known = ", ".join(map(str, CPU_HEADS))
+    return None if width in CPU_HEADS else f"its attention on a CPU knows heads of {known} numbers, the policy's have {width}"
 
 
 def buckets(policy: Policy, dtype: torch.dtype, limit: int = BUCKET_BYTES) -> Iterator[tuple[list[str], list[list[int]], Tensor]]:
     """A policy's weights by their checkpoint's names, in runs of up to `limit` bytes: (names, shapes, all of them as uint8).
 
-    A tied head is sent as the embedding that it is.
+    Adapters are merged into them; a tied head is sent as the embedding that it is.
     """
-    weights = revert_weight_conversion(policy.model, {name: p.detach() for name, p in policy.model.named_parameters()})
+    model = policy.merged()
+    weights = revert_weight_conversion(model, {name: parameter.detach() for name, parameter in model.named_parameters()})
     names: list[str] = []
     parts: list[Tensor] = []
     held = 0

@@ -11,6 +11,7 @@ of a log-prob, and so once in a while a token.
 
 from __future__ import annotations
 
+import copy
 import math
 import queue
 import secrets
@@ -85,7 +86,11 @@ class VllmEngine:
             raise ConfigError(f"vLLM cannot sample for this policy: {wrong}")
 
         def write(folder: Path) -> None:
-            self.policy.model.config.save_pretrained(folder)
+            config = copy.deepcopy(self.policy.model.config)
+            # FSDP2 puts a class of its own before the model's.
+            named = (kind for kind in type(self.policy.model).__mro__ if kind.__module__.startswith("transformers.models."))
+            config.architectures = [next(named).__name__]
+            config.save_pretrained(folder)
             self.policy.tokenizer.save_pretrained(folder)
 
         shape = Shape.of(self.policy.model.config.to_dict(), 0, dtype=dtype)
@@ -95,6 +100,13 @@ class VllmEngine:
         more = ["--load-format", "dummy", "--max-model-len", str(self.policy.context)]
         self._own = OwnServer(write, rows=rows, dtype=dtype, cache=f"{max(64, cache // 900_000)}M", more=more)
         return self._own.url
+
+    @property
+    def where(self) -> str:
+        """Where completions come from, in words."""
+        if self._own is not None:
+            return f"vLLM, a server of this run (log: {self._own.log})"
+        return f"vLLM at {', '.join(wire.url for wire in self.servers.wires)}"
 
     @property
     def tolerance(self) -> float:
@@ -302,6 +314,9 @@ class Choice:
             most = max(len(support) for support in self.support)
             if 2 * sampling.top_k <= most < policy.vocabulary:
                 return f"{most} tokens could have been drawn where top_k is {sampling.top_k}"
+            widest = max(max(found.values()) - min(x for x in found.values() if x > NEVER) for found in self.candidates)
+            if sampling.min_p > 0.0 and widest > 1e-3 - math.log(sampling.min_p):
+                return f"a token {widest:.2f} nats below the likeliest could have been drawn where min_p is {sampling.min_p}"
         return None
 
 

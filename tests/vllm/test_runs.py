@@ -1,0 +1,172 @@
+"""Whole runs on a vLLM server of their own: 20 updates without a mismatch, a server that is killed, two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from groupwise.config import load_recipe
+from groupwise.run import train
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Writes a recipe; keywords replace its keys."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "judges.py").write_text(
+        "def low(completion_ids, **_):\n    return [-sum(ids) / 60 / len(ids) for ids in completion_ids]\n"
+    )
+
+    def make(name: str, **changes: Any) -> str:
+        tree: dict[str, Any] = {
+            "name": name,
+            "runs": str(folder / "runs"),
+            "seed": 3,
+            "objective": "grpo",
+            "steps": STEPS,
+            "model": {"scratch": {"hidden": 64, "layers": 2, "heads": 2, "context": 96, "tokenizer": "arithmetic"}},
+            "data": {"task": "addition", "limit": 64, "eval_limit": 4},
+            "rewards": [{"function": f"{folder}/judges.py:low"}],
+            "rollout": {"max_new_tokens": 40, "engine": "vllm", "temperature": 0.8, "max_rows": 16},
+            "group": {"prompts_per_step": 4, "group_size": 4},
+            "optimizer": {"lr": 1e-3},
+            "eval": {"k": 2, "at_start": False},
+            "save": {"every": 5},
+        } | changes
+        path = folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(tree, sort_keys=False))
+        return str(path)
+
+    return make
+
+
+def run_folder(path: str) -> Path:
+    return Path(path).parent / "runs" / Path(path).stem
+
+
+def lines(path: str) -> list[dict[str, Any]]:
+    file = run_folder(path) / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def weights(path: str) -> dict[str, torch.Tensor]:
+    return load_file(run_folder(path) / "final" / "model.safetensors")
+
+
+def ours() -> set[int]:
+    """Processes of vLLM servers that stem from this test run."""
+    table = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    children: dict[int, list[int]] = {}
+    for line in table.splitlines():
+        pid, parent = map(int, line.split())
+        children.setdefault(parent, []).append(pid)
+    found, todo = set(), [os.getpid()]
+    while todo:
+        found |= set(below := children.get(todo.pop(), []))
+        todo += below
+    return found
+
+
+def living(pids: set[int]) -> set[int]:
+    return {pid for pid in pids if Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe: Callable[..., str]) -> str:
+    """A run of 20 updates."""
+    path = recipe("undisturbed")
+    for _ in train(load_recipe(path)):
+        pass
+    assert not living(ours()), "the server outlives its run"
+    return path
+
+
+def test_twenty_updates_sample_what_they_score(undisturbed: str) -> None:
+    """In float32 every token's log-prob agrees to 1e-4, from a policy that moves; every push of the weights is timed."""
+    found = lines(undisturbed)
+    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
+    assert max(line["mismatch/max"] for line in found) < 1e-4
+    assert max(line["mismatch/bounded"] for line in found) == 0.0
+    assert min(line["ratio/min"] for line in found) == max(line["ratio/max"] for line in found) == 1.0
+    assert all(0.0 < line["time/sync"] < 5.0 for line in found)
+    assert sum(line["reward"] for line in found[-5:]) > sum(line["reward"] for line in found[:5]) + 0.2, "nothing was learnt"
+
+
+def start(path: str, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "groupwise", "train", path, "--quiet", *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def servers(process: subprocess.Popen[str]) -> list[tuple[int, str]]:
+    """Id and address of the HTTP server below a run."""
+    table = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in table.splitlines()]
+    found = [(int(pid), args) for pid, parent, args in rows if int(parent) == process.pid and "groupwise_vllm.py" in args]
+    return [(pid, "http://127.0.0.1:" + re.findall(r"--port (\d+)", args)[0]) for pid, args in found]
+
+
+def wait_for_requests(url: str) -> None:
+    """Until the server is sampling."""
+    while True:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=20) as answer:
+            running = re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", answer.read().decode(), re.MULTILINE)
+        if running and float(running[1]) > 0:
+            return
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_p2_a_server_that_is_lost_while_it_samples_ends_the_run_with_its_name(
+    blow: signal.Signals, undisturbed: str, recipe: Callable[..., str]
+) -> None:
+    """Status 8 within 30 s, a checkpoint of the last whole step, no process left; the same command goes on to the same model."""
+    path = recipe(f"lost-{blow.name.lower()}")
+    process = start(path)
+    while process.poll() is None and len(lines(path)) < 7:
+        time.sleep(0.05)
+    seen = ours()
+    ((server, url),) = servers(process)
+    wait_for_requests(url)
+    os.kill(server, blow)
+    begin = time.monotonic()
+    output, _ = process.communicate(timeout=120)
+    took, done = time.monotonic() - begin, len(lines(path))
+    assert process.returncode == 8, output
+    cause = "was killed by signal 9 .SIGKILL." if blow is signal.SIGKILL else "has given no answer for"
+    assert re.search(f"PeerError: the vLLM server .*{cause}", output), output
+    assert took < 30, took
+    assert not living(seen)
+    assert int((run_folder(path) / "latest").read_text()) == done >= 7
+    if blow is signal.SIGKILL:
+        again = start(path)
+        output, _ = again.communicate(timeout=400)
+        assert again.returncode == 0, output
+        assert [line["step"] for line in lines(path)] == list(range(1, STEPS + 1))
+        expected, found = weights(undisturbed), weights(path)
+        assert all(torch.allclose(found[name], expected[name], atol=1e-4) for name in expected)
+
+
+def test_two_processes_share_one_server(recipe: Callable[..., str]) -> None:
+    """Each asks for its share, the first sends the weights; sharded weights are gathered to be sent."""
+    path = recipe("two", steps=3, parallel="zero3")
+    process = start(path, "--nproc", "2", "--timeout", "300")
+    output, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, output
+    assert max(line["mismatch/max"] for line in lines(path)) < 1e-4
+    assert not living(ours())
