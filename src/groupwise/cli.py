@@ -61,14 +61,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments; overrides may stand behind options too, where argparse by itself would not look for them."""
+    """The arguments; overrides may stand behind options too, and those of `serve` behind --, where argparse would not find them."""
     parser = _parser()
-    given, rest = parser.parse_known_args(arguments)
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    behind = typed.index("--") if typed[:1] == ["serve"] and "--" in typed else len(typed)
+    given, rest = parser.parse_known_args(typed[:behind])
     unknown = [text for text in rest if text.startswith("-") or "overrides" not in vars(given)]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if rest:
         given.overrides = [*given.overrides, *rest]
+    if "more" in vars(given):
+        given.more = typed[behind + 1 :]
     return given
 
 
@@ -164,9 +168,10 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
     command.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help=host)
     command.add_argument("--port", type=_positive, default=8000, metavar="N", help="default %(default)s")
     command.add_argument("--rows", type=_positive, default=256, metavar="N", help="completions at a time (default %(default)s)")
-    command.add_argument("--dtype", default="auto", metavar="TYPE", help="float32 or bfloat16 (default: the checkpoint's)")
+    command.add_argument("--dtype", metavar="TYPE", help="float32 or bfloat16 (default: the checkpoint's)")
     command.add_argument("--cache", metavar="SIZE", help="keys and values, e.g. 4G (default: 512M on a CPU, vLLM's own on a GPU)")
-    command.add_argument("more", nargs="*", metavar="-- ARGUMENTS", help="of `vllm serve`, e.g. -- --tensor-parallel-size 2")
+    command.epilog = "Arguments behind -- go to vLLM as they are: groupwise serve MODEL -- --tensor-parallel-size 2"
+    command.set_defaults(more=[])
 
 
 def _add_install(command: argparse.ArgumentParser) -> None:

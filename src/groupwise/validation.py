@@ -357,7 +357,7 @@ def _wrong_engine(engine: Part) -> str | None:
             takes = f"takes {', '.join(ENGINES[name])}" if ENGINES[name] else "takes nothing beside its name"
             return f"{name} {takes}; got {key!r}{closest(key, ENGINES[name])}"
     servers = given.get("servers", [])
-    if not isinstance(servers, Sequence) or not all(
+    if not isinstance(servers, list | tuple) or not all(
         isinstance(url, str) and re.fullmatch(r"http://[^/\s]+(:\d+)?/?", url) for url in servers
     ):
         return f"servers is a list of addresses like http://127.0.0.1:8000, got {servers!r}"

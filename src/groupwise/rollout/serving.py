@@ -77,7 +77,7 @@ def command(
     host: str,
     port: int,
     rows: int,
-    dtype: str = "auto",
+    dtype: str,
     cache: str | None = None,
     more: Sequence[str] = (),
 ) -> list[str]:
@@ -117,6 +117,13 @@ def environment() -> dict[str, str]:
     }
     # vLLM would bind its threads to cores, also to those that the trainer computes on.
     return os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | needed
+
+
+def stored_dtype(model: str) -> str:
+    """The type of a checkpoint's weights, where it is a folder that says so.  vLLM's `auto` would round float32 to bfloat16."""
+    config = Path(model).expanduser() / "config.json"
+    known = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+    return str(known.get("dtype") or known.get("torch_dtype") or "auto")
 
 
 class OwnServer:
@@ -185,8 +192,9 @@ class OwnServer:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def serve(model: str, *, host: str, port: int, rows: int, dtype: str, cache: str | None, more: Sequence[str]) -> NoReturn:
-    """Become a server: replaces this process.  Raises ConfigError without vLLM."""
-    line = command(model, python=find_python(), host=host, port=port, rows=rows, dtype=dtype, cache=cache, more=more)
+def serve(model: str, *, host: str, port: int, rows: int, dtype: str | None, cache: str | None, more: Sequence[str]) -> NoReturn:
+    """Become a server: replaces this process.  dtype: default the checkpoint's.  Raises ConfigError without vLLM."""
+    python, dtype = find_python(), dtype or stored_dtype(model)
+    line = command(model, python=python, host=host, port=port, rows=rows, dtype=dtype, cache=cache, more=more)
     sys.stdout.flush()
     os.execve(line[0], line, environment())

@@ -67,6 +67,8 @@ class Broadcast(WeightTransferEngine[Meeting, Bucket]):
     init_info_cls = Meeting
     update_info_cls = Bucket
     group: Any = None
+    needed: frozenset[str] = frozenset()
+    """Every parameter of vLLM's model; what an update has not brought yet is `missing`."""
 
     def init_transfer_engine(self, init_info: Meeting) -> None:
         """Meet the trainer; a trainer before it is forgotten."""
@@ -87,7 +89,9 @@ class Broadcast(WeightTransferEngine[Meeting, Bucket]):
 
     def start_weight_update(self) -> None:
         """Open the model's layers for new weights."""
-        self.missing = {name for name, _ in self.model.named_parameters()}
+        # Asked once: an update that was broken off leaves a tied head as a parameter of its own until the next one is complete.
+        self.needed = self.needed or frozenset(name for name, _ in self.model.named_parameters())
+        self.missing = set(self.needed)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
