@@ -27,7 +27,7 @@ Alive = Callable[[], None]
 Facts = Mapping[str, Any]
 """What `groupwise_vllm.Extension.groupwise_facts` says of a server."""
 
-PATIENCE = 10.0
+PATIENCE = 8.0
 """Seconds within which a healthy server answers a short question."""
 UPDATE_SECONDS = 120.0
 """A part of an update of the weights that takes longer has failed."""
