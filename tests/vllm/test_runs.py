@@ -74,7 +74,7 @@ def weights(path: str) -> dict[str, torch.Tensor]:
 
 
 def ours() -> set[int]:
-    """Processes of vLLM servers that stem from this test run."""
+    """Everything that stems from this test run."""
     table = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
     children: dict[int, list[int]] = {}
     for line in table.splitlines():
@@ -87,6 +87,12 @@ def ours() -> set[int]:
     return found
 
 
+def serving(pids: set[int]) -> set[int]:
+    """Those of them that belong to a vLLM server."""
+    commands = {pid: Path(f"/proc/{pid}/cmdline") for pid in living(pids)}
+    return {pid for pid, file in commands.items() if file.exists() and re.search(rb"groupwise_vllm|VLLM::", file.read_bytes())}
+
+
 def living(pids: set[int]) -> set[int]:
     return {pid for pid in pids if Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()}
 
@@ -97,7 +103,7 @@ def undisturbed(recipe: Callable[..., str]) -> str:
     path = recipe("undisturbed")
     for _ in train(load_recipe(path)):
         pass
-    assert not living(ours()), "the server outlives its run"
+    assert not serving(ours()), "the server outlives its run"
     return path
 
 
@@ -172,4 +178,4 @@ def test_two_processes_share_one_server(recipe: Callable[..., str]) -> None:
     output, _ = process.communicate(timeout=500)
     assert process.returncode == 0, output
     assert max(line["mismatch/max"] for line in lines(path)) < 1e-4
-    assert not living(ours())
+    assert not serving(ours())
