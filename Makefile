@@ -21,7 +21,7 @@ test-fast: $(VENV)/.test       ## what takes no more than seconds
 	$(TEST) -m 'not slow'
 
 test-vllm: $(VENV)/.test $(VLLM)/.done   ## the tests that need a real vLLM server (installs one: 2.5 GB)
-	GROUPWISE_VLLM=$(VLLM) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q tests/vllm
+	GROUPWISE_VLLM=$(CURDIR)/$(VLLM) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q tests/vllm
 
 lint: $(VENV)/.dev             ## ruff and pyright
 	$(BIN)/ruff check .

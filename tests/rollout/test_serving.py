@@ -180,6 +180,15 @@ def test_closing_ends_it_with_all_that_it_started_and_leaves_nothing(stand_in, o
     server.close()  # twice is once
 
 
+def test_closing_ends_one_that_was_stopped(stand_in, own) -> None:
+    stand_in("trap 'exit 0' TERM; while true; do sleep 0.1; done")
+    server = own()
+    os.kill(server.process.pid, signal.SIGSTOP)
+    begin = time.monotonic()
+    server.close()
+    assert time.monotonic() - begin < serving.END_SECONDS / 2
+
+
 def test_its_input_ends_when_whoever_started_it_is_gone(stand_in, tmp_path: Path) -> None:
     """The plug-in ends the server when its input does; a trainer that is killed closes it without doing anything."""
     stand_in(f"cat > /dev/null; echo over > {tmp_path}/over")

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from groupwise.errors import ConfigError, EngineError, PeerError
+from groupwise.models.lora import adapt
 from groupwise.records import Finish, Prompt, Sampling
 from groupwise.rollout import transfer, vllm
 from groupwise.rollout.http import Wire
@@ -265,6 +266,22 @@ def test_weights_travel_under_their_checkpoints_names(family: str, limit: int, p
     assert sent.keys() == saved.keys()
     assert all(torch.equal(sent[name], saved[name]) for name in saved)
     assert (len(parts) == 1) == (limit == 1 << 28)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_an_adapter_travels_inside_the_weights_it_changes(family: str, policy_of, tmp_path) -> None:
+    policy = adapt(policy_of(family, dtype=torch.float32), {"rank": 2, "alpha": 4}, base="")
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if name in policy.trained:
+                parameter.normal_()
+    policy.save(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    ((names, shapes, flat),) = buckets(policy, torch.float32)
+    parts = flat.split([4 * int(np.prod(shape)) for shape in shapes])
+    assert set(names) == saved.keys()
+    for name, shape, part in zip(names, shapes, parts, strict=True):
+        assert torch.equal(part.view(torch.float32).view(shape), saved[name]), name
 
 
 def test_weights_arrive_in_the_servers_dtype_between_pause_and_resume(server, engine_of, monkeypatch) -> None:

@@ -25,7 +25,7 @@ SHAPE = {"hidden": 64, "heads": 2, "kv_heads": 1}
 @pytest.fixture(scope="session", autouse=True)
 def environment() -> Iterator[Path]:
     """Where vLLM is: GROUPWISE_VLLM, or `.venv-vllm` in the project.  Without it these tests are skipped."""
-    folder = Path(os.environ.get("GROUPWISE_VLLM", ROOT / ".venv-vllm"))
+    folder = Path(os.environ.get("GROUPWISE_VLLM", ROOT / ".venv-vllm")).absolute()
     if not (folder / "bin" / "python").exists():
         pytest.skip(f"no environment with vLLM in it ({folder}): `make test-vllm` installs one and runs these tests")
     with pytest.MonkeyPatch.context() as patch:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 20
 
 
+REWARD = "def low(completion_ids, **_):\n    return [-sum(ids) / 60 / len(ids) for ids in completion_ids]\n"
+
+
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Writes a recipe; keywords replace its keys."""
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
+    """Writes a recipe into the working directory; keywords replace its keys."""
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "judges.py").write_text(
-        "def low(completion_ids, **_):\n    return [-sum(ids) / 60 / len(ids) for ids in completion_ids]\n"
-    )
+    (folder / "judges.py").write_text(REWARD)
 
     def make(name: str, **changes: Any) -> str:
         tree: dict[str, Any] = {
@@ -43,7 +44,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
             "steps": STEPS,
             "model": {"scratch": {"hidden": 64, "layers": 2, "heads": 2, "context": 96, "tokenizer": "arithmetic"}},
             "data": {"task": "addition", "limit": 64, "eval_limit": 4},
-            "rewards": [{"function": f"{folder}/judges.py:low"}],
+            "rewards": [{"function": "judges.py:low"}],
             "rollout": {"max_new_tokens": 40, "engine": "vllm", "temperature": 0.8, "max_rows": 16},
             "group": {"prompts_per_step": 4, "group_size": 4},
             "optimizer": {"lr": 1e-3},
@@ -54,7 +55,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         path.write_text(yaml.safe_dump(tree, sort_keys=False))
         return str(path)
 
-    return make
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield make
 
 
 def run_folder(path: str) -> Path:
@@ -71,7 +74,7 @@ def weights(path: str) -> dict[str, torch.Tensor]:
 
 
 def ours() -> set[int]:
-    """Processes of vLLM servers that stem from this test run."""
+    """Everything that stems from this test run."""
     table = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
     children: dict[int, list[int]] = {}
     for line in table.splitlines():
@@ -84,6 +87,12 @@ def ours() -> set[int]:
     return found
 
 
+def serving(pids: set[int]) -> set[int]:
+    """Those of them that belong to a vLLM server."""
+    commands = {pid: Path(f"/proc/{pid}/cmdline") for pid in living(pids)}
+    return {pid for pid, file in commands.items() if file.exists() and re.search(rb"groupwise_vllm|VLLM::", file.read_bytes())}
+
+
 def living(pids: set[int]) -> set[int]:
     return {pid for pid in pids if Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()}
 
@@ -94,7 +103,7 @@ def undisturbed(recipe: Callable[..., str]) -> str:
     path = recipe("undisturbed")
     for _ in train(load_recipe(path)):
         pass
-    assert not living(ours()), "the server outlives its run"
+    assert not serving(ours()), "the server outlives its run"
     return path
 
 
@@ -169,4 +178,4 @@ def test_two_processes_share_one_server(recipe: Callable[..., str]) -> None:
     output, _ = process.communicate(timeout=500)
     assert process.returncode == 0, output
     assert max(line["mismatch/max"] for line in lines(path)) < 1e-4
-    assert not living(ours())
+    assert not serving(ours())

@@ -181,6 +181,7 @@ class OwnServer:
         group = self.process.pid  # it leads its own session
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
+            self.process.send_signal(signal.SIGCONT)  # one that was stopped could not hear it
             deadline = time.monotonic() + END_SECONDS
             while self.process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.05)

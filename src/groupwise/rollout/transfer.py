@@ -22,10 +22,12 @@ from groupwise.models.policy import Policy
 from groupwise.plan import Shape
 from groupwise.rollout.http import Wire
 
+Alive = Callable[[], None]
+"""Raises if a server is known to have ended; it knows better than a broken connection what happened."""
 Facts = Mapping[str, Any]
 """What `groupwise_vllm.Extension.groupwise_facts` says of a server."""
 
-PATIENCE = 10.0
+PATIENCE = 8.0
 """Seconds within which a healthy server answers a short question."""
 UPDATE_SECONDS = 120.0
 """A part of an update of the weights that takes longer has failed."""
@@ -38,8 +40,8 @@ BUCKET_BYTES = 1 << 28
 class Servers:
     """Running servers that share the weights of one policy."""
 
-    def __init__(self, urls: Sequence[str], alive: Callable[[], None] = lambda: None) -> None:
-        """alive: raises if a server is known to have ended; it knows better than a broken connection what happened."""
+    def __init__(self, urls: Sequence[str], alive: Alive | None = None) -> None:
+        """alive: of servers that this process has started."""
         self.wires = [Wire(url) for url in urls]
         self.alive = alive
         self.facts: list[Facts] = []
@@ -69,7 +71,8 @@ class Servers:
 
     def _greet(self, wire: Wire, policy: Policy, deadline: float) -> Facts:
         while True:
-            self.alive()
+            if self.alive is not None:
+                self.alive()
             try:
                 wire.get("/health", timeout=PATIENCE)
                 break
@@ -162,11 +165,8 @@ def buckets(policy: Policy, dtype: torch.dtype, limit: int = BUCKET_BYTES) -> It
         yield full()
 
 
-def together(tasks: Sequence[Callable[[], Any]], alive: Callable[[], None]) -> None:
-    """Run all at the same time; the first failure ends the wait, whatever the others still wait for.
-
-    alive: asked before a failure is raised, since it may know its cause.
-    """
+def together(tasks: Sequence[Callable[[], Any]], alive: Alive | None) -> None:
+    """Run all at the same time; the first failure ends the wait, whatever the others still wait for."""
     ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
     def run(task: Callable[[], Any]) -> None:
@@ -184,11 +184,12 @@ def together(tasks: Sequence[Callable[[], Any]], alive: Callable[[], None]) -> N
             blame(failure, alive)
 
 
-def blame(failure: Exception, alive: Callable[[], None]) -> NoReturn:
+def blame(failure: Exception, alive: Alive | None) -> NoReturn:
     """Raise a failure of a server by its cause."""
-    for _ in range(20):  # a server that ends breaks its connections before it is gone
-        alive()
-        time.sleep(0.1)
+    if alive is not None:
+        for _ in range(20):  # a server that ends breaks its connections before it is gone
+            alive()
+            time.sleep(0.1)
     if isinstance(failure, RuntimeError):  # torch's, of a broadcast
         raise PeerError(f"a vLLM server was lost while it took new weights: {str(failure).splitlines()[0][:300]}") from failure
     raise failure

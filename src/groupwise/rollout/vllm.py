@@ -17,7 +17,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from groupwise.rollout.engine import check_request, completion_limit, make_rollo
 from groupwise.rollout.http import Wire
 from groupwise.rollout.sampling import stream_keys
 from groupwise.rollout.serving import MODEL, START_SECONDS, OwnServer
-from groupwise.rollout.transfer import PATIENCE, Servers, blame, unfit_heads
+from groupwise.rollout.transfer import PATIENCE, Alive, Servers, blame, unfit_heads
 
 SILENCE = 1800.0
 """Seconds without a finished group after which a server counts as stalled."""
@@ -74,6 +74,7 @@ class VllmEngine:
         self._run, urls = parallel.from_first(
             lambda: (secrets.token_hex(4), list(servers) or [self._start(max_rows, dtype)]),
         )
+        self._alive = None if self._own is None else self._own.check
         self.servers = Servers(urls, self._alive)
 
     def _start(self, rows: int, dtype: str) -> str:
@@ -114,10 +115,6 @@ class VllmEngine:
         if not self.servers.facts:
             return math.inf
         return EXACT if {str(self.servers.facts[0]["dtype"]), _dtype(self.policy)} == {"float32"} else ROUNDED
-
-    def _alive(self) -> None:
-        if self._own is not None:
-            self._own.check()
 
     def close(self) -> None:
         """Hang up, and end the server of its own."""
@@ -330,8 +327,8 @@ class Flight:
     Iterate over the answers in a `with` block; leaving it hangs up, and the servers drop what they were still sampling.
     """
 
-    def __init__(self, urls: Sequence[str], bodies: Mapping[str, Any], alive: Callable[[], None]) -> None:
-        """urls: where each connection leads; bodies: requests by name; alive: raises if a server is known to have ended."""
+    def __init__(self, urls: Sequence[str], bodies: Mapping[str, Any], alive: Alive | None) -> None:
+        """urls: where each connection leads; bodies: requests by name; alive: of servers that this process has started."""
         self._wires = [Wire(url) for url in urls[: max(1, len(bodies))]]
         self._left, self._alive = len(bodies), alive
         self._todo: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
@@ -382,7 +379,8 @@ class Flight:
 
     def _silence(self) -> PeerError | None:
         """What is wrong with a server that does not answer a short question; None if all do."""
-        self._alive()
+        if self._alive is not None:
+            self._alive()
         for url in dict.fromkeys(wire.url for wire in self._wires):
             wire = Wire(url)
             try:
