@@ -275,7 +275,7 @@ def test_what_is_watched_is_not_what_is_reported(recipe: str, tmp_path: Path) ->
     ("override", "message"),
     [
         ("data.eval_fraction={test: 0.2, dev: 0.1}", "parts test and validation, not dev"),
-        ("data.eval_fraction={validation: 0.1}", "has validation but no test"),
+        ("data.eval_fraction={validation: 0.1}", "holds out validation but no test"),
         ("data.eval_fraction={test: 0.6, validation: 0.5}", "sum to 1.1"),
         ("stages.reward.reward_model.replay={share: 0.1}", "needs the path of a file of older pairs"),
         ("stages.reward.reward_model.replay={path: missing.json}", "no such file 'missing.json'"),
