@@ -137,7 +137,7 @@ def as_command(block: Block) -> None:
         if words[:1] == ["make"]:
             assert all(f"\n{target}:" in makefile for target in words[1:] if "=" not in target), line
         elif words[:1] == ["groupwise"]:
-            cli._parser().parse_args(words[1:])
+            cli._parse(words[1:])
 
 
 @pytest.mark.parametrize("path", pages())
