@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from groupwise import cli
-from groupwise.algorithms import ALGORITHMS, resolve
+from groupwise.algorithms import ALGORITHMS, corrected, resolve
 from groupwise.config import parse_stages
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.metrics import measure
@@ -246,7 +246,7 @@ def test_the_page_explains_every_metric_of_a_step(scored_group: Callable[..., Sc
     groups = [scored_group([1.0, 0.0, None], [2, 3, 4], id="0/0", truncated=(1,)), scored_group([1.0, 1.0], [2, 2], id="0/1")]
     policy, settings = tiny_policy(), GroupSettings(group_size=2, beta=0.1)
     groups = with_reference(groups, policy.frozen_copy(), 1000)
-    algorithm = resolve("grpo", settings, 8)
+    algorithm = corrected(resolve("grpo", settings, 8), {})
     samples = weigh(groups, algorithm.credit(groups), algorithm)
     taken = improve(policy, algorithm, samples, Optimizer(policy.model, OptimizerSettings(), 1), budget=1000)
     found = measure(groups, [taken], algorithm, drawn=2, minibatches=1, seconds={"rollout": 1.0})

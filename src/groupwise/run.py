@@ -106,6 +106,8 @@ class Run:
             # The last whole step: its number, the optimizer steps taken by then, and where the data stood.
             self._whole = (self.done, self.job.optimizer.taken, self.job.order.state())
         except BaseException:
+            if "job" in vars(self):
+                self.job.close()
             self._release_lock()
             raise
 

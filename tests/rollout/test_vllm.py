@@ -393,6 +393,18 @@ def test_an_unfit_server_is_refused_with_the_remedy(facts, sampling, size, says,
         draw(engine_of(server, **options), prompts_of(4), sampling, size)
 
 
+def test_a_mixture_of_experts_is_refused_on_a_cpu(policy_of, server) -> None:
+    engine = VllmEngine(
+        policy_of("mixtral", dtype=torch.float32, num_attention_heads=1, num_key_value_heads=1), servers=[server.url]
+    )
+    with pytest.raises(EngineError, match=r"do not all reach its experts"):
+        engine.set_version(0)
+    server.facts["device"] = "cuda"
+    with pytest.raises(EngineError, match=r"runs on a GPU and the policy on a CPU"):
+        engine.set_version(0)
+    engine.close()
+
+
 def test_a_server_without_the_plug_in_is_refused(server, engine_of) -> None:
     server.status["/collective_rpc"] = 500
     with pytest.raises(EngineError, match="groupwise serve"):

@@ -33,6 +33,8 @@ UPDATE_SECONDS = 120.0
 """A part of an update of the weights that takes longer has failed."""
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head widths that vLLM's attention knows on a CPU; with another it dies at the first completion."""
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""What configs call the number of experts.  Mixtral on vLLM 0.32's CPU build: after an update log-probs were off by a nat."""
 BUCKET_BYTES = 1 << 28
 """Weights that travel together."""
 
@@ -120,7 +122,7 @@ class Servers:
 def unfit(facts: Facts, policy: Policy) -> str | None:
     """Why a server cannot sample for a policy, or None."""
     rows = policy.model.config.vocab_size
-    if facts["device"] == "cpu" and (wrong := unfit_heads(policy)):
+    if facts["device"] == "cpu" and (wrong := unfit_on_cpu(policy)):
         return wrong
     if facts["logprobs"] != "processed_logprobs":
         return f"it reports {facts['logprobs']}, which know no temperature; start it with --logprobs-mode processed_logprobs"
@@ -131,11 +133,15 @@ def unfit(facts: Facts, policy: Policy) -> str | None:
     return None
 
 
-def unfit_heads(policy: Policy) -> str | None:
-    """Why vLLM cannot compute a policy's attention on a CPU, or None."""
-    width = Shape.of(policy.model.config.to_dict(), 0, dtype="float32").head_width
-    known = ", ".join(map(str, CPU_HEADS))
-    return None if width in CPU_HEADS else f"its attention on a CPU knows heads of {known} numbers, the policy's have {width}"
+def unfit_on_cpu(policy: Policy) -> str | None:
+    """Why vLLM cannot sample for a policy on a CPU, or None."""
+    config = policy.model.config.to_dict()
+    width = Shape.of(config, 0, dtype="float32").head_width
+    if width not in CPU_HEADS:
+        return f"its attention on a CPU knows heads of {', '.join(map(str, CPU_HEADS))} numbers, the policy's have {width}"
+    if any(config.get(name) for name in EXPERTS):
+        return "on a CPU the new weights of a mixture of experts do not all reach its experts"
+    return None
 
 
 def buckets(policy: Policy, dtype: torch.dtype, limit: int = BUCKET_BYTES) -> Iterator[tuple[list[str], list[list[int]], Tensor]]:

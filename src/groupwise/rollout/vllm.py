@@ -33,7 +33,7 @@ from groupwise.rollout.engine import check_request, completion_limit, make_rollo
 from groupwise.rollout.http import Wire
 from groupwise.rollout.sampling import stream_keys
 from groupwise.rollout.serving import MODEL, START_SECONDS, OwnServer
-from groupwise.rollout.transfer import PATIENCE, Alive, Servers, blame, unfit_heads
+from groupwise.rollout.transfer import PATIENCE, Alive, Servers, blame, unfit_on_cpu
 
 SILENCE = 1800.0
 """Seconds without a finished group after which a server counts as stalled."""
@@ -83,7 +83,7 @@ class VllmEngine:
                 "a vLLM server of its own is started beside a policy on the CPU only: start one on other GPUs, "
                 "`CUDA_VISIBLE_DEVICES=1 groupwise serve MODEL`, and name it: rollout.engine: {name: vllm, servers: [http://...]}"
             )
-        if wrong := unfit_heads(self.policy):
+        if wrong := unfit_on_cpu(self.policy):
             raise ConfigError(f"vLLM cannot sample for this policy: {wrong}")
 
         def write(folder: Path) -> None:
