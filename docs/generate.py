@@ -9,19 +9,25 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import json
 import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from groupwise.algorithms import ALGORITHMS, PARTS, Algorithm, describe, options, resolve
 from groupwise.explain import render, work
+from groupwise.packing import divide
+from groupwise.plan import Shape, size
+from groupwise.records import Sample
 from groupwise.rewards.registry import BUILTINS, MAKERS
 from groupwise.schema import TRL, settings_table, show
 from groupwise.settings import GroupSettings
+from groupwise.sizing import H100, Load, rank
 
 DOCS = Path(__file__).parent
 
@@ -224,8 +230,128 @@ def sentence(path: Path) -> str:
     return text.split(". ")[0].rstrip(".")
 
 
+# ---------------------------------------------------------------- docs/scaling.md
+
+QWEN = {
+    "0.5B": (896, 4864, 24, 14, 2, 151936, True),
+    "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+    "3B": (2048, 11008, 36, 16, 2, 151936, True),
+    "7B": (3584, 18944, 28, 28, 4, 152064, False),
+    "14B": (5120, 13824, 48, 40, 8, 152064, False),
+    "32B": (5120, 27648, 64, 40, 8, 152064, False),
+    "72B": (8192, 29568, 80, 64, 8, 152064, False),
+}
+"""Width, inner width, blocks, heads, key-value heads, vocabulary, tied head of Qwen2.5's models."""
+TYPICAL = Load(prompts=128, group=16, prompt_tokens=512, completion_tokens=2048, budget=16384, rows=64, recompute=True)
+ROOM = 72 * 2**30
+"""Bytes of an 80 GB device that a plan may fill."""
+
+
+def qwen(name: str) -> Shape:
+    """A model's shape, in bfloat16."""
+    hidden, inner, layers, heads, kv, vocabulary, tied = QWEN[name]
+    width = hidden // heads
+    block = hidden * (heads + 2 * kv) * width + (heads + 2 * kv) * width + heads * width * hidden + 3 * hidden * inner + 2 * hidden
+    config = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads}
+    config |= {"num_key_value_heads": kv, "vocab_size": vocabulary, "tie_word_embeddings": tied}
+    return Shape.of(config, vocabulary * hidden * (1 if tied else 2) + hidden + layers * block, dtype="bfloat16")
+
+
+def sizing_table() -> str:
+    """The fewest H100s that each model trains on, by formula."""
+    lines = [
+        "| model | parameters | processes | `parallel` | training | sampling in the process | rollout | update |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in QWEN:
+        shape = qwen(name)
+        for world in (1, 2, 4, 8, 16, 32, 64, 128):
+            how = {"world": world, "sharded": "zero3" if world > 1 else "ddp", "shards": world}
+            found = rank(shape, TYPICAL, **how, prompts=-(-TYPICAL.prompts // world))
+            never = found.memory.whole + found.memory.cache > ROOM  # however many processes there are
+            if found.memory.training <= ROOM and (never or found.memory.sampling <= ROOM):
+                break
+        fits = found.memory.sampling <= ROOM
+        seconds = {phase: work.seconds(H100, how["shards"], world) for phase, work in found.phases.items()}
+        cells = [
+            f"Qwen2.5 {name}", f"{shape.parameters / 1e9:.2f} billion", str(world), "" if world == 1 else f"`{how['sharded']}`",
+            size(found.memory.training), size(found.memory.sampling) if fits else f"{size(found.memory.sampling)}: too much",
+            f"{seconds['rollout']:.0f} s" if fits else "servers", f"{seconds['update']:.0f} s",
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def balance_table() -> str:
+    """The fullest process's positions over the mean, dealt out by positions and by rows."""
+    lines = ["| processes | by positions: mean, worst | by rows: mean, worst | more positions |", "|---|---|---|---|"]
+    for parts in (2, 4, 8):
+        found = np.array([_balance(parts, seed) for seed in range(8)])
+        ours, rows, more = found.T
+        cells = [
+            str(parts),
+            f"{ours.mean():.3f}, {ours.max():.3f}",
+            f"{rows.mean():.2f}, {rows.max():.2f}",
+            f"{more.mean() - 1:.1%}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _balance(parts: int, seed: int) -> tuple[float, float, float]:
+    """4 groups of 8 for each process: prompts of 30 to 90 tokens, log-normal completions (median 200, deviation 0.8)."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for group in range(4 * parts):
+        prompt = np.zeros(int(rng.integers(30, 90)), np.int64)
+        for _ in range(8):
+            ones = np.ones(int(np.clip(rng.lognormal(np.log(200), 0.8), 1, 4000)))
+            one = {"weight": ones, "advantage": ones, "behavior_logp": ones}
+            samples.append(Sample(group=str(group), prompt=prompt, completion=np.zeros(ones.size, np.int64), **one))
+    load = np.array([sum(unit.positions for unit in part) for part in divide(samples, 16384, parts)])
+    by_rows = [divide([s for s in samples if int(s.group) % parts == rank], 16384, 1)[0] for rank in range(parts)]
+    rows = np.array([sum(unit.positions for unit in part) for part in by_rows])
+    return load.max() / load.mean(), rows.max() / rows.mean(), load.sum() / rows.sum()
+
+
+def parallel_table() -> str:
+    """What `benchmarks/parallel.py` measured."""
+    found = json.loads((DOCS.parent / "benchmarks" / "results" / "parallel.json").read_text(encoding="utf-8"))
+    alone = next(row for row in found["rows"] if row["processes"] == 1)["seconds"]
+    lines = [
+        "| processes | `parallel` | rollout | update | efficiency | imbalance | numbers sent: counted, formula | on the wire |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        seconds = row["seconds"]
+        processor = next(one for one in found["rows"] if one["processes"] == 1)["processor"] / row["processor"]
+        efficiency = f"{sum(alone.values()) / sum(seconds.values()):.0%}, {processor:.0%}"
+        sent = f"{row['counted']:,.0f}, {row['expected']:,.0f}" if row["processes"] > 1 else ""
+        wire = f"{row['wire_bytes'] / 1e6:.1f} MB" if found["namespace"] and row["processes"] > 1 else ""
+        cells = [
+            str(row["processes"]), f"`{row['mode']}`" if row["processes"] > 1 else "", f"{seconds['rollout']:.2f} s",
+            f"{seconds['update']:.2f} s", efficiency, f"{row['imbalance']:.3f}", sent, wire,
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    machine, work = found["machine"], found["workload"]
+    what = f"{work['prompts']} prompts x {work['group']} for each process, {found['rows'][0]['parameters']:,} parameters"
+    lines += ["", f"{what}; {machine['cpu']}, {machine['cpus']} cores, torch {machine['torch']}, {machine['date']}, "
+              f"load {machine['load_1min']:.1f}."]  # fmt: skip
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------- pages
+
 PAGES: dict[str, Callable[[], str]] = {"algorithms.md": algorithms_page}
-TABLES: dict[str, Callable[[], str]] = {"trl": trl_table, "rewards": rewards_table, "explain": explain_block, "tree": tree}
+TABLES: dict[str, Callable[[], str]] = {
+    "trl": trl_table,
+    "rewards": rewards_table,
+    "explain": explain_block,
+    "tree": tree,
+    "balance": balance_table,
+    "sizing": sizing_table,
+    "parallel": parallel_table,
+}
 
 
 def filled(text: str) -> str:

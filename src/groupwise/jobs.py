@@ -40,7 +40,7 @@ from groupwise.rewards.compose import Rewards, build_rewards
 from groupwise.rewards.registry import MAKERS
 from groupwise.rollout.engine import Engine
 from groupwise.settings import ModelSettings, Recipe, RolloutSettings
-from groupwise.sizing import Load, rank, rank_lines
+from groupwise.sizing import H100, Load, rank, rank_lines
 
 Judged = Evaluation | Validation
 """What a policy does on held-out prompts, or what an objective says of held-out rows."""
@@ -175,13 +175,12 @@ class _Prepared:
 
     @classmethod
     def of(cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint] = (), world: int | None = None) -> _Prepared:
-        world = parallel.world().size if world is None else world
         if recipe.objective in ALGORITHMS:
             return cls._online(recipe, blueprint, scorers, world)
         return cls._dataset(recipe, blueprint, world)
 
     @classmethod
-    def _online(cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint], world: int) -> _Prepared:
+    def _online(cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint], world: int | None) -> _Prepared:
         algorithm = resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens)
         algorithm = sampled_elsewhere(algorithm, recipe.rollout)
         prompts = _prompts(recipe, blueprint)
@@ -222,7 +221,7 @@ class _Prepared:
         )
 
     @classmethod
-    def _dataset(cls, recipe: Recipe, blueprint: Blueprint, world: int) -> _Prepared:
+    def _dataset(cls, recipe: Recipe, blueprint: Blueprint, world: int | None) -> _Prepared:
         kind = OBJECTIVES[recipe.objective]
         rows = kind.load(recipe, blueprint)
         tokens = sum(len(row) for row in rows.train) / max(len(rows.train), 1)
@@ -245,14 +244,16 @@ class _Prepared:
         return cls(prompts=prompts, rows=rows, rewards=rewards, algorithm=None, steps=steps, plan=plan)
 
 
-def _held(recipe: Recipe, blueprint: Blueprint, load: Load, world: int) -> Lines:
-    """What the process, or each of several, holds and does in a step."""
+def _held(recipe: Recipe, blueprint: Blueprint, load: Load, world: int | None) -> Lines:
+    """What the process, or each of several, holds and does in a step; where `world` is only planned, also how long that takes."""
     shape = shape_of(recipe, blueprint)
-    spread = parallel.Spread.of(recipe.parallel).decided(shape.parameters, world)
-    if world == 1:
+    count = parallel.world().size if world is None else world
+    spread = parallel.Spread.of(recipe.parallel).decided(shape.parameters, count)
+    if count == 1:
         found = rank(shape, load, world=1, sharded="ddp", shards=1, prompts=load.prompts).memory
         return [("micro-batches", f"at most {load.budget:,} packed positions"), *memory_lines(found)]
-    return rank_lines(shape, load, world=world, sharded=spread.name, shards=spread.shards or world, offload=spread.offload)
+    how = {"sharded": spread.name, "shards": spread.shards or count, "offload": spread.offload}
+    return rank_lines(shape, load, world=count, **how, device=None if world is None else H100)
 
 
 def _scorers(recipe: Recipe, planned: Sequence[Blueprint]) -> Iterator[tuple[Shape, int]]:

@@ -144,6 +144,7 @@ def advice() -> str:
 def leave() -> None:
     """Part in order, when all are done.  A process that fails just ends: the others notice."""
     if dist.is_initialized():
+        wait()  # the first one to go may take the meeting point with it
         if _talk.watch is not None:
             _talk.watch.stop()
         dist.destroy_process_group()

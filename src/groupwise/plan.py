@@ -107,10 +107,24 @@ class Memory:
     """In the memory of the host instead."""
 
     @property
+    def held(self) -> int:
+        """Bytes that are there all the time."""
+        return self.weights + self.optimizer + self.reference + self.rewards
+
+    @property
+    def training(self) -> int:
+        """Bytes in a backward pass."""
+        return self.held + self.gradients + self.gathered + self.activations
+
+    @property
+    def sampling(self) -> int:
+        """Bytes while completions are decoded in this process."""
+        return self.held + self.whole + self.cache
+
+    @property
     def peak(self) -> int:
         """Bytes at the fullest moment of a step."""
-        held = self.weights + self.optimizer + self.reference + self.rewards
-        return held + max(self.gradients + self.gathered + self.activations, self.whole + self.cache)
+        return max(self.training, self.sampling)
 
 
 def memory(

@@ -228,8 +228,8 @@ def prompts_of(load: Load, world: int) -> list[tuple[str, int]]:
     return [(f"rank {begin}" if end - begin == 1 else f"ranks {begin}-{end - 1}", count) for begin, end, count in groups]
 
 
-def rank_lines(shape: Shape, load: Load, *, world: int, sharded: str, shards: int, offload: bool, device: Device = H100) -> Lines:
-    """What every process would hold and do, as it is printed."""
+def rank_lines(shape: Shape, load: Load, *, world: int, sharded: str, shards: int, offload: bool, device: Device | None) -> Lines:
+    """What every process holds and does, as it is printed; how long that takes on a `device`."""
     copies = world // shards
     held = "all weights on each" if sharded == "ddp" else f"weights, gradients and optimizer state spread over {shards} ({sharded})"
     held += f", {copies} copies" if sharded != "ddp" and copies > 1 else ""
@@ -241,12 +241,18 @@ def rank_lines(shape: Shape, load: Load, *, world: int, sharded: str, shards: in
         what = f"{prompts} x {load.group} completions, at most {sampled:,} tokens; " if load.completion_tokens else ""
         lines.append((name, f"{what}{one.positions:,} positions to train in {one.micro_batches} micro-batches"))
         lines += memory_lines(one.memory)
-        seconds = {phase: work.seconds(device, shards, world) for phase, work in one.phases.items()}
-        parts = [
-            f"{phase} {seconds[phase]:.2g} s ({work.flops / 1e12:,.3g} TFLOP, sends {size(work.sent.all)})"
-            for phase, work in one.phases.items()
-        ]
-        lines.append(("phases", f"about {sum(seconds.values()):.2g} s a step: {', '.join(parts)}"))
-    assumed = f"{device.reached:.0%} of its operations and {device.streamed:.0%} of its bandwidths reached"
-    lines.append(("assumed", f"{device.name}, {assumed}, the longest completions; by formula, not measured"))
+        lines += phase_lines(one, device, shards, world) if device is not None else []
+    if device is not None:
+        assumed = f"{device.reached:.0%} of its operations and {device.streamed:.0%} of its bandwidths reached"
+        lines.append(("assumed", f"{device.name}, {assumed}, the longest completions; by formula, not measured"))
     return lines
+
+
+def phase_lines(one: Rank, device: Device, shards: int, world: int) -> Lines:
+    """How long the phases of a step take a process, and why."""
+    seconds = {phase: work.seconds(device, shards, world) for phase, work in one.phases.items()}
+    parts = [
+        f"{phase} {seconds[phase]:.2g} s ({work.flops / 1e12:,.3g} TFLOP, sends {size(work.sent.all)})"
+        for phase, work in one.phases.items()
+    ]
+    return [("phases", f"about {sum(seconds.values()):.2g} s a step: {', '.join(parts)}")]

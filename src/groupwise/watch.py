@@ -73,8 +73,8 @@ class Watch:
             self._watch()
         except Exception as error:  # whatever a store says of itself, it is out of reach
             if not self._over.is_set():
-                text = str(error).strip().splitlines()[:1]
-                self._end(f"the meeting point of the processes is out of reach, its machine or the launcher is gone ({text})")
+                said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+                self._end(f"the meeting point of the processes is out of reach, its machine or the launcher is gone ({said})")
 
     def _watch(self) -> None:
         seen = {other: (b"", time.monotonic()) for other in self.watched}

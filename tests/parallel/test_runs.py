@@ -96,11 +96,25 @@ def test_a_checkpoint_of_four_goes_on_with_one_and_with_two(
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
 
 
-@pytest.mark.parametrize("mode", ["ddp", "zero3"])
+MOVING = {"group": {"reference_refresh": 2, "reference_mix": 0.5}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallel": "ddp"} | MOVING,
+        {"parallel": "zero3"} | MOVING,
+        {"parallel": {"name": "zero2", "offload": True}, "model": {"dtype": "bfloat16"}} | MOVING,
+        {"parallel": "zero3", "model": {"lora": {"rank": 4}}},
+    ],
+    ids=["ddp", "zero3", "offload", "lora"],
+)
 def test_p44_interrupted_equals_straight_bit_for_bit_on_as_many_processes(
-    mode: str, recipe: Callable, ranks: Callable, tmp_path: Path
+    changes: dict[str, Any], recipe: Callable, ranks: Callable, tiny_policy: Callable, tmp_path: Path
 ) -> None:
-    changes = {"parallel": mode, "group": {"reference_refresh": 2, "reference_mix": 0.5}}
+    if "lora" in changes.get("model", {}):
+        tiny_policy().save(tmp_path / "base")
+        changes["model"] |= {"path": str(tmp_path / "base"), "scratch": None}
     ranks(2).run("whole_run", path=recipe("straight", **changes))
     path = recipe("broken", **changes)
     for stop in (1, 3, None):

@@ -66,6 +66,7 @@ def test_a_model_without_numbers_is_the_checkpoints_model(family: str, folder: C
     assert all(torch.equal(buffers[name], buffer) for name, buffer in real.named_buffers())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])
 def test_no_process_reads_or_holds_more_than_its_part(family: str, folder: Callable, ranks: Callable) -> None:
     """Bytes of parameters, counted: a half each of two processes, but for rows that do not divide."""
@@ -83,6 +84,7 @@ def test_no_process_reads_or_holds_more_than_its_part(family: str, folder: Calla
         np.testing.assert_allclose(one["logits"], logits[:, : one["logits"].shape[1]], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_transformers_fuses_is_read_whole_and_spread(folder: Callable, ranks: Callable) -> None:
     path = folder("mixtral")
     expected = {name: p.detach().double().numpy() for name, p in AutoModelForCausalLM.from_pretrained(path).named_parameters()}
@@ -92,6 +94,7 @@ def test_a_checkpoint_that_transformers_fuses_is_read_whole_and_spread(folder: C
         assert all(np.array_equal(one["weights"][name], weight) for name, weight in expected.items())
 
 
+@pytest.mark.slow
 def test_copies_and_host_memory_hold_what_they_say(folder: Callable, ranks: Callable) -> None:
     path = folder("llama")
     for one in ranks(4).run("loaded", folder=str(path), mode={"name": "zero3", "shards": 2, "offload": True}):
@@ -99,6 +102,7 @@ def test_copies_and_host_memory_hold_what_they_say(folder: Callable, ranks: Call
         assert one["places"] == ["cpu"]
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_read_in_pieces_too(folder: Callable, ranks: Callable, tmp_path: Path) -> None:
     """One that exists, with its head; of a language model the head is drawn, on every process the same."""
     settings = ModelSettings(path=str(folder("llama")))
@@ -123,6 +127,7 @@ def test_shards_must_divide_the_processes() -> None:
 # ---- export
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", [1, 2])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 def test_c14_a_sharded_policy_is_exported_as_a_plain_model_with_equal_logits(
@@ -170,6 +175,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_what_changes_while_a_checkpoint_is_written_is_not_in_it(recipe: str, ranks: Callable, tmp_path: Path) -> None:
     """Saving returns before anything has its name, and training may go on; shards are read back bit for bit."""
     (tmp_path / "runs" / "run").mkdir(parents=True)
@@ -255,6 +261,7 @@ def test_c3_a_flipped_bit_in_a_shard_is_found_before_it_is_read(name: str, shard
 # ---- what the plan says
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "mode"), [(2, "ddp"), (2, "zero2"), (2, "zero3"), (4, {"name": "zero3", "shards": 2})])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_p34_the_plan_of_memory_and_traffic_is_what_is_counted(size: int, mode: Any, dtype: str, ranks: Callable) -> None:
