@@ -118,15 +118,18 @@ def memory(
     wide = 3 * shape.intermediate * shape.bytes_per_product + 2 * shape.hidden * stream
     working = wide + (kept_per_block(shape) if recompute else 0)
     # The head holds one chunk of logits, and the trained rows once more with their gradient.
-    rows = int(trained_share * microbatch)
-    chunk = min(rows, max(MIN_ROWS, min(MOST_ROWS, CHUNK_NUMBERS // shape.vocabulary))) * shape.vocabulary * shape.bytes_per_product
-    head = chunk + 2 * rows * shape.hidden * shape.bytes_per_product
+    trained = int(trained_share * microbatch)
+    chunk = min(trained, max(MIN_ROWS, min(MOST_ROWS, CHUNK_NUMBERS // shape.vocabulary))) * shape.vocabulary
+    head = (chunk + 2 * trained * shape.hidden) * shape.bytes_per_product
+    # The embedding's slope beside the head's before they are added; weights in the products' type, for the step.
+    again = 4 * shape.vocabulary * shape.hidden
+    cast = shape.parameters * shape.bytes_per_product if shape.bytes_per_product != shape.bytes_per_weight else 0
     return Memory(
         weights=shape.parameters * shape.bytes_per_weight,
         gradients=shape.parameters * 4,
         optimizer=shape.parameters * (12 if lower else 8),
         reference=shape.parameters * shape.bytes_per_weight if reference else 0,
-        activations=microbatch * kept + max(microbatch * working, head),
+        activations=microbatch * kept + max(microbatch * working, head) + again + cast,
         cache=2 * shape.layers * kv * (prompts * prompt_tokens + rows * completion_tokens) * shape.bytes_per_product
         + rows * shape.vocabulary * 4 * 3,
         rewards=rewards,
