@@ -6,6 +6,7 @@ python benchmarks/report.py
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,45 +16,175 @@ RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md
 INTRO = """\
 # Performance
 
-Made by `python benchmarks/report.py` from `benchmarks/results/`; each row was written by `benchmarks/vs_trl.py`, which runs
-Groupwise and TRL 1.16's own trainer in turn (A B A B), on the same model file, prompts and completion lengths, after both gave the
-same log-probs and gradients for the same completions. A ratio is TRL's median over ours: 3 means three times as fast, or a third
-of the memory. `wall` is elapsed time, `cpu` processor time of all threads: on a machine that does other things at the same time the
-steadier of the two. `load` is the machine's load when the run began; above the number of cores the figures are rough.
+Made by `python benchmarks/report.py` from `benchmarks/results/`; every figure was written there by the benchmark that its section
+names. Processor time of all threads (`cpu`) stands beside elapsed time (`wall`): on a machine that does other things at the same
+time it is the steadier of the two. `load` is the machine's load when a result was written; above the number of cores the figures
+are rough.
 """
+TRL = """\
+## Against TRL
+
+`benchmarks/vs_trl.py` runs Groupwise and TRL 1.16's own trainer in turn (A B A B), on the same model file, prompts and completion
+lengths, after both gave the same log-probs and gradients for the same completions. A ratio is TRL's median over ours: 3 means three
+times as fast, or a third of the memory (peak above what is resident before the first step).
+"""
+LIMITS = """\
+## Against the machine
+
+`benchmarks/limits.py` measures what one core reaches on the products' own sizes. The update's share is the time its products would
+take at the GEMM ceiling over the time it took; the rollout's bound is reading the weights or its rows' products at every step,
+whichever takes longer, and the prefill.
+"""
+ENGINES = """\
+## Against other engines
+
+`benchmarks/vs_engines.py`: generated tokens per processor second, every engine in a process of its own. `full`: all completions as
+long as the longest, for engines that know no schedule. `log-probs`: largest difference of ours from the model's own forward pass.
+"""
+SCALING = """\
+## Scaling
+
+`benchmarks/scaling.py`: one size is changed at a time. `predicted` scales the first row's update by its FLOPs, with every prompt
+counted once and dead groups not at all; `naive` by `prompts x group x (prompt + completion)` positions, padded to the longest.
+Memory is the peak above what is resident before the first step; of it, the gradient and the moments of the vocabulary's matrix.
+"""
+PROFILE = """\
+## Where a step's time goes
+
+`benchmarks/profiling.py`: own time of each operation over that of all operations of one step, under torch's profiler.
+"""
+WHY = {
+    "aten::mm": "products of the update: forward, slopes of inputs and weights",
+    "aten::addmm": "the update's products with a bias",
+    "aten::addmm_": "the update's products, summed in place",
+    "mkl::_mkl_linear": "decoding's and prefill's products, weights packed",
+    "mkldnn::_linear_pointwise": "decoding's and prefill's products, weights packed",
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "attention: two calls a layer and decoded token; training, by segments",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "attention's slopes; float32 where it is the faster kernel",
+    "aten::copy_": "changes of type in bfloat16, keys and values kept, stretches of attention put together",
+    "aten::mul": "norms and rotary positions",
+    "aten::mul_": "norms, gated MLPs in blocks, the head's slopes",
+    "aten::silu": "the MLP's activation, made again in the backward pass instead of kept",
+    "aten::addcmul_": "rotary positions and norms",
+    "aten::silu_backward": "the MLP's slopes",
+    "aten::_log_softmax": "the head's normaliser",
+    "aten::select": "rows of small products",
+    "_SharedBackward": "the attention's loop over segments, in Python",
+    "_Shared": "the attention's loop over segments, in Python",
+    "aten::slice": "views of segments and rows",
+    "aten::add_": "residual stream, sums of slopes",
+    "aten::add": "residual stream",
+    "aten::logsumexp": "the head's normaliser",
+    "aten::_softmax": "the sampled distribution",
+    "aten::_fused_adamw_": "the optimizer",
+    "everything else": "many operations below half a percent, and their dispatch",
+}
+"""What the larger operations are."""
 
 
-def row(found: dict[str, Any]) -> str:
-    """One result as a line of the table."""
-    work, machine = found["workload"], found["machine"]
-    wall, cpu = found["ratios"], found["cpu_ratios"]
+def results(pattern: str) -> list[dict[str, Any]]:
+    """Results by name."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob(pattern))]
+
+
+def table(head: str, rows: Iterator[list[str]]) -> list[str]:
+    """A table; nothing without rows."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    columns = head.count("|") + 1
+    return [f"| {head} |", "|" + "---|" * columns, *lines, ""] if lines else []
+
+
+def workload(work: dict[str, Any]) -> list[str]:
+    """Model, step and type of a workload, as cells."""
+    model = f"{work['family']} {work['hidden']} x {work['layers']}, vocabulary {work['vocab']:,}"
+    step = f"{work['prompts']} x {work['group']}, prompt {work['prompt']}, completion {work['completion']} ({work['lengths']})"
+    return [model, step, work["dtype"]]
+
+
+def trl_row(found: dict[str, Any]) -> list[str]:
+    """One comparison with TRL."""
+    work, wall, cpu = found["workload"], found["ratios"], found["cpu_ratios"]
 
     def pair(name: str) -> str:
         return f"{wall[name]:.2f} / {cpu[name]:.2f}" if name in wall and name in cpu else ""
 
-    shape = f"{work['family']} {work['hidden']} x {work['layers']}, vocabulary {work['vocab']:,}"
-    step = f"{work['prompts']} x {work['group']}, prompt {work['prompt']}, completion {work['completion']} ({work['lengths']})"
-    cells = [
-        work["objective"], shape, step, work["dtype"], f"{work['beta']:g}", f"{work['dead']:g}", str(work["threads"]),
+    return [
+        work["objective"], *workload(work), f"{work['beta']:g}", f"{work['dead']:g}", str(work["threads"]),
         pair("step"), pair("rollout"), pair("update"), f"{wall['memory']:.2f}" if wall.get("memory") else "",
-        f"{found['pairs']}", f"{machine['load_1min']:.1f}",
+        str(found["pairs"]), f"{found['machine']['load_1min']:.1f}",
     ]  # fmt: skip
-    return "| " + " | ".join(cells) + " |"
+
+
+def limits_row(found: dict[str, Any]) -> list[str]:
+    """One measurement of ceilings and shares."""
+    limit, shares = found["ceilings"], found["shares"]
+    gemm = [f"{limit[name]:,.0f}" for name in ("gemm", "gemm_weight_gradient", "gemm_head", "gemm_few_rows")]
+    return [
+        *workload(found["workload"]), *gemm, f"{limit['read']:.1f}",
+        f"{shares['update_of_gemm']:.0%}", f"{shares['rollout_of_bound']:.0%}", f"{found['machine']['load_1min']:.1f}",
+    ]  # fmt: skip
+
+
+def engine_row(found: dict[str, Any]) -> list[str]:
+    """One comparison of engines."""
+    rates = found["tokens_per_second"]
+    cells = [f"{rates[name]:,.0f}" if name in rates else "" for name in ("native", "generate", "native, full")]
+    cells += [f"{rates[name]:,.0f}" if name in rates else "" for name in ("continuous batching, full", "vllm, full")]
+    return [*workload(found["workload"]), *cells, f"{found['logp']:.1e}", f"{found['machine']['load_1min']:.1f}"]
+
+
+def scaling(found: dict[str, Any]) -> Iterator[str]:
+    """The axes of one scaling run."""
+    yield " ".join(["Around", ", ".join(workload(found["workload"])) + ":"]) + "\n"
+    for axis, points in found["axes"].items():
+        first = points[0]
+        rows = (
+            [
+                f"{point['at']:,g}", f"{point['update']:.3f}", f"{first['update'] * point['gflop'] / first['gflop']:.3f}",
+                f"{first['update'] * point['naive_positions'] / first['naive_positions']:.3f}", f"{point['rollout']:.3f}",
+                f"{point['peak_mb']:,.0f}", f"{point['head_state_mb']:,.0f}",
+            ]
+            for point in points
+        )  # fmt: skip
+        yield from table(f"{axis} | update s | predicted | naive | rollout s | peak MB | of it vocabulary", rows)
+        plot = RESULTS / f"scaling_S_{axis}.png"
+        if plot.exists():
+            yield f"![update against {axis}](../benchmarks/results/{plot.name})\n"
+
+
+def profile(found: dict[str, Any]) -> Iterator[str]:
+    """One profiled step."""
+    seconds = ", ".join(f"{phase} {value:.3f} s" for phase, value in found["seconds"].items())
+    yield ", ".join(workload(found["workload"])) + f" ({seconds}):\n"
+    operations = [one for one in found["operations"] if one["share"] >= 0.02]
+    rows = ([f"{one['share']:.1%}", f"{one['calls']:,}", f"`{one['name']}`", WHY.get(one["name"], "")] for one in operations)
+    yield from table("share | calls | operation | what it is", rows)
 
 
 def page() -> str:
     """The whole page."""
-    results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("vs_trl_*.json"))]
+    found = results("*.json")
     machines = sorted(
-        {f"{m['cpu']}, {m['cpus']} cores, torch {m['torch']}, TRL {m['trl']}, {m['date']}" for m in (r["machine"] for r in results)}
+        {f"{m['cpu']}, {m['cpus']} cores, torch {m['torch']}, {m['date']}" for m in (r["machine"] for r in found if "machine" in r)}
     )
-    head = (
-        "| objective | model | a step | type | beta | dead | threads | step wall / cpu | rollout | update | memory | pairs | load |"
+    lines = [INTRO, *(f"Machine: {machine}." for machine in machines), "", TRL]
+    lines += table(
+        "objective | model | a step | type | beta | dead | threads | step wall / cpu | rollout | update | memory | pairs | load",
+        map(trl_row, results("vs_trl_*.json")),
     )
-    lines = [INTRO, *(f"Machine: {machine}." for machine in machines), "", head, "|" + "---|" * 13, *map(row, results), ""]
+    head = "model | a step | type | GEMM GFLOP/s | of weight slopes | of the head | few rows | read GB/s | update | rollout | load"
+    head_engines = (
+        "model | a step | type | native | generate | native, full | continuous batching, full | vLLM, full | log-probs | load"
+    )
+    for text, rows in (
+        (LIMITS, table(head, map(limits_row, results("limits_*.json")))),
+        (ENGINES, table(head_engines, map(engine_row, results("vs_engines_*.json")))),
+        (SCALING, [line for one in results("scaling_*.json") for line in scaling(one)]),
+        (PROFILE, [line for one in results("profile_*.json") for line in profile(one)]),
+    ):
+        lines += [text, *rows] if rows else []
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
-    print(page())

@@ -161,14 +161,17 @@ def memory(
     # The head holds one chunk of logits, and the trained rows once more with their gradient.
     predicted = int(trained_share * microbatch)
     chunk_rows = max(MIN_ROWS, min(MOST_ROWS, CHUNK_NUMBERS // shape.vocabulary))
-    chunk = min(predicted, chunk_rows) * shape.vocabulary * shape.bytes_per_product
-    head = chunk + 2 * predicted * shape.hidden * shape.bytes_per_product
+    chunk = min(predicted, chunk_rows) * shape.vocabulary
+    head = (chunk + 2 * predicted * shape.hidden) * shape.bytes_per_product
+    # The embedding's slope beside the head's before they are added; weights in the products' type, for the step.
+    again = 0 if adapter else 4 * shape.vocabulary * shape.hidden
+    cast = shape.parameters * shape.bytes_per_product if shape.bytes_per_product != shape.bytes_per_weight else 0
     return Memory(
         weights=(shape.parameters + adapter) * shape.bytes_per_weight,
         gradients=trained * 4,
         optimizer=trained * (12 if lower else 8),
         reference=shape.parameters * shape.bytes_per_weight if reference and not adapter else 0,
-        activations=microbatch * kept + max(microbatch * working, head),
+        activations=microbatch * kept + max(microbatch * working, head) + again + cast,
         cache=2 * shape.layers * kv * (prompts * prompt_tokens + rows * completion_tokens) * shape.bytes_per_product
         + rows * shape.vocabulary * 4 * 3,
         rewards=rewards,

@@ -1,0 +1,63 @@
+"""Where the time of one of our steps goes, operation by operation.
+
+    python benchmarks/profiling.py --shape M --dtype bfloat16
+
+A few steps warm up and give the time without a profiler; then torch's profiler watches one.  An operation's share is of the
+processor time of all operations in that step, its own time only; what is left of the step without a profiler is Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from _machine import median, save, significant
+from _workload import add_options, model_folder, workload
+
+LEAST = 0.005
+"""Operations with a smaller share are added up as `everything else`."""
+
+
+def main() -> None:
+    """Profile one workload and print the operations by share."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--steps", type=int, default=3, help="steps without the profiler (default: 3)")
+    options = parser.parse_args()
+    work = workload(options)
+    os.environ["OMP_NUM_THREADS"] = str(work.threads)
+    import torch
+    from _ours import Ours
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.set_num_threads(work.threads)
+    with tempfile.TemporaryDirectory(prefix="groupwise-bench-") as scratch:
+        side = Ours(work, model_folder(work, Path(scratch)))
+    side.step()
+    steps = [side.step()["cpu"] for _ in range(options.steps)]
+    seconds = {phase: median([step[phase] for step in steps]) for phase in ("step", "rollout", "update") if phase in steps[0]}
+    with profile(activities=[ProfilerActivity.CPU]) as watched:
+        side.step()
+    own = {event.key: (event.self_cpu_time_total * 1e-6, event.count) for event in watched.key_averages()}
+    total = sum(time for time, _ in own.values())
+    operations = [
+        {"name": name, "share": significant(time / total), "calls": calls}
+        for name, (time, calls) in sorted(own.items(), key=lambda item: -item[1][0])
+        if time / total >= LEAST
+    ]
+    rest = 1.0 - sum(operation["share"] for operation in operations)
+    operations.append({"name": "everything else", "share": significant(rest), "calls": sum(calls for _, calls in own.values())})
+    print(f"a step {seconds['step']:.3f} s; operations under the profiler {total:.3f} s")
+    for operation in operations:
+        print(f"  {operation['share']:6.1%}  {operation['calls']:6d}  {operation['name']}")
+    result = {"workload": asdict(work), "seconds": seconds, "profiled": significant(total), "operations": operations}
+    save(f"profile_{options.shape}_{work.dtype}_threads_{work.threads}", result)
+    print(json.dumps({operation["name"]: operation["share"] for operation in operations[:5]}))
+
+
+if __name__ == "__main__":
+    main()
