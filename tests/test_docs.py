@@ -252,8 +252,8 @@ def test_the_page_explains_every_metric_of_a_step(scored_group: Callable[..., Sc
     found = measure(groups, [taken], algorithm, drawn=2, minibatches=1, seconds={"rollout": 1.0})
     listed = {name for row in cells("monitoring.md", 3) for name in re.findall(r"`([^`]+)`", row[0])}
     shown = {re.sub(r"^rewards/r/", "rewards/NAME/", name) for name in found}
-    elsewhere = {name for name in listed if name.startswith("ranks/") or name == "mismatch/bounded"}  # several processes, vLLM
-    assert shown == listed - elsewhere, shown ^ listed
+    several = {name for name in listed if name.startswith("ranks/")}  # only where there are several processes
+    assert shown == listed - several, shown ^ listed
 
 
 def test_the_glossary_has_every_word_that_names_are_made_of() -> None:
