@@ -368,7 +368,7 @@ class Flight:
                     raise silence from None
                 if time.monotonic() - last > SILENCE:
                     raise PeerError(
-                        f"the vLLM servers have finished no completion for {SILENCE:.0f} s, though they answer"
+                        f"the vLLM servers have finished no group for {SILENCE:.0f} s, though they answer"
                     ) from None
                 continue
             if isinstance(answer, Exception):
