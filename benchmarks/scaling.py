@@ -88,6 +88,7 @@ def main() -> None:
     options = parser.parse_args()
     base = workload(options)
     tables: dict[str, list[dict[str, Any]]] = {}
+    drawn: list[bool] = []
     with tempfile.TemporaryDirectory(prefix="groupwise-bench-") as scratch:
         for axis in options.axis:
             points = tables[axis] = []
@@ -103,8 +104,9 @@ def main() -> None:
                     f"{point['peak_mb']:7.0f} ({point['head_state_mb']:.0f})",
                     flush=True,
                 )
-    save(f"scaling_{options.shape}_{base.dtype}_threads_{base.threads}", {"workload": asdict(base), "axes": tables})
-    drawn = [plot(axis, points, RESULTS / f"scaling_{options.shape}_{axis}.png") for axis, points in tables.items()]
+            # After every axis: a run that is cut short leaves what it has.
+            save(f"scaling_{options.shape}_{base.dtype}_threads_{base.threads}", {"workload": asdict(base), "axes": tables})
+            drawn.append(plot(axis, points, RESULTS / f"scaling_{options.shape}_{axis}.png"))
     if not all(drawn):
         print("no plots: matplotlib is not installed (pip install matplotlib)")
     print(json.dumps({axis: [[point["at"], point["update"]] for point in points] for axis, points in tables.items()}))

@@ -31,8 +31,8 @@ from transformers.pytorch_utils import Conv1D
 
 from groupwise.models.attention import NAME, packed_attention
 
-BLOCK_NUMBERS = 1 << 17
-"""Activations of an MLP that are worked on at a time."""
+BLOCK_NUMBERS = 1 << 16
+"""Activations that are worked on at a time between products."""
 
 
 @contextmanager
@@ -56,23 +56,35 @@ class RMSNorm(torch.autograd.Function):
     """`weight * x / sqrt(mean(x^2) + eps)` in float32, rounded to `dtype` where transformers rounds it."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        wide_TD = x_TD.float()
-        scale_T = torch.linalg.vector_norm(wide_TD, dim=-1, keepdim=True).square_().div_(x_TD.shape[-1]).add_(eps).rsqrt_()
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        x_TD = x.flatten(0, -2)
+        scale_T = x_TD.new_empty(x_TD.shape[0], 1, dtype=torch.promote_types(x.dtype, torch.float32))
+        out_TD = torch.empty_like(x_TD, dtype=dtype)
+        for rows in _blocks(x_TD):
+            wide_TD = x_TD[rows].to(scale_T.dtype)
+            length_T = torch.linalg.vector_norm(wide_TD, dim=-1, keepdim=True)
+            scale_T[rows] = length_T.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+            # bfloat16 weights multiply what has been rounded already; float32 weights come first.
+            if dtype == wide_TD.dtype:
+                torch.mul(wide_TD, scale_T[rows], out=out_TD[rows]).mul_(weight_D)
+            else:
+                out_TD[rows] = (wide_TD * scale_T[rows]).to(x.dtype).mul_(weight_D)
         ctx.save_for_backward(x_TD, weight_D, scale_T)
-        # bfloat16 weights multiply what has been rounded already; float32 weights come first.
-        return (wide_TD * scale_T).to(x_TD.dtype).mul_(weight_D).to(dtype)
+        return out_TD.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight_D, scale_T = ctx.saved_tensors
-        grad_TD, wide_D = grads[0].float(), weight_D.float()
-        unit_TD = x_TD * scale_T
-        along_TD = unit_TD * grad_TD
-        grad_weight_D = along_TD.flatten(0, -2).sum(0).to(weight_D.dtype)
-        share_T = (along_TD @ wide_D).div_(-x_TD.shape[-1])[..., None]
-        grad_x_TD = torch.mul(grad_TD, wide_D, out=along_TD).addcmul_(unit_TD, share_T).mul_(scale_T)
-        return grad_x_TD.to(x_TD.dtype), grad_weight_D, None, None
+        slope_TD, wide_D = grads[0].flatten(0, -2), weight_D.to(scale_T.dtype)
+        grad_x_TD, grad_weight_D = torch.empty_like(x_TD), torch.zeros_like(wide_D)
+        for rows in _blocks(x_TD):
+            grad_TD = slope_TD[rows].to(scale_T.dtype)
+            unit_TD = x_TD[rows] * scale_T[rows]
+            along_TD = unit_TD * grad_TD
+            grad_weight_D += along_TD.sum(0)
+            share_T = (along_TD @ wide_D).div_(-x_TD.shape[-1])[..., None]
+            grad_x_TD[rows] = torch.mul(grad_TD, wide_D, out=along_TD).addcmul_(unit_TD, share_T).mul_(scale_T[rows])
+        return grad_x_TD.view_as(grads[0]), grad_weight_D.to(weight_D.dtype), None, None
 
 
 class Rotary(torch.autograd.Function):
@@ -82,8 +94,9 @@ class Rotary(torch.autograd.Function):
     def forward(ctx: Any, x_HTW: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Tensor:
         ctx.save_for_backward(cos_TW, sin_TW)
         half = x_HTW.shape[-1] // 2
-        out_HTW = x_HTW * cos_TW
-        wide_HTW = x_HTW.to(out_HTW.dtype)
+        # Widened first: products of two types at once are slow.
+        wide_HTW = x_HTW.to(torch.promote_types(x_HTW.dtype, cos_TW.dtype))
+        out_HTW = wide_HTW * cos_TW
         out_HTW[..., :half].addcmul_(wide_HTW[..., half:], sin_TW[..., :half], value=-1)
         out_HTW[..., half:].addcmul_(wide_HTW[..., :half], sin_TW[..., half:])
         return out_HTW.to(x_HTW.dtype)
@@ -93,8 +106,8 @@ class Rotary(torch.autograd.Function):
         cos_TW, sin_TW = ctx.saved_tensors
         grad_HTW = grads[0]
         half = grad_HTW.shape[-1] // 2
-        out_HTW = grad_HTW * cos_TW
-        wide_HTW = grad_HTW.to(out_HTW.dtype)
+        wide_HTW = grad_HTW.to(torch.promote_types(grad_HTW.dtype, cos_TW.dtype))
+        out_HTW = wide_HTW * cos_TW
         out_HTW[..., :half].addcmul_(wide_HTW[..., half:], sin_TW[..., half:])
         out_HTW[..., half:].addcmul_(wide_HTW[..., :half], sin_TW[..., :half], value=-1)
         return out_HTW.to(grad_HTW.dtype), None, None
