@@ -367,9 +367,7 @@ class Flight:
                 if silence is not None and unanswered >= LOST:
                     raise silence from None
                 if time.monotonic() - last > SILENCE:
-                    raise PeerError(
-                        f"the vLLM servers have finished no group for {SILENCE:.0f} s, though they answer"
-                    ) from None
+                    raise PeerError(f"the vLLM servers have finished no group for {SILENCE:.0f} s, though they answer") from None
                 continue
             if isinstance(answer, Exception):
                 blame(answer, self._alive)
