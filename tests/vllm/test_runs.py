@@ -118,14 +118,24 @@ def test_twenty_updates_sample_what_they_score(undisturbed: str) -> None:
     assert sum(line["reward"] for line in found[-5:]) > sum(line["reward"] for line in found[:5]) + 0.2, "nothing was learnt"
 
 
-def start(path: str, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "groupwise", "train", path, "--quiet", *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts the command `groupwise train`; what still runs after the test is ended."""
+    made: list[subprocess.Popen[str]] = []
+
+    def run(path: str, *options: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "groupwise", "train", path, "--quiet", *options]
+        made.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        return made[-1]
+
+    yield run
+    for process in made:
+        process.kill()
 
 
 def servers(process: subprocess.Popen[str]) -> list[tuple[int, str]]:
     """Id and address of the HTTP server below a run."""
-    table = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    table = subprocess.run(["ps", "-ww", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
     rows = [line.split(None, 2) for line in table.splitlines()]
     found = [(int(pid), args) for pid, parent, args in rows if int(parent) == process.pid and "groupwise_vllm.py" in args]
     return [(pid, "http://127.0.0.1:" + re.findall(r"--port (\d+)", args)[0]) for pid, args in found]
@@ -142,7 +152,7 @@ def wait_for_requests(url: str) -> None:
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 def test_p2_a_server_that_is_lost_while_it_samples_ends_the_run_with_its_name(
-    blow: signal.Signals, undisturbed: str, recipe: Callable[..., str]
+    blow: signal.Signals, undisturbed: str, recipe: Callable[..., str], start: Callable[..., subprocess.Popen[str]]
 ) -> None:
     """Status 8 within 30 s, a checkpoint of the last whole step, no process left; the same command goes on to the same model."""
     path = recipe(f"lost-{blow.name.lower()}")
@@ -171,7 +181,7 @@ def test_p2_a_server_that_is_lost_while_it_samples_ends_the_run_with_its_name(
         assert all(torch.allclose(found[name], expected[name], atol=1e-4) for name in expected)
 
 
-def test_two_processes_share_one_server(recipe: Callable[..., str]) -> None:
+def test_two_processes_share_one_server(recipe: Callable[..., str], start: Callable[..., subprocess.Popen[str]]) -> None:
     """Each asks for its share, the first sends the weights; sharded weights are gathered to be sent."""
     path = recipe("two", steps=3, parallel="zero3")
     process = start(path, "--nproc", "2", "--timeout", "300")
