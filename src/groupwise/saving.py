@@ -14,7 +14,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from groupwise import checkpoint, parallel, shards
@@ -115,8 +114,8 @@ def _together(work: Callable[[], Found]) -> list[Found]:
     found, wrong = [], None
     try:
         found = [work()]
-    except (GroupwiseError, OSError, SafetensorError) as error:
-        wrong = str(error)
+    except Exception as error:  # whatever it is, the others wait to hear of it
+        wrong = str(error) if isinstance(error, (GroupwiseError, OSError)) else f"{type(error).__name__}: {error}"
     outcomes = parallel.gather([(found, wrong)], aside=True)
     for rank, (_, failure) in enumerate(outcomes):
         if failure is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
 import threading
@@ -14,11 +15,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from groupwise import checkpoint, parallel
+from groupwise import checkpoint, parallel, shards
 from groupwise.algorithms import resolve
 from groupwise.config import load_recipe
 from groupwise.data.order import Order
 from groupwise.data.tokenizers import make_tokenizer
+from groupwise.errors import StorageError
 from groupwise.holding import hold
 from groupwise.jobs import make_engine
 from groupwise.models import sharded
@@ -338,3 +340,36 @@ def saved_while_training(folder: str, recipe: str) -> dict[str, Any]:
         same = all(np.array_equal(after[name], tensor) for name, tensor in before[1].items()) and len(after) > 10
         steps.close()
     return {"unfinished": unfinished, "same": same, "weights": before[0], "newest": str(newest)}
+
+
+def failing_save(folder: str, recipe: str, where: str) -> dict[str, Any]:
+    """Rank 1's disk is full while it writes its part; what every process hears, and what lies there afterwards."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Run(load_recipe(recipe), Path(folder)) as run:
+        steps = run.steps()
+        next(steps)
+        run._save()
+        run.saver.wait()
+        next(steps)
+        run._whole = (2, run.job.optimizer.taken, run.job.order.state())
+        target = {"policy": (sharded, "save_file"), "shards": (shards.FileSystemWriter, "write_data")}[where]
+        genuine, sharded.SINGLE_FILE = getattr(*target), 0  # both processes have a file of the policy to write
+        if parallel.world().rank == 1:
+            setattr(*target, full)
+        said = ""
+        try:
+            run._save()
+            run.saver.wait()
+        except StorageError as error:
+            said = str(error)
+        finally:
+            setattr(*target, genuine)
+            sharded.SINGLE_FILE = 1 << 30
+        parallel.wait()
+        left = sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
+        parallel.wait()
+        steps.close()
+    return {"said": said, "left": left, "newest": str(checkpoint.latest(Path(folder)))}

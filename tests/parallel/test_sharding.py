@@ -190,6 +190,19 @@ def test_what_changes_while_a_checkpoint_is_written_is_not_in_it(recipe: str, ra
     assert {path.name for path in (newest / "trainer" / "shards").iterdir()} == {".metadata", "__0_0.distcp", "__1_0.distcp"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["policy", "shards"])
+def test_c5_a_disk_that_is_full_for_one_process_is_named_by_all(where: str, recipe: str, ranks: Callable, tmp_path: Path) -> None:
+    """Nothing half-written stays, and the checkpoint before is the last."""
+    (tmp_path / "runs" / "run").mkdir(parents=True)
+    given = {"folder": str(tmp_path / "runs" / "run"), "recipe": recipe, "where": where}
+    for one in ranks(2).run("failing_save", **given):
+        assert "No space left on device" in one["said"]
+        assert "process 1" in one["said"]
+        assert one["left"] == ["000001"]
+        assert Path(one["newest"]).name in ("000001", "000002")  # closing the run saves once more
+
+
 class Bomb:
     """Writes a file when it is unpickled."""
 
