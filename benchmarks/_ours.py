@@ -81,9 +81,11 @@ class Ours:
     def __init__(self, work: Workload, folder: Path) -> None:
         self.work = work
         self.policy = load(work, folder)
-        self.group = GroupSettings(group_size=work.group, prompts_per_step=work.prompts, beta=work.beta, dead_groups="exact")
-        self.algorithm = resolve("grpo", self.group, work.completion)
-        self.reference = self.policy.frozen_copy() if work.online and self.algorithm.needs_reference else None
+        self.reference: Policy | None = None
+        if work.online:
+            self.group = GroupSettings(group_size=work.group, prompts_per_step=work.prompts, beta=work.beta, dead_groups="exact")
+            self.algorithm = resolve("grpo", self.group, work.completion)
+            self.reference = self.policy.frozen_copy() if self.algorithm.needs_reference else None
         self.meter = Meter()
         self.loop = self._online() if work.online else self._offline()
         self.peak = Peak()
