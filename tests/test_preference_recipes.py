@@ -83,20 +83,21 @@ TINY = ("model.scratch.hidden=32", "model.scratch.layers=1", "model.scratch.toke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["preference", "preference-hacking"])
-def test_from_pairs_to_a_policy(recipe: str, pairs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("recipe", "last"), [("preference", "judge"), ("preference-hacking", "reward")])
+def test_from_pairs_to_a_policy(recipe: str, last: str, pairs: Path, tmp_path: Path) -> None:
+    """last: which of the two reward models reads the last token, as transformers does."""
     text = run(recipe, small(recipe, pairs, *TINY))
     for words in ("pair accuracy", "length rule", "bag of words", "before grpo", "after grpo", "mean reward"):
         assert words in text, words
     for step in metrics(tmp_path / "runs" / recipe / "grpo"):
         assert all(np.isfinite(value) for value in step.values() if isinstance(value, float)), step
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "runs" / recipe / "reward/final")
-    scorer = AutoModelForSequenceClassification.from_pretrained(tmp_path / "runs" / recipe / "reward/final").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "runs" / recipe / last / "final")
+    scorer = AutoModelForSequenceClassification.from_pretrained(tmp_path / "runs" / recipe / last / "final").eval()
     rollout = read_step(tmp_path / "runs" / recipe / "grpo", 1).groups[0]
     ids = [np.concatenate([one.prompt.tokens, one.tokens]).tolist() for one in rollout.rollouts]
     with torch.no_grad():  # transformers' own scores, padded, of the very ids that were rewarded
         scores = scorer(**tokenizer.pad({"input_ids": ids}, return_tensors="pt")).logits[:, 0]
-    np.testing.assert_allclose(rollout.rewards[:, rollout.names.index("reward")], scores.numpy(), atol=1e-4)
+    np.testing.assert_allclose(rollout.rewards[:, rollout.names.index(last)], scores.numpy(), atol=1e-4)
 
 
 @pytest.mark.slow
