@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 from _machine import Meter, Peak
-from _workload import Workload, text_of, tokenizer_of
+from _workload import Workload, text_of
 
 from groupwise import online
 from groupwise.algorithms import resolve
 from groupwise.clock import Clock
 from groupwise.data.demonstrations import Demonstration
 from groupwise.data.pairs import Pair
+from groupwise.data.tokenizers import load_tokenizer
 from groupwise.models.heads import load_scorer
 from groupwise.models.policy import Policy, make_policy, read_blueprint
 from groupwise.offline import SFT, Objective, train_offline
@@ -50,7 +51,7 @@ def load(work: Workload, folder: Path) -> Policy:
     """The policy, with an EOS that cannot be drawn: the schedule alone ends completions."""
     dtype = "autocast" if work.dtype == "bfloat16" else "float32"
     settings = ModelSettings(path=str(folder), dtype=dtype, device="cpu")  # type: ignore[arg-type]
-    blueprint = read_blueprint(settings, tokenizer_of(folder))
+    blueprint = read_blueprint(settings, load_tokenizer(str(folder)))
     if work.objective == "reward":
         return load_scorer(settings, blueprint)
     policy = make_policy(blueprint.load(), blueprint.tokenizer, settings)

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from _machine import Meter, Peak
-from _workload import Workload, reward, text_of, tokenizer_of
+from _workload import Workload, reward, text_of
 from datasets import Dataset
 from transformers import LogitsProcessor, LogitsProcessorList, Trainer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+from groupwise.data.tokenizers import load_tokenizer
 
 STEPS = 10**6
 CERTAIN = 1e30
@@ -131,7 +133,7 @@ def _grpo(work: Workload, folder: Path, scratch: Path, conductor: Conductor) -> 
         reward_funcs=reward,
         args=config,
         train_dataset=Dataset.from_dict({"prompt": prompts, "dead": dead}),
-        processing_class=tokenizer_of(folder),
+        processing_class=load_tokenizer(str(folder)),
         callbacks=[conductor],
     )
     schedule = LogitsProcessorList([Schedule(work.schedule(), work.prompt)])
@@ -201,7 +203,7 @@ def _sft(work: Workload, folder: Path, scratch: Path, conductor: Conductor) -> T
         model=str(folder),
         args=SFTConfig(**_settings(work, scratch), model_init_kwargs={"dtype": "float32"}, completion_only_loss=True),
         train_dataset=Dataset.from_list(data),
-        processing_class=tokenizer_of(folder),
+        processing_class=load_tokenizer(str(folder)),
         callbacks=[conductor],
     )
     return _keep_loss(trainer, conductor)
@@ -218,7 +220,7 @@ def _reward(work: Workload, folder: Path, scratch: Path, conductor: Conductor) -
         model=str(folder),
         args=config,
         train_dataset=Dataset.from_list(data),
-        processing_class=tokenizer_of(folder),
+        processing_class=load_tokenizer(str(folder)),
         callbacks=[conductor],
     )
     return _keep_loss(trainer, conductor)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -167,11 +169,15 @@ def model_folder(work: Workload, parent: Path) -> Path:
     return folder
 
 
-def tokenizer_of(folder: Path) -> Any:
-    """The folder's tokenizer as it was saved (AutoTokenizer would put the family's own splitting in place of it)."""
-    from transformers import PreTrainedTokenizerFast
+def ours(work: Workload) -> Any:
+    """Our side of a workload in this process (`_ours.Ours`).  Call it before torch is imported: it says with how many threads."""
+    os.environ["OMP_NUM_THREADS"] = str(work.threads)
+    import torch
+    from _ours import Ours
 
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    torch.set_num_threads(work.threads)
+    with tempfile.TemporaryDirectory(prefix="groupwise-bench-") as scratch:
+        return Ours(work, model_folder(work, Path(scratch)))
 
 
 def text_of(ids: Sequence[int] | np.ndarray) -> str:

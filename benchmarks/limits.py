@@ -13,17 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median as middle
 from typing import Any
 
 from _machine import save, significant
-from _workload import Workload, add_options, model_folder, workload
+from _workload import Workload, add_options, ours, workload
 
 
 def seconds(run: Callable[[], Any], repeats: int = 7) -> float:
@@ -102,13 +99,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
     work = workload(options)
-    os.environ["OMP_NUM_THREADS"] = str(work.threads)
+    side = ours(work)
     import torch
-    from _ours import Ours
 
-    torch.set_num_threads(work.threads)
-    with tempfile.TemporaryDirectory(prefix="groupwise-bench-") as scratch:
-        side = Ours(work, model_folder(work, Path(scratch)))
     parameters = sum(p.numel() for p in side.policy.model.parameters())
     embedded = sum(m.weight.numel() for m in side.policy.model.modules() if isinstance(m, torch.nn.Embedding))
     lengths = work.schedule()

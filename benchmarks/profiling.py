@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import tempfile
 from dataclasses import asdict
-from pathlib import Path
 
 from _machine import median, save, significant
-from _workload import add_options, model_folder, workload
+from _workload import add_options, ours, workload
 
 LEAST = 0.005
 """Operations with a smaller share are added up as `everything else`."""
@@ -29,14 +26,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps without the profiler (default: 3)")
     options = parser.parse_args()
     work = workload(options)
-    os.environ["OMP_NUM_THREADS"] = str(work.threads)
-    import torch
-    from _ours import Ours
+    side = ours(work)
     from torch.profiler import ProfilerActivity, profile
 
-    torch.set_num_threads(work.threads)
-    with tempfile.TemporaryDirectory(prefix="groupwise-bench-") as scratch:
-        side = Ours(work, model_folder(work, Path(scratch)))
     side.step()
     steps = [side.step()["cpu"] for _ in range(options.steps)]
     seconds = {phase: median([step[phase] for step in steps]) for phase in ("step", "rollout", "update") if phase in steps[0]}

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from _machine import median, save, significant
-from _workload import Workload, add_options, model_folder, tokenizer_of, workload
+from _workload import Workload, add_options, model_folder, workload
 
 
 def _native(work: Workload, folder: Path) -> Callable[[], dict[str, float]]:
@@ -164,7 +164,6 @@ def main() -> None:
     far = 0.0
     with tempfile.TemporaryDirectory(prefix="groupwise-bench-") as scratch:
         folder = model_folder(base, Path(scratch))
-        tokenizer_of(folder)
         context = get_context("spawn")
         live: dict[str, Any] = {}
         for name, (engine, work) in plan.items():

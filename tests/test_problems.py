@@ -10,6 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -280,3 +281,21 @@ def test_p64_a_step_out_of_memory_is_computed_in_smaller_parts_to_the_same_resul
     assert "60 packed positions at a time do not fit into memory: going on with 30, to the same result" in caplog.text
     with pytest.raises(MemoryExceeded, match=r"do not fit into memory \(.*\); lower optimizer.tokens_per_microbatch"):
         step(1)
+
+
+def test_p64_an_optimizer_step_out_of_memory_is_not_tried_again(tiny_policy: Callable, random_samples: Callable) -> None:
+    """It may have changed some weights already: a second try would change them twice."""
+    policy, tries = tiny_policy(), []
+
+    class Full(Optimizer):
+        def step(self) -> Any:
+            tries.append(1)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def loss(policy: Policy, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        weight_M = batch.weight_P[batch.trained_M]
+        return token_loss(policy, batch, lambda logp_M, _, rows: -(weight_M[rows] * logp_M).sum(), separable=True)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        update(policy, loss, random_samples(4, 3, seed=1), Full(policy.model, OptimizerSettings(), 1), budget=60)
+    assert len(tries) == 1

@@ -70,7 +70,7 @@ def update(
     while True:
         try:
             found = _visit(policy, loss, samples, budget, whole_groups, learn=True)
-            return Update(**found, taken=optimizer.step(), budget=budget)
+            break
         except RuntimeError as error:
             if not _out_of_memory(error):
                 raise
@@ -86,6 +86,7 @@ def update(
             torch.cuda.empty_cache()
         log.warning("%d packed positions at a time do not fit into memory: going on with %d, to the same result", budget, smaller)
         budget = smaller
+    return Update(**found, taken=optimizer.step(), budget=budget)  # not to be tried twice: it changes weights as it goes
 
 
 def _out_of_memory(error: RuntimeError) -> bool:

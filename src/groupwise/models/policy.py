@@ -284,22 +284,6 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
     dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
     kind = AutoModelForSequenceClassification if is_scorer(config.to_dict()) else AutoModelForCausalLM
 
-    def load() -> PreTrainedModel:
-        try:
-            loaded: Any = kind.from_pretrained(
-                path, trust_remote_code=settings.trust_remote_code, dtype=dtype, output_loading_info=True
-            )
-            model, found = loaded
-        except torch.OutOfMemoryError:
-            raise
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            said = str(error).strip().splitlines()[0]
-            raise ConfigError(f"model.path: the weights in {path!r} cannot be read: {said}; fetch or copy them again") from error
-        if missing := sorted(found["missing_keys"]):  # transformers would leave them random
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise ConfigError(f"model.path: the weights in {path!r} lack {missing[0]}{more}: fetch or copy them again")
-        return model
-
     def empty() -> PreTrainedModel:
         model = empty_model(kind, config, dtype, trust_remote_code=settings.trust_remote_code)
         if model.can_generate():
@@ -315,10 +299,25 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
         config=config.to_dict(),
         eos_ids=eos_ids(generation, tokenizer),
         context=context_length(config.to_dict()),
-        load=load,
+        load=lambda: _load(kind, path, dtype, settings.trust_remote_code),
         empty=empty,
         pieces=pieces,
     )
+
+
+def _load(kind: Any, path: str, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    """A checkpoint's model, every weight of which was read.  Raises ConfigError.   kind: a class of transformers' Auto family."""
+    try:
+        model, found = kind.from_pretrained(path, trust_remote_code=trust_remote_code, dtype=dtype, output_loading_info=True)
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        said = str(error).strip().splitlines()[0]
+        raise ConfigError(f"model.path: the weights in {path!r} cannot be read: {said}; fetch or copy them again") from error
+    if missing := sorted(found["missing_keys"]):  # transformers would leave them random
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ConfigError(f"model.path: the weights in {path!r} lack {missing[0]}{more}: fetch or copy them again")
+    return model
 
 
 def _adapted_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None) -> Blueprint:
