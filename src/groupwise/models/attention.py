@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -121,20 +122,31 @@ class PackedAttention:
         return out.transpose(1, 2)
 
 
-# A family is a stretch of the stream: its prefix (start, end; empty for segments without one) and its members' bounds.
-Family = tuple[tuple[int, int], tuple[tuple[int, int], ...]]
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A prefix and its members, one behind the other in the stream; or a single segment."""
+
+    causal: tuple[tuple[int, int], ...]
+    """Stretches (from, to) that look at themselves alone.  A prefix and its first member are one: a text as it was written."""
+    prefix: tuple[int, int]
+    rest: tuple[int, int]
+    """The other members, which look at the prefix too."""
 
 
 def _families(layout: Layout) -> Iterator[Family]:
+    ends = [start + length for start, length in zip(layout.start, layout.length, strict=True)]
     s = 0
     while s < layout.segments:
-        first = s + 1
-        last = first
+        last = s + 1
         while last < layout.segments and layout.prefix[last] == s:
             last += 1
-        bounds = tuple((layout.start[c], layout.start[c] + layout.length[c]) for c in range(first, last))
-        own = (layout.start[s], layout.start[s] + layout.length[s])
-        yield (own, bounds) if bounds else ((own[0], own[0]), (own,))
+        first = min(s + 1, last - 1)
+        others = range(first + 1, last)
+        yield Family(
+            causal=((layout.start[s], ends[first]), *((layout.start[c], ends[c]) for c in others)),
+            prefix=(layout.start[s], ends[s]),
+            rest=(ends[first], ends[last - 1]),
+        )
         s = last
 
 
@@ -156,15 +168,11 @@ class _Shared(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, families: tuple[Family, ...], scale: float) -> Tensor:
         out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]).transpose(1, 2)
         lse = torch.zeros(query.shape[:3], dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
-        for (p0, p1), members in families:
-            if p1 > p0:
-                out[:, :, p0:p1], lse[:, :, p0:p1] = _flash(
-                    query[:, :, p0:p1], key[:, :, p0:p1], value[:, :, p0:p1], 0.0, True, scale=scale
-                )
-            for a, b in members:
+        for family in families:
+            for a, b in family.causal:
                 out[:, :, a:b], lse[:, :, a:b] = _flash(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], 0.0, True, scale=scale)
-            if p1 > p0:
-                a, b = members[0][0], members[-1][1]
+            (p0, p1), (a, b) = family.prefix, family.rest
+            if b > a:
                 over_prefix, lse_prefix = _flash(query[:, :, a:b], key[:, :, p0:p1], value[:, :, p0:p1], 0.0, False, scale=scale)
                 lse_own = lse[:, :, a:b]
                 lse_union = torch.logaddexp(lse_own, lse_prefix)
@@ -192,12 +200,12 @@ class _Shared(torch.autograd.Function):
             return _flash_backward(*tensors, lse[:, :, a:b], 0.0, causal, scale=ctx.scale)
 
         end = 0
-        for (p0, p1), members in ctx.families:
-            for a, b in ((p0, p1), *members) if p1 > p0 else members:
+        for family in ctx.families:
+            for a, b in family.causal:
                 grad_query[:, :, a:b], grad_key[:, :, a:b], grad_value[:, :, a:b] = back(a, b, a, b, True)
-            end = members[-1][1]
-            if p1 > p0:
-                a, b = members[0][0], end
+                end = b
+            (p0, p1), (a, b) = family.prefix, family.rest
+            if b > a:
                 over_query, over_key, over_value = back(a, b, p0, p1, False)
                 grad_query[:, :, a:b] += over_query
                 grad_key[:, :, p0:p1] += over_key
