@@ -140,7 +140,7 @@ def demonstration_samples(rows: Sequence[Demonstration]) -> list[Sample]:
 def demonstration_loss(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
     """`-log p` of every completion token."""
     weight_M = batch.weight_P[batch.trained_M]
-    return token_loss(policy, batch, lambda logp, _entropy, part: -(weight_M[part] * logp).sum(), separable=True)
+    return token_loss(policy, batch, lambda logp, _entropy, part: -(weight_M[part] * logp).sum(), separable=True, as_is=True)
 
 
 SFT: Objective[Demonstration] = Objective(

@@ -244,7 +244,7 @@ def policy_loss(
         )
         return algorithm.total(terms, weight_M[part], entropy_tokens)
 
-    return token_loss(policy, batch, loss, separable=algorithm.token_level, entropy=algorithm.needs_entropy)
+    return token_loss(policy, batch, loss, separable=algorithm.token_level, entropy=algorithm.needs_entropy, as_is=True)
 
 
 def refresh(reference: Policy, policy: Policy, share: float) -> None:

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 Lines = list[tuple[str, str]]
 """Label and text, as printed."""
 
-LEAST_ACTIVATIONS, ACTIVATIONS_PER_PARAMETER, MOST_POSITIONS = 64 << 20, 24, 16384
-"""What a micro-batch may keep for its backward pass: one and a half times AdamW's training state (16 bytes a parameter)."""
+LEAST_ACTIVATIONS, ACTIVATIONS_PER_PARAMETER, MOST_POSITIONS = 64 << 20, 12, 16384
+"""What a micro-batch may keep for its backward pass, in bytes a parameter of the blocks: less than AdamW's training state (16), and
+enough positions for products that run at full speed.  The vocabulary's matrices do not count: more ids keep no more activations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,7 +192,7 @@ def kept_per_block(shape: Shape) -> int:
 
 def microbatch(shape: Shape) -> int:
     """Positions per forward and backward where the recipe names none: what they keep is bounded by the model's own size."""
-    room = max(LEAST_ACTIVATIONS, ACTIVATIONS_PER_PARAMETER * shape.parameters)
+    room = max(LEAST_ACTIVATIONS, ACTIVATIONS_PER_PARAMETER * (shape.parameters - shape.outside))
     return max(1, min(MOST_POSITIONS, room // (shape.layers * kept_per_block(shape))))
 
 

@@ -22,6 +22,7 @@ from groupwise import parallel
 from groupwise.errors import MemoryExceeded
 from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
+from groupwise.objective.inplace import summed_in_place
 from groupwise.objective.logprobs import TokenLoss, chosen_logprobs, fused_loss
 from groupwise.optim import Optimizer, Taken
 from groupwise.packing import pack, unpack
@@ -110,7 +111,7 @@ def _visit(
     dtype = torch.promote_types(policy.dtype, torch.float32)
     total = torch.zeros((), dtype=dtype, device=policy.device)
     how = {"share": policy.attention == "shared", "world": parallel.world(), "even": policy.sharded}
-    with fused_modules(policy.model):
+    with fused_modules(policy.model), summed_in_place(learn and not policy.sharded):
         for batch in pack(samples, budget, whole_groups=whole_groups, device=policy.device, dtype=dtype, **how):
             value, seen_M = loss(policy, batch)
             if learn:
@@ -144,19 +145,22 @@ def balance(updates: Sequence[Update]) -> dict[str, float]:
     return {"ranks/imbalance": float(total.max() / total.mean()), **idle}
 
 
-def token_loss(policy: Policy, batch: Batch, loss: TokenLoss, *, separable: bool, entropy: bool = False) -> tuple[Tensor, Tensor]:
+def token_loss(
+    policy: Policy, batch: Batch, loss: TokenLoss, *, separable: bool, entropy: bool = False, as_is: bool = False
+) -> tuple[Tensor, Tensor]:
     """`loss` of a batch's trained tokens, differentiable with respect to the policy, and their log-probs (M,).
 
     loss: (log-probs, entropies or None, which of the M) -> its weighted part, a scalar.
     separable: a token's loss depends on no other token; the head's gradient is then taken while its logits are at hand.
     entropy: the loss reads entropies.
+    as_is: what is returned is what is differentiated, multiplied by nothing: `update` then keeps one gradient of the head, not two.
     """
     rows_M = batch.trained_M
     outputs = policy.forward(batch)
     inputs = (outputs.hidden_PD[rows_M], policy.head, batch.target_P[rows_M], batch.temperature_P[rows_M])
     with policy.precision():
         if separable:
-            value, logp_M, _ = fused_loss(*inputs, loss, support_of(batch), entropy=entropy)
+            value, logp_M, _ = fused_loss(*inputs, loss, support_of(batch), entropy=entropy, as_is=as_is)
         else:
             logp_M, entropy_M = chosen_logprobs(*inputs, support_of(batch), entropy=entropy)
             value = loss(logp_M, entropy_M, slice(0, rows_M.shape[0]))

@@ -17,7 +17,7 @@ FILES = {".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
 
 LAYERS: list[set[str]] = [
-    {"records", "errors", "settings", "clock"},
+    {"records", "errors", "settings", "clock", "heap"},
     {"objective"},
     {"strict_yaml", "schema", "validation", "config", "watch", "parallel"},
     {"data", "models", "packing", "optim", "checkpoint", "shards", "runlog", "plan", "sizing", "rollout", "rewards"},

@@ -30,6 +30,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Q
 from transformers.pytorch_utils import Conv1D
 
 from groupwise.models.attention import NAME, packed_attention
+from groupwise.objective.inplace import gradient_of
 
 BLOCK_NUMBERS = 1 << 16
 """Activations that are worked on at a time between products."""
@@ -180,6 +181,31 @@ class PlainMLP(torch.autograd.Function):
         )
 
 
+class Rows(torch.autograd.Function):
+    """Rows of an embedding.  Of its gradient only the rows that were read are touched, where it is summed in place.
+
+    still: an id whose row gets no gradient from here (an embedding's `padding_idx`); -1: none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight_VD: Tensor, still: int) -> Tensor:
+        ctx.save_for_backward(ids, weight_VD)
+        ctx.still = still
+        return F.embedding(ids, weight_VD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ids, weight_VD = ctx.saved_tensors
+        total_VD, fresh = gradient_of(weight_VD)
+        if total_VD is None:
+            return None, torch.ops.aten.embedding_dense_backward(grads[0], ids, weight_VD.shape[0], ctx.still, False), None
+        if fresh:
+            total_VD.zero_()
+        grad_TD = grads[0].masked_fill((ids == ctx.still)[..., None], 0.0).flatten(0, -2)
+        total_VD.index_add_(0, ids.flatten(), grad_TD.to(total_VD.dtype))
+        return None, None, None
+
+
 def _like(weight: Tensor, x: Tensor) -> Tensor:
     """A weight in the type of what it multiplies: under autocast a copy that lives for one product."""
     return weight.to(x.dtype)
@@ -230,6 +256,12 @@ def _gelu(self: Any, input: Tensor) -> Tensor:
     return F.gelu(input, approximate="tanh")
 
 
+def _embedding(self: Any, input: Tensor) -> Tensor:
+    if self.max_norm is not None or self.scale_grad_by_freq or self.sparse:
+        return nn.Embedding.forward(self, input)
+    return Rows.apply(input, self.weight, -1 if self.padding_idx is None else self.padding_idx)  # type: ignore[return-value]
+
+
 def _rotary_attention(
     self: Any,
     hidden_states: Tensor,
@@ -259,6 +291,7 @@ _FORMS: dict[type[nn.Module], Callable[..., Any]] = {
     **dict.fromkeys((LlamaRMSNorm, MistralRMSNorm, MixtralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm), _norm),
     **dict.fromkeys((LlamaAttention, MistralAttention, MixtralAttention, Qwen2Attention, Qwen3Attention), _rotary_attention),
     **dict.fromkeys((LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP), _gated_mlp),
+    nn.Embedding: _embedding,
     GPT2MLP: _plain_mlp,
     NewGELUActivation: _gelu,
 }

@@ -18,16 +18,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-CHUNK_NUMBERS = 1 << 24
-"""Most logits of a chunk (rows x vocabulary): 64 MB in float32.  Every chunk reads the head twice and its gradient once, so a large
-vocabulary needs many rows to a chunk (50,257: 333 rows; at 83 rows the products in bfloat16 run at a third of their speed)."""
+from groupwise.objective.inplace import gradient_of
+
+CHUNK_NUMBERS = 1 << 23
+"""Most logits of a chunk (rows x vocabulary): 32 MB in float32.  Every chunk reads the head twice and its gradient once, so a large
+vocabulary needs many rows to a chunk (50,257: 333 rows in bfloat16; at 83 its products run at a third of their speed)."""
 MOST_ROWS = 1024
 """More rows to a chunk make no product faster."""
-MIN_ROWS = 32
-"""A product with fewer rows is bound by reading the head."""
+MIN_ROWS = 128
+"""Fewer rows to a chunk would spend their time reading the head and adding to its gradient: above 65,536 ids a chunk is larger."""
 BLOCK_NUMBERS = 1 << 18
 """What lies between a chunk's products is done on so many of its logits at a time: 1 MB in float32, which stays in a core's cache.
 A chunk exists once, in the type of the products; only a block of it is ever widened to float32."""
+PART_NUMBERS = 1 << 20
+"""Of a weight's gradient that are made in a lower precision before they are added: 2 MB."""
 NOTHING = -1e30
 """Stands for -inf where it is multiplied by its probability 0."""
 
@@ -113,15 +117,18 @@ def fused_loss(
     support: Support | None = None,
     *,
     entropy: bool = False,
+    as_is: bool = False,
     chunk_numbers: int = CHUNK_NUMBERS,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Sum of token losses, with the gradient taken in the forward visit.
+
+    as_is: the caller differentiates the loss as it is returned, multiplied by nothing; its gradient may then be summed in place.
 
     Returns the scalar loss (differentiable with respect to hidden states and head), the log-probs (M,) and, if asked for, the
     entropies (M,), both detached.
     """
     total, logp_M, entropy_M = _Fused.apply(
-        hidden_MD, head.weight_VD, head.bias_V, head, target_M, temperature_M, support, loss, entropy, chunk_numbers
+        hidden_MD, head.weight_VD, head.bias_V, head, target_M, temperature_M, support, loss, entropy, as_is, chunk_numbers
     )  # type: ignore[misc]
     return total, logp_M, entropy_M if entropy else None
 
@@ -151,10 +158,10 @@ class _Chosen(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_logp_M, grad_entropy_M = grads
         visits: _Visits = ctx.visits
-        sums = _Gradients(visits, ctx.needs_input_grad)
+        sums = _Gradients(visits, ctx.needs_input_grad, in_place=True)
         for rows in visits.chunks:
             sums.add(rows, visits.product(rows), grad_logp_M[rows], grad_entropy_M[rows] if visits.entropy else None)
-        return sums.hidden_MD, sums.weight_VD, sums.bias_V, None, None, None, None, None, None
+        return *sums.found, None, None, None, None, None, None
 
 
 class _Fused(torch.autograd.Function):
@@ -170,12 +177,13 @@ class _Fused(torch.autograd.Function):
         support: Support | None,
         loss: TokenLoss,
         entropy: bool,
+        as_is: bool,
         chunk_numbers: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         visits = _Visits(hidden_MD, head, target_M, temperature_M, support, entropy, chunk_numbers)
         logp_M, entropy_M = visits.logp_M, visits.entropy_M
         total = logp_M.new_zeros(())
-        sums = _Gradients(visits, ctx.needs_input_grad)
+        sums = _Gradients(visits, ctx.needs_input_grad, in_place=as_is)
         for rows in visits.chunks:
             raw_CV = visits.product(rows)
             visits.measure(rows, raw_CV)
@@ -187,18 +195,19 @@ class _Fused(torch.autograd.Function):
                 slopes = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else (None, None)
             total += value.detach()
             sums.add(rows, raw_CV, torch.zeros_like(leaf_C) if slopes[0] is None else slopes[0], slopes[1] if entropy else None)
+            del raw_CV  # before the next one is made
         ctx.sums = sums
         ctx.mark_non_differentiable(logp_M, entropy_M)
         return total, logp_M, entropy_M
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        scale, sums = grads[0], ctx.sums
-        found = [sums.hidden_MD, sums.weight_VD, sums.bias_V]
+        scale, found = grads[0], ctx.sums.found
         # The weight's gradient is as large as the head: the pass over it is left out where asking costs nothing.
         if scale.is_cuda or float(scale) != 1.0:
+            assert not ctx.sums.in_place or scale.is_cuda, "a loss that was to be differentiated as it is was multiplied"
             found = [None if grad is None else grad.mul_(scale) for grad in found]
-        return (*found, None, None, None, None, None, None, None)
+        return (*found, None, None, None, None, None, None, None, None)
 
 
 class _Visits:
@@ -225,6 +234,7 @@ class _Visits:
         self.tempered = hidden_MD.is_cuda or bool((temperature_M != 1.0).any())
         self.entropy = entropy
         count = target_M.shape[0]
+        numbers *= self.precision.itemsize // self.weight_VD.dtype.itemsize  # a chunk of lower precision has more for its bytes
         self.chunks = _slices(0, count, max(MIN_ROWS, min(MOST_ROWS, numbers // head.weight_VD.shape[0])))
         # float32 (float64 for float64 models), filled as the rows are measured; entropies stay 0 unless asked for.
         self.lse_M, self.logp_M, self.entropy_M = torch.zeros(3, count, dtype=self.precision, device=target_M.device)
@@ -274,14 +284,23 @@ def _slices(start: int, stop: int, size: int) -> list[slice]:
 class _Gradients:
     """Sums of gradients with respect to hidden states and head over the chunks of a batch."""
 
-    def __init__(self, visits: _Visits, needs: tuple[bool, ...]) -> None:
+    def __init__(self, visits: _Visits, needs: tuple[bool, ...], *, in_place: bool) -> None:
         self.visits = visits
         head, hidden_MD = visits.head, visits.hidden_MD
         # The first chunk writes them, so nothing is cleared before; without any chunk there is nothing to write.
         make = torch.empty_like if visits.chunks else torch.zeros_like
         self.hidden_MD = make(hidden_MD) if needs[0] else None
-        self.weight_VD = make(visits.weight_VD, dtype=head.weight_VD.dtype) if needs[1] else None
+        self.weight_VD, self.fresh = gradient_of(head.weight_VD) if in_place and needs[1] and visits.chunks else (None, True)
+        self.in_place = self.weight_VD is not None
+        """The weight's gradient is where it belongs already."""
+        if needs[1] and not self.in_place:
+            self.weight_VD, self.fresh = make(visits.weight_VD, dtype=head.weight_VD.dtype), True
         self.bias_V = torch.zeros_like(head.bias_V) if needs[2] and head.bias_V is not None else None
+
+    @property
+    def found(self) -> list[Tensor | None]:
+        """What autograd is to go on with, for hidden states, weight and bias."""
+        return [self.hidden_MD, None if self.in_place else self.weight_VD, self.bias_V]
 
     def add(self, rows: slice, raw_CV: Tensor, grad_logp_C: Tensor, grad_entropy_C: Tensor | None) -> None:
         """Add a measured chunk, given the slopes of the loss in its log-probs and entropies.  `raw_CV` is overwritten."""
@@ -300,7 +319,7 @@ class _Gradients:
         if self.hidden_MD is not None:
             torch.mm(raw_CV, visits.weight_VD, out=self.hidden_MD[rows])
         if self.weight_VD is not None:
-            self._add_weight(rows.start == 0, raw_CV, visits.hidden_MD[rows])
+            self._add_weight(raw_CV, visits.hidden_MD[rows])
 
     def _block(self, rows: slice, z_BV: Tensor, grad_logp_B: Tensor, grad_entropy_B: Tensor | None) -> Tensor:
         """d logp / dz = onehot - p;  dH / dz = -p (log p + H).  In place of the tempered logits."""
@@ -318,17 +337,18 @@ class _Gradients:
         grad_BV[index_B, visits.target_M[rows]] += grad_logp_B
         return grad_BV
 
-    def _add_weight(self, first: bool, grad_CV: Tensor, hidden_CD: Tensor) -> None:
-        """Summed in the weight's own type: the products of chunks may be in a lower one."""
-        total_VD = self.weight_VD
+    def _add_weight(self, grad_CV: Tensor, hidden_CD: Tensor) -> None:
+        """Summed in the weight's own type: the products of chunks may be in a lower one, and are then made in parts."""
+        total_VD, fresh = self.weight_VD, self.fresh
         assert total_VD is not None
-        if total_VD.dtype != grad_CV.dtype:
-            part_VD = grad_CV.T @ hidden_CD
-            total_VD.copy_(part_VD) if first else total_VD.add_(part_VD)
-        elif first:
-            torch.mm(grad_CV.T, hidden_CD, out=total_VD)
-        else:
-            total_VD.addmm_(grad_CV.T, hidden_CD)
+        self.fresh = False
+        if total_VD.dtype == grad_CV.dtype:
+            torch.mm(grad_CV.T, hidden_CD, out=total_VD) if fresh else total_VD.addmm_(grad_CV.T, hidden_CD)
+            return
+        size = total_VD.shape[0] if total_VD.is_cuda else max(1, PART_NUMBERS // total_VD.shape[1])
+        for part in _slices(0, total_VD.shape[0], size):
+            part_VD = grad_CV[:, part].T @ hidden_CD
+            total_VD[part].copy_(part_VD) if fresh else total_VD[part].add_(part_VD)
 
 
 def _outside(support: Support, start: int, rows: int, vocabulary: int, device: torch.device) -> Tensor:

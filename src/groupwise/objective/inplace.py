@@ -1,0 +1,50 @@
+"""Gradients of the vocabulary's matrices, summed where the optimizer reads them.
+
+The head's gradient is as large as its matrix; where the embedding is the same matrix, autograd makes its gradient just as large,
+adds the two, and adds their sum to that of the micro-batches before: three or four matrices of V x D, and as many passes over
+them.  Inside `summed_in_place` the head's products and the embedding's rows are added to the parameter's `.grad` itself.
+
+V vocabulary   D width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor, nn
+
+_open: ContextVar[bool] = ContextVar("summed_in_place", default=False)
+
+
+@contextmanager
+def summed_in_place(on: bool = True) -> Iterator[None]:
+    """While inside, backward passes end in `.grad` (`torch.autograd.grad` finds nothing of what is summed here)."""
+    before = _open.set(on)
+    try:
+        yield
+    finally:
+        _open.reset(before)
+
+
+def gradient_of(weight_VD: Tensor) -> tuple[Tensor | None, bool]:
+    """The sum that a gradient of `weight_VD` may be added to, or None; and whether that sum still holds nothing but noise.
+
+    `weight_VD` is a parameter or the first rows of one.  Those that others listen to (hooks), that are spread over processes, or
+    whose gradients are summed in another precision are left to autograd.
+    """
+    parameter = weight_VD if weight_VD._base is None else weight_VD._base
+    plain = type(parameter) is nn.Parameter and parameter.requires_grad and parameter.is_leaf
+    if not _open.get() or not plain or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        return None, False
+    rows = weight_VD.shape[0]
+    if weight_VD.shape[1:] != parameter.shape[1:] or weight_VD.data_ptr() != parameter.data_ptr():
+        return None, False
+    fresh = parameter.grad is None
+    if fresh:
+        parameter.grad = torch.empty_like(parameter)
+        parameter.grad[rows:] = 0.0
+    assert parameter.grad is not None
+    return parameter.grad[:rows], fresh
