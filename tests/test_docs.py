@@ -249,7 +249,9 @@ def test_the_page_explains_every_metric_of_a_step(scored_group: Callable[..., Sc
     algorithm = corrected(resolve("grpo", settings, 8), {})
     samples = weigh(groups, algorithm.credit(groups), algorithm)
     taken = improve(policy, algorithm, samples, Optimizer(policy.model, OptimizerSettings(), 1), budget=1000)
-    found = measure(groups, [taken], algorithm, drawn=2, minibatches=1, seconds={"rollout": 1.0})
+    for rollout in groups[0].rollouts:  # the other group was drawn by older weights
+        rollout.version[:] = 1
+    found = measure(groups, [taken], algorithm, drawn=2, minibatches=1, seconds={"rollout": 1.0}, version=1)
     listed = {name for row in cells("monitoring.md", 3) for name in re.findall(r"`([^`]+)`", row[0])}
     shown = {re.sub(r"^rewards/r/", "rewards/NAME/", name) for name in found}
     several = {name for name in listed if name.startswith("ranks/")}  # only where there are several processes

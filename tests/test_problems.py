@@ -19,12 +19,13 @@ import yaml
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from groupwise.algorithms import resolve
+from groupwise.collecting import Source
 from groupwise.config import load_recipe
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import ConfigError, MemoryExceeded
 from groupwise.jobs import plan_of
 from groupwise.models.policy import Policy, make_policy
-from groupwise.online import collect, policy_loss, train_online, weigh
+from groupwise.online import policy_loss, train_online, weigh
 from groupwise.optim import Optimizer
 from groupwise.packing import pack, unpack
 from groupwise.records import Batch, Prompt, Rollout, Sample, Sampling, Scored
@@ -163,7 +164,8 @@ def test_p39_completions_keep_their_prompt_whatever_order_they_come_in(tiny_poli
     found = []
     for which in (engine, Backwards(engine)):
         prompts = prompts_of(3, 8, 1, 5, 2)
-        groups, _ = collect(which, Even(), lambda k, given=prompts: given[:k], algorithm, group, sampling, 0)  # type: ignore[arg-type]
+        how = {"rewards": Even(), "algorithm": algorithm, "group": group, "sampling": sampling}
+        groups, _ = Source(engine=which, draw=lambda k, given=prompts: given[:k], **how).collect()  # type: ignore[arg-type]
         assert [scored.prompt.id for scored in groups] == [prompt.id for prompt in prompts]
         assert all(r.prompt is scored.prompt for scored in groups for r in scored.rollouts)
         found.append([r.tokens.tolist() for scored in groups for r in scored.rollouts])
@@ -241,9 +243,9 @@ def test_p63_rewards_are_computed_while_others_are_still_sampled(tiny_policy: Ca
                 yield group
 
     group = GroupSettings(prompts_per_step=3, group_size=2)
-    groups, drawn = collect(
-        Waiting(), Asked(), lambda k: prompts_of(3, 4, 5)[:k], resolve("grpo", group, 6), group, Sampling(max_new_tokens=6), 0  # type: ignore[arg-type]
-    )  # fmt: skip
+    how = {"group": group, "algorithm": resolve("grpo", group, 6), "sampling": Sampling(max_new_tokens=6)}
+    source = Source(engine=Waiting(), rewards=Asked(), draw=lambda k: prompts_of(3, 4, 5)[:k], **how)  # type: ignore[arg-type]
+    groups, drawn = source.collect()
     assert len(groups) == drawn == 3
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.errors import ConfigError, Ended, GroupwiseError
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -31,7 +31,7 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0, the `exit_code` of the error class, or 130 after Ctrl-C.
+    """Run a command and return its exit code: 0, the `exit_code` of the error class, 130 after Ctrl-C or 143 after SIGTERM.
 
     Errors of Groupwise print one short message to stderr; `--debug` adds the traceback.
     """
@@ -51,6 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         again = "; the same command goes on from the last checkpoint" if given.command == "train" else ""
         print(f"\ninterrupted{again}", file=sys.stderr)
         return INTERRUPTED
+    except Ended as told:
+        who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+        print("; ".join([f"{who}ended by SIGTERM", *getattr(told, "__notes__", ())]), file=sys.stderr, flush=True)
+        return told.exit_code
     except BrokenPipeError:
         # The reader of our output went away (`groupwise config | head`); Python would complain once more while it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from groupwise.ahead import Ahead
 from groupwise.algorithms import Algorithm, corrected
+from groupwise.data.prompts import visit
 from groupwise.errors import EngineError
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import GatheredEngine, ShardedPolicy
 from groupwise.plan import Lines
-from groupwise.records import Step
+from groupwise.records import Prompt, Step
 from groupwise.rollout.engine import Engine
 from groupwise.rollout.native import NativeEngine
 from groupwise.rollout.transformers import TransformersEngine
@@ -24,7 +26,8 @@ def make_engine(policy: Policy, settings: RolloutSettings) -> Engine:
     name, given = engine_of(settings)
     common: dict[str, Any] = {"max_rows": settings.max_rows, "keep_special_tokens": settings.keep_special_tokens}
     if name == "vllm":
-        return VllmEngine(policy, servers=given.get("servers", ()), dtype=given.get("dtype"), **common)
+        servers, in_flight = given.get("servers", ()), given.get("ahead", 0) > 0
+        return VllmEngine(policy, servers=servers, dtype=given.get("dtype"), in_flight=in_flight, **common)
     if isinstance(policy, ShardedPolicy):
         return GatheredEngine(policy, lambda plain: make_engine(plain, settings))
     return {"native": NativeEngine, "transformers": TransformersEngine}[name](policy, **common)
@@ -37,10 +40,22 @@ def engine_of(settings: RolloutSettings) -> tuple[str, dict[str, Any]]:
 
 
 def sampled_elsewhere(algorithm: Algorithm, settings: RolloutSettings) -> Algorithm:
-    """The algorithm, corrected where the recipe's engine computes other probabilities than the trainer."""
+    """The algorithm, corrected where the recipe's engine computes other probabilities than the trainer, or samples ahead of it."""
     name, given = engine_of(settings)
-    keywords = given.get("correct", {}) if name == "vllm" else None
+    keywords = given.get("correct", {}) if name == "vllm" or given.get("ahead") else None
     return algorithm if keywords is None else corrected(algorithm, keywords)
+
+
+def make_ahead(settings: RolloutSettings, prompts: Sequence[Prompt]) -> Ahead:
+    """How far sampling runs ahead of training, and what may be begun again: visits of the prompts that are trained on."""
+    name, given = engine_of(settings)
+    by_id = {prompt.id: prompt for prompt in prompts}
+
+    def find(name: str) -> Prompt:
+        epoch, _, row = name.partition("/")
+        return visit(by_id[row], epoch)
+
+    return Ahead(given.get("ahead", 0), beside=name == "vllm", find=find)
 
 
 def agreeing(steps: Iterator[Step], engine: Engine) -> Iterator[Step]:
@@ -61,9 +76,13 @@ def agreeing(steps: Iterator[Step], engine: Engine) -> Iterator[Step]:
         yield step
 
 
-def engine_lines(engine: Engine) -> Lines:
-    """Where completions come from, for the plan; nothing where it is this process."""
-    return [("rollouts", engine.where)] if isinstance(engine, VllmEngine) else []
+def engine_lines(engine: Engine, ahead: Ahead) -> Lines:
+    """Where completions come from and by how old weights, for the plan; nothing where it is this process with the newest ones."""
+    lines = [("rollouts", engine.where)] if isinstance(engine, VllmEngine) else []
+    if ahead.steps:
+        how = "while it goes on" if ahead.beside else "in turn with it"
+        lines.append(("ahead", f"sampling is up to {ahead.steps} step{'s' * (ahead.steps > 1)} ahead of training, {how}"))
+    return lines
 
 
 def closing_of(engine: Engine | None) -> list[Callable[[], None]]:

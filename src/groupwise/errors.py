@@ -6,6 +6,15 @@
 from __future__ import annotations
 
 
+class Ended(SystemExit):
+    """SIGTERM ended the run.  Nobody's error: the last whole step is saved, and the process ends with the status shells give it."""
+
+    exit_code = 143
+
+    def __init__(self) -> None:
+        super().__init__(self.exit_code)
+
+
 class GroupwiseError(Exception):
     """Base of every error that Groupwise raises on purpose.  `exit_code` is what the command `groupwise` ends with."""
 

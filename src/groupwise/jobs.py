@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from groupwise import parallel
+from groupwise.ahead import Ahead, Begun
 from groupwise.algorithms import ALGORITHMS, Algorithm, describe, resolve
 from groupwise.data.load import Data, load_data, load_texts
 from groupwise.data.order import Order
 from groupwise.data.prompts import visit
 from groupwise.data.tokenizers import make_tokenizer
-from groupwise.engines import agreeing, closing_of, engine_lines, make_engine, sampled_elsewhere
+from groupwise.engines import agreeing, closing_of, engine_lines, make_ahead, make_engine, sampled_elsewhere
 from groupwise.errors import ConfigError
 from groupwise.evaluate import Evaluation, evaluate
 from groupwise.holding import hold, parameter_count, reference_of, weightless
@@ -44,6 +45,8 @@ from groupwise.sizing import H100, Load, rank, rank_lines
 
 Judged = Evaluation | Validation
 """What a policy does on held-out prompts, or what an objective says of held-out rows."""
+Place = tuple[Mapping[str, Any], tuple[Begun, ...]]
+"""Of the data's order, and what has been drawn from it and not been trained on."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -65,11 +68,18 @@ class Job:
     reference: Policy | None = None
     engine: Engine | None = None
     """What samples, where the objective or its evaluation does."""
+    ahead: Ahead = field(default_factory=Ahead)
+    """What has been sampled, or begun to be, for steps to come."""
     closing: list[Callable[[], None]] = field(default_factory=list)
 
-    def numbers(self) -> dict[str, Any]:
-        """What the next step depends on beside the weights and `tensors`."""
-        return {"optimizer": self.optimizer.numbers(), "order": self.order.state()}
+    def place(self) -> Place:
+        """Where the run stands in its data."""
+        return self.order.state(), self.ahead.pending()
+
+    def numbers(self, place: Place | None = None) -> dict[str, Any]:
+        """What the next step depends on beside the weights and `tensors`.  place: if not the present one."""
+        order, pending = place or self.place()
+        return {"optimizer": self.optimizer.numbers(), "order": order, "ahead": [begun.state() for begun in pending]}
 
     def tensors(self) -> dict[str, Tensor]:
         """The optimizer's tensors, and the weights of a reference that moves; as they are held, spread or whole."""
@@ -81,6 +91,7 @@ class Job:
         """Continue from `numbers()` and `tensors()`, which `read` fills in; the policy's weights are loaded with the policy."""
         self.optimizer.restore(numbers["optimizer"], read)
         self.order.restore(numbers["order"])
+        self.ahead.restore(numbers.get("ahead", ()))
         with torch.no_grad():
             read({name: tensor for name, tensor in self.tensors().items() if name.startswith("reference.")})
 
@@ -348,6 +359,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
     updates = prepared.steps * recipe.group.updates_per_rollout * recipe.group.minibatches
     optimizer = Optimizer(policy.model, recipe.optimizer, updates)
     order = Order(len(prompts.train), recipe.seed, recipe.data.shuffle)
+    ahead = make_ahead(recipe.rollout, prompts.train)
 
     def loop(done: int) -> Iterator[Step]:
         engine.set_version(optimizer.taken)
@@ -364,6 +376,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
             steps=prepared.steps,
             done=done,
             reference=anchor,
+            ahead=ahead,
             checkpointing=recipe.model.gradient_checkpointing,
             seed=recipe.seed,
         )
@@ -371,7 +384,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
 
     return Job(
         recipe=recipe,
-        plan=[*prepared.plan, *engine_lines(engine)],
+        plan=[*prepared.plan, *engine_lines(engine, ahead)],
         steps=prepared.steps,
         policy=policy,
         optimizer=optimizer,
@@ -380,7 +393,8 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
         judge=_judge(recipe, engine, prepared),
         reference=anchor,
         engine=engine,
-        closing=[rewards.close, *closing_of(engine)],
+        ahead=ahead,
+        closing=[*closing_of(engine), rewards.close],
     )
 
 

@@ -25,13 +25,18 @@ def measure(
     groups: Sequence[Scored],
     updates: Sequence[Update],
     algorithm: Algorithm,
-    *,
     drawn: int,
+    *,
     minibatches: int,
     seconds: Mapping[str, float],
+    version: int | None = None,
 ) -> dict[str, float]:
-    """All metrics of a step: rewards, completions, ratios over every update, KL and sampler mismatch at the first pass."""
+    """All metrics of a step: rewards, completions, ratios over every update, KL and sampler mismatch at the first pass.
+
+    version: optimizer steps taken before this one; what older weights have drawn is left out of the mismatch and counted as stale.
+    """
     found = reward_metrics(groups, drawn) | completion_metrics(groups)
+    found |= {} if version is None else staleness_metrics(groups, version)
     tokens = sum(len(rollout) for group in groups for rollout in group.rollouts)
     found["tokens/sampled"] = float(tokens)
     found["tokens/trained"] = float(sum(np.count_nonzero(sample.weight) for taken in updates for sample in taken.samples))
@@ -46,7 +51,7 @@ def measure(
     first = [pair for taken in updates[:minibatches] for pair in zip(taken.samples, taken.seen, strict=True)]
     # Later minibatches of the first pass see a policy that has already moved; only the first must match the sampler.
     sampler = list(zip(updates[0].samples, updates[0].seen, strict=True))
-    return found | kl_metrics(first, algorithm) | _mismatch(sampler, algorithm)
+    return found | kl_metrics(first, algorithm) | _mismatch(sampler, algorithm, _drawn_by(groups, version))
 
 
 def reward_metrics(groups: Sequence[Scored], drawn: int) -> dict[str, float]:
@@ -87,6 +92,24 @@ def completion_metrics(groups: Sequence[Scored]) -> dict[str, float]:
     return found
 
 
+def staleness_metrics(groups: Sequence[Scored], version: int) -> dict[str, float]:
+    """How old, in optimizer steps, the tokens are that weights of `version` train on, and how many versions drew a completion.
+
+    Empty if all are new, as they are unless rollouts run ahead of training.
+    """
+    drawn = [rollout.version for group in groups for rollout in group.rollouts if len(rollout)]
+    ages = version - np.concatenate(drawn) if drawn else np.zeros(0)
+    if not ages.any():
+        return {}
+    several = [float(np.unique(versions).size) for versions in drawn]
+    return {
+        "staleness/mean": float(ages.mean()),
+        "staleness/max": float(ages.max()),
+        "staleness/versions": float(np.mean(several)),
+        "staleness/versions_max": max(several),
+    }
+
+
 Seen = Sequence[tuple[Sample, np.ndarray]]
 
 
@@ -113,11 +136,21 @@ def _as_trained(sample: Sample, logp: np.ndarray, algorithm: Algorithm) -> Sampl
     return sample if algorithm.correction is None else replace(sample, behavior_logp=sample.extra.get("scored_logp", logp))
 
 
-def _mismatch(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
-    """Sampled against scored log-probs, and the share of tokens whose importance weight the correction bounds or drops."""
+def _drawn_by(groups: Sequence[Scored], version: int | None) -> dict[int, np.ndarray]:
+    """By a completion's tokens: which of them weights of `version` drew; empty if all are taken to be."""
+    if version is None:
+        return {}
+    return {id(rollout.tokens): rollout.version == version for group in groups for rollout in group.rollouts}
+
+
+def _mismatch(seen: Seen, algorithm: Algorithm, fresh: Mapping[int, np.ndarray]) -> dict[str, float]:
+    """Sampled against scored log-probs of tokens that the same weights drew and score; and of all tokens the share whose importance
+    weight the correction bounds or drops.
+    """
     logp_N, sampler_N, _, segment_N = _columns(seen)
-    found = diagnostics.mismatch(logp_N, sampler_N)
-    if algorithm.correction is not None and found:
+    fresh_N = _join([fresh.get(id(s.completion), np.ones(len(s.completion)))[s.weight != 0] for s, _ in seen]) != 0
+    found = diagnostics.mismatch(logp_N[fresh_N], sampler_N[fresh_N])
+    if algorithm.correction is not None and logp_N.numel():
         level = options(algorithm.correction)["level"]
         full_N = mismatch(logp_N, sampler_N, segment_N, len(seen), level=level, high=math.inf).weight_M
         used_N = algorithm.correction(logp_N, sampler_N, segment_N, len(seen)).weight_M

@@ -8,8 +8,7 @@ R completions of an optimizer step   N their trained tokens   M trained position
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,23 +16,22 @@ import torch
 from torch import Tensor
 
 from groupwise import parallel
+from groupwise.ahead import Ahead
 from groupwise.algorithms import Algorithm
 from groupwise.clock import Clock
+from groupwise.collecting import Draw, Source
 from groupwise.errors import RewardError
 from groupwise.metrics import measure
 from groupwise.models.policy import Policy
 from groupwise.objective.credit import Advantages, is_dead
 from groupwise.objective.losses import Terms, entropy_threshold
 from groupwise.optim import Optimizer
-from groupwise.records import Batch, Prompt, Sample, Sampling, Scored, Step
+from groupwise.records import Batch, Sample, Sampling, Scored, Step
 from groupwise.rewards.compose import Rewards
 from groupwise.rollout.engine import Engine
 from groupwise.scoring import sample_of, score
 from groupwise.settings import GroupSettings
 from groupwise.updating import Update, token_loss, update
-
-Draw = Callable[[int], Sequence[Prompt]]
-"""The next k prompts of the data's order."""
 
 
 def train_online(
@@ -50,6 +48,7 @@ def train_online(
     steps: int,
     done: int = 0,
     reference: Policy | None = None,
+    ahead: Ahead | None = None,
     checkpointing: bool = False,
     seed: int = 0,
 ) -> Iterator[Step]:
@@ -61,11 +60,12 @@ def train_online(
     Raises Diverged, RewardError, EngineError.
     """
     assert (reference is not None) == algorithm.needs_reference
-    silent = 0
+    how = {"algorithm": algorithm, "group": group, "sampling": sampling, "seed": seed}
+    source, ahead, silent = Source(engine=engine, rewards=rewards, draw=draw, **how), ahead or Ahead(), 0
     for number in range(done + 1, steps + 1):
-        clock = Clock()
+        clock, version = Clock(), optimizer.taken
         with clock.phase("rollout"):
-            groups, drawn = collect(engine, rewards, draw, algorithm, group, sampling, seed)
+            groups, drawn = ahead.take(number, steps, source)
         silent = _silent(groups, silent)
         with clock.phase("reference"):
             groups = with_reference(groups, reference, budget)
@@ -86,39 +86,12 @@ def train_online(
                 refresh(reference, policy, group.reference_mix)
         yield Step(
             number=number,
-            metrics=measure(groups, updates, algorithm, drawn=drawn, minibatches=len(parts), seconds=clock.seconds),
+            metrics=measure(groups, updates, algorithm, drawn, minibatches=len(parts), seconds=clock.seconds, version=version),
             timings=clock.seconds | parallel.waiting(),
             groups=groups,
             advantages=advantages,
             current_logp=first_pass(groups, updates[: len(parts)]),
         )
-
-
-def collect(
-    engine: Engine, rewards: Rewards, draw: Draw, algorithm: Algorithm, group: GroupSettings, sampling: Sampling, seed: int
-) -> tuple[list[Scored], int]:
-    """Scored groups for one step, and the number of prompts drawn for them.
-
-    Rewards of finished groups are computed while others are still being sampled.  Of several processes each samples and scores its
-    share, and each gets all groups.  With `dead_groups: refill` (dynamic sampling,
-    2503.14476) prompts whose rewards teach nothing are replaced by further ones, at most `max_refills` x
-    `prompts_per_step` of them; a step that stays short is trained as it is.
-    """
-    refill = algorithm.dead_groups == "refill"
-    wanted = group.prompts_per_step
-    limit = wanted * (1 + group.max_refills) if refill else wanted
-    live: list[Scored] = []
-    dead: list[Scored] = []
-    with ThreadPoolExecutor(max_workers=1) as scorer:
-        while len(live) < wanted and len(live) + len(dead) < limit:
-            prompts = draw(min(wanted - len(live), limit - len(live) - len(dead)))
-            finished = engine.generate(parallel.share(prompts), group_size=group.group_size, sampling=sampling, seed=seed)
-            scoring = [scorer.submit(rewards.score, [rollouts]) for rollouts in finished]
-            scored = parallel.gather(one for future in scoring for one in future.result())
-            found = {one.prompt.id: one for one in scored}
-            for prompt in prompts:
-                (dead if refill and not algorithm.teaches(found[prompt.id]) else live).append(found[prompt.id])
-    return live or dead[:wanted], len(live) + len(dead)
 
 
 SILENT_STEPS = 3

@@ -233,23 +233,6 @@ def waiting() -> dict[str, float]:
     return {f"waiting/rank{rank}": seconds for rank, seconds in enumerate(waited)}
 
 
-@contextmanager
-def interrupts() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C inside only takes a note; the function that is given tells, on every process at once, whether anybody got one.
-
-    So all stop after the same step.  With one process Ctrl-C stays what it is, and the function says False.
-    """
-    if world().size == 1:
-        yield lambda: False
-        return
-    noted: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
-    try:
-        yield lambda: any(gather([bool(noted)]))
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 # ---------------------------------------------------------------- gradients
 
 

@@ -21,7 +21,8 @@ from rich.table import Table
 from groupwise import checkpoint, parallel
 from groupwise.card import write_card
 from groupwise.config import load_stages
-from groupwise.errors import ConfigError, EngineError, GroupwiseError, PeerError
+from groupwise.ending import endings
+from groupwise.errors import ConfigError, Ended, EngineError, GroupwiseError, PeerError
 from groupwise.evaluate import Evaluation
 from groupwise.holding import read_config
 from groupwise.jobs import Job, Judged, make_job, plan_of
@@ -104,7 +105,8 @@ class Run:
                 self.job.restore(checkpoint.load(newest, verify=False), reader(newest))
             self.saver = Saver(folder, self.job, recipe.save.keep)
             # The last whole step: its number, the optimizer steps taken by then, and where the data stood.
-            self._whole = (self.done, self.job.optimizer.taken, self.job.order.state())
+            self._whole = (self.done, self.job.optimizer.taken, self.job.place())
+            self._judging = self._saving = False
         except BaseException:
             if "job" in vars(self):
                 self.job.close()
@@ -127,7 +129,7 @@ class Run:
                 self.saver.wait()
         self.job.close()
         self._release_lock()
-        if isinstance(error, GroupwiseError):
+        if isinstance(error, (GroupwiseError, Ended)):
             error.add_note(parallel.advice())
 
     def steps(self) -> Iterator[Step]:
@@ -138,7 +140,7 @@ class Run:
             _export(job.reference, self.folder / REFERENCE)
         with (
             RunLog(self.folder, recipe, done=self.done) if self.first else Unwritten() as log,
-            parallel.interrupts() as interrupted,
+            endings(self._may_end) as end_if_told,
         ):
             if self.done == 0 and recipe.eval.at_start:
                 self.before = job.judge("validation" in recipe.data.parts)  # on what the last evaluation will be on
@@ -148,20 +150,24 @@ class Run:
                     yield first
             try:
                 for step in job.loop(self.done):
-                    last = step.number == job.steps
+                    last, told = step.number == job.steps, None
                     if last or (recipe.eval.every and step.number % recipe.eval.every == 0):
-                        self.after = job.judge(last)
-                        step = replace(step, evaluation=self.after.metrics() if self.after is not None else None)
+                        step, told = self._judged(step, last)
                     log.write(step)
-                    self._whole = (step.number, job.optimizer.taken, job.order.state())
+                    self._whole = (step.number, job.optimizer.taken, job.place())
                     self.done = step.number
                     if last or (recipe.save.every and step.number % recipe.save.every == 0):
                         log.sync()
                         self._save()
+                    if told is not None:
+                        raise told
                     yield step
-                    if interrupted():
-                        raise KeyboardInterrupt
-            except (KeyboardInterrupt, GeneratorExit):
+                    end_if_told()
+            except (KeyboardInterrupt, Ended):  # the others may have ended already; spread weights are told all at once
+                self._save(alone=not job.policy.sharded)
+                self.saver.wait()
+                raise
+            except GeneratorExit:
                 self._save()
                 self.saver.wait()
                 raise
@@ -172,6 +178,8 @@ class Run:
                     self._save(alone=True)
                 raise
             self.saver.wait()
+            if self.after is None:  # the evaluation after the last step was broken off
+                self.after = job.judge(True)
             _export(job.policy, self.folder / FINAL)
             if self.first:
                 write_card(self.folder / FINAL, recipe, job.plan, self.after)
@@ -182,9 +190,29 @@ class Run:
 
         alone: see `Saver.save`.
         """
-        number, taken, order = self._whole
+        number, taken, place = self._whole
         if number and taken == self.job.optimizer.taken:
-            self.saver.save(number, {**self.job.numbers(), "order": order}, alone=alone)
+            self._saving = True
+            try:
+                self.saver.save(number, self.job.numbers(place), alone=alone)
+            finally:
+                self._saving = False
+
+    def _judged(self, step: Step, last: bool) -> tuple[Step, BaseException | None]:
+        """The step with its evaluation; without it, and what told to end, where that came meanwhile."""
+        self._judging = True
+        try:
+            self.after = self.job.judge(last)
+        except (KeyboardInterrupt, Ended) as told:
+            return step, told
+        finally:
+            self._judging = False
+        return replace(step, evaluation=self.after.metrics() if self.after is not None else None), None
+
+    def _may_end(self) -> bool:
+        """True while the last whole step can be saved from any point of the program."""
+        apart = not self.job.policy.sharded or parallel.world().size == 1
+        return apart and not self._saving and (self._judging or self._whole[1] == self.job.optimizer.taken)
 
 
 class Unwritten:

@@ -379,18 +379,28 @@ def write_rollouts(path: Path, step: Step) -> None:
     current_logp, advantages, trained, version, finish, eos_ids, sampling (JSON), support, `rewards/NAME` per function, reward,
     `signals/NAME` per token signal (reference_logp ...).  Lists have one entry per completion token; null: was not computed.
     """
-    names = step.groups[0].names if step.groups else ()
-    assert all(group.names == names for group in step.groups), "the groups of a step share their reward functions"
-    signals = sorted({name for group in step.groups for name in group.signals})
-    rows = [_row(step, place, i, names, signals) for place, group in enumerate(step.groups) for i in range(len(group.rollouts))]
-    schema = _schema(names, signals, step)
-    table = pa.Table.from_pylist(rows, schema=schema)
+    table = _table_of(step)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         pq.write_table(table, temporary, compression="zstd")
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def packed(groups: Sequence[Scored]) -> bytes:
+    """Scored groups as the bytes of such a file, for `unpacked`."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(_table_of(Step(number=0, metrics={}, groups=groups)), sink, compression="zstd")
+    return sink.getvalue().to_pybytes()
+
+
+def _table_of(step: Step) -> pa.Table:
+    names = step.groups[0].names if step.groups else ()
+    assert all(group.names == names for group in step.groups), "the groups of a step share their reward functions"
+    signals = sorted({name for group in step.groups for name in group.signals})
+    rows = [_row(step, place, i, names, signals) for place, group in enumerate(step.groups) for i in range(len(group.rollouts))]
+    return pa.Table.from_pylist(rows, schema=_schema(names, signals, step))
 
 
 def _schema(names: Sequence[str], signals: Sequence[str], step: Step) -> pa.Schema:
@@ -520,7 +530,32 @@ def _table(folder: Path, step: int, columns: Sequence[str] | None = None) -> pa.
 
 def read_step(folder: Path, step: int) -> Step:
     """A recorded step as the record it was: the same ids, log-probs, rewards, advantages, metrics."""
-    table = _table(folder, step)
+    groups, advantages, current = _groups(_table(folder, step))
+    lines = {line["step"]: line for line in read_metrics(folder)}
+    flat = {name: value for name, value in lines.get(step, {}).items() if name not in ("step", "wall")}
+    timings = {name.removeprefix("time/"): flat.pop(name) for name in list(flat) if name.startswith("time/")}
+    evaluation = {name: flat.pop(name) for name in list(flat) if name.startswith("eval/")}
+    return Step(
+        number=step,
+        metrics=flat,
+        timings=timings,
+        groups=tuple(groups),
+        advantages=tuple(advantages) if any(advantages) else (),
+        current_logp=tuple(current) if any(current) else (),
+        evaluation=evaluation or None,
+    )
+
+
+def unpacked(data: bytes) -> list[Scored]:
+    """The groups that `packed` wrote, as they were."""
+    return _groups(pq.read_table(pa.BufferReader(data)))[0]
+
+
+Columns = list[list[np.ndarray]]
+
+
+def _groups(table: pa.Table) -> tuple[list[Scored], Columns, Columns]:
+    """The groups of a table, their advantages and their current log-probs."""
     about = {
         key.decode(): json.loads(value) for key, value in (table.schema.metadata or {}).items() if key.startswith(b"groupwise.")
     }
@@ -535,19 +570,7 @@ def read_step(folder: Path, step: int) -> Step:
         scored.append(_scored(rows, names, weights, signals, kinds))
         advantages.append([np.array(row["advantages"], kinds["advantages"]) for row in rows if row["advantages"] is not None])
         current.append([np.array(row["current_logp"], kinds["current_logp"]) for row in rows if row["current_logp"] is not None])
-    lines = {line["step"]: line for line in read_metrics(folder)}
-    flat = {name: value for name, value in lines.get(step, {}).items() if name not in ("step", "wall")}
-    timings = {name.removeprefix("time/"): flat.pop(name) for name in list(flat) if name.startswith("time/")}
-    evaluation = {name: flat.pop(name) for name in list(flat) if name.startswith("eval/")}
-    return Step(
-        number=step,
-        metrics=flat,
-        timings=timings,
-        groups=tuple(scored),
-        advantages=tuple(advantages) if any(advantages) else (),
-        current_logp=tuple(current) if any(current) else (),
-        evaluation=evaluation or None,
-    )
+    return scored, advantages, current
 
 
 def _scored(

@@ -68,7 +68,11 @@ REWARDS = (
     "model",
 )
 """Built-in reward functions."""
-ENGINES: Mapping[str, tuple[str, ...]] = {"native": (), "transformers": (), "vllm": ("servers", "dtype", "correct")}
+ENGINES: Mapping[str, tuple[str, ...]] = {
+    "native": ("ahead", "correct"),
+    "transformers": ("ahead", "correct"),
+    "vllm": ("servers", "dtype", "ahead", "correct"),
+}
 """Rollout engines, and what a mapping that names one may say beside it."""
 TASKS = ("addition", "sums", "countdown", "sorting", "gsm8k_arithmetic")
 """Built-in generated tasks."""
@@ -198,7 +202,9 @@ class RolloutSettings:
     engine: Part = "native"
     """`native` (in-process, on the training weights), `transformers` (plain `generate`: slow, the reference) or `vllm` (a server
     that the run starts for itself).  `{name: vllm, servers: [http://host:port]}` uses running ones; `dtype` is its own server's;
-    `correct` weighs what it computes otherwise than the trainer (default `{level: token, high: 2}`; null: not at all)."""
+    `correct` weighs what it computes otherwise than the trainer (default `{level: token, high: 2}`; null: not at all).
+    `{name: vllm, ahead: 1}` samples for the next step while this one is trained, and so with weights that are up to one step older
+    (0, the default: none); other engines do the same in turn, which saves no time."""
     temperature: Annotated[float, Gt(0.0)] = 1.0
     """Logits are divided by it, when sampling and when scoring."""
     top_k: Count = 0

@@ -11,6 +11,7 @@ import re
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from groupwise.schema import closest, show
 from groupwise.settings import (
@@ -371,22 +372,30 @@ def _parallel(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
 def _rollout(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     if "" in recipe.rollout.stop:
         yield ("rollout.stop",), "rollout.stop holds an empty string, which would end every completion at once"
-    if wrong := _wrong_engine(recipe.rollout.engine):
+    engine = recipe.rollout.engine
+    given = {"name": engine} if isinstance(engine, str) else dict(engine)
+    if wrong := _wrong_engine(given):
         yield ("rollout.engine",), f"rollout.engine: {wrong}"
-    if recipe.objective in ONLINE and recipe.model.attention == "single" and recipe.rollout.engine == "native":
+    elif given.get("ahead") and recipe.objective not in ONLINE:
+        message = f"rollout.engine: nothing is sampled ahead of training by {recipe.objective!r}, which learns from a data set"
+        yield ("rollout.engine", "objective"), message
+    if recipe.objective in ONLINE and recipe.model.attention == "single" and given.get("name") == "native":
         message = "model.attention is 'single', and the native engine needs packed streams; set rollout.engine to transformers"
         yield ("rollout.engine", "model.attention"), message
 
 
-def _wrong_engine(engine: Part) -> str | None:
-    given = {"name": engine} if isinstance(engine, str) else dict(engine)
-    name = str(given.pop("name", None))
+def _wrong_engine(given: Mapping[str, Any]) -> str | None:
+    name = str(given.get("name"))
     if name not in ENGINES:
         return f"must be one of {', '.join(ENGINES)}; got {name!r}{closest(name, list(ENGINES))}"
-    for key in given:
+    for key in given.keys() - {"name"}:
         if key not in ENGINES[name]:
-            takes = f"takes {', '.join(ENGINES[name])}" if ENGINES[name] else "takes nothing beside its name"
-            return f"{name} {takes}; got {key!r}{closest(key, ENGINES[name])}"
+            return f"{name} takes {', '.join(ENGINES[name])}; got {key!r}{closest(key, ENGINES[name])}"
+    ahead = given.get("ahead", 0)
+    if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
+        return f"ahead is a number of steps from 0, got {ahead!r}"
+    if name != "vllm" and "correct" in given and not ahead:
+        return f"{name} samples with the weights that are trained: there is nothing to correct, unless it is ahead of them"
     servers = given.get("servers", [])
     if not isinstance(servers, list | tuple) or not all(
         isinstance(url, str) and re.fullmatch(r"http://[^/\s]+(:\d+)?/?", url) for url in servers

@@ -20,9 +20,9 @@ LAYERS: list[set[str]] = [
     {"records", "errors", "settings", "clock", "heap"},
     {"objective"},
     {"strict_yaml", "schema", "validation", "config", "watch", "parallel"},
-    {"data", "models", "packing", "optim", "checkpoint", "shards", "runlog", "plan", "sizing", "rollout", "rewards"},
+    {"data", "models", "packing", "optim", "checkpoint", "shards", "runlog", "plan", "sizing", "rollout", "rewards", "ending"},
     {"algorithms", "scoring"},
-    {"updating", "metrics"},
+    {"updating", "metrics", "collecting", "ahead"},
     {"online", "offline", "evaluate"},
     {"preferences", "baselines", "objectives", "explain", "progress"},
 ]

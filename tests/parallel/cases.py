@@ -306,6 +306,22 @@ def held(mode: Any, dtype: str, family: str = "llama") -> dict[str, float]:
     }
 
 
+def sampled(mode: Any, tokens: int) -> dict[str, float]:
+    """The numbers that this process sends while it samples completions of up to so many tokens."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    counter = importlib.import_module("parallel").Counter()
+    policy = spread(make("llama", "float32"), mode)
+    engine = make_engine(policy, RolloutSettings(max_rows=16))
+    sampling = Sampling(temperature=0.9, max_new_tokens=tokens)
+    with counter:
+        groups = list(engine.generate(parallel.share(prompts(6)), group_size=4, sampling=sampling, seed=0))
+    return {
+        "sent": counter.numbers,
+        "longest": max(len(rollout) for group in groups for rollout in group),
+        "parameters": sum(parameter.numel() for parameter in policy.model.parameters()),
+    }
+
+
 def saved_while_training(folder: str, recipe: str) -> dict[str, Any]:
     """Weights and optimizer change while a checkpoint of them is written; what comes back is what they were."""
     started, go_on = threading.Event(), threading.Event()
@@ -354,7 +370,7 @@ def failing_save(folder: str, recipe: str, where: str) -> dict[str, Any]:
         run._save()
         run.saver.wait()
         next(steps)
-        run._whole = (2, run.job.optimizer.taken, run.job.order.state())
+        run._whole = (2, run.job.optimizer.taken, run.job.place())
         target = {"policy": (sharded, "save_file"), "shards": (shards.FileSystemWriter, "write_data")}[where]
         genuine, sharded.SINGLE_FILE = getattr(*target), 0  # both processes have a file of the policy to write
         if parallel.world().rank == 1:

@@ -231,16 +231,26 @@ def test_p06_p07_p48_a_process_that_fails_ends_the_run_with_its_name(
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_all_after_the_same_step_with_a_checkpoint(recipe: Callable, tmp_path: Path) -> None:
-    path = recipe("stopped", steps=500, parallel="zero3", save={"every": 0})
+@pytest.mark.parametrize(("mode", "blow"), [("zero3", signal.SIGINT), ("zero3", signal.SIGTERM), ("ddp", signal.SIGTERM)])
+def test_c7_c8_a_run_that_is_told_to_end_leaves_a_checkpoint_of_the_last_whole_step(
+    mode: str, blow: signal.Signals, recipe: Callable, tmp_path: Path
+) -> None:
+    path = recipe("stopped", steps=500, parallel=mode, save={"every": 0})
     log = tmp_path / "runs" / "stopped" / "metrics.jsonl"
     process = start(path)
     while process.poll() is None and (not log.exists() or len(log.read_text().splitlines()) < 2):
         time.sleep(0.1)
     seen = descendants(process)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(blow)
+    begin = time.monotonic()
     output, _ = process.communicate(timeout=60)
     assert process.returncode != 0
+    assert time.monotonic() - begin < 15
     assert not running(seen)
     (saved,) = (tmp_path / "runs" / "stopped" / "checkpoints").iterdir()
     assert int(saved.name) == len(lines(tmp_path, "stopped")), output
+    assert damage(saved) is None
+    if blow is signal.SIGTERM:
+        assert re.search(
+            rf"rank 0: ended by SIGTERM; the last checkpoint is {saved}; the same command goes on from there", output
+        ), output

@@ -271,6 +271,18 @@ def test_c3_a_flipped_bit_in_a_shard_is_found_before_it_is_read(name: str, shard
         checkpoint.latest(tmp_path / "run")
 
 
+# ---- sampling
+
+
+@pytest.mark.slow
+def test_p37_sharded_weights_are_gathered_once_per_rollout_and_not_per_token(ranks: Callable) -> None:
+    """Ten times the tokens, and not a number more is sent."""
+    few, many = (ranks(2).run("sampled", mode="zero3", tokens=tokens)[0] for tokens in (4, 60))
+    assert many["longest"] > 5 * few["longest"]
+    assert many["sent"] == few["sent"] == pytest.approx(many["parameters"] / 2, rel=0.02)
+    assert ranks(2).run("sampled", mode="ddp", tokens=60)[0]["sent"] == 0
+
+
 # ---- what the plan says
 
 

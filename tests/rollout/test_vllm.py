@@ -40,7 +40,9 @@ class FakeServer:
             "rows": 8, "workers": 1, "device": "cpu",
         }  # fmt: skip
         self.label = "default"
+        self.computed = 7.0
         self.calls: list[str] = []
+        self.paused: list[str] = []
         self.requests: list[dict[str, Any]] = []
         self.weights: dict[str, torch.Tensor] = {}
         self.group: Any = None
@@ -67,11 +69,13 @@ class FakeServer:
                 path = self.path.split("?")[0]
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
                 fake.calls.append(path)
+                fake.paused += [self.path.split("mode=")[1]] if path == "/pause" else []
                 if path in fake.dies:
                     self.close_connection = True
                     return
                 status = fake.status.get(path, 200)
-                text = json.dumps(fake.do(path, body) if status == 200 else {"error": "no"}).encode()
+                found = fake.do(path, body) if status == 200 else {"error": "no"}
+                text = (found if isinstance(found, str) else json.dumps(found)).encode()
                 try:
                     self.send_response(status)
                     self.send_header("Content-Length", str(len(text)))
@@ -95,6 +99,8 @@ class FakeServer:
                 self.receive(body["update_info"])
             case "/finish_weight_update":
                 self.label = body["weight_version"]
+            case "/metrics":
+                return f'vllm:prompt_tokens_total{{engine="0"}} {self.computed}\nvllm:generation_tokens_total{{engine="0"}} 0.0\n'
             case "/inference/v1/generate":
                 self.requests.append(body)
                 self.hold(body)
@@ -147,10 +153,10 @@ def server() -> Iterator[FakeServer]:
 def engine_of(policy_of) -> Iterator[Callable[..., VllmEngine]]:
     made: list[VllmEngine] = []
 
-    def make(*servers: FakeServer, **options: Any) -> VllmEngine:
+    def make(*servers: FakeServer, in_flight: bool = False, **options: Any) -> VllmEngine:
         options = {"num_attention_heads": 1, "num_key_value_heads": 1} | options  # one head of 32
         policy = policy_of(dtype=torch.float32, **options)
-        made.append(VllmEngine(policy, servers=[server.url for server in servers]))
+        made.append(VllmEngine(policy, servers=[server.url for server in servers], in_flight=in_flight))
         return made[-1]
 
     yield make
@@ -308,6 +314,75 @@ def test_the_same_version_is_sent_once(server, engine_of, prompts_of) -> None:
     assert server.calls.count("/finish_weight_update") == 2
 
 
+# ---- weights that reach completions on their way
+
+
+def test_new_weights_reach_completions_that_are_half_done(server, engine_of, prompts_of) -> None:
+    """They are kept while the servers pause, and each token says which weights drew it."""
+    engine, asked, go_on = engine_of(server, in_flight=True), threading.Event(), threading.Event()
+    engine.set_version(4)
+    begun = server.label
+
+    def hold(_: dict[str, Any]) -> None:
+        asked.set()
+        assert go_on.wait(10)
+
+    def spoil(answer: dict[str, Any]) -> dict[str, Any]:
+        for choice in answer["choices"]:
+            end = len(choice["token_ids"])
+            choice["weight_versions"] = [
+                {"version": begun, "start": 0, "end": 2}, {"version": server.label, "start": 2, "end": end}
+            ]  # fmt: skip
+        return answer
+
+    server.hold, server.spoil, found = hold, spoil, {}
+    thread = threading.Thread(target=lambda: found.update(draw(engine, prompts_of(4))))
+    thread.start()
+    assert asked.wait(10)
+    engine.set_version(5)
+    assert server.paused == ["keep", "keep"]
+    go_on.set()
+    thread.join(10)
+    (group,) = found.values()
+    assert [rollout.version.tolist() for rollout in group] == [[4, 4, 5], [4, 4, 5, 5], [4, 4, 5, 5, 5]]
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [("3", 0, 2), ("4", 2, 4)],  # older than the request
+        [("4", 0, 2), ("6", 2, 4)],  # newer than all that were sent
+        [("4", 0, 2), ("4", 3, 4)],  # a token is missing
+        [("4", 0, 2)],
+        [],
+    ],
+)
+def test_p5_a_token_of_no_version_that_it_can_have_is_refused(spans, server, engine_of, prompts_of) -> None:
+    engine = engine_of(server, in_flight=True)
+    engine.set_version(4)
+    run = server.label.removesuffix("4")
+    server.spoil = spoilt(weight_versions=[{"version": run + name, "start": begin, "end": end} for name, begin, end in spans])
+    with pytest.raises(EngineError, match="drawn by stale or foreign weights"):
+        draw(engine, prompts_of(4))
+
+
+def test_closing_the_engine_ends_what_another_thread_samples(server, engine_of, prompts_of) -> None:
+    engine, asked, said = engine_of(server, in_flight=True), threading.Event(), []
+    server.hold = lambda body: (asked.set(), time.sleep(3))[1]
+
+    def sample() -> None:
+        with pytest.raises(EngineError, match="the engine was closed") as found:
+            draw(engine, prompts_of(4))
+        said.append(found)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    assert asked.wait(10)
+    engine.close()
+    thread.join(2)
+    assert said
+
+
 # ---- what must not be believed
 
 
@@ -449,11 +524,39 @@ def test_p3_a_server_that_falls_silent_is_named(engine_of, server, prompts_of, m
         draw(engine, prompts_of(4))
 
 
-def test_p3_a_server_that_answers_but_never_finishes_is_named(engine_of, server, prompts_of, monkeypatch) -> None:
-    monkeypatch.setattr(vllm, "SILENCE", 0.5)
+def test_p3_a_server_that_answers_but_computes_nothing_is_named(engine_of, server, prompts_of, monkeypatch) -> None:
+    monkeypatch.setattr(vllm, "STALLED", 0.5)
     monkeypatch.setattr(vllm, "POLL", 0.1)
     server.hold = lambda body: time.sleep(3)
-    with pytest.raises(PeerError, match=r"finished no group for|has given no answer"):
+    with pytest.raises(PeerError, match=rf"{server.url} answers, but has computed nothing for \d+ s: it hangs"):
+        draw(engine_of(server), prompts_of(4))
+
+
+@pytest.mark.parametrize("why", ["it computes", "it compiles", "it takes weights"])
+def test_p3_a_server_that_is_slow_is_waited_for(why: str, engine_of, server, prompts_of, monkeypatch) -> None:
+    """As long as its tokens grow in number; until its very first one; and while it may not compute."""
+    monkeypatch.setattr(vllm, "STALLED", 0.4)
+    monkeypatch.setattr(vllm, "POLL", 0.1)
+    engine = engine_of(server)
+    engine.set_version(0)
+    engine._sending = why == "it takes weights"
+    server.computed = 0.0 if why == "it compiles" else 5.0
+
+    def work(_: dict[str, Any]) -> None:
+        for _ in range(15):
+            time.sleep(0.1)
+            server.computed += why == "it computes"
+
+    server.hold = work
+    assert len(draw(engine, prompts_of(4))) == 1
+
+
+def test_a_server_that_counts_nothing_is_refused(engine_of, server, prompts_of, monkeypatch) -> None:
+    monkeypatch.setattr(vllm, "POLL", 0.1)
+    answer = server.do
+    server.do = lambda path, body: "" if path == "/metrics" else answer(path, body)  # type: ignore[method-assign]
+    server.hold = lambda body: time.sleep(1)
+    with pytest.raises(EngineError, match="does not say what it computes: start it without --disable-log-stats"):
         draw(engine_of(server), prompts_of(4))
 
 

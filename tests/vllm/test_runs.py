@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,10 @@ import yaml
 from safetensors.torch import load_file
 
 from groupwise.config import load_recipe
+from groupwise.jobs import make_job
 from groupwise.run import train
+from groupwise.runlog import read_rollouts
+from groupwise.settings import Recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 20
@@ -179,6 +183,47 @@ def test_p2_a_server_that_is_lost_while_it_samples_ends_the_run_with_its_name(
         assert [line["step"] for line in lines(path)] == list(range(1, STEPS + 1))
         expected, found = weights(undisturbed), weights(path)
         assert all(torch.allclose(found[name], expected[name], atol=1e-4) for name in expected)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_rollouts_ahead_of_training(
+    processes: int, recipe: Callable[..., str], start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """None is older than a step, what the newest weights drew agrees to 1e-4, and a run that is told to end skips no prompt."""
+    changes: dict[str, Any] = {"name": "vllm", "ahead": 1}
+    length = {"max_new_tokens": 60, "temperature": 0.8, "max_rows": 16}
+    path = recipe(f"ahead-{processes}", steps=8, rollout=length | {"engine": changes}, save={"every": 0})
+    options = ["--nproc", str(processes), "--timeout", "300"] if processes > 1 else []
+    process = start(path, *options)
+    while process.poll() is None and len(lines(path)) < 3:
+        time.sleep(0.05)
+    seen = ours()
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == (143 if processes == 1 else 1), output
+    assert not living(seen)
+    done = int((run_folder(path) / "latest").read_text())
+    assert 3 <= done < 8
+    again = start(path, *options)
+    output, _ = again.communicate(timeout=400)
+    assert again.returncode == 0, output
+    found = lines(path)
+    assert [line["step"] for line in found] == list(range(1, 9))
+    ages = [line.get("staleness/max", 0.0) for line in found]
+    assert max(ages) == 1.0
+    assert ages[0] == ages[done] == 0.0, "the first step of a start trains on what was sampled for it"
+    assert sum(age > 0 for age in ages) >= 4, "training waited for sampling"
+    assert max(line.get("mismatch/max", 0.0) for line in found) < 1e-4
+    names = [row["prompt_id"] for step in range(1, 9) for row in read_rollouts(run_folder(path), step, ["prompt_id"])]
+    assert len(names) == 8 * 4 * 4
+    assert sorted(set(names), key=names.index) == [f"0/{row}" for row in visited(load_recipe(path))], "a prompt was skipped"
+    assert not serving(ours())
+
+
+def visited(recipe: Recipe) -> list[str]:
+    """The rows of the first eight steps in the data's order."""
+    prompts = make_job(replace(recipe, rollout=replace(recipe.rollout, engine="native"))).order.take(32)
+    return [str(row) for _, row in prompts]
 
 
 def test_two_processes_share_one_server(recipe: Callable[..., str], start: Callable[..., subprocess.Popen[str]]) -> None:

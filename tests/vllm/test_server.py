@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,14 +16,16 @@ import pytest
 import torch
 
 from groupwise.engines import agreeing
-from groupwise.errors import EngineError
+from groupwise.errors import EngineError, PeerError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Step
 from groupwise.rollout import sampling as draws
+from groupwise.rollout import vllm
+from groupwise.rollout.http import Wire
 from groupwise.rollout.native import NativeEngine
 from groupwise.rollout.stopping import Stopping
-from groupwise.rollout.vllm import EXACT, VllmEngine
+from groupwise.rollout.vllm import EXACT, VllmEngine, computed_tokens
 from groupwise.scoring import sample_of, score
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -87,6 +95,17 @@ def test_what_is_sampled_is_what_is_scored(sampling: Sampling, engine: VllmEngin
         assert any(ids.size < sampling.top_k for ids in found_ids) or (sampling.top_p == 1.0 and sampling.min_p == 0.0)
 
 
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
+def test_p12_log_probs_are_those_at_the_temperature_of_sampling(
+    temperature: float, engine: VllmEngine, prompts: list[Prompt]
+) -> None:
+    """vLLM's own default are those at temperature 1: these would be off by far more."""
+    rollouts = draw(engine, prompts, Sampling(temperature=temperature, max_new_tokens=24))
+    assert gaps(engine.policy, rollouts).mean() < 1e-4
+    raw = [replace(rollout, sampling=replace(rollout.sampling, temperature=1.0)) for rollout in rollouts]
+    assert temperature == 1.0 or gaps(engine.policy, raw).mean() > 0.02
+
+
 def test_the_distribution_is_the_native_engines(engine: VllmEngine) -> None:
     """First tokens of 800 completions: the counts of both engines differ by no more than chance."""
     prompt, count, sampling = Prompt(id="x", tokens=np.array([7, 9, 11]), text=""), 16, Sampling(temperature=1.0, max_new_tokens=1)
@@ -129,6 +148,67 @@ def test_new_weights_are_sampled_with_at_once(engine: VllmEngine, prompts: list[
         rollouts = draw(engine, prompts)
         assert gaps(engine.policy, rollouts).max() < 1e-4
         assert {int(v) for rollout in rollouts for v in rollout.version} == {engine.version}
+
+
+def test_weights_that_arrive_in_flight_draw_the_rest_of_a_completion(serving: Any, moved: Callable) -> None:
+    """Tokens before are those of the old weights, tokens after those of the new ones, keys and values of the old ones included."""
+    old, sampling = serving.policy.frozen_copy(), Sampling(temperature=1.3, max_new_tokens=90)
+    engine = VllmEngine(serving.policy, servers=[serving.url], in_flight=True)
+    engine.set_version(7)
+    prompts = [Prompt(id=str(i), tokens=np.array([7, 9 + i]), text="") for i in range(12)]
+    found: list[Rollout] = []
+    for _ in range(10):
+        thread = threading.Thread(target=lambda: found.extend(draw(engine, prompts, sampling)))
+        before = computed_tokens(engine.servers.wires[0])
+        thread.start()
+        while computed_tokens(Wire(serving.url)) < before + 60:
+            time.sleep(0.01)
+        old = serving.policy.frozen_copy()
+        moved(serving.policy)
+        engine.set_version(engine.version + 1)
+        thread.join(60)
+        if any(np.unique(rollout.version).size == 2 for rollout in found):
+            break
+        found.clear()
+    mixed = [rollout for rollout in found if np.unique(rollout.version).size == 2]
+    assert mixed
+    assert {int(version) for r in found for version in r.version} <= {engine.version - 1, engine.version}
+    for policy, version in ((old, engine.version - 1), (engine.policy, engine.version)):
+        scored = score(policy, [sample_of(rollout) for rollout in mixed], budget=4096).logp
+        for rollout, logp in zip(mixed, scored, strict=True):
+            gap, drawn = np.abs(logp - rollout.behavior_logp), rollout.version == version
+            assert gap[drawn].max() < 1e-4
+            assert gap[~drawn].mean() > 0.05
+    engine.close()
+
+
+def test_p3_a_server_whose_engine_stands_still_is_named(
+    serving: Any, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The HTTP server goes on answering; the process that computes is stopped."""
+    monkeypatch.setattr(vllm, "STALLED", 4.0)
+    engine = VllmEngine(serving.policy, servers=[serving.url])
+    draw(engine, prompts)
+    table = subprocess.run(["ps", "-ww", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    parents = {int(pid): (int(parent), name) for pid, parent, name in (line.split(None, 2) for line in table.splitlines())}
+
+    def below(pid: int) -> bool:
+        return pid == serving.process.pid or (pid in parents and below(parents[pid][0]))
+
+    cores = [pid for pid, (_, name) in parents.items() if "EngineCore" in name and below(pid)]
+    assert cores
+    begin = time.monotonic()
+    try:
+        for pid in cores:
+            os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(PeerError, match=rf"{serving.url} answers, but has computed nothing for \d+ s: it hangs"):
+            draw(engine, prompts, seed=9)
+        assert time.monotonic() - begin < 20
+    finally:
+        for pid in cores:
+            os.kill(pid, signal.SIGCONT)
+    assert gaps(engine.policy, draw(engine, prompts, seed=10)).max() < 1e-4
+    engine.close()
 
 
 def step(rollouts: list[Rollout], policy: Policy) -> Step:

@@ -6,6 +6,7 @@ G completions of a prompt   K reward functions   N completions of a step
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
@@ -61,6 +62,7 @@ class Rewards:
         self._rewards = tuple(rewards)
         self._columns = tuple(columns)
         self._loop = Loop()
+        self._lock = threading.Lock()
         self._pools = {r.name: worker_pool(r) for r in rewards if r.timeout is not None and not r.asynchronous}
         self.seconds: dict[str, float] = {}
         """How long each function took in the last call of `score`."""
@@ -104,7 +106,8 @@ class Rewards:
         rollouts = [rollout for group in groups for rollout in group]
         if not rollouts:
             return []
-        values = self.call(self._completions(rollouts))
+        with self._lock:  # rollouts ahead of training come from several threads, and a function need not bear that
+            values = self.call(self._completions(rollouts))
         rewards = self.matrix(values)
         combined = combine(rewards, self.weights)
         process = self._process(rollouts, values)

@@ -91,6 +91,7 @@ class Pool:
     def _reset(self) -> None:
         self._owner = os.getpid()
         self._idle: list[_Worker] = []
+        self._busy = set[_Worker]()
         self._lock = threading.Lock()
         self._slots = threading.BoundedSemaphore(self.size)
 
@@ -112,7 +113,11 @@ class Pool:
                 worker = None
             if worker is None:
                 worker = _Worker(self)
-            outcome, usable = worker.call(arguments, self.seconds)
+            self._busy.add(worker)
+            try:
+                outcome, usable = worker.call(arguments, self.seconds)
+            finally:
+                self._busy.discard(worker)
             if usable and (self.max_calls is None or worker.calls < self.max_calls):
                 with self._lock:
                     self._idle.append(worker)
@@ -128,13 +133,15 @@ class Pool:
             return list(threads.map(lambda call: self.run(*call), calls))
 
     def close(self) -> None:
-        """Kill the idle workers.  The pool may be used again."""
+        """Kill the workers; a call that another thread waits for has died.  The pool may be used again."""
         if self._owner != os.getpid():
             return
         with self._lock:
             workers, self._idle = self._idle, []
         for worker in workers:
             worker.kill()
+        for worker in list(self._busy):  # who waits for it clears it away
+            worker.end()
 
 
 class _Worker:
@@ -210,10 +217,15 @@ class _Worker:
     def kill(self) -> None:
         """SIGKILL the worker and what it started, and reap it: no zombie stays."""
         self._socket.close()
+        if self._process.returncode is None:
+            self.end()
+            self._process.wait()
+
+    def end(self) -> None:
+        """SIGKILL, without clearing anything away."""
         if self._process.returncode is None:  # once reaped, its number may belong to somebody else
             with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a group of zombies
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
 
 
 def serve() -> None:

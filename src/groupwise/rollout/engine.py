@@ -86,11 +86,14 @@ def make_rollout(
     finish: Finish,
     sampling: Sampling,
     *,
-    version: int,
+    version: int | np.ndarray,
     support: tuple[np.ndarray, ...] | None = None,
     keep_special_tokens: bool = False,
 ) -> Rollout:
-    """The record of an ended completion.  Raises Diverged if a log-probability is not finite."""
+    """The record of an ended completion.  version: of all its tokens, or of each.
+
+    Raises Diverged if a log-probability is not finite.
+    """
     behavior_logp = np.asarray(logp, dtype=np.float64 if "float64" in str(policy.dtype) else np.float32)
     if not np.isfinite(behavior_logp).all():
         raise Diverged(

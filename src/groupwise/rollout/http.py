@@ -42,16 +42,27 @@ class Wire:
 
     def get(self, path: str, *, timeout: float) -> Any:
         """The answer to GET, read as JSON; None if it is empty."""
-        return self._call("GET", path, None, timeout)
+        return self._read(path, self._call("GET", path, None, timeout))
 
-    def post(self, path: str, body: Any = None, *, timeout: float) -> Any:
+    def text(self, path: str, *, timeout: float) -> str:
+        """The answer to GET, as it is."""
+        return self._call("GET", path, None, timeout).decode(errors="replace")
+
+    def post(self, path: str, body: Any = None, *, timeout: float | None) -> Any:
         """The answer to POST, read as JSON; None if it is empty.
 
-        timeout: seconds without a sign of the server.  Raises PeerError if it is gone or silent, EngineError if it says no.
+        timeout: seconds without a sign of the server; None: whoever calls watches it otherwise.  Raises PeerError if it is gone or
+        silent, EngineError if it says no.
         """
-        return self._call("POST", path, json.dumps({} if body is None else body).encode(), timeout)
+        return self._read(path, self._call("POST", path, json.dumps({} if body is None else body).encode(), timeout))
 
-    def _call(self, method: str, path: str, body: bytes | None, timeout: float) -> Any:
+    def _read(self, path: str, text: bytes) -> Any:
+        try:
+            return json.loads(text) if text else None
+        except ValueError as error:
+            raise EngineError(f"the vLLM server at {self.url} answers {path} with what is not JSON: {text[:200]!r}") from error
+
+    def _call(self, method: str, path: str, body: bytes | None, timeout: float | None) -> bytes:
         if time.monotonic() - self._used > FRESH:
             self.close()
         line = self._open = self._open or http.client.HTTPConnection(*self._address, timeout=timeout)
@@ -72,12 +83,7 @@ class Wire:
             said = text.decode(errors="replace").strip()[:500]
             kind = PeerError if any(word in said for word in DEAD) else EngineError
             raise kind(f"the vLLM server at {self.url} answers {method} {path} with {answer.status}: {said or answer.reason}")
-        try:
-            return json.loads(text) if text else None
-        except ValueError as error:
-            raise EngineError(
-                f"the vLLM server at {self.url} answers {method} {path} with what is not JSON: {text[:200]!r}"
-            ) from error
+        return text
 
     def close(self) -> None:
         """Hang up."""
@@ -89,7 +95,7 @@ class Wire:
             line.close()
 
 
-def _cause(error: Exception, timeout: float) -> str:
+def _cause(error: Exception, timeout: float | None) -> str:
     """What happened, as the end of a sentence about the server."""
     match error:
         case ConnectionRefusedError():

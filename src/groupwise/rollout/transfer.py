@@ -92,14 +92,15 @@ class Servers:
             raise EngineError(f"the vLLM server at {wire.url} cannot sample for this policy: {wrong}")
         return facts
 
-    def send(self, policy: Policy, label: str) -> None:
+    def send(self, policy: Policy, label: str, *, keep: bool = False) -> None:
         """Replace the weights of all servers; from now on every token that they draw carries `label`.
 
-        Pausing throws away what is still being sampled, and the kept keys and values, which are of the old weights.
+        Pausing throws away the kept keys and values, which are of the old weights, and what is still being sampled.
+        keep: go on with that; the keys and values of the tokens that it has are computed anew.
         """
         assert self._audience is not None, "greet first"
         audience, name = self._audience, str(self.facts[0]["dtype"])
-        self._tell("/pause?mode=abort")
+        self._tell(f"/pause?mode={'keep' if keep else 'abort'}")
         self._tell("/reset_prefix_cache")
         self._tell("/start_weight_update")
         for names, shapes, flat in buckets(policy, getattr(torch, name)):

@@ -14,10 +14,11 @@ from __future__ import annotations
 import copy
 import math
 import queue
+import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,12 +36,13 @@ from groupwise.rollout.sampling import stream_keys
 from groupwise.rollout.serving import MODEL, START_SECONDS, OwnServer
 from groupwise.rollout.transfer import PATIENCE, Alive, Servers, blame, unfit_on_cpu
 
-SILENCE = 1800.0
-"""Seconds without a finished group after which a server counts as stalled."""
+STALLED, STARTING = 60.0, 600.0
+"""Seconds without a computed token after which a server that has work counts as stalled; and until its very first one, for which it
+may have to compile."""
 EXACT, ROUNDED = 0.01, 0.1
 """Mean difference of sampled and scored log-probs that rounding can explain: in float32, and where a side rounds to bfloat16."""
 POLL = 2.0
-"""Seconds without an answer after which the servers are asked whether they are there."""
+"""Seconds without an answer after which the servers are asked whether they are there, and how much they have computed."""
 LOST = 2
 """Short questions in a row that a server may leave unanswered."""
 NEVER = -9000.0
@@ -60,15 +62,22 @@ class VllmEngine:
         max_rows: int = 256,
         dtype: str | None = None,
         keep_special_tokens: bool = False,
+        in_flight: bool = False,
     ) -> None:
         """servers: `http://host:port` of running ones (`groupwise serve`).  None: one of its own starts, and ends with `close`.
 
         max_rows, dtype: of its own server: completions decoded at the same time; `float32` or `bfloat16` (default: the policy's
-        products').  Raises ConfigError if no server can be started.  It is waited for at the first `set_version` or `generate`.
+        products').
+        in_flight: `generate` may run in other threads while `set_version` sends weights; completions go on with the new ones, and
+        each token carries the version that drew it.
+        Raises ConfigError if no server can be started.  It is waited for at the first `set_version` or `generate`.
         """
         self.policy, self.keep_special_tokens, self.version = policy, keep_special_tokens, 0
         self._own: OwnServer | None = None
-        self._label = ""
+        self._in_flight, self._flights = in_flight, set[Flight]()
+        self._held: int | None = None
+        """The last version that all servers had."""
+        self._sending = False
         dtype = dtype or _dtype(policy)
         # The name is of this run alone: weights that another run has sent to the same servers are not taken for ours.
         self._run, urls = parallel.from_first(
@@ -117,7 +126,9 @@ class VllmEngine:
         return EXACT if {str(self.servers.facts[0]["dtype"]), _dtype(self.policy)} == {"float32"} else ROUNDED
 
     def close(self) -> None:
-        """Hang up, and end the server of its own."""
+        """Hang up, break off what other threads still sample, and end the server of its own."""
+        for flight in list(self._flights):
+            flight.cancel()
         self.servers.close()
         if self._own is not None:
             self._own.close()
@@ -129,17 +140,20 @@ class VllmEngine:
         Raises PeerError if a server is gone or silent, EngineError if one does not take them.
         """
         self.version = version
-        label = f"{self._run}:{version}"
-        if label == self._label:
+        if version == self._held:
             return
-        with self.policy.gathered() as whole:
-            self.servers.facts = parallel.from_first(lambda: self._send(whole, label))
-        self._label = label
+        self._sending = True
+        try:
+            with self.policy.gathered() as whole:
+                self.servers.facts = parallel.from_first(lambda: self._send(whole))
+        finally:
+            self._sending = False
+        self._held = version
 
-    def _send(self, policy: Policy, label: str) -> list[Mapping[str, Any]]:
+    def _send(self, policy: Policy) -> list[Mapping[str, Any]]:
         if not self.servers.facts:
             self.servers.greet(policy, START_SECONDS if self._own is not None else PATIENCE)
-        self.servers.send(policy, label)
+        self.servers.send(policy, f"{self._run}:{self.version}", keep=self._in_flight)
         return self.servers.facts
 
     def generate(
@@ -147,16 +161,24 @@ class VllmEngine:
     ) -> Iterator[tuple[Rollout, ...]]:
         """See `engine.Engine`."""
         check_request(self.policy, prompts, group_size, sampling)
-        self.set_version(self.version)  # nothing is sent, unless nothing ever was
+        if self._held is None:
+            self.set_version(self.version)
+        oldest = self._held or 0
         self._check(prompts, group_size, sampling)
         bodies = {prompt.id: self._request(prompt, group_size, sampling, seed) for prompt in prompts}
         found = {prompt.id: prompt for prompt in prompts}
         rows = sum(int(one["rows"]) for one in self.servers.facts)
         # One request more than fits keeps every row busy.
         each = min(-(-rows // group_size) // len(self.servers.wires) + 1, max(1, len(prompts)))
-        with Flight([wire.url for wire in self.servers.wires for _ in range(each)], bodies, self._alive) as flight:
-            for url, name, answer in flight:
-                yield self._group(url, found[name], answer, group_size, sampling)
+        urls = [wire.url for wire in self.servers.wires for _ in range(each)]
+        flight = Flight(urls, bodies, self._alive, paused=lambda: self._sending)
+        self._flights.add(flight)
+        try:
+            with flight:
+                for url, name, answer in flight:
+                    yield self._group(url, found[name], answer, group_size, sampling, oldest)
+        finally:
+            self._flights.discard(flight)
 
     def _check(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> None:
         """Raises EngineError for what these servers cannot do."""
@@ -205,8 +227,13 @@ class VllmEngine:
             drawn["allowed_token_ids"] = list(range(policy.vocabulary))
         return {"model": MODEL, "token_ids": prompt.tokens.tolist(), "sampling_params": drawn}
 
-    def _group(self, url: str, prompt: Prompt, answer: Any, group_size: int, sampling: Sampling) -> tuple[Rollout, ...]:
-        """A prompt's rollouts from a server's answer.  Raises EngineError for an answer that cannot be what was asked for."""
+    def _group(
+        self, url: str, prompt: Prompt, answer: Any, group_size: int, sampling: Sampling, oldest: int
+    ) -> tuple[Rollout, ...]:
+        """A prompt's rollouts from a server's answer.  oldest: the version that it may have been begun with.
+
+        Raises EngineError for an answer that cannot be what was asked for.
+        """
         where = f"the vLLM server at {url}, prompt {prompt.id}"
         try:
             choices = [Choice.read(choice) for choice in answer["choices"]]
@@ -219,7 +246,7 @@ class VllmEngine:
             raise EngineError(f"{where}: {len(choices)} completions came back, {group_size} were asked for")
         limit = completion_limit(self.policy, prompt, sampling)
         for choice in choices:
-            if wrong := choice.wrong(self.policy, sampling, limit, self._label):
+            if wrong := choice.wrong(self.policy, sampling, limit) or choice.foreign(self._run, oldest, self.version):
                 raise EngineError(f"{where}, completion {choice.index}: {wrong}")
         if sampling.greedy:  # all completions of a prompt are the same
             choices *= group_size
@@ -232,7 +259,7 @@ class VllmEngine:
                 choice.logp,
                 choice.finish(self.policy.eos_ids),
                 sampling,
-                version=self.version,
+                version=choice.version(self._run),
                 support=choice.support if sampling.truncates else None,
                 keep_special_tokens=self.keep_special_tokens,
             )
@@ -287,8 +314,24 @@ class Choice:
             return Finish.EOS
         return Finish.STOP if self.reason == "stop" else Finish.LENGTH
 
-    def wrong(self, policy: Policy, sampling: Sampling, limit: int, label: str) -> str | None:
-        """What cannot be, or None.  label: of the weights that must have drawn every token; limit: most tokens."""
+    def foreign(self, run: str, oldest: int, newest: int) -> str | None:
+        """What is wrong with the weights that drew it, or None: every token is by a version of this run, from oldest to newest."""
+        ends = [end for _, _, end in self.versions]
+        whole = [begin for _, begin, _ in self.versions] == [0, *ends[:-1]] and ends[-1:] == [len(self.tokens)]
+        labels = dict.fromkeys(label for label, _, _ in self.versions)
+        if whole and labels.keys() <= {f"{run}:{version}" for version in range(oldest, newest + 1)}:
+            return None
+        found = ", ".join(labels) or "weights without a version"
+        wanted = f"{run}:{newest}" + (f" or back to {oldest}" if oldest < newest else "")
+        why = "the server was restarted, or another run sends weights to it"
+        return f"it was drawn by stale or foreign weights ({found}, not {wanted}): {why}"
+
+    def version(self, run: str) -> np.ndarray:
+        """(n,): the version that drew each token, where none is `foreign`."""
+        return np.concatenate([np.full(end - begin, int(label.removeprefix(f"{run}:"))) for label, begin, end in self.versions])
+
+    def wrong(self, policy: Policy, sampling: Sampling, limit: int) -> str | None:
+        """What cannot be, or None.  limit: most tokens."""
         count = len(self.tokens)
         logp = np.array(self.logp)
         if self.reason not in ("stop", "length"):
@@ -303,10 +346,6 @@ class Choice:
             return "it goes on behind an end of sequence"
         if self.reason == "stop" and self.tokens[-1] not in policy.eos_ids and self.stop not in sampling.stop:
             return f"it was stopped by {self.stop!r}, which is neither an end of sequence nor one of {list(sampling.stop)}"
-        if self.versions != [(label, 0, count)]:
-            found = ", ".join(dict.fromkeys(version for version, _, _ in self.versions)) or "weights without a version"
-            why = "the server was restarted, or another run sends weights to it"
-            return f"it was drawn by stale or foreign weights ({found}, not {label}): {why}"
         if sampling.truncates:
             most = max(len(support) for support in self.support)
             if 2 * sampling.top_k <= most < policy.vocabulary:
@@ -327,10 +366,15 @@ class Flight:
     Iterate over the answers in a `with` block; leaving it hangs up, and the servers drop what they were still sampling.
     """
 
-    def __init__(self, urls: Sequence[str], bodies: Mapping[str, Any], alive: Alive | None) -> None:
-        """urls: where each connection leads; bodies: requests by name; alive: of servers that this process has started."""
+    def __init__(self, urls: Sequence[str], bodies: Mapping[str, Any], alive: Alive | None, paused: Callable[[], bool]) -> None:
+        """urls: where each connection leads; bodies: requests by name; alive: of servers that this process has started.
+
+        paused: true while the servers may not compute.
+        """
         self._wires = [Wire(url) for url in urls[: max(1, len(bodies))]]
-        self._left, self._alive = len(bodies), alive
+        self._left, self._alive, self._paused = len(bodies), alive, paused
+        self._waiting = set[Wire]()
+        """Those with a request on its way."""
         self._todo: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         for item in bodies.items():
             self._todo.put(item)
@@ -346,45 +390,72 @@ class Flight:
         for wire in self._wires:
             wire.close()
 
+    def cancel(self) -> None:
+        """Let the thread that iterates go on with an EngineError.  To be called from another one."""
+        self._done.put(EngineError("sampling was broken off: the engine was closed"))
+
     def _work(self, wire: Wire) -> None:
         try:
             while True:
                 name, body = self._todo.get_nowait()
-                self._done.put((wire.url, name, wire.post("/inference/v1/generate", body, timeout=SILENCE)))
+                self._waiting.add(wire)
+                answer = wire.post("/inference/v1/generate", body, timeout=None)
+                self._waiting.discard(wire)
+                self._done.put((wire.url, name, answer))
         except queue.Empty:
             wire.close()
         except Exception as error:  # any failure belongs to the thread that waits
             self._done.put(error)
 
     def __iter__(self) -> Iterator[Answer]:
-        last, unanswered = time.monotonic(), 0
+        unanswered = 0
+        seen: dict[str, tuple[float, float]] = {}
         while self._left:
             try:
                 answer = self._done.get(timeout=POLL)
             except queue.Empty:
-                silence = self._silence()
+                silence = self._silence(seen)
                 unanswered = unanswered + 1 if silence is not None else 0
                 if silence is not None and unanswered >= LOST:
                     raise silence from None
-                if time.monotonic() - last > SILENCE:
-                    raise PeerError(f"the vLLM servers have finished no group for {SILENCE:.0f} s, though they answer") from None
                 continue
             if isinstance(answer, Exception):
                 blame(answer, self._alive)
-            last, unanswered = time.monotonic(), 0
+            unanswered = 0
+            seen.pop(answer[0], None)
             self._left -= 1
             yield answer
 
-    def _silence(self) -> PeerError | None:
-        """What is wrong with a server that does not answer a short question; None if all do."""
+    def _silence(self, seen: dict[str, tuple[float, float]]) -> PeerError | None:
+        """What is wrong with a server that does not answer a short question; None if all do.
+
+        seen: by server how many tokens it had computed, and since when; kept up here.  Raises PeerError for one that stands still.
+        """
         if self._alive is not None:
             self._alive()
         for url in dict.fromkeys(wire.url for wire in self._wires):
             wire = Wire(url)
             try:
                 wire.get("/health", timeout=PATIENCE)
+                tokens = computed_tokens(wire)
             except PeerError as error:
                 return error
             finally:
                 wire.close()
+            works = any(other.url == url for other in self._waiting) and not self._paused()
+            before, since = seen.get(url, (-1.0, 0.0))
+            if tokens != before or not works:
+                seen[url] = tokens, time.monotonic()
+            elif (stands := time.monotonic() - since) > (STALLED if tokens else STARTING):
+                raise PeerError(f"the vLLM server at {url} answers, but has computed nothing for {stands:.0f} s: it hangs")
         return None
+
+
+def computed_tokens(wire: Wire) -> float:
+    """Tokens that a server has computed since it was started, of prompts and of completions.  Raises EngineError if it does not
+    count them."""
+    said = wire.text("/metrics", timeout=PATIENCE)
+    found = re.findall(r"^vllm:(?:prompt|generation)_tokens_total(?:{.*})? (\S+)$", said, re.MULTILINE)
+    if not found:
+        raise EngineError(f"the vLLM server at {wire.url} does not say what it computes: start it without --disable-log-stats")
+    return sum(map(float, found))

@@ -1,0 +1,60 @@
+"""Ctrl-C and SIGTERM while a run goes on: it saves its last whole step and ends; at once where that can be saved, else after the
+step.
+
+A signal is acted on in the middle of sampling, scoring or a backward pass, which may take minutes; it waits only while weights
+change, or something is written.  Of several processes that hold whole weights each ends by itself and the first one saves; spread
+weights can only be saved by all together, so they all end after the same step.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from groupwise import parallel
+from groupwise.errors import Ended
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+TWICE = 2.0
+"""Seconds after which a further signal is meant as one: launchers pass on what the processes were sent, too."""
+
+
+@contextmanager
+def endings(may: Callable[[], bool]) -> Iterator[Callable[[], None]]:
+    """Inside, SIGINT raises KeyboardInterrupt and SIGTERM raises Ended: at once where `may` says so, else where the function that
+    is given is called (by all processes).  A second signal does not wait.
+
+    Outside of the main thread signals are left as they are.
+    """
+    noted: list[tuple[int, float]] = []
+
+    def hear(number: int, _: object) -> None:
+        again = bool(noted) and time.monotonic() - noted[0][1] > TWICE and parallel.world().size == 1
+        if may() or again:
+            noted.clear()
+            _raise(number)
+        noted.append((number, time.monotonic()))
+
+    def due() -> None:
+        heard = parallel.gather(number for number, _ in noted)
+        if heard:
+            noted.clear()
+            _raise(max(heard))
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    before = {number: signal.signal(number, hear) for number in SIGNALS}
+    try:
+        yield due
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _raise(number: int) -> NoReturn:
+    raise KeyboardInterrupt if number == signal.SIGINT else Ended
