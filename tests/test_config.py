@@ -171,6 +171,8 @@ def test_a_good_recipe() -> None:
         ("group={beta: 0, reference_refresh: 5}", "group.beta 0 there is no reference to refresh"),
         ("group={beta: 0.0, kl: k1}", "with group.beta 0 no KL is in the loss"),
         ("rollout.stop=['']", "rollout.stop holds an empty string"),
+        ("group.ratio=sequence_maen", "got 'sequence_maen' (did you mean sequence_mean?)"),
+        ("group.ratio=token_mean", "got 'token_mean' (which is one of group.weights)"),
         ("rollout.engine=vlm", "rollout.engine: must be one of native, transformers, vllm; got 'vlm' (did you mean vllm?)"),
         ("rollout.engine={dtype: float32}", "rollout.engine: must be one of native, transformers, vllm; got 'None'"),
         ("rollout.engine={name: native, dtype: float32}", "rollout.engine: native takes ahead, correct; got 'dtype'"),

@@ -347,7 +347,9 @@ def _wrong_part(part: Part, names: Sequence[str]) -> str | None:
         return "a mapping needs `name`, e.g. {name: " + names[0] + "}"
     if name in names or (name.count(":") == 1 and all(piece.replace(".", "_").isidentifier() for piece in name.split(":"))):
         return None
-    return f"must be one of {', '.join(names)} or module:function; got {name!r}{closest(name, names)}"
+    others = [f"group.{place}" for place, known in PARTS.items() if name in known]
+    hint = f" (which is one of {' and '.join(others)})" if others else closest(name, names)
+    return f"must be one of {', '.join(names)} or module:function; got {name!r}{hint}"
 
 
 def _parallel(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:

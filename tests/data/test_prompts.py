@@ -74,6 +74,12 @@ def test_duplicates_are_kept_and_counted_and_unknown_characters_dropped(tokenize
     assert report.dropped == {"with characters unknown to the tokenizer": 1}
 
 
+def test_a_dropped_row_is_counted_once_even_if_its_prompt_stood_before(tokenizer):
+    prompts, report = encode_prompts(rows_of("1+2+3", "1+2+3", "3", "3"), Template(tokenizer=tokenizer), max_tokens=4)
+    assert [prompt.row["prompt"] for prompt in prompts] == ["3", "3"]
+    assert (report.dropped, report.noted) == ({"longer than 4 tokens": 2}, {"duplicate": 1})
+
+
 def test_a_visit_names_its_epoch(tokenizer):
     (prompt,), _ = encode_prompts(rows_of("1"), Template(tokenizer=tokenizer), max_tokens=20)
     again = visit(prompt, 3)

@@ -68,6 +68,7 @@ def encode_demonstrations(
             continue
         if not completion.stable:
             tally.note("with the completion encoded apart from its prompt")
+        tally.keep(template.key(question.content))
         demonstrations.append(Demonstration(id=str(i), prompt=prompt, completion=completion.tokens))
     report = tally.report([len(demonstration) for demonstration in demonstrations])
     if not demonstrations:

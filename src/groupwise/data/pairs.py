@@ -74,6 +74,7 @@ def encode_pairs(
             continue
         if not (chosen.stable and rejected.stable):
             tally.note("with a completion encoded apart from its prompt")
+        tally.keep(template.key(question.content))
         pairs.append(
             Pair(id=str(i), prompt=prompt, chosen=chosen.tokens, rejected=rejected.tokens, margin=_margin(rows[i], rows.where(i)))
         )

@@ -40,7 +40,7 @@ def encode_prompts(rows: Rows, template: Template, *, max_tokens: int, too_long:
     """Prompts of the rows that have one.  A prompt's id is its row's number from 0.
 
     Dropped and counted: empty prompts, prompts with characters that the tokenizer does not know, too long ones (unless
-    `truncate_left`, which keeps their end and counts them).  Duplicates are kept and counted.
+    `truncate_left`, which keeps their end and counts them).  Duplicates are kept; of the rows that stay they are counted.
     Raises DataError if no prompt is left, or if one is too long and `too_long` is `error`.
     """
     tally = Tally(rows.name, len(rows))
@@ -52,6 +52,7 @@ def encode_prompts(rows: Rows, template: Template, *, max_tokens: int, too_long:
                 continue
             ids = cut_left(ids, max_tokens, template.bos_id)
             text = str(template.tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+        tally.keep(template.key(question.content))
         prompts.append(Prompt(id=str(i), tokens=ids, text=text, row=rows[i]))
     report = tally.report([prompt.tokens.size for prompt in prompts])
     if not prompts:
@@ -69,7 +70,7 @@ def visit(prompt: Prompt, epoch: int | str) -> Prompt:
 
 def ask_rows(rows: Rows, template: Template, tally: Tally) -> list[tuple[int, Question]]:
     """(row number, question) of the rows that ask something the tokenizer can write; the others are counted in `tally`."""
-    asked, seen = [], set()
+    asked = []
     for i, row in enumerate(rows):
         content = template.content(row, rows.where(i))
         if is_blank(content):
@@ -78,17 +79,13 @@ def ask_rows(rows: Rows, template: Template, tally: Tally) -> list[tuple[int, Qu
         asked.append((i, content))
     questions = template.ask([content for _, content in asked], [rows.where(i) for i, _ in asked])
     kept = []
-    for (i, content), question in zip(asked, questions, strict=True):
+    for (i, _), question in zip(asked, questions, strict=True):
         if not question.tokens.size:
             tally.drop("empty")
-            continue
-        if template.unknown(question.text, question.tokens):
+        elif template.unknown(question.text, question.tokens):
             tally.drop(UNKNOWN)
-            continue
-        if (key := template.key(content)) in seen:
-            tally.note("duplicate")
-        seen.add(key)
-        kept.append((i, question))
+        else:
+            kept.append((i, question))
     return kept
 
 

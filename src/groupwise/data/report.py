@@ -47,6 +47,7 @@ class Tally:
         self.source, self.rows = source, rows
         self._dropped: Counter[str] = Counter()
         self._noted: Counter[str] = Counter()
+        self._kept: set[object] = set()
 
     def drop(self, reason: str, count: int = 1) -> None:
         """Rows that are left out."""
@@ -55,6 +56,12 @@ class Tally:
     def note(self, remark: str, count: int = 1) -> None:
         """Rows that stay."""
         self._noted[remark] += count
+
+    def keep(self, key: object) -> None:
+        """A row that stays; it is a duplicate if a row with this key stayed before."""
+        if key in self._kept:
+            self.note("duplicate")
+        self._kept.add(key)
 
     def report(self, lengths: Sequence[int]) -> Report:
         """`lengths`: tokens of each row that was kept."""

@@ -68,6 +68,7 @@ def encode_solutions(
             continue
         ends = np.cumsum([part.size for part in parts]) - 1
         ends[-1] += 1
+        tally.keep(template.key(question.content))
         solutions.append(Solution(id=str(i), prompt=prompt, completion=completion, ends=ends, labels=np.array(labels)))
     report = tally.report([len(solution) for solution in solutions])
     if not solutions:
