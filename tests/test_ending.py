@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -172,6 +173,40 @@ def test_c7_c8_a_signal_anywhere_leaves_the_last_whole_step(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     for _ in train(load_recipe(broken)):
         pass
+    assert all(torch.equal(weights(broken)[name], weight) for name, weight in weights(straight).items())
+    assert metrics(broken) == metrics(straight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_c7_ended_at_random_times_it_comes_to_the_same_bits(ahead: int, recipe: Callable) -> None:
+    """Again and again at any time between the start and the last step, with and without rollouts in store."""
+    changes = {"steps": 30, "rollout": {"max_new_tokens": 8, "engine": {"name": "native", "ahead": ahead}}}
+    straight, broken = recipe("straight", **changes), recipe("broken", **changes)
+    begin = time.monotonic()
+    for _ in train(load_recipe(straight)):
+        pass
+    took, rng, ends = time.monotonic() - begin, np.random.default_rng(ahead), 0
+
+    def go() -> None:
+        """Told to end some time after the first step that it takes."""
+        timer = threading.Timer(rng.uniform(0.0, 0.15) * took, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        try:
+            for number, _ in enumerate(train(load_recipe(broken))):
+                timer.start() if number == 0 else None
+        finally:
+            timer.cancel()
+
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # for one that comes too late
+    try:
+        while not (folder(broken) / "done.json").exists():
+            try:
+                go()
+            except Ended:
+                ends += 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ends >= 5
     assert all(torch.equal(weights(broken)[name], weight) for name, weight in weights(straight).items())
     assert metrics(broken) == metrics(straight)
 

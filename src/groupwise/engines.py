@@ -26,8 +26,9 @@ def make_engine(policy: Policy, settings: RolloutSettings) -> Engine:
     name, given = engine_of(settings)
     common: dict[str, Any] = {"max_rows": settings.max_rows, "keep_special_tokens": settings.keep_special_tokens}
     if name == "vllm":
-        servers, in_flight = given.get("servers", ()), given.get("ahead", 0) > 0
-        return VllmEngine(policy, servers=servers, dtype=given.get("dtype"), in_flight=in_flight, **common)
+        given |= {"in_flight": given.pop("ahead", 0) > 0}
+        given.pop("correct", None)
+        return VllmEngine(policy, **given, **common)
     if isinstance(policy, ShardedPolicy):
         return GatheredEngine(policy, lambda plain: make_engine(plain, settings))
     return {"native": NativeEngine, "transformers": TransformersEngine}[name](policy, **common)

@@ -56,7 +56,7 @@ def train_online(
 
     budget: packed positions per forward and backward pass; it cannot change an update.
     done: steps taken before (a resumed run); steps: the last step's number.
-    reference: frozen, given exactly when `algorithm.needs_reference`.
+    reference: frozen, given exactly when `algorithm.needs_reference`.   ahead: what has been sampled for steps to come.
     Raises Diverged, RewardError, EngineError.
     """
     assert (reference is not None) == algorithm.needs_reference

@@ -91,6 +91,7 @@ TRL: dict[str, tuple[str, str]] = {
     "use_peft": ("model.lora", "{}, or with rank, alpha and targets"),
     "use_vllm": ("rollout.engine", "vllm; the default, native, samples in the trainer's process"),
     "vllm_importance_sampling_correction": ("rollout.engine", "{name: vllm, correct: {...}}, or correct: null for none"),
+    "vllm_mode": ("rollout.engine", "{name: vllm, colocated: true} for colocate; servers otherwise"),
     "vllm_server_base_url": ("rollout.engine", "{name: vllm, servers: [...]}"),
     "warmup_steps": ("optimizer.warmup_steps", ""),
     "weight_decay": ("optimizer.weight_decay", ""),

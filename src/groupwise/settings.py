@@ -71,7 +71,7 @@ REWARDS = (
 ENGINES: Mapping[str, tuple[str, ...]] = {
     "native": ("ahead", "correct"),
     "transformers": ("ahead", "correct"),
-    "vllm": ("servers", "dtype", "ahead", "correct"),
+    "vllm": ("servers", "colocated", "dtype", "ahead", "correct"),
 }
 """Rollout engines, and what a mapping that names one may say beside it."""
 TASKS = ("addition", "sums", "countdown", "sorting", "gsm8k_arithmetic")
@@ -201,7 +201,8 @@ class RolloutSettings:
 
     engine: Part = "native"
     """`native` (in-process, on the training weights), `transformers` (plain `generate`: slow, the reference) or `vllm` (a server
-    that the run starts for itself).  `{name: vllm, servers: [http://host:port]}` uses running ones; `dtype` is its own server's;
+    that the run starts for itself).  `{name: vllm, servers: [http://host:port]}` uses running ones, `colocated: true` runs
+    vLLM in the trainer's process, in turn with training (both need one environment); `dtype` is that of a server of its own;
     `correct` weighs what it computes otherwise than the trainer (default `{level: token, high: 2}`; null: not at all).
     `{name: vllm, ahead: 1}` samples for the next step while this one is trained, and so with weights that are up to one step older
     (0, the default: none); other engines do the same in turn, which saves no time."""

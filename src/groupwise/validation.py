@@ -403,6 +403,10 @@ def _wrong_engine(given: Mapping[str, Any]) -> str | None:
         isinstance(url, str) and re.fullmatch(r"http://[^/\s]+(:\d+)?/?", url) for url in servers
     ):
         return f"servers is a list of addresses like http://127.0.0.1:8000, got {servers!r}"
+    if not isinstance(colocated := given.get("colocated", False), bool):
+        return f"colocated is true or false, got {colocated!r}"
+    if colocated and (servers or ahead):
+        return "colocated samples in the trainer's process, in turn with training: leave servers and ahead out"
     if servers and "dtype" in given:
         return "dtype is that of a server which the run starts for itself; running servers have theirs"
     if given.get("dtype", "float32") not in ("float32", "bfloat16"):

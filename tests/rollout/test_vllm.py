@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from groupwise.errors import ConfigError, EngineError, PeerError
 from groupwise.models.lora import adapt
 from groupwise.records import Finish, Prompt, Sampling
-from groupwise.rollout import transfer, vllm
+from groupwise.rollout import flight, transfer, vllm
 from groupwise.rollout.http import Wire
 from groupwise.rollout.transfer import buckets
 from groupwise.rollout.vllm import VllmEngine
@@ -508,8 +508,8 @@ def test_p2_a_server_that_dies_while_it_samples_is_named(engine_of, server, prom
 
 
 def test_p3_a_server_that_falls_silent_is_named(engine_of, server, prompts_of, monkeypatch) -> None:
-    monkeypatch.setattr(vllm, "PATIENCE", 0.2)
-    monkeypatch.setattr(vllm, "POLL", 0.1)
+    monkeypatch.setattr(flight, "PATIENCE", 0.2)
+    monkeypatch.setattr(flight, "POLL", 0.1)
     engine, silent = engine_of(server), threading.Event()
     engine.set_version(0)
 
@@ -525,8 +525,8 @@ def test_p3_a_server_that_falls_silent_is_named(engine_of, server, prompts_of, m
 
 
 def test_p3_a_server_that_answers_but_computes_nothing_is_named(engine_of, server, prompts_of, monkeypatch) -> None:
-    monkeypatch.setattr(vllm, "STALLED", 0.5)
-    monkeypatch.setattr(vllm, "POLL", 0.1)
+    monkeypatch.setattr(flight, "STALLED", 0.5)
+    monkeypatch.setattr(flight, "POLL", 0.1)
     server.hold = lambda body: time.sleep(3)
     with pytest.raises(PeerError, match=rf"{server.url} answers, but has computed nothing for \d+ s: it hangs"):
         draw(engine_of(server), prompts_of(4))
@@ -535,8 +535,8 @@ def test_p3_a_server_that_answers_but_computes_nothing_is_named(engine_of, serve
 @pytest.mark.parametrize("why", ["it computes", "it compiles", "it takes weights"])
 def test_p3_a_server_that_is_slow_is_waited_for(why: str, engine_of, server, prompts_of, monkeypatch) -> None:
     """As long as its tokens grow in number; until its very first one; and while it may not compute."""
-    monkeypatch.setattr(vllm, "STALLED", 0.4)
-    monkeypatch.setattr(vllm, "POLL", 0.1)
+    monkeypatch.setattr(flight, "STALLED", 0.4)
+    monkeypatch.setattr(flight, "POLL", 0.1)
     engine = engine_of(server)
     engine.set_version(0)
     engine._sending = why == "it takes weights"
@@ -552,7 +552,7 @@ def test_p3_a_server_that_is_slow_is_waited_for(why: str, engine_of, server, pro
 
 
 def test_a_server_that_counts_nothing_is_refused(engine_of, server, prompts_of, monkeypatch) -> None:
-    monkeypatch.setattr(vllm, "POLL", 0.1)
+    monkeypatch.setattr(flight, "POLL", 0.1)
     answer = server.do
     server.do = lambda path, body: "" if path == "/metrics" else answer(path, body)  # type: ignore[method-assign]
     server.hold = lambda body: time.sleep(1)

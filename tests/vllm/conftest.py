@@ -80,6 +80,8 @@ def moved() -> Callable[[Policy], None]:
         with torch.no_grad():
             for parameter in policy.model.parameters():
                 if parameter.ndim > 1:
-                    parameter.add_(0.3 * parameter.std() * torch.randn_like(parameter))
+                    spread = parameter.std()
+                    parameter.add_(0.3 * spread * torch.randn_like(parameter))
+                    parameter.mul_(spread / parameter.std())  # however often: logits that grow are rounded more coarsely
 
     return move

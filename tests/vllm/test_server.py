@@ -20,12 +20,13 @@ from groupwise.errors import EngineError, PeerError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Step
+from groupwise.rollout import flight
 from groupwise.rollout import sampling as draws
-from groupwise.rollout import vllm
+from groupwise.rollout.flight import computed_tokens
 from groupwise.rollout.http import Wire
 from groupwise.rollout.native import NativeEngine
 from groupwise.rollout.stopping import Stopping
-from groupwise.rollout.vllm import EXACT, VllmEngine, computed_tokens
+from groupwise.rollout.vllm import EXACT, VllmEngine
 from groupwise.scoring import sample_of, score
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -150,67 +151,6 @@ def test_new_weights_are_sampled_with_at_once(engine: VllmEngine, prompts: list[
         assert {int(v) for rollout in rollouts for v in rollout.version} == {engine.version}
 
 
-def test_weights_that_arrive_in_flight_draw_the_rest_of_a_completion(serving: Any, moved: Callable) -> None:
-    """Tokens before are those of the old weights, tokens after those of the new ones, keys and values of the old ones included."""
-    old, sampling = serving.policy.frozen_copy(), Sampling(temperature=1.3, max_new_tokens=90)
-    engine = VllmEngine(serving.policy, servers=[serving.url], in_flight=True)
-    engine.set_version(7)
-    prompts = [Prompt(id=str(i), tokens=np.array([7, 9 + i]), text="") for i in range(12)]
-    found: list[Rollout] = []
-    for _ in range(10):
-        thread = threading.Thread(target=lambda: found.extend(draw(engine, prompts, sampling)))
-        before = computed_tokens(engine.servers.wires[0])
-        thread.start()
-        while computed_tokens(Wire(serving.url)) < before + 60:
-            time.sleep(0.01)
-        old = serving.policy.frozen_copy()
-        moved(serving.policy)
-        engine.set_version(engine.version + 1)
-        thread.join(60)
-        if any(np.unique(rollout.version).size == 2 for rollout in found):
-            break
-        found.clear()
-    mixed = [rollout for rollout in found if np.unique(rollout.version).size == 2]
-    assert mixed
-    assert {int(version) for r in found for version in r.version} <= {engine.version - 1, engine.version}
-    for policy, version in ((old, engine.version - 1), (engine.policy, engine.version)):
-        scored = score(policy, [sample_of(rollout) for rollout in mixed], budget=4096).logp
-        for rollout, logp in zip(mixed, scored, strict=True):
-            gap, drawn = np.abs(logp - rollout.behavior_logp), rollout.version == version
-            assert gap[drawn].max() < 1e-4
-            assert gap[~drawn].mean() > 0.05
-    engine.close()
-
-
-def test_p3_a_server_whose_engine_stands_still_is_named(
-    serving: Any, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The HTTP server goes on answering; the process that computes is stopped."""
-    monkeypatch.setattr(vllm, "STALLED", 4.0)
-    engine = VllmEngine(serving.policy, servers=[serving.url])
-    draw(engine, prompts)
-    table = subprocess.run(["ps", "-ww", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
-    parents = {int(pid): (int(parent), name) for pid, parent, name in (line.split(None, 2) for line in table.splitlines())}
-
-    def below(pid: int) -> bool:
-        return pid == serving.process.pid or (pid in parents and below(parents[pid][0]))
-
-    cores = [pid for pid, (_, name) in parents.items() if "EngineCore" in name and below(pid)]
-    assert cores
-    begin = time.monotonic()
-    try:
-        for pid in cores:
-            os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(PeerError, match=rf"{serving.url} answers, but has computed nothing for \d+ s: it hangs"):
-            draw(engine, prompts, seed=9)
-        assert time.monotonic() - begin < 20
-    finally:
-        for pid in cores:
-            os.kill(pid, signal.SIGCONT)
-    assert gaps(engine.policy, draw(engine, prompts, seed=10)).max() < 1e-4
-    engine.close()
-
-
 def step(rollouts: list[Rollout], policy: Policy) -> Step:
     """A step that reports the mismatch of these rollouts, as training would."""
     return Step(number=1, metrics={"mismatch/mean": float(gaps(policy, rollouts).mean())})
@@ -287,4 +227,65 @@ def test_p4_a_server_of_another_model_is_refused(serving: Any, tiny_policy: Call
     engine.set_version(0)
     rollouts = draw(engine, [Prompt(id="a", tokens=np.array([5, 6, 7]), text="")])
     assert gaps(serving.policy, rollouts).max() < 1e-4
+    engine.close()
+
+
+def test_weights_that_arrive_in_flight_draw_the_rest_of_a_completion(serving: Any, moved: Callable) -> None:
+    """Tokens before are those of the old weights, tokens after those of the new ones, keys and values of the old ones included."""
+    old, sampling = serving.policy.frozen_copy(), Sampling(temperature=1.3, max_new_tokens=90)
+    engine = VllmEngine(serving.policy, servers=[serving.url], in_flight=True)
+    engine.set_version(7)
+    prompts = [Prompt(id=str(i), tokens=np.array([7, 9 + i]), text="") for i in range(12)]
+    found: list[Rollout] = []
+    for _ in range(10):
+        thread = threading.Thread(target=lambda: found.extend(draw(engine, prompts, sampling)))
+        before = computed_tokens(engine.servers.wires[0])
+        thread.start()
+        while computed_tokens(Wire(serving.url)) < before + 60:
+            time.sleep(0.01)
+        old = serving.policy.frozen_copy()
+        moved(serving.policy)
+        engine.set_version(engine.version + 1)
+        thread.join(60)
+        if any(np.unique(rollout.version).size == 2 for rollout in found):
+            break
+        found.clear()
+    mixed = [rollout for rollout in found if np.unique(rollout.version).size == 2]
+    assert mixed
+    assert {int(version) for r in found for version in r.version} <= {engine.version - 1, engine.version}
+    for policy, version in ((old, engine.version - 1), (engine.policy, engine.version)):
+        scored = score(policy, [sample_of(rollout) for rollout in mixed], budget=4096).logp
+        for rollout, logp in zip(mixed, scored, strict=True):
+            gap, drawn = np.abs(logp - rollout.behavior_logp), rollout.version == version
+            assert gap[drawn].max() < 1e-4
+            assert gap[~drawn].mean() > 0.05
+    engine.close()
+
+
+def test_p3_a_server_whose_engine_stands_still_is_named(
+    serving: Any, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The HTTP server goes on answering; the process that computes is stopped."""
+    monkeypatch.setattr(flight, "STALLED", 4.0)
+    engine = VllmEngine(serving.policy, servers=[serving.url])
+    draw(engine, prompts)
+    table = subprocess.run(["ps", "-ww", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    parents = {int(pid): (int(parent), name) for pid, parent, name in (line.split(None, 2) for line in table.splitlines())}
+
+    def below(pid: int) -> bool:
+        return pid == serving.process.pid or (pid in parents and below(parents[pid][0]))
+
+    cores = [pid for pid, (_, name) in parents.items() if "EngineCore" in name and below(pid)]
+    assert cores
+    begin = time.monotonic()
+    try:
+        for pid in cores:
+            os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(PeerError, match=rf"{serving.url} answers, but has computed nothing for \d+ s: it hangs"):
+            draw(engine, prompts, seed=9)
+        assert time.monotonic() - begin < 20
+    finally:
+        for pid in cores:
+            os.kill(pid, signal.SIGCONT)
+    assert gaps(engine.policy, draw(engine, prompts, seed=10)).max() < 1e-4
     engine.close()

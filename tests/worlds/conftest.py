@@ -10,7 +10,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from groupwise.algorithms import resolve
+from groupwise.ahead import Ahead
+from groupwise.algorithms import corrected, resolve
 from groupwise.models.policy import Policy
 from groupwise.online import train_online
 from groupwise.optim import Optimizer
@@ -70,14 +71,15 @@ class World:
         ]
 
     def train(
-        self, preset: str, steps: int, *, engine: object = None, reference: Policy | None = None, **group: object
+        self, preset: str, steps: int, *, engine: object = None, reference: Policy | None = None, ahead: int = 0, **group: object
     ) -> Iterator[Step]:
-        """The steps of `train_online`, one after the other."""
+        """The steps of `train_online`, one after the other; with rollouts so many steps ahead, corrected for it."""
         settings = GroupSettings(**group)  # type: ignore[arg-type]
         updates = steps * settings.updates_per_rollout * settings.minibatches
+        algorithm = resolve(preset, settings, self.sampling.max_new_tokens)
         yield from train_online(
             self.policy,
-            resolve(preset, settings, self.sampling.max_new_tokens),
+            corrected(algorithm, {}) if ahead else algorithm,
             engine=engine or NativeEngine(self.policy, max_rows=256),  # type: ignore[arg-type]
             rewards=Judge(self.rule),  # type: ignore[arg-type]
             draw=self.draw,
@@ -87,6 +89,7 @@ class World:
             budget=4096,
             steps=steps,
             reference=reference,
+            ahead=Ahead(ahead),
         )
 
 

@@ -23,6 +23,15 @@ def test_every_preset_learns_the_answers(preset: str, say: Callable) -> None:
     assert np.mean(rewards[-5:]) > 0.9
 
 
+@pytest.mark.parametrize("ahead", [1, 4])
+def test_rollouts_of_older_weights_teach_the_answers(ahead: int, say: Callable) -> None:
+    steps = list(say(lr=1e-2).train("grpo", 40, ahead=ahead, **SIZE))
+    rewards = [step.metrics["reward"] for step in steps]
+    assert steps[-1].metrics["staleness/mean"] == ahead
+    assert rewards[0] < 0.2
+    assert np.mean(rewards[-5:]) > 0.9
+
+
 def distance(world: object, reference: Policy) -> float:
     """KL(policy || reference) per token, nats, estimated on fresh completions."""
     policy, prompts = world.policy, world.draw(8)  # type: ignore[attr-defined]

@@ -27,6 +27,7 @@ class Wire:
         if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
             raise ConfigError(f"a server is written http://host:port, got {url!r}")
         self.url = f"http://{parts.hostname}:{parts.port or 80}"
+        self.name = f"the vLLM server at {self.url}"
         self._address = (parts.hostname, parts.port or 80)
         self._open: http.client.HTTPConnection | None = None
         self._used = 0.0
@@ -37,7 +38,7 @@ class Wire:
             try:
                 probe.connect(self._address)
             except OSError as error:
-                raise PeerError(f"the vLLM server at {self.url} {_cause(error, 0.0)}") from error
+                raise PeerError(f"{self.name} {_cause(error, 0.0)}") from error
             return str(probe.getsockname()[0])
 
     def get(self, path: str, *, timeout: float) -> Any:
@@ -60,7 +61,7 @@ class Wire:
         try:
             return json.loads(text) if text else None
         except ValueError as error:
-            raise EngineError(f"the vLLM server at {self.url} answers {path} with what is not JSON: {text[:200]!r}") from error
+            raise EngineError(f"{self.name} answers {path} with what is not JSON: {text[:200]!r}") from error
 
     def _call(self, method: str, path: str, body: bytes | None, timeout: float | None) -> bytes:
         if time.monotonic() - self._used > FRESH:
@@ -78,11 +79,11 @@ class Wire:
             self._used = time.monotonic()
         except (OSError, http.client.HTTPException, AttributeError) as error:  # AttributeError: closed by another thread meanwhile
             self.close()
-            raise PeerError(f"the vLLM server at {self.url} {_cause(error, timeout)} ({method} {path})") from error
+            raise PeerError(f"{self.name} {_cause(error, timeout)} ({method} {path})") from error
         if answer.status != 200:
             said = text.decode(errors="replace").strip()[:500]
             kind = PeerError if any(word in said for word in DEAD) else EngineError
-            raise kind(f"the vLLM server at {self.url} answers {method} {path} with {answer.status}: {said or answer.reason}")
+            raise kind(f"{self.name} answers {method} {path} with {answer.status}: {said or answer.reason}")
         return text
 
     def close(self) -> None:

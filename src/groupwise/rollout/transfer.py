@@ -49,6 +49,11 @@ class Servers:
         self.facts: list[Facts] = []
         self._audience: parallel.Audience | None = None
 
+    @property
+    def names(self) -> list[str]:
+        """What the servers are called in messages."""
+        return [wire.name for wire in self.wires]
+
     def close(self) -> None:
         """Hang up."""
         for wire in self.wires:
@@ -89,7 +94,7 @@ class Servers:
                 f"the server at {wire.url} runs without Groupwise's plug-in for vLLM: start it with `groupwise serve MODEL`"
             ) from error
         if wrong := unfit(facts, policy):
-            raise EngineError(f"the vLLM server at {wire.url} cannot sample for this policy: {wrong}")
+            raise EngineError(f"{wire.name} cannot sample for this policy: {wrong}")
         return facts
 
     def send(self, policy: Policy, label: str, *, keep: bool = False) -> None:

@@ -13,12 +13,8 @@ from __future__ import annotations
 
 import copy
 import math
-import queue
-import re
 import secrets
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,25 +22,19 @@ from typing import Any
 import numpy as np
 
 from groupwise import parallel
-from groupwise.errors import ConfigError, EngineError, PeerError
+from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
 from groupwise.plan import Shape
 from groupwise.records import Finish, Prompt, Rollout, Sampling
+from groupwise.rollout.colocated import Colocated
 from groupwise.rollout.engine import check_request, completion_limit, make_rollout
-from groupwise.rollout.http import Wire
+from groupwise.rollout.flight import Answer, Flight
 from groupwise.rollout.sampling import stream_keys
 from groupwise.rollout.serving import MODEL, START_SECONDS, OwnServer
-from groupwise.rollout.transfer import PATIENCE, Alive, Servers, blame, unfit_on_cpu
+from groupwise.rollout.transfer import PATIENCE, Servers, unfit_on_cpu
 
-STALLED, STARTING = 60.0, 600.0
-"""Seconds without a computed token after which a server that has work counts as stalled; and until its very first one, for which it
-may have to compile."""
 EXACT, ROUNDED = 0.01, 0.1
 """Mean difference of sampled and scored log-probs that rounding can explain: in float32, and where a side rounds to bfloat16."""
-POLL = 2.0
-"""Seconds without an answer after which the servers are asked whether they are there, and how much they have computed."""
-LOST = 2
-"""Short questions in a row that a server may leave unanswered."""
 NEVER = -9000.0
 """vLLM writes the log-prob of what could not be drawn as -9999."""
 BATCH_TOKENS = 1024
@@ -63,6 +53,7 @@ class VllmEngine:
         dtype: str | None = None,
         keep_special_tokens: bool = False,
         in_flight: bool = False,
+        colocated: bool = False,
     ) -> None:
         """servers: `http://host:port` of running ones (`groupwise serve`).  None: one of its own starts, and ends with `close`.
 
@@ -70,6 +61,7 @@ class VllmEngine:
         products').
         in_flight: `generate` may run in other threads while `set_version` sends weights; completions go on with the new ones, and
         each token carries the version that drew it.
+        colocated: no servers, but vLLM in this process.
         Raises ConfigError if no server can be started.  It is waited for at the first `set_version` or `generate`.
         """
         self.policy, self.keep_special_tokens, self.version = policy, keep_special_tokens, 0
@@ -79,6 +71,10 @@ class VllmEngine:
         """The last version that all servers had."""
         self._sending = False
         dtype = dtype or _dtype(policy)
+        if colocated:
+            self._run, self._alive = secrets.token_hex(4), None
+            self.servers: Servers | Colocated = Colocated(self._describe, policy, max_rows, dtype, self._cache(max_rows, dtype))
+            return
         # The name is of this run alone: weights that another run has sent to the same servers are not taken for ours.
         self._run, urls = parallel.from_first(
             lambda: (secrets.token_hex(4), list(servers) or [self._start(max_rows, dtype)]),
@@ -94,29 +90,34 @@ class VllmEngine:
             )
         if wrong := unfit_on_cpu(self.policy):
             raise ConfigError(f"vLLM cannot sample for this policy: {wrong}")
+        # The weights are sent anyway, so it begins with any.
+        more = ["--load-format", "dummy", "--max-model-len", str(self.policy.context)]
+        cache = f"{self._cache(rows, dtype) >> 20}M"
+        self._own = OwnServer(self._describe, rows=rows, dtype=dtype, cache=cache, more=more)
+        return self._own.url
 
-        def write(folder: Path) -> None:
-            config = copy.deepcopy(self.policy.model.config)
-            # FSDP2 puts a class of its own before the model's.
-            named = (kind for kind in type(self.policy.model).__mro__ if kind.__module__.startswith("transformers.models."))
-            config.architectures = [next(named).__name__]
-            config.save_pretrained(folder)
-            self.policy.tokenizer.save_pretrained(folder)
+    def _describe(self, folder: Path) -> None:
+        """Put the policy's configuration and tokenizer into a folder."""
+        config = copy.deepcopy(self.policy.model.config)
+        # FSDP2 puts a class of its own before the model's.
+        named = (kind for kind in type(self.policy.model).__mro__ if kind.__module__.startswith("transformers.models."))
+        config.architectures = [next(named).__name__]
+        config.save_pretrained(folder)
+        self.policy.tokenizer.save_pretrained(folder)
 
+    def _cache(self, rows: int, dtype: str) -> int:
+        """Bytes of keys and values that so many rows need on average, and one of the longest at least."""
         shape = Shape.of(self.policy.model.config.to_dict(), 0, dtype=dtype)
         tokens = max(self.policy.context, rows * min(self.policy.context, BATCH_TOKENS))
         cache = 2 * shape.layers * shape.kv_heads * shape.head_width * shape.bytes_per_product * tokens
-        # The weights are sent anyway, so it begins with any.
-        more = ["--load-format", "dummy", "--max-model-len", str(self.policy.context)]
-        self._own = OwnServer(write, rows=rows, dtype=dtype, cache=f"{max(64, cache // 900_000)}M", more=more)
-        return self._own.url
+        return max(64 << 20, int(1.1 * cache))
 
     @property
     def where(self) -> str:
         """Where completions come from, in words."""
         if self._own is not None:
             return f"vLLM, a server of this run (log: {self._own.log})"
-        return f"vLLM at {', '.join(wire.url for wire in self.servers.wires)}"
+        return " and ".join(self.servers.names)
 
     @property
     def tolerance(self) -> float:
@@ -169,29 +170,36 @@ class VllmEngine:
         found = {prompt.id: prompt for prompt in prompts}
         rows = sum(int(one["rows"]) for one in self.servers.facts)
         # One request more than fits keeps every row busy.
-        each = min(-(-rows // group_size) // len(self.servers.wires) + 1, max(1, len(prompts)))
+        each = min(-(-rows // group_size) // len(self.servers.facts) + 1, max(1, len(prompts)))
+        for who, name, answer in self._answers(bodies, each):
+            yield self._group(who, found[name], answer, group_size, sampling, oldest)
+
+    def _answers(self, bodies: Mapping[str, Any], each: int) -> Iterator[Answer]:
+        """The answers to requests.  each: how many are at one server at a time."""
+        if isinstance(self.servers, Colocated):
+            yield from self.servers.answers(bodies)
+            return
         urls = [wire.url for wire in self.servers.wires for _ in range(each)]
         flight = Flight(urls, bodies, self._alive, paused=lambda: self._sending)
         self._flights.add(flight)
         try:
             with flight:
-                for url, name, answer in flight:
-                    yield self._group(url, found[name], answer, group_size, sampling, oldest)
+                yield from flight
         finally:
             self._flights.discard(flight)
 
     def _check(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> None:
         """Raises EngineError for what these servers cannot do."""
-        for wire, facts in zip(self.servers.wires, self.servers.facts, strict=True):
+        for name, facts in zip(self.servers.names, self.servers.facts, strict=True):
             if group_size > facts["rows"] and not sampling.greedy:
                 raise EngineError(
-                    f"the vLLM server at {wire.url} decodes {facts['rows']} completions at a time, fewer than a group of "
+                    f"{name} decodes {facts['rows']} completions at a time, fewer than a group of "
                     f"{group_size}: start it with more (--rows, rollout.max_rows), or lower group.group_size"
                 )
             longest = max((p.tokens.size + completion_limit(self.policy, p, sampling) for p in prompts), default=0)
             if longest > facts["context"]:
                 raise EngineError(
-                    f"the vLLM server at {wire.url} holds sequences of {facts['context']} tokens, but a prompt and its completion "
+                    f"{name} holds sequences of {facts['context']} tokens, but a prompt and its completion "
                     f"may have {longest}: start it with -- --max-model-len {longest}"
                 )
             if sampling.truncates and not 0 < self._candidates(sampling) <= facts["candidates"]:
@@ -228,13 +236,13 @@ class VllmEngine:
         return {"model": MODEL, "token_ids": prompt.tokens.tolist(), "sampling_params": drawn}
 
     def _group(
-        self, url: str, prompt: Prompt, answer: Any, group_size: int, sampling: Sampling, oldest: int
+        self, who: str, prompt: Prompt, answer: Any, group_size: int, sampling: Sampling, oldest: int
     ) -> tuple[Rollout, ...]:
         """A prompt's rollouts from a server's answer.  oldest: the version that it may have been begun with.
 
         Raises EngineError for an answer that cannot be what was asked for.
         """
-        where = f"the vLLM server at {url}, prompt {prompt.id}"
+        where = f"{who}, prompt {prompt.id}"
         try:
             choices = [Choice.read(choice) for choice in answer["choices"]]
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -354,108 +362,3 @@ class Choice:
             if sampling.min_p > 0.0 and widest > 1e-3 - math.log(sampling.min_p):
                 return f"a token {widest:.2f} nats below the likeliest could have been drawn where min_p is {sampling.min_p}"
         return None
-
-
-Answer = tuple[str, str, Any]
-"""Address of the server, name of the request, what was answered."""
-
-
-class Flight:
-    """Requests on their way: a thread and a connection for each; all take from one list, so that a faster server gets more.
-
-    Iterate over the answers in a `with` block; leaving it hangs up, and the servers drop what they were still sampling.
-    """
-
-    def __init__(self, urls: Sequence[str], bodies: Mapping[str, Any], alive: Alive | None, paused: Callable[[], bool]) -> None:
-        """urls: where each connection leads; bodies: requests by name; alive: of servers that this process has started.
-
-        paused: true while the servers may not compute.
-        """
-        self._wires = [Wire(url) for url in urls[: max(1, len(bodies))]]
-        self._left, self._alive, self._paused = len(bodies), alive, paused
-        self._waiting = set[Wire]()
-        """Those with a request on its way."""
-        self._todo: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        for item in bodies.items():
-            self._todo.put(item)
-        self._done: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
-
-    def __enter__(self) -> Flight:
-        for wire in self._wires:
-            threading.Thread(target=self._work, args=(wire,), name="rollout-request", daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._todo = queue.SimpleQueue()
-        for wire in self._wires:
-            wire.close()
-
-    def cancel(self) -> None:
-        """Let the thread that iterates go on with an EngineError.  To be called from another one."""
-        self._done.put(EngineError("sampling was broken off: the engine was closed"))
-
-    def _work(self, wire: Wire) -> None:
-        try:
-            while True:
-                name, body = self._todo.get_nowait()
-                self._waiting.add(wire)
-                answer = wire.post("/inference/v1/generate", body, timeout=None)
-                self._waiting.discard(wire)
-                self._done.put((wire.url, name, answer))
-        except queue.Empty:
-            wire.close()
-        except Exception as error:  # any failure belongs to the thread that waits
-            self._done.put(error)
-
-    def __iter__(self) -> Iterator[Answer]:
-        unanswered = 0
-        seen: dict[str, tuple[float, float]] = {}
-        while self._left:
-            try:
-                answer = self._done.get(timeout=POLL)
-            except queue.Empty:
-                silence = self._silence(seen)
-                unanswered = unanswered + 1 if silence is not None else 0
-                if silence is not None and unanswered >= LOST:
-                    raise silence from None
-                continue
-            if isinstance(answer, Exception):
-                blame(answer, self._alive)
-            unanswered = 0
-            seen.pop(answer[0], None)
-            self._left -= 1
-            yield answer
-
-    def _silence(self, seen: dict[str, tuple[float, float]]) -> PeerError | None:
-        """What is wrong with a server that does not answer a short question; None if all do.
-
-        seen: by server how many tokens it had computed, and since when; kept up here.  Raises PeerError for one that stands still.
-        """
-        if self._alive is not None:
-            self._alive()
-        for url in dict.fromkeys(wire.url for wire in self._wires):
-            wire = Wire(url)
-            try:
-                wire.get("/health", timeout=PATIENCE)
-                tokens = computed_tokens(wire)
-            except PeerError as error:
-                return error
-            finally:
-                wire.close()
-            works = any(other.url == url for other in self._waiting) and not self._paused()
-            before, since = seen.get(url, (-1.0, 0.0))
-            if tokens != before or not works:
-                seen[url] = tokens, time.monotonic()
-            elif (stands := time.monotonic() - since) > (STALLED if tokens else STARTING):
-                raise PeerError(f"the vLLM server at {url} answers, but has computed nothing for {stands:.0f} s: it hangs")
-        return None
-
-
-def computed_tokens(wire: Wire) -> float:
-    """Tokens that a server has computed since it was started, of prompts and of completions.  Raises EngineError if it does not
-    count them."""
-    said = wire.text("/metrics", timeout=PATIENCE)
-    found = re.findall(r"^vllm:(?:prompt|generation)_tokens_total(?:{.*})? (\S+)$", said, re.MULTILINE)
-    if not found:
-        raise EngineError(f"the vLLM server at {wire.url} does not say what it computes: start it without --disable-log-stats")
-    return sum(map(float, found))

@@ -60,6 +60,14 @@ class Bucket(WeightTransferUpdateInfo):
     dtypes: list[str]
     shapes: list[list[int]]
 
+    @property
+    def sizes(self) -> list[int]:
+        """In bytes."""
+        return [
+            getattr(torch, dtype).itemsize * torch.Size(shape).numel()
+            for dtype, shape in zip(self.dtypes, self.shapes, strict=True)
+        ]
+
 
 class Broadcast(WeightTransferEngine[Meeting, Bucket]):
     """Receives weights over gloo on a CPU, NCCL on GPUs, and loads them layer by layer."""
@@ -104,15 +112,17 @@ class Broadcast(WeightTransferEngine[Meeting, Bucket]):
         """See `update_weights`."""
         if self.group is None:
             raise RuntimeError("no trainer has been met: /init_weight_transfer_engine comes first")
-        types = [getattr(torch, name) for name in update_info.dtypes]
-        sizes = [dtype.itemsize * torch.Size(shape).numel() for dtype, shape in zip(types, update_info.shapes, strict=True)]
-        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        flat = torch.empty(sum(update_info.sizes), dtype=torch.uint8, device=self.device)
         options = dist.BroadcastOptions()
         options.rootRank = 0
         self.group.broadcast([flat], options).wait()
+        self.load(update_info, flat)
+
+    def load(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        """Load a bucket of weights, the bytes of which are here."""
         weights = [
-            (name, part.view(dtype).view(shape))
-            for name, part, dtype, shape in zip(update_info.names, flat.split(sizes), types, update_info.shapes, strict=True)
+            (name, part.view(getattr(torch, dtype)).view(shape))
+            for name, part, dtype, shape in zip(bucket.names, flat.split(bucket.sizes), bucket.dtypes, bucket.shapes, strict=True)
         ]
         loaded = self.model.load_weights(weights)
         self.missing -= self.missing if loaded is None else set(loaded)
