@@ -100,6 +100,29 @@ def test_from_pairs_to_a_policy(recipe: str, last: str, pairs: Path, tmp_path: P
     np.testing.assert_allclose(rollout.rewards[:, rollout.names.index(last)], scores.numpy(), atol=1e-4)
 
 
+def test_cross_validation_judges_every_pair_once(pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """benchmarks/preferences.py on folds whose prompts are apart, and its difference pair by pair."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import preferences  # type: ignore[import-not-found]
+
+    overrides = small("preference", pairs, *TINY, "model.scratch.tokenizer=bpe:360")
+    found: dict[str, list[np.ndarray]] = {}
+    for fold in range(2):
+        for name, right in preferences.verdicts(str(ROOT / "recipes/preference.yaml"), overrides, 0, fold, 2, tmp_path):
+            found.setdefault(name, []).append(right)
+        train, held_out = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("path", "eval_path"))
+        assert not {row["instruction"] for row in train} & {row["instruction"] for row in held_out}
+    assert list(found) == ["bag of words", "pooling sum", "pooling mean", "pooling last"]
+    assert all(sum(part.size for part in parts) == 60 for parts in found.values())  # the two rows that are no pair left out
+    assert np.concatenate(found["bag of words"]).mean() == 1.0
+
+    verdicts = {"bag of words": np.array([[1.0, 1, 0, 0]]), "pooling sum": np.array([[1.0, 1, 1, 0], [1.0, 0, 1, 0]])}
+    rule, model = preferences.summary(verdicts)
+    assert (rule["accuracy"], model["accuracy"], model["ahead"]) == (0.5, 0.625, 0.125)
+    assert (model["only_it"], model["only_the_rule"]) == (1, 1)
+    assert model["ahead/half_width"] == pytest.approx(1.96 * np.std([0, -0.5, 1, 0], ddof=1) / 2)
+
+
 @pytest.mark.slow
 def test_the_reward_model_goes_on_with_what_the_policy_said_and_the_reference_moves(pairs: Path, tmp_path: Path) -> None:
     """Iterative GRPO: new pairs by the judge from the recorded rollouts, half of the training pairs old ones."""

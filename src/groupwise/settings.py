@@ -336,8 +336,9 @@ class SaveSettings:
 class RewardModelSettings:
     """`objective: reward`: a Bradley-Terry reward model from pairs."""
 
-    pooling: Literal["last", "mean"] = "last"
-    """The score is read at the completion's last token, or is the mean over its tokens."""
+    pooling: Literal["last", "mean", "sum"] = "last"
+    """The score is read at the completion's last token, or is the mean over its tokens, or their sum over 32: a word that decides
+    then counts as much in a long answer as in a short one."""
     centering: Annotated[float, Ge(0.0)] = 0.0
     """Coefficient of (score_chosen + score_rejected)^2."""
     lm_coefficient: Annotated[float, Ge(0.0)] = 0.0

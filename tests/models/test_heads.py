@@ -21,6 +21,7 @@ from transformers import (
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
 from groupwise.models.heads import (
+    SUM_UNIT,
     Answer,
     add_head,
     load_scorer,
@@ -33,8 +34,6 @@ from groupwise.models.heads import (
 )
 from groupwise.models.policy import Policy
 from groupwise.settings import ModelSettings
-
-POOLINGS = ("last", "mean")
 
 
 class Lookup(nn.Module):
@@ -88,6 +87,7 @@ def test_known_token_scores_give_the_exact_pooled_score(
         np.testing.assert_array_equal(score_n, answer.completion / 4)
     np.testing.assert_array_equal(total("last", found), [answer.completion[-1] / 4 for answer in answers])
     np.testing.assert_allclose(total("mean", found), [answer.completion.mean() / 4 for answer in answers], rtol=1e-15)
+    np.testing.assert_allclose(total("sum", found), [answer.completion.sum() / 4 / SUM_UNIT for answer in answers], rtol=1e-15)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
@@ -133,9 +133,10 @@ def test_an_eos_that_is_also_the_pad_is_not_hidden(
     assert score_tokens(policy, answers[:1], budget=64)[0][-1] != pytest.approx(score_tokens(policy, answers[:1], budget=64)[0][-2])
 
 
-def test_pooling_is_recorded(scorer: Callable[..., Policy], tmp_path: Path) -> None:
-    scorer(pooling="mean").save(tmp_path)
-    assert pooling_of(load_scorer(ModelSettings(path=str(tmp_path)))) == "mean"
+@pytest.mark.parametrize("pooling", ["mean", "sum"])
+def test_pooling_is_recorded(scorer: Callable[..., Policy], pooling: str, tmp_path: Path) -> None:
+    scorer(pooling=pooling).save(tmp_path)
+    assert pooling_of(load_scorer(ModelSettings(path=str(tmp_path)))) == pooling
 
 
 def test_somebody_elses_models(tiny_policy: Callable[..., Policy], answers: list[Answer], tmp_path: Path) -> None:

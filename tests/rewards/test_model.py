@@ -125,10 +125,11 @@ def test_several_reward_models_and_functions_combine(tiny_policy: Callable[..., 
     np.testing.assert_allclose(scored.reward, expected, atol=1e-6)
 
 
-def test_step_rewards_of_a_mean_pooled_model_add_up_to_its_score(
-    tiny_policy: Callable[..., Policy], folder: Callable[..., str]
+@pytest.mark.parametrize("pooling", ["mean", "sum"])
+def test_step_rewards_add_up_to_the_models_score(
+    tiny_policy: Callable[..., Policy], folder: Callable[..., str], pooling: str
 ) -> None:
-    policy, path = tiny_policy(), folder("mean")
+    policy, path = tiny_policy(), folder(pooling)
     group = group_of(policy, "1+2=3\n3+4=7\n7", "15", "1\n\n2\n")
     (whole,), (steps,) = build(policy, path).score([group]), build(policy, path, steps="newline").score([group])
     np.testing.assert_allclose(steps.reward, whole.reward, atol=1e-6)

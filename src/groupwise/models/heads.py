@@ -2,9 +2,13 @@
 
 Such a model is an ordinary `transformers` sequence-classification model with one label, wrapped in a `Policy` like any other: its
 backbone runs packed streams with shared prompts, and `score_tokens` reads the head after every completion token.  The score of a
-completion is a weighted sum of those numbers: at the completion's last token (`last`, what transformers itself computes), or
-their mean (`mean`), whose parts are rewards of single steps.  `steps` marks a process reward model: its numbers mean something
-only where a step ends.
+completion is a weighted sum of those numbers: the one at the completion's last token (`last`, what transformers itself computes),
+their mean (`mean`), or their sum (`sum`); the parts of the latter two are rewards of single steps.  `steps` marks a process reward
+model: its numbers mean something only where a step ends.
+
+With `mean` the words that decide count for less the longer the answer is; with `sum` as much everywhere, as in a linear model on
+counts, and length pays where the head's number is above 0 on average.  The sum is divided by a constant (as Dr. GRPO, 2503.20783,
+divides a loss), `SUM_UNIT`, so that a new head's scores begin near 0 and grow as the pairs ask for it.
 
 Reading after a token is one row later than predicting it.  `readout` therefore adds one target that nothing is asked of: the
 completion's n tokens are then all inputs, and row j + 1 of the sample is the state after token j.
@@ -32,7 +36,10 @@ from groupwise.packing import pack, unpack
 from groupwise.records import Batch, Sample
 from groupwise.settings import ModelSettings
 
-Pooling = Literal["last", "mean", "steps"]
+Pooling = Literal["last", "mean", "sum", "steps"]
+
+SUM_UNIT = 32.0
+"""Tokens: a score with `sum` is what a completion of this length has with `mean`."""
 
 PAD = "<|pad|>"
 """Added to a tokenizer whose pad token is missing or ends completions: transformers finds the last token by looking for what is
@@ -127,11 +134,11 @@ def pooling_of(policy: Policy) -> Pooling:
 def pool_weights(pooling: Pooling, n: int) -> np.ndarray:
     """float64 (n,): the weight of each token's number in the score of a completion of n tokens.
 
-    >>> pool_weights("mean", 4).tolist(), pool_weights("last", 3).tolist()
-    ([0.25, 0.25, 0.25, 0.25], [0.0, 0.0, 1.0])
+    >>> pool_weights("mean", 4).tolist(), pool_weights("last", 3).tolist(), pool_weights("sum", 2).tolist()
+    ([0.25, 0.25, 0.25, 0.25], [0.0, 0.0, 1.0], [0.03125, 0.03125])
     """
-    if pooling == "mean":
-        return np.full(n, 1.0 / n) if n else np.zeros(0)
+    if pooling in ("mean", "sum"):
+        return np.full(n, 1.0 / (max(n, 1) if pooling == "mean" else SUM_UNIT))
     weights = np.zeros(n)
     weights[-1:] = 1.0
     return weights

@@ -40,8 +40,8 @@ def model_reward(
     """The reward function `model`: a sequence-classification model with one label from a folder or the hub.
 
     tokenizer: the policy's; None where there is no policy, and only texts are scored.
-    steps: cut completions into steps (`segment_steps`, with `pattern` or `ends`) and reward each: with a mean-pooled model a step
-    is worth its tokens' part of the mean, so that the steps of a completion add up to its score; with a process reward model, the
+    steps: cut completions into steps (`segment_steps`, with `pattern` or `ends`) and reward each: with a model that pools `mean` or
+    `sum` a step is worth its tokens' part, so that the steps of a completion add up to its score; with a process reward model, the
     probability that it is right.  It then feeds `group.credit: process`; other credits see the sum.
     tokens_per_microbatch: packed positions scored at a time.   The others as in `model`.
 
@@ -62,7 +62,7 @@ def model_reward(
         return scorer.by_ids if scorer.same_ids else scorer.by_text if tokenizer is not None else scorer.ended_texts
     if pooling == "last":
         raise ConfigError(
-            f"{path} reads one score at the last token, which has no parts: steps need reward_model.pooling: mean, or a prm"
+            f"{path} reads one score at the last token, which has no parts: steps need reward_model.pooling: mean or sum, or a prm"
         )
     if not scorer.same_ids:
         raise ConfigError(f"{path} has another tokenizer than the policy: steps are rewarded at the policy's own tokens")
@@ -81,15 +81,19 @@ def model_reward(
 def step_rewards(pooling: str, scores: np.ndarray, ends: Sequence[int]) -> Steps:
     """(end, reward) of each step from the numbers (n,) of a completion's tokens.
 
-    `mean`: the step's sum over n, so that the steps add up to the mean.  `steps`: the logistic function of the number at its end.
+    `mean`, `sum`: its tokens' part of the score, so that the steps add up to it.  `steps`: the logistic function of the number at
+    its end.
 
     >>> step_rewards("mean", np.array([1.0, 3.0, 0.0, 4.0]), [1, 3])
     [(1, 1.0), (3, 1.0)]
     """
     if pooling == "steps":
         return [(end, float(1.0 / (1.0 + np.exp(-np.clip(scores[end], -50.0, 50.0))))) for end in ends]
-    sums = np.add.reduceat(scores, [0, *(end + 1 for end in ends[:-1])]) if len(ends) else ()
-    return [(end, float(part) / scores.size) for end, part in zip(ends, sums, strict=True)]
+    from groupwise.models.heads import pool_weights
+
+    parts = pool_weights(pooling, scores.size) * scores  # type: ignore[arg-type]
+    sums = np.add.reduceat(parts, [0, *(end + 1 for end in ends[:-1])]) if len(ends) else ()
+    return [(end, float(part)) for end, part in zip(ends, sums, strict=True)]
 
 
 class _Scorer:
