@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from groupwise.objective.tiles import filled
 from groupwise.parallel import ALONE, World
 from groupwise.records import Batch, Layout, Sample
 
@@ -41,7 +42,7 @@ def pack(
     *,
     share: bool = True,
     whole_groups: bool = False,
-    multiple: int = 1,
+    fill: bool = False,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     world: World = ALONE,
@@ -50,7 +51,7 @@ def pack(
     """Pack samples into batches of at most `budget` positions (a single longer sample gets a batch of its own).
 
     Samples of which nothing is asked (every weight 0) take no position.  `share=False` repeats the prompt before every
-    completion; `whole_groups` never cuts a group; `multiple` rounds P up with filler.  How samples are packed cannot change an
+    completion; `whole_groups` never cuts a group; `fill` rounds P up with filler (`objective/tiles.py`).  How samples are packed cannot change an
     update: weights were fixed before.
 
     world: of several processes, which all pack the same samples, each gets its own part, balanced by positions.
@@ -71,7 +72,7 @@ def pack(
     bins = [_bins(part, budget) for part in (parts if even else parts[world.rank : world.rank + 1])]
     own = bins[world.rank if even else 0]
     own = own + [[]] * (max(map(len, bins)) - len(own))
-    return [_batch(samples, bin_, share, multiple, device, dtype, positions) for bin_ in own]
+    return [_batch(samples, bin_, share, fill, device, dtype, positions) for bin_ in own]
 
 
 def divide(
@@ -223,14 +224,14 @@ def _batch(
     samples: Sequence[Sample],
     units: Sequence[Unit],
     share: bool,
-    multiple: int,
+    fill: bool,
     device: torch.device | str,
     dtype: torch.dtype,
     positions: int,
 ) -> Batch:
     used = sum(unit.positions for unit in units)
     members = [samples[i] for unit in units for i in unit.members] or samples[:1]
-    stream = _Stream(-(-max(used, 1) // multiple) * multiple, members[0].extra)
+    stream = _Stream(filled(used) if fill and used else max(used, 1), members[0].extra)
     for unit in units:
         stream.add(samples, unit, share)
 

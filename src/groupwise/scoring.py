@@ -66,7 +66,7 @@ def score(policy: Policy, samples: Sequence[Sample], *, budget: int, entropy: bo
     entropies = [np.zeros(sample.completion.size) for sample in samples]
     dtype = torch.promote_types(policy.dtype, torch.float32)
     found: list[tuple[bool, int, np.ndarray]] = []
-    how = {"share": policy.attention == "shared", "world": parallel.world(), "even": policy.sharded}
+    how = {"share": policy.attention == "shared", "fill": policy.tiled, "world": parallel.world(), "even": policy.sharded}
     with fused_modules(policy.model):
         for batch in pack(samples, budget, device=policy.device, dtype=dtype, **how):
             hidden = policy.forward(batch).hidden_PD[batch.trained_M]

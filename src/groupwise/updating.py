@@ -20,6 +20,7 @@ from torch import Tensor
 
 from groupwise import parallel
 from groupwise.errors import MemoryExceeded
+from groupwise.heap import Heap
 from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
 from groupwise.objective.inplace import summed_in_place
@@ -30,6 +31,8 @@ from groupwise.records import Batch, Sample
 from groupwise.scoring import support_of
 
 log = logging.getLogger(__name__)
+
+HEAP = Heap()
 
 BatchLoss = Callable[[Policy, Batch], tuple[Tensor, Tensor]]
 """(policy, batch) -> (weighted loss of the batch, a differentiable scalar; a number per trained position (M,), for the log)."""
@@ -68,6 +71,7 @@ def update(
     Where memory does not suffice, the same step is computed anew with half the budget, down to one sample at a time.
     """
     lengths = [sample.prompt.size + sample.completion.size for sample in samples]
+    HEAP.tidy()
     while True:
         try:
             found = _visit(policy, loss, samples, budget, whole_groups, learn=True)
@@ -110,7 +114,7 @@ def _visit(
     positions = 0
     dtype = torch.promote_types(policy.dtype, torch.float32)
     total = torch.zeros((), dtype=dtype, device=policy.device)
-    how = {"share": policy.attention == "shared", "world": parallel.world(), "even": policy.sharded}
+    how = {"share": policy.attention == "shared", "fill": policy.tiled, "world": parallel.world(), "even": policy.sharded}
     with fused_modules(policy.model), summed_in_place(learn and not policy.sharded):
         for batch in pack(samples, budget, whole_groups=whole_groups, device=policy.device, dtype=dtype, **how):
             value, seen_M = loss(policy, batch)

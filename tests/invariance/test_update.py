@@ -95,7 +95,7 @@ def test_the_cut_the_order_and_the_layout_change_nothing(
         gradient(policy, algorithm, samples, budget=37),
         gradient(policy, algorithm, shuffled, budget=50),
         gradient(policy, algorithm, samples, share=False),
-        gradient(policy, algorithm, samples, multiple=64),
+        gradient(policy, algorithm, samples, fill=True),
     ):
         assert_same(found, expected, TOLERANCE[dtype])
 

@@ -59,7 +59,7 @@ def test_p33_packed_and_shared_equal_one_by_one(family: str, tiny_policy: Callab
     policy = tiny_policy(family)
     samples = random_samples()
     expected, expected_gradients = one_by_one(policy, samples)
-    for how in ({"budget": 10_000}, {"budget": 25}, {"budget": 10_000, "share": False, "multiple": 64}):
+    for how in ({"budget": 10_000}, {"budget": 25}, {"budget": 10_000, "share": False, "fill": True}):
         found, found_gradients = packed(policy, samples, **how)
         assert found == pytest.approx(expected, rel=1e-5)
         for name, expected_gradient in expected_gradients.items():

@@ -37,6 +37,7 @@ from groupwise.errors import ConfigError, DataError
 from groupwise.models.attention import Attend, PackedAttention, plain_attention, use_packed_attention
 from groupwise.models.pieces import Pieces, check_finite, empty_model
 from groupwise.objective.logprobs import Head, head_logits
+from groupwise.objective.tiles import tiled
 from groupwise.records import Batch, Layout
 from groupwise.settings import ModelSettings
 
@@ -114,6 +115,12 @@ class Policy:
     def sharded(self) -> bool:
         """True if the weights are spread over processes: then all of them must make the same passes together."""
         return False
+
+    @property
+    def tiled(self) -> bool:
+        """True if products run in oneDNN's tiles, and filler beside the tokens changes nothing (it would a router's balance)."""
+        lower = torch.bfloat16 if self.autocast else self.dtype
+        return self.device.type == "cpu" and tiled(lower) and self.router_coefficient == 0.0
 
     @property
     def backbone(self) -> Callable[..., Any]:

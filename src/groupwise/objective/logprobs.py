@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from groupwise.objective.inplace import gradient_of
+from groupwise.objective.tiles import filled, tiled
 
 CHUNK_NUMBERS = 1 << 23
 """Most logits of a chunk (rows x vocabulary): 32 MB in float32.  Every chunk reads the head twice and its gradient once, so a large
 vocabulary needs many rows to a chunk (50,257: 333 rows in bfloat16; at 83 its products run at a third of their speed)."""
-MOST_ROWS = 1024
+MOST_ROWS = 512
 """More rows to a chunk make no product faster."""
 MIN_ROWS = 128
 """Fewer rows to a chunk would spend their time reading the head and adding to its gradient: above 65,536 ids a chunk is larger."""
@@ -148,8 +149,8 @@ class _Chosen(torch.autograd.Function):
         chunk_numbers: int,
     ) -> tuple[Tensor, Tensor]:
         visits = _Visits(hidden_MD, head, target_M, temperature_M, support, entropy, chunk_numbers)
-        for rows in visits.chunks:
-            visits.measure(rows, visits.product(rows))
+        for rows, raw_CV in visits.products():
+            visits.measure(rows, raw_CV)
         ctx.save_for_backward(hidden_MD)
         ctx.visits = visits
         return visits.logp_M, visits.entropy_M
@@ -159,8 +160,8 @@ class _Chosen(torch.autograd.Function):
         grad_logp_M, grad_entropy_M = grads
         visits: _Visits = ctx.visits
         sums = _Gradients(visits, ctx.needs_input_grad, in_place=True)
-        for rows in visits.chunks:
-            sums.add(rows, visits.product(rows), grad_logp_M[rows], grad_entropy_M[rows] if visits.entropy else None)
+        for rows, raw_CV in visits.products():
+            sums.add(rows, raw_CV, grad_logp_M[rows], grad_entropy_M[rows] if visits.entropy else None)
         return *sums.found, None, None, None, None, None, None
 
 
@@ -184,8 +185,7 @@ class _Fused(torch.autograd.Function):
         logp_M, entropy_M = visits.logp_M, visits.entropy_M
         total = logp_M.new_zeros(())
         sums = _Gradients(visits, ctx.needs_input_grad, in_place=as_is)
-        for rows in visits.chunks:
-            raw_CV = visits.product(rows)
+        for rows, raw_CV in visits.products():
             visits.measure(rows, raw_CV)
             with torch.enable_grad():
                 leaf_C = logp_M[rows].clone().requires_grad_()
@@ -195,7 +195,6 @@ class _Fused(torch.autograd.Function):
                 slopes = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else (None, None)
             total += value.detach()
             sums.add(rows, raw_CV, torch.zeros_like(leaf_C) if slopes[0] is None else slopes[0], slopes[1] if entropy else None)
-            del raw_CV  # before the next one is made
         ctx.sums = sums
         ctx.mark_non_differentiable(logp_M, entropy_M)
         return total, logp_M, entropy_M
@@ -234,22 +233,40 @@ class _Visits:
         self.tempered = hidden_MD.is_cuda or bool((temperature_M != 1.0).any())
         self.entropy = entropy
         count = target_M.shape[0]
+        if not hidden_MD.is_cuda and tiled(self.weight_VD.dtype):
+            self.hidden_MD = F.pad(self.hidden_MD, (0, 0, 0, filled(count) - count))
         numbers *= self.precision.itemsize // self.weight_VD.dtype.itemsize  # a chunk of lower precision has more for its bytes
         self.chunks = _slices(0, count, max(MIN_ROWS, min(MOST_ROWS, numbers // head.weight_VD.shape[0])))
         # float32 (float64 for float64 models), filled as the rows are measured; entropies stay 0 unless asked for.
         self.lse_M, self.logp_M, self.entropy_M = torch.zeros(3, count, dtype=self.precision, device=target_M.device)
 
-    def product(self, rows: slice) -> Tensor:
-        """Logits (C, V) in the type of the head's product, before scale, soft cap and temperature."""
-        bias_V = None if self.head.bias_V is None else self.head.bias_V.to(self.weight_VD.dtype)
-        return F.linear(self.hidden_MD[rows], self.weight_VD, bias_V)
+    def products(self) -> Iterator[tuple[slice, Tensor]]:
+        """Every chunk and its logits (C, V) in the type of the head's product, before scale, soft cap and temperature.
+
+        Those of filler stand behind.  All chunks lie in one buffer: new pages for each would cost as much as a tenth of its products.
+        """
+        vocabulary = self.weight_VD.shape[0]
+        bias_V = None if self.head.bias_V is None else self.head.bias_V.detach().to(self.weight_VD.dtype)
+        every = [self.with_filler(rows) for rows in self.chunks]
+        buffer_CV = self.weight_VD.new_empty(max((each.stop - each.start for each in every), default=0), vocabulary)
+        for rows, each in zip(self.chunks, every, strict=True):
+            hidden_CD, raw_CV = self.hidden_MD[each], buffer_CV[: each.stop - each.start]
+            if bias_V is None:
+                torch.mm(hidden_CD, self.weight_VD.T, out=raw_CV)
+            else:
+                torch.addmm(bias_V, hidden_CD, self.weight_VD.T, out=raw_CV)
+            yield rows, raw_CV
+
+    def with_filler(self, rows: slice) -> slice:
+        """The last chunk has the filler behind it."""
+        return slice(rows.start, self.hidden_MD.shape[0]) if rows.stop == self.target_M.shape[0] else rows
 
     def blocks(self, rows: slice, raw_CV: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """(rows, logits (B, V), tempered logits (B, V) with -inf outside the support) of a chunk's blocks; on CUDA one block.
 
         The tempered logits are the logits themselves where nothing was to be done to them.
         """
-        size = raw_CV.shape[0] if raw_CV.is_cuda else max(1, BLOCK_NUMBERS // raw_CV.shape[1])
+        size = rows.stop - rows.start if raw_CV.is_cuda else max(1, BLOCK_NUMBERS // raw_CV.shape[1])
         for block in _slices(rows.start, rows.stop, size):
             raw_BV = raw_CV[block.start - rows.start : block.stop - rows.start]
             yield block, raw_BV, self._tempered(block, raw_BV)
@@ -300,7 +317,8 @@ class _Gradients:
     @property
     def found(self) -> list[Tensor | None]:
         """What autograd is to go on with, for hidden states, weight and bias."""
-        return [self.hidden_MD, None if self.in_place else self.weight_VD, self.bias_V]
+        hidden_MD = None if self.hidden_MD is None else self.hidden_MD[: self.visits.target_M.shape[0]]
+        return [hidden_MD, None if self.in_place else self.weight_VD, self.bias_V]
 
     def add(self, rows: slice, raw_CV: Tensor, grad_logp_C: Tensor, grad_entropy_C: Tensor | None) -> None:
         """Add a measured chunk, given the slopes of the loss in its log-probs and entropies.  `raw_CV` is overwritten."""
@@ -316,10 +334,12 @@ class _Gradients:
                 self.bias_V += grad_BV.sum(0)
             if grad_BV is not raw_BV:
                 raw_BV.copy_(grad_BV)
+        raw_CV[rows.stop - rows.start :] = 0.0
+        every = visits.with_filler(rows)
         if self.hidden_MD is not None:
-            torch.mm(raw_CV, visits.weight_VD, out=self.hidden_MD[rows])
+            torch.mm(raw_CV, visits.weight_VD, out=self.hidden_MD[every])
         if self.weight_VD is not None:
-            self._add_weight(raw_CV, visits.hidden_MD[rows])
+            self._add_weight(raw_CV, visits.hidden_MD[every])
 
     def _block(self, rows: slice, z_BV: Tensor, grad_logp_B: Tensor, grad_entropy_B: Tensor | None) -> Tensor:
         """d logp / dz = onehot - p;  dH / dz = -p (log p + H).  In place of the tempered logits."""

@@ -26,14 +26,14 @@ from transformers.pytorch_utils import Conv1D
 
 from groupwise.heap import own_pages
 from groupwise.models.policy import Policy
+from groupwise.objective.tiles import filled, tiled
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary tables that depend on the position alone, not on the length of the sequence."""
 LARGE, FEW_ROWS = 1 << 20, 8
 """Numbers of a large float32 matrix; the rows that oneDNN's layout is chosen for (unsaid, it is 10 % slower in bfloat16)."""
-ROW_MULTIPLE = 16
-"""oneDNN builds and keeps machine code for every number of rows that it meets (0.6 MB and 0.7 ms each, for every matrix), and its
-tiles have 16 rows anyway: in bfloat16 a stream is filled up to a multiple of them."""
+FEW = 4
+"""Large float32 matrices meet whole multiples of so many rows: oneDNN keeps 0.6 MB of machine code for every number of them."""
 
 
 class RowAttention(Protocol):
@@ -126,7 +126,9 @@ def product(weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Cal
     if large or tiled(dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, FEW_ROWS)
         onednn = torch.ops.mkldnn._linear_pointwise
-        return lambda x: onednn(x, packed, bias_O, "none", [], "")
+        if not large:
+            return lambda x: onednn(x, packed, bias_O, "none", [], "")
+        return lambda x: onednn(F.pad(x, (0, 0, 0, -x.shape[0] % FEW)), packed, bias_O, "none", [], "")[: x.shape[0]]
     if dtype == torch.float32 and torch.backends.mkl.is_available():
         # MKL asks for 8 to 20 MB more than it writes.
         with own_pages(4 << 20):
@@ -138,17 +140,11 @@ def product(weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Cal
     return lambda x: F.linear(x, weight_OI, bias_O)
 
 
-def tiled(dtype: torch.dtype) -> bool:
-    """True if products in this type run in oneDNN's tiles here."""
-    available = torch.backends.mkldnn.is_available()
-    return dtype == torch.bfloat16 and available and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
 class _Filler:
     """The rows that fill a stream of `count` up to a whole number of tiles; none where products do not run in tiles."""
 
     def __init__(self, count: int, dtype: torch.dtype) -> None:
-        self.count, self.rows = count, -count % ROW_MULTIPLE if tiled(dtype) else 0
+        self.count, self.rows = count, filled(count) - count if tiled(dtype) else 0
 
     def add(self, x: Tensor) -> Tensor:
         """`x` (count, ...) with rows of zeros behind."""
