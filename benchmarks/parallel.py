@@ -67,7 +67,7 @@ def worker(work: Workload, mode: str, folder: Path, steps: int, out: Path) -> No
         found.append({**step.timings, "processor": processor, "imbalance": step.metrics.get("ranks/imbalance", 1.0)})
     with Counter() as counter:
         step = next(loop)
-    update = micro_batches(step, work, here.size)
+    update = micro_batches(step, work, policy, here.size)
     if here.first:
         result = {
             "seconds": {name: median([one[name] for one in found]) for name in ("rollout", "update")},
@@ -99,7 +99,7 @@ def scheduled(engine: Any, work: Workload) -> Any:
 
 def run(work: Workload, policy: Any, engine: Any, optimizer: Any, size: int) -> Iterator[Any]:
     """Endless steps of size x P prompts."""
-    from _ours import optimizer_settings, prompts_of
+    from _ours import positions, prompts_of
 
     from groupwise.algorithms import resolve
     from groupwise.online import train_online
@@ -119,14 +119,14 @@ def run(work: Workload, policy: Any, engine: Any, optimizer: Any, size: int) -> 
         optimizer=optimizer,
         group=group,
         sampling=Sampling(max_new_tokens=work.completion),
-        budget=optimizer_settings(work).tokens_per_microbatch,
+        budget=positions(work, policy),
         steps=10**6,
     )
 
 
-def micro_batches(step: Any, work: Workload, size: int) -> int:
+def micro_batches(step: Any, work: Workload, policy: Any, size: int) -> int:
     """Micro-batches of each process in the step's update."""
-    from _ours import optimizer_settings
+    from _ours import positions
 
     from groupwise.algorithms import resolve
     from groupwise.online import weigh
@@ -136,7 +136,7 @@ def micro_batches(step: Any, work: Workload, size: int) -> int:
 
     algorithm = resolve("grpo", GroupSettings(group_size=work.group, prompts_per_step=work.prompts), work.completion)
     samples = [s for s in weigh(step.groups, step.advantages, algorithm) if s.advantage.any()]
-    return len(pack(samples, optimizer_settings(work).tokens_per_microbatch, world=World(0, size), even=True))
+    return len(pack(samples, positions(work, policy), world=World(0, size), even=True))
 
 
 def expected(shape: Any, mode: str, micro: int, size: int) -> float:
