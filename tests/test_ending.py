@@ -225,6 +225,7 @@ def test_the_last_evaluation_is_made_up_for(recipe: Callable, monkeypatch: pytes
     assert "greedy" in json.loads((folder(path) / "done.json").read_text())
 
 
+@pytest.mark.slow
 def test_c7_a_reward_that_never_returns_does_not_hold_the_end(recipe: Callable, tmp_path: Path) -> None:
     """The command: status 143 within seconds, the last whole step saved and named; again, and it goes on to the end."""
     path, mark = recipe("hanging"), tmp_path / "mark"
