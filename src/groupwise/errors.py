@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 
-class Ended(SystemExit):
-    """SIGTERM ended the run.  Nobody's error: the last whole step is saved, and the process ends with the status shells give it."""
+class Ended(BaseException):
+    """SIGTERM ended the run.  Nobody's error, so that none of those who catch errors takes it for one (a reward function that calls
+    `sys.exit` has failed; one that is running when SIGTERM comes has not).  The last whole step is saved.
+    """
 
     exit_code = 143
-
-    def __init__(self) -> None:
-        super().__init__(self.exit_code)
 
 
 class GroupwiseError(Exception):
