@@ -21,6 +21,7 @@ from groupwise.clock import Clock
 from groupwise.data.demonstrations import Demonstration
 from groupwise.data.pairs import Pair
 from groupwise.data.tokenizers import load_tokenizer
+from groupwise.models.fused import fused_modules
 from groupwise.models.heads import load_scorer
 from groupwise.models.policy import Policy, make_policy, read_blueprint
 from groupwise.offline import SFT, Objective, train_offline
@@ -33,6 +34,7 @@ from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored,
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native import NativeEngine
 from groupwise.settings import GroupSettings, ModelSettings, OptimizerSettings, RewardModelSettings, RewardSettings
+from groupwise.sizing import Load, rank
 
 STEPS = 10**6
 
@@ -129,6 +131,20 @@ class Ours:
             table["update"] = table["step"] - table.get("rollout", 0.0) - table.get("reference", 0.0)
         return seconds | {"peak": self.peak.above()}
 
+    def planned(self) -> int:
+        """Bytes that `--dry-run` predicts for the fullest moment of a step, above what is loaded; lengths are the longest."""
+        work = self.work
+        load = Load(
+            prompts=work.prompts,
+            group=work.group,
+            prompt_tokens=work.prompt,
+            completion_tokens=work.completion,
+            budget=positions(work, self.policy),
+            rows=work.prompts * work.group,
+            reference=self.reference is not None,
+        )
+        return rank(Shape.of_policy(self.policy), load, world=1, sharded="ddp", shards=1, prompts=work.prompts).memory.above
+
     def _online(self) -> Iterator[Step]:
         work = self.work
         engine = Scheduled(self.policy, max_rows=work.prompts * work.group)
@@ -203,9 +219,10 @@ class Ours:
     def _gradients(self, samples: list[Sample], loss: Any, **how: Any) -> tuple[float, list[np.ndarray]]:
         seen = [np.zeros(sample.completion.size) for sample in samples]
         total = 0.0
-        for batch in pack(samples, positions(self.work, self.policy), **how):
-            value, seen_M = loss(self.policy, batch=batch)
-            value.backward()
+        for batch in pack(samples, positions(self.work, self.policy), fill=self.policy.tiled, **how):
+            with fused_modules(self.policy.model):
+                value, seen_M = loss(self.policy, batch=batch)
+                value.backward()
             total += float(value.detach())
             seen_P = seen_M.new_zeros(batch.layout.total)
             seen_P[batch.trained_M] = seen_M.detach()
@@ -233,4 +250,5 @@ def serve(connection: Connection, work: Workload, folder: Path, scratch: Path) -
     side = Ours(work, folder)
     connection.send("ready")
     while (command := connection.recv()) != "end":
-        connection.send(side.step() if command == "step" else side.check(command))
+        answers = {"step": side.step, "planned": side.planned}
+        connection.send(answers[command]() if isinstance(command, str) else side.check(command))

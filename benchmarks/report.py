@@ -46,7 +46,14 @@ SCALING = """\
 
 `benchmarks/scaling.py`: one size is changed at a time. `predicted` scales the first row's update by its FLOPs, with every prompt
 counted once and dead groups not at all; `naive` by `prompts x group x (prompt + completion)` positions, padded to the longest.
-Memory is the peak above what is resident before the first step; of it, the gradient and the moments of the vocabulary's matrix.
+Memory is the peak above what is resident before the first step; of it, the gradient and the moments of the vocabulary's matrix,
+which training it takes; and the peak without them, which should not follow the vocabulary.
+"""
+MEMORY = """\
+## Memory, predicted and measured
+
+`benchmarks/memory.py`: the peak of a step above what is resident once the model is loaded, beside what `--dry-run` says; all
+completions as long as they may be.
 """
 PROFILE = """\
 ## Where a step's time goes
@@ -142,14 +149,21 @@ def scaling(found: dict[str, Any]) -> Iterator[str]:
             [
                 f"{point['at']:,g}", f"{point['update']:.3f}", f"{first['update'] * point['gflop'] / first['gflop']:.3f}",
                 f"{first['update'] * point['naive_positions'] / first['naive_positions']:.3f}", f"{point['rollout']:.3f}",
-                f"{point['peak_mb']:,.0f}", f"{point['head_state_mb']:,.0f}",
+                f"{point['peak_mb']:,.0f}", f"{point['head_state_mb']:,.0f}", f"{point['peak_mb'] - point['head_state_mb']:,.0f}",
             ]
             for point in points
         )  # fmt: skip
-        yield from table(f"{axis} | update s | predicted | naive | rollout s | peak MB | of it vocabulary", rows)
+        yield from table(f"{axis} | update s | predicted | naive | rollout s | peak MB | of it vocabulary | without", rows)
         plot = RESULTS / f"scaling_S_{axis}.png"
         if plot.exists():
             yield f"![update against {axis}](../benchmarks/results/{plot.name})\n"
+
+
+def memory_row(found: dict[str, Any]) -> list[str]:
+    """One step's peak beside the plan's."""
+    work = found["workload"]
+    figures = [f"{found['predicted_mb']:,.0f}", f"{found['peak_mb']:,.0f}", f"{found['ratio']:.2f}"]
+    return [*workload(work), f"{work['beta']:g}", *figures]
 
 
 def profile(found: dict[str, Any]) -> Iterator[str]:
@@ -180,6 +194,10 @@ def page() -> str:
         (LIMITS, table(head, map(limits_row, results("limits_*.json")))),
         (ENGINES, table(head_engines, map(engine_row, results("vs_engines_*.json")))),
         (SCALING, [line for one in results("scaling_*.json") for line in scaling(one)]),
+        (
+            MEMORY,
+            table("model | a step | type | beta | predicted MB | measured MB | ratio", map(memory_row, results("memory_*.json"))),
+        ),
         (PROFILE, [line for one in results("profile_*.json") for line in profile(one)]),
     ):
         lines += [text, *rows] if rows else []

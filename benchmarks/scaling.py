@@ -96,12 +96,12 @@ def main() -> None:
                 work = replace(base, **{axis: value if axis == "dead" else int(value)})
                 points.append({"at": value, **measure(work, options.steps, Path(scratch))})
             first = points[0]
-            print(f"\n{axis:>10s}  update s  predicted   rollout s   peak MB (of it the head's gradient and state)")
+            print(f"\n{axis:>10s}  update s  predicted   rollout s   peak MB (without the head's gradient and state)")
             for point in points:
                 predicted = first["update"] * point["gflop"] / first["gflop"]
                 print(
                     f"{point['at']:10g}  {point['update']:8.3f}   {predicted:8.3f}    {point['rollout']:8.3f}   "
-                    f"{point['peak_mb']:7.0f} ({point['head_state_mb']:.0f})",
+                    f"{point['peak_mb']:7.0f} ({point['peak_mb'] - point['head_state_mb']:.0f})",
                     flush=True,
                 )
             # After every axis: a run that is cut short leaves what it has.

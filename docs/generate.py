@@ -170,6 +170,7 @@ RIVER = [
     "config",
     "validation",
     "clock",
+    "heap",
     "objective",
     "data",
     "rewards",

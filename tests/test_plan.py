@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -56,3 +59,62 @@ def test_rows_of_the_rollout_and_of_the_head_are_not_mixed_up() -> None:
     found = memory(shape, microbatch=5000, rows=8, prompts=2, prompt_tokens=16, completion_tokens=32)
     assert found.cache == 2 * 2 * 64 * (2 * 16 + 8 * 32) * 4 + 8 * 100 * 12
     assert memory(shape, microbatch=5000).cache == 0
+
+
+STEP = """
+import sys
+from dataclasses import replace
+import numpy as np, torch
+from pathlib import Path
+from groupwise.heap import _resident
+from groupwise.models.policy import make_policy
+from groupwise.models.scratch import scratch_model
+from groupwise.online import improve
+from groupwise.algorithms import resolve
+from groupwise.optim import Optimizer
+from groupwise.plan import Shape, microbatch
+from groupwise.records import Prompt, Sampling
+from groupwise.rollout.native import NativeEngine
+from groupwise.scoring import sample_of
+from groupwise.settings import GroupSettings, ModelSettings, OptimizerSettings, ScratchSettings
+from groupwise.sizing import Load, rank
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+torch.set_num_threads(1)
+dtype, vocabulary = sys.argv[1], int(sys.argv[2])
+settings = ScratchSettings(family="qwen2", hidden=256, layers=4, heads=4, kv_heads=2, context=128)
+model = scratch_model(settings, vocabulary=vocabulary, eos_ids=(0,), pad_id=1)
+words = {f"w{i}": i for i in range(vocabulary - 1)} | {"<eos>": vocabulary - 1}
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w1")), eos_token="<eos>")
+policy = make_policy(model, tokenizer, ModelSettings(dtype=dtype, device="cpu"))
+policy = replace(policy, eos_ids=(vocabulary,))  # never drawn: every completion is as long as it may be
+group = GroupSettings(group_size=8, prompts_per_step=8, dead_groups="exact")
+algorithm, shape = resolve("grpo", group, 64), Shape.of_policy(policy)
+engine, budget = NativeEngine(policy, max_rows=64), microbatch(shape)
+optimizer = Optimizer(model, OptimizerSettings(lr=1e-7), 10)
+load = Load(prompts=8, group=8, prompt_tokens=32, completion_tokens=64, budget=budget, rows=64)
+planned = rank(shape, load, world=1, sharded="ddp", shards=1, prompts=8).memory.above
+Path("/proc/self/clear_refs").write_text("5")
+base = _resident()
+for step in range(5):
+    prompts = [Prompt(id=f"{step}/{p}", tokens=np.arange(2, 34) + p, text="", row={}) for p in range(8)]
+    engine.set_version(step)
+    groups = list(engine.generate(prompts, group_size=8, sampling=Sampling(max_new_tokens=64), seed=0))
+    samples = [sample_of(r, weight=1 / 64, advantage=np.ones(len(r))) for rollouts in groups for r in rollouts]
+    assert sum(len(r) for rollouts in groups for r in rollouts) == 64 * 64
+    improve(policy, algorithm, samples, optimizer, budget=budget)
+peak = next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+print(planned, peak - base)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
+@pytest.mark.parametrize(("dtype", "vocabulary"), [("float32", 2000), ("float32", 16_000), ("autocast", 2000)])
+def test_the_planned_peak_is_what_a_step_takes(dtype: str, vocabulary: int) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", STEP, dtype, str(vocabulary)]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    planned, peak = map(int, found.stdout.split()[-2:])
+    assert planned == pytest.approx(peak, rel=0.15)

@@ -51,8 +51,8 @@ def pack(
     """Pack samples into batches of at most `budget` positions (a single longer sample gets a batch of its own).
 
     Samples of which nothing is asked (every weight 0) take no position.  `share=False` repeats the prompt before every
-    completion; `whole_groups` never cuts a group; `fill` rounds P up with filler (`objective/tiles.py`).  How samples are packed cannot change an
-    update: weights were fixed before.
+    completion; `whole_groups` never cuts a group; `fill` rounds P up with filler (`objective/tiles.py`).  How samples are packed
+    cannot change an update: weights were fixed before.
 
     world: of several processes, which all pack the same samples, each gets its own part, balanced by positions.
     even: every process gets the same number of batches, the last ones a single position of filler where there is no more.

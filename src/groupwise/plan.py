@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import ConfigError
-from groupwise.objective.logprobs import CHUNK_NUMBERS, MIN_ROWS, MOST_ROWS
+from groupwise.objective.logprobs import chunk_rows
 from groupwise.settings import Recipe
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ Lines = list[tuple[str, str]]
 LEAST_ACTIVATIONS, ACTIVATIONS_PER_PARAMETER, MOST_POSITIONS = 64 << 20, 12, 16384
 """What a micro-batch may keep for its backward pass, in bytes a parameter of the blocks: less than AdamW's training state (16), and
 enough positions for products that run at full speed.  The vocabulary's matrices do not count: more ids keep no more activations."""
+PIECES = 60 << 20
+"""Freed memory that nothing fits into, and machine code of the products: measured on a CPU (`benchmarks/memory.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +108,10 @@ class Memory:
     """Of weights that are spread over processes: all of them, while they sample."""
     host: int = 0
     """In the memory of the host instead."""
+    prepared: int = 0
+    """Weights in the layout that decoding on a CPU reads fastest, while completions are sampled."""
+    pieces: int = 0
+    """Freed memory that nothing fits into (of it what sampling has left behind), and the products' machine code."""
 
     @property
     def held(self) -> int:
@@ -120,12 +126,17 @@ class Memory:
     @property
     def sampling(self) -> int:
         """Bytes while completions are decoded in this process."""
-        return self.held + self.whole + self.cache
+        return self.held + self.whole + self.prepared + self.cache
 
     @property
     def peak(self) -> int:
         """Bytes at the fullest moment of a step."""
-        return max(self.training, self.sampling)
+        return max(self.training + self.pieces, self.sampling)
+
+    @property
+    def above(self) -> int:
+        """Bytes at the fullest moment above what is there once all weights are loaded."""
+        return self.peak - self.weights - self.reference - self.rewards
 
 
 def memory(
@@ -161,21 +172,25 @@ def memory(
     working = wide + (kept_per_block(shape) if recompute else 0)
     # The head holds one chunk of logits, and the trained rows once more with their gradient.
     predicted = int(trained_share * microbatch)
-    chunk_rows = max(MIN_ROWS, min(MOST_ROWS, CHUNK_NUMBERS // shape.vocabulary))
-    chunk = min(predicted, chunk_rows) * shape.vocabulary
+    chunk = min(predicted, chunk_rows(shape.vocabulary, shape.bytes_per_product)) * shape.vocabulary
     head = (chunk + 2 * predicted * shape.hidden) * shape.bytes_per_product
-    # The embedding's slope beside the head's before they are added; weights in the products' type, for the step.
-    again = 0 if adapter else 4 * shape.vocabulary * shape.hidden
+    # Gradients that are summed in another type are made first; weights in the products' type, for the step.
+    again = 4 * shape.vocabulary * shape.hidden if lower and not adapter else 0
     cast = shape.parameters * shape.bytes_per_product if shape.bytes_per_product != shape.bytes_per_weight else 0
+    drawn = min(rows, chunk_rows(shape.vocabulary, 4))
+    keys = 2 * shape.layers * kv * (prompts * prompt_tokens + rows * completion_tokens) * shape.bytes_per_product
+    blocks = (shape.parameters - shape.outside) * shape.bytes_per_product if rows else 0
     return Memory(
         weights=(shape.parameters + adapter) * shape.bytes_per_weight,
         gradients=trained * 4,
         optimizer=trained * (12 if lower else 8),
         reference=shape.parameters * shape.bytes_per_weight if reference and not adapter else 0,
         activations=microbatch * kept + max(microbatch * working, head) + again + cast,
-        cache=2 * shape.layers * kv * (prompts * prompt_tokens + rows * completion_tokens) * shape.bytes_per_product
-        + rows * shape.vocabulary * 4 * 3,
+        cache=keys + drawn * shape.vocabulary * 4 * 3,
         rewards=rewards,
+        prepared=shape.parameters * shape.bytes_per_product if rows else 0,
+        # Sampling leaves the pages of its keys, values and blocks in pieces; larger tensors have had pages of their own.
+        pieces=PIECES + keys + blocks,
     )
 
 
@@ -226,7 +241,9 @@ def memory_lines(found: Memory) -> Lines:
     parts += [("gathered while training", found.gathered)] if found.gathered else []
     parts += [("activations", found.activations)]
     parts += [("whole weights while sampling", found.whole)] if found.whole else []
+    parts += [("prepared weights while sampling", found.prepared)] if found.prepared else []
     parts += [("keys and values", found.cache)] if found.cache else []
+    parts += [("pieces of the heap", found.pieces)]
     parts += [("in host memory", found.host)] if found.host else []
     return [("memory", f"about {size(found.peak)} at the peak ({', '.join(f'{name} {size(n)}' for name, n in parts)})")]
 

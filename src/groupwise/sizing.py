@@ -71,6 +71,14 @@ class Load:
         """Packed positions of so many prompts and their completions; a prompt counts once."""
         return prompts * (self.prompt_tokens + self.group * self.completion_tokens)
 
+    def fullest(self, prompts: int) -> int:
+        """Positions of the largest micro-batch for so many prompts: whole groups, evenly dealt out, where a group fits."""
+        group, every = self.positions(1), self.positions(prompts)
+        if group > self.budget or every <= self.budget:
+            return min(self.budget, every)
+        batches = -(-prompts // (self.budget // group))
+        return -(-prompts // batches) * group
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sent:
@@ -129,7 +137,7 @@ def rank(shape: Shape, load: Load, *, world: int, sharded: str, shards: int, off
     micro = -(-positions // load.budget)
     found = memory(
         shape,
-        microbatch=min(load.budget, positions),
+        microbatch=load.fullest(-(-load.prompts // world)),
         rows=min(load.rows, prompts * load.group),
         prompts=prompts if load.completion_tokens else 0,
         prompt_tokens=load.prompt_tokens,

@@ -6,14 +6,19 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from groupwise.models.fused import RMSNorm, Rotary, fused_modules
+from groupwise.objective.inplace import summed_in_place
 from groupwise.packing import pack
+from groupwise.updating import token_loss
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -140,3 +145,55 @@ def test_under_autocast_norms_hand_on_what_products_take_but_the_last_does_not_r
     norms: list[nn.Module] = [model.model.layers[0].input_layernorm, model.model.norm]
     with fused_modules(model), torch.autocast("cpu", torch.bfloat16):
         assert [norm(x).dtype for norm in norms] == [torch.bfloat16, torch.float32]
+
+
+def weighted(weight_M: Tensor, logp_C: Tensor, entropy_C: Tensor | None, part: slice) -> Tensor:
+    return -(weight_M[part] * logp_C).sum()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2", "mixtral"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("separable", [False, True])
+def test_gradients_of_the_vocabulary_are_summed_where_they_lie(
+    family: str, padded: bool, separable: bool, tiny_policy: Callable, random_samples: Callable
+) -> None:
+    """Two micro-batches, a matrix with rows that no token has, an id without gradient: as autograd, in one matrix."""
+    policy = tiny_policy(family)
+    matrix = policy.model.get_output_embeddings().weight
+    policy = replace(policy, vocabulary=matrix.shape[0] - 3 if padded else matrix.shape[0])
+    policy.model.get_input_embeddings().padding_idx = 5
+    samples = random_samples(groups=4)
+    batches = pack(samples, sum(s.prompt.size + s.completion.size for s in samples) // 2)
+    assert len(batches) > 1
+    made: list[int] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.shape == matrix.shape and out._base is None and "empty" in str(func):
+                made.append(out.numel())
+            return out
+
+    found = []
+    for in_place in (False, True):
+        policy.model.zero_grad()
+        with fused_modules(policy.model), summed_in_place(in_place), Watch():
+            made.clear()
+            for batch in batches:
+                weight_M = batch.weight_P[batch.trained_M]
+                loss = partial(weighted, weight_M)
+                token_loss(policy, batch, loss, separable=separable, as_is=True)[0].backward()
+        found.append({name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for name, expected in found[0].items():
+        assert relative(found[1][name], expected) < 1e-5, name
+    assert len(made) == 1, "the gradient itself and nothing else as large"
+
+
+def test_a_loss_that_is_multiplied_after_all_is_noticed(tiny_policy: Callable, random_samples: Callable) -> None:
+    policy = tiny_policy("qwen2")
+    (batch,) = pack(random_samples(), 10_000)
+    with summed_in_place():
+        value, _ = token_loss(policy, batch, lambda logp, _e, _p: logp.sum(), separable=True, as_is=True)
+        with pytest.raises(AssertionError, match="multiplied"):
+            (2 * value).backward()

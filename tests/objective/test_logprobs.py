@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupwise.objective.logprobs import Head, Support, chosen_logprobs, fused_loss, reference_logprobs
 
-M, D, V = 70, 6, 23
+M, D, V = 300, 6, 23  # three chunks
 
 
 def problem(dtype: torch.dtype, bias: bool, softcap: float | None, scale: float) -> tuple[Tensor, Head, Tensor, Tensor]:

@@ -59,6 +59,15 @@ class Support:
     """(M + 1,) on the host."""
 
 
+def chunk_rows(vocabulary: int, width: int, numbers: int = CHUNK_NUMBERS) -> int:
+    """Rows of a chunk whose logits have `width` bytes: `numbers` is meant for float32, a lower precision has more for its bytes.
+
+    >>> chunk_rows(512, 4), chunk_rows(50257, 4), chunk_rows(50257, 2), chunk_rows(150_000, 4)
+    (512, 166, 333, 128)
+    """
+    return max(MIN_ROWS, min(MOST_ROWS, numbers * 4 // max(width, 2) // vocabulary))
+
+
 def head_logits(hidden_CD: Tensor, head: Head) -> Tensor:
     """Logits (C, V) in the compute type of the head's product, before temperature."""
     logits_CV = F.linear(hidden_CD, head.weight_VD, head.bias_V)
@@ -235,15 +244,14 @@ class _Visits:
         count = target_M.shape[0]
         if not hidden_MD.is_cuda and tiled(self.weight_VD.dtype):
             self.hidden_MD = F.pad(self.hidden_MD, (0, 0, 0, filled(count) - count))
-        numbers *= self.precision.itemsize // self.weight_VD.dtype.itemsize  # a chunk of lower precision has more for its bytes
-        self.chunks = _slices(0, count, max(MIN_ROWS, min(MOST_ROWS, numbers // head.weight_VD.shape[0])))
+        self.chunks = _slices(0, count, chunk_rows(head.weight_VD.shape[0], self.weight_VD.dtype.itemsize, numbers))
         # float32 (float64 for float64 models), filled as the rows are measured; entropies stay 0 unless asked for.
         self.lse_M, self.logp_M, self.entropy_M = torch.zeros(3, count, dtype=self.precision, device=target_M.device)
 
     def products(self) -> Iterator[tuple[slice, Tensor]]:
         """Every chunk and its logits (C, V) in the type of the head's product, before scale, soft cap and temperature.
 
-        Those of filler stand behind.  All chunks lie in one buffer: new pages for each would cost as much as a tenth of its products.
+        Those of filler stand behind.  All lie in one buffer: new pages for each would cost as much as a tenth of its products.
         """
         vocabulary = self.weight_VD.shape[0]
         bias_V = None if self.head.bias_V is None else self.head.bias_V.detach().to(self.weight_VD.dtype)

@@ -14,6 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from groupwise.heap import own_pages
+
+OWN_PAGES = 1 << 20
+"""Larger slabs go back to the system with the rollout: keys and values and training's activations never take memory together."""
+
 
 class Slab:
     """Keys and values of one layer: (E, K, T, D) each, entry by entry, head by head, tokens in a row."""
@@ -21,8 +26,9 @@ class Slab:
     def __init__(self, entries: int, tokens: int, like: Tensor) -> None:
         """`like`: keys (..., K, D) whose heads, width, type and device the slab takes."""
         # Zeros, not whatever memory held: a hidden key has weight 0, but 0 x NaN is NaN.
-        self.key_EKTD = like.new_zeros(entries, like.shape[-2], tokens, like.shape[-1])
-        self.value_EKTD = torch.zeros_like(self.key_EKTD)
+        with own_pages(OWN_PAGES):
+            self.key_EKTD = like.new_zeros(entries, like.shape[-2], tokens, like.shape[-1])
+            self.value_EKTD = torch.zeros_like(self.key_EKTD)
 
     def grow(self, entries: int, tokens: int) -> None:
         """Make room; what is there stays."""
@@ -31,7 +37,8 @@ class Slab:
             return
         for name in ("key_EKTD", "value_EKTD"):
             old = getattr(self, name)
-            new = old.new_zeros(max(entries, old_entries), old.shape[1], max(tokens, old_tokens), old.shape[3])
+            with own_pages(OWN_PAGES):
+                new = old.new_zeros(max(entries, old_entries), old.shape[1], max(tokens, old_tokens), old.shape[3])
             new[:old_entries, :, :old_tokens] = old
             setattr(self, name, new)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from groupwise.errors import EngineError
 from groupwise.models.attention import Attend
 from groupwise.models.policy import Policy
-from groupwise.objective.logprobs import CHUNK_NUMBERS, MIN_ROWS, head_logits
+from groupwise.objective.logprobs import chunk_rows, head_logits
 from groupwise.records import Finish, Prompt, Rollout, Sampling
 from groupwise.rollout import sampling as draws
 from groupwise.rollout.attention import Decode, Prefill
@@ -178,7 +178,7 @@ class _Run:
         self.prompts = Store(min(len(groups), -(-rows // group_size)), most, most_tokens=most)
         self.own = Store(rows, min(longest, FIRST_TOKENS), most_tokens=longest)
         self.decode = Decode(self.prompts, self.own, self.device)
-        self.rows_at_once = max(MIN_ROWS, CHUNK_NUMBERS // self.policy.vocabulary)
+        self.rows_at_once = chunk_rows(self.policy.vocabulary, 4)
 
     def advance(self) -> list[tuple[Rollout, ...]]:
         """Decode until a group is complete; returns all that are."""
