@@ -209,12 +209,10 @@ def _check_own_data(stages: Mapping[str, Node], changes: Sequence[tuple[tuple[st
         source = next((found for path in DATA if isinstance((found := overlay.find(path)).value, str)), None)
         if source is not None and stage not in said and not _from_stage(source):
             own[stage] = source.plain()
-    for path, node in changes:
-        if own and path in DATA:
-            key = ".".join(path)
-            theirs = ", ".join(f"{stage} ({source})" for stage, source in own.items())
-            message = f"{key} of every stage would replace the data that stages have of their own: {theirs}"
-            problems.append(Problem(node.where, f"{message}; say it of single stages: stages.{next(iter(own))}.{key}=..."))
+    theirs = ", ".join(f"{stage} ({source})" for stage, source in own.items())
+    for key, node in ((".".join(path), node) for path, node in changes if own and path in DATA):
+        message = f"{key} of every stage would replace the data that stages have of their own: {theirs}"
+        problems.append(Problem(node.where, f"{message}; say it of single stages: stages.{next(iter(own))}.{key}=..."))
 
 
 def _from_stage(source: Node) -> bool:
