@@ -104,9 +104,9 @@ def test_a_good_recipe() -> None:
         ("group.quux=1", "unknown key 'group.quux' (`groupwise config group` lists the keys)"),
         ("quux=1", "unknown key 'quux' (`groupwise config` lists all keys)"),
         # K3: wrong types
-        ("group.group_size=4.5", "group.group_size must be a whole number at least 1; got 4.5"),
-        ("group.group_size=4.0", "group.group_size must be a whole number at least 1; got 4"),
-        ("group.group_size='4'", "group.group_size must be a whole number at least 1; got '4'"),
+        ("group.group_size=4.5", "group.group_size must be a whole number at least 1 and at most 1000000; got 4.5"),
+        ("group.group_size=4.0", "group.group_size must be a whole number at least 1 and at most 1000000; got 4"),
+        ("group.group_size='4'", "group.group_size must be a whole number at least 1 and at most 1000000; got '4'"),
         ("optimizer.lr=true", "optimizer.lr must be a number greater than 0 and less than 1; got true"),
         ("optimizer.lr=abc", "optimizer.lr must be a number greater than 0 and less than 1; got 'abc'"),
         ("data.shuffle=1", "data.shuffle must be true or false; got 1"),
@@ -127,6 +127,12 @@ def test_a_good_recipe() -> None:
             "seed=99999999999999999999",
             "seed must be a whole number at least 0 and less than 9223372036854775808; got 99999999999999999999",
         ),
+        (
+            "group.group_size=100000000000000000000000",
+            "group.group_size must be a whole number at least 1 and at most 1000000; got 100000000000000000000000",
+        ),
+        ("eval.k=1000001", "eval.k must be a whole number at least 1 and at most 1000000; got 1000001"),
+        ("threads=100000000000", "threads must be a whole number at least 1 and at most 1024, or null; got 100000000000"),
         ("rollout.temperature=0", "rollout.temperature must be a number greater than 0; got 0"),
         ("rollout.temperature=-1", "rollout.temperature must be a number greater than 0; got -1"),
         ("rollout.top_p=1.5", "rollout.top_p must be a number greater than 0 and at most 1; got 1.5"),
@@ -317,6 +323,27 @@ def test_overrides_of_stages() -> None:
     assert stages["sft"].model.scratch == ScratchSettings(hidden=32)
     assert stages["grpo"].model == ModelSettings(path="stage:sft")  # a model of an earlier stage is not taken away by accident
     assert parse_stages(STAGED, "r", ["stages.grpo.model.path=gpt2-not-here/x"])["grpo"].model.path == "gpt2-not-here/x"
+
+
+def test_data_of_a_stage_of_its_own_is_not_replaced_in_silence(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    own, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    text = STAGED.replace("    steps: 20\n", f"    steps: 20\n    data: {{path: {own}}}\n")
+    for override in (f"data.path={other}", "data.task=sums"):
+        (line,) = refused(text, override)
+        assert f"would replace the data that stages have of their own: grpo ({own})" in line
+        assert f"stages.grpo.{override.partition('=')[0]}=" in line
+    stages = parse_stages(text, "r", [f"data.path={other}", f"stages.grpo.data.path={tmp_path / 'c.jsonl'}"])
+    assert [stage.data.path for stage in stages.values()] == [str(other), str(tmp_path / "c.jsonl")]
+    assert parse_stages(text, "r", [f"stages.sft.data.path={other}"])["grpo"].data.path == str(own)
+
+
+def test_data_from_an_earlier_stage_keep_coming_from_there(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    last = "  dpo: {objective: dpo, steps: 1, model: {path: 'stage:sft'}, data: {path: 'stage:grpo', task: null, task_args: {}}}\n"
+    stages = parse_stages(STAGED + last, "r", [f"data.path={tmp_path / 'rows.jsonl'}"])
+    assert [stage.data.path for stage in stages.values()] == [str(tmp_path / "rows.jsonl")] * 2 + ["stage:grpo"]
 
 
 def test_part_mappings_are_replaced_not_merged() -> None:

@@ -81,6 +81,9 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"lengths": [1, 2, 0]}, "each 1 to 8"),
         ({"preset": "grop"}, "did you mean 'grpo'"),
         ({"mu": 0}, "mu must be at least 1"),
+        ({"mu": 10**20}, "at most 100"),
+        ({"lr": math.nan}, "lr must be a finite number greater than 0, got nan"),
+        ({"lr": math.inf}, "lr must be a finite number"),
         ({"beta": -1.0}, "beta must be at least 0"),
         ({"rewards": [1.0, math.inf]}, "finite number"),
     ]:

@@ -44,7 +44,7 @@ def test_describe_says_all() -> None:
     assert said == [
         "group.group_size",
         "  Completions per prompt (G).",
-        "  value    a whole number at least 1",
+        "  value    a whole number at least 1 and at most 1000000",
         "  default  8",
         "  TRL      num_generations",
     ]

@@ -140,7 +140,7 @@ def test_a_dry_run_for_64_processes_needs_neither_them_nor_weights(planned: Call
     [
         (("--world", "64"), "--world plans what nobody starts: add --dry-run"),
         (("--model-config", "x.json"), "--model-config plans what nobody starts: add --dry-run"),
-        (("--dry-run", "--model-config", "nowhere.json"), "'nowhere.json' is no config.json of a model"),
+        (("--dry-run", "--model-config", "nowhere.json"), "no such file 'nowhere.json': give the config.json of a model"),
         (("--dry-run", "--world", "64", "parallel={name: zero3, shards: 7}"), "parallel.shards is 7, which does not divide the 64"),
         (("--dry-run", "parallel=zero4"), "parallel must be one of auto, ddp, zero2, zero3"),
         (("--dry-run", "parallel={name: zero3, shard: 7}"), "parallel takes shards and offload beside name, got shard"),

@@ -36,6 +36,10 @@ ALTERNATIVES = {
 }
 """Keys of which one at most is set: an overlay that sets the first takes the others away."""
 
+DATA = (("data", "path"), ("data", "task"))
+SOURCES = (("model", "path"), ("model", "scratch"), *DATA)
+"""Where a stage starts from: an override that is meant for all stages leaves one that starts from an earlier stage alone."""
+
 NEUTRAL = ("save.", "parallel", "runs", "name", "threads")
 """Keys that may change when a run is resumed: they do not say what is computed."""
 
@@ -66,7 +70,8 @@ def load_stages(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Re
 
     A recipe without `stages` gives one entry, called by its objective.  With stages each entry's `name` is `NAME/STAGE`, so that
     its run folder is runs/NAME/STAGE; a top-level override holds for every stage, except that a model that comes from an earlier
-    stage keeps coming from there.  Raises ConfigError with every mistake at once.
+    stage keeps coming from there, and so do data; data that a stage names itself must be overridden in that stage.
+    Raises ConfigError with every mistake at once.
     """
     file = find_recipe(path)
     try:
@@ -156,6 +161,8 @@ def _stage_trees(root: Node, changes: Sequence[tuple[tuple[str, ...], Node]], pr
                 )
                 overlay = Node({}, overlay.where)
             trees[stage] = _overlaid(base.copy(), overlay)
+    if stages is not None:
+        _check_own_data({stage: node for stage, node in stages.value.items() if isinstance(node.value, dict)}, changes, problems)
     for path, node in sorted(changes, key=lambda change: change[0][0] == "stages"):
         if path[0] != "stages":
             for tree in trees.values():
@@ -194,13 +201,30 @@ def _take_away(base: Node, overlay: Node, prefix: str) -> None:
                 base.value.pop(name, None)
 
 
+def _check_own_data(stages: Mapping[str, Node], changes: Sequence[tuple[tuple[str, ...], Node]], problems: list[Problem]) -> None:
+    """Adds a problem for every override of all stages' data that would replace what a stage says of its own."""
+    said = {path[1] for path, _ in changes if path[0] == "stages" and path[2:] in DATA}
+    own = {}
+    for stage, overlay in stages.items():
+        source = next((found for path in DATA if isinstance((found := overlay.find(path)).value, str)), None)
+        if source is not None and stage not in said and not _from_stage(source):
+            own[stage] = source.plain()
+    theirs = ", ".join(f"{stage} ({source})" for stage, source in own.items())
+    for key, node in ((".".join(path), node) for path, node in changes if own and path in DATA):
+        message = f"{key} of every stage would replace the data that stages have of their own: {theirs}"
+        problems.append(Problem(node.where, f"{message}; say it of single stages: stages.{next(iter(own))}.{key}=..."))
+
+
+def _from_stage(source: Node) -> bool:
+    """True for a model or data that come from an earlier stage."""
+    return isinstance(source.value, str) and source.value.startswith(STAGE)
+
+
 def _set(tree: Node, path: tuple[str, ...], node: Node, problems: list[Problem], every: bool = False) -> None:
     """Puts an override into a tree, making the sections on the way.  every: it was meant for all stages."""
     dotted = ".".join(path)
-    if every and dotted.startswith(("model.path", "model.scratch")):
-        source = tree.find(("model", "path"))
-        if isinstance(source.value, str) and source.value.startswith(STAGE):
-            return
+    if every and path[:2] in SOURCES and _from_stage(tree.find((path[0], "path"))):
+        return
     here = tree
     for depth, key in enumerate(path):
         last, prefix = depth == len(path) - 1, ".".join(path[:depth])

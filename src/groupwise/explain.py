@@ -31,6 +31,8 @@ PROBABILITIES = (0.5, 0.8, 0.6, 0.9, 0.3, 0.7)
 REFERENCE = (0.55, 0.7, 0.6, 0.9, 0.4, 0.65)
 """The same under the reference."""
 EOS = 0
+MOST_PASSES = 100
+"""More than anyone reads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -89,8 +91,10 @@ def work(
     given = tuple(lengths) if lengths is not None else tuple(2 + i % 3 for i in range(len(rewards)))
     if len(given) != len(rewards) or not all(1 <= n <= longest for n in given):
         raise ConfigError(f"{len(rewards)} rewards need as many lengths, each 1 to {longest}, got {', '.join(map(str, given))}")
-    if mu < 1:
-        raise ConfigError(f"mu must be at least 1, got {mu}")
+    if not 1 <= mu <= MOST_PASSES:
+        raise ConfigError(f"mu must be at least 1 and at most {MOST_PASSES}, got {mu}")
+    if not 0 < lr < np.inf:
+        raise ConfigError(f"lr must be a finite number greater than 0, got {lr:g}")
     if beta is not None and not beta >= 0:
         raise ConfigError(f"beta must be at least 0, got {beta:g}")
     if any(reward is not None and not np.isfinite(reward) for reward in rewards):

@@ -94,6 +94,8 @@ def read_config(path: str | Path | None) -> dict[str, Any] | None:
     """A model's `config.json` as a dictionary; None of None.  Raises ConfigError if it is none."""
     if path is None:
         return None
+    if not Path(path).exists():
+        raise ConfigError(f"--model-config: no such file {str(path)!r}: give the config.json of a model")
     try:
         return AutoConfig.from_pretrained(path).to_dict()
     except (OSError, ValueError, KeyError) as error:

@@ -111,14 +111,8 @@ def _silent(groups: Sequence[Scored], before: int) -> int:
 
 
 def with_reference(groups: Sequence[Scored], reference: Policy | None, budget: int) -> list[Scored]:
-    """Add the signal `reference_logp`, computed once per rollout, packed with shared prompts.  No reference: unchanged."""
-    if reference is None:
-        return list(groups)
-    samples = [sample_of(rollout) for group in groups for rollout in group.rollouts]
-    logp = iter(score(reference, samples, budget=budget).logp)
-    return [
-        replace(group, signals={**group.signals, "reference_logp": tuple(next(logp) for _ in group.rollouts)}) for group in groups
-    ]
+    """Add the signal `reference_logp`.  No reference: unchanged."""
+    return list(groups) if reference is None else _with_logp(groups, "reference_logp", reference, budget)
 
 
 def with_scores(groups: Sequence[Scored], policy: Policy, budget: int) -> list[Scored]:
@@ -126,9 +120,14 @@ def with_scores(groups: Sequence[Scored], policy: Policy, budget: int) -> list[S
 
     Needed from the second update on; until the first one the policy itself can say them on the way.
     """
+    return _with_logp(groups, "scored_logp", policy, budget)
+
+
+def _with_logp(groups: Sequence[Scored], name: str, policy: Policy, budget: int) -> list[Scored]:
+    """Add a policy's log-probs as the signal `name`, computed once per rollout, packed with shared prompts."""
     samples = [sample_of(rollout) for group in groups for rollout in group.rollouts]
     logp = iter(score(policy, samples, budget=budget).logp)
-    return [replace(group, signals={**group.signals, "scored_logp": tuple(next(logp) for _ in group.rollouts)}) for group in groups]
+    return [replace(group, signals={**group.signals, name: tuple(next(logp) for _ in group.rollouts)}) for group in groups]
 
 
 def minibatches(groups: Sequence[Scored], group: GroupSettings) -> list[np.ndarray]:

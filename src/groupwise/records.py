@@ -144,7 +144,8 @@ class Scored:
     """A group with its rewards: one number per completion and function, NaN where the function does not apply.
 
     `signals` holds further per-token columns by name, one array (n_i,) per completion:
-    `reference_logp`, `value`, `teacher_logp`, `process` (reward at the tokens that end a step, NaN elsewhere).
+    `reference_logp`, `scored_logp` (of the policy before its first update, where another engine has sampled), `process` (reward at
+    the tokens that end a step, NaN elsewhere).
     """
 
     rollouts: tuple[Rollout, ...]
@@ -207,7 +208,7 @@ class Sample:
     reference_logp: np.ndarray | None = None
     support: tuple[np.ndarray, ...] | None = None
     extra: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Further columns (n,) by name that an objective asks for (teacher, value, returns)."""
+    """Further columns (n,) by name that a loss asks for: `scored_logp`, or of pairs and steps `pool`, `margin`, `lm`, `label`."""
 
     def __post_init__(self) -> None:
         assert self.prompt.ndim == 1 and self.prompt.size >= 1, "a sample's prompt has at least one token"
@@ -294,7 +295,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Step:
-    """What a loop yields after every optimizer step (or rollout): the log, the viewer and the caller read nothing else."""
+    """What a loop yields after every optimizer step (or rollout): the log and the caller read nothing else."""
 
     number: int
     """Steps completed, from 1."""

@@ -8,7 +8,7 @@
     done.json                 written when the last step is taken
     .lock                     held by the process that writes here
 
-Importing this file does not import torch; the viewer reads run folders through it.
+Importing this file does not import torch: `groupwise runs` and `groupwise score` read run folders through it.
 """
 
 from __future__ import annotations

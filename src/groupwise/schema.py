@@ -155,7 +155,7 @@ def _range(bounds: Sequence[Any]) -> str:
             case Lt(lt):
                 words.append(f"less than {lt}" if isinstance(lt, int) else f"less than {lt:g}")
             case Le(le):
-                words.append(f"at most {le:g}")
+                words.append(f"at most {le}" if isinstance(le, int) else f"at most {le:g}")
     return " and ".join(words)
 
 

@@ -1,4 +1,4 @@
-"""Rollouts become samples, and samples get log-probabilities under any policy: current, reference or teacher."""
+"""Rollouts become samples, and samples get log-probabilities under any policy: the current one's or the reference's."""
 
 from __future__ import annotations
 

@@ -18,6 +18,8 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 Positive = Annotated[int, Gt(0)]
 Count = Annotated[int, Ge(0)]
+Siblings = Annotated[int, Gt(0), Le(1_000_000)]
+"""Completions of one prompt, which exist at the same time."""
 Seed = Annotated[int, Ge(0), Lt(1 << 63)]
 Fraction = Annotated[float, Ge(0.0), Le(1.0)]
 Share = Annotated[float, Ge(0.0), Lt(1.0)]
@@ -234,7 +236,7 @@ class GroupSettings:
 
     prompts_per_step: Positive = 16
     """Prompts whose completions make one rollout."""
-    group_size: Positive = 8
+    group_size: Siblings = 8
     """Completions per prompt (G)."""
     updates_per_rollout: Positive = 1
     """Passes over each rollout (mu in the paper)."""
@@ -308,7 +310,7 @@ class EvalSettings:
     """Evaluate before the first step."""
     prompts: Positive | None = None
     """Use the first held-out prompts only while training; default: all."""
-    k: Positive = 8
+    k: Siblings = 8
     """Sampled completions per prompt, for pass@k and sampled accuracy."""
     temperature: Annotated[float, Gt(0.0)] = 1.0
     """Temperature of those samples."""
@@ -372,7 +374,7 @@ class Recipe:
     """Folder of run folders."""
     seed: Seed = 0
     """Of weights from scratch, data order and sampling."""
-    threads: Positive | None = None
+    threads: Annotated[int, Gt(0), Le(1024)] | None = None
     """CPU threads of torch; default: torch's own choice."""
     parallel: Part = "auto"
     """What each of several processes holds (`--nproc`, torchrun): `ddp` everything; `zero3` a part of weights, gradients and

@@ -33,6 +33,7 @@ def test_a_byte_order_mark_and_windows_line_ends_are_fine(write):
     ("content", "name", "message"),
     [
         ('{"a": 1}\n{"a": "cut', "x.jsonl", r"x\.jsonl line 2: not JSON: the line is cut off"),
+        ('{"a": 1}\n{"a": \n{"a": 2}', "x.jsonl", r"x\.jsonl line 2: not JSON: the line is cut off at column 6: '\{\"a\":'"),
         ('{"a": 1}\n{"a": 2, "b"', "x.jsonl", r"x\.jsonl line 2: not JSON: the line is cut off"),
         ('{"a": 1}\n{a: 2}\n', "x.jsonl", r"x\.jsonl line 2: not JSON: Expecting property name.* at column 2"),
         (b'{"a": 1}\n{"a": "\xff\xfe"}\n', "x.jsonl", r"x\.jsonl line 2: not UTF-8: byte 0xff at offset 7"),

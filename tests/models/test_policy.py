@@ -48,6 +48,14 @@ def test_damaged_weights_are_refused(damage: Callable[[Path], None], said: str, 
         load_policy(ModelSettings(path=str(tmp_path)))
 
 
+def test_a_folder_without_a_tokenizer_says_so(tiny_policy: Callable, tmp_path: Path) -> None:
+    tiny_policy().save(tmp_path)
+    for file in (*tmp_path.glob("tokenizer*"), *tmp_path.glob("chat_template*")):
+        file.unlink()
+    with pytest.raises(ConfigError, match=r"holds no tokenizer .* copy the tokenizer files of the model that it was made from"):
+        load_policy(ModelSettings(path=str(tmp_path)))
+
+
 def test_a_model_without_attention_is_refused_by_its_config() -> None:
     config = {"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 9}
     with pytest.raises(ConfigError, match="the config of a 'mamba' model names no num_attention_heads"):

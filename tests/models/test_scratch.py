@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, MemoryExceeded
 from groupwise.models.scratch import scratch_model
 from groupwise.settings import ScratchSettings
 
@@ -84,3 +84,10 @@ def test_ids_outside_the_vocabulary_and_missing_eos_are_refused():
         scratch_model(ScratchSettings(), vocabulary=50, eos_ids=(1,), pad_id=50)
     with pytest.raises(ConfigError, match="at least one EOS id"):
         scratch_model(ScratchSettings(), vocabulary=50, eos_ids=(), pad_id=0)
+
+
+def test_a_model_beyond_all_memory_is_refused_with_the_remedy():
+    with pytest.raises(
+        MemoryExceeded, match=r"2 layers that are 4000000000000 wide does not fit into memory: lower model\.scratch"
+    ):
+        tiny(hidden=4 * 10**12)

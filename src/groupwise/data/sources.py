@@ -124,7 +124,7 @@ def _read_jsonl(file: Path, name: str) -> Rows:
 
 
 def _parse_line(line: bytes, where: str) -> Mapping[str, Any]:
-    text = _decode(line, where)
+    text = _decode(line, where).rstrip()
     try:
         row = json.loads(text)
     except json.JSONDecodeError as error:

@@ -54,6 +54,12 @@ def make_tokenizer(name: str, texts: Iterable[str] = ()) -> PreTrainedTokenizerB
     raise ConfigError(f"no tokenizer {name!r}: choose arithmetic, bytes, bpe:N, or the path of a tokenizer folder")
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """True if a model's folder holds some file of a tokenizer, in any of the forms that transformers reads."""
+    names = ("tokenizer*", "*.tiktoken", "vocab.*", "merges.txt", "spiece.model", "sentencepiece*")
+    return any(True for name in names for _ in folder.glob(name))
+
+
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub name, as it was saved.
 

@@ -32,7 +32,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from transformers.utils import logging as transformers_logging
 
 from groupwise import parallel
-from groupwise.data.tokenizers import load_tokenizer
+from groupwise.data.tokenizers import has_tokenizer, load_tokenizer
 from groupwise.errors import ConfigError, DataError
 from groupwise.models.attention import Attend, PackedAttention, plain_attention, use_packed_attention
 from groupwise.models.pieces import Pieces, check_finite, empty_model
@@ -277,6 +277,11 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
         raise ConfigError(f"model.path: no such folder: {path!r}")
     if Path(path).is_dir() and not (Path(path) / "config.json").exists():
         raise ConfigError(f"model.path: {path!r} holds no config.json: it is not a Hugging Face checkpoint")
+    if tokenizer is None and Path(path).is_dir() and not has_tokenizer(Path(path)):
+        raise ConfigError(
+            f"model.path: {path!r} holds no tokenizer (tokenizer.json, tokenizer_config.json): copy the tokenizer files of the "
+            "model that it was made from into it"
+        )
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
         tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=settings.trust_remote_code)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, MemoryExceeded
 from groupwise.settings import ScratchSettings
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def scratch_model(
     the generation config, which is where engines read them.
 
     vocabulary: number of token ids, rows of the embedding.
-    Raises ConfigError if the widths do not divide, or an id lies outside the vocabulary.
+    Raises ConfigError if the widths do not divide, or an id lies outside the vocabulary; MemoryExceeded.
     """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -35,7 +35,15 @@ def scratch_model(
     config = _FAMILIES[settings.family](settings, {"vocab_size": vocabulary, "tie_word_embeddings": True, **ids})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
+                raise
+            raise MemoryExceeded(
+                f"a model of {settings.layers} layers that are {settings.hidden} wide does not fit into memory: lower "
+                "model.scratch.hidden or model.scratch.layers"
+            ) from error
     model.generation_config = GenerationConfig(**ids, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
     return model.eval()
 

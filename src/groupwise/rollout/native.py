@@ -130,7 +130,6 @@ class _Group:
     """A prompt on its way through the engine."""
 
     prompt: Prompt
-    size: int
     entry: int = -1
     """Its place in the store of prompts; -1 before the prefill and after its last row."""
     hidden_D: Tensor | None = None
@@ -159,7 +158,7 @@ class _Run:
         self.engine, self.policy, self.sampling, self.seed = engine, engine.policy, sampling, seed
         self.device = self.policy.device
         self.stopping = Stopping(self.policy.eos_ids, sampling.stop, self.policy.tokenizer)
-        groups = [_Group(prompt, group_size, unfinished=group_size, rollouts=[None] * group_size) for prompt in prompts]
+        groups = [_Group(prompt, unfinished=group_size, rollouts=[None] * group_size) for prompt in prompts]
         groups.sort(key=lambda group: group.prompt.tokens.size)
         self.unfinished = len(groups)
         self.prepared: int | None = None
