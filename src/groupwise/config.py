@@ -161,8 +161,7 @@ def _stage_trees(root: Node, changes: Sequence[tuple[tuple[str, ...], Node]], pr
                 )
                 overlay = Node({}, overlay.where)
             trees[stage] = _overlaid(base.copy(), overlay)
-    if stages is not None:
-        _check_own_data({stage: node for stage, node in stages.value.items() if isinstance(node.value, dict)}, changes, problems)
+        _check_own_data(stages.value, changes, problems)
     for path, node in sorted(changes, key=lambda change: change[0][0] == "stages"):
         if path[0] != "stages":
             for tree in trees.values():
