@@ -455,10 +455,8 @@ def context_length(config: dict[str, Any]) -> int:
 
 
 def _pad_id(tokenizer: PreTrainedTokenizerBase, size: int) -> int:
-    pad = tokenizer.pad_token_id
-    if isinstance(pad, int) and 0 <= pad < size:
-        return pad
-    return int(tokenizer.eos_token_id) if isinstance(tokenizer.eos_token_id, int) and tokenizer.eos_token_id < size else 0
+    named = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((token for token in named if isinstance(token, int) and 0 <= token < size), 0)
 
 
 @torch.no_grad()
@@ -492,8 +490,7 @@ def probe_policy(policy: Policy) -> None:
     with policy.precision():
         found = head_logits(hidden[shared:], policy.head).float()
     target = torch.cat(expected)
-    spread = float(target.std()) + 1e-6
-    difference = float((found - target).abs().max()) / spread
+    difference = float((found - target).abs().max()) / (float(target.std()) + 1e-6)
     compute = torch.bfloat16 if policy.autocast else policy.dtype
     if not calls or difference > PROBE_TOLERANCE.get(compute, 0.15):
         raise ConfigError(
