@@ -38,6 +38,7 @@ from groupwise.optim import Optimizer
 from groupwise.plan import Lines, Shape, fitted, memory_lines, offline_plan, online_plan, positions_of, scoring_memory
 from groupwise.records import Prompt, Sampling, Step
 from groupwise.rewards.compose import Rewards, build_rewards
+from groupwise.rewards.model import POSITIONS
 from groupwise.rewards.registry import MAKERS
 from groupwise.rollout.engine import Engine
 from groupwise.settings import ModelSettings, Recipe, RolloutSettings
@@ -272,11 +273,10 @@ def _scorers(recipe: Recipe, planned: Sequence[Blueprint]) -> Iterator[tuple[Sha
     for reward in recipe.rewards:
         if reward.function in MAKERS:
             blueprint = read_blueprint(ModelSettings(path=str(reward.args.get("path"))))
-            size = int(reward.args.get("tokens_per_microbatch", positions_of(recipe)))
+            size = int(reward.args.get("tokens_per_microbatch", POSITIONS))
             yield Shape.of(blueprint.config, parameter_count(blueprint), dtype=str(reward.args.get("dtype", "float32"))), size
     for blueprint in planned:
-        shape = Shape.of(blueprint.config, parameter_count(blueprint), dtype="float32")
-        yield shape, positions_of(recipe)
+        yield Shape.of(blueprint.config, parameter_count(blueprint), dtype="float32"), POSITIONS
 
 
 def _check_credit(algorithm: Algorithm, rewards: Rewards) -> None:

@@ -24,7 +24,7 @@ from groupwise.errors import RewardError
 from groupwise.metrics import measure
 from groupwise.models.policy import Policy
 from groupwise.objective.credit import Advantages, is_dead
-from groupwise.objective.losses import Terms, entropy_threshold
+from groupwise.objective.losses import Mismatch, Terms, entropy_threshold
 from groupwise.optim import Optimizer
 from groupwise.records import Batch, Sample, Sampling, Scored, Step
 from groupwise.rewards.compose import Rewards
@@ -53,6 +53,8 @@ def train_online(
     seed: int = 0,
 ) -> Iterator[Step]:
     """Train `policy` in place; yield a `Step` after every rollout and its updates.
+
+    The same algorithm from scratch and without packing: docs/grpo_in_one_file.py; one step in numbers: `groupwise explain`.
 
     budget: packed positions per forward and backward pass; it cannot change an update.
     done: steps taken before (a resumed run); steps: the last step's number.
@@ -189,34 +191,45 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor]:
     """The algorithm's loss of a packed batch, differentiable, and the log-probs (M,) of its trained tokens.
 
+    For plain GRPO, with rho = exp(log-prob now - log-prob when sampled) and A the completion's advantage:
+    `sum over tokens of weight x (-min(rho A, clip(rho, 1 - e, 1 + e) A) + beta KL)`; the parts stand in `objective/losses.py`.
+
     entropy_tokens: tokens of the whole step over which the entropy bonus is a mean.   threshold: of a high-entropy mask.
     """
-    rows_M = batch.trained_M
-    weight_M, sampler_M, advantage_M = batch.weight_P[rows_M], batch.behavior_logp_P[rows_M], batch.advantage_P[rows_M]
-    segment_M = batch.segment_P[rows_M]
-    scored_M = batch.extra_P["scored_logp"][rows_M] if "scored_logp" in batch.extra_P else None
-    reference_M = None if batch.reference_logp_P is None else batch.reference_logp_P[rows_M]
-    cut = None if threshold is None else threshold.to(weight_M)
+    rows_M, reference_P = batch.trained_M, batch.reference_logp_P
 
     def loss(logp_C: Tensor, entropy_C: Tensor | None, part: slice) -> Tensor:
-        behavior_C, mismatch = sampler_M[part], None
-        if algorithm.correction is not None:
-            behavior_C = logp_C.detach() if scored_M is None else scored_M[part]
-            mismatch = algorithm.correction(behavior_C, sampler_M[part], segment_M[part], batch.layout.segments)
+        rows_C = rows_M[part]
+        weight_C = batch.weight_P[rows_C]
+        behavior_C, mismatch = behavior(algorithm, batch, rows_C, logp_C)
         terms = Terms(
             logp_M=logp_C,
             behavior_logp_M=behavior_C,
             mismatch=mismatch,
-            advantage_M=advantage_M[part],
-            segment_M=segment_M[part],
+            advantage_M=batch.advantage_P[rows_C],
+            segment_M=batch.segment_P[rows_C],
             segments=batch.layout.segments,
-            reference_logp_M=None if reference_M is None else reference_M[part],
+            reference_logp_M=None if reference_P is None else reference_P[rows_C],
             entropy_M=entropy_C,
-            entropy_threshold=cut,
+            entropy_threshold=None if threshold is None else threshold.to(weight_C),
         )
-        return algorithm.total(terms, weight_M[part], entropy_tokens)
+        return algorithm.total(terms, weight_C, entropy_tokens)
 
     return token_loss(policy, batch, loss, separable=algorithm.token_level, entropy=algorithm.needs_entropy, as_is=True)
+
+
+def behavior(algorithm: Algorithm, batch: Batch, rows_C: Tensor, logp_C: Tensor) -> tuple[Tensor, Mismatch | None]:
+    """The log-probs (C,) that ratios are taken against, and what corrects them where the sampler is not the policy before the step.
+
+    Without a correction they are the sampler's own.  With one (another engine, older weights) they are the trainer's before the
+    step: scored beforehand, or in the first pass the current ones; the correction weighs tokens by trainer over sampler.
+    """
+    sampler_C = batch.behavior_logp_P[rows_C]
+    if algorithm.correction is None:
+        return sampler_C, None
+    scored_P = batch.extra_P.get("scored_logp")
+    own_C = logp_C.detach() if scored_P is None else scored_P[rows_C]
+    return own_C, algorithm.correction(own_C, sampler_C, batch.segment_P[rows_C], batch.layout.segments)
 
 
 def refresh(reference: Policy, policy: Policy, share: float) -> None:

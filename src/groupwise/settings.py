@@ -208,7 +208,7 @@ class RolloutSettings:
     `correct` weighs what it computes otherwise than the trainer (default `{level: token, high: 2}`; null: not at all).
     `{name: vllm, ahead: 1}` samples for the next step while this one is trained, and so with weights that are up to one step older
     (0, the default: none); other engines do the same in turn, which saves no time."""
-    temperature: Annotated[float, Gt(0.0)] = 1.0
+    temperature: Annotated[float, Ge(0.01)] = 1.0
     """Logits are divided by it, when sampling and when scoring."""
     top_k: Count = 0
     """Keep the k most likely tokens; 0 keeps all."""

@@ -17,7 +17,7 @@ import numpy as np
 from groupwise.errors import RewardError
 from groupwise.rewards.find import Completions, Reward, find_function
 from groupwise.rewards.process import ProcessReward, checked_steps
-from groupwise.rewards.workers import Loop, Outcome, Pool, failed
+from groupwise.rewards.workers import Loop, Outcome, Pool, failed, raised_at
 
 LARGEST = float(np.finfo(np.float32).max)
 """A reward beyond this is taken for an accident: single precision cannot hold it."""
@@ -104,7 +104,7 @@ async def _contained(reward: Reward, given: Mapping[str, Any]) -> Any:
     try:
         return await reward.function(**given, **reward.arguments)
     except SystemExit as error:
-        raise RuntimeError(f"SystemExit: {error}") from error
+        raise RuntimeError(f"SystemExit: {error}").with_traceback(error.__traceback__) from error
 
 
 async def _gathered(reward: Reward, batch: Completions) -> list[Any]:
@@ -162,7 +162,8 @@ class _Located(Exception):
 
     @property
     def said(self) -> dict[str, Any]:
-        return {"message": str(self.error), "kind": type(self.error).__name__, "cause": self.error}
+        error = self.error
+        return {"message": str(error), "kind": type(error).__name__, "where": raised_at(error), "cause": error}
 
 
 def describe_failure(name: str, labels: Sequence[str], outcome: Outcome) -> str:
@@ -171,7 +172,7 @@ def describe_failure(name: str, labels: Sequence[str], outcome: Outcome) -> str:
         return describe_failure(name, [outcome.cause.label], Outcome(failure="error", **outcome.cause.said))
     if outcome.kind == "RewardError":
         return outcome.message
-    raised = f"raised {outcome.kind}: {outcome.message}" + (f" ({' '.join(outcome.where.split())})" if outcome.where else "")
+    raised = f"raised {outcome.kind}: {outcome.message}" + (f" ({outcome.where})" if outcome.where else "")
     happened = {"error": raised, "died": f"did not return: {outcome.message}"}
     return f"the reward function {name!r} {happened[outcome.failure or 'error']}; on {described(labels)}"
 

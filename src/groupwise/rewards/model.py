@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 By = Literal["newline", "regex", "tokens"]
 
+POSITIONS = 16384
+"""Packed positions that are scored at a time, unless a recipe says how many: nothing is kept of them for a backward pass."""
+
 
 def model_reward(
     tokenizer: PreTrainedTokenizerBase | None,
@@ -31,7 +34,7 @@ def model_reward(
     steps: By | None = None,
     pattern: str | None = None,
     ends: Sequence[int] = (),
-    tokens_per_microbatch: int = 16384,
+    tokens_per_microbatch: int = POSITIONS,
     dtype: str = "float32",
     device: str = "auto",
     attention: str = "shared",

@@ -48,7 +48,7 @@ class Outcome:
     kind: str = ""
     """Name of the exception's type, for `error`."""
     where: str = ""
-    """For `error` in a worker: file, line and source where it was raised."""
+    """For `error`: file, line and source where it was raised."""
     cause: BaseException | None = None
     """For `error` in this process: the exception itself."""
     late: tuple[int, ...] = ()
@@ -255,8 +255,7 @@ def serve() -> None:
                     _arm(0.0, 0.0)
             message = json.dumps(reply).encode()
         except BaseException as error:  # whatever it is (SystemExit, math-verify's BaseException), it is this call's outcome
-            where = "".join(traceback.format_tb(error.__traceback__, limit=-1)).strip()
-            reply = {"error": _describe(error), "kind": type(error).__name__, "where": where}
+            reply = {"error": _describe(error), "kind": type(error).__name__, "where": raised_at(error)}
             message = json.dumps(reply).encode()
         _send(parent, message, None)
 
@@ -313,8 +312,19 @@ def _left(deadline: float | None) -> float | None:
 def failed(error: BaseException, start: float) -> Outcome:
     """The outcome of a call in this process, begun at `start` (time.monotonic), that raised."""
     return Outcome(
-        failure="error", message=_describe(error), kind=type(error).__name__, cause=error, seconds=time.monotonic() - start
+        failure="error",
+        message=_describe(error),
+        kind=type(error).__name__,
+        where=raised_at(error),
+        cause=error,
+        seconds=time.monotonic() - start,
     )
+
+
+def raised_at(error: BaseException) -> str:
+    """File, line and source of where it was raised; empty where that is not known."""
+    frames = traceback.extract_tb(error.__traceback__, limit=-1)
+    return f"{frames[0].filename}, line {frames[0].lineno}: {frames[0].line}" if frames else ""
 
 
 class Loop:
