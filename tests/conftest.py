@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from groupwise.data.tokenizers import make_tokenizer
@@ -137,3 +139,35 @@ def scored_group() -> Callable[..., Scored]:
         return Scored(rollouts=tuple(rollouts), names=("r",), rewards=values[:, None], reward=values)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def write_recipe() -> Callable[..., Path]:
+    """`write_recipe(folder, name, **changes)`: a small GRPO run on addition, from random weights, below the folder.
+
+    Its reward is `judge` of a file judges.py where the run starts.  Keywords are merged one level deep.
+    """
+
+    def write(folder: Path, name: str, **changes: Any) -> Path:
+        tree: dict[str, Any] = {
+            "name": name,
+            "runs": str(folder / "runs"),
+            "seed": 3,
+            "objective": "grpo",
+            "steps": 4,
+            "model": {"scratch": {"hidden": 32, "layers": 2, "heads": 4, "context": 96, "tokenizer": "arithmetic"}},
+            "data": {"task": "addition", "limit": 64, "eval_limit": 4},
+            "rewards": [{"function": "judges.py:judge"}],
+            "rollout": {"max_new_tokens": 8},
+            "group": {"prompts_per_step": 3, "group_size": 3},
+            "optimizer": {"lr": 1e-3},
+            "eval": {"k": 2, "at_start": False},
+            "save": {"every": 1},
+        }
+        for key, value in changes.items():
+            tree[key] = tree[key] | value if isinstance(value, dict) and isinstance(tree.get(key), dict) else value
+        path = folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(tree, sort_keys=False))
+        return path
+
+    return write

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from groupwise import checkpoint, evaluate, online
@@ -45,31 +44,11 @@ def judge(completion_ids, **_):
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def recipe(write_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "judges.py").write_text(JUDGE)
-
-    def make(name: str, **changes: Any) -> Path:
-        tree: dict[str, Any] = {
-            "name": name,
-            "runs": str(tmp_path / "runs"),
-            "seed": 3,
-            "objective": "grpo",
-            "steps": STEPS,
-            "model": {"scratch": {"hidden": 32, "layers": 1, "heads": 4, "context": 64, "tokenizer": "arithmetic"}},
-            "data": {"task": "addition", "limit": 32, "eval_limit": 4},
-            "rewards": [{"function": "judges.py:judge"}],
-            "rollout": {"max_new_tokens": 8},
-            "group": {"prompts_per_step": 3, "group_size": 3, "minibatches": 2},
-            "optimizer": {"lr": 1e-3},
-            "eval": {"k": 2, "at_start": False, "every": 1},
-            "save": {"every": 0},
-        } | changes
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(tree, sort_keys=False))
-        return path
-
-    return make
+    own = {"steps": STEPS, "data": {"limit": 32}, "group": {"minibatches": 2}, "eval": {"every": 1}, "save": {"every": 0}}
+    return lambda name, **changes: write_recipe(tmp_path, name, **(own | changes))
 
 
 def folder(path: Path) -> Path:

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from groupwise.checkpoint import damage, latest
@@ -26,39 +25,14 @@ from groupwise.run import train
 pytestmark = pytest.mark.slow  # several processes, each with a start of seconds
 
 
-def tree(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
-    """A recipe for runs below a folder; keywords are merged one level deep."""
-    found: dict[str, Any] = {
-        "name": name,
-        "runs": str(folder / "runs"),
-        "seed": 3,
-        "objective": "grpo",
-        "steps": 4,
-        "model": {"scratch": {"hidden": 32, "layers": 2, "heads": 4, "context": 96, "tokenizer": "arithmetic"}},
-        "data": {"task": "addition", "limit": 64, "eval_limit": 4},
-        "rewards": [{"function": "judges.py:judge"}],
-        "rollout": {"max_new_tokens": 8},
-        "group": {"prompts_per_step": 3, "group_size": 3, "beta": 0.05},
-        "optimizer": {"lr": 1e-3},
-        "eval": {"k": 2, "at_start": False},
-        "save": {"every": 1},
-    }
-    for key, value in changes.items():
-        found[key] = found.get(key, {}) | value if isinstance(value, dict) and isinstance(found.get(key), dict) else value
-    return found
+GROUP = {"group": {"beta": 0.05}}
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+def recipe(write_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Writes a recipe and returns its path."""
     monkeypatch.chdir(Path(__file__).parent)
-
-    def make(name: str, **changes: Any) -> str:
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(tree(tmp_path, name, **changes), sort_keys=False))
-        return str(path)
-
-    return make
+    return lambda name, **changes: str(write_recipe(tmp_path, name, **(GROUP | changes)))
 
 
 def final(tmp_path: Path, name: str) -> dict[str, torch.Tensor]:
@@ -96,7 +70,7 @@ def test_a_checkpoint_of_four_goes_on_with_one_and_with_two(
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
 
 
-MOVING = {"group": {"reference_refresh": 2, "reference_mix": 0.5}}
+MOVING = {"group": {"beta": 0.05, "reference_refresh": 2, "reference_mix": 0.5}}
 
 
 @pytest.mark.parametrize(
@@ -176,14 +150,15 @@ def running(pids: set[int]) -> set[int]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(ranks: Callable, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, torch.Tensor]]:
+def undisturbed(
+    ranks: Callable, write_recipe: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], dict[str, torch.Tensor]]:
     """The last weights of two processes to which nothing happens, by what they hold."""
 
     @cache
     def of(mode: str) -> dict[str, torch.Tensor]:
         folder = tmp_path_factory.mktemp("undisturbed")
-        path = folder / "recipe.yaml"
-        path.write_text(yaml.safe_dump(tree(folder, "undisturbed", steps=6, parallel=mode)))
+        path = write_recipe(folder, "undisturbed", steps=6, parallel=mode, **GROUP)
         ranks(2).run("whole_run", path=str(path))
         return final(folder, "undisturbed")
 

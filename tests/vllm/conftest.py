@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,26 @@ def environment() -> Iterator[Path]:
         patch.setenv("GROUPWISE_VLLM", str(folder))
         patch.setenv("OMP_NUM_THREADS", "1")
         yield folder
+
+
+REWARD = "def judge(completion_ids, **_):\n    return [-sum(ids) / 60 / len(ids) for ids in completion_ids]\n"
+
+
+@pytest.fixture(scope="session")
+def write_vllm_recipe(write_recipe: Callable[..., Path]) -> Callable[..., Path]:
+    """`write_recipe` of a run that samples with vLLM: heads that it knows, and a reward that a policy cannot exhaust."""
+
+    def write(folder: Path, name: str, **changes: Any) -> Path:
+        (folder / "judges.py").write_text(REWARD)
+        own: dict[str, Any] = {
+            "model": {"scratch": {"hidden": 64, "layers": 2, "heads": 2, "context": 96, "tokenizer": "arithmetic"}},
+            "group": {"prompts_per_step": 4, "group_size": 4},
+            "save": {"every": 5},
+        }
+        rollout = {"max_new_tokens": 40, "engine": "vllm", "temperature": 0.8, "max_rows": 16} | changes.pop("rollout", {})
+        return write_recipe(folder, name, rollout=rollout, **(own | changes))
+
+    return write
 
 
 @dataclass(frozen=True)

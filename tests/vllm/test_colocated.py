@@ -6,42 +6,22 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from groupwise import cli
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SOURCE = str(Path(__file__).parents[2] / "src")
-REWARD = "def low(completion_ids, **_):\n    return [-sum(ids) / 60 / len(ids) for ids in completion_ids]\n"
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def recipe(write_vllm_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "judges.py").write_text(REWARD)
-    tree: dict[str, Any] = {
-        "name": "run",
-        "runs": str(tmp_path / "runs"),
-        "seed": 3,
-        "objective": "grpo",
-        "steps": 6,
-        "model": {"scratch": {"hidden": 64, "layers": 2, "heads": 2, "context": 96, "tokenizer": "arithmetic"}},
-        "data": {"task": "addition", "limit": 64, "eval_limit": 4},
-        "rewards": [{"function": "judges.py:low"}],
-        "rollout": {
-            "max_new_tokens": 40, "engine": {"name": "vllm", "colocated": True}, "temperature": 0.8, "top_k": 20, "max_rows": 16
-        },
-        "group": {"prompts_per_step": 4, "group_size": 4},
-        "optimizer": {"lr": 3e-3},
-        "eval": {"k": 2, "at_start": True},
-        "save": {"every": 5},
-    }  # fmt: skip
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
-    return str(tmp_path / "run.yaml")
+    rollout = {"engine": {"name": "vllm", "colocated": True}, "top_k": 20}
+    return str(write_vllm_recipe(tmp_path, "run", steps=6, rollout=rollout, optimizer={"lr": 3e-3}, eval={"at_start": True}))
 
 
 def test_what_is_sampled_in_the_same_process_is_what_is_scored(recipe: str, environment: Path, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from groupwise.config import load_recipe
@@ -30,34 +29,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 20
 
 
-REWARD = "def low(completion_ids, **_):\n    return [-sum(ids) / 60 / len(ids) for ids in completion_ids]\n"
-
-
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
-    """Writes a recipe into the working directory; keywords replace its keys."""
+def recipe(write_vllm_recipe: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
+    """Writes a recipe into the working directory."""
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "judges.py").write_text(REWARD)
 
     def make(name: str, **changes: Any) -> str:
-        tree: dict[str, Any] = {
-            "name": name,
-            "runs": str(folder / "runs"),
-            "seed": 3,
-            "objective": "grpo",
-            "steps": STEPS,
-            "model": {"scratch": {"hidden": 64, "layers": 2, "heads": 2, "context": 96, "tokenizer": "arithmetic"}},
-            "data": {"task": "addition", "limit": 64, "eval_limit": 4},
-            "rewards": [{"function": "judges.py:low"}],
-            "rollout": {"max_new_tokens": 40, "engine": "vllm", "temperature": 0.8, "max_rows": 16},
-            "group": {"prompts_per_step": 4, "group_size": 4},
-            "optimizer": {"lr": 1e-3},
-            "eval": {"k": 2, "at_start": False},
-            "save": {"every": 5},
-        } | changes
-        path = folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(tree, sort_keys=False))
-        return str(path)
+        return str(write_vllm_recipe(folder, name, **({"steps": STEPS} | changes)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
