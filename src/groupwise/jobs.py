@@ -27,8 +27,9 @@ from groupwise.engines import agreeing, closing_of, engine_lines, make_ahead, ma
 from groupwise.errors import ConfigError
 from groupwise.evaluate import Evaluation, evaluate
 from groupwise.holding import hold, parameter_count, reference_of, weightless
+from groupwise.kernels.library import absence
 from groupwise.models.lora import adapter_size, bare
-from groupwise.models.policy import Blueprint, Policy, context_length, read_blueprint
+from groupwise.models.policy import Blueprint, Policy, context_length, read_blueprint, resolve_device
 from groupwise.models.scratch import scratch_model
 from groupwise.objective.credit import process
 from groupwise.objectives import OBJECTIVES, language_model
@@ -263,7 +264,10 @@ def _held(recipe: Recipe, blueprint: Blueprint, load: Load, world: int | None) -
     spread = parallel.Spread.of(recipe.parallel).decided(shape.parameters, count)
     if count == 1:
         found = rank(shape, load, world=1, sharded="ddp", shards=1, prompts=load.prompts).memory
-        return [("micro-batches", f"at most {load.budget:,} packed positions"), *memory_lines(found)]
+        lines = [("micro-batches", f"at most {load.budget:,} packed positions"), *memory_lines(found)]
+        if resolve_device(recipe.model).type == "cpu" and (reason := absence()):
+            lines.append(("kernels", f"torch's own, more slowly: {reason}"))
+        return lines
     how = {"sharded": spread.name, "shards": spread.shards or count, "offload": spread.offload}
     return rank_lines(shape, load, world=count, **how, device=None if world is None else H100)
 

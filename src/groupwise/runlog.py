@@ -307,6 +307,10 @@ def environment() -> dict[str, Any]:
     if (torch := sys.modules.get("torch")) is not None:  # only if the run uses it: importing it here would cost seconds
         found["torch_threads"] = torch.get_num_threads()
         found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if not found["gpus"]:
+            from groupwise.kernels.library import absence
+
+            found["kernels"] = absence() or "compiled"
     return found
 
 

@@ -18,7 +18,7 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FIL
 
 LAYERS: list[set[str]] = [
     {"records", "errors", "settings", "clock", "heap"},
-    {"objective"},
+    {"objective", "kernels"},
     {"strict_yaml", "schema", "validation", "config", "watch", "parallel"},
     {"data", "models", "packing", "optim", "checkpoint", "shards", "runlog", "plan", "sizing", "rollout", "rewards", "ending"},
     {"algorithms", "scoring"},

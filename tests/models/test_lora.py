@@ -65,11 +65,12 @@ def test_the_reference_under_an_adapter_is_the_frozen_copy(
     frozen = logp_of(tiny_policy(family), samples)
     policy = adapt(tiny_policy(family), LORA, base="")
     reference = policy.frozen_copy()
-    np.testing.assert_array_equal(logp_of(policy, samples), frozen)
-    np.testing.assert_array_equal(logp_of(reference, samples), frozen)
+    start = logp_of(policy, samples)
+    np.testing.assert_allclose(start, frozen, atol=1e-6)  # an adapted MLP is not computed in one piece
+    np.testing.assert_array_equal(logp_of(reference, samples), start)
     disturb(policy)
     assert np.abs(logp_of(policy, samples) - frozen).max() > 0.1
-    np.testing.assert_array_equal(logp_of(reference, samples), frozen)
+    np.testing.assert_array_equal(logp_of(reference, samples), start)
     assert np.abs(logp_of(policy, samples) - frozen).max() > 0.1  # the reference puts the adapter back
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from groupwise.errors import ConfigError
+from groupwise.kernels import cpu
 from groupwise.records import Layout
 
 NAME = "groupwise"
@@ -91,9 +92,9 @@ def plain_attention(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 class PackedAttention:
     """Causal attention inside each segment, and from each segment to the whole of its prefix.
 
-    On a CPU: the flash kernel once per stretch of the stream, merged by log-sum-exp, so that a prompt's keys are read once
-    for all its completions and never copied.  On CUDA: FlexAttention with a block mask.  Soft caps, and windows shorter than
-    the sequence, take the explicit form.
+    On a CPU: the compiled kernel; without one torch's flash kernel once per stretch of the stream, merged by log-sum-exp.  In both
+    a prompt's keys are read once for all its completions and never copied.  On CUDA: FlexAttention with a block mask.  Soft caps,
+    and windows shorter than the sequence, take the explicit form.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -101,6 +102,7 @@ class PackedAttention:
         self.families = tuple(_families(layout))
         before = [layout.length[prefix] if prefix >= 0 else 0 for prefix in layout.prefix]
         self.longest = max((own + prefix for own, prefix in zip(layout.length, before, strict=True)), default=0)
+        self.stretches = cpu.Families([family.stretches for family in self.families])
         self._flex: Any = None
 
     def __call__(
@@ -112,6 +114,8 @@ class PackedAttention:
             return explicit_attention(self.layout, query, key, value, scale, softcap, window)
         if query.is_cuda:
             return self._flex_attention(query, key, value, scale)
+        if self.longest <= cpu.MOST_KEYS and cpu.fits(query, key, value):
+            return _Compiled.apply(query, key, value, self.stretches, scale)  # type: ignore[return-value]
         return _Shared.apply(query, key, value, self.families, scale)  # type: ignore[return-value]
 
     def _flex_attention(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -131,6 +135,12 @@ class Family:
     prefix: tuple[int, int]
     rest: tuple[int, int]
     """The other members, which look at the prefix too."""
+
+    @property
+    def stretches(self) -> list[tuple[int, int, int, int]]:
+        """(from, to, prefix from, prefix to), member by member."""
+        (first, *others), prefix = self.causal, self.prefix
+        return [(*first, 0, 0), *((*other, *prefix) for other in others)]
 
 
 def _families(layout: Layout) -> Iterator[Family]:
@@ -154,6 +164,25 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 FLOAT_KEYS = 384
 """Over fewer keys the backward kernel is 2 to 5 times faster in float32 than in bfloat16, conversions included."""
+
+
+class _Compiled(torch.autograd.Function):
+    """By the compiled kernel (kernels/attention.cpp): all stretches in one call, with the arithmetic of `_Shared`."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, families: cpu.Families, scale: float) -> Tensor:
+        out, lse = cpu.attention(query, key, value, families, scale)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.families, ctx.scale = families, scale
+        return out.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        grad_out = grads[0].transpose(1, 2)
+        if grad_out.stride(-1) != 1 or grad_out.dtype != query.dtype:
+            grad_out = grad_out.to(query.dtype).contiguous()
+        return *cpu.attention_backward(grad_out, query, key, value, out, lse, ctx.families, ctx.scale), None, None
 
 
 class _Shared(torch.autograd.Function):

@@ -29,6 +29,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP, Q
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3RMSNorm
 from transformers.pytorch_utils import Conv1D
 
+from groupwise.kernels import cpu
 from groupwise.models.attention import NAME, packed_attention
 from groupwise.objective.inplace import gradient_of
 
@@ -59,6 +60,10 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         x_TD = x.flatten(0, -2)
+        if _one_pass(x_TD, weight_D):
+            out_TD, scale_T = cpu.rms_norm(x_TD, weight_D, eps, dtype)
+            ctx.save_for_backward(x_TD, weight_D, scale_T)
+            return out_TD.view_as(x)
         scale_T = x_TD.new_empty(x_TD.shape[0], 1, dtype=torch.promote_types(x.dtype, torch.float32))
         out_TD = torch.empty_like(x_TD, dtype=dtype)
         for rows in _blocks(x_TD):
@@ -77,6 +82,9 @@ class RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight_D, scale_T = ctx.saved_tensors
         slope_TD, wide_D = grads[0].flatten(0, -2), weight_D.to(scale_T.dtype)
+        if _one_pass(x_TD, weight_D) and cpu.fits(slope_TD):
+            grad_x_TD, grad_weight_D = cpu.rms_norm_backward(slope_TD.contiguous(), x_TD, weight_D, scale_T)
+            return grad_x_TD.view_as(grads[0]), grad_weight_D, None, None
         grad_x_TD, grad_weight_D = torch.empty_like(x_TD), torch.zeros_like(wide_D)
         for rows in _blocks(x_TD):
             grad_TD = slope_TD[rows].to(scale_T.dtype)
@@ -88,12 +96,19 @@ class RMSNorm(torch.autograd.Function):
         return grad_x_TD.view_as(grads[0]), grad_weight_D.to(weight_D.dtype), None, None
 
 
+def _one_pass(x_TD: Tensor, weight_D: Tensor) -> bool:
+    """True if the compiled norm rounds where transformers does: a weight in bfloat16 multiplies what has been rounded already."""
+    return weight_D.dtype == torch.float32 and x_TD.is_contiguous() and cpu.fits(x_TD, weight_D)
+
+
 class Rotary(torch.autograd.Function):
     """Rotate pairs (i, i + W/2) by the position's angles: `x * cos + rotate_half(x) * sin`, rounded once, to x's type."""
 
     @staticmethod
     def forward(ctx: Any, x_HTW: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Tensor:
         ctx.save_for_backward(cos_TW, sin_TW)
+        if _turns_at_once(x_HTW, cos_TW):
+            return _turned(x_HTW, cos_TW, sin_TW, 1.0)
         half = x_HTW.shape[-1] // 2
         # Widened first: products of two types at once are slow.
         wide_HTW = x_HTW.to(torch.promote_types(x_HTW.dtype, cos_TW.dtype))
@@ -106,12 +121,23 @@ class Rotary(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos_TW, sin_TW = ctx.saved_tensors
         grad_HTW = grads[0]
+        if _turns_at_once(grad_HTW, cos_TW):
+            return _turned(grad_HTW, cos_TW, sin_TW, -1.0), None, None
         half = grad_HTW.shape[-1] // 2
         wide_HTW = grad_HTW.to(torch.promote_types(grad_HTW.dtype, cos_TW.dtype))
         out_HTW = wide_HTW * cos_TW
         out_HTW[..., :half].addcmul_(wide_HTW[..., half:], sin_TW[..., half:])
         out_HTW[..., half:].addcmul_(wide_HTW[..., :half], sin_TW[..., :half], value=-1)
         return out_HTW.to(grad_HTW.dtype), None, None
+
+
+def _turns_at_once(x_1HTW: Tensor, cos_11TW: Tensor) -> bool:
+    return x_1HTW.shape[0] == 1 and cos_11TW.dtype == torch.float32 and cpu.fits(x_1HTW, cos_11TW, width=x_1HTW.shape[-1] // 2)
+
+
+def _turned(x_1HTW: Tensor, cos_11TW: Tensor, sin_11TW: Tensor, sign: float) -> Tensor:
+    cos_TW, sin_TW = (table.contiguous().view(-1, table.shape[-1]) for table in (cos_11TW, sin_11TW))
+    return cpu.rotate(x_1HTW[0].transpose(0, 1), cos_TW, sin_TW, sign).transpose(0, 1)[None]
 
 
 class GatedMLP(torch.autograd.Function):
@@ -121,6 +147,8 @@ class GatedMLP(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, gate_ID: Tensor, up_ID: Tensor, down_DI: Tensor) -> Tensor:
         gate_TI, up_TI = x_TD @ _like(gate_ID, x_TD).T, x_TD @ _like(up_ID, x_TD).T
         ctx.save_for_backward(x_TD, gate_TI, up_TI, gate_ID, up_ID, down_DI)
+        if cpu.fits(gate_TI):
+            return cpu.gated(gate_TI, up_TI) @ _like(down_DI, x_TD).T
         inner_TI = torch.empty_like(gate_TI)
         for rows in _blocks(gate_TI):
             torch.mul(F.silu(gate_TI[rows]), up_TI[rows], out=inner_TI[rows])
@@ -132,18 +160,27 @@ class GatedMLP(torch.autograd.Function):
         needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad
         grad_TD = grads[0]
         grad_gate_TI = grad_TD @ _like(down_DI, x_TD)  # of the inner activations; turned into the gate's below
-        inner_TI, grad_up_TI = torch.empty_like(gate_TI), torch.empty_like(gate_TI)
-        for rows in _blocks(gate_TI):
-            gate, up, grad = gate_TI[rows], up_TI[rows], grad_gate_TI[rows]
-            opened = F.silu(gate)
-            torch.mul(opened, up, out=inner_TI[rows])
-            torch.mul(opened, grad, out=grad_up_TI[rows])
-            _silu_backward(grad.mul_(up), gate, grad_input=grad)
+        if cpu.fits(gate_TI):
+            inner_TI, grad_up_TI = cpu.gated_backward(grad_gate_TI, gate_TI, up_TI)
+        else:
+            inner_TI, grad_up_TI = _gate_backward(grad_gate_TI, gate_TI, up_TI)
         grad_down_DI = _slope(grad_TD, inner_TI, down_DI) if needs_down else None
         del inner_TI
         grad_x_TD = (grad_gate_TI @ _like(gate_ID, x_TD)).addmm_(grad_up_TI, _like(up_ID, x_TD)) if needs_x else None
         grad_gate_ID = _slope(grad_gate_TI, x_TD, gate_ID) if needs_gate else None
         return grad_x_TD, grad_gate_ID, _slope(grad_up_TI, x_TD, up_ID) if needs_up else None, grad_down_DI
+
+
+def _gate_backward(grad_TI: Tensor, gate_TI: Tensor, up_TI: Tensor) -> tuple[Tensor, Tensor]:
+    """`kernels.cpu.gated_backward` in torch's operations."""
+    inner_TI, grad_up_TI = torch.empty_like(gate_TI), torch.empty_like(gate_TI)
+    for rows in _blocks(gate_TI):
+        gate, up, grad = gate_TI[rows], up_TI[rows], grad_TI[rows]
+        opened = F.silu(gate)
+        torch.mul(opened, up, out=inner_TI[rows])
+        torch.mul(opened, grad, out=grad_up_TI[rows])
+        _silu_backward(grad.mul_(up), gate, grad_input=grad)
+    return inner_TI, grad_up_TI
 
 
 _silu_backward = torch.ops.aten.silu_backward.grad_input

@@ -1,8 +1,9 @@
 """Attention of the rollout engine: the prefill that keeps keys and values, and the decode step over shared prompts.
 
-A decoded token attends to its prompt and to its own completion.  The two parts are computed apart and merged by their
-log-sum-exps, which is exact: a prompt's keys meet the queries of its whole group in one product and are never copied per row,
-and key-value heads meet all the query heads that share them.
+A decoded token attends to its prompt and to its own completion; a prompt's keys are never copied per row.  The compiled kernel
+(kernels/decoding.cpp) goes prompt by prompt.  Torch's operations, which take its place on GPUs, compute the two parts apart and
+merge them by their log-sum-exps, which is exact: a prompt's keys meet the queries of its whole group in one product, and key-value
+heads all the query heads that share them.
 
 R rows (completions being decoded)   P live prompts   N most rows of a prompt   H query heads   K key-value heads   D head width
 T own tokens   M prompt tokens
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from groupwise.kernels import cpu
 from groupwise.models.attention import PackedAttention
 from groupwise.records import Layout
 from groupwise.rollout.kvcache import Store
@@ -90,6 +92,7 @@ class Decode:
         self.member_PN = [rows + [0] * (self.most - len(rows)) for rows in members]
         self.longest_prompt = max(prompt_length_P)
         self._index: dict[int, tuple[Tensor, Tensor]] = {}
+        self._rows = cpu.Rows(entry_R, prompt_length_P)
         self._prompt_end_P = torch.tensor(self.prompt_length_P, device=self.device)
         self._length_R = torch.tensor(self.length_R, device=self.device)
         self._offset_R = torch.tensor([prompt_length_P[entry] for entry in entry_R], device=self.device)
@@ -135,6 +138,10 @@ class Decode:
         if window is not None and window >= self.longest_prompt + self.longest:
             window = None
         own = self.own.layer(layer, key_RKD)
+        if softcap is None and self.longest_prompt + self.longest <= cpu.MOST_KEYS and cpu.fits(query_RHD, key_RKD, value_RKD):
+            prompt = self.prompts.slabs[layer]
+            slabs = (own.key_EKTD, own.value_EKTD), (prompt.key_EKTD, prompt.value_EKTD)
+            return cpu.decode_attention(query_RHD, key_RKD, value_RKD, *slabs, self._rows, self._length_R, scale, window)
         own.append(self.longest - 1 if self._uniform else self._length_R - 1, key_RKD, value_RKD)
 
         query_RKQD = query_RHD.reshape(count, shared, heads // shared, width)

@@ -2,8 +2,8 @@
 
 Decoding a few rows through a small or medium model is bound by how fast matrices are read and by the work around the products.
 Here the weights are prepared once per `generate` in the layout that few-row products run fastest in (MKL's packed format for small
-float32 matrices, oneDNN's for large ones and in bfloat16), projections of the same input are joined, and a layer is about 25
-operations instead of 80.
+float32 matrices, oneDNN's for large ones and in bfloat16), projections of the same input are joined, and a layer is 10 operations
+instead of 80 (25 without the compiled kernels).
 Nothing can be stale: what was prepared is dropped with the call, and prepared again when the engine's version changes.
 
 Only what is exactly known runs here; anything else (another class, adapters, hooks, other activations) takes the modules.
@@ -25,6 +25,7 @@ from transformers.activations import NewGELUActivation, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
 from groupwise.heap import own_pages
+from groupwise.kernels import cpu
 from groupwise.models.policy import Policy
 from groupwise.objective.tiles import filled, tiled
 
@@ -117,9 +118,12 @@ def _projections(layer: Any) -> tuple[Any, Any, Any, Any]:
 def product(weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """x -> x W^T + b in `dtype`, with the weight in the layout that few-row products on this machine run fastest in.
 
-    In float32 MKL's for small matrices (1.1 to 2.7 times `F.linear` at 3 to 64 rows) and oneDNN's for large ones (1.05 to 1.3
-    times MKL's at 4 to 24 rows), in bfloat16 oneDNN's (1.3 to 1.7 times).
+    The compiled kernels' own, which reads weights once and in order.  Without them in float32 MKL's for small matrices (1.1 to 2.7
+    times `F.linear` at 3 to 64 rows) and oneDNN's for large ones (1.05 to 1.3 times MKL's at 4 to 24 rows), in bfloat16 oneDNN's
+    (1.3 to 1.7 times).
     """
+    if cpu.multiplies(dtype):
+        return cpu.Product(weight_OI, bias_O, dtype)
     weight_OI = weight_OI.detach().to(dtype).contiguous()
     bias_O = None if bias_O is None else bias_O.detach().to(dtype)
     large = dtype == torch.float32 and weight_OI.numel() >= LARGE and torch.backends.mkldnn.is_available()
@@ -141,10 +145,10 @@ def product(weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Cal
 
 
 class _Filler:
-    """The rows that fill a stream of `count` up to a whole number of tiles; none where products do not run in tiles."""
+    """The rows that fill a stream of `count` up to a whole number of oneDNN's tiles; none where products need no filling."""
 
     def __init__(self, count: int, dtype: torch.dtype) -> None:
-        self.count, self.rows = count, filled(count) - count if tiled(dtype) else 0
+        self.count, self.rows = count, filled(count) - count if tiled(dtype) and not cpu.multiplies(dtype) else 0
 
     def add(self, x: Tensor) -> Tensor:
         """`x` (count, ...) with rows of zeros behind."""
@@ -157,13 +161,13 @@ class _Filler:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _RotaryLayer:
-    norm: Callable[[Tensor], Tensor]
+    norm: _Norm
     qkv: Callable[[Tensor], Tensor]
-    """Query, key and value heads side by side; query and key heads with the rotated pairs adjacent."""
+    """Query, key and value heads side by side; query and key heads in the order that `_Turn` wants."""
     head_norm: Callable[[Tensor], Tensor] | None
     """Qwen3's norms of query and key heads."""
     out: Callable[[Tensor], Tensor]
-    mlp_norm: Callable[[Tensor], Tensor]
+    mlp_norm: _Norm
     gate_up: Callable[[Tensor], Tensor]
     down: Callable[[Tensor], Tensor]
     scale: float
@@ -183,35 +187,38 @@ class RotaryForward:
         self.width = attention.head_dim
         self.shared = attention.k_proj.out_features // self.width
         self.heads = attention.q_proj.out_features // self.width
-        self.layers = [self._layer(layer) for layer in base.layers]
-        self.norm = _rms(base.norm)
-        self.head = product(policy.head.weight_VD, policy.head.bias_V, self.dtype)
         cos, sin = base.rotary_emb(self.embedding_VD[:1], torch.arange(positions)[None])
-        # Rotating a pair of numbers is multiplying a complex one: one operation, once the pairs lie side by side.
-        half = slice(0, self.width // 2)
-        self.turn_PW = torch.complex(cos[0, :, half].float(), sin[0, :, half].float())
+        self.compiled = (
+            policy.dtype == torch.float32
+            and cpu.fits(self.embedding_VD)
+            and cpu.fits(cos, width=self.width // 2)
+            and cpu.fits(cos, width=base.layers[0].mlp.gate_proj.out_features)
+        )
+        self.turn = (_CompiledTurn if self.compiled else _PlainTurn)(cos[0].float(), sin[0].float())
+        self.layers = [self._layer(layer) for layer in base.layers]
+        self.norm = self._norm(base.norm)
+        self.head = product(policy.head.weight_VD, policy.head.bias_V, self.dtype)
 
     def _layer(self, layer: Any) -> _RotaryLayer:
         attention = layer.self_attn
-        # transformers pairs dimension i with i + W/2; queries and keys may be reordered together, their products stay.
-        side_by_side = torch.arange(self.width).view(2, -1).T.flatten()
 
         def head_rows(column: Tensor) -> Tensor:
-            return column.view(-1, self.width, *column.shape[1:])[:, side_by_side].flatten(0, 1)
+            return column.view(-1, self.width, *column.shape[1:])[:, self.turn.order_W].flatten(0, 1)
 
         q, k, v, out = _projections(layer)
         # Cast before they are joined: half the memory traffic in bfloat16.
-        weight = torch.cat([head_rows(q.weight.to(self.dtype)), head_rows(k.weight.to(self.dtype)), v.weight.to(self.dtype)])
+        kept = torch.float32 if cpu.multiplies(self.dtype) else self.dtype
+        weight = torch.cat([head_rows(q.weight.to(kept)), head_rows(k.weight.to(kept)), v.weight.to(kept)])
         bias = None if q.bias is None else torch.cat([head_rows(q.bias), head_rows(k.bias), v.bias])
         gate, up, down = _mlp(layer)
         return _RotaryLayer(
-            norm=_rms(layer.input_layernorm),
+            norm=self._norm(layer.input_layernorm),
             qkv=product(weight, bias, self.dtype),
-            head_norm=self._head_norm(attention, side_by_side) if self.kind is Qwen3ForCausalLM else None,
+            head_norm=self._head_norm(attention) if self.kind is Qwen3ForCausalLM else None,
             out=product(out.weight, out.bias, self.dtype),
-            mlp_norm=_rms(layer.post_attention_layernorm),
+            mlp_norm=self._norm(layer.post_attention_layernorm),
             gate_up=product(
-                torch.cat([gate.weight.to(self.dtype), up.weight.to(self.dtype)]),
+                torch.cat([gate.weight.to(kept), up.weight.to(kept)]),
                 None if gate.bias is None else torch.cat([gate.bias, up.bias]),
                 self.dtype,
             ),
@@ -226,29 +233,31 @@ class RotaryForward:
             return None
         return attention.config.sliding_window if self.kind is MistralForCausalLM else attention.sliding_window
 
-    def _head_norm(self, attention: Any, order: Tensor) -> Callable[[Tensor], Tensor]:
+    def _norm(self, norm: Any) -> _Norm:
+        return (_CompiledNorm if self.compiled else _PlainNorm)(norm.weight, norm.variance_epsilon, self.dtype)
+
+    def _head_norm(self, attention: Any) -> Callable[[Tensor], Tensor]:
         query, key = attention.q_norm, attention.k_norm
-        weight_HW = torch.cat([query.weight.expand(self.heads, -1), key.weight.expand(self.shared, -1)])[:, order]
-        norm = _rms_norm(weight_HW, query.variance_epsilon)
-        return lambda x: norm(x).to(x.dtype)
+        weight_HW = torch.cat([query.weight.expand(self.heads, -1), key.weight.expand(self.shared, -1)])[:, self.turn.order_W]
+        return _PlainNorm(weight_HW, query.variance_epsilon, self.dtype)
 
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: RowAttention) -> Tensor:
         """See `native.Forward`."""
         count, heads, both, width = tokens_T.shape[0], self.heads, self.heads + self.shared, self.width
         filler = _Filler(count, self.dtype)
-        turn_T1W = self.turn_PW.index_select(0, position_T)[:, None]
-        x_TD = F.embedding(filler.add(tokens_T), self.embedding_VD)
+        turn = self.turn.at(position_T)
+        x_TD, add_TD = F.embedding(filler.add(tokens_T), self.embedding_VD), None
         for i, layer in enumerate(self.layers):
-            qkv = filler.drop(layer.qkv(layer.norm(x_TD).to(self.dtype))).view(count, -1, width)
+            qkv = filler.drop(layer.qkv(layer.norm(x_TD, add_TD))).view(count, -1, width)
             qk = qkv[:, :both]
             if layer.head_norm is not None:
                 qk = layer.head_norm(qk)
-            qk = _rotated(qk, turn_T1W)
+            qk = turn(qk)
             seen = attend.rows(i, qk[:, :heads], qk[:, heads:], qkv[:, both:], layer.scale, None, layer.window)
-            x_TD += layer.out(filler.add(seen.reshape(count, heads * width)))
-            gate, up = layer.gate_up(layer.mlp_norm(x_TD).to(self.dtype)).chunk(2, -1)
-            x_TD += layer.down(F.silu(gate).mul_(up))
-        return filler.drop(self.norm(x_TD).to(self.dtype))
+            add_TD = layer.out(filler.add(seen.reshape(count, heads * width)))
+            gate, up = layer.gate_up(layer.mlp_norm(x_TD, add_TD)).chunk(2, -1)
+            add_TD = layer.down(cpu.gated(gate, up) if self.compiled else F.silu(gate).mul_(up))
+        return filler.drop(self.norm(x_TD, add_TD))
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """See `native.Forward`."""
@@ -256,29 +265,71 @@ class RotaryForward:
         return filler.drop(self.head(filler.add(hidden_RD)))
 
 
-def _rotated(heads: Tensor, turn_T1W: Tensor) -> Tensor:
-    """Heads (T, H, W) with their adjacent pairs turned; float32 in place, bfloat16 by way of float32."""
-    pairs = heads.unflatten(-1, (-1, 2))
-    if heads.dtype == torch.float32:
-        torch.view_as_complex(pairs).mul_(turn_T1W)
-        return heads
-    return torch.view_as_real(torch.view_as_complex(pairs.float()).mul_(turn_T1W)).flatten(-2).to(heads.dtype)
+class _CompiledTurn:
+    """Rotary positions by the compiled kernel: transformers pairs number i of a head with number i + W/2."""
+
+    def __init__(self, cos_PW: Tensor, sin_PW: Tensor) -> None:
+        """Tables of all positions."""
+        self.cos_PW, self.sin_PW = cos_PW, sin_PW
+        self.order_W = torch.arange(cos_PW.shape[1])
+
+    def at(self, position_T: Tensor) -> Callable[[Tensor], Tensor]:
+        """What turns heads (T, H, W) of these positions."""
+        cos_TW, sin_TW = self.cos_PW.index_select(0, position_T), self.sin_PW.index_select(0, position_T)
+        return lambda heads_THW: cpu.rotate(heads_THW, cos_TW, sin_TW)
 
 
-def _rms(norm: Any) -> Callable[[Tensor], Tensor]:
-    return _rms_norm(norm.weight, norm.variance_epsilon)
+class _PlainTurn:
+    """The same in torch: turning a pair is multiplying a complex number, one operation once the pairs lie side by side."""
+
+    def __init__(self, cos_PW: Tensor, sin_PW: Tensor) -> None:
+        """Tables of all positions."""
+        half = slice(0, cos_PW.shape[1] // 2)
+        self.turn_PW = torch.complex(cos_PW[:, half], sin_PW[:, half])
+        # Queries and keys may be reordered together, their products stay.
+        self.order_W = torch.arange(cos_PW.shape[1]).view(2, -1).T.flatten()
+
+    def at(self, position_T: Tensor) -> Callable[[Tensor], Tensor]:
+        """What turns heads (T, H, W) of these positions; float32 in place, bfloat16 by way of float32."""
+        turn_T1W = self.turn_PW.index_select(0, position_T)[:, None]
+
+        def turn(heads_THW: Tensor) -> Tensor:
+            pairs = torch.view_as_complex(heads_THW.float().unflatten(-1, (-1, 2)))
+            return torch.view_as_real(pairs.mul_(turn_T1W)).flatten(-2).to(heads_THW.dtype)
+
+        return turn
 
 
-def _rms_norm(weight: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32: four operations where `F.rms_norm` is nine."""
-    width = weight.shape[-1]
-    gain, floor = weight.detach().float() * width**0.5, torch.tensor((width * eps) ** 0.5)
+class _CompiledNorm:
+    """`_PlainNorm` in one pass."""
 
-    def norm(x: Tensor) -> Tensor:
+    def __init__(self, weight_D: Tensor, eps: float, dtype: torch.dtype) -> None:
+        """dtype: of the result."""
+        self.weight_D, self.eps, self.dtype = weight_D.detach().float(), eps, dtype
+
+    def __call__(self, x_TD: Tensor, add_TD: Tensor | None = None) -> Tensor:
+        """`x += add` in place, then x / sqrt(mean(x^2) + eps) * weight, in float32."""
+        return cpu.add_rms_norm(x_TD, add_TD, self.weight_D, self.eps, self.dtype)
+
+
+class _PlainNorm:
+    """An RMSNorm behind a residual sum, in four operations where `F.rms_norm` is nine."""
+
+    def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype) -> None:
+        """dtype: of the result."""
+        width = weight.shape[-1]
+        self.gain, self.floor = weight.detach().float() * width**0.5, torch.tensor((width * eps) ** 0.5)
+        self.dtype = dtype
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        """`x += add` in place, then x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32."""
+        if add is not None:
+            x += add
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        return (x / torch.hypot(length, floor)).mul_(gain)
+        return (x / torch.hypot(length, self.floor)).mul_(self.gain).to(self.dtype)
 
-    return norm
+
+_Norm = _CompiledNorm | _PlainNorm
 
 
 class GPT2Forward:

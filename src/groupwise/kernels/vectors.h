@@ -1,0 +1,219 @@
+// Vectors of floats as GCC and Clang know them on every processor, and the one product that the kernels are made of.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16, ROWS = 6, WIDE = 4;
+#elif defined(__AVX__)
+constexpr int LANES = 8, ROWS = 6, WIDE = 2;
+#else
+constexpr int LANES = 4, ROWS = 6, WIDE = 4;
+#endif
+// A tile of ROWS x (WIDE vectors) is summed in registers.
+
+typedef float Vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+
+struct bfloat16 { uint16_t bits; };
+
+static inline long padded(long count) { return (count + LANES - 1) / LANES * LANES; }
+static inline Vec all(float x) { return x - (Vec){}; }
+static inline Vec load(const float *from) { Vec x; std::memcpy(&x, from, sizeof x); return x; }
+static inline void store(float *to, Vec x) { std::memcpy(to, &x, sizeof x); }
+
+static inline Vec load(const bfloat16 *from) {
+    Halves half;
+    std::memcpy(&half, from, sizeof half);
+    return (Vec)(__builtin_convertvector(half, Bits) << 16);
+}
+
+// The upper halves of floats, rounded to nearest, ties to even; what is not a number stays so.
+static inline Bits upper(Vec x) {
+    Bits bits = (Bits)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    Bits number = (Bits)(x == x);
+    return (rounded & number) | (0x7fc0 & ~number);
+}
+
+static inline void store(bfloat16 *to, Vec x) {
+    Halves half = __builtin_convertvector(upper(x), Halves);
+    std::memcpy(to, &half, sizeof half);
+}
+
+static inline Vec select(Ints when, Vec yes, Vec no) { return (Vec)((when & (Ints)yes) | (~when & (Ints)no)); }
+static inline Vec largest(Vec a, Vec b) { return select(a > b, a, b); }
+
+// Lane i of step H: of the first vector where i / H is even, of the second where it is odd; `second`: of each pair's other half.
+template <int H, bool second>
+constexpr int from_pair(int i) { return i / H % 2 ? LANES + i - (second ? 0 : H) : i + (second ? H : 0); }
+
+template <int H, bool second, int... I>
+static inline Vec halves(Vec a, Vec b, std::integer_sequence<int, I...>) {
+#ifdef __clang__
+    return __builtin_shufflevector(a, b, from_pair<H, second>(I)...);
+#else
+    return __builtin_shuffle(a, b, (Ints){from_pair<H, second>(I)...});
+#endif
+}
+
+// Lane i of the result is the sum of vector i.
+template <int H = 1>
+static inline Vec sums(const Vec *vectors) {
+    if constexpr (H == LANES) return vectors[0];
+    else {
+        constexpr auto lanes = std::make_integer_sequence<int, LANES>{};
+        Vec pairs[LANES / H / 2];
+        for (int i = 0; i < LANES / H / 2; i++) {
+            Vec a = vectors[2 * i], b = vectors[2 * i + 1];
+            pairs[i] = halves<H, false>(a, b, lanes) + halves<H, true>(a, b, lanes);
+        }
+        return sums<2 * H>(pairs);
+    }
+}
+
+static inline float sum(Vec x) {
+    float parts[LANES];
+    store(parts, x);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) parts[i] += parts[i + half];
+    return parts[0];
+}
+
+static inline float peak(Vec x) {
+    float parts[LANES];
+    store(parts, x);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) parts[i] = parts[i] > parts[i + half] ? parts[i] : parts[i + half];
+    return parts[0];
+}
+
+// e^x within two units in the last place (Cephes' polynomial); 0 below -87, infinity above 88.
+static inline Vec exponential(Vec x) {
+    const float rounder = 12582912.0f;  // 1.5 x 2^23: adding it leaves no digits behind the point
+    Vec held = select(x > 89.0f, all(89.0f), x);
+    held = select(held < -87.3f, all(-87.3f), held);
+    Vec twos = (held * 1.44269504088896341f + rounder) - rounder;
+    Vec r = (held - twos * 0.693359375f) + twos * 2.12194440e-4f;
+    Vec y = all(1.9875691500e-4f);
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    // 2^128 is no float: two factors reach it.
+    Ints whole = __builtin_convertvector(twos, Ints), half = whole >> 1;
+    y = y * (Vec)((half + 127) << 23) * (Vec)((whole - half + 127) << 23);
+    return select(x < -87.3f, all(0.0f), y);
+}
+
+// Scores (a whole number of vectors) -> e^(score - logsumexp); returns the logsumexp.
+static inline float softmax(float *scores, long count) {
+    Vec top = load(scores), total = all(0.0f);
+    for (long t = LANES; t < count; t += LANES) top = largest(top, load(scores + t));
+    float highest = peak(top);
+    for (long t = 0; t < count; t += LANES) {
+        Vec weight = exponential(load(scores + t) - highest);
+        store(scores + t, weight);
+        total += weight;
+    }
+    float whole = sum(total), share = 1.0f / whole;
+    for (long t = 0; t < count; t += LANES) store(scores + t, load(scores + t) * share);
+    return highest + std::log(whole);
+}
+
+// Every number is summed in the order of `depth`, whatever is computed beside it: a row's bits do not depend on its neighbours.
+//
+// C (M x N vectors) = or += A (M x depth) B (depth x N vectors); steps: how far apart neighbours lie in memory.
+template <int M, int N, typename B>
+static inline void tile(const float *a, long a_row, long a_column, const B *b, long b_row, float *c, long c_row, long depth,
+                        bool add) {
+    Vec total[M][N];
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) total[m][n] = add ? load(c + m * c_row + n * LANES) : all(0.0f);
+    for (long k = 0; k < depth; k++) {
+        Vec row[N];
+        for (int n = 0; n < N; n++) row[n] = load(b + k * b_row + n * LANES);
+        for (int m = 0; m < M; m++) {
+            Vec factor = all(a[m * a_row + k * a_column]);
+            for (int n = 0; n < N; n++) total[m][n] += factor * row[n];
+        }
+    }
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) store(c + m * c_row + n * LANES, total[m][n]);
+}
+
+template <int N, typename B>
+static inline void tiles(long rows, const float *a, long a_row, long a_column, const B *b, long b_row, float *c, long c_row,
+                         long depth, bool add) {
+    long m = 0;
+    for (; m + ROWS <= rows; m += ROWS)
+        tile<ROWS, N>(a + m * a_row, a_row, a_column, b, b_row, c + m * c_row, c_row, depth, add);
+    a += m * a_row, c += m * c_row;
+    switch (rows - m) {
+        case 1: return tile<1, N>(a, a_row, a_column, b, b_row, c, c_row, depth, add);
+        case 2: return tile<2, N>(a, a_row, a_column, b, b_row, c, c_row, depth, add);
+        case 3: return tile<3, N>(a, a_row, a_column, b, b_row, c, c_row, depth, add);
+        case 4: return tile<4, N>(a, a_row, a_column, b, b_row, c, c_row, depth, add);
+        case 5: return tile<5, N>(a, a_row, a_column, b, b_row, c, c_row, depth, add);
+    }
+}
+
+// The same for any number of rows and a whole number of vectors in a row of C.
+template <typename B>
+static inline void product(long rows, long columns, long depth, const float *a, long a_row, long a_column, const B *b, long b_row,
+                    float *c, long c_row, bool add) {
+    long n = 0;
+    for (; n + WIDE * LANES <= columns; n += WIDE * LANES)
+        tiles<WIDE>(rows, a, a_row, a_column, b + n, b_row, c + n, c_row, depth, add);
+    b += n, c += n;
+    switch ((columns - n) / LANES) {
+        case 1: return tiles<1>(rows, a, a_row, a_column, b, b_row, c, c_row, depth, add);
+        case 2: return tiles<2>(rows, a, a_row, a_column, b, b_row, c, c_row, depth, add);
+        case 3: return tiles<3>(rows, a, a_row, a_column, b, b_row, c, c_row, depth, add);
+    }
+}
+
+// Room for a thread's intermediate results; it stays with the thread.
+static inline float *room(long numbers) {
+    static thread_local std::vector<float> kept;
+    if ((long)kept.size() < numbers) kept.resize(numbers);
+    return kept.data();
+}
+
+// LANES rows of LANES numbers, exchanged.
+template <int H = LANES / 2>
+static inline void exchange(Vec *block) {
+    constexpr auto lanes = std::make_integer_sequence<int, LANES>{};
+    for (int i = 0; i < LANES; i++)
+        if (i / H % 2 == 0) {
+            Vec a = block[i], b = block[i + H];
+            block[i] = halves<H, false>(a, b, lanes), block[i + H] = halves<H, true>(a, b, lanes);
+        }
+    if constexpr (H > 1) exchange<H / 2>(block);
+}
+
+static inline void turn_block(const float *rows, long width, float *columns, long across) {
+    Vec block[LANES];
+    for (int i = 0; i < LANES; i++) block[i] = load(rows + i * width);
+    exchange(block);
+    for (int i = 0; i < LANES; i++) store(columns + i * across, block[i]);
+}
+
+// Rows (count, width) -> columns of (width, across) from `place` on.
+static inline void turn(const float *rows, long count, long width, float *columns, long across, long place) {
+    for (long t = 0; t < count; t += LANES)
+        for (long d = 0; d < width; d += LANES) {
+            if (t + LANES <= count) turn_block(rows + t * width + d, width, columns + d * across + place + t, across);
+            else
+                for (long i = 0; i < LANES; i++)
+                    for (long j = t; j < count; j++) columns[(d + i) * across + place + j] = rows[j * width + d + i];
+        }
+}

@@ -1,0 +1,66 @@
+"""Compiling on the user's machine: what happens without a compiler, with a broken one, and in many processes at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from groupwise.kernels.library import absence
+
+ASK = "import torch; from groupwise.kernels.library import absence, library; print(absence()); print(library() is None)"
+
+
+def ask(cache: Path, **environment: str) -> list[str]:
+    """`absence` and whether there is no library, in a process with a cache of its own."""
+    given = {**os.environ, "XDG_CACHE_HOME": str(cache), "GROUPWISE_KERNELS": "on"} | environment
+    found = subprocess.run([sys.executable, "-c", ASK], env=given, capture_output=True, text=True, check=True)
+    return found.stdout.splitlines()
+
+
+def test_without_a_compiler_it_says_what_to_install(tmp_path: Path) -> None:
+    told, none = ask(tmp_path, PATH=str(tmp_path), CXX="")
+    assert "install g++" in told and none == "True"
+
+
+def test_switched_off(tmp_path: Path) -> None:
+    assert ask(tmp_path, GROUPWISE_KERNELS="off") == ["GROUPWISE_KERNELS=off", "True"]
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
+    broken = tmp_path / "c++"
+    script = ["#!/bin/sh", '[ "$1" = --version ] && exit 0', "echo warming up >&2", "echo fatal error: no such luck >&2", "exit 1"]
+    broken.write_text("\n".join(script))
+    broken.chmod(0o755)
+    told, none = ask(tmp_path, CXX=str(broken))
+    assert told == f"{broken} could not make them: fatal error: no such luck" and none == "True"
+    assert not list((tmp_path / "groupwise").iterdir())
+
+
+@pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")
+@pytest.mark.slow
+def test_compiled_once_and_kept(tmp_path: Path) -> None:
+    """Two processes at the same time both end with a whole library; the next one only loads it."""
+    given = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    both = [subprocess.Popen([sys.executable, "-c", ASK], env=given, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate()[0].splitlines() for process in both] == [["None", "False"]] * 2
+    (made,) = (tmp_path / "groupwise").iterdir()
+    before = made.stat().st_mtime_ns
+    assert ask(tmp_path) == ["None", "False"] and made.stat().st_mtime_ns == before
+
+
+@pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")
+@pytest.mark.slow
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    """A file where the folder should be: the library is made for this process alone."""
+    (tmp_path / "groupwise").write_text("")
+    assert ask(tmp_path) == ["None", "False"]
+
+
+def test_this_machine_has_them_if_it_has_a_compiler() -> None:
+    """A mistake in the sources must not pass as a machine without a compiler."""
+    if os.environ.get("GROUPWISE_KERNELS") != "off":
+        assert absence() is None or "no C++ compiler" in str(absence())
