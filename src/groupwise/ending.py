@@ -33,16 +33,15 @@ def endings(may: Callable[[], bool]) -> Iterator[Callable[[], None]]:
     noted: list[tuple[int, float]] = []
 
     def hear(number: int, _: object) -> None:
-        again = bool(noted) and time.monotonic() - noted[0][1] > TWICE and parallel.world().size == 1
-        if may() or again:
-            noted.clear()
+        now = time.monotonic()
+        ends = may() if not noted else now - noted[0][1] > TWICE and parallel.world().size == 1
+        noted.append((number, now))  # stays: where Python or somebody's code drops what is raised, it is told again
+        if ends:
             _raise(number)
-        noted.append((number, time.monotonic()))
 
     def due() -> None:
         heard = parallel.gather(number for number, _ in noted)
         if heard:
-            noted.clear()
             _raise(max(heard))
 
     if threading.current_thread() is not threading.main_thread():
