@@ -72,6 +72,9 @@ def packed_gradient(policy: Policy, objective: Objective, rows: list, budget: in
         pass
 
     class Never:
+        def clear(self) -> None:
+            policy.model.zero_grad()
+
         def step(self) -> None:
             raise Stop
 

@@ -249,9 +249,10 @@ def test_p63_rewards_are_computed_while_others_are_still_sampled(tiny_policy: Ca
     assert len(groups) == drawn == 3
 
 
+@pytest.mark.parametrize("as_is", [False, True])
 @pytest.mark.parametrize("cuda", [False, True])
 def test_p64_a_step_out_of_memory_is_computed_in_smaller_parts_to_the_same_result(
-    tiny_policy: Callable, random_samples: Callable, caplog: pytest.LogCaptureFixture, cuda: bool
+    tiny_policy: Callable, random_samples: Callable, caplog: pytest.LogCaptureFixture, cuda: bool, as_is: bool
 ) -> None:
     """The loss below has memory for 40 packed positions; it fails in its second micro-batch, when there are gradients already."""
     samples = random_samples(4, 3, seed=1)
@@ -265,9 +266,8 @@ def test_p64_a_step_out_of_memory_is_computed_in_smaller_parts_to_the_same_resul
             calls.append(sum(batch.layout.length))
             if calls[-1] > limit and len(calls) > 1:
                 raise torch.OutOfMemoryError("CUDA out of memory.") if cuda else RuntimeError(message)
-            return token_loss(
-                policy, batch, lambda logp_M, _, rows: -(batch.weight_P[batch.trained_M][rows] * logp_M).sum(), separable=True
-            )
+            weight_M = batch.weight_P[batch.trained_M]
+            return token_loss(policy, batch, lambda logp_M, _, rows: -(weight_M[rows] * logp_M).sum(), separable=True, as_is=as_is)
 
         optimizer = Optimizer(
             policy.model, OptimizerSettings(lr=1.0, warmup_steps=0, eps=1.0), 1
@@ -283,6 +283,36 @@ def test_p64_a_step_out_of_memory_is_computed_in_smaller_parts_to_the_same_resul
     assert "60 packed positions at a time do not fit into memory: going on with 30, to the same result" in caplog.text
     with pytest.raises(MemoryExceeded, match=r"do not fit into memory \(.*\); lower optimizer.tokens_per_microbatch"):
         step(1)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_an_update_that_was_interrupted_leaves_nothing_to_the_next(
+    tiny_policy: Callable, random_samples: Callable, micro_batch: int
+) -> None:
+    """A user stops a cell and runs it again: neither whole gradients nor begun ones are still there."""
+    samples = random_samples(4, 3, seed=1)
+
+    def norm(stopped: int | None) -> float:
+        policy, calls = tiny_policy(), []
+        optimizer = Optimizer(policy.model, OptimizerSettings(), 2)
+
+        def loss(policy: Policy, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+            calls.append(1)
+            weight_M = batch.weight_P[batch.trained_M]
+
+            def token(logp_M: torch.Tensor, _: torch.Tensor | None, rows: slice) -> torch.Tensor:
+                if len(calls) == stopped:
+                    raise KeyboardInterrupt
+                return -(weight_M[rows] * logp_M).sum()
+
+            return token_loss(policy, batch, token, separable=True, as_is=True)
+
+        if stopped:
+            with pytest.raises(KeyboardInterrupt):
+                update(policy, loss, samples, optimizer, budget=60)
+        return update(policy, loss, samples, optimizer, budget=60).taken.grad_norm
+
+    assert norm(micro_batch) == pytest.approx(norm(None), rel=1e-6)
 
 
 def test_p64_an_optimizer_step_out_of_memory_is_not_tried_again(tiny_policy: Callable, random_samples: Callable) -> None:

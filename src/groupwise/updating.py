@@ -73,6 +73,7 @@ def update(
     lengths = [sample.prompt.size + sample.completion.size for sample in samples]
     HEAP.tidy()
     while True:
+        optimizer.clear()  # of what a pass that was interrupted, or did not fit, has left
         try:
             found = _visit(policy, loss, samples, budget, whole_groups, learn=True)
             break
@@ -86,7 +87,6 @@ def update(
                     "optimizer.tokens_per_microbatch, or set model.gradient_checkpointing: true"
                 ) from error
         # Out of the handler, which would keep the failed pass alive through its traceback.
-        optimizer.clear()
         if policy.device.type == "cuda":
             torch.cuda.empty_cache()
         log.warning("%d packed positions at a time do not fit into memory: going on with %d, to the same result", budget, smaller)

@@ -98,6 +98,9 @@ def test_an_update_moves_the_adapter_as_pefts_own_model_says(
     total.backward()
 
     class Kept:
+        def clear(self) -> None:
+            policy.model.zero_grad()
+
         def step(self) -> Any:
             self.gradients = {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
 
