@@ -146,9 +146,9 @@ def _units(samples: Sequence[Sample], budget: int, share: bool, whole: bool) -> 
 
 def _bins(units: Sequence[Unit], budget: int) -> list[list[Unit]]:
     """As few bins as first fit finds, filled evenly where that fits: the fullest one decides how much memory a step takes."""
-    count = len(_first_fit(units, budget))
-    even = _dealt(sorted(units, key=lambda unit: -unit.positions), max(count, 1))
-    return even if count > 1 and _longest(even) <= budget else _first_fit(units, budget)
+    first = _first_fit(units, budget)
+    even = _dealt(units, len(first))
+    return even if len(first) > 1 and _longest(even) <= budget else first
 
 
 def _first_fit(units: Sequence[Unit], budget: int) -> list[list[Unit]]:

@@ -390,8 +390,8 @@ def _wrong_engine(given: Mapping[str, Any]) -> str | None:
     name = str(given.get("name"))
     if name not in ENGINES:
         return f"must be one of {', '.join(ENGINES)}; got {name!r}{closest(name, list(ENGINES))}"
-    for key in given.keys() - {"name"}:
-        if key not in ENGINES[name]:
+    for key in given:
+        if key not in ("name", *ENGINES[name]):
             return f"{name} takes {', '.join(ENGINES[name])}; got {key!r}{closest(key, ENGINES[name])}"
     ahead = given.get("ahead", 0)
     if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
