@@ -16,9 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from groupwise.models.fused import RMSNorm, Rotary, fused_modules
+from groupwise.models.policy import Policy
 from groupwise.objective.inplace import summed_in_place
+from groupwise.optim import Optimizer
 from groupwise.packing import pack
-from groupwise.updating import token_loss
+from groupwise.records import Batch
+from groupwise.settings import OptimizerSettings
+from groupwise.updating import token_loss, update
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -197,3 +201,18 @@ def test_a_loss_that_is_multiplied_after_all_is_noticed(tiny_policy: Callable, r
         value, _ = token_loss(policy, batch, lambda logp, _e, _p: logp.sum(), separable=True, as_is=True)
         with pytest.raises(AssertionError, match="multiplied"):
             (2 * value).backward()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_its_step_is_not_taken(tiny_policy: Callable, random_samples: Callable) -> None:
+    policy = tiny_policy("qwen2")
+    policy = replace(policy, model=policy.model.cuda())
+    optimizer = Optimizer(policy.model, OptimizerSettings(), 2)
+
+    def loss(policy: Policy, batch: Batch, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+        value, logp_M = token_loss(policy, batch, lambda logp, _e, _p: logp.sum(), separable=True, as_is=True)
+        return factor * value, logp_M
+
+    for factor in (1.0, 2.0):
+        taken = update(policy, partial(loss, factor=factor), random_samples(), optimizer, budget=10_000).taken
+        assert taken.skipped == (factor != 1.0)

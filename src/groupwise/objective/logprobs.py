@@ -213,7 +213,9 @@ class _Fused(torch.autograd.Function):
         scale, found = grads[0], ctx.sums.found
         # The weight's gradient is as large as the head: the pass over it is left out where asking costs nothing.
         if scale.is_cuda or float(scale) != 1.0:
-            assert not ctx.sums.in_place or scale.is_cuda, "a loss that was to be differentiated as it is was multiplied"
+            if ctx.sums.in_place:
+                assert scale.is_cuda, "a loss that was to be differentiated as it is was multiplied"
+                scale = torch.where(scale == 1.0, scale, torch.nan)  # nobody waits for a GPU's answer, but the step is not taken
             found = [None if grad is None else grad.mul_(scale) for grad in found]
         return (*found, None, None, None, None, None, None, None, None)
 
