@@ -194,6 +194,46 @@ def test_gradients_of_the_vocabulary_are_summed_where_they_lie(
     assert len(made) == 1, "the gradient itself and nothing else as large"
 
 
+@pytest.mark.parametrize("separable", [False, True])
+@pytest.mark.parametrize("trained", ["both", "head", "embedding"])
+def test_a_head_and_an_embedding_that_are_not_tied_have_sums_of_their_own(
+    trained: str, separable: bool, tiny_policy: Callable, random_samples: Callable
+) -> None:
+    policy = tiny_policy("llama")
+    head, embedding = policy.model.get_output_embeddings(), policy.model.get_input_embeddings()
+    head.weight = nn.Parameter(1.1 * head.weight.detach())
+    if trained != "both":
+        policy.model.requires_grad_(False)
+        (head if trained == "head" else embedding).requires_grad_(True)
+    (batch,) = pack(random_samples(), 10_000)
+    loss = partial(weighted, batch.weight_P[batch.trained_M])
+    found = []
+    for in_place in (False, True):
+        policy.model.zero_grad()
+        with fused_modules(policy.model), summed_in_place(in_place):
+            for _ in range(2):
+                token_loss(policy, batch, loss, separable=separable, as_is=True)[0].backward()
+        found.append({name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys() == {name for name, p in policy.model.named_parameters() if p.requires_grad}
+    for name, expected in found[0].items():
+        assert relative(found[1][name], expected) < 1e-5, name
+
+
+def test_in_a_loop_of_ones_own_a_loss_may_be_multiplied_and_asked_for_its_gradients(
+    tiny_policy: Callable, random_samples: Callable
+) -> None:
+    """Only `update` sums in place, as_is or not."""
+    policy = tiny_policy("llama")
+    (batch,) = pack(random_samples(), 10_000)
+    loss = partial(weighted, batch.weight_P[batch.trained_M])
+    parameters = list(policy.model.parameters())
+    once = torch.autograd.grad(token_loss(policy, batch, loss, separable=True, as_is=True)[0], parameters)
+    assert all(parameter.grad is None for parameter in parameters)
+    (2 * token_loss(policy, batch, loss, separable=True, as_is=True)[0]).backward()
+    for parameter, expected in zip(parameters, once, strict=True):
+        assert parameter.grad is not None and relative(parameter.grad, 2 * expected) < 1e-5
+
+
 def test_a_loss_that_is_multiplied_after_all_is_noticed(tiny_policy: Callable, random_samples: Callable) -> None:
     policy = tiny_policy("qwen2")
     (batch,) = pack(random_samples(), 10_000)
