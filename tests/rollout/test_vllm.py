@@ -25,7 +25,7 @@ from groupwise.models.lora import adapt
 from groupwise.records import Finish, Prompt, Sampling
 from groupwise.rollout import flight, transfer, vllm
 from groupwise.rollout.http import Wire
-from groupwise.rollout.transfer import buckets
+from groupwise.rollout.transfer import Servers, buckets
 from groupwise.rollout.vllm import VllmEngine
 
 EOS = 1
@@ -570,7 +570,16 @@ def test_an_update_that_fails_ends_at_once(path: str, engine_of, server, monkeyp
     assert time.monotonic() - begin < 4
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "https://a:1", "http://", "http://a:1/v1"])
+@pytest.mark.parametrize(
+    "url",
+    ["127.0.0.1:8000", "https://a:1", "http://", "http://a:1/v1", "http://a:65536", "http://a:0", "http://a:b", "http://[::1]:1"],
+)
 def test_an_address_is_an_address(url: str) -> None:
     with pytest.raises(ConfigError, match="http://host:port"):
         Wire(url)
+
+
+def test_a_server_is_named_once() -> None:
+    """It would wait for itself."""
+    with pytest.raises(ConfigError, match="named twice: http://a:80 and http://a:80"):
+        Servers(["http://A/", "http://a:80"])

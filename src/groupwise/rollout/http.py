@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import socket
 import time
 from typing import Any
-from urllib.parse import urlsplit
 
 from groupwise.errors import ConfigError, EngineError, PeerError
 
@@ -23,12 +23,13 @@ class Wire:
 
     def __init__(self, url: str) -> None:
         """url: `http://host:port`.  Raises ConfigError for anything else."""
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
+        found = re.fullmatch(r"http://([\w.-]+)(?::(\d+))?/?", url)
+        host, port = (found[1].lower(), int(found[2] or 80)) if found else ("", 0)
+        if not 0 < port < 1 << 16:
             raise ConfigError(f"a server is written http://host:port, got {url!r}")
-        self.url = f"http://{parts.hostname}:{parts.port or 80}"
+        self.url = f"http://{host}:{port}"
         self.name = f"the vLLM server at {self.url}"
-        self._address = (parts.hostname, parts.port or 80)
+        self._address = (host, port)
         self._open: http.client.HTTPConnection | None = None
         self._used = 0.0
 

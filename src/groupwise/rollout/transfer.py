@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from groupwise import parallel
-from groupwise.errors import EngineError, PeerError
+from groupwise.errors import ConfigError, EngineError, PeerError
 from groupwise.models.policy import Policy
 from groupwise.plan import Shape
 from groupwise.rollout.http import Wire
@@ -43,8 +43,10 @@ class Servers:
     """Running servers that share the weights of one policy."""
 
     def __init__(self, urls: Sequence[str], alive: Alive | None = None) -> None:
-        """alive: of servers that this process has started."""
+        """alive: of servers that this process has started.   Raises ConfigError for what is no address, or named twice."""
         self.wires = [Wire(url) for url in urls]
+        if len({wire.url for wire in self.wires}) < len(self.wires):
+            raise ConfigError(f"a server is named twice: {' and '.join(wire.url for wire in self.wires)}")
         self.alive = alive
         self.facts: list[Facts] = []
         self._audience: parallel.Audience | None = None
