@@ -163,7 +163,7 @@ def token_loss(
     outputs = policy.forward(batch)
     inputs = (outputs.hidden_PD[rows_M], policy.head, batch.target_P[rows_M], batch.temperature_P[rows_M])
     with policy.precision():
-        if separable:
+        if separable and torch.is_grad_enabled():
             value, logp_M, _ = fused_loss(*inputs, loss, support_of(batch), entropy=entropy, as_is=as_is)
         else:
             logp_M, entropy_M = chosen_logprobs(*inputs, support_of(batch), entropy=entropy)

@@ -22,7 +22,7 @@ from groupwise.optim import Optimizer
 from groupwise.packing import pack
 from groupwise.records import Batch
 from groupwise.settings import OptimizerSettings
-from groupwise.updating import token_loss, update
+from groupwise.updating import assess, token_loss, update
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -151,6 +151,23 @@ def test_under_autocast_norms_hand_on_what_products_take_but_the_last_does_not_r
         assert [norm(x).dtype for norm in norms] == [torch.bfloat16, torch.float32]
 
 
+class Made(TorchDispatchMode):
+    """Counts the tensors of a shape that are made while inside."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.count += isinstance(out, Tensor) and out.shape == self.shape and out._base is None and "empty" in str(func)
+        return out
+
+
+def summed(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
+    return token_loss(policy, batch, lambda logp_C, _entropy, _part: logp_C.sum(), separable=True, as_is=True)
+
+
 def weighted(weight_M: Tensor, logp_C: Tensor, entropy_C: Tensor | None, part: slice) -> Tensor:
     return -(weight_M[part] * logp_C).sum()
 
@@ -169,20 +186,10 @@ def test_gradients_of_the_vocabulary_are_summed_where_they_lie(
     samples = random_samples(groups=4)
     batches = pack(samples, sum(s.prompt.size + s.completion.size for s in samples) // 2)
     assert len(batches) > 1
-    made: list[int] = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, Tensor) and out.shape == matrix.shape and out._base is None and "empty" in str(func):
-                made.append(out.numel())
-            return out
-
     found = []
     for in_place in (False, True):
         policy.model.zero_grad()
-        with fused_modules(policy.model), summed_in_place(in_place), Watch():
-            made.clear()
+        with fused_modules(policy.model), summed_in_place(in_place), Made(matrix.shape) as made:
             for batch in batches:
                 weight_M = batch.weight_P[batch.trained_M]
                 loss = partial(weighted, weight_M)
@@ -191,7 +198,15 @@ def test_gradients_of_the_vocabulary_are_summed_where_they_lie(
     assert found[0].keys() == found[1].keys()
     for name, expected in found[0].items():
         assert relative(found[1][name], expected) < 1e-5, name
-    assert len(made) == 1, "the gradient itself and nothing else as large"
+    assert made.count == 1, "the gradient itself and nothing else as large"
+
+
+def test_what_is_only_assessed_makes_no_gradient_of_the_vocabulary(tiny_policy: Callable, random_samples: Callable) -> None:
+    policy = tiny_policy("llama")
+    with Made(policy.head.weight_VD.shape) as made:
+        found = assess(policy, summed, random_samples(), budget=10_000)
+    assert made.count == 0
+    assert found.loss == pytest.approx(sum(float(seen.sum()) for seen in found.seen), rel=1e-6)
 
 
 @pytest.mark.parametrize("separable", [False, True])
@@ -238,7 +253,7 @@ def test_a_loss_that_is_multiplied_after_all_is_noticed(tiny_policy: Callable, r
     policy = tiny_policy("qwen2")
     (batch,) = pack(random_samples(), 10_000)
     with summed_in_place():
-        value, _ = token_loss(policy, batch, lambda logp, _e, _p: logp.sum(), separable=True, as_is=True)
+        value, _ = summed(policy, batch)
         with pytest.raises(AssertionError, match="multiplied"):
             (2 * value).backward()
 
@@ -250,7 +265,7 @@ def test_on_cuda_its_step_is_not_taken(tiny_policy: Callable, random_samples: Ca
     optimizer = Optimizer(policy.model, OptimizerSettings(), 2)
 
     def loss(policy: Policy, batch: Batch, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
-        value, logp_M = token_loss(policy, batch, lambda logp, _e, _p: logp.sum(), separable=True, as_is=True)
+        value, logp_M = summed(policy, batch)
         return factor * value, logp_M
 
     for factor in (1.0, 2.0):
