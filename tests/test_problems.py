@@ -223,8 +223,8 @@ def test_p59_prompts_that_do_not_fit_are_counted_in_the_plan(recipe: Callable, t
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     plan = dict(plan_of(load_recipe(recipe(data={"path": str(path), "task": None, "limit": None, "eval_limit": None}))))
     kept = sum(len(row["prompt"]) <= 64 - 12 for row in rows)
-    assert f"{kept} of 8 rows" in plan["dropped"]
-    assert f"{8 - kept} longer than 52 tokens" in plan["dropped"]
+    assert f"{kept} of 8 rows" in plan["read"]
+    assert f"{8 - kept} longer than 52 tokens" in plan["read"]
 
 
 def test_p63_rewards_are_computed_while_others_are_still_sampled(tiny_policy: Callable) -> None:

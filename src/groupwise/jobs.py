@@ -229,7 +229,7 @@ class _Prepared:
                 *lines,
                 *adapter_lines(recipe, blueprint),
                 *_held(recipe, blueprint, load, world),
-                ("dropped", str(prompts.report)),
+                ("read", str(prompts.report)),
             ],
         )
 
@@ -253,7 +253,7 @@ class _Prepared:
         columns = list(prompts.held_out[0].row) if prompts is not None and prompts.held_out else []
         rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer) if columns else None
         lines = [("objective", kind.title), *lines, *adapter_lines(recipe, blueprint)]
-        plan = [*lines, *_held(recipe, blueprint, load, world), ("dropped", str(rows.report))]
+        plan = [*lines, *_held(recipe, blueprint, load, world), ("read", str(rows.report))]
         return cls(prompts=prompts, rows=rows, rewards=rewards, algorithm=None, steps=steps, plan=plan)
 
 
