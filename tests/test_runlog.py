@@ -30,7 +30,6 @@ from groupwise.runlog import (
     list_rollouts,
     list_runs,
     read_metrics,
-    read_rollouts,
     read_step,
 )
 from groupwise.settings import Recipe, SaveSettings
@@ -213,13 +212,12 @@ def equal(a: np.ndarray, b: np.ndarray) -> None:
     np.testing.assert_array_equal(a, b)
 
 
-def test_rows_can_be_read_by_column(recipe: Recipe, tmp_path: Path) -> None:
+def test_completions_are_rows_with_plain_columns(recipe: Recipe, tmp_path: Path) -> None:
     with RunLog(tmp_path, recipe) as log:
         log.write(make_step(1))
-    rows = read_rollouts(tmp_path, 1, columns=["reward", "completion_text"])
+    rows = pq.read_table(tmp_path / "rollouts" / "000001.parquet")
     assert len(rows) == 6
-    assert set(rows[0]) == {"reward", "completion_text"}
-    names = pq.read_schema(tmp_path / "rollouts" / "000001.parquet").names
+    names = rows.column_names
     assert {"rewards/accuracy", "rewards/my/length", "signals/reference_logp", "finish", "version", "current_logp"} <= set(names)
 
 
@@ -244,11 +242,11 @@ def test_steps_without_groups_and_without_log_probs(recipe: Recipe, tmp_path: Pa
 def test_missing_and_damaged_completions_are_named(recipe: Recipe, tmp_path: Path) -> None:
     written(tmp_path, recipe, range(1, 3))
     with pytest.raises(DataError, match=r"the completions of step 9 are not in .* holds steps 1 to 2"):
-        read_rollouts(tmp_path, 9)
+        read_step(tmp_path, 9)
     path = tmp_path / "rollouts" / "000002.parquet"
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match=r"000002.parquet is damaged"):
-        read_rollouts(tmp_path, 2)
+        read_step(tmp_path, 2)
 
 
 # ---------------------------------------------------------------- the folder

@@ -35,7 +35,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from groupwise.errors import ConfigError, GroupwiseError, PeerError
 from groupwise.watch import SILENCE, Watch, say
@@ -410,11 +410,3 @@ def own_rows(tensor: Tensor) -> slice:
     begin = tensor.device_mesh.get_local_rank(place) * -(-tensor.shape[0] // shards)
     begin = min(begin, tensor.shape[0])
     return slice(begin, begin + tensor.to_local().shape[0])
-
-
-def part_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """This process's part of a whole tensor, spread as `parameter` is; a plain parameter takes all of it."""
-    if not isinstance(parameter, DTensor):
-        return tensor
-    tensor = tensor.to(parameter.device)
-    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)

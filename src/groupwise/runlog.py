@@ -512,22 +512,14 @@ def list_rollouts(folder: Path) -> list[int]:
     return sorted(int(path.stem) for path in (Path(folder) / ROLLOUTS).glob("[0-9]*.parquet") if path.stem.isdigit())
 
 
-def read_rollouts(folder: Path, step: int, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """The rows that `write_rollouts` wrote for a step, one dict per completion; only the `columns` named, if any.
-
-    Raises DataError if the step was not written or its file is damaged.
-    """
-    return _table(folder, step, columns).to_pylist()
-
-
-def _table(folder: Path, step: int, columns: Sequence[str] | None = None) -> pa.Table:
+def _table(folder: Path, step: int) -> pa.Table:
     path = _rollout_file(folder, step)
     if not path.is_file():
         steps = list_rollouts(folder)
         have = f"it holds steps {steps[0]} to {steps[-1]}" if steps else "it holds no rollouts"
         raise DataError(f"the completions of step {step} are not in {folder} ({have})")
     try:
-        return pq.ParquetFile(path).read(columns=None if columns is None else list(columns))
+        return pq.ParquetFile(path).read()
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{path} is damaged: {error}") from error
 

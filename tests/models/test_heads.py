@@ -26,7 +26,6 @@ from groupwise.models.heads import (
     add_head,
     load_scorer,
     pool_weights,
-    pooling_of,
     reads_tokens,
     score_tokens,
     whole_scores,
@@ -136,7 +135,7 @@ def test_an_eos_that_is_also_the_pad_is_not_hidden(
 @pytest.mark.parametrize("pooling", ["mean", "sum"])
 def test_pooling_is_recorded(scorer: Callable[..., Policy], pooling: str, tmp_path: Path) -> None:
     scorer(pooling=pooling).save(tmp_path)
-    assert pooling_of(load_scorer(ModelSettings(path=str(tmp_path)))) == pooling
+    assert load_scorer(ModelSettings(path=str(tmp_path))).model.config.pooling == pooling
 
 
 def test_somebody_elses_models(tiny_policy: Callable[..., Policy], answers: list[Answer], tmp_path: Path) -> None:
@@ -149,7 +148,7 @@ def test_somebody_elses_models(tiny_policy: Callable[..., Policy], answers: list
     policy = load_scorer(ModelSettings(path=str(tmp_path / "llama")))
     with plain_attention(theirs):
         expected = [theirs(torch.from_numpy(np.concatenate([a.prompt, a.completion]))[None]).logits.item() for a in answers]
-    np.testing.assert_allclose(total(pooling_of(policy), score_tokens(policy, answers, budget=64)), expected, atol=1e-6)
+    np.testing.assert_allclose(total("last", score_tokens(policy, answers, budget=64)), expected, atol=1e-6)
 
     bert = BertConfig(vocab_size=80, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=1)
     encoder = BertForSequenceClassification(bert).eval()

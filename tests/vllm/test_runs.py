@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from groupwise.config import load_recipe
 from groupwise.jobs import make_job
 from groupwise.run import train
-from groupwise.runlog import read_rollouts
+from groupwise.runlog import read_step
 from groupwise.settings import Recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -192,8 +192,8 @@ def test_rollouts_ahead_of_training(
     assert ages[0] == ages[done] == 0.0, "the first step of a start trains on what was sampled for it"
     assert sum(age > 0 for age in ages) >= 4, "training waited for sampling"
     assert max(line.get("mismatch/max", 0.0) for line in found) < 1e-4
-    names = [row["prompt_id"] for step in range(1, 9) for row in read_rollouts(run_folder(path), step, ["prompt_id"])]
-    assert len(names) == 8 * 4 * 4
+    names = [group.prompt.id for step in range(1, 9) for group in read_step(run_folder(path), step).groups]
+    assert len(names) == 8 * 4
     assert sorted(set(names), key=names.index) == [f"0/{row}" for row in visited(load_recipe(path))], "a prompt was skipped"
     assert not serving(ours())
 

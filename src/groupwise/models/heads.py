@@ -22,7 +22,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -121,14 +121,6 @@ def wrap_scorer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sett
     if policy.attention != "single" and not policy.empty:
         probe_scorer(policy)
     return policy
-
-
-def pooling_of(policy: Policy) -> Pooling:
-    """How a scoring model's numbers become a score; `last` if its config says nothing.  Raises ConfigError for another word."""
-    pooling = policy.model.config.to_dict().get("pooling") or "last"
-    if pooling not in get_args(Pooling):
-        raise ConfigError(f"the reward model's config has pooling {pooling!r}; expected one of {', '.join(get_args(Pooling))}")
-    return pooling
 
 
 def pool_weights(pooling: Pooling, n: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
 import torch
@@ -301,42 +301,7 @@ def mean_entropy(entropy_M: Tensor, tokens: Tensor | float, keep_M: Tensor | Non
     return (entropy_M if keep_M is None else entropy_M * keep_M).sum() / tokens
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EntropyControl:
-    """A coefficient that holds the entropy at a target from below (Skywork-OR1, 2505.22312).
-
-    >>> control = EntropyControl(target=0.5, step=0.1, coefficient=0.2)
-    >>> control.applied, control.update(0.4).applied, control.update(0.6).applied
-    (0.0, 0.30000000000000004, 0.0)
-    """
-
-    target: float
-    """Nats."""
-    step: float = 0.005
-    lowest: float = 0.0
-    highest: float = 1.0
-    coefficient: float = 0.0
-    entropy: float = math.inf
-    """Mean over the last optimizer step's tokens, nats."""
-
-    @property
-    def applied(self) -> float:
-        """The coefficient of the coming step: 0 while the entropy is above its target."""
-        return self.coefficient if self.entropy <= self.target else 0.0
-
-    def update(self, entropy: float) -> EntropyControl:
-        """The controller after an optimizer step with this mean entropy."""
-        moved = self.coefficient + (self.step if entropy <= self.target else -self.step)
-        return replace(self, coefficient=min(max(moved, self.lowest), self.highest), entropy=entropy)
-
-
-# ---- value, reward model, preferences ----------------------------------------------------------------------------------------
-
-
-def value_loss(value_M: Tensor, return_M: Tensor, old_value_M: Tensor, *, clip: float) -> Tensor:
-    """`0.5 max((V - ret)^2, (clip(V, V_old - c, V_old + c) - ret)^2)` per token (PPO, as in its reference implementation)."""
-    near_M = torch.clamp(value_M, old_value_M - clip, old_value_M + clip)
-    return 0.5 * torch.maximum((value_M - return_M).square(), (near_M - return_M).square())
+# ---- reward model, preferences -----------------------------------------------------------------------------------------------
 
 
 def bradley_terry(chosen_R: Tensor, rejected_R: Tensor, margin_R: Tensor | None = None, *, centering: float = 0.0) -> Tensor:
