@@ -136,19 +136,19 @@ def _as_trained(sample: Sample, logp: np.ndarray, algorithm: Algorithm) -> Sampl
     return sample if algorithm.correction is None else replace(sample, behavior_logp=sample.extra.get("scored_logp", logp))
 
 
-def _drawn_by(groups: Sequence[Scored], version: int | None) -> dict[int, np.ndarray]:
-    """By a completion's tokens: which of them weights of `version` drew; empty if all are taken to be."""
+def _drawn_by(groups: Sequence[Scored], version: int | None) -> dict[tuple[str, int], np.ndarray]:
+    """By a completion's group and index: which of its tokens weights of `version` drew; empty if all are taken to be."""
     if version is None:
         return {}
-    return {id(rollout.tokens): rollout.version == version for group in groups for rollout in group.rollouts}
+    return {(group.prompt.id, r.index): r.version == version for group in groups for r in group.rollouts}
 
 
-def _mismatch(seen: Seen, algorithm: Algorithm, fresh: Mapping[int, np.ndarray]) -> dict[str, float]:
+def _mismatch(seen: Seen, algorithm: Algorithm, fresh: Mapping[tuple[str, int], np.ndarray]) -> dict[str, float]:
     """Sampled against scored log-probs of tokens that the same weights drew and score; and of all tokens the share whose importance
     weight the correction bounds or drops.
     """
     logp_N, sampler_N, _, segment_N = _columns(seen)
-    fresh_N = _join([fresh.get(id(s.completion), np.ones(len(s.completion)))[s.weight != 0] for s, _ in seen]) != 0
+    fresh_N = _join([fresh.get((s.group, s.index), np.ones(len(s.completion)))[s.weight != 0] for s, _ in seen]) != 0
     found = diagnostics.mismatch(logp_N[fresh_N], sampler_N[fresh_N])
     if algorithm.correction is not None and logp_N.numel():
         level = options(algorithm.correction)["level"]

@@ -244,6 +244,6 @@ def first_pass(groups: Sequence[Scored], updates: Sequence[Update]) -> list[list
     seen: dict[tuple[str, int], np.ndarray] = {}
     for taken in updates:
         for sample, logp in zip(taken.samples, taken.seen, strict=True):
-            seen[sample.group, id(sample.completion)] = logp
+            seen[sample.group, sample.index] = logp
     nothing = np.zeros(0)
-    return [[seen.get((group.prompt.id, id(rollout.tokens)), nothing) for rollout in group.rollouts] for group in groups]
+    return [[seen.get((group.prompt.id, rollout.index), nothing) for rollout in group.rollouts] for group in groups]

@@ -167,6 +167,7 @@ class Scored:
         assert self.rewards.shape == (size, len(self.names)), f"rewards {self.rewards.shape} for {size} x {len(self.names)}"
         assert self.reward.shape == (size,) and len(self.weights) == len(self.names)
         assert len({rollout.prompt.id for rollout in self.rollouts}) == 1, "a group shares one prompt"
+        assert len({rollout.index for rollout in self.rollouts}) == size, "the completions of a group have places of their own"
         assert not np.isinf(self.rewards).any(), "an infinite reward is an error of its function, not a reward"
         for name, columns in self.signals.items():
             lengths = [column.shape for column in columns]
@@ -194,6 +195,8 @@ class Sample:
 
     group: str
     """Samples of one group share the prompt: it is computed once."""
+    index: int = 0
+    """Of a rollout's sample: its place in the group, which with the group's name tells whose it is."""
     prompt: np.ndarray
     """int64 (m,), m >= 1."""
     completion: np.ndarray

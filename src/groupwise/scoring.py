@@ -30,6 +30,7 @@ def sample_of(
     """
     return Sample(
         group=rollout.prompt.id,
+        index=rollout.index,
         prompt=rollout.prompt.tokens,
         completion=rollout.tokens,
         weight=np.where(rollout.trained, weight, 0.0),
