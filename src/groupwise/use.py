@@ -128,9 +128,7 @@ def _prompts(
     assert data is not None
     rows = read_rows(data, split).renamed(columns).first(limit)
     room = prompt_limit(policy.context, max_new_tokens, None)
-    found, report = encode_prompts(rows, Template.build(settings, policy.tokenizer), max_tokens=room)
-    if not found:
-        raise ConfigError(f"no prompt of {data} can be used: {report}")
+    found, _ = encode_prompts(rows, Template.build(settings, policy.tokenizer), max_tokens=room)
     return tuple(visit(prompt, "eval") for prompt in found)
 
 
@@ -153,6 +151,7 @@ def chat(path: str, *, temperature: float = 1.0, max_new_tokens: int = 256, seed
         try:
             said = input("> ").strip()
         except EOFError:
+            console.print()  # Ctrl-D leaves the cursor behind the prompt
             return 0
         if not said:
             return 0
