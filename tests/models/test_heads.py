@@ -132,6 +132,18 @@ def test_an_eos_that_is_also_the_pad_is_not_hidden(
     assert score_tokens(policy, answers[:1], budget=64)[0][-1] != pytest.approx(score_tokens(policy, answers[:1], budget=64)[0][-2])
 
 
+def test_in_tiles_streams_have_few_sizes_and_the_same_scores(
+    scorer: Callable[..., Policy], answers: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, totals, forward = scorer(), [], Policy.forward
+    expected = score_tokens(policy, answers, budget=12)
+    monkeypatch.setattr("groupwise.models.policy.tiled", lambda dtype: True)
+    monkeypatch.setattr(Policy, "forward", lambda self, batch: (totals.append(batch.tokens_P.numel()), forward(self, batch))[1])
+    for ours, theirs in zip(score_tokens(policy, answers, budget=12), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    assert len(totals) > 1 and all(total % 16 == 0 for total in totals)
+
+
 @pytest.mark.parametrize("pooling", ["mean", "sum"])
 def test_pooling_is_recorded(scorer: Callable[..., Policy], pooling: str, tmp_path: Path) -> None:
     scorer(pooling=pooling).save(tmp_path)
