@@ -69,9 +69,9 @@ def pack(
     """
     parts = divide(samples, budget, world.size, share=share, whole_groups=whole_groups)
     positions = sum(unit.positions for part in parts for unit in part)
-    bins = [_bins(part, budget) for part in (parts if even else parts[world.rank : world.rank + 1])]
-    own = bins[world.rank if even else 0]
-    own = own + [[]] * (max(map(len, bins)) - len(own))
+    own = _bins(parts[world.rank], budget)
+    if even:
+        own += [[]] * (max(len(_bins(part, budget)) for part in parts) - len(own))
     return [_batch(samples, bin_, share, fill, device, dtype, positions) for bin_ in own]
 
 

@@ -56,6 +56,13 @@ def support_of(batch: Batch) -> Support | None:
     return None if batch.support is None else Support(ids_E=batch.support[0], begin_M=batch.support[1])
 
 
+def batches_of(policy: Policy, samples: Sequence[Sample], budget: int, *, whole_groups: bool = False) -> list[Batch]:
+    """This process's part of samples that all processes have, packed as the policy takes them; see `packing.pack`."""
+    dtype = torch.promote_types(policy.dtype, torch.float32)
+    how = {"share": policy.attention == "shared", "fill": policy.tiled, "world": parallel.world(), "even": policy.sharded}
+    return pack(samples, budget, whole_groups=whole_groups, device=policy.device, dtype=dtype, **how)
+
+
 @torch.no_grad()
 def score(policy: Policy, samples: Sequence[Sample], *, budget: int, entropy: bool = False) -> Scores:
     """Log-probs (and entropies) of every completion token, at the temperature and over the support it was sampled with.
@@ -65,11 +72,9 @@ def score(policy: Policy, samples: Sequence[Sample], *, budget: int, entropy: bo
     """
     logp = [np.zeros(sample.completion.size) for sample in samples]
     entropies = [np.zeros(sample.completion.size) for sample in samples]
-    dtype = torch.promote_types(policy.dtype, torch.float32)
     found: list[tuple[bool, int, np.ndarray]] = []
-    how = {"share": policy.attention == "shared", "fill": policy.tiled, "world": parallel.world(), "even": policy.sharded}
     with fused_modules(policy.model):
-        for batch in pack(samples, budget, device=policy.device, dtype=dtype, **how):
+        for batch in batches_of(policy, samples, budget):
             hidden = policy.forward(batch).hidden_PD[batch.trained_M]
             with policy.precision():
                 logp_M, entropy_M = chosen_logprobs(

@@ -26,9 +26,9 @@ from groupwise.models.policy import Policy
 from groupwise.objective.inplace import summed_in_place
 from groupwise.objective.logprobs import TokenLoss, chosen_logprobs, fused_loss
 from groupwise.optim import Optimizer, Taken
-from groupwise.packing import pack, unpack
+from groupwise.packing import unpack
 from groupwise.records import Batch, Sample
-from groupwise.scoring import support_of
+from groupwise.scoring import batches_of, support_of
 
 log = logging.getLogger(__name__)
 
@@ -112,11 +112,9 @@ def _visit(
     seen = [np.zeros(sample.completion.size) for sample in samples]
     own: list[tuple[int, np.ndarray]] = []
     positions = 0
-    dtype = torch.promote_types(policy.dtype, torch.float32)
-    total = torch.zeros((), dtype=dtype, device=policy.device)
-    how = {"share": policy.attention == "shared", "fill": policy.tiled, "world": parallel.world(), "even": policy.sharded}
+    total = torch.zeros((), dtype=torch.promote_types(policy.dtype, torch.float32), device=policy.device)
     with fused_modules(policy.model), summed_in_place(learn and not policy.sharded):
-        for batch in pack(samples, budget, whole_groups=whole_groups, device=policy.device, dtype=dtype, **how):
+        for batch in batches_of(policy, samples, budget, whole_groups=whole_groups):
             value, seen_M = loss(policy, batch)
             if learn:
                 value.backward()
