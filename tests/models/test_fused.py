@@ -258,6 +258,7 @@ def test_a_loss_that_is_multiplied_after_all_is_noticed(tiny_policy: Callable, r
             (2 * value).backward()
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda_its_step_is_not_taken(tiny_policy: Callable, random_samples: Callable) -> None:
     policy = tiny_policy("qwen2")
