@@ -579,6 +579,15 @@ def test_an_address_is_an_address(url: str) -> None:
         Wire(url)
 
 
+def test_a_page_of_somebody_elses_server_is_told_in_one_line() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        with pytest.raises(EngineError, match="answers GET /health with 501: <!DOCTYPE") as failure:
+            Wire(f"http://127.0.0.1:{other.server_port}").get("/health", timeout=5)
+        other.shutdown()
+    assert "\n" not in str(failure.value)
+
+
 def test_a_server_is_named_once() -> None:
     """It would wait for itself."""
     with pytest.raises(ConfigError, match="named twice: http://a:80 and http://a:80"):

@@ -82,7 +82,7 @@ class Wire:
             self.close()
             raise PeerError(f"{self.name} {_cause(error, timeout)} ({method} {path})") from error
         if answer.status != 200:
-            said = text.decode(errors="replace").strip()[:500]
+            said = " ".join(text.decode(errors="replace").split())[:500]
             kind = PeerError if any(word in said for word in DEAD) else EngineError
             raise kind(f"{self.name} answers {method} {path} with {answer.status}: {said or answer.reason}")
         return text
