@@ -231,6 +231,18 @@ def test_gates_and_their_slopes(dtype: torch.dtype) -> None:
     close(grad, exact_gate.grad, dtype)
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+def test_gelu_and_its_slope(dtype: torch.dtype) -> None:
+    x, slope = torch.randn(11, 32).to(dtype) * 4, torch.randn(11, 32).to(dtype)
+    exact = x.double().requires_grad_()
+    expected = F.gelu(exact, approximate="tanh")
+    expected.backward(slope.double())
+    grad = slope.clone()
+    for found in (cpu.gelu(x), cpu.gelu_backward(grad, x)):
+        close(found, expected, dtype)
+    close(grad, exact.grad, dtype)
+
+
 def test_the_exponential_from_end_to_end() -> None:
     """Seen through the gate, silu(x) / x = 1 / (1 + exp(-x)): exact where it is 0, 1/2 and 1, and never NaN between."""
     x = torch.from_numpy(np.linspace(-120, 120, 4096, dtype=np.float32))[None]

@@ -198,6 +198,20 @@ def gated_backward(grad_TI: Tensor, gate_TI: Tensor, up_TI: Tensor) -> tuple[Ten
     return inner_TI, grad_up_TI
 
 
+def gelu(x_TI: Tensor) -> Tensor:
+    """GELU's tanh form, of a contiguous tensor."""
+    out_TI = torch.empty_like(x_TI)
+    _call("gelu", _half(x_TI), _at(x_TI), _at(out_TI), c_long(x_TI.numel()), torch.get_num_threads())
+    return out_TI
+
+
+def gelu_backward(grad_TI: Tensor, x_TI: Tensor) -> Tensor:
+    """Of `gelu`: its result again; `grad_TI` becomes the gradient of `x_TI`.  All contiguous."""
+    out_TI = torch.empty_like(x_TI)
+    _call("gelu_backward", _half(x_TI), _at(x_TI), _at(grad_TI), _at(out_TI), c_long(x_TI.numel()), torch.get_num_threads())
+    return out_TI
+
+
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`weight * x / sqrt(mean(x^2) + eps)` in `dtype`, and the factors 1 / sqrt(...) (T,).  The weight is float32."""
     out_TD, scale_T = torch.empty_like(x_TD, dtype=dtype), torch.empty(x_TD.shape[0])

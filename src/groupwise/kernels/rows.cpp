@@ -136,3 +136,30 @@ extern "C" void gated_backward(int half, const void *gate, const void *up, void 
         });
     });
 }
+
+// GELU's tanh form is x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)).
+constexpr float BEND = 1.5957691216057308f, CUBE = 0.044715f;
+
+extern "C" void gelu(int half, const void *x, void *out, long numbers, int threads) {
+    typed(half, half, [=](auto zero, auto) {
+        typedef decltype(zero) T;
+        each(numbers / LANES, threads, [=](long i) {
+            Vec number = load((const T *)x + i * LANES);
+            store((T *)out + i * LANES, number * sigmoid(BEND * number * (1.0f + CUBE * number * number)));
+        });
+    });
+}
+
+// Of the same: out = gelu(x) again;  grad becomes that of x.
+extern "C" void gelu_backward(int half, const void *x, void *grad, void *out, long numbers, int threads) {
+    typed(half, half, [=](auto zero, auto) {
+        typedef decltype(zero) T;
+        each(numbers / LANES, threads, [=](long i) {
+            Vec number = load((const T *)x + i * LANES), square = number * number;
+            Vec open = sigmoid(BEND * number * (1.0f + CUBE * square));
+            Vec slope = open + number * open * (1.0f - open) * BEND * (1.0f + 3.0f * CUBE * square);
+            store((T *)out + i * LANES, number * open);
+            store((T *)grad + i * LANES, load((const T *)grad + i * LANES) * slope);
+        });
+    });
+}

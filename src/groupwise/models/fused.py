@@ -200,15 +200,22 @@ class PlainMLP(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, in_DI: Tensor, in_I: Tensor, out_ID: Tensor, out_D: Tensor) -> Tensor:
         inner_TI = torch.addmm(_like(in_I, x_TD), x_TD, _like(in_DI, x_TD))
         ctx.save_for_backward(x_TD, inner_TI, in_DI, in_I, out_ID, out_D)
-        return torch.addmm(_like(out_D, x_TD), F.gelu(inner_TI, approximate="tanh"), _like(out_ID, x_TD))
+        opened_TI = cpu.gelu(inner_TI) if cpu.fits(inner_TI) else F.gelu(inner_TI, approximate="tanh")
+        return torch.addmm(_like(out_D, x_TD), opened_TI, _like(out_ID, x_TD))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, inner_TI, in_DI, in_I, out_ID, out_D = ctx.saved_tensors
         needs_x, needs_in, needs_in_bias, needs_out, needs_out_bias = ctx.needs_input_grad
         grad_TD = grads[0]
-        grad_out_ID = _slope(F.gelu(inner_TI, approximate="tanh"), grad_TD, out_ID) if needs_out else None
-        grad_TI = torch.ops.aten.gelu_backward(grad_TD @ _like(out_ID, x_TD).T, inner_TI, approximate="tanh")
+        grad_TI = grad_TD @ _like(out_ID, x_TD).T
+        if cpu.fits(inner_TI):
+            opened_TI = cpu.gelu_backward(grad_TI, inner_TI)
+        else:
+            opened_TI = F.gelu(inner_TI, approximate="tanh") if needs_out else None
+            grad_TI = torch.ops.aten.gelu_backward(grad_TI, inner_TI, approximate="tanh")
+        grad_out_ID = _slope(opened_TI, grad_TD, out_ID) if needs_out else None
+        del opened_TI
         return (
             grad_TI @ _like(in_DI, x_TD).T if needs_x else None,
             _slope(x_TD, grad_TI, in_DI) if needs_in else None,

@@ -363,7 +363,8 @@ class GPT2Forward:
         for i, (norm, qkv, out, mlp_norm, up, down) in enumerate(self.layers):
             query, key, value = filler.drop(qkv(norm(x_TD).to(self.dtype))).view(filler.count, 3, self.heads, -1).unbind(1)
             x_TD += out(filler.add(attend.rows(i, query, key, value, scale).flatten(1)))
-            x_TD += down(F.gelu(up(mlp_norm(x_TD).to(self.dtype)), approximate="tanh"))
+            inner = up(mlp_norm(x_TD).to(self.dtype))
+            x_TD += down(cpu.gelu(inner) if cpu.fits(inner) else F.gelu(inner, approximate="tanh"))
         return filler.drop(self.norm(x_TD).to(self.dtype))
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
