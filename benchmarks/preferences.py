@@ -3,7 +3,7 @@
 One held-out part of a small file cannot tell models apart: of 240 pairs at 0.92 one standard error is 0.018.  Here every pair is
 judged by models that never saw its prompt, and by a bag of words trained on the same rows; what both find easy or hard cancels out
 of their difference.  For each seed and each fold (by a hash of the prompt) the recipe's stage `sft` and its reward models are
-trained anew, tokenizer included.
+trained anew, tokenizer included; those that begin with a model begin with that of `sft`, the others with random weights.
 
     python benchmarks/preferences.py                              # recipes/preference.yaml, 4 folds, seed 0
     python benchmarks/preferences.py --folds 5 --seeds 0 1 2 data.path=pairs.json
@@ -79,7 +79,8 @@ def verdicts(
     yield RULE, _right(bag_of_words(texts_of(sft.policy, pairs.train), texts_of(sft.policy, pairs.held_out)))
     sft.close()
     for recipe in (recipe for recipe in stages.values() if recipe.objective == "reward"):
-        objective, job = reward_objective(recipe.reward_model), trained(recipe, folder / "sft")
+        objective = reward_objective(recipe.reward_model)
+        job = trained(recipe, None if recipe.model.path is None else folder / "sft")
         score_S = pooled(assess(job.policy, objective.loss, objective.samples(pairs.held_out), budget=4096, whole_groups=True))
         yield f"pooling {recipe.reward_model.pooling}", _right(score_S[0::2] - score_S[1::2])
         job.close()
