@@ -27,11 +27,20 @@ def main() -> None:
     options = parser.parse_args()
     work = workload(options)
     side = ours(work)
-    from torch.profiler import ProfilerActivity, profile
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    from groupwise.kernels import cpu
+
+    call = cpu._call
+
+    def named(name: str, *arguments: object) -> None:
+        with record_function(f"kernels::{name}"):
+            call(name, *arguments)
 
     side.step()
     steps = [side.step()["cpu"] for _ in range(options.steps)]
     seconds = {phase: median([step[phase] for step in steps]) for phase in ("step", "rollout", "update") if phase in steps[0]}
+    cpu._call = named  # torch's profiler sees torch's operations alone
     with profile(activities=[ProfilerActivity.CPU]) as watched:
         side.step()
     own = {event.key: (event.self_cpu_time_total * 1e-6, event.count) for event in watched.key_averages()}

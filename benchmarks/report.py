@@ -61,6 +61,19 @@ PROFILE = """\
 `benchmarks/profiling.py`: own time of each operation over that of all operations of one step, under torch's profiler.
 """
 WHY = {
+    "kernels::product_float": "decoding's and prefill's products, weights packed",
+    "kernels::product_half": "decoding's and prefill's products, weights packed",
+    "kernels::decode_attention": "attention of decoded tokens",
+    "kernels::attention_forward": "attention of the update and the prefill",
+    "kernels::attention_backward": "its slopes",
+    "kernels::gated": "the MLP's gate",
+    "kernels::gated_backward": "its slopes; the activation is made again instead of kept",
+    "kernels::gelu": "GPT-2's activation",
+    "kernels::gelu_backward": "its slopes; the activation is made again instead of kept",
+    "kernels::add_rms_norm": "decoding's residual sums and norms",
+    "kernels::rms_norm": "norms",
+    "kernels::rms_norm_backward": "their slopes",
+    "kernels::rotate": "rotary positions, forward and back",
     "aten::mm": "products of the update: forward, slopes of inputs and weights",
     "aten::addmm": "the update's products with a bias",
     "aten::addmm_": "the update's products, summed in place",
