@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,26 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     """A file where the folder should be: the library is made for this process alone."""
     (tmp_path / "groupwise").write_text("")
     assert ask(tmp_path) == ["None", "False"]
+
+
+SHORTER = """
+import sys, pytest
+from groupwise.kernels import library
+library.FLAGS += tuple(sys.argv[2:])
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", sys.argv[1]]))
+"""
+
+
+@pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["-march=x86-64"], ["-mno-avx512f"]], ids=["SSE2", "AVX2"])
+def test_processors_with_shorter_vectors_get_the_same(flags: list[str], tmp_path: Path) -> None:
+    """All that is said of the kernels beside this file, of kernels for older processors."""
+    given = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", SHORTER, str(Path(__file__).parent / "test_cpu.py"), *flags]
+    found = subprocess.run(command, env=given, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr
 
 
 def test_this_machine_has_them_if_it_has_a_compiler() -> None:
