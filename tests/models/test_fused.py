@@ -80,8 +80,11 @@ def test_rotary_equals_transformers_and_its_backward_turns_back() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3", "gemma2", "mixtral"])
-def test_a_fused_model_has_the_same_states_and_gradients(family: str, tiny_policy: Callable, random_samples: Callable) -> None:
-    policy = tiny_policy(family, scale=3.0)
+@pytest.mark.parametrize("hidden", [32, 128], ids=["narrow heads", "wide heads, as the compiled kernels take them"])
+def test_a_fused_model_has_the_same_states_and_gradients(
+    family: str, hidden: int, tiny_policy: Callable, random_samples: Callable
+) -> None:
+    policy = tiny_policy(family, scale=3.0 if hidden == 32 else 1.5, hidden=hidden)
     (batch,) = pack(random_samples(), 10_000)
     slope: Tensor | None = None
     found: list[tuple[Tensor, dict[str, Tensor]]] = []
@@ -140,11 +143,12 @@ def test_what_is_frozen_gets_no_gradient(family: str, tiny_policy: Callable, ran
     assert {name for name, parameter in policy.model.named_parameters() if parameter.grad is None} == frozen
 
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen2"])
+@pytest.mark.parametrize("family", ["gpt2", "qwen2", "qwen3"])
+@pytest.mark.parametrize("hidden", [32, 128], ids=["narrow heads", "wide heads"])
 def test_autocast_gradients_are_as_close_to_float32_as_the_modules_own(
-    family: str, tiny_policy: Callable, random_samples: Callable
+    family: str, hidden: int, tiny_policy: Callable, random_samples: Callable
 ) -> None:
-    policy = tiny_policy(family, scale=3.0)
+    policy = tiny_policy(family, scale=3.0 if hidden == 32 else 1.5, hidden=hidden)
     lower = replace(policy, autocast=True)
     (batch,) = pack(random_samples(), 10_000)
     found: list[Tensor] = []
