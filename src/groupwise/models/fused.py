@@ -3,8 +3,8 @@
 Between its matrix products a block reads and writes activations many times: a rotary RMSNorm model spends 15 % of an update there,
 GPT-2 as much in its composed GELU.  While `fused_modules` is open, modules of known classes run the forms below, which save less
 for the backward pass (of an MLP a third less: what is between its products is made again) and, under autocast, hand the products
-their lower precision at once.  Where there are compiled kernels (groupwise/kernels) they do it in one pass.  Parameters, classes and
-names stay as they are; modules of other classes, and whatever has a `forward` of its own already, are left alone.
+their lower precision at once.  Where there are compiled kernels (groupwise/kernels) they do it in one pass.  Parameters, classes
+and names stay as they are; modules of other classes, and whatever has a `forward` of its own already, are left alone.
 
 T positions of a stream   D width   H heads   W head width   I inner width of an MLP
 """
