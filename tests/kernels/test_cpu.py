@@ -29,8 +29,8 @@ def threads():
 
 
 def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """To the rounding of a type, measured on the whole tensor."""
-    error = float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+    """To the rounding of a type, measured on the whole tensor; where nothing but rounding is expected, of numbers around 1."""
+    error = float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1.0))
     assert error < (2e-6 if dtype == torch.float32 else 1e-2), error
 
 
@@ -268,3 +268,29 @@ def test_what_the_kernels_do_not_take() -> None:
     assert not cpu.fits(torch.zeros(16, 2).T)
     assert not cpu.fits(good, good.double())
     assert not cpu.fits(good.to("meta"))
+    assert not cpu.fits(good, torch.zeros(2, 32))
+    assert cpu.fits(good, good.bfloat16()) and not cpu.fit_as_one(good, good.bfloat16())
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 32), (torch.float32, 16)])
+def test_attention_never_reads_one_type_or_width_as_another(dtype: torch.dtype, width: int) -> None:
+    """Values in another type, or narrower than keys, are left to torch, which computes them or says that it does not."""
+    query, value = torch.ones(1, 1, 9, 32), torch.ones(1, 1, 9, width, dtype=dtype)
+    with pytest.raises(RuntimeError):
+        PackedAttention(layout_of([(0, [9])], 0))(0, query, query, value, 1.0, None, None)
+
+
+def test_the_default_type_of_new_tensors_changes_nothing() -> None:
+    """What the kernels write into is float32, whatever a program has made of torch's default."""
+    x = torch.randn(5, 16)
+    query = torch.randn(1, 1, 18, 16)
+    stretches = PackedAttention(layout_of([(0, [18])], 0)).stretches
+    _, expected = cpu.attention(query, query, query, stretches, 0.25)
+    try:
+        torch.set_default_dtype(torch.float64)
+        _, lse = cpu.attention(query, query, query, stretches, 0.25)
+        _, scale_T = cpu.rms_norm(x, torch.ones(16, dtype=torch.float32), 1e-5, torch.float32)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(lse, expected)
+    close(scale_T, x.double().square().mean(-1).add(1e-5).rsqrt(), torch.float32)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from groupwise.kernels.library import absence
+from groupwise.kernels.library import _cache, _compilers, absence, library
 
 ASK = "import torch; from groupwise.kernels.library import absence, library; print(absence()); print(library() is None)"
 
 
-def ask(cache: Path, **environment: str) -> list[str]:
-    """`absence` and whether there is no library, in a process with a cache of its own."""
+def ask(cache: Path, first: str = "", **environment: str) -> list[str]:
+    """`absence` and whether there is no library, in a process with a cache of its own that does something first."""
     given = {**os.environ, "XDG_CACHE_HOME": str(cache), "GROUPWISE_KERNELS": "on"} | environment
-    found = subprocess.run([sys.executable, "-c", ASK], env=given, capture_output=True, text=True, check=True)
+    found = subprocess.run([sys.executable, "-c", first + ASK], env=given, capture_output=True, text=True, check=True)
     return found.stdout.splitlines()
 
 
@@ -40,16 +41,61 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
     assert not list((tmp_path / "groupwise").iterdir())
 
 
+def test_a_compiler_that_hangs_is_left_alone(tmp_path: Path) -> None:
+    """What it had said until then is bytes."""
+    slow = tmp_path / "c++"
+    slow.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho thinking >&2\nexec sleep 60\n')
+    slow.chmod(0o755)
+    told, none = ask(tmp_path, "from groupwise.kernels import library as l; l.SECONDS = 1; ", CXX=str(slow))
+    assert told == f"{slow} could not make them: thinking" and none == "True"
+
+
+@pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")
+def test_the_next_compiler_is_asked_where_one_makes_what_cannot_be_loaded(tmp_path: Path) -> None:
+    """As clang on Linux: it needs another OpenMP than the one that is there."""
+    good = library()
+    assert good is not None
+    for name, makes in (("c++", "echo not a library > made.so"), ("g++", f"cp '{good._name}' made.so")):
+        (tmp_path / name).write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo {name} && exit 0\n{makes}\n')
+        (tmp_path / name).chmod(0o755)
+    only = {"PATH": f"{tmp_path}{os.pathsep}/bin", "CXX": ""}
+    assert ask(tmp_path, **only) == ["None", "False"]
+    told, none = ask(tmp_path, **only | {"CXX": "c++"})
+    assert told.startswith(f"what {tmp_path / 'c++'} made cannot be loaded") and "install g++" in told and none == "True"
+
+
+def test_code_is_loaded_from_no_folder_that_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert _cache() == tmp_path / "groupwise" and (tmp_path / "groupwise").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "groupwise").chmod(0o777)
+    assert _cache().parent != tmp_path
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in containers that run under a number that no list of users knows."""
+
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    assert _cache().is_dir()
+
+
 @pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")
 @pytest.mark.slow
 def test_compiled_once_and_kept(tmp_path: Path) -> None:
-    """Two processes at the same time both end with a whole library; the next one only loads it."""
-    given = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    """Of two processes at the same time one compiles and the other waits; the next one only loads the library."""
+    compiler, calls = tmp_path / "c++", tmp_path / "calls"
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = -shared ] && echo linked >> \'{calls}\'\nexec {_compilers()[0]} "$@"\n')
+    compiler.chmod(0o755)
+    given = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": str(compiler)}
     both = [subprocess.Popen([sys.executable, "-c", ASK], env=given, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [process.communicate()[0].splitlines() for process in both] == [["None", "False"]] * 2
+    assert calls.read_text() == "linked\n"
     (made,) = (tmp_path / "groupwise").iterdir()
     before = made.stat().st_mtime_ns
-    assert ask(tmp_path) == ["None", "False"] and made.stat().st_mtime_ns == before
+    assert ask(tmp_path, CXX=str(compiler)) == ["None", "False"] and made.stat().st_mtime_ns == before
 
 
 @pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")
@@ -58,6 +104,26 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     """A file where the folder should be: the library is made for this process alone."""
     (tmp_path / "groupwise").write_text("")
     assert ask(tmp_path) == ["None", "False"]
+
+
+SHORTER = """
+import sys, pytest
+from groupwise.kernels import library
+library.FLAGS += tuple(sys.argv[2:])
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", sys.argv[1]]))
+"""
+
+
+@pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["-march=x86-64"], ["-mno-avx512f"]], ids=["SSE2", "AVX2"])
+def test_processors_with_shorter_vectors_get_the_same(flags: list[str], tmp_path: Path) -> None:
+    """All that is said of the kernels beside this file, of kernels for older processors."""
+    given = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", SHORTER, str(Path(__file__).parent / "test_cpu.py"), *flags]
+    found = subprocess.run(command, env=given, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr
 
 
 def test_this_machine_has_them_if_it_has_a_compiler() -> None:

@@ -50,6 +50,21 @@ def test_rms_norm_equals_transformers(weights: torch.dtype) -> None:
         assert relative(ours, theirs) < tolerance
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rms_norm_takes_any_type_and_a_slope_that_is_one_number(dtype: torch.dtype) -> None:
+    """`sum` hands back one number, repeated without memory; as many rows as numbers in a row, so that no shape would object."""
+    x, weight = torch.randn(16, 16, requires_grad=True), torch.randn(16, requires_grad=True)
+    found = RMSNorm.apply(x, weight, 1e-5, dtype)
+    exact = (x.detach().double().requires_grad_(), weight.detach().double().requires_grad_())
+    expected = nn.functional.rms_norm(exact[0], (16,), exact[1], 1e-5)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    torch.testing.assert_close(found.double(), expected, **tolerance)
+    found.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(x.grad.double(), exact[0].grad, **tolerance)
+    torch.testing.assert_close(weight.grad.double(), exact[1].grad, **tolerance)
+
+
 def test_rotary_equals_transformers_and_its_backward_turns_back() -> None:
     torch.manual_seed(0)
     x = torch.randn(1, 3, 7, 16, requires_grad=True)
@@ -65,8 +80,11 @@ def test_rotary_equals_transformers_and_its_backward_turns_back() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3", "gemma2", "mixtral"])
-def test_a_fused_model_has_the_same_states_and_gradients(family: str, tiny_policy: Callable, random_samples: Callable) -> None:
-    policy = tiny_policy(family, scale=3.0)
+@pytest.mark.parametrize("hidden", [32, 128], ids=["narrow heads", "wide heads, as the compiled kernels take them"])
+def test_a_fused_model_has_the_same_states_and_gradients(
+    family: str, hidden: int, tiny_policy: Callable, random_samples: Callable
+) -> None:
+    policy = tiny_policy(family, scale=3.0 if hidden == 32 else 1.5, hidden=hidden)
     (batch,) = pack(random_samples(), 10_000)
     slope: Tensor | None = None
     found: list[tuple[Tensor, dict[str, Tensor]]] = []
@@ -125,11 +143,12 @@ def test_what_is_frozen_gets_no_gradient(family: str, tiny_policy: Callable, ran
     assert {name for name, parameter in policy.model.named_parameters() if parameter.grad is None} == frozen
 
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen2"])
+@pytest.mark.parametrize("family", ["gpt2", "qwen2", "qwen3"])
+@pytest.mark.parametrize("hidden", [32, 128], ids=["narrow heads", "wide heads"])
 def test_autocast_gradients_are_as_close_to_float32_as_the_modules_own(
-    family: str, tiny_policy: Callable, random_samples: Callable
+    family: str, hidden: int, tiny_policy: Callable, random_samples: Callable
 ) -> None:
-    policy = tiny_policy(family, scale=3.0)
+    policy = tiny_policy(family, scale=3.0 if hidden == 32 else 1.5, hidden=hidden)
     lower = replace(policy, autocast=True)
     (batch,) = pack(random_samples(), 10_000)
     found: list[Tensor] = []

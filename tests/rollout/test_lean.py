@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from groupwise.kernels.library import library
 from groupwise.records import Sampling
 from groupwise.rollout.lean import is_known, lean_forward, product
 from groupwise.rollout.native import ModuleForward, NativeEngine
@@ -29,7 +30,12 @@ FAMILIES = {
     "qwen2, window in one layer": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "qwen3": {},
     "gpt2": {},
+    "llama, wide heads": {"head_dim": 32},
+    "mistral, window, wide heads": {"sliding_window": 6, "head_dim": 32},
+    "qwen3, wide heads": {"head_dim": 32},
+    "gpt2, wide heads": {"n_head": 2},
 }
+"""Heads are 8 and 16 numbers wide unless they are wide: too few for the compiled kernels."""
 
 
 def randomized(policy):
@@ -68,18 +74,25 @@ def test_lean_equals_modules(family, max_rows, policy_of, prompts_of):
             np.testing.assert_allclose(a.behavior_logp, b.behavior_logp, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "qwen3, wide heads", "gpt2, wide heads"])
 @pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
 def test_lean_in_low_precision_is_as_near_to_float32_as_the_modules(family, precision, policy_of, prompts_of, scored):
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-    policy = policy_of(family, dtype=dtype, sharpness=3.0, setting=ModelSettings(device="cpu", dtype=precision))
-    exact = policy_of(family, dtype=torch.float32, sharpness=3.0)
+    kind, options = family.split(",")[0], FAMILIES[family]
+    policy = policy_of(kind, dtype=dtype, sharpness=3.0, setting=ModelSettings(device="cpu", dtype=precision), **options)
+    exact = policy_of(kind, dtype=torch.float32, sharpness=3.0, **options)
     exact.model.load_state_dict(policy.model.state_dict())
     error = {}
     for engine in (NativeEngine(policy, max_rows=64), ModuleEngine(policy, max_rows=64)):
         groups = completions(engine, prompts_of(5, 9, 1, 5)).values()
         error[type(engine)] = np.mean([np.abs(r.behavior_logp - scored(exact, r)).mean() for group in groups for r in group])
     assert error[NativeEngine] < 1.5 * error[ModuleEngine] + 1e-3
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_wide_heads_take_the_compiled_kernels(family, policy_of):
+    found = [lean_forward(policy_of(family, dtype=torch.float32, head_dim=width), 8).compiled for width in (8, 32)]
+    assert found == [False, library() is not None]
 
 
 def test_p46_new_weights_are_used_at_once(policy_of, prompts_of):

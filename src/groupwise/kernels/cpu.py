@@ -15,6 +15,7 @@ from torch import Tensor
 
 from groupwise.kernels.library import library
 
+TYPES = (torch.float32, torch.bfloat16)
 WIDTHS = 16
 """Rows are read in whole vectors: the longest that any processor has."""
 MOST_KEYS = 4096
@@ -22,13 +23,22 @@ MOST_KEYS = 4096
 
 
 def fits(*tensors: Tensor, width: int | None = None) -> bool:
-    """True if there are kernels for these tensors: on a CPU, float32 or bfloat16, rows (of `width`) of whole vectors."""
+    """True if there are kernels for these tensors: on a CPU, float32 or bfloat16, rows as long as each other, of whole vectors.
+
+    width: what has to be whole vectors instead of the rows.
+    """
+    length = tensors[0].shape[-1]
+    if (length if width is None else width) % WIDTHS:
+        return False
     for tensor in tensors:
-        if tensor.device.type != "cpu" or tensor.dtype not in (torch.float32, torch.bfloat16) or tensor.stride(-1) != 1:
-            return False
-        if (tensor.shape[-1] if width is None else width) % WIDTHS:
+        if tensor.device.type != "cpu" or tensor.dtype not in TYPES or tensor.stride(-1) != 1 or tensor.shape[-1] != length:
             return False
     return library() is not None
+
+
+def fit_as_one(*tensors: Tensor) -> bool:
+    """`fits`, for tensors that a kernel reads as one type."""
+    return all(tensor.dtype == tensors[0].dtype for tensor in tensors) and fits(*tensors)
 
 
 def _at(tensor: Tensor | None) -> ctypes.c_void_p:
@@ -69,7 +79,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, families: Families, sca
     """(1, H, T, W) and twice (1, K, T, W) -> outputs (1, H, T, W), tokens first in memory, and log-sum-exps (1, H, T)."""
     _, heads, tokens, width = query.shape
     out = query.new_empty(1, tokens, heads, width).transpose(1, 2)
-    lse = torch.empty(query.shape[:3])
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     out[:, :, families.end :] = 0.0  # filler
     _call(
         "attention_forward",
@@ -214,7 +224,7 @@ def gelu_backward(grad_TI: Tensor, x_TI: Tensor) -> Tensor:
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`weight * x / sqrt(mean(x^2) + eps)` in `dtype`, and the factors 1 / sqrt(...) (T,).  The weight is float32."""
-    out_TD, scale_T = torch.empty_like(x_TD, dtype=dtype), torch.empty(x_TD.shape[0])
+    out_TD, scale_T = torch.empty_like(x_TD, dtype=dtype), x_TD.new_empty(x_TD.shape[0], dtype=torch.float32)
     _call(
         "rms_norm",
         *(_half(x_TD), _half(out_TD), _at(x_TD), _at(weight_D), _at(out_TD), _at(scale_T)),
@@ -242,7 +252,7 @@ class Product:
         self.outputs, self.inputs = weight_OI.shape
         self.half = dtype == torch.bfloat16
         deep = -(-self.inputs // 32) * 32 if self.half else self.inputs
-        self.packed = torch.empty(-(-self.outputs // PANEL) * PANEL * deep, dtype=dtype)
+        self.packed = weight_OI.new_empty(-(-self.outputs // PANEL) * PANEL * deep, dtype=dtype)
         self.bias_O = None if bias_O is None else bias_O.detach().float().contiguous()
         weight_OI = weight_OI.detach().float()
         if 1 not in weight_OI.stride():

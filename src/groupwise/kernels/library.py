@@ -1,12 +1,13 @@
 """The C++ files of this folder as a shared library: compiled once for a machine by its own compiler, kept in the user's cache.
 
-A second's work for the first process that needs it.  Where there is no compiler, or `GROUPWISE_KERNELS=off` is set, there is no
-library, and whoever asks takes torch's operations instead: the same results to rounding, more slowly.
+About ten seconds of one core for the first process that needs it.  Where there is no compiler, or `GROUPWISE_KERNELS=off` is set,
+there is no library, and whoever asks takes torch's operations instead: the same results to rounding, more slowly.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
@@ -14,6 +15,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -29,69 +32,108 @@ SECONDS = 120
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None where there are none; `absence` tells why."""
-    return None if absence() else ctypes.CDLL(str(_compiled()))
+    return _loaded()[0]
 
 
-@cache
 def absence() -> str | None:
     """Why there is no library, in words and with the remedy; None if there is one."""
-    if os.environ.get(SWITCH, "on") == "off":
-        return f"{SWITCH}=off"
-    if sys.byteorder != "little":
-        return "this processor's numbers begin with their largest byte"
-    if _compiler() is None:
-        return "no C++ compiler was found: install g++ or clang++, or name one in CXX"
-    try:
-        ctypes.CDLL(str(_compiled()))
-    except (OSError, subprocess.SubprocessError) as error:
-        told = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        return f"{_compiler()} could not make them: {next((line for line in told if 'error' in line), told[0])}"
-    return None
-
-
-def _compiler() -> str | None:
-    names = (os.environ.get("CXX") or "c++", "c++", "g++", "clang++")
-    return next((found for name in names if (found := shutil.which(name))), None)
+    return _loaded()[1]
 
 
 @cache
-def _compiled() -> Path:
+def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
+    """The library that the first compiler makes whose work can be loaded; or what came of the one that is asked first."""
+    if os.environ.get(SWITCH, "on") == "off":
+        return None, f"{SWITCH}=off"
+    if sys.byteorder != "little":
+        return None, "this processor's numbers begin with their largest byte"
+    reasons = []
+    for compiler in _compilers():
+        try:
+            made = _compiled(compiler)
+        except (OSError, subprocess.SubprocessError) as error:
+            reasons.append(f"{compiler} could not make them: {_told(error)}")
+            continue
+        try:
+            return ctypes.CDLL(str(made)), None
+        except OSError as error:  # on Linux clang's: its OpenMP is not the one that torch has loaded
+            reasons.append(f"what {compiler} made cannot be loaded ({error}): install g++, or delete that file if it is broken")
+    return None, next(iter(reasons), "no C++ compiler was found: install g++, or name one in CXX")
+
+
+def _compilers() -> list[str]:
+    """The one that CXX names; else all that usually are one."""
+    found: dict[str, str] = {}
+    named = shutil.which(os.environ.get("CXX") or "")
+    for name in (named,) if named else ("c++", "g++", "clang++"):
+        if path := shutil.which(name):
+            found.setdefault(os.path.realpath(path), path)  # often one under several names
+    return list(found.values())
+
+
+def _told(error: OSError | subprocess.SubprocessError) -> str:
+    """A compiler's first line that speaks of an error, or its first."""
+    said = getattr(error, "stderr", None) or ""
+    # Of a compiler that took too long these are bytes, whatever was asked for.
+    text = said.decode(errors="replace") if isinstance(said, bytes) else said
+    lines = text.strip().splitlines() or [str(error)]
+    return next((line for line in lines if "error" in line), lines[0])
+
+
+def _compiled(compiler: str) -> Path:
     """The shared library of these sources, this compiler and this processor."""
     sources = sorted(SOURCES.glob("*.cpp"))
     seen = hashlib.sha256()
-    for part in (*(path.read_bytes() for path in (*sources, *SOURCES.glob("*.h"))), _machine().encode(), " ".join(FLAGS).encode()):
+    machine = _machine(compiler)
+    for part in (*(path.read_bytes() for path in (*sources, *SOURCES.glob("*.h"))), machine.encode(), " ".join(FLAGS).encode()):
         seen.update(part)
     folder = _cache()
     made = folder / f"kernels-{seen.hexdigest()[:16]}.so"
     if made.is_file():
         return made
-    with tempfile.TemporaryDirectory(dir=folder) as work:
-        compile_all = [str(_compiler()), *FLAGS, "-fopenmp", "-c", *map(str, sources)]
-        subprocess.run(compile_all, cwd=work, check=True, capture_output=True, text=True, timeout=SECONDS)
-        # Not linked to OpenMP: the one that torch has loaded serves both, so that no two pools of threads fight for the cores.
-        link = [str(_compiler()), "-shared", *(f"{path.stem}.o" for path in sources), "-o", "made.so"]
-        subprocess.run(link, cwd=work, check=True, capture_output=True, text=True, timeout=SECONDS)
-        os.replace(Path(work) / "made.so", made)
+    with _alone(folder), tempfile.TemporaryDirectory(dir=folder) as work:
+        if not made.is_file():
+            _run([compiler, *FLAGS, "-fopenmp", "-c", *map(str, sources)], work)
+            # Not linked to OpenMP: the one that torch has loaded serves both, so that no two pools of threads fight for the cores.
+            _run([compiler, "-shared", *(f"{path.stem}.o" for path in sources), "-o", "made.so"], work)
+            os.replace(Path(work) / "made.so", made)
     return made
 
 
-def _machine() -> str:
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process at a time compiles and the others wait for what it makes; where folders cannot be locked, each compiles."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
+
+
+def _run(command: list[str], folder: str | None = None) -> str:
+    done = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True, errors="replace", timeout=SECONDS)
+    return done.stdout
+
+
+def _machine(compiler: str) -> str:
     """What `-march=native` follows from, and the compiler."""
-    asked = subprocess.run([str(_compiler()), "--version"], capture_output=True, text=True, timeout=SECONDS)
     cpus = Path("/proc/cpuinfo")
     lines = cpus.read_text(encoding="utf-8", errors="replace").splitlines() if cpus.is_file() else []
     features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return "\n".join((platform.machine(), platform.processor(), features, asked.stdout, torch.__version__))
+    return "\n".join((platform.machine(), platform.processor(), features, _run([compiler, "--version"]), torch.__version__))
 
 
 def _cache() -> Path:
-    """A folder of the user's own: what lies there is loaded as code."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "groupwise"
+    """A folder that only the user can write: what lies there is loaded as code."""
     try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "groupwise"
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if os.access(home, os.W_OK) and home.stat().st_uid == os.getuid():
+        info = home.stat()
+        if os.access(home, os.W_OK) and info.st_uid == os.getuid() and not info.st_mode & 0o022:
             return home
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home
         pass
     return _own_folder()
 

@@ -5,7 +5,8 @@
 
 #include "vectors.h"
 
-#ifdef __AMX_BF16__
+#if defined(__AMX_BF16__) && defined(__AVX512F__)
+#define MATRIX_TILES  // whose rows are as long as a vector
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -116,7 +117,7 @@ extern "C" void product_float(const float *x, const float *packed, const float *
     }
 }
 
-#ifdef __AMX_BF16__
+#ifdef MATRIX_TILES
 constexpr long TILE = 16, DEPTH = 32;  // a tile: 16 rows of 32 bfloat16 numbers
 
 // True if this process may use matrix tiles: the kernel wants to be asked.
@@ -235,6 +236,7 @@ extern "C" void product_half(const bfloat16 *x, const bfloat16 *packed, const fl
         {
             Config config;
             for (int t = 0; t < 8; t++) config.bytes[t] = 64, config.rows[t] = TILE;
+            __asm__ volatile("" ::"r"(&config) : "memory");  // GCC takes it that the next line reads 8 bytes
             _tile_loadconfig(&config);
             alignas(64) float sums[4 * 256];
 #pragma omp for schedule(static)

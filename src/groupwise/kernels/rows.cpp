@@ -107,7 +107,7 @@ extern "C" void rotate(int half, const void *x, long token_step, long head_step,
 
 static inline Vec sigmoid(Vec x) { return 1.0f / (1.0f + exponential(-x)); }
 
-// out = silu(gate) up, rows of the three `step`s apart.
+// out = silu(gate) up; rows of gate and of up are `step` apart.
 extern "C" void gated(int half, const void *gate, const void *up, void *out, long rows, long width, long step, long out_step,
                       int threads) {
     typed(half, half, [=](auto zero, auto) {

@@ -3,8 +3,8 @@
 Between its matrix products a block reads and writes activations many times: a rotary RMSNorm model spends 15 % of an update there,
 GPT-2 as much in its composed GELU.  While `fused_modules` is open, modules of known classes run the forms below, which save less
 for the backward pass (of an MLP a third less: what is between its products is made again) and, under autocast, hand the products
-their lower precision at once.  Parameters, classes and names stay as
-they are; modules of other classes, and whatever has a `forward` of its own already, are left alone.
+their lower precision at once.  Where there are compiled kernels (groupwise/kernels) they do it in one pass.  Parameters, classes
+and names stay as they are; modules of other classes, and whatever has a `forward` of its own already, are left alone.
 
 T positions of a stream   D width   H heads   W head width   I inner width of an MLP
 """
@@ -60,7 +60,7 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         x_TD = x.flatten(0, -2)
-        if _one_pass(x_TD, weight_D):
+        if _one_pass(x_TD, weight_D, dtype):
             out_TD, scale_T = cpu.rms_norm(x_TD, weight_D, eps, dtype)
             ctx.save_for_backward(x_TD, weight_D, scale_T)
             return out_TD.view_as(x)
@@ -82,7 +82,7 @@ class RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight_D, scale_T = ctx.saved_tensors
         slope_TD, wide_D = grads[0].flatten(0, -2), weight_D.to(scale_T.dtype)
-        if _one_pass(x_TD, weight_D) and cpu.fits(slope_TD):
+        if scale_T.ndim == 1:  # made by the compiled norm
             grad_x_TD, grad_weight_D = cpu.rms_norm_backward(slope_TD.contiguous(), x_TD, weight_D, scale_T)
             return grad_x_TD.view_as(grads[0]), grad_weight_D, None, None
         grad_x_TD, grad_weight_D = torch.empty_like(x_TD), torch.zeros_like(wide_D)
@@ -96,9 +96,9 @@ class RMSNorm(torch.autograd.Function):
         return grad_x_TD.view_as(grads[0]), grad_weight_D.to(weight_D.dtype), None, None
 
 
-def _one_pass(x_TD: Tensor, weight_D: Tensor) -> bool:
+def _one_pass(x_TD: Tensor, weight_D: Tensor, dtype: torch.dtype) -> bool:
     """True if the compiled norm rounds where transformers does: a weight in bfloat16 multiplies what has been rounded already."""
-    return weight_D.dtype == torch.float32 and x_TD.is_contiguous() and cpu.fits(x_TD, weight_D)
+    return weight_D.dtype == torch.float32 and dtype in cpu.TYPES and x_TD.is_contiguous() and cpu.fits(x_TD, weight_D)
 
 
 class Rotary(torch.autograd.Function):
@@ -214,7 +214,7 @@ class PlainMLP(torch.autograd.Function):
         else:
             opened_TI = F.gelu(inner_TI, approximate="tanh") if needs_out else None
             grad_TI = torch.ops.aten.gelu_backward(grad_TI, inner_TI, approximate="tanh")
-        grad_out_ID = _slope(opened_TI, grad_TD, out_ID) if needs_out else None
+        grad_out_ID = _slope(opened_TI, grad_TD, out_ID) if needs_out and opened_TI is not None else None
         del opened_TI
         return (
             grad_TI @ _like(in_DI, x_TD).T if needs_x else None,

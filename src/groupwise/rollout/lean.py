@@ -1,9 +1,8 @@
 """A shorter way through models whose every step is known: the same parameters and mathematics, without the modules.
 
 Decoding a few rows through a small or medium model is bound by how fast matrices are read and by the work around the products.
-Here the weights are prepared once per `generate` in the layout that few-row products run fastest in (MKL's packed format for small
-float32 matrices, oneDNN's for large ones and in bfloat16), projections of the same input are joined, and a layer is 10 operations
-instead of 80 (25 without the compiled kernels).
+Here the weights are prepared once per `generate` in the layout that few-row products run fastest in (see `product`), projections of
+the same input are joined, and a layer is 10 operations instead of 80 (25 without the compiled kernels).
 Nothing can be stale: what was prepared is dropped with the call, and prepared again when the engine's version changes.
 
 Only what is exactly known runs here; anything else (another class, adapters, hooks, other activations) takes the modules.
