@@ -21,7 +21,8 @@ names. Processor time of all threads (`cpu`) stands beside elapsed time (`wall`)
 time it is the steadier of the two. `load` is the machine's load when a result was written; above the number of cores the figures
 are rough.
 
-On a CPU the work between large matrix products is compiled C++ (`src/groupwise/kernels`); `GROUPWISE_KERNELS=off` runs the same without.
+On a CPU the work between large matrix products is compiled C++ (`src/groupwise/kernels`); `GROUPWISE_KERNELS=off` runs the same
+without.
 """
 TRL = """\
 ## Against TRL
