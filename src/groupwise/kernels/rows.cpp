@@ -20,23 +20,26 @@ static void each(long rows, int threads, Work work) {
     for (long t = 0; t < rows; t++) work(t);
 }
 
-// scale = 1 / sqrt(mean(x^2) + eps);  out = x scale weight
+// out = x weight / sqrt(mean(x^2) + eps), of one row; returns the root's inverse.
+template <typename X, typename Out>
+static inline float normed(const X *x, const float *weight, Out *out, long width, float eps) {
+    Vec squares = all(0.0f);
+    for (long d = 0; d < width; d += LANES) {
+        Vec number = load(x + d);
+        squares += number * number;
+    }
+    float factor = 1.0f / std::sqrt(sum(squares) / width + eps);
+    for (long d = 0; d < width; d += LANES) store(out + d, load(x + d) * factor * load(weight + d));
+    return factor;
+}
+
+// Norms of rows; scale: what each was multiplied by.
 extern "C" void rms_norm(int x_half, int out_half, const void *x, const float *weight, void *out, float *scale, long rows, long width,
                          float eps, int threads) {
     typed(x_half, out_half, [=](auto x_zero, auto out_zero) {
         auto from = (const decltype(x_zero) *)x;
         auto to = (decltype(out_zero) *)out;
-        each(rows, threads, [=](long t) {
-            Vec squares = all(0.0f);
-            for (long d = 0; d < width; d += LANES) {
-                Vec number = load(from + t * width + d);
-                squares += number * number;
-            }
-            float factor = 1.0f / std::sqrt(sum(squares) / width + eps);
-            scale[t] = factor;
-            for (long d = 0; d < width; d += LANES)
-                store(to + t * width + d, load(from + t * width + d) * factor * load(weight + d));
-        });
+        each(rows, threads, [=](long t) { scale[t] = normed(from + t * width, weight, to + t * width, width, eps); });
     });
 }
 
@@ -47,14 +50,8 @@ extern "C" void add_rms_norm(int add_half, int out_half, float *x, const void *a
         auto more = (const decltype(add_zero) *)add;
         auto to = (decltype(out_zero) *)out;
         each(rows, threads, [=](long t) {
-            Vec squares = all(0.0f);
-            for (long d = 0; d < width; d += LANES) {
-                Vec number = load(x + t * width + d);
-                if (more) store(x + t * width + d, number += load(more + t * width + d));
-                squares += number * number;
-            }
-            float factor = 1.0f / std::sqrt(sum(squares) / width + eps);
-            for (long d = 0; d < width; d += LANES) store(to + t * width + d, load(x + t * width + d) * factor * load(weight + d));
+            for (long d = t * width; more && d < (t + 1) * width; d += LANES) store(x + d, load(x + d) + load(more + d));
+            normed(x + t * width, weight, to + t * width, width, eps);
         });
     });
 }

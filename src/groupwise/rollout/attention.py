@@ -138,8 +138,7 @@ class Decode:
         if window is not None and window >= self.longest_prompt + self.longest:
             window = None
         own = self.own.layer(layer, key_RKD)
-        few = self.longest_prompt + self.longest <= cpu.MOST_KEYS
-        if softcap is None and few and cpu.fit_as_one(query_RHD, key_RKD, value_RKD):
+        if softcap is None and cpu.fit_as_one(query_RHD, key_RKD, value_RKD):
             prompt = self.prompts.slabs[layer]
             slabs = (own.key_EKTD, own.value_EKTD), (prompt.key_EKTD, prompt.value_EKTD)
             return cpu.decode_attention(query_RHD, key_RKD, value_RKD, *slabs, self._rows, self._length_R, scale, window)
