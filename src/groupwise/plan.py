@@ -173,7 +173,7 @@ def memory(
     working = wide + (kept_per_block(shape) if recompute else 0)
     # The head holds one chunk of logits, and the trained rows once more with their gradient.
     predicted = int(trained_share * microbatch)
-    chunk = min(predicted, chunk_rows(shape.vocabulary, shape.bytes_per_product)) * shape.vocabulary
+    chunk = min(predicted, chunk_rows(shape.vocabulary, shape.bytes_per_product, shape.hidden)) * shape.vocabulary
     head = (chunk + 2 * predicted * shape.hidden) * shape.bytes_per_product
     # Gradients that are summed in another type are made first; weights in the products' type, for the step.
     again = 4 * shape.vocabulary * shape.hidden if lower and not adapter else 0

@@ -116,7 +116,7 @@ def test_known_modules_are_changed_inside_and_only_there(family: str, tiny_polic
             assert names() == inside
         assert names() == inside
     assert names() == set()
-    assert len(inside) == (2 * 2 + 2 if family == "gpt2" else 2 * 4 + 2)
+    assert len(inside) == (2 * (2 + 4) + 3 if family == "gpt2" else 2 * (4 + 7) + 3)
 
 
 def test_modules_of_other_classes_keep_their_forward(tiny_policy: Callable) -> None:

@@ -285,5 +285,34 @@ def multiplies(dtype: torch.dtype) -> bool:
     return found is not None and (dtype == torch.float32 or (dtype == torch.bfloat16 and bool(found.has_tiles())))
 
 
+LEAST_SIDE = 96
+"""Matrices with a shorter side are not worth cutting into tiles."""
+
+
+def meet(a_MK: Tensor, b_KN: Tensor) -> bool:
+    """True if there is a `gemm` for these matrices that is worth it: on a CPU, for processors with matrix tiles."""
+    if min(*a_MK.shape, *b_KN.shape) < LEAST_SIDE:
+        return False
+    for matrix in (a_MK, b_KN):
+        if matrix.device.type != "cpu" or matrix.dtype not in TYPES or 1 not in matrix.stride():
+            return False
+    return multiplies(torch.bfloat16)
+
+
+def gemm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, *, bias_N: Tensor | None = None, add: bool = False) -> None:
+    """out = a b + bias, or out += a b; `out` and `bias` are float32, rows of `out` are whole.
+
+    Two float32 matrices are multiplied as such: each number is the sum of three in bfloat16, nothing of it lost (above 3.39e38,
+    where bfloat16 ends, the result is not a number).  A float32 one that meets a bfloat16 one is rounded.
+    """
+    (rows, depth), columns = a_MK.shape, b_KN.shape[1]
+    _call(
+        "gemm",
+        *(_half(a_MK) | _half(b_KN) << 1, _at(a_MK), c_long(a_MK.stride(0)), c_long(a_MK.stride(1))),
+        *(_at(b_KN), c_long(b_KN.stride(0)), c_long(b_KN.stride(1)), _at(out_MN), c_long(out_MN.stride(0))),
+        *(c_long(rows), c_long(columns), c_long(depth), _at(bias_N), int(add), torch.get_num_threads()),
+    )
+
+
 def _call(name: str, *arguments: Any) -> None:
     getattr(library(), name)(*arguments)

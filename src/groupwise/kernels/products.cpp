@@ -3,24 +3,16 @@
 // A weight (O, I) is packed into panels of LANES outputs: (panels, I, LANES) in float32; in bfloat16, for processors with matrix
 // tiles (AMX), (panels, I / 32) tiles of 16 x 16 pairs of inputs.  Rows are padded with zeros where a panel or a tile is not full.
 
-#include "vectors.h"
+#include "tiles.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512F__)
-#define MATRIX_TILES  // whose rows are as long as a vector
-#include <immintrin.h>
+#ifdef MATRIX_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
 constexpr long AT_ONCE = 240;  // rows whose inputs stay in the cache while the weights pass
 constexpr int FEW_ROWS = LANES == 8 ? 3 : 7, MOST_ROWS = LANES == 8 ? 6 : 14;  // whose sums with four panels, with two fill the registers
-constexpr long AHEAD = 64;  // vectors between the weights in use and those that are asked for
-
-static inline Vec read(const float *from, long count) {
-    float held[LANES] = {};
-    std::memcpy(held, from, (count < LANES ? count : LANES) * sizeof(float));
-    return load(held);
-}
+constexpr long VECTORS_AHEAD = 64;  // between the weights in use and those that are asked for
 
 // The weight's number (o, i) lies at o * output_step + i * input_step; one of the steps is 1.
 extern "C" void pack_float(const float *weight, long output_step, long input_step, float *packed, long outputs, long inputs,
@@ -52,7 +44,7 @@ static void pass(const float *turned, const float *packed, long inputs, const fl
         Vec weight[N];
         for (int n = 0; n < N; n++) {
             weight[n] = load(packed + (n * inputs + i) * LANES);
-            __builtin_prefetch(packed + (n * inputs + i + AHEAD) * LANES);
+            __builtin_prefetch(packed + (n * inputs + i + VECTORS_AHEAD) * LANES);
         }
 #pragma GCC unroll 32
         for (int m = 0; m < M; m++) {
@@ -65,8 +57,7 @@ static void pass(const float *turned, const float *packed, long inputs, const fl
         for (int m = 0; m < M; m++) {
             float *to = out + m * outputs + first + n * LANES;
             long left = outputs - first - n * LANES;
-            if (left >= LANES) store(to, total[n][m]);
-            else for (long o = 0; o < left; o++) to[o] = total[n][m][o];
+            if (left > 0) write(to, total[n][m], left);
         }
 }
 
@@ -118,8 +109,6 @@ extern "C" void product_float(const float *x, const float *packed, const float *
 }
 
 #ifdef MATRIX_TILES
-constexpr long TILE = 16, DEPTH = 32;  // a tile: 16 rows of 32 bfloat16 numbers
-
 // True if this process may use matrix tiles: the kernel wants to be asked.
 extern "C" int has_tiles() {
     static const int granted = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
@@ -131,50 +120,16 @@ extern "C" void pack_half(const float *weight, long output_step, long input_step
     long depth = (inputs + DEPTH - 1) / DEPTH;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (long panel = 0; panel < padded(outputs) / TILE; panel++)
-        for (long k = 0; k < depth; k++) {
-            Vec block[TILE];
-            const float *from = weight + panel * TILE * output_step + k * DEPTH * input_step;
-            long left_o = outputs - panel * TILE, left_i = inputs - k * DEPTH;
-            for (long r = 0; r < TILE; r++) {
-                // A row of pairs: of two inputs for all outputs, or of one output's inputs, turned below.
-                Bits low{}, high{};
-                if (output_step == 1) {
-                    if (2 * r < left_i) low = upper(read(from + 2 * r * input_step, left_o));
-                    if (2 * r + 1 < left_i) high = upper(read(from + (2 * r + 1) * input_step, left_o));
-                    block[r] = (Vec)(low | high << 16);
-                } else {
-                    bfloat16 pairs[DEPTH] = {};
-                    if (r < left_o) {
-                        store(pairs, read(from + r * output_step, left_i));
-                        if (left_i > LANES) store(pairs + LANES, read(from + r * output_step + LANES, left_i - LANES));
-                    }
-                    std::memcpy(&block[r], pairs, sizeof pairs);
-                }
-            }
-            if (output_step != 1) exchange(block);
-            std::memcpy(packed + (panel * depth + k) * TILE * DEPTH, block, sizeof block);
-        }
+        for (long k = 0; k < depth; k++)
+            fill_tiles<1>(ROWS_INSIDE, weight + panel * TILE * output_step + k * DEPTH * input_step, output_step, input_step,
+                          outputs - panel * TILE, inputs - k * DEPTH, packed + (panel * depth + k) * WHOLE);
 }
 
 static void write_tile(const float *sums, long rows, const float *bias, bfloat16 *out, long outputs, long first) {
     long left = outputs - first;
     Vec start = bias ? read(bias + first, left) : all(0.0f);
-    for (long m = 0; m < rows; m++) {
-        Vec found = load(sums + m * TILE) + start;
-        if (left >= TILE) store(out + m * outputs + first, found);
-        else {
-            bfloat16 held[TILE];
-            store(held, found);
-            std::memcpy(out + m * outputs + first, held, left * sizeof(bfloat16));
-        }
-    }
+    for (long m = 0; m < rows; m++) write(out + m * outputs + first, load(sums + m * TILE) + start, left);
 }
-
-static inline void ask(const bfloat16 *tile) {
-    for (int line = 0; line < 16; line++) __builtin_prefetch(tile + line * DEPTH);
-}
-
-struct Config { uint8_t palette = 1, start = 0, zeros[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; };
 
 // 16 rows meet four panels, or 32 rows two: four tiles of sums in both.
 template <int M, int N>
@@ -187,7 +142,7 @@ static void tile_pass(const bfloat16 *x, long stride, const bfloat16 *packed, lo
     _tile_zero(3);
     for (long k = 0; k < depth; k++) {
         const bfloat16 *weight = packed + k * TILE * DEPTH;
-        for (int n = 0; n < N; n++) ask(weight + (n < panels ? n : 0) * panel + 4 * TILE * DEPTH);
+        for (int n = 0; n < N; n++) ask(weight + (n < panels ? n : 0) * panel + 4 * WHOLE, 2 * WHOLE);
         _tile_loadd(4, x + k * DEPTH, stride);
         _tile_loadd(6, weight, 64);
         _tile_dpbf16ps(0, 4, 6);
@@ -234,10 +189,7 @@ extern "C" void product_half(const bfloat16 *x, const bfloat16 *packed, const fl
         long wide = full > TILE ? 2 : 4;
 #pragma omp parallel num_threads(threads) if (threads > 1)
         {
-            Config config;
-            for (int t = 0; t < 8; t++) config.bytes[t] = 64, config.rows[t] = TILE;
-            __asm__ volatile("" ::"r"(&config) : "memory");  // GCC takes it that the next line reads 8 bytes
-            _tile_loadconfig(&config);
+            open_tiles();
             alignas(64) float sums[4 * 256];
 #pragma omp for schedule(static)
             for (long panel = 0; panel < panels; panel += wide)

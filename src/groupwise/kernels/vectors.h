@@ -47,6 +47,24 @@ static inline void store(bfloat16 *to, Vec x) {
     std::memcpy(to, &half, sizeof half);
 }
 
+// The first `count` numbers from there on, zeros behind them.
+template <class T>
+static inline Vec read(const T *from, long count) {
+    if (count >= LANES) return load(from);
+    T held[LANES] = {};
+    if (count > 0) std::memcpy(held, from, count * sizeof(T));
+    return load(held);
+}
+
+// The first `count` numbers to there.
+template <class T>
+static inline void write(T *to, Vec x, long count) {
+    if (count >= LANES) return store(to, x);
+    T held[LANES];
+    store(held, x);
+    std::memcpy(to, held, count * sizeof(T));
+}
+
 static inline Vec select(Ints when, Vec yes, Vec no) { return (Vec)((when & (Ints)yes) | (~when & (Ints)no)); }
 static inline Vec largest(Vec a, Vec b) { return select(a > b, a, b); }
 
@@ -181,11 +199,12 @@ static inline void product(long rows, long columns, long depth, const float *a, 
     }
 }
 
-// Room for a thread's intermediate results; it stays with the thread.
+// Room for a thread's intermediate results, from the beginning of a cache line on; it stays with the thread.
+template <int which = 0>
 static inline float *room(long numbers) {
     static thread_local std::vector<float> kept;
-    if ((long)kept.size() < numbers) kept.resize(numbers);
-    return kept.data();
+    if ((long)kept.size() < numbers + 16) kept.resize(numbers + 16);
+    return (float *)(((uintptr_t)kept.data() + 63) / 64 * 64);
 }
 
 // LANES rows of LANES numbers, exchanged.

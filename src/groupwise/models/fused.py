@@ -30,6 +30,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Q
 from transformers.pytorch_utils import Conv1D
 
 from groupwise.kernels import cpu
+from groupwise.kernels.matrices import add_product, product
 from groupwise.models.attention import NAME, packed_attention
 from groupwise.objective.inplace import gradient_of
 
@@ -145,28 +146,30 @@ class GatedMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, gate_ID: Tensor, up_ID: Tensor, down_DI: Tensor) -> Tensor:
-        gate_TI, up_TI = x_TD @ _like(gate_ID, x_TD).T, x_TD @ _like(up_ID, x_TD).T
+        gate_TI, up_TI = product(x_TD, _like(gate_ID, x_TD).T), product(x_TD, _like(up_ID, x_TD).T)
         ctx.save_for_backward(x_TD, gate_TI, up_TI, gate_ID, up_ID, down_DI)
         if cpu.fits(gate_TI):
-            return cpu.gated(gate_TI, up_TI) @ _like(down_DI, x_TD).T
+            return product(cpu.gated(gate_TI, up_TI), _like(down_DI, x_TD).T)
         inner_TI = torch.empty_like(gate_TI)
         for rows in _blocks(gate_TI):
             torch.mul(F.silu(gate_TI[rows]), up_TI[rows], out=inner_TI[rows])
-        return inner_TI @ _like(down_DI, x_TD).T
+        return product(inner_TI, _like(down_DI, x_TD).T)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, gate_TI, up_TI, gate_ID, up_ID, down_DI = ctx.saved_tensors
         needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad
         grad_TD = grads[0]
-        grad_gate_TI = grad_TD @ _like(down_DI, x_TD)  # of the inner activations; turned into the gate's below
+        grad_gate_TI = product(grad_TD, _like(down_DI, x_TD))  # of the inner activations; turned into the gate's below
         if cpu.fits(gate_TI):
             inner_TI, grad_up_TI = cpu.gated_backward(grad_gate_TI, gate_TI, up_TI)
         else:
             inner_TI, grad_up_TI = _gate_backward(grad_gate_TI, gate_TI, up_TI)
         grad_down_DI = _slope(grad_TD, inner_TI, down_DI) if needs_down else None
         del inner_TI
-        grad_x_TD = (grad_gate_TI @ _like(gate_ID, x_TD)).addmm_(grad_up_TI, _like(up_ID, x_TD)) if needs_x else None
+        grad_x_TD = product(grad_gate_TI, _like(gate_ID, x_TD)) if needs_x else None
+        if grad_x_TD is not None:
+            add_product(grad_x_TD, grad_up_TI, _like(up_ID, x_TD), fresh=False)
         grad_gate_ID = _slope(grad_gate_TI, x_TD, gate_ID) if needs_gate else None
         return grad_x_TD, grad_gate_ID, _slope(grad_up_TI, x_TD, up_ID) if needs_up else None, grad_down_DI
 
@@ -198,17 +201,17 @@ class PlainMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, in_DI: Tensor, in_I: Tensor, out_ID: Tensor, out_D: Tensor) -> Tensor:
-        inner_TI = torch.addmm(_like(in_I, x_TD), x_TD, _like(in_DI, x_TD))
+        inner_TI = product(x_TD, _like(in_DI, x_TD), _like(in_I, x_TD))
         ctx.save_for_backward(x_TD, inner_TI, in_DI, in_I, out_ID, out_D)
         opened_TI = cpu.gelu(inner_TI) if cpu.fits(inner_TI) else F.gelu(inner_TI, approximate="tanh")
-        return torch.addmm(_like(out_D, x_TD), opened_TI, _like(out_ID, x_TD))
+        return product(opened_TI, _like(out_ID, x_TD), _like(out_D, x_TD))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, inner_TI, in_DI, in_I, out_ID, out_D = ctx.saved_tensors
         needs_x, needs_in, needs_in_bias, needs_out, needs_out_bias = ctx.needs_input_grad
         grad_TD = grads[0]
-        grad_TI = grad_TD @ _like(out_ID, x_TD).T
+        grad_TI = product(grad_TD, _like(out_ID, x_TD).T)
         if cpu.fits(inner_TI):
             opened_TI = cpu.gelu_backward(grad_TI, inner_TI)
         else:
@@ -217,11 +220,36 @@ class PlainMLP(torch.autograd.Function):
         grad_out_ID = _slope(opened_TI, grad_TD, out_ID) if needs_out and opened_TI is not None else None
         del opened_TI
         return (
-            grad_TI @ _like(in_DI, x_TD).T if needs_x else None,
+            product(grad_TI, _like(in_DI, x_TD).T) if needs_x else None,
             _slope(x_TD, grad_TI, in_DI) if needs_in else None,
             grad_TI.sum(0).to(in_I.dtype) if needs_in_bias else None,
             grad_out_ID,
             grad_TD.sum(0).to(out_D.dtype) if needs_out_bias else None,
+        )
+
+
+class Linear(torch.autograd.Function):
+    """`x W^T + b`, or `x W + b` with the weight the other way round (`turned`), as GPT-2 keeps it."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TI: Tensor, weight: Tensor, bias_O: Tensor | None, turned: bool) -> Tensor:
+        ctx.save_for_backward(x_TI, weight, bias_O)
+        ctx.turned = turned
+        weight_IO = _like(weight, x_TI) if turned else _like(weight, x_TI).T
+        return product(x_TI, weight_IO, None if bias_O is None else _like(bias_O, x_TI))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TI, weight, bias_O = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad_TO = grads[0]
+        weight_OI = _like(weight, x_TI).T if ctx.turned else _like(weight, x_TI)
+        left, right = (x_TI, grad_TO) if ctx.turned else (grad_TO, x_TI)
+        return (
+            product(grad_TO, weight_OI) if needs_x else None,
+            _slope(left, right, weight) if needs_weight else None,
+            grad_TO.sum(0).to(bias_O.dtype) if needs_bias else None,
+            None,
         )
 
 
@@ -255,9 +283,13 @@ def _like(weight: Tensor, x: Tensor) -> Tensor:
     return weight.to(x.dtype)
 
 
-def _slope(left_TN: Tensor, right_TM: Tensor, weight_NM: Tensor) -> Tensor:
-    """Gradient of a weight, in its own type."""
-    return (left_TN.T @ right_TM).to(weight_NM.dtype)
+def _slope(left_TN: Tensor, right_TM: Tensor, weight_NM: Tensor) -> Tensor | None:
+    """Gradient of a weight, in its own type; None where it was added to the weight's `.grad` itself."""
+    total_NM, fresh = gradient_of(weight_NM)
+    if total_NM is None:
+        return product(left_TN.T, right_TM).to(weight_NM.dtype)
+    add_product(total_NM, left_TN.T, right_TM, fresh=fresh)
+    return None
 
 
 def _flat(hidden_states: Tensor) -> Tensor:
@@ -294,6 +326,19 @@ def _plain_mlp(self: Any, hidden_states: Tensor) -> Tensor:
         return type(self).forward(self, hidden_states)
     parameters = (parameter for product in products for parameter in (product.weight, product.bias))
     return self.dropout(PlainMLP.apply(_flat(hidden_states), *parameters).view_as(hidden_states))  # type: ignore[union-attr]
+
+
+def _linear(self: Any, input: Tensor) -> Tensor:
+    if min(self.weight.shape) < cpu.LEAST_SIDE:
+        return F.linear(input, self.weight, self.bias)
+    out_TO = Linear.apply(_flat(input), self.weight, self.bias, False)
+    return out_TO.view(*input.shape[:-1], self.weight.shape[0])  # type: ignore[union-attr]
+
+
+def _conv1d(self: Any, x: Tensor) -> Tensor:
+    if min(self.weight.shape) < cpu.LEAST_SIDE:
+        return Conv1D.forward(self, x)
+    return Linear.apply(_flat(x), self.weight, self.bias, True).view(*x.shape[:-1], self.nf)  # type: ignore[union-attr]
 
 
 def _gelu(self: Any, input: Tensor) -> Tensor:
@@ -336,6 +381,8 @@ _FORMS: dict[type[nn.Module], Callable[..., Any]] = {
     **dict.fromkeys((LlamaAttention, MistralAttention, MixtralAttention, Qwen2Attention, Qwen3Attention), _rotary_attention),
     **dict.fromkeys((LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP), _gated_mlp),
     nn.Embedding: _embedding,
+    nn.Linear: _linear,
+    Conv1D: _conv1d,
     GPT2MLP: _plain_mlp,
     NewGELUActivation: _gelu,
 }

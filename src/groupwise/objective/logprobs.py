@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from groupwise.kernels.matrices import add_product, product
 from groupwise.objective.inplace import gradient_of
 from groupwise.objective.tiles import filled, tiled
 
@@ -31,8 +32,6 @@ MIN_ROWS = 128
 BLOCK_NUMBERS = 1 << 18
 """What lies between a chunk's products is done on so many of its logits at a time: 1 MB in float32, which stays in a core's cache.
 A chunk exists once, in the type of the products; only a block of it is ever widened to float32."""
-PART_NUMBERS = 1 << 20
-"""Of a weight's gradient that are made in a lower precision before they are added: 2 MB."""
 NOTHING = -1e30
 """Stands for -inf where it is multiplied by its probability 0."""
 
@@ -59,13 +58,16 @@ class Support:
     """(M + 1,) on the host."""
 
 
-def chunk_rows(vocabulary: int, width: int, numbers: int = CHUNK_NUMBERS) -> int:
+def chunk_rows(vocabulary: int, width: int, deep: int = 0, numbers: int = CHUNK_NUMBERS) -> int:
     """Rows of a chunk whose logits have `width` bytes: `numbers` is meant for float32, a lower precision has more for its bytes.
 
-    >>> chunk_rows(512, 4), chunk_rows(50257, 4), chunk_rows(50257, 2), chunk_rows(150_000, 4)
-    (512, 166, 333, 128)
+    deep: the width of a head that is trained, whose gradient is read and written once for every chunk: where the chunk stays
+    below half of it, rows are added.
+
+    >>> chunk_rows(512, 4), chunk_rows(50257, 4), chunk_rows(50257, 2), chunk_rows(50257, 4, 768), chunk_rows(150_000, 4)
+    (512, 166, 333, 384, 128)
     """
-    return max(MIN_ROWS, min(MOST_ROWS, numbers * 4 // max(width, 2) // vocabulary))
+    return max(MIN_ROWS, min(MOST_ROWS, max(numbers * 4 // max(width, 2) // vocabulary, deep // 2)))
 
 
 def head_logits(hidden_CD: Tensor, head: Head) -> Tensor:
@@ -243,10 +245,10 @@ class _Visits:
         # Asking a GPU would cost a wait for it; dividing costs it little.
         self.tempered = hidden_MD.is_cuda or bool((temperature_M != 1.0).any())
         self.entropy = entropy
-        count = target_M.shape[0]
+        (vocabulary, deep), count = head.weight_VD.shape, target_M.shape[0]
         if not hidden_MD.is_cuda and tiled(self.weight_VD.dtype):
             self.hidden_MD = F.pad(self.hidden_MD, (0, 0, 0, filled(count) - count))
-        self.chunks = _slices(0, count, chunk_rows(head.weight_VD.shape[0], self.weight_VD.dtype.itemsize, numbers))
+        self.chunks = _slices(0, count, chunk_rows(vocabulary, self.weight_VD.dtype.itemsize, deep, numbers))
         # float32 (float64 for float64 models), filled as the rows are measured; entropies stay 0 unless asked for.
         self.lse_M, self.logp_M, self.entropy_M = torch.zeros(3, count, dtype=self.precision, device=target_M.device)
 
@@ -261,11 +263,7 @@ class _Visits:
         buffer_CV = self.weight_VD.new_empty(max((each.stop - each.start for each in every), default=0), vocabulary)
         for rows, each in zip(self.chunks, every, strict=True):
             hidden_CD, raw_CV = self.hidden_MD[each], buffer_CV[: each.stop - each.start]
-            if bias_V is None:
-                torch.mm(hidden_CD, self.weight_VD.T, out=raw_CV)
-            else:
-                torch.addmm(bias_V, hidden_CD, self.weight_VD.T, out=raw_CV)
-            yield rows, raw_CV
+            yield rows, product(hidden_CD, self.weight_VD.T, bias_V, out=raw_CV)
 
     def with_filler(self, rows: slice) -> slice:
         """The last chunk has the filler behind it."""
@@ -347,9 +345,10 @@ class _Gradients:
         raw_CV[rows.stop - rows.start :] = 0.0
         every = visits.with_filler(rows)
         if self.hidden_MD is not None:
-            torch.mm(raw_CV, visits.weight_VD, out=self.hidden_MD[every])
+            product(raw_CV, visits.weight_VD, out=self.hidden_MD[every])
         if self.weight_VD is not None:
-            self._add_weight(raw_CV, visits.hidden_MD[every])
+            add_product(self.weight_VD, raw_CV.T, visits.hidden_MD[every], fresh=self.fresh)
+            self.fresh = False
 
     def _block(self, rows: slice, z_BV: Tensor, grad_logp_B: Tensor, grad_entropy_B: Tensor | None) -> Tensor:
         """d logp / dz = onehot - p;  dH / dz = -p (log p + H).  In place of the tempered logits."""
@@ -366,19 +365,6 @@ class _Gradients:
         index_B = torch.arange(grad_BV.shape[0], device=grad_BV.device)
         grad_BV[index_B, visits.target_M[rows]] += grad_logp_B
         return grad_BV
-
-    def _add_weight(self, grad_CV: Tensor, hidden_CD: Tensor) -> None:
-        """Summed in the weight's own type: the products of chunks may be in a lower one, and are then made in parts."""
-        total_VD, fresh = self.weight_VD, self.fresh
-        assert total_VD is not None
-        self.fresh = False
-        if total_VD.dtype == grad_CV.dtype:
-            torch.mm(grad_CV.T, hidden_CD, out=total_VD) if fresh else total_VD.addmm_(grad_CV.T, hidden_CD)
-            return
-        size = total_VD.shape[0] if total_VD.is_cuda else max(1, PART_NUMBERS // total_VD.shape[1])
-        for part in _slices(0, total_VD.shape[0], size):
-            part_VD = grad_CV[:, part].T @ hidden_CD
-            total_VD[part].copy_(part_VD) if fresh else total_VD[part].add_(part_VD)
 
 
 def _outside(support: Support, start: int, rows: int, vocabulary: int, device: torch.device) -> Tensor:

@@ -1,0 +1,74 @@
+// Matrix tiles (AMX): 16 rows of 32 bfloat16 numbers, and how matrices are put into them.
+
+#pragma once
+
+#include "vectors.h"
+
+#if defined(__AMX_BF16__) && defined(__AVX512F__)
+#define MATRIX_TILES  // whose rows are as long as a vector
+#include <immintrin.h>
+
+constexpr long TILE = 16, DEPTH = 32, WHOLE = TILE * DEPTH;
+
+struct Config { uint8_t palette = 1, start = 0, zeros[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; };
+
+// Eight full tiles, until `_tile_release`.
+static inline void open_tiles() {
+    Config config;
+    for (int t = 0; t < 8; t++) config.bytes[t] = 64, config.rows[t] = TILE;
+    __asm__ volatile("" ::"r"(&config) : "memory");  // GCC takes it that the next line reads 8 bytes
+    _tile_loadconfig(&config);
+}
+
+// A number's upper half as bfloat16, and what that leaves.  For PARTS = 3 nothing is left in the end: 24 bits are three times 8.
+template <int PARTS>
+static inline void split(Vec x, Bits *parts) {
+    if constexpr (PARTS == 1) parts[0] = upper(x);
+    else
+        for (int part = 0; part < PARTS; part++) {
+            Vec rounded = (Vec)(((Bits)x + 0x8000) & 0xffff0000);
+            parts[part] = (Bits)rounded >> 16;
+            x -= rounded;
+        }
+}
+
+constexpr long AHEAD = 8 * LANES;  // numbers between those in use and those that are asked for
+
+static inline void ask(const void *from, long bytes) {
+    for (long line = 0; line < bytes; line += 64) __builtin_prefetch((const char *)from + line);
+}
+
+enum Form { ROWS_OUTSIDE, ROWS_INSIDE };  // a tile's rows: an outer index with 32 inner numbers, or a pair of inner ones for 16 outer
+
+// The numbers (outer, inner) at from + outer * outer_step + inner * inner_step, one of which is 1, as PARTS tiles one behind another;
+// zeros where the matrix ends after `outers` and `inners`.
+template <int PARTS, class T>
+static inline void fill_tiles(Form form, const T *from, long outer_step, long inner_step, long outers, long inners, bfloat16 *tiles) {
+    Vec block[PARTS][TILE];
+    if (inner_step == 1)
+        for (long r = 0; r < TILE; r++) {
+            const T *row = from + r * outer_step;
+            ask(row + TILE * outer_step, DEPTH * sizeof(T));  // the tiles below these
+            Bits low[PARTS], high[PARTS];
+            split<PARTS>(r < outers ? read(row, inners) : all(0.0f), low);
+            split<PARTS>(r < outers && inners > LANES ? read(row + LANES, inners - LANES) : all(0.0f), high);
+            for (int part = 0; part < PARTS; part++) {
+                Halves pairs[2] = {__builtin_convertvector(low[part], Halves), __builtin_convertvector(high[part], Halves)};
+                std::memcpy(&block[part][r], pairs, sizeof pairs);
+            }
+        }
+    else
+        for (long r = 0; r < TILE; r++) {
+            const T *row = from + 2 * r * inner_step;
+            ask(row + AHEAD, 64), ask(row + inner_step + AHEAD, 64);  // the tiles beside these
+            Bits even[PARTS], odd[PARTS];
+            split<PARTS>(2 * r < inners ? read(row, outers) : all(0.0f), even);
+            split<PARTS>(2 * r + 1 < inners ? read(row + inner_step, outers) : all(0.0f), odd);
+            for (int part = 0; part < PARTS; part++) block[part][r] = (Vec)(even[part] | odd[part] << 16);
+        }
+    for (int part = 0; part < PARTS; part++) {
+        if ((inner_step == 1) != (form == ROWS_OUTSIDE)) exchange(block[part]);
+        std::memcpy(tiles + part * WHOLE, block[part], sizeof block[part]);
+    }
+}
+#endif

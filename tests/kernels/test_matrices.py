@@ -1,0 +1,222 @@
+"""Products of large matrices: against float64, against torch's own in float32, and where one of the two ways replaces the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from groupwise.kernels import cpu
+from groupwise.kernels.matrices import add_product, product
+from groupwise.models.fused import fused_modules
+from groupwise.objective.inplace import summed_in_place
+
+tiles = pytest.mark.skipif(not cpu.multiplies(torch.bfloat16), reason="no matrix tiles, or no compiler")
+TYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def matrix(rows: int, columns: int, turned: bool, dtype: torch.dtype = torch.float32, wide: int = 0) -> Tensor:
+    """Random numbers; `turned`: a column's lie side by side; `wide`: so many that are not its own between rows (or columns)."""
+    made = torch.randn(columns, rows + wide)[:, :rows].T if turned else torch.randn(rows, columns + wide)[:, :columns]
+    return made.to(dtype)
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return float((found.detach().double() - exact).norm() / exact.norm())
+
+
+@tiles
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.tuples(st.integers(1, 130), st.integers(1, 130), st.one_of(st.integers(1, 130), st.integers(500, 600), st.just(1600))),
+    turned=st.tuples(st.booleans(), st.booleans()),
+    types=st.tuples(st.sampled_from(TYPES), st.sampled_from(TYPES)),
+    wide=st.sampled_from([0, 3]),
+    start=st.sampled_from(["nothing", "bias", "sum"]),
+    seed=st.integers(0, 1000),
+)
+def test_a_product_is_the_definition_for_every_size_order_and_type(
+    sizes: tuple[int, int, int],
+    turned: tuple[bool, bool],
+    types: tuple[torch.dtype, torch.dtype],
+    wide: int,
+    start: str,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    rows, columns, depth = sizes
+    a, b = matrix(rows, depth, turned[0], types[0], wide), matrix(depth, columns, turned[1], types[1], wide)
+    same = types[0] == types[1]  # else the float32 one is rounded
+    exact = (a if same else a.bfloat16()).double() @ (b if same else b.bfloat16()).double()
+    bias, room = torch.randn(columns), torch.full((rows + 1, columns + 2), 7.0)
+    out = room[:rows, :columns]
+    if start == "sum":
+        out.copy_(torch.randn(rows, columns))
+        exact += out.double()
+    if start == "bias":
+        exact += bias.double()
+    cpu.gemm(a, b, out, bias_N=bias if start == "bias" else None, add=start == "sum")
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=2e-6 * float(exact.abs().max().clamp_min(1.0)))
+    assert (room[rows:] == 7.0).all() and (room[:, columns:] == 7.0).all(), "it wrote beside the result"
+
+
+@tiles
+@pytest.mark.parametrize("depth", [100, 512, 1216, 3072])
+@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False)], ids=["x W", "x W^T", "x^T y"])
+@pytest.mark.parametrize("scale", [1.0, 1e-18, 1e15], ids=["ones", "small", "large"])
+def test_float32_is_as_exact_as_torchs_own(depth: int, turned: tuple[bool, bool], scale: float) -> None:
+    """Three bfloat16 numbers hold all of a float32 number, and what is left out of a product is below its rounding."""
+    torch.manual_seed(depth)
+    # Rows of very different size: each has to be right for itself.
+    a = matrix(200, depth, turned[0]) * scale * torch.logspace(-4, 4, 200)[:, None]
+    b = matrix(depth, 300, turned[1])
+    exact = a.double() @ b.double()
+    found = torch.empty(200, 300)
+    cpu.gemm(a, b, found)
+    rows = lambda x: ((x.double() - exact).norm(dim=1) / exact.norm(dim=1)).max()  # noqa: E731
+    assert rows(found) <= 1.1 * rows(a @ b)
+    assert rows(found) < 2.5e-7
+
+
+@tiles
+def test_whole_numbers_are_multiplied_without_any_error() -> None:
+    """16 bits times 8, and few of them: every digit fits into float32, so every bit must be right."""
+    torch.manual_seed(0)
+    a, b = torch.randint(-(2**15), 2**15, (130, 100)).float(), torch.randint(-1, 2, (100, 140)).float()
+    found = torch.empty(130, 140)
+    cpu.gemm(a, b, found)
+    assert torch.equal(found.double(), a.double() @ b.double())
+
+
+@tiles
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("side", [0, 1])
+def test_what_is_not_finite_stays_so_and_goes_nowhere_else(value: float, side: int) -> None:
+    a, b = torch.randn(130, 120), torch.randn(120, 140)
+    (a, b)[side][17, 33] = value
+    found = torch.empty(130, 140)
+    cpu.gemm(a, b, found)
+    bad = torch.zeros(130, 140, dtype=torch.bool)
+    bad[17 if side == 0 else slice(None), slice(None) if side == 0 else 33] = True
+    assert not found[bad].isfinite().any() and found[~bad].isfinite().all()
+
+
+@tiles
+def test_the_largest_and_the_smallest_numbers() -> None:
+    for size in (2.0**127, 2.0**-100):
+        a, found = size * (0.5 + torch.rand(128, 128)), torch.empty(128, 128)
+        cpu.gemm(a, torch.eye(128), found)
+        torch.testing.assert_close(found, a, rtol=1.2e-7, atol=0)
+
+
+@tiles
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("size", [(700, 300, 600), (100, 1500, 200)])
+def test_threads_and_rows_beside_change_no_bit(
+    size: tuple[int, int, int], dtype: torch.dtype, threads: Callable[[int], None]
+) -> None:
+    torch.manual_seed(0)
+    rows, columns, depth = size
+    a, b = matrix(rows, depth, False, dtype), matrix(depth, columns, True, dtype)
+    found = {}
+    for count in (1, 2, 5):
+        threads(count)
+        found[count] = torch.empty(rows, columns)
+        cpu.gemm(a, b, found[count])
+    assert torch.equal(found[1], found[2]) and torch.equal(found[1], found[5])
+    part = torch.empty(50, columns)
+    cpu.gemm(a[37:87], b, part)
+    assert torch.equal(part, found[1][37:87])
+
+
+@pytest.mark.parametrize("dtype", [*TYPES, torch.float64])
+@pytest.mark.parametrize("side", [20, 150], ids=["by torch", "large"])
+@pytest.mark.parametrize("turned", [(False, False), (True, False), (False, True), (True, True)])
+def test_products_and_sums_of_products_by_either_way(dtype: torch.dtype, side: int, turned: tuple[bool, bool]) -> None:
+    torch.manual_seed(0)
+    a, b = matrix(side + 3, side, turned[0], dtype), matrix(side, side + 5, turned[1], dtype)
+    bias = torch.randn(side + 5).to(dtype)
+    exact = a.double() @ b.double()
+    tolerance = 8e-3 if dtype == torch.bfloat16 else 1e-6
+    assert product(a, b).dtype == dtype
+    assert error(product(a, b), exact) < tolerance
+    assert error(product(a, b, bias), exact + bias.double()) < tolerance
+    given_room = torch.empty(side + 3, side + 5, dtype=dtype)
+    assert product(a, b, out=given_room) is given_room and error(given_room, exact) < tolerance
+    total = torch.full((side + 3, side + 5), float("nan"), dtype=torch.promote_types(dtype, torch.float32))
+    add_product(total, a, b, fresh=True)
+    assert error(total, exact) < tolerance
+    add_product(total, a, b, fresh=False)
+    assert error(total, 2 * exact) < tolerance
+
+
+@tiles
+def test_slopes_in_float32_are_not_rounded_to_bfloat16() -> None:
+    torch.manual_seed(0)
+    a, b = matrix(128, 600, True, torch.bfloat16), matrix(600, 160, False, torch.bfloat16)
+    total = torch.empty(128, 160)
+    add_product(total, a, b, fresh=True)
+    assert error(total, a.double() @ b.double()) < 1e-6
+    assert error((a @ b).float(), a.double() @ b.double()) > 1e-3
+
+
+@pytest.mark.parametrize("lower", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_layer_and_its_slopes(lower: bool, in_place: bool, bias: bool) -> None:
+    torch.manual_seed(0)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_model = self.linear = nn.Linear(128, 160, bias=bias)
+
+    model = Model()
+    x, slope = torch.randn(2, 100, 128, requires_grad=True), torch.randn(2, 100, 160)
+    expected = F.linear(x.double(), model.linear.weight.double(), model.linear.bias.double() if bias else None)
+    wanted = torch.autograd.grad(expected, [x, *model.parameters()], slope.double())
+    with torch.autocast("cpu", torch.bfloat16, enabled=lower), fused_modules(model), summed_in_place(in_place):  # type: ignore[arg-type]
+        for _ in range(2):  # gradients are summed
+            found = model.linear(x)
+            found.backward(slope.to(found.dtype))
+    tolerance = 1e-2 if lower else 1e-6
+    assert found.shape == (2, 100, 160) and found.dtype == (torch.bfloat16 if lower else torch.float32)
+    assert error(found, expected.detach()) < tolerance
+    for parameter, exact in zip((x, *model.parameters()), wanted, strict=True):
+        assert parameter.grad is not None and error(parameter.grad, 2 * exact.double()) < tolerance
+
+
+@tiles
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+def test_a_model_on_tiles_is_the_same_model(family: str, tiny_policy: Callable, random_samples: Callable, monkeypatch) -> None:
+    """Every matrix on tiles, however small."""
+    from groupwise.packing import pack
+
+    policy = tiny_policy(family, hidden=128, scale=1.5)
+    (batch,) = pack(random_samples(), 10_000)
+    found = []
+    for least in (1 << 30, 1):
+        monkeypatch.setattr(cpu, "LEAST_SIDE", least)
+        policy.model.zero_grad()
+        with fused_modules(policy.model), summed_in_place():
+            hidden = policy.forward(batch).hidden_PD
+            hidden.backward(torch.linspace(-1, 1, hidden.numel()).view_as(hidden))
+        found.append((hidden.detach(), {n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None}))
+    (plain, plain_gradients), (quick, quick_gradients) = found
+    torch.testing.assert_close(quick, plain, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(quick, plain), "the tiles were not used"
+    assert quick_gradients.keys() == plain_gradients.keys()
+    for name, expected in plain_gradients.items():
+        assert error(quick_gradients[name], expected.double()) < 1e-4, name
