@@ -9,7 +9,7 @@
 #include "tiles.h"
 
 #ifdef MATRIX_TILES
-constexpr long COLUMNS = 1024, FEW_COLUMNS = 128, BLOCK_ROWS = 256, STRETCH = 1536;  // of K, divided by the number of parts
+constexpr long FEW_ROWS = 256, FEW_COLUMNS = 128, COLUMNS = 1024, STRETCH = 1536;  // of inner numbers, by the number of parts
 constexpr long PAIR = 2 * TILE;
 
 static inline long ceiling(long count, long of) { return (count + of - 1) / of; }
@@ -83,76 +83,115 @@ static void square(const bfloat16 *a, const bfloat16 *b, long depth, const float
         }
 }
 
-struct Sizes { long rows, columns, depth; };
-struct Steps { long row, column; };
+// A matrix of outer numbers (rows of a, columns of b) and inner ones, and how far from one to the next; one of the steps is 1.
+template <class T>
+struct Matrix {
+    const T *from;
+    long outer_step, inner_step;
 
-// A block of a matrix in tiles, `outers` x `inners` numbers: every 16 outer ones behind another, a stretch of `depth` tiles each.  The
-// part'th of so many parts of the work; what lies side by side in memory is read one after another.
+    const T *at(long outer, long inner) const { return from + outer * outer_step + inner * inner_step; }
+};
+
+// A part'th of so many parts of a block, from `outer` and `inner` on, in tiles: every 16 outer numbers behind another, `depth` tiles
+// each.  What lies side by side in memory is read one after another.
 template <int PARTS, class T>
-static void pack(Form form, const T *from, long outer_step, long inner_step, long outers, long inners, bfloat16 *tiles, long part, long of) {
+static void pack(Form form, Matrix<T> matrix, long outer, long inner, long outers, long inners, bfloat16 *tiles, long part, long of) {
     long depth = ceiling(inners, DEPTH), across = ceiling(outers, PAIR) * 2, all = across * depth;
     for (long place = all * part / of; place < all * (part + 1) / of; place++) {
-        long outer = inner_step == 1 ? place / depth : place % across, inner = inner_step == 1 ? place % depth : place / across;
-        fill_tiles<PARTS>(form, from + outer * TILE * outer_step + inner * DEPTH * inner_step, outer_step, inner_step,
-                          outers - outer * TILE, inners - inner * DEPTH, tiles + (outer * depth + inner) * PARTS * WHOLE);
+        long o = matrix.inner_step == 1 ? place / depth : place % across, i = matrix.inner_step == 1 ? place % depth : place / across;
+        fill_tiles<PARTS>(form, matrix.at(outer + o * TILE, inner + i * DEPTH), matrix.outer_step, matrix.inner_step, outers - o * TILE,
+                          inners - i * DEPTH, tiles + (o * depth + i) * PARTS * WHOLE);
     }
 }
 
+struct Result {
+    float *to;
+    long row, rows, columns;
+    const float *bias;
+    bool add;
+};
+
+// Packed rows meet packed columns: the block of the result from (m, n) on, over a stretch of the inner numbers that is the first or not.
+template <int PARTS>
+static void block(const bfloat16 *a, const bfloat16 *b, long depth, Result out, long m, long n, long rows, long columns, bool first) {
+    for (long j = 0; j < columns; j += PAIR)
+        for (long i = 0; i < rows; i += PAIR) {
+            float *to = out.to + (m + i) * out.row + n + j;
+            bool more = out.add || !first;
+            square<PARTS>(a + i / TILE * depth * PARTS * WHOLE, b + j / TILE * depth * PARTS * WHOLE, depth,
+                          more ? to : out.bias ? out.bias + n + j : nullptr, more ? out.row : 0, to, out.row, rows - i, columns - j);
+        }
+}
+
+static inline long least(long a, long b) { return a < b ? a : b; }
+
+// Few rows are packed by all threads together and stay in the caches, and each takes some of the columns at a time.
 template <int PARTS, class A, class B>
-static void multiply(const A *a, Steps a_step, const B *b, Steps b_step, float *out, long out_row, Sizes size, const float *bias, bool add,
-                     int threads) {
-    long stretches = ceiling(size.depth, STRETCH / PARTS), stretch = ceiling(ceiling(size.depth, stretches), DEPTH) * DEPTH;
-    long height = ceiling(ceiling(size.rows, threads), PAIR) * PAIR;
-    if (height > BLOCK_ROWS) height = BLOCK_ROWS;
-    // Where every thread has one block of rows, which it packs once, few columns at a time stay in the cache between packing and use.
-    bool once = height * threads >= size.rows;
-    long width = once ? FEW_COLUMNS : COLUMNS;
-    if (width > size.columns) width = ceiling(size.columns, PAIR) * PAIR;
-    bfloat16 *columns = (bfloat16 *)room<1>(stretch * width * PARTS / 2);
+static void few_rows(Matrix<A> a, Matrix<B> b, Result out, long inners, long stretch, int threads) {
+    bfloat16 *rows = (bfloat16 *)room<1>(ceiling(out.rows, PAIR) * PAIR * stretch * PARTS / 2);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        open_tiles();
+        bfloat16 *columns = (bfloat16 *)room(FEW_COLUMNS * stretch * PARTS / 2);
+        for (long k = 0; k < inners; k += stretch) {
+            long deep = least(stretch, inners - k), depth = ceiling(deep, DEPTH);
+#pragma omp for schedule(static)
+            for (long part = 0; part < threads; part++) pack<PARTS>(ROWS_OUTSIDE, a, 0, k, out.rows, deep, rows, part, threads);
+#pragma omp for schedule(static)
+            for (long n = 0; n < out.columns; n += FEW_COLUMNS) {
+                long wide = least(FEW_COLUMNS, out.columns - n);
+                pack<PARTS>(ROWS_INSIDE, b, n, k, wide, deep, columns, 0, 1);
+                block<PARTS>(rows, columns, depth, out, 0, n, out.rows, wide, k == 0);
+            }
+        }
+        _tile_release();
+    }
+}
+
+// Of many rows each thread takes a block at a time, which stays in its core's cache while columns that all have packed together pass.
+template <int PARTS, class A, class B>
+static void many_rows(Matrix<A> a, Matrix<B> b, Result out, long inners, long stretch, int threads) {
+    long height = least(FEW_ROWS, ceiling(ceiling(out.rows, threads), PAIR) * PAIR);
+    bfloat16 *columns = (bfloat16 *)room<1>(COLUMNS * stretch * PARTS / 2);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         open_tiles();
         bfloat16 *rows = (bfloat16 *)room(height * stretch * PARTS / 2);
-        for (long first_k = 0; first_k < size.depth; first_k += stretch)
-            for (long first_n = 0; first_n < size.columns; first_n += width) {
-                long wide = size.columns - first_n < width ? size.columns - first_n : width;
-                long deep = size.depth - first_k < stretch ? size.depth - first_k : stretch, depth = ceiling(deep, DEPTH);
+        for (long n = 0; n < out.columns; n += COLUMNS)
+            for (long k = 0; k < inners; k += stretch) {
+                long wide = least(COLUMNS, out.columns - n), deep = least(stretch, inners - k), depth = ceiling(deep, DEPTH);
 #pragma omp for schedule(static)
-                for (long part = 0; part < threads; part++)
-                    pack<PARTS>(ROWS_INSIDE, b + first_n * b_step.column + first_k * b_step.row, b_step.column, b_step.row, wide, deep,
-                                columns, part, threads);
-#pragma omp for schedule(static, 1)
-                for (long first_m = 0; first_m < size.rows; first_m += height) {
-                    long high = size.rows - first_m < height ? size.rows - first_m : height;
-                    if (first_n == 0 || !once)
-                        pack<PARTS>(ROWS_OUTSIDE, a + first_m * a_step.row + first_k * a_step.column, a_step.row, a_step.column, high, deep,
-                                    rows, 0, 1);
-                    for (long n = 0; n < wide; n += PAIR)
-                        for (long m = 0; m < high; m += PAIR) {
-                            float *to = out + (first_m + m) * out_row + first_n + n;
-                            bool more = first_k || add;
-                            square<PARTS>(rows + m / TILE * depth * PARTS * WHOLE, columns + n / TILE * depth * PARTS * WHOLE, depth,
-                                          more ? to : bias ? bias + first_n + n : nullptr, more ? out_row : 0, to, out_row, high - m, wide - n);
-                        }
+                for (long part = 0; part < threads; part++) pack<PARTS>(ROWS_INSIDE, b, n, k, wide, deep, columns, part, threads);
+#pragma omp for schedule(dynamic)
+                for (long m = 0; m < out.rows; m += height) {
+                    long high = least(height, out.rows - m);
+                    pack<PARTS>(ROWS_OUTSIDE, a, m, k, high, deep, rows, 0, 1);
+                    block<PARTS>(rows, columns, depth, out, m, n, high, wide, k == 0);
                 }
             }
         _tile_release();
     }
 }
 
+template <int PARTS, class A, class B>
+static void multiply(Matrix<A> a, Matrix<B> b, Result out, long inners, int threads) {
+    long stretches = ceiling(inners, STRETCH / PARTS), stretch = ceiling(ceiling(inners, stretches), DEPTH) * DEPTH;
+    if (out.rows <= FEW_ROWS) few_rows<PARTS>(a, b, out, inners, stretch, threads);
+    else many_rows<PARTS>(a, b, out, inners, stretch, threads);
+}
+
 // out = a b + bias, or out += a b.  Numbers lie steps apart, one of a matrix's two steps is 1, out's rows are whole.  halves: bits 0 and 1:
 // a, b are bfloat16.
 extern "C" void gemm(int halves, const void *a, long a_row, long a_column, const void *b, long b_row, long b_column, float *out, long out_row,
-                     long rows, long columns, long depth, const float *bias, int add, int threads) {
-    Sizes size{rows, columns, depth};
-    Steps a_step{a_row, a_column}, b_step{b_row, b_column};
-    auto *af = (const float *)a, *bf = (const float *)b;
-    auto *ah = (const bfloat16 *)a, *bh = (const bfloat16 *)b;
+                     long rows, long columns, long inners, const float *bias, int add, int threads) {
+    Result to{out, out_row, rows, columns, bias, (bool)add};
+    Matrix<float> af{(const float *)a, a_row, a_column}, bf{(const float *)b, b_column, b_row};
+    Matrix<bfloat16> ah{(const bfloat16 *)a, a_row, a_column}, bh{(const bfloat16 *)b, b_column, b_row};
     switch (halves) {
-        case 0: return multiply<3>(af, a_step, bf, b_step, out, out_row, size, bias, add, threads);
-        case 1: return multiply<1>(ah, a_step, bf, b_step, out, out_row, size, bias, add, threads);
-        case 2: return multiply<1>(af, a_step, bh, b_step, out, out_row, size, bias, add, threads);
-        case 3: return multiply<1>(ah, a_step, bh, b_step, out, out_row, size, bias, add, threads);
+        case 0: return multiply<3>(af, bf, to, inners, threads);
+        case 1: return multiply<1>(ah, bf, to, inners, threads);
+        case 2: return multiply<1>(af, bh, to, inners, threads);
+        case 3: return multiply<1>(ah, bh, to, inners, threads);
     }
 }
 #endif

@@ -20,7 +20,8 @@ static inline void open_tiles() {
     _tile_loadconfig(&config);
 }
 
-// A number's upper half as bfloat16, and what that leaves.  For PARTS = 3 nothing is left in the end: 24 bits are three times 8.
+// Numbers as bfloat16 ones, in the lower halves: PARTS = 1 rounds them, and of three parts the sum is the number itself, for 24 bits are
+// three times 8.
 template <int PARTS>
 static inline void split(Vec x, Bits *parts) {
     if constexpr (PARTS == 1) parts[0] = upper(x);
@@ -30,6 +31,18 @@ static inline void split(Vec x, Bits *parts) {
             parts[part] = (Bits)rounded >> 16;
             x -= rounded;
         }
+}
+
+// The first `count` numbers from there on, zeros behind them.
+template <int PARTS>
+static inline void take(const float *from, long count, Bits *parts) { split<PARTS>(read(from, count), parts); }
+
+template <int PARTS>
+static inline void take(const bfloat16 *from, long count, Bits *parts) {
+    Halves halves{};
+    if (count >= LANES) std::memcpy(&halves, from, sizeof halves);
+    else if (count > 0) std::memcpy(&halves, from, count * sizeof(bfloat16));
+    parts[0] = __builtin_convertvector(halves, Bits);
 }
 
 constexpr long AHEAD = 8 * LANES;  // numbers between those in use and those that are asked for
@@ -49,9 +62,10 @@ static inline void fill_tiles(Form form, const T *from, long outer_step, long in
         for (long r = 0; r < TILE; r++) {
             const T *row = from + r * outer_step;
             ask(row + TILE * outer_step, DEPTH * sizeof(T));  // the tiles below these
+            long left = r < outers ? inners : 0;
             Bits low[PARTS], high[PARTS];
-            split<PARTS>(r < outers ? read(row, inners) : all(0.0f), low);
-            split<PARTS>(r < outers && inners > LANES ? read(row + LANES, inners - LANES) : all(0.0f), high);
+            take<PARTS>(row, left, low);
+            take<PARTS>(row + LANES, left - LANES, high);
             for (int part = 0; part < PARTS; part++) {
                 Halves pairs[2] = {__builtin_convertvector(low[part], Halves), __builtin_convertvector(high[part], Halves)};
                 std::memcpy(&block[part][r], pairs, sizeof pairs);
@@ -62,8 +76,8 @@ static inline void fill_tiles(Form form, const T *from, long outer_step, long in
             const T *row = from + 2 * r * inner_step;
             ask(row + AHEAD, 64), ask(row + inner_step + AHEAD, 64);  // the tiles beside these
             Bits even[PARTS], odd[PARTS];
-            split<PARTS>(2 * r < inners ? read(row, outers) : all(0.0f), even);
-            split<PARTS>(2 * r + 1 < inners ? read(row + inner_step, outers) : all(0.0f), odd);
+            take<PARTS>(row, 2 * r < inners ? outers : 0, even);
+            take<PARTS>(row + inner_step, 2 * r + 1 < inners ? outers : 0, odd);
             for (int part = 0; part < PARTS; part++) block[part][r] = (Vec)(even[part] | odd[part] << 16);
         }
     for (int part = 0; part < PARTS; part++) {
