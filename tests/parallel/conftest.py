@@ -30,7 +30,8 @@ class Ranks:
                 [sys.executable, str(HERE / "worker.py")],
                 env=os.environ
                 | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
-                | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+                | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                | {"PYTHONFAULTHANDLER": "1"},  # one that crashes says where
                 cwd=HERE,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -47,17 +48,19 @@ class Ranks:
             assert process.stdin is not None
             process.stdin.write(json.dumps({"case": case, "arguments": arguments, "out": str(out)}) + "\n")
             process.stdin.flush()
-        found = []
-        for process, out in zip(self.processes, outs, strict=True):
-            assert process.stdout is not None
-            while (line := process.stdout.readline()) and line.strip() != "done":
-                pass
-            good, value = pickle.loads(out.read_bytes()) if out.exists() else (False, "a process ended")
-            if not good:
-                self.close()
-                pytest.fail(f"{case} on {self.size} processes: {value}")
-            found.append(value)
-        return found
+        answers = [self._answer(process, out) for process, out in zip(self.processes, outs, strict=True)]
+        if not all(good for good, _ in answers):
+            self.close()
+            told = "\n".join(f"rank {rank} {'returned' if good else value}" for rank, (good, value) in enumerate(answers))
+            pytest.fail(f"{case} on {self.size} processes:\n{told}")
+        return [value for _, value in answers]
+
+    def _answer(self, process: subprocess.Popen[str], out: Path) -> tuple[bool, Any]:
+        """Whether it went well, and what the function returned or what became of it."""
+        assert process.stdout is not None
+        while (line := process.stdout.readline()) and line.strip() != "done":
+            pass
+        return pickle.loads(out.read_bytes()) if out.exists() else (False, f"ended with exit code {process.wait(60)}")
 
     @property
     def alive(self) -> bool:
