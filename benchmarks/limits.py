@@ -4,9 +4,9 @@
 
 Ceilings are measured here and now, on the products' own sizes: matrix products (GEMM) with as many rows as the update packs and
 with as few as decoding has, reading and copying memory, and attention.  The update's share is the time that its products' FLOPs
-would take at the GEMM ceiling over the time it took; decoding is bound at every step by reading the weights or by the products of
-its live rows, whichever takes longer.  FLOPs are counted as in docs/performance.md: `2 N n + 4 L a c n + 2 V d m` forward, twice
-that backward.  Processor seconds throughout.
+would take at the GEMM ceiling (the faster of torch's products and ours) over the time it took; decoding is bound at every step by
+reading the weights or by the products of its live rows, whichever takes longer.  FLOPs are counted as in docs/performance.md:
+`2 N n + 4 L a c n + 2 V d m` forward, twice that backward.  Processor seconds throughout.
 """
 
 from __future__ import annotations
@@ -39,21 +39,27 @@ def ceilings(work: Workload, rows: int, few: int, vocabulary: int) -> dict[str, 
     import torch
     from torch.nn import functional as F
 
+    from groupwise.kernels import matrices
+    from groupwise.rollout.lean import product as prepared
+
     dtype = getattr(torch, work.dtype)
     wide = 4 * work.hidden
 
-    def product(m: int, k: int, n: int) -> float:
+    def torchs(m: int, k: int, n: int) -> float:
         x, w = torch.randn(m, k, dtype=dtype), torch.randn(n, k, dtype=dtype)
         return 2e-9 * m * k * n / seconds(lambda: F.linear(x, w))
 
+    def product(m: int, k: int, n: int) -> float:
+        """The fastest here: torch's, or the compiled kernel's."""
+        x, w = torch.randn(m, k, dtype=dtype), torch.randn(n, k, dtype=dtype)
+        return max(torchs(m, k, n), 2e-9 * m * k * n / seconds(lambda: matrices.product(x, w.T)))
+
     def slopes(m: int, k: int, n: int) -> float:
-        x, grad = torch.randn(m, k, dtype=dtype), torch.randn(m, n, dtype=dtype)
-        return 2e-9 * m * k * n / seconds(lambda: grad.T @ x)
+        x, grad, total = torch.randn(m, k, dtype=dtype), torch.randn(m, n, dtype=dtype), torch.zeros(n, k)
+        return 2e-9 * m * k * n / seconds(lambda: matrices.add_product(total, grad.T, x, fresh=False))
 
     def packed(m: int, k: int, n: int) -> float:
-        """The fastest that few rows have here: torch's, or the compiled kernel's."""
-        from groupwise.rollout.lean import product as prepared
-
+        """The same with few rows, for which weights are packed beforehand."""
         x, found = torch.randn(m, k, dtype=dtype), prepared(torch.randn(n, k), None, dtype)
         return max(product(m, k, n), 2e-9 * m * k * n / seconds(lambda: found(x)))
 
@@ -64,6 +70,7 @@ def ceilings(work: Workload, rows: int, few: int, vocabulary: int) -> dict[str, 
     attention = 4e-9 * 8 * work.heads * length * length * width / 2
     return {
         "gemm": product(rows, work.hidden, wide),
+        "gemm_torch": torchs(rows, work.hidden, wide),
         "gemm_weight_gradient": slopes(rows, work.hidden, wide),
         "gemm_head": product(min(rows, 512), work.hidden, vocabulary),
         "gemm_few_rows": packed(few, work.hidden, wide),
@@ -122,11 +129,16 @@ def main() -> None:
     prefill = 2e-9 * (parameters - embedded) * work.prompts * work.prompt / limit["gemm"]
     # Tied embeddings are read as the head, so every parameter is read once a step; learned positions and the input rows are not.
     bound = prefill + decode_bound(work, parameters, limit)
-    shares = {"update_of_gemm": significant(at_limit / update), "rollout_of_bound": significant(bound / rollout)}
+    shares = {
+        "update_of_gemm": significant(at_limit / update),
+        "update_of_torch": significant((work_done["products"] + work_done["head"]) / limit["gemm_torch"] / update),
+        "rollout_of_bound": significant(bound / rollout),
+    }
     print("ceilings (per processor second)")
     for name, value in limit.items():
         print(f"  {name:22s}{value:10.1f} {'GB/s' if name in ('read', 'copy') else 'GFLOP/s'}")
-    print(f"update   {update:8.3f} s, its products at the ceiling {at_limit:8.3f} s: {shares['update_of_gemm']:.0%}")
+    print(f"update   {update:8.3f} s, its products at the ceiling {at_limit:8.3f} s: {shares['update_of_gemm']:.0%}", end="")
+    print(f" ({shares['update_of_torch']:.0%} at the speed of torch's own)")
     print(f"rollout  {rollout:8.3f} s, its bound {bound:8.3f} s: {shares['rollout_of_bound']:.0%}")
     result = {
         "workload": asdict(work),

@@ -21,8 +21,9 @@ names. Processor time of all threads (`cpu`) stands beside elapsed time (`wall`)
 time it is the steadier of the two. `load` is the machine's load when a result was written; above the number of cores the figures
 are rough.
 
-On a CPU the work between large matrix products is compiled C++ (`src/groupwise/kernels`); `GROUPWISE_KERNELS=off` runs the same
-without.
+On a CPU the inner loops are compiled C++ (`src/groupwise/kernels`): what lies between large matrix products everywhere, and on
+processors with matrix tiles (AMX) the products too, in float32 as exact as torch's (`tests/kernels/test_matrices.py`).
+`GROUPWISE_KERNELS=off` runs the same without.
 """
 TRL = """\
 ## Against TRL
@@ -35,8 +36,8 @@ LIMITS = """\
 ## Against the machine
 
 `benchmarks/limits.py` measures what one core reaches on the products' own sizes. The update's share is the time its products would
-take at the GEMM ceiling over the time it took; the rollout's bound is reading the weights or its rows' products at every step,
-whichever takes longer, and the prefill.
+take at the GEMM ceiling, the faster of torch's products and ours, over the time it took; beside it the same at the speed of torch's
+product. The rollout's bound is reading the weights or its rows' products at every step, whichever takes longer, and the prefill.
 """
 ENGINES = """\
 ## Against other engines
@@ -64,6 +65,7 @@ PROFILE = """\
 `benchmarks/profiling.py`: own time of each operation over that of all operations of one step, under torch's profiler.
 """
 WHY = {
+    "kernels::gemm": "products of the update: forward, slopes of inputs and weights",
     "kernels::product_float": "decoding's and prefill's products, weights packed",
     "kernels::product_half": "decoding's and prefill's products, weights packed",
     "kernels::decode_attention": "attention of decoded tokens",
@@ -141,10 +143,11 @@ def trl_row(found: dict[str, Any]) -> list[str]:
 def limits_row(found: dict[str, Any]) -> list[str]:
     """One measurement of ceilings and shares."""
     limit, shares = found["ceilings"], found["shares"]
-    gemm = [f"{limit[name]:,.0f}" for name in ("gemm", "gemm_weight_gradient", "gemm_head", "gemm_few_rows")]
+    gemm = [f"{limit[name]:,.0f}" for name in ("gemm", "gemm_torch", "gemm_weight_gradient", "gemm_head", "gemm_few_rows")]
     return [
         *workload(found["workload"]), *gemm, f"{limit['read']:.1f}",
-        f"{shares['update_of_gemm']:.0%}", f"{shares['rollout_of_bound']:.0%}", f"{found['machine']['load_1min']:.1f}",
+        *(f"{shares[name]:.0%}" for name in ("update_of_gemm", "update_of_torch", "rollout_of_bound")),
+        f"{found['machine']['load_1min']:.1f}",
     ]  # fmt: skip
 
 
@@ -202,7 +205,10 @@ def page() -> str:
         "objective | model | a step | type | beta | dead | threads | step wall / cpu | rollout | update | memory | pairs | load",
         map(trl_row, results("vs_trl_*.json")),
     )
-    head = "model | a step | type | GEMM GFLOP/s | of weight slopes | of the head | few rows | read GB/s | update | rollout | load"
+    head = (
+        "model | a step | type | GEMM GFLOP/s | torch's | of weight slopes | of the head | few rows | read GB/s | "
+        "update | at torch's | rollout | load"
+    )
     head_engines = (
         "model | a step | type | native | generate | native, full | continuous batching, full | vLLM, full | log-probs | load"
     )
