@@ -22,13 +22,13 @@ from groupwise.kernels.matrices import add_product, product
 from groupwise.objective.inplace import gradient_of
 from groupwise.objective.tiles import filled, tiled
 
-CHUNK_NUMBERS = 1 << 23
-"""Most logits of a chunk (rows x vocabulary): 32 MB in float32.  Every chunk reads the head twice and its gradient once, so a large
-vocabulary needs many rows to a chunk (50,257: 333 rows in bfloat16; at 83 its products run at a third of their speed)."""
+CHUNK_NUMBERS = 1 << 22
+"""Most logits of a chunk (rows x vocabulary) where that leaves it rows enough: 16 MB in float32."""
 MOST_ROWS = 512
 """More rows to a chunk make no product faster."""
 MIN_ROWS = 128
-"""Fewer rows to a chunk would spend their time reading the head and adding to its gradient: above 65,536 ids a chunk is larger."""
+"""Every chunk reads the head twice and its gradient once: with fewer rows it would spend its time on that.  Above 32,768 ids a chunk
+is larger instead."""
 BLOCK_NUMBERS = 1 << 18
 """What lies between a chunk's products is done on so many of its logits at a time: 1 MB in float32, which stays in a core's cache.
 A chunk exists once, in the type of the products; only a block of it is ever widened to float32."""
@@ -65,7 +65,7 @@ def chunk_rows(vocabulary: int, width: int, deep: int = 0, numbers: int = CHUNK_
     below half of it, rows are added.
 
     >>> chunk_rows(512, 4), chunk_rows(50257, 4), chunk_rows(50257, 2), chunk_rows(50257, 4, 768), chunk_rows(150_000, 4)
-    (512, 166, 333, 384, 128)
+    (512, 128, 166, 384, 128)
     """
     return max(MIN_ROWS, min(MOST_ROWS, max(numbers * 4 // max(width, 2) // vocabulary, deep // 2)))
 
