@@ -5,8 +5,8 @@
 Ceilings are measured here and now, on the products' own sizes: matrix products (GEMM) with as many rows as the update packs and
 with as few as decoding has, reading and copying memory, and attention.  The update's share is the time that its products' FLOPs
 would take at the GEMM ceiling (the faster of torch's products and ours) over the time it took; decoding is bound at every step by
-reading the weights or by the products of its live rows, whichever takes longer.  FLOPs are counted as in docs/performance.md:
-`2 N n + 4 L a c n + 2 V d m` forward, twice that backward.  Processor seconds throughout.
+reading the weights and the live keys and values, or by the products of its live rows, whichever takes longer.  FLOPs are counted
+as in docs/performance.md: `2 N n + 4 L a c n + 2 V d m` forward, twice that backward.  Processor seconds throughout.
 """
 
 from __future__ import annotations
@@ -94,15 +94,20 @@ def update_flops(work: Workload, body: int) -> dict[str, float]:
 
 
 def decode_bound(work: Workload, parameters: int, found: dict[str, float]) -> float:
-    """Least seconds of decoding: each step reads the weights, or is bound by its rows' products."""
+    """Least seconds of decoding: each step reads the weights and the live keys and values, or is bound by its rows' products.
+
+    A prompt's keys and values are read once for all of its completions.
+    """
     size = 2 if work.dtype == "bfloat16" else 4
-    lengths = work.schedule().reshape(-1)
-    reading = 1e-9 * parameters * size / found["read"]
+    lengths = work.schedule()
+    token = 2 * work.layers * (work.hidden // work.heads) * (work.kv_heads or work.heads)
     total = 0.0
     for step in range(1, work.completion):
-        rows = int((lengths > step).sum())
+        live = lengths > step
+        rows, prompts = int(live.sum()), int(live.any(1).sum())
         if rows:
-            total += max(reading, 2e-9 * parameters * rows / max(found["gemm_few_rows"], 1e-9))
+            numbers = parameters + token * (rows * step + prompts * work.prompt)
+            total += max(1e-9 * numbers * size / found["read"], 2e-9 * parameters * rows / max(found["gemm_few_rows"], 1e-9))
     return total
 
 

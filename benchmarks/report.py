@@ -37,7 +37,8 @@ LIMITS = """\
 
 `benchmarks/limits.py` measures what one core reaches on the products' own sizes. The update's share is the time its products would
 take at the GEMM ceiling, the faster of torch's products and ours, over the time it took; beside it the same at the speed of torch's
-product. The rollout's bound is reading the weights or its rows' products at every step, whichever takes longer, and the prefill.
+product. The rollout's bound is reading the weights and the live keys and values or its rows' products at every step, whichever
+takes longer, and the prefill.
 """
 ENGINES = """\
 ## Against other engines
