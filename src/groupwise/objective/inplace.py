@@ -1,10 +1,11 @@
-"""Gradients of the vocabulary's matrices, summed where the optimizer reads them.
+"""Gradients of matrices, summed where the optimizer reads them.
 
 The head's gradient is as large as its matrix; where the embedding is the same matrix, autograd makes its gradient just as large,
 adds the two, and adds their sum to that of the micro-batches before: three or four matrices of V x D, and as many passes over
-them.  Inside `summed_in_place` the head's products and the embedding's rows are added to the parameter's `.grad` itself.
+them.  Inside `summed_in_place` the head's products and the embedding's rows are added to the parameter's `.grad` itself, and so
+are the products that give the slopes of the blocks' matrices: in bfloat16 they are then never rounded.
 
-V vocabulary   D width
+V vocabulary, or another matrix's rows   D width
 """
 
 from __future__ import annotations
