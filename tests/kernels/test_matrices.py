@@ -114,6 +114,17 @@ def test_what_is_not_finite_stays_so_and_goes_nowhere_else(value: float, side: i
 
 
 @tiles
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001], ids=["of a GPU", "all ones", "of torch", "signalling"])
+@pytest.mark.parametrize("side", [0, 1])
+def test_no_form_of_what_is_not_a_number_is_lost(bits: int, side: int) -> None:
+    pair = torch.randn(130, 120), torch.randn(120, 140)
+    pair[side].view(torch.int32)[17, 33] = bits
+    found = torch.empty(130, 140)
+    cpu.gemm(*pair, found)
+    assert (found[17] if side == 0 else found[:, 33]).isnan().all()
+
+
+@tiles
 def test_the_largest_and_the_smallest_numbers() -> None:
     for size in (2.0**127, 2.0**-100):
         a, found = size * (0.5 + torch.rand(128, 128)), torch.empty(128, 128)

@@ -21,15 +21,14 @@ static inline void open_tiles() {
 }
 
 // Numbers as bfloat16 ones, in the lower halves: PARTS = 1 rounds them, and of three parts the sum is the number itself, for 24 bits are
-// three times 8.
+// three times 8.  To the last of them nothing is added: it needs no rounding, and what is not a number stays so, whatever its bits.
 template <int PARTS>
 static inline void split(Vec x, Bits *parts) {
     if constexpr (PARTS == 1) parts[0] = upper(x);
     else
         for (int part = 0; part < PARTS; part++) {
-            Vec rounded = (Vec)(((Bits)x + 0x8000) & 0xffff0000);
-            parts[part] = (Bits)rounded >> 16;
-            x -= rounded;
+            parts[part] = ((Bits)x + (part < PARTS - 1 ? 0x8000 : 0)) >> 16;
+            x -= (Vec)(parts[part] << 16);
         }
 }
 
