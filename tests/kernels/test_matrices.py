@@ -173,6 +173,31 @@ def test_products_and_sums_of_products_by_either_way(dtype: torch.dtype, side: i
     assert error(total, 2 * exact) < tolerance
 
 
+def test_results_and_biases_may_lie_in_any_steps() -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(100, 120), torch.randn(120, 130)
+    exact = a.double() @ b.double()
+    for out in (torch.empty(130, 100).T, torch.empty(100, 260)[:, ::2]):
+        assert product(a, b, out=out) is out and error(out, exact) < 1e-6
+        add_product(out, a, b, fresh=False)
+        assert error(out, 2 * exact) < 1e-6
+    for bias in (torch.randn(260)[::2], torch.randn(1).expand(130)):
+        assert error(product(a, b, bias), exact + bias.double()) < 1e-6
+
+
+def test_matrices_that_do_not_fit_together_are_refused() -> None:
+    """Not read beyond their end."""
+    a, b = torch.randn(100, 120), torch.randn(120, 130)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        product(a, torch.randn(140, 130))
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        add_product(torch.empty(100, 130), a, torch.randn(140, 130), fresh=True)
+    with pytest.raises(RuntimeError):
+        add_product(torch.empty(50, 130), a, b, fresh=False)
+    with pytest.raises(RuntimeError):
+        product(a, b, torch.randn(100))
+
+
 @tiles
 def test_slopes_in_float32_are_not_rounded_to_bfloat16() -> None:
     torch.manual_seed(0)

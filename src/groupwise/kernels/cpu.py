@@ -289,12 +289,21 @@ LEAST_SIDE = 96
 """Matrices with a shorter side are not worth cutting into tiles."""
 
 
-def meet(a_MK: Tensor, b_KN: Tensor) -> bool:
-    """True if there is a `gemm` for these matrices that is worth it: on a CPU, for processors with matrix tiles."""
-    if min(*a_MK.shape, *b_KN.shape) < LEAST_SIDE:
+def meet(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor | None = None, bias_N: Tensor | None = None) -> bool:
+    """True if there is a `gemm` for these that is worth it: on a CPU, for processors with matrix tiles.
+
+    What fits together in no way is left to torch, which says so.
+    """
+    (rows, depth), (deep, columns) = a_MK.shape, b_KN.shape
+    if depth != deep or min(rows, depth, columns) < LEAST_SIDE:
         return False
     for matrix in (a_MK, b_KN):
         if matrix.device.type != "cpu" or matrix.dtype not in TYPES or 1 not in matrix.stride():
+            return False
+    for tensor, shape in ((out_MN, (rows, columns)), (bias_N, (columns,))):
+        if tensor is None:
+            continue
+        if not tensor.is_cpu or tensor.dtype != torch.float32 or tensor.shape != shape or tensor.stride(-1) != 1:
             return False
     return multiplies(torch.bfloat16)
 
@@ -302,8 +311,9 @@ def meet(a_MK: Tensor, b_KN: Tensor) -> bool:
 def gemm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, *, bias_N: Tensor | None = None, add: bool = False) -> None:
     """out = a b + bias, or out += a b; `out` and `bias` are float32, rows of `out` are whole.
 
-    Two float32 matrices are multiplied as such: each number is the sum of three in bfloat16, nothing of it lost (above 3.39e38,
-    where bfloat16 ends, the result is not a number).  A float32 one that meets a bfloat16 one is rounded.
+    Two float32 matrices are multiplied as such: each number is the sum of three in bfloat16, nothing of it lost.  Above 3.39e38,
+    where bfloat16 ends, the result is not a number; below 1e-30 it has fewer digits, for tiles take subnormal parts as zeros.
+    A float32 matrix that meets a bfloat16 one is rounded.
     """
     (rows, depth), columns = a_MK.shape, b_KN.shape[1]
     _call(
