@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -232,6 +233,40 @@ def test_a_linear_layer_and_its_slopes(lower: bool, in_place: bool, bias: bool) 
     assert error(found, expected.detach()) < tolerance
     for parameter, exact in zip((x, *model.parameters()), wanted, strict=True):
         assert parameter.grad is not None and error(parameter.grad, 2 * exact.double()) < tolerance
+
+
+@pytest.fixture
+def layer() -> nn.Module:
+    model = nn.Module()
+    model.base_model = model.linear = nn.Linear(128, 160)
+    return model
+
+
+def test_a_frozen_linear_layer_does_not_keep_its_inputs(layer: Any) -> None:
+    """Under adapters they would be the largest tensors of all."""
+    layer.linear.weight.requires_grad_(False)
+    x, kept = torch.randn(200, 128, requires_grad=True), []
+    seen = torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.append(tensor.shape), tensor)[1], lambda tensor: tensor)
+    with fused_modules(layer), seen:
+        found = layer.linear(x)
+    assert (200, 128) not in kept
+    found.sum().backward()
+    torch.testing.assert_close(x.grad, layer.linear.weight.sum(0).expand(200, 128), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(layer.linear.bias.grad, torch.full((160,), 200.0))
+    assert layer.linear.weight.grad is None
+
+
+@pytest.mark.parametrize("shape", [(128,), (0, 128), (2, 0, 128), (2, 3, 100, 128)])
+def test_a_linear_layer_takes_every_shape_that_torchs_takes(layer: Any, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    with fused_modules(layer):
+        found = layer.linear(x)
+    torch.testing.assert_close(found, layer.linear(x))
+
+
+def test_a_linear_layer_refuses_inputs_of_another_width(layer: Any) -> None:
+    with fused_modules(layer), pytest.raises(RuntimeError, match="cannot be multiplied"):
+        layer.linear(torch.randn(100, 130))
 
 
 @tiles

@@ -233,22 +233,25 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight: Tensor, bias_O: Tensor | None, turned: bool) -> Tensor:
-        ctx.save_for_backward(x_TI, weight, bias_O)
-        ctx.turned = turned
+        # Under an adapter the weight is frozen, and then nobody needs its inputs again.
+        ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None, weight)
+        ctx.turned, ctx.bias_type = turned, None if bias_O is None else bias_O.dtype
         weight_IO = _like(weight, x_TI) if turned else _like(weight, x_TI).T
         return product(x_TI, weight_IO, None if bias_O is None else _like(bias_O, x_TI))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_TI, weight, bias_O = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        x_TI, weight = ctx.saved_tensors
+        needs_x, _, needs_bias, _ = ctx.needs_input_grad
         grad_TO = grads[0]
-        weight_OI = _like(weight, x_TI).T if ctx.turned else _like(weight, x_TI)
-        left, right = (x_TI, grad_TO) if ctx.turned else (grad_TO, x_TI)
+        grad_weight = None
+        if x_TI is not None:
+            grad_weight = _slope(x_TI, grad_TO, weight) if ctx.turned else _slope(grad_TO, x_TI, weight)
+        weight_OI = _like(weight, grad_TO).T if ctx.turned else _like(weight, grad_TO)
         return (
             product(grad_TO, weight_OI) if needs_x else None,
-            _slope(left, right, weight) if needs_weight else None,
-            grad_TO.sum(0).to(bias_O.dtype) if needs_bias else None,
+            grad_weight,
+            grad_TO.sum(0).to(ctx.bias_type) if needs_bias else None,
             None,
         )
 
@@ -296,7 +299,7 @@ def _flat(hidden_states: Tensor) -> Tensor:
     """(T, D) in the type that products run in."""
     device = hidden_states.device.type
     lower = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
-    return hidden_states.flatten(0, -2).to(lower)
+    return hidden_states.reshape(-1, hidden_states.shape[-1]).to(lower)
 
 
 def _norm(self: Any, hidden_states: Tensor) -> Tensor:
