@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from groupwise.models.fused import RMSNorm, Rotary, fused_modules
 from groupwise.models.policy import Policy
-from groupwise.objective.inplace import summed_in_place
+from groupwise.objective.inplace import gradient_of, summed_in_place
 from groupwise.optim import Optimizer
 from groupwise.packing import pack
 from groupwise.records import Batch
@@ -266,6 +266,16 @@ def test_in_a_loop_of_ones_own_a_loss_may_be_multiplied_and_asked_for_its_gradie
     (2 * token_loss(policy, batch, loss, separable=True, as_is=True)[0]).backward()
     for parameter, expected in zip(parameters, once, strict=True):
         assert parameter.grad is not None and relative(parameter.grad, 2 * expected) < 1e-5
+
+
+def test_only_a_parameter_or_its_first_rows_are_summed_in_place() -> None:
+    """Other views of the same shape and beginning hold other numbers."""
+    parameter = nn.Parameter(torch.randn(8, 8))
+    with summed_in_place():
+        assert gradient_of(parameter.T)[0] is gradient_of(parameter[::2])[0] is gradient_of(parameter[1:])[0] is None
+        assert parameter.grad is None
+        first, fresh = gradient_of(parameter[:3])
+        assert first is not None and fresh and first.shape == (3, 8)
 
 
 def test_a_loss_that_is_multiplied_after_all_is_noticed(tiny_policy: Callable, random_samples: Callable) -> None:

@@ -3,7 +3,7 @@
 The head's gradient is as large as its matrix; where the embedding is the same matrix, autograd makes its gradient just as large,
 adds the two, and adds their sum to that of the micro-batches before: three or four matrices of V x D, and as many passes over
 them.  Inside `summed_in_place` the head's products and the embedding's rows are added to the parameter's `.grad` itself, and so
-are the products that give the slopes of the blocks' matrices: in bfloat16 they are then never rounded.
+are the slopes of linear layers: made of bfloat16 numbers for a float32 matrix, they are then never rounded.
 
 V vocabulary, or another matrix's rows   D width
 """
@@ -22,7 +22,7 @@ _open: ContextVar[bool] = ContextVar("summed_in_place", default=False)
 
 @contextmanager
 def summed_in_place(on: bool = True) -> Iterator[None]:
-    """While inside, backward passes end in `.grad` (`torch.autograd.grad` finds nothing of what is summed here)."""
+    """While inside, backward passes end in `.grad`: `torch.autograd.grad` too, which then finds nothing of what is summed here."""
     before = _open.set(on)
     try:
         yield
@@ -30,18 +30,19 @@ def summed_in_place(on: bool = True) -> Iterator[None]:
         _open.reset(before)
 
 
-def gradient_of(weight_VD: Tensor) -> tuple[Tensor | None, bool]:
-    """The sum that a gradient of `weight_VD` may be added to, or None; and whether that sum still holds nothing but noise.
+def gradient_of(weight: Tensor) -> tuple[Tensor | None, bool]:
+    """The sum that a gradient of `weight` may be added to, or None; and whether that sum still holds nothing but noise.
 
-    `weight_VD` is a parameter or the first rows of one.  Those that others listen to (hooks), that are spread over processes, or
-    whose gradients are summed in another precision are left to autograd.
+    `weight` is a parameter or the first rows of one.  Those that others listen to (hooks), that are spread over processes, or
+    whose gradients are summed in another precision are left to autograd, and so are blocks that are computed again in the backward
+    pass, to which their weights come back as tensors of their own.
     """
-    parameter = weight_VD if weight_VD._base is None else weight_VD._base
+    parameter = weight if weight._base is None else weight._base
     plain = type(parameter) is nn.Parameter and parameter.requires_grad and parameter.is_leaf
     if not _open.get() or not plain or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return None, False
-    rows = weight_VD.shape[0]
-    if weight_VD.shape[1:] != parameter.shape[1:] or weight_VD.data_ptr() != parameter.data_ptr():
+    rows = weight.shape[0]
+    if (weight.data_ptr(), weight.shape[1:], weight.stride()) != (parameter.data_ptr(), parameter.shape[1:], parameter.stride()):
         return None, False
     fresh = parameter.grad is None
     if fresh:
