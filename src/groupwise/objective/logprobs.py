@@ -27,8 +27,8 @@ CHUNK_NUMBERS = 1 << 22
 MOST_ROWS = 512
 """More rows to a chunk make no product faster."""
 MIN_ROWS = 128
-"""Every chunk reads the head twice and its gradient once: with fewer rows it would spend its time on that.  Above 32,768 ids a chunk
-is larger instead."""
+"""Every chunk reads the head twice and its gradient once: with fewer rows it would spend its time on that.  Above 32,768 ids a
+chunk is larger instead."""
 BLOCK_NUMBERS = 1 << 18
 """What lies between a chunk's products is done on so many of its logits at a time: 1 MB in float32, which stays in a core's cache.
 A chunk exists once, in the type of the products; only a block of it is ever widened to float32."""
@@ -61,8 +61,8 @@ class Support:
 def chunk_rows(vocabulary: int, width: int, deep: int = 0, numbers: int = CHUNK_NUMBERS) -> int:
     """Rows of a chunk whose logits have `width` bytes: `numbers` is meant for float32, a lower precision has more for its bytes.
 
-    deep: the width of a head that is trained, whose gradient is read and written once for every chunk: where the chunk stays
-    below half of it, rows are added.
+    deep: the width of a head that may be trained: its gradient is read and written once for every chunk, so where the chunk stays
+    below half of it, rows are added.  Scoring and a frozen head take the same chunks.
 
     >>> chunk_rows(512, 4), chunk_rows(50257, 4), chunk_rows(50257, 2), chunk_rows(50257, 4, 768), chunk_rows(150_000, 4)
     (512, 128, 166, 384, 128)
