@@ -43,7 +43,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 @given(
     sizes=st.tuples(st.integers(1, 130), st.integers(1, 130), st.one_of(st.integers(1, 130), st.integers(500, 600), st.just(1600))),
     turned=st.tuples(st.booleans(), st.booleans()),
-    types=st.tuples(st.sampled_from(TYPES), st.sampled_from(TYPES)),
+    dtype=st.sampled_from(TYPES),
     wide=st.sampled_from([0, 3]),
     start=st.sampled_from(["nothing", "bias", "sum"]),
     seed=st.integers(0, 1000),
@@ -51,16 +51,15 @@ def error(found: Tensor, exact: Tensor) -> float:
 def test_a_product_is_the_definition_for_every_size_order_and_type(
     sizes: tuple[int, int, int],
     turned: tuple[bool, bool],
-    types: tuple[torch.dtype, torch.dtype],
+    dtype: torch.dtype,
     wide: int,
     start: str,
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
     rows, columns, depth = sizes
-    a, b = matrix(rows, depth, turned[0], types[0], wide), matrix(depth, columns, turned[1], types[1], wide)
-    same = types[0] == types[1]  # else the float32 one is rounded
-    exact = (a if same else a.bfloat16()).double() @ (b if same else b.bfloat16()).double()
+    a, b = matrix(rows, depth, turned[0], dtype, wide), matrix(depth, columns, turned[1], dtype, wide)
+    exact = a.double() @ b.double()
     bias, room = torch.randn(columns), torch.full((rows + 1, columns + 2), 7.0)
     out = room[:rows, :columns]
     if start == "sum":

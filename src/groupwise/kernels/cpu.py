@@ -289,7 +289,7 @@ LEAST_SIDE = 96
 """Matrices with a shorter side are not worth cutting into tiles."""
 
 
-def meet(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor | None = None, bias_N: Tensor | None = None) -> bool:
+def worth_tiles(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor | None = None, bias_N: Tensor | None = None) -> bool:
     """True if there is a `gemm` for these that is worth it: on a CPU, for processors with matrix tiles.
 
     What fits together in no way is left to torch, which says so.
@@ -298,7 +298,7 @@ def meet(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor | None = None, bias_N: Tenso
     if depth != deep or min(rows, depth, columns) < LEAST_SIDE:
         return False
     for matrix in (a_MK, b_KN):
-        if matrix.device.type != "cpu" or matrix.dtype not in TYPES or 1 not in matrix.stride():
+        if not matrix.is_cpu or matrix.dtype not in TYPES or matrix.dtype != a_MK.dtype or 1 not in matrix.stride():
             return False
     for tensor, shape in ((out_MN, (rows, columns)), (bias_N, (columns,))):
         if tensor is None:
@@ -309,16 +309,15 @@ def meet(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor | None = None, bias_N: Tenso
 
 
 def gemm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, *, bias_N: Tensor | None = None, add: bool = False) -> None:
-    """out = a b + bias, or out += a b; `out` and `bias` are float32, rows of `out` are whole.
+    """out = a b + bias, or out += a b, of matrices that are `worth_tiles`; `out` and `bias` are float32, rows of `out` are whole.
 
     Two float32 matrices are multiplied as such: each number is the sum of three in bfloat16, nothing of it lost.  Above 3.39e38,
     where bfloat16 ends, the result is not a number; below 1e-30 it has fewer digits, for tiles take subnormal parts as zeros.
-    A float32 matrix that meets a bfloat16 one is rounded.
     """
     (rows, depth), columns = a_MK.shape, b_KN.shape[1]
     _call(
         "gemm",
-        *(_half(a_MK) | _half(b_KN) << 1, _at(a_MK), c_long(a_MK.stride(0)), c_long(a_MK.stride(1))),
+        *(_half(a_MK), _at(a_MK), c_long(a_MK.stride(0)), c_long(a_MK.stride(1))),
         *(_at(b_KN), c_long(b_KN.stride(0)), c_long(b_KN.stride(1)), _at(out_MN), c_long(out_MN.stride(0))),
         *(c_long(rows), c_long(columns), c_long(depth), _at(bias_N), int(add), torch.get_num_threads()),
     )

@@ -126,8 +126,8 @@ static void block(const bfloat16 *a, const bfloat16 *b, long depth, Result out, 
 static inline long least(long a, long b) { return a < b ? a : b; }
 
 // Few rows are packed by all threads together and stay in the caches, and each takes some of the columns at a time.
-template <int PARTS, class A, class B>
-static void few_rows(Matrix<A> a, Matrix<B> b, Result out, long inners, long stretch, int threads) {
+template <int PARTS, class T>
+static void few_rows(Matrix<T> a, Matrix<T> b, Result out, long inners, long stretch, int threads) {
     bfloat16 *rows = (bfloat16 *)room<1>(ceiling(out.rows, PAIR) * PAIR * stretch * PARTS / 2);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -149,8 +149,8 @@ static void few_rows(Matrix<A> a, Matrix<B> b, Result out, long inners, long str
 }
 
 // Of many rows each thread takes a block at a time, which stays in its core's cache while columns that all have packed together pass.
-template <int PARTS, class A, class B>
-static void many_rows(Matrix<A> a, Matrix<B> b, Result out, long inners, long stretch, int threads) {
+template <int PARTS, class T>
+static void many_rows(Matrix<T> a, Matrix<T> b, Result out, long inners, long stretch, int threads) {
     long height = least(FEW_ROWS, ceiling(ceiling(out.rows, threads), PAIR) * PAIR);
     bfloat16 *columns = (bfloat16 *)room<1>(COLUMNS * stretch * PARTS / 2);
 #pragma omp parallel num_threads(threads) if (threads > 1)
@@ -173,25 +173,23 @@ static void many_rows(Matrix<A> a, Matrix<B> b, Result out, long inners, long st
     }
 }
 
-template <int PARTS, class A, class B>
-static void multiply(Matrix<A> a, Matrix<B> b, Result out, long inners, int threads) {
+template <int PARTS, class T>
+static void multiply(Matrix<T> a, Matrix<T> b, Result out, long inners, int threads) {
     long stretches = ceiling(inners, STRETCH / PARTS), stretch = ceiling(ceiling(inners, stretches), DEPTH) * DEPTH;
     if (out.rows <= FEW_ROWS) few_rows<PARTS>(a, b, out, inners, stretch, threads);
     else many_rows<PARTS>(a, b, out, inners, stretch, threads);
 }
 
-// out = a b + bias, or out += a b.  Numbers lie steps apart, one of a matrix's two steps is 1, out's rows are whole.  halves: bits 0 and 1:
-// a, b are bfloat16.
-extern "C" void gemm(int halves, const void *a, long a_row, long a_column, const void *b, long b_row, long b_column, float *out, long out_row,
+// out = a b + bias, or out += a b; a and b are float32 or (half) bfloat16.  Numbers lie steps apart, one of a matrix's two steps is 1,
+// out's rows are whole.
+extern "C" void gemm(int half, const void *a, long a_row, long a_column, const void *b, long b_row, long b_column, float *out, long out_row,
                      long rows, long columns, long inners, const float *bias, int add, int threads) {
     Result to{out, out_row, rows, columns, bias, (bool)add};
-    Matrix<float> af{(const float *)a, a_row, a_column}, bf{(const float *)b, b_column, b_row};
-    Matrix<bfloat16> ah{(const bfloat16 *)a, a_row, a_column}, bh{(const bfloat16 *)b, b_column, b_row};
-    switch (halves) {
-        case 0: return multiply<3>(af, bf, to, inners, threads);
-        case 1: return multiply<1>(ah, bf, to, inners, threads);
-        case 2: return multiply<1>(af, bh, to, inners, threads);
-        case 3: return multiply<1>(ah, bh, to, inners, threads);
-    }
+    if (half)
+        multiply<1>(Matrix<bfloat16>{(const bfloat16 *)a, a_row, a_column}, Matrix<bfloat16>{(const bfloat16 *)b, b_column, b_row}, to,
+                    inners, threads);
+    else
+        multiply<3>(Matrix<float>{(const float *)a, a_row, a_column}, Matrix<float>{(const float *)b, b_column, b_row}, to, inners,
+                    threads);
 }
 #endif

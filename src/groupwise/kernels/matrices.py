@@ -19,7 +19,7 @@ PART_NUMBERS = 1 << 20
 
 def product(a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """a b + bias, of matrices of one type and in it."""
-    if a_MK.dtype == b_KN.dtype == torch.float32 and cpu.meet(a_MK, b_KN, out, bias_N):
+    if a_MK.dtype == torch.float32 and cpu.worth_tiles(a_MK, b_KN, out, bias_N):
         out = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1]) if out is None else out
         cpu.gemm(a_MK, b_KN, out, bias_N=bias_N)
         return out
@@ -28,7 +28,7 @@ def product(a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = None, *, out: Te
 
 def add_product(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, fresh: bool) -> None:
     """total += a b, or total = a b where it is `fresh`: not written yet.  Its type may be wider than that of the factors."""
-    if a_MK.dtype == b_KN.dtype and cpu.meet(a_MK, b_KN, total_MN):
+    if cpu.worth_tiles(a_MK, b_KN, total_MN):
         cpu.gemm(a_MK, b_KN, total_MN, add=not fresh)
     elif total_MN.dtype == a_MK.dtype:
         torch.mm(a_MK, b_KN, out=total_MN) if fresh else total_MN.addmm_(a_MK, b_KN)
