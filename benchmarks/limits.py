@@ -34,8 +34,8 @@ def seconds(run: Callable[[], Any], repeats: int = 7) -> float:
     return max(middle(found), 1e-9)
 
 
-def ceilings(work: Workload, rows: int, few: int, vocabulary: int) -> dict[str, float]:
-    """GFLOP/s and GB/s, per processor second."""
+def ceilings(work: Workload, rows: int, few: int, parameters: int) -> dict[str, float]:
+    """GFLOP/s and GB/s, per processor second; reading is of as much as the weights are, which a cache may hold or not."""
     import torch
     from torch.nn import functional as F
 
@@ -63,7 +63,7 @@ def ceilings(work: Workload, rows: int, few: int, vocabulary: int) -> dict[str, 
         x, found = torch.randn(m, k, dtype=dtype), prepared(torch.randn(n, k), None, dtype)
         return max(product(m, k, n), 2e-9 * m * k * n / seconds(lambda: found(x)))
 
-    numbers = torch.randn(64 << 20 >> 2)
+    numbers = torch.randn(parameters * dtype.itemsize // 4)
     into = torch.empty_like(numbers)
     length, width = 128, work.hidden // work.heads
     q, k, v = (torch.randn(8, work.heads, length, width, dtype=dtype) for _ in range(3))
@@ -72,7 +72,7 @@ def ceilings(work: Workload, rows: int, few: int, vocabulary: int) -> dict[str, 
         "gemm": product(rows, work.hidden, wide),
         "gemm_torch": torchs(rows, work.hidden, wide),
         "gemm_weight_gradient": slopes(rows, work.hidden, wide),
-        "gemm_head": product(min(rows, 512), work.hidden, vocabulary),
+        "gemm_head": product(min(rows, 512), work.hidden, work.vocab),
         "gemm_few_rows": packed(few, work.hidden, wide),
         "read": 1e-9 * numbers.nbytes / seconds(lambda: numbers.sum()),
         "copy": 2e-9 * numbers.nbytes / seconds(lambda: into.copy_(numbers)),
@@ -125,7 +125,7 @@ def main() -> None:
     embedded = sum(m.weight.numel() for m in side.policy.model.modules() if isinstance(m, torch.nn.Embedding))
     lengths = work.schedule()
     rows = int(work.prompts * (work.prompt - 1) + lengths.sum())
-    limit = ceilings(work, rows, int((lengths > work.completion // 2).sum()), work.vocab)
+    limit = ceilings(work, rows, int((lengths > work.completion // 2).sum()), parameters)
     side.step()
     steps = [side.step()["cpu"] for _ in range(options.steps)]
     rollout, update = (middle([step[phase] for step in steps]) for phase in ("rollout", "update"))
