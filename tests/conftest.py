@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from hypothesis import settings
 from torch import nn
 
 from groupwise.data.tokenizers import make_tokenizer
@@ -17,6 +18,11 @@ from groupwise.models.policy import Policy, make_policy
 from groupwise.models.scratch import scratch_model
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
 from groupwise.settings import ModelSettings, ScratchSettings
+
+# The same examples in every run, so that a failure is a failure everywhere. `--hypothesis-profile=search` looks for new ones.
+settings.register_profile("same", derandomize=True, max_examples=80, deadline=None, print_blob=True)
+settings.register_profile("search", max_examples=2000, deadline=None, print_blob=True)
+settings.load_profile("same")
 
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "gemma2", "mixtral")
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.checkpoint import _decode, _encode, damage, latest, load, policy_folder, save, step_of
@@ -61,7 +61,6 @@ LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | s
 LEAVES = LEAVES | st.integers(0, 5).map(lambda n: torch.arange(n, dtype=torch.int32)) | st.integers(0, 3).map(np.arange)
 
 
-@settings(deadline=None, max_examples=100)
 @given(
     st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner) | st.lists(inner).map(tuple), max_leaves=20)
 )

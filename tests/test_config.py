@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.config import (
@@ -398,7 +398,6 @@ def test_load_recipe_and_load_stages(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- writing
 
 
-@settings(deadline=None, max_examples=50)
 @given(
     st.builds(
         Recipe,

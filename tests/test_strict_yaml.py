@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.strict_yaml import MOST_VALUES, dump, parse, parse_value
@@ -45,7 +45,6 @@ def test_scalars_follow_yaml_1_2(text: str, value: object) -> None:
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 
 
-@settings(deadline=None, max_examples=50)
 @given(
     st.dictionaries(st.text(min_size=1), st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
 )

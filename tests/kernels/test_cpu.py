@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -52,7 +52,6 @@ def layout_of(groups: list[tuple[int, list[int]]], filler: int) -> Layout:
 groups = st.lists(st.tuples(st.integers(0, 70), st.lists(st.integers(1, 50), min_size=1, max_size=4)), min_size=1, max_size=4)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     groups=groups,
     filler=st.integers(0, 5),

@@ -5,13 +5,12 @@ import statistics
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.errors import ConfigError
 from groupwise.objective import credit
 
-FAST = settings(max_examples=40, deadline=None)
 REWARDS = st.lists(st.floats(-5, 5).map(lambda x: round(x, 3)), min_size=2, max_size=9)
 
 
@@ -31,7 +30,6 @@ def test_worked_example_of_standardized(scored):
 
 
 @given(REWARDS, REWARDS)
-@FAST
 def test_outcome_credits_against_the_statistics_module(scored, first, second):
     groups = [scored(first), scored(second)]
     everything = first + second
@@ -56,7 +54,6 @@ def test_outcome_credits_against_the_statistics_module(scored, first, second):
 
 
 @given(REWARDS, st.floats(-100, 100), st.floats(0.1, 100))
-@FAST
 def test_standardized_ignores_shift_and_scale(scored, rewards, shift, scale):
     moved = [round(r, 3) * scale + shift for r in rewards]
     if max(rewards) - min(rewards) < 0.01:
@@ -67,7 +64,6 @@ def test_standardized_ignores_shift_and_scale(scored, rewards, shift, scale):
 
 @pytest.mark.parametrize("name", ["standardized", "centered", "leave_one_out", "decoupled", "whitened"])
 @given(rewards=REWARDS, data=st.data())
-@FAST
 def test_permuting_completions_permutes_advantages(scored, name, rewards, data):
     order = data.draw(st.permutations(range(len(rewards))))
     function = getattr(credit, name)
@@ -210,7 +206,6 @@ def test_process_counts_every_step_that_ends_at_or_after_a_token(scored):
 
 
 @given(REWARDS)
-@FAST
 def test_one_step_per_completion_is_outcome_supervision(scored, rewards):
     group = scored(rewards, process=[[NAN, NAN, r] for r in rewards])
     found = firsts(credit.process([group]))[0]
@@ -242,7 +237,6 @@ def test_rewards_in_float32_do_not_lower_the_precision(scored):
         max_size=5,
     )
 )
-@FAST
 def test_process_is_what_the_paper_writes(scored, steps):
     """DeepSeekMath 4.1.3, sentence by sentence: normalise every step's reward with mean(R) and std(R), sum what follows a token."""
     pool = [r for completion in steps for r in completion if r == r]

@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.objective import weights
 
-FAST = settings(max_examples=60, deadline=None)
 STEP = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=12)
 NAMES = ["sequence_mean", "token_mean", "constant", "sequence_sum", "prompt_mean"]
 
@@ -19,7 +18,6 @@ def weigh(name, tokens, prompts):
 
 @pytest.mark.parametrize("name", NAMES)
 @given(step=STEP)
-@FAST
 def test_against_the_table(name, step):
     tokens, prompts = zip(*step, strict=True)
     count, total = len(tokens), sum(tokens)
@@ -39,7 +37,6 @@ def test_against_the_table(name, step):
 
 
 @given(step=STEP)
-@FAST
 def test_sums(step):
     """The weights of all tokens add up to the share of what has tokens at all."""
     tokens, prompts = map(np.array, zip(*step, strict=True))
@@ -54,7 +51,6 @@ def test_sums(step):
 
 @pytest.mark.parametrize("name", NAMES)
 @given(step=STEP, data=st.data())
-@FAST
 def test_row_order_is_irrelevant(name, step, data):
     order = data.draw(st.permutations(range(len(step))))
     tokens, prompts = zip(*step, strict=True)
@@ -64,7 +60,6 @@ def test_row_order_is_irrelevant(name, step, data):
 
 
 @given(step=STEP, where=st.integers(0, 12))
-@FAST
 def test_p04_masking_a_row_is_removing_it_for_token_means(step, where):
     """A truncated row that is masked (0 trained tokens) does not dilute the others' gradient."""
     tokens, prompts = (list(column) for column in zip(*step, strict=True))
