@@ -30,7 +30,7 @@ def threads():
 
 def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     """To the rounding of a type, measured on the whole tensor; where nothing but rounding is expected, of numbers around 1."""
-    error = float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1.0))
+    error = float((found.detach().double() - expected.double()).norm() / expected.double().norm().clamp_min(1.0))
     assert error < (4e-6 if dtype == torch.float32 else 1e-2), error
 
 

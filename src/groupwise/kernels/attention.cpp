@@ -34,10 +34,10 @@ static void read_rows(const T *from, Strides step, long head, long first, long c
 }
 
 template <typename T>
-static void write_rows(const float *from, long count, long width, float scale, T *to, Strides step, long head, long first) {
+static void write_rows(const float *from, long from_row, long count, long width, float scale, T *to, Strides step, long head, long first) {
     for (long t = 0; t < count; t++) {
         T *row = to + head * step.head + (first + t) * step.token;
-        for (long d = 0; d < width; d += LANES) store(row + d, load(from + t * width + d) * scale);
+        for (long d = 0; d < width; d += LANES) store(row + d, load(from + t * from_row + d) * scale);
     }
 }
 
@@ -67,7 +67,7 @@ static void forward(const T *q, const T *k, const T *v, T *out, float *lse, cons
                     lse[head * tokens + stretch.from + first + r] = softmax(score, across);
                 }
                 product(rows, width, keys, scores, most, 1, values, width, found, width, false);
-                write_rows(found, rows, width, 1.0f, out, step[3], head, stretch.from + first);
+                write_rows(found, width, rows, width, 1.0f, out, step[3], head, stretch.from + first);
             }
     }
 }
@@ -116,17 +116,37 @@ static void backward(const T *q, const T *k, const T *v, const T *out, const flo
                     }
                 }
                 product(rows, width, seen, slopes, most, 1, keys, width, rows_out, width, false);
-                write_rows(rows_out, rows, width, scale, grad_q, step[5], head, place);
+                write_rows(rows_out, width, rows, width, scale, grad_q, step[5], head, place);
                 product(seen, width, rows, slopes, 1, most, queries, width, sum_k, width, true);
                 product(seen, width, rows, weights, 1, most, grads, width, sum_v, width, true);
             }
         // The first stretch begins with the prompt, whose sums stay until the last completion has added its own.
         long kept = s == 0 ? prompt : 0;
-        write_rows(sum_k + own + kept * width, length - kept, width, 1.0f, grad_k, step[6], shared, stretch.from + kept);
-        write_rows(sum_v + own + kept * width, length - kept, width, 1.0f, grad_v, step[7], shared, stretch.from + kept);
+        write_rows(sum_k + own + kept * width, width, length - kept, width, 1.0f, grad_k, step[6], shared, stretch.from + kept);
+        write_rows(sum_v + own + kept * width, width, length - kept, width, 1.0f, grad_v, step[7], shared, stretch.from + kept);
     }
-    write_rows(sum_k, prompt, width, 1.0f, grad_k, step[6], shared, start);
-    write_rows(sum_v, prompt, width, 1.0f, grad_v, step[7], shared, start);
+    write_rows(sum_k, width, prompt, width, 1.0f, grad_k, step[6], shared, start);
+    write_rows(sum_v, width, prompt, width, 1.0f, grad_v, step[7], shared, start);
+}
+
+#include "attention_tiles.h"
+
+extern "C" int has_tiles();
+
+template <typename T, typename... Rest>
+static void forward_best(const T *q, Rest... rest) {
+#ifdef MATRIX_TILES
+    if (has_tiles()) return forward_tiles<sizeof(T) == 2 ? 1 : 3>(q, rest...);
+#endif
+    forward(q, rest...);
+}
+
+template <typename T, typename... Rest>
+static void backward_best(const T *q, Rest... rest) {
+#ifdef MATRIX_TILES
+    if (has_tiles()) return backward_tiles<sizeof(T) == 2 ? 1 : 3>(q, rest...);
+#endif
+    backward(q, rest...);
 }
 
 template <typename Work>
@@ -141,7 +161,7 @@ extern "C" void attention_forward(int half, const void *q, const void *k, const 
     each(families, shared, threads, [=](long f, long head) {
         auto run = [=](auto zero) {
             typedef decltype(zero) T;
-            forward((const T *)q, (const T *)k, (const T *)v, (T *)out, lse, step, tokens, heads / shared, width, scale,
+            forward_best((const T *)q, (const T *)k, (const T *)v, (T *)out, lse, step, tokens, heads / shared, width, scale,
                     stretches + first[f], first[f + 1] - first[f], head);
         };
         if (half) run(bfloat16{}); else run(0.0f);
@@ -155,7 +175,7 @@ extern "C" void attention_backward(int half, const void *q, const void *k, const
     each(families, shared, threads, [=](long f, long head) {
         auto run = [=](auto zero) {
             typedef decltype(zero) T;
-            backward((const T *)q, (const T *)k, (const T *)v, (const T *)out, lse, (const T *)grad_out, (T *)grad_q, (T *)grad_k,
+            backward_best((const T *)q, (const T *)k, (const T *)v, (const T *)out, lse, (const T *)grad_out, (T *)grad_q, (T *)grad_k,
                      (T *)grad_v, step, tokens, heads / shared, width, scale, stretches + first[f], first[f + 1] - first[f], head);
         };
         if (half) run(bfloat16{}); else run(0.0f);

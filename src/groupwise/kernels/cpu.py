@@ -19,7 +19,8 @@ TYPES = (torch.float32, torch.bfloat16)
 WIDTHS = 16
 """Rows are read in whole vectors: the longest that any processor has."""
 MOST_KEYS = {torch.float32: 2048, torch.bfloat16: 1024}
-"""Over more keys an update's attention (forward and backward) is faster by torch's flash kernel, whose blocks are larger."""
+MOST_KEYS_ON_TILES = 8192
+"""Over more keys an update's attention (forward and backward) is faster by torch's flash kernel, or has not been measured."""
 
 
 def fits(*tensors: Tensor, width: int | None = None) -> bool:
@@ -39,6 +40,13 @@ def fits(*tensors: Tensor, width: int | None = None) -> bool:
 def fit_as_one(*tensors: Tensor) -> bool:
     """`fits`, for tensors that a kernel reads as one type."""
     return all(tensor.dtype == tensors[0].dtype for tensor in tensors) and fits(*tensors)
+
+
+def worth_attention(keys: int, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """True if there is an `attention` for these that is worth it.  keys: the most that a query sees."""
+    if not fit_as_one(query, key, value):
+        return False
+    return keys <= (MOST_KEYS_ON_TILES if multiplies(torch.bfloat16) else MOST_KEYS[query.dtype])
 
 
 def _at(tensor: Tensor | None) -> ctypes.c_void_p:

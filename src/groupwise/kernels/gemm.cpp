@@ -10,59 +10,8 @@
 
 #ifdef MATRIX_TILES
 constexpr long FEW_ROWS = 256, FEW_COLUMNS = 128, COLUMNS = 1024, STRETCH = 1536;  // of inner numbers, by the number of parts
-constexpr long PAIR = 2 * TILE;
 
 static inline long ceiling(long count, long of) { return (count + of - 1) / of; }
-
-static inline void load_rows(const bfloat16 *first, const bfloat16 *second) {
-    _tile_loadd(4, first, 64);
-    _tile_loadd(5, second, 64);
-}
-
-static inline void load_columns(const bfloat16 *first, const bfloat16 *second) {
-    _tile_loadd(6, first, 64);
-    _tile_loadd(7, second, 64);
-}
-
-static inline void multiply_tiles() {
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 5, 6);
-    _tile_dpbf16ps(2, 4, 7);
-    _tile_dpbf16ps(3, 5, 7);
-}
-
-static inline void clear_sums() {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-}
-
-static inline void store_sums(float *to, long row) {
-    _tile_stored(0, to, row * 4);
-    _tile_stored(1, to + TILE * row, row * 4);
-    _tile_stored(2, to + TILE, row * 4);
-    _tile_stored(3, to + TILE * row + TILE, row * 4);
-}
-
-// Two tiles of rows meet two of columns, in every combination of parts that counts, over a stretch of `depth` tiles.
-template <int PARTS>
-static inline void meet(const bfloat16 *a, const bfloat16 *b, long depth) {
-    constexpr long STEP = PARTS * WHOLE, MID = WHOLE, LOW = 2 * WHOLE;
-    const bfloat16 *a_next = a + depth * STEP, *b_next = b + depth * STEP;
-    for (long k = 0; k < depth; k++, a += STEP, a_next += STEP, b += STEP, b_next += STEP) {
-        if constexpr (PARTS == 3) {  // in an order in which little is loaded twice
-            load_rows(a + LOW, a_next + LOW), load_columns(b, b_next), multiply_tiles();
-            load_rows(a, a_next), multiply_tiles();
-            load_columns(b + LOW, b_next + LOW), multiply_tiles();
-            load_columns(b + MID, b_next + MID), multiply_tiles();
-            load_rows(a + MID, a_next + MID), multiply_tiles();
-            load_columns(b, b_next), multiply_tiles();
-        } else {
-            load_rows(a, a_next), load_columns(b, b_next), multiply_tiles();
-        }
-    }
-}
 
 // One square of the result, `rows` x `columns` of it inside.  before: what it is added to, rows of it `before_row` apart; or null.  The
 // sums begin with nothing, so that what is added to many times loses no digits of each.
@@ -70,11 +19,12 @@ template <int PARTS>
 static void square(const bfloat16 *a, const bfloat16 *b, long depth, const float *before, long before_row, float *out, long out_row, long rows,
                    long columns) {
     alignas(64) float sums[PAIR * PAIR];
-    __asm__ volatile("" ::: "memory");  // what is loaded below is in memory by now
-    clear_sums();
-    meet<PARTS>(a, b, depth);
-    store_sums(sums, PAIR);
-    __asm__ volatile("" ::: "memory");
+    constexpr long ONE = PARTS * WHOLE;
+    for (long m = 0; m < PAIR && m < rows; m++) {
+        const float *line = out + m * out_row;
+        __builtin_prefetch(line, 1), __builtin_prefetch(line + TILE, 1);
+    }
+    meet<PARTS>({a, depth * ONE, ONE}, {b, depth * ONE, ONE}, depth, sums, PAIR, false);
     for (long m = 0; m < PAIR && m < rows; m++)
         for (long n = 0; n < PAIR && n < columns; n += LANES) {
             Vec found = load(sums + m * PAIR + n);

@@ -4,11 +4,10 @@
 
 #include "vectors.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512F__)
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
 #define MATRIX_TILES  // whose rows are as long as a vector
-#include <immintrin.h>
 
-constexpr long TILE = 16, DEPTH = 32, WHOLE = TILE * DEPTH;
+constexpr long TILE = 16, DEPTH = 32, WHOLE = TILE * DEPTH, PAIR = 2 * TILE;
 
 struct Config { uint8_t palette = 1, start = 0, zeros[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; };
 
@@ -24,7 +23,7 @@ static inline void open_tiles() {
 // three times 8.  To the last of them nothing is added: it needs no rounding, and what is not a number stays so, whatever its bits.
 template <int PARTS>
 static inline void split(Vec x, Bits *parts) {
-    if constexpr (PARTS == 1) parts[0] = upper(x);
+    if constexpr (PARTS == 1) parts[0] = __builtin_convertvector(rounded(x), Bits);
     else
         for (int part = 0; part < PARTS; part++) {
             parts[part] = ((Bits)x + (part < PARTS - 1 ? 0x8000 : 0)) >> 16;
@@ -43,8 +42,6 @@ static inline void take(const bfloat16 *from, long count, Bits *parts) {
     else if (count > 0) std::memcpy(&halves, from, count * sizeof(bfloat16));
     parts[0] = __builtin_convertvector(halves, Bits);
 }
-
-constexpr long AHEAD = 8 * LANES;  // numbers between those in use and those that are asked for
 
 static inline void ask(const void *from, long bytes) {
     for (long line = 0; line < bytes; line += 64) __builtin_prefetch((const char *)from + line);
@@ -73,7 +70,7 @@ static inline void fill_tiles(Form form, const T *from, long outer_step, long in
     else
         for (long r = 0; r < TILE; r++) {
             const T *row = from + 2 * r * inner_step;
-            ask(row + AHEAD, 64), ask(row + inner_step + AHEAD, 64);  // the tiles beside these
+            ask(row + DEPTH * inner_step, 64), ask(row + (DEPTH + 1) * inner_step, 64);  // the tiles below these
             Bits even[PARTS], odd[PARTS];
             take<PARTS>(row, 2 * r < inners ? outers : 0, even);
             take<PARTS>(row + inner_step, 2 * r + 1 < inners ? outers : 0, odd);
@@ -83,5 +80,67 @@ static inline void fill_tiles(Form form, const T *from, long outer_step, long in
         if ((inner_step == 1) != (form == ROWS_OUTSIDE)) exchange(block[part]);
         std::memcpy(tiles + part * WHOLE, block[part], sizeof block[part]);
     }
+}
+
+static inline void load_rows(const bfloat16 *first, const bfloat16 *second) {
+    _tile_loadd(4, first, 64);
+    _tile_loadd(5, second, 64);
+}
+
+static inline void load_columns(const bfloat16 *first, const bfloat16 *second) {
+    _tile_loadd(6, first, 64);
+    _tile_loadd(7, second, 64);
+}
+
+static inline void multiply_tiles() {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 5, 6);
+    _tile_dpbf16ps(2, 4, 7);
+    _tile_dpbf16ps(3, 5, 7);
+}
+
+// A matrix in tiles of so many parts each: how many numbers from one to the next outside, and inside (what is summed over).
+struct Tiles {
+    const bfloat16 *from;
+    long outer, inner;
+};
+
+// 32 x 32 numbers, `row` apart = or += two tiles of rows times two of columns, in every combination of parts that counts, over `depth` of
+// them.
+template <int PARTS>
+static inline void meet(Tiles rows, Tiles columns, long depth, float *sums, long row, bool add) {
+    constexpr long MID = WHOLE, LOW = 2 * WHOLE;
+    float *right = sums + TILE, *below = sums + TILE * row, *last = below + TILE;
+    __asm__ volatile("" ::: "memory");  // what is loaded below is in memory by now
+    if (add) {
+        _tile_loadd(0, sums, row * 4);
+        _tile_loadd(1, below, row * 4);
+        _tile_loadd(2, right, row * 4);
+        _tile_loadd(3, last, row * 4);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    const bfloat16 *a = rows.from, *b = columns.from;
+    for (long k = 0; k < depth; k++, a += rows.inner, b += columns.inner) {
+        const bfloat16 *a_next = a + rows.outer, *b_next = b + columns.outer;
+        if constexpr (PARTS == 3) {  // in an order in which little is loaded twice
+            load_rows(a + LOW, a_next + LOW), load_columns(b, b_next), multiply_tiles();
+            load_rows(a, a_next), multiply_tiles();
+            load_columns(b + LOW, b_next + LOW), multiply_tiles();
+            load_columns(b + MID, b_next + MID), multiply_tiles();
+            load_rows(a + MID, a_next + MID), multiply_tiles();
+            load_columns(b, b_next), multiply_tiles();
+        } else {
+            load_rows(a, a_next), load_columns(b, b_next), multiply_tiles();
+        }
+    }
+    _tile_stored(0, sums, row * 4);
+    _tile_stored(1, below, row * 4);
+    _tile_stored(2, right, row * 4);
+    _tile_stored(3, last, row * 4);
+    __asm__ volatile("" ::: "memory");
 }
 #endif

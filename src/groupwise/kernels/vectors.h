@@ -22,6 +22,10 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 struct bfloat16 { uint16_t bits; };
 
 static inline long padded(long count) { return (count + LANES - 1) / LANES * LANES; }
@@ -35,15 +39,19 @@ static inline Vec load(const bfloat16 *from) {
     return (Vec)(__builtin_convertvector(half, Bits) << 16);
 }
 
-// The upper halves of floats, rounded to nearest, ties to even; what is not a number stays so.
-static inline Bits upper(Vec x) {
-    Bits bits = (Bits)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+// Rounded to nearest, ties to even; what is not a number stays so.
+static inline Halves rounded(Vec x) {
+#if defined(__AVX512BF16__)
+    return (Halves)_mm512_cvtneps_pbh((__m512)x);
+#else
+    Bits bits = (Bits)x, found = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     Bits number = (Bits)(x == x);
-    return (rounded & number) | (0x7fc0 & ~number);
+    return __builtin_convertvector((found & number) | (0x7fc0 & ~number), Halves);
+#endif
 }
 
 static inline void store(bfloat16 *to, Vec x) {
-    Halves half = __builtin_convertvector(upper(x), Halves);
+    Halves half = rounded(x);
     std::memcpy(to, &half, sizeof half);
 }
 
@@ -66,7 +74,14 @@ static inline void write(T *to, Vec x, long count) {
 }
 
 static inline Vec select(Ints when, Vec yes, Vec no) { return (Vec)((when & (Ints)yes) | (~when & (Ints)no)); }
-static inline Vec largest(Vec a, Vec b) { return select(a > b, a, b); }
+
+static inline Vec largest(Vec a, Vec b) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return select(a > b, a, b);
+#endif
+}
 
 // Lane i of step H: of the first vector where i / H is even, of the second where it is odd; `second`: of each pair's other half.
 template <int H, bool second>
@@ -114,10 +129,15 @@ static inline float peak(Vec x) {
 
 // e^x within two units in the last place (Cephes' polynomial); 0 below -87, infinity above 88.
 static inline Vec exponential(Vec x) {
+#if defined(__AVX512F__)
+    Vec held = (Vec)_mm512_max_ps(_mm512_set1_ps(-87.3f), _mm512_min_ps(_mm512_set1_ps(89.0f), (__m512)x));
+    Vec twos = (Vec)_mm512_roundscale_ps((__m512)(held * 1.44269504088896341f), 0);
+#else
     const float rounder = 12582912.0f;  // 1.5 x 2^23: adding it leaves no digits behind the point
     Vec held = select(x > 89.0f, all(89.0f), x);
     held = select(held < -87.3f, all(-87.3f), held);
     Vec twos = (held * 1.44269504088896341f + rounder) - rounder;
+#endif
     Vec r = (held - twos * 0.693359375f) + twos * 2.12194440e-4f;
     Vec y = all(1.9875691500e-4f);
     y = y * r + 1.3981999507e-3f;
@@ -125,10 +145,14 @@ static inline Vec exponential(Vec x) {
     y = y * r + 4.1665795894e-2f;
     y = y * r + 1.6666665459e-1f;
     y = y * r + 5.0000001201e-1f;
-    y = y * r * r + r + 1.0f;
+    y = y * (r * r) + r + 1.0f;
+#if defined(__AVX512F__)
+    y = (Vec)_mm512_scalef_ps((__m512)y, (__m512)twos);
+#else
     // 2^128 is no float: two factors reach it.
     Ints whole = __builtin_convertvector(twos, Ints), half = whole >> 1;
     y = y * (Vec)((half + 127) << 23) * (Vec)((whole - half + 127) << 23);
+#endif
     return select(x < -87.3f, all(0.0f), y);
 }
 

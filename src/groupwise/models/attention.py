@@ -114,7 +114,7 @@ class PackedAttention:
             return explicit_attention(self.layout, query, key, value, scale, softcap, window)
         if query.is_cuda:
             return self._flex_attention(query, key, value, scale)
-        if self.longest <= cpu.MOST_KEYS.get(query.dtype, 0) and cpu.fit_as_one(query, key, value):
+        if cpu.worth_attention(self.longest, query, key, value):
             return _Compiled.apply(query, key, value, self.stretches, scale)  # type: ignore[return-value]
         return _Shared.apply(query, key, value, self.families, scale)  # type: ignore[return-value]
 
