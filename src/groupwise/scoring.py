@@ -73,7 +73,7 @@ def score(policy: Policy, samples: Sequence[Sample], *, budget: int, entropy: bo
     logp = [np.zeros(sample.completion.size) for sample in samples]
     entropies = [np.zeros(sample.completion.size) for sample in samples]
     found: list[tuple[bool, int, np.ndarray]] = []
-    with fused_modules(policy.model):
+    with fused_modules(policy.model, keep=not policy.sharded):
         for batch in batches_of(policy, samples, budget):
             hidden = policy.forward(batch).hidden_PD[batch.trained_M]
             with policy.precision():

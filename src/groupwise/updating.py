@@ -113,7 +113,7 @@ def _visit(
     own: list[tuple[int, np.ndarray]] = []
     positions = 0
     total = torch.zeros((), dtype=torch.promote_types(policy.dtype, torch.float32), device=policy.device)
-    with fused_modules(policy.model), summed_in_place(learn and not policy.sharded):
+    with fused_modules(policy.model, keep=not policy.sharded), summed_in_place(learn and not policy.sharded):
         for batch in batches_of(policy, samples, budget, whole_groups=whole_groups):
             value, seen_M = loss(policy, batch)
             if learn:

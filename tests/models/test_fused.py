@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
+from groupwise.kernels import cpu
 from groupwise.models.fused import RMSNorm, Rotary, fused_modules
 from groupwise.models.policy import Policy
 from groupwise.objective.inplace import gradient_of, summed_in_place
@@ -26,7 +27,7 @@ from groupwise.updating import assess, token_loss, update
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+    return float((found.detach().double() - expected.double()).norm() / expected.double().norm())
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
@@ -181,6 +182,45 @@ class Made(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.count += isinstance(out, Tensor) and out.shape == self.shape and out._base is None and "empty" in str(func)
         return out
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2"])
+def test_weights_get_their_lower_precision_once_and_only_while_inside(
+    family: str, tiny_policy: Callable, random_samples: Callable
+) -> None:
+    """Two passes over the same weights, forward and backward: as many copies as weights, the same bits as made anew each time."""
+    policy = replace(tiny_policy(family, hidden=128), autocast=True)
+    weights = [m.weight for n, m in policy.model.named_modules() if n.endswith(("proj", "c_attn", "c_fc"))]
+    matrices = [weight for weight in weights if min(weight.shape) >= cpu.LEAST_SIDE]  # smaller ones are left to torch
+    (batch,) = pack(random_samples(), 10_000)
+
+    class Lowered(TorchDispatchMode):
+        """Counts copies of the model's matrices in bfloat16."""
+
+        count = 0
+
+        def __torch_dispatch__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            at = [matrix.data_ptr() for matrix in matrices]
+            self.count += "_to_copy" in str(func) and args[0].data_ptr() in at
+            return func(*args, **(kwargs or {}))
+
+    def passes(keep: bool, times: int) -> tuple[list[Tensor], int]:
+        policy.model.zero_grad()
+        with fused_modules(policy.model, keep=keep), Lowered() as lowered:
+            for _ in range(times):
+                policy.forward(batch).hidden_PD.sum().backward()
+        return [p.grad.clone() for p in policy.model.parameters() if p.grad is not None], lowered.count
+
+    kept, copies = passes(keep=True, times=2)
+    anew, many = passes(keep=False, times=2)
+    assert copies == len(matrices) and many == 4 * len(matrices)
+    assert all(torch.equal(one, other) for one, other in zip(kept, anew, strict=True))
+    with torch.no_grad():
+        for matrix in matrices:
+            matrix.mul_(2.0)
+    changed, copies = passes(keep=True, times=2)
+    assert copies == len(matrices)
+    assert all(torch.equal(one, other) for one, other in zip(changed, passes(keep=False, times=2)[0], strict=True))
 
 
 def summed(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import MethodType
 from typing import Any
 
@@ -38,9 +39,18 @@ BLOCK_NUMBERS = 1 << 16
 """Activations that are worked on at a time between products."""
 
 
+_lowered: ContextVar[dict[tuple[Any, ...], tuple[Tensor, Tensor]] | None] = ContextVar("lowered", default=None)
+"""Weights by their place in memory, with their copies in the products' type."""
+
+
 @contextmanager
-def fused_modules(model: PreTrainedModel) -> Iterator[None]:
-    """Run known modules in their fused forms while inside; recomputation in a backward pass must be inside too."""
+def fused_modules(model: PreTrainedModel, *, keep: bool = True) -> Iterator[None]:
+    """Run known modules in their fused forms while inside; recomputation in a backward pass must be inside too.
+
+    The weights must not change inside: under autocast each is copied into its lower precision once.
+    keep: keep these copies; else they are made for every product, which takes no memory.
+    """
+    before = _lowered.set({} if keep else None)
     last = getattr(model.base_model, "norm", None)
     changed = []
     for module in model.modules():
@@ -53,6 +63,7 @@ def fused_modules(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module in changed:
             del module.forward
+        _lowered.reset(before)
 
 
 class RMSNorm(torch.autograd.Function):
@@ -282,8 +293,14 @@ class Rows(torch.autograd.Function):
 
 
 def _like(weight: Tensor, x: Tensor) -> Tensor:
-    """A weight in the type of what it multiplies: under autocast a copy that lives for one product."""
-    return weight.to(x.dtype)
+    """A weight in the type of what it multiplies."""
+    copies = _lowered.get()
+    if weight.dtype == x.dtype or copies is None:
+        return weight.to(x.dtype)
+    key = (weight.data_ptr(), weight.shape, weight.stride(), x.dtype)
+    if key not in copies:
+        copies[key] = weight, weight.to(x.dtype)  # with the weight itself, so that its memory cannot become another's
+    return copies[key][1]
 
 
 def _slope(left_TN: Tensor, right_TM: Tensor, weight_NM: Tensor) -> Tensor | None:
