@@ -4,7 +4,7 @@
 
 #include "vectors.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
 #define MATRIX_TILES  // whose rows are as long as a vector
 
 constexpr long TILE = 16, DEPTH = 32, WHOLE = TILE * DEPTH, PAIR = 2 * TILE;
