@@ -15,11 +15,11 @@ static_assert(PAIR == DEPTH && TILE == LANES, "a block of keys is as deep as a t
 
 static inline long whole(long count) { return (count + PAIR - 1) / PAIR * PAIR; }
 
-// Takes pieces of a thread's room, each from the beginning of a cache line on.
+// Takes pieces of a thread's room.  They are whole cache lines: one of their sides is a multiple of 32, the other of 16.
 struct Room {
     float *next;
 
-    float *floats(long count) { float *found = next; next += (count + 15) / 16 * 16; return found; }
+    float *floats(long count) { next += count; return next - count; }
     bfloat16 *tiles(long outer, long inner, int parts) { return (bfloat16 *)floats(outer * inner * parts / 2); }
 };
 
@@ -32,7 +32,7 @@ struct Held {
     bfloat16 *tokens;    // outside: keys, inside: width
     bfloat16 *turned;    // outside: width, inside: keys, block of keys by block
 
-    static long numbers(long most, long width) { return 2 * most * width + 2 * most * whole(width) * PARTS / 2 + 64; }
+    static long numbers(long most, long width) { return most * (width + whole(width) * PARTS); }  // of room, for both kinds of tiles
 
     Held(Room &room, long most, long width, bool by_token, bool by_width) : width(width), wide(whole(width)) {
         rows = (T *)room.floats(most * width);
@@ -43,7 +43,8 @@ struct Held {
     // The tokens from..to behind the first `before`, and zeros to the end of a block.
     void take(const T *from, Strides step, long head, long first, long count, long before) {
         long end = whole(before + count);
-        for (long t = 0; t < count; t++) std::memcpy(rows + (before + t) * width, from + head * step.head + (first + t) * step.token, width * sizeof(T));
+        for (long t = 0; t < count; t++)
+            std::memcpy(rows + (before + t) * width, from + head * step.head + (first + t) * step.token, width * sizeof(T));
         std::memset((void *)(rows + (before + count) * width), 0, (end - before - count) * width * sizeof(T));
         for (long t = before / PAIR * PAIR; t < end; t += PAIR) {
             if (tokens)
@@ -53,7 +54,8 @@ struct Held {
                                           tokens + (t + half) * wide * PARTS + d / DEPTH * ONE);
             if (turned)
                 for (long d = 0; d < wide; d += TILE)
-                    fill_tiles<PARTS>(ROWS_OUTSIDE, rows + t * width + d, 1, width, width - d, DEPTH, turned + t * wide * PARTS + d / TILE * ONE);
+                    fill_tiles<PARTS>(ROWS_OUTSIDE, rows + t * width + d, 1, width, width - d, DEPTH,
+                                      turned + t * wide * PARTS + d / TILE * ONE);
         }
     }
 
@@ -79,7 +81,8 @@ struct Columns {
     }
 
     Tiles by_width(const T *from, Strides step, long rows, long width) const {
-        for (long d = 0; d < wide; d += TILE) fill_tiles<PARTS>(ROWS_INSIDE, from + d, 1, step.token, width - d, rows, tiles + d / TILE * ONE);
+        for (long d = 0; d < wide; d += TILE)
+            fill_tiles<PARTS>(ROWS_INSIDE, from + d, 1, step.token, width - d, rows, tiles + d / TILE * ONE);
         return {tiles, ONE, ONE};
     }
 };
@@ -134,7 +137,8 @@ static inline Vec weigh(const float *scores, long keys, float scale, bfloat16 *t
         for (int i = 0; i < 4; i++) tops[i] = largest(tops[i], load(scores + (t + i) * PAIR));
     Vec highest = largest(largest(tops[0], tops[1]), largest(tops[2], tops[3]));
     for (long t = 0; t < keys; t += 2) {
-        Vec even = exponential((load(scores + t * PAIR) - highest) * scale), odd = exponential((load(scores + (t + 1) * PAIR) - highest) * scale);
+        Vec even = exponential((load(scores + t * PAIR) - highest) * scale);
+        Vec odd = exponential((load(scores + (t + 1) * PAIR) - highest) * scale);
         total += even, total += odd;
         store_pairs<PARTS>(even, odd, tiles + t / PAIR * PARTS * WHOLE, t % PAIR / 2);
     }
@@ -147,7 +151,7 @@ static void forward_tiles(const T *q, const T *k, const T *v, T *out, float *lse
                           float scale, const Stretch *stretches, long count, long shared) {
     typedef Held<PARTS, T> Keys;
     long most = whole(most_keys(stretches, count)), wide = whole(width), ONE = PARTS * WHOLE;
-    Room taken{room(2 * Keys::numbers(most, width) + PAIR * (most + wide) * (1 + PARTS) + 64)};
+    Room taken{room(2 * Keys::numbers(most, width) + PAIR * (most + wide) * (1 + PARTS))};
     Keys keys(taken, most, width, true, false), values(taken, most, width, false, true);
     Columns<PARTS, T> columns(taken, width);
     float *scores = taken.floats(most * PAIR), *found = taken.floats(wide * PAIR);
@@ -167,11 +171,14 @@ static void forward_tiles(const T *q, const T *k, const T *v, T *out, float *lse
                 Vec share[2];
                 for (int half = 0; half < 2; half++) {
                     float *score = scores + half * TILE;
-                    for (long t = seen + 1; t < across; t++)
-                        store(score + t * PAIR, select(lanes() + half * (int)TILE >= (int)(t - seen), load(score + t * PAIR), all(-INFINITY)));
+                    for (long t = seen + 1; t < across; t++) {
+                        Ints sees = lanes() + half * (int)TILE >= (int)(t - seen);
+                        store(score + t * PAIR, select(sees, load(score + t * PAIR), all(-INFINITY)));
+                    }
                     Vec top, total = weigh<PARTS>(score, across, scale, weights + half * blocks * ONE, &top);
                     share[half] = 1.0f / total;
-                    for (long i = 0; i < TILE && half * TILE + i < rows; i++) lse[head * tokens + place + half * TILE + i] = top[i] + std::log(total[i]);
+                    for (long i = 0; i < TILE && half * TILE + i < rows; i++)
+                        lse[head * tokens + place + half * TILE + i] = top[i] + std::log(total[i]);
                 }
                 for (long d = 0; d < wide; d += PAIR)
                     meet<PARTS>(values.widths(d), {weights, blocks * ONE, ONE}, blocks, found + d * PAIR, PAIR, false);
@@ -188,7 +195,7 @@ static void backward_tiles(const T *q, const T *k, const T *v, const T *out, con
                            long count, long shared) {
     typedef Held<PARTS, T> Keys;
     long most = whole(most_keys(stretches, count)), wide = whole(width), ONE = PARTS * WHOLE;
-    Room taken{room(2 * Keys::numbers(most, width) + 2 * most * wide + PAIR * (most + wide) * (1 + 4 * PARTS) + 256)};
+    Room taken{room(2 * Keys::numbers(most, width) + 2 * most * wide + PAIR * (most + wide) * (1 + 2 * PARTS))};
     Keys keys(taken, most, width, true, true), values(taken, most, width, true, false);
     Columns<PARTS, T> queries_d(taken, width), grads_d(taken, width), queries_q(taken, width), grads_q(taken, width);
     float *sum_k = taken.floats(most * wide), *sum_v = taken.floats(most * wide), *found = taken.floats(wide * PAIR);
@@ -208,8 +215,9 @@ static void backward_tiles(const T *q, const T *k, const T *v, const T *out, con
             for (long first = 0; first < length; first += PAIR) {
                 long rows = first + PAIR < length ? PAIR : length - first, place = stretch.from + first;
                 long seen = before + first, across = whole(seen + rows), blocks = across / PAIR;
-                const T *query = q + head * step[0].head + place * step[0].token, *grad = grad_out + head * step[4].head + place * step[4].token;
+                const T *query = q + head * step[0].head + place * step[0].token;
                 const T *output = out + head * step[3].head + place * step[3].token;
+                const T *grad = grad_out + head * step[4].head + place * step[4].token;
                 Tiles q_d = queries_d.by_query(query, step[0], rows, width), g_d = grads_d.by_query(grad, step[4], rows, width);
                 Tiles q_q = queries_q.by_width(query, step[0], rows, width), g_q = grads_q.by_width(grad, step[4], rows, width);
                 Vec level[2], less[2];
@@ -218,7 +226,8 @@ static void backward_tiles(const T *q, const T *k, const T *v, const T *out, con
                     for (long i = 0; i < LANES; i++) {
                         along[i] = all(0.0f);
                         long r = half * TILE + i;
-                        for (long d = 0; r < rows && d < width; d += LANES) along[i] += load(grad + r * step[4].token + d) * load(output + r * step[3].token + d);
+                        for (long d = 0; r < rows && d < width; d += LANES)
+                            along[i] += load(grad + r * step[4].token + d) * load(output + r * step[3].token + d);
                     }
                     less[half] = sums(along);
                     level[half] = read(lse + head * tokens + place + half * TILE, rows - half * TILE);

@@ -39,7 +39,7 @@ static inline Vec load(const bfloat16 *from) {
     return (Vec)(__builtin_convertvector(half, Bits) << 16);
 }
 
-// Rounded to nearest, ties to even; what is not a number stays so.
+// Rounded to nearest, ties to even; what is not a number stays so.  AVX-512's own rounding makes zeros of subnormal numbers.
 static inline Halves rounded(Vec x) {
 #if defined(__AVX512BF16__)
     return (Halves)_mm512_cvtneps_pbh((__m512)x);
