@@ -30,7 +30,8 @@ def threads():
 
 def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     """To the rounding of a type, measured on the whole tensor; where nothing but rounding is expected, of numbers around 1."""
-    error = float((found.detach().double() - expected.double()).norm() / expected.double().norm().clamp_min(1.0))
+    exact = expected.detach().double()
+    error = float((found.detach().double() - exact).norm() / exact.norm().clamp_min(1.0))
     assert error < (4e-6 if dtype == torch.float32 else 1e-2), error
 
 
@@ -99,6 +100,44 @@ def test_attention_takes_any_steps_and_threads(threads) -> None:
     assert torch.equal(out, other)
     again = cpu.attention_backward(out, query.contiguous(), key, value.contiguous(), out, lse, stretches, 0.2)
     assert all(torch.equal(one, two) for one, two in zip(grads, again, strict=True))
+
+
+@pytest.mark.parametrize(("prompt", "width"), [(2085, 32), (70, 80), (45, 128), (33, 256)])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_attention_over_many_keys_and_of_wide_heads(dtype: torch.dtype, prompt: int, width: int) -> None:
+    """Lengths that are no whole blocks, scores larger than usual."""
+    layout = layout_of([(prompt, [33, 1, 40]), (prompt // 3, [])], 0)
+    generator = torch.Generator().manual_seed(0)
+    given_ = [torch.randn(1, 1, layout.total, width, generator=generator).to(dtype) for _ in range(4)]
+    query, key, value, slope = given_
+    scale = 20 / width
+    stretches = PackedAttention(layout).stretches
+    out, lse = cpu.attention(query, key, value, stretches, scale)
+    exact = [tensor.double().requires_grad_() for tensor in given_[:3]]
+    expected = explicit_attention(layout, *exact, scale, None, None).transpose(1, 2)
+    close(out, expected, dtype)
+    expected.backward(slope.double())
+    found = cpu.attention_backward(slope, query, key, value, out, lse, stretches, scale)
+    for one, other in zip(found, exact, strict=True):
+        close(one, other.grad, dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_attention_depends_on_nothing_that_was_there_before(dtype: torch.dtype) -> None:
+    """What a thread's room holds from a longer and broken stream reaches no other: the same bits."""
+    layout, longer = layout_of([(20, [7, 31, 2]), (0, [40])], 0), layout_of([(90, [70, 80])], 0)
+    streams = torch.randn(4, 1, 2, layout.total, 48, generator=torch.Generator().manual_seed(0)).to(dtype)
+    broken = torch.full((4, 1, 2, longer.total, 80), torch.nan, dtype=dtype)
+
+    def everything(layout: Layout, tensors: Tensor) -> tuple[Tensor, ...]:
+        stretches = PackedAttention(layout).stretches
+        query, key, value, slope = tensors.unbind()
+        out, lse = cpu.attention(query, key, value, stretches, 0.2)
+        return out, lse, *cpu.attention_backward(slope, query, key, value, out, lse, stretches, 0.2)
+
+    before = everything(layout, streams)
+    assert all(bool(torch.isnan(one).all()) for one in everything(longer, broken))
+    assert all(torch.equal(one, other) for one, other in zip(before, everything(layout, streams), strict=True))
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
