@@ -19,11 +19,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from groupwise import checkpoint, evaluate, online
+from groupwise import checkpoint, evaluate, online, parallel
 from groupwise.checkpoint import latest, step_of
 from groupwise.config import load_recipe
 from groupwise.ending import endings
-from groupwise.errors import Ended
+from groupwise.errors import Ended, PeerError
 from groupwise.optim import Optimizer
 from groupwise.rollout.native import NativeEngine
 from groupwise.run import train
@@ -282,6 +282,27 @@ def test_a_launchers_second_signal_does_not_disturb_the_end_and_one_that_was_dro
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(Ended):
             due()
+
+
+def test_who_was_told_and_has_lost_the_others_ends_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(_: object) -> list[int]:
+        raise PeerError("gloo: connection closed")
+
+    monkeypatch.setattr(parallel, "gather", lost)
+
+    def last_exchange(*told: int) -> None:
+        with endings(lambda: False) as due:
+            for number in told:  # in the middle of an update
+                signal.raise_signal(number)
+            due()
+
+    with pytest.raises(Ended) as found:
+        last_exchange(signal.SIGINT, signal.SIGTERM)
+    assert isinstance(found.value.__cause__, PeerError)
+    with pytest.raises(KeyboardInterrupt):
+        last_exchange(signal.SIGINT)
+    with pytest.raises(PeerError):
+        last_exchange()
 
 
 def test_another_thread_leaves_signals_alone() -> None:

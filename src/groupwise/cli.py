@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from groupwise.errors import ConfigError, Ended, GroupwiseError
+from groupwise.heap import prefer_large_pages
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = _parse(arguments)
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    prefer_large_pages()
     try:
         return given.run(given)
     except GroupwiseError as error:
@@ -53,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except Ended as told:
         who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        print("; ".join([f"{who}ended by SIGTERM", *getattr(told, "__notes__", ())]), file=sys.stderr, flush=True)
+        meanwhile = [f"meanwhile {type(told.__cause__).__name__}: {told.__cause__}"] if told.__cause__ is not None else []
+        print("; ".join([f"{who}ended by SIGTERM", *getattr(told, "__notes__", ()), *meanwhile]), file=sys.stderr, flush=True)
         return told.exit_code
     except BrokenPipeError:
         # The reader of our output went away (`groupwise config | head`); Python would complain once more while it closes stdout.

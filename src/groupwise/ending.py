@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from groupwise import parallel
-from groupwise.errors import Ended
+from groupwise.errors import Ended, PeerError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TWICE = 2.0
@@ -26,7 +26,8 @@ TWICE = 2.0
 @contextmanager
 def endings(may: Callable[[], bool]) -> Iterator[Callable[[], None]]:
     """Inside, SIGINT raises KeyboardInterrupt and SIGTERM raises Ended: at once where `may` says so, else where the function that
-    is given is called (by all processes).  A second signal does not wait.
+    is given is called (by all processes).  A second signal does not wait.  If others are lost when this one has been told to end,
+    it ends as told: a launcher tells all of them, and some are faster.
 
     Outside of the main thread signals are left as they are.
     """
@@ -50,10 +51,14 @@ def endings(may: Callable[[], bool]) -> Iterator[Callable[[], None]]:
     before = {number: signal.signal(number, hear) for number in SIGNALS}
     try:
         yield due
+    except PeerError as lost:
+        if noted:
+            _raise(max(number for number, _ in noted), lost)
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _raise(number: int) -> NoReturn:
-    raise KeyboardInterrupt if number == signal.SIGINT else Ended
+def _raise(number: int, cause: Exception | None = None) -> NoReturn:
+    raise (KeyboardInterrupt if number == signal.SIGINT else Ended) from cause

@@ -124,7 +124,8 @@ class Run:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
-        if error is not None and not isinstance(error, PeerError):
+        lost = isinstance(error, PeerError) or (error is not None and isinstance(error.__cause__, PeerError))
+        if error is not None and not lost:
             with suppress(GroupwiseError):  # the error itself is what matters
                 self.saver.wait()
         self.job.close()

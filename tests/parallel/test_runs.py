@@ -192,7 +192,7 @@ def test_p06_p07_p48_a_process_that_fails_ends_the_run_with_its_name(
     took = time.monotonic() - begin
     assert process.returncode != 0, output
     assert re.search(says, output), output
-    assert took < 30, output
+    assert took < 40, output  # who waits for the launcher to kill what is stopped takes 45
     assert not running(seen)
     named = [Path(path) for path in re.findall(r"the last checkpoint is (\S+);", output)]
     newest = latest(tmp_path / "runs" / "failing")
