@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -97,7 +98,7 @@ load = Load(prompts=8, group=8, prompt_tokens=32, completion_tokens=64, budget=b
 planned = rank(shape, load, world=1, sharded="ddp", shards=1, prompts=8).memory.above
 Path("/proc/self/clear_refs").write_text("5")
 base = _resident()
-for step in range(5):
+for step in range(4):
     prompts = [Prompt(id=f"{step}/{p}", tokens=np.arange(2, 34) + p, text="", row={}) for p in range(8)]
     engine.set_version(step)
     groups = list(engine.generate(prompts, group_size=8, sampling=Sampling(max_new_tokens=64), seed=0))
@@ -115,6 +116,9 @@ print(planned, peak - base)
 def test_the_planned_peak_is_what_a_step_takes(dtype: str, vocabulary: int) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", STEP, dtype, str(vocabulary)]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    planned, peak = map(int, found.stdout.split()[-2:])
-    assert planned == pytest.approx(peak, rel=0.15)
+    peaks = []  # of one run: +-6 %, by where the heap finds room
+    for _ in range(3):
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        planned, peak = map(int, found.stdout.split()[-2:])
+        peaks.append(peak)
+    assert planned == pytest.approx(statistics.median(peaks), rel=0.15)

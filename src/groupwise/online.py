@@ -56,9 +56,8 @@ def train_online(
 
     The same algorithm from scratch and without packing: docs/grpo_in_one_file.py; one step in numbers: `groupwise explain`.
 
-    budget: packed positions per forward and backward pass; it cannot change an update.
-    done: steps taken before (a resumed run); steps: the last step's number.
-    reference: frozen, given exactly when `algorithm.needs_reference`.   ahead: what has been sampled for steps to come.
+    budget: packed positions per forward and backward pass; it cannot change an update.   ahead: what has been sampled already.
+    steps: the last step's number; done: those taken before.   reference: frozen, given exactly when `algorithm.needs_reference`.
     Raises Diverged, RewardError, EngineError.
     """
     assert (reference is not None) == algorithm.needs_reference

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from groupwise.kernels import cpu
+from groupwise.kernels import cpu, decoding
 from groupwise.kernels.library import absence
 from groupwise.models.attention import PackedAttention, explicit_attention
+from groupwise.objective.logprobs import Head, chosen_logprobs
 from groupwise.records import Layout
 
 pytestmark = pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")
@@ -151,34 +152,48 @@ def test_what_is_not_finite_stays_so(wrong: float) -> None:
     assert bool(torch.isfinite(out[0, 0, 9:]).all()) and bool(torch.isfinite(out[0, 0, :3]).all())
 
 
+def slab_of(entries: list[tuple[Tensor, Tensor]], blocks: int) -> tuple[Tensor, Tensor]:
+    """Keys and values (M, K, W) of each entry, and what is not a number around them."""
+    _, shared, width = entries[0][0].shape
+    key, value = (torch.full((len(entries), shared, blocks, decoding.BLOCK * width), torch.nan).to(entries[0][0]) for _ in range(2))
+    for first, (keys, values) in enumerate(entries):
+        decoding.keep_entries(keys[None], values[None], (key, value), first)
+    return key, value
+
+
 @pytest.mark.parametrize("window", [None, 5, 30])
-@pytest.mark.parametrize("group", [1, 2, 5])
+@pytest.mark.parametrize(("group", "width"), [(1, 64), (2, 32), (5, 16), (18, 96)])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_decoding_is_the_definition(dtype: torch.dtype, group: int, window: int | None, threads) -> None:
+def test_decoding_is_the_definition(dtype: torch.dtype, group: int, width: int, window: int | None, threads) -> None:
+    """Step by step over lengths at which vectors, panels and blocks begin; a row's bits do not depend on the rows beside it."""
     generator = torch.Generator().manual_seed(group)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
-    shared, width, room = 2, 32, 40
-    entry_R, prompts = [2, 0, 0, 1, 2] + [1] * 18, [20, 1, 33]
-    length_R = torch.randint(1, room, (len(entry_R),), generator=generator)
+    shared, entry_R, prompts = 2, [2, 0, 0, 1, 2] + [1] * 18, [20, 1, 33]
     rows = len(entry_R)
-    query, key, value = normal(rows, shared * group, width), normal(rows, shared, width), normal(rows, shared, width)
-    own = normal(rows, shared, room, width), normal(rows, shared, room, width)
-    prompt = normal(3, shared, 35, width), normal(3, shared, 35, width)
-    before = [slab.clone() for slab in own]
-    for count in (1, 2):
-        threads(count)
-        out = cpu.decode_attention(query, key, value, own, prompt, cpu.Rows(entry_R, prompts), length_R, 0.3, window)
-        for r, (entry, n) in enumerate(zip(entry_R, length_R.tolist(), strict=True)):
-            for slab, old, new in zip(own, before, (key, value), strict=True):
-                assert torch.equal(slab[r, :, n - 1], new[r]) and torch.equal(slab[r, :, : n - 1], old[r, :, : n - 1])
+    begun_R = [0, 1, 14, 15, 29, 30, 31, 40, *torch.randint(0, 60, (rows - 8,), generator=generator).tolist()]
+    shown = [(normal(m, shared, width), normal(m, shared, width)) for m in prompts]
+    history = [(normal(n, shared, width), normal(n, shared, width)) for n in begun_R]
+    prompt, own = slab_of(shown, 2), slab_of(history, 2)
+    for step in range(1, 4):
+        threads(1 + step % 2)
+        query, key, value = normal(rows, shared * group, width), normal(rows, shared, width), normal(rows, shared, width)
+        length_R = torch.tensor(begun_R) + step
+        before = own[0].clone(), own[1].clone()
+        out = decoding.decode_attention(query, key, value, own, prompt, decoding.Rows(entry_R, prompts), length_R, 0.3, window)
+        for r in (0, 4, 7):
+            alone = (query[r : r + 1], key[r : r + 1], value[r : r + 1], (before[0][r : r + 1], before[1][r : r + 1]), prompt)
+            one = decoding.decode_attention(*alone, decoding.Rows(entry_R[r : r + 1], prompts), length_R[r : r + 1], 0.3, window)
+            assert torch.equal(out[r], one[0])
+        for r, entry in enumerate(entry_R):
+            history[r] = tuple(torch.cat([old, new[r : r + 1]]) for old, new in zip(history[r], (key, value), strict=True))
             keys, values = (
-                torch.cat([part[entry, :, : prompts[entry]], slab[r, :, :n]], 1).double().repeat_interleave(group, 0)
-                for part, slab in zip(prompt, own, strict=True)
+                torch.cat(parts).transpose(0, 1).double().repeat_interleave(group, 0)
+                for parts in zip(shown[entry], history[r], strict=True)
             )
-            seen = slice(max(0, prompts[entry] + n - window) if window else 0, None)
+            seen = slice(max(0, keys.shape[1] - window) if window else 0, None)
             scores = (keys[:, seen] @ query[r].double()[..., None])[..., 0] * 0.3
             close(out[r], (scores.softmax(-1)[:, None] @ values[:, seen])[:, 0], dtype)
 
@@ -197,13 +212,13 @@ def test_products_are_the_definition(dtype: torch.dtype, shape: tuple[int, int],
     weight = weight.T.contiguous().T if turned else weight
     x = torch.randn(261, inputs, generator=generator).to(dtype)
     threads(1)
-    whole = cpu.Product(weight, bias, dtype)(x)
+    whole = decoding.Product(weight, bias, dtype)(x)
     close(whole, F.linear(x.double(), weight.to(dtype).double(), bias.double()), dtype)
     threads(2)
-    product = cpu.Product(weight, bias, dtype)
+    product = decoding.Product(weight, bias, dtype)
     for rows in (1, 2, 3, 7, 8, 14, 15, 16, 17, 33, 48, 200, 241):
         assert torch.equal(product(x[:rows]), whole[:rows])
-    close(cpu.Product(weight, None, dtype)(x), F.linear(x.double(), weight.to(dtype).double()), dtype)
+    close(decoding.Product(weight, None, dtype)(x), F.linear(x.double(), weight.to(dtype).double()), dtype)
 
 
 @pytest.mark.parametrize("out", TYPES)
@@ -215,11 +230,34 @@ def test_norms_are_the_definition(dtype: torch.dtype, out: torch.dtype) -> None:
     exact, exact_weight = x.double().requires_grad_(), weight.double().requires_grad_()
     expected = F.rms_norm(exact, (48,), exact_weight, 1e-5)
     expected.backward(slope.double())
-    found, scale_T = cpu.rms_norm(x, weight, 1e-5, out)
+    same, found, scale_T = cpu.rms_norm(x, weight, 1e-5, out)
+    assert same is x
     close(found, expected, out)
-    grad_x, grad_weight = cpu.rms_norm_backward(slope, x, weight, scale_T)
+    grad_x, copy, grad_weight = cpu.rms_norm_backward(slope, x, weight, scale_T)
     close(grad_x, exact.grad, dtype)
     close(grad_weight, exact_weight.grad, torch.float32)
+    assert copy.dtype == out
+    close(copy, exact.grad, out)
+
+
+@pytest.mark.parametrize("out", TYPES)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_sum_and_its_norm_are_the_definition(dtype: torch.dtype, out: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, add, more = (torch.randn(37, 48, generator=generator).to(kind) for kind in (dtype, out, dtype))
+    weight, slope = torch.randn(48, generator=generator), torch.randn(37, 48, generator=generator).to(out)
+    before = x.clone()
+    total, found, scale_T = cpu.rms_norm(x, weight, 1e-5, out, add)
+    assert torch.equal(x, before)
+    assert torch.equal(total, (x.float() + add.float()).to(dtype))
+    exact = total.double().requires_grad_()
+    expected = F.rms_norm(exact, (48,), weight.double(), 1e-5)
+    close(found, expected, out)
+    (expected * slope.double() + exact * more.double()).sum().backward()
+    grad_x, grad_add, _ = cpu.rms_norm_backward(slope, total, weight, scale_T, more)
+    close(grad_x, exact.grad, dtype)
+    close(grad_add, exact.grad, out)
+    assert (grad_x.dtype, grad_add.dtype) == (dtype, out)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -232,6 +270,15 @@ def test_a_norm_behind_a_sum(dtype: torch.dtype) -> None:
     before = x.clone()
     close(cpu.add_rms_norm(x, None, weight, 1e-6, dtype), found, dtype)
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_norms_of_heads_are_in_place_and_leave_what_lies_beside_them(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(5, 4, 48).to(dtype), torch.randn(3, 48)
+    before = x.clone()
+    cpu.head_norm(x[:, :3], weight, 1e-6)
+    close(x[:, :3], F.rms_norm(before[:, :3].double(), (48,), None, 1e-6) * weight.double(), dtype)
+    assert torch.equal(x[:, 3], before[:, 3])
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -327,8 +374,69 @@ def test_the_default_type_of_new_tensors_changes_nothing() -> None:
     try:
         torch.set_default_dtype(torch.float64)
         _, lse = cpu.attention(query, query, query, stretches, 0.25)
-        _, scale_T = cpu.rms_norm(x, torch.ones(16, dtype=torch.float32), 1e-5, torch.float32)
+        _, _, scale_T = cpu.rms_norm(x, torch.ones(16, dtype=torch.float32), 1e-5, torch.float32)
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(lse, expected)
     close(scale_T, x.double().square().mean(-1).add(1e-5).rsqrt(), torch.float32)
+
+
+def logits_and_loss(
+    raw: Tensor, scale: Tensor, target: Tensor, in_logp: Tensor, in_entropy: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-sum-exps, log-probs, entropies and the slope of a loss, by torch in float64."""
+    exact = raw.double().requires_grad_()
+    z = exact * scale.double()[:, None]
+    every = torch.log_softmax(z, -1)
+    logp = every.gather(1, target[:, None])[:, 0]
+    entropy = -(every.exp() * every).sum(-1)
+    (in_logp * logp + in_entropy * entropy).sum().backward()
+    assert exact.grad is not None
+    return torch.logsumexp(z, -1).detach(), logp.detach(), entropy.detach(), exact.grad
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("width", [1, 5, 16, 33, 50257])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_logits_are_read_and_turned_into_slopes(dtype: torch.dtype, width: int, entropy: bool, threads) -> None:
+    torch.manual_seed(width)
+    raw = (5 * torch.randn(7, width)).to(dtype)
+    target, scale = torch.randint(width, (7,)), 1.0 / (0.3 + torch.rand(7))
+    in_logp, in_entropy = torch.randn(7), torch.randn(7) * entropy
+    expected = logits_and_loss(raw, scale, target, in_logp, in_entropy)
+    lse, logp, found_entropy = torch.zeros(3, 7)
+    threads(2)
+    cpu.read_logits(raw, scale, target, lse, logp, found_entropy if entropy else None)
+    slope = raw.clone()
+    cpu.slope_of_logits(slope, scale, target, lse, found_entropy, in_logp, in_entropy if entropy else None)
+    for found, exact in zip((lse, logp), expected, strict=False):
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    if entropy:
+        torch.testing.assert_close(found_entropy.double(), expected[2], rtol=1e-5, atol=1e-5)
+    close(slope, expected[3], dtype)
+    threads(1)
+    alone = raw[3:4].clone()
+    cpu.slope_of_logits(
+        alone, *(x[3:4].clone() for x in (scale, target, lse, found_entropy, in_logp)), in_entropy[3:4].clone() if entropy else None
+    )
+    assert torch.equal(alone[0], slope[3]), "a row's bits depend on its neighbours"
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_logits_that_are_no_numbers_are_told(dtype: torch.dtype) -> None:
+    raw = torch.zeros(3, 40, dtype=dtype)
+    raw[0, 20], raw[1, 39], raw[2, 3] = torch.nan, torch.inf, -torch.inf
+    lse, logp, entropy = torch.zeros(3, 3)
+    cpu.read_logits(raw, torch.ones(3), torch.tensor([0, 0, 1]), lse, logp, entropy)
+    assert not torch.isfinite(logp[:2]).any()
+    torch.testing.assert_close(logp[2], -torch.tensor(39.0).log())
+    torch.testing.assert_close(entropy[2], torch.tensor(39.0).log())
+
+
+def test_slopes_may_be_one_number_for_all_rows() -> None:
+    raw, target = torch.randn(4, 48), torch.arange(4)
+    head, hidden = Head(weight_VD=torch.eye(48)), raw.clone().requires_grad_()
+    logp, _ = chosen_logprobs(hidden, head, target, torch.ones(4))
+    (spread,) = torch.autograd.grad(logp.sum(), hidden)  # an expanded gradient
+    expected = F.one_hot(target, 48) - torch.softmax(raw, -1)
+    torch.testing.assert_close(spread, expected)

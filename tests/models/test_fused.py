@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from groupwise.kernels import cpu
-from groupwise.models.fused import RMSNorm, Rotary, fused_modules
+from groupwise.models.fused import AddNorm, RMSNorm, Rotary, fused_modules
 from groupwise.models.policy import Policy
 from groupwise.objective.inplace import gradient_of, summed_in_place
 from groupwise.optim import Optimizer
@@ -64,6 +64,49 @@ def test_rms_norm_takes_any_type_and_a_slope_that_is_one_number(dtype: torch.dty
     expected.sum().backward()
     torch.testing.assert_close(x.grad.double(), exact[0].grad, **tolerance)
     torch.testing.assert_close(weight.grad.double(), exact[1].grad, **tolerance)
+
+
+@pytest.mark.skipif(not cpu.fits(torch.zeros(1, 16)), reason="no compiled kernels")
+@pytest.mark.parametrize("read", ["both", "stream", "norm"])
+@pytest.mark.parametrize("added", [True, False])
+def test_a_stream_and_its_norm_are_told_by_whoever_reads_them(read: str, added: bool) -> None:
+    torch.manual_seed(0)
+    x, add, weight = (torch.randn(*shape, requires_grad=True) for shape in ((2, 5, 48), (2, 5, 48), (48,)))
+    slopes = {"stream": torch.randn(2, 5, 48), "norm": torch.randn(2, 5, 48)}
+    found = []
+    for form in (lambda *given: AddNorm.apply(*given, weight, 1e-5, torch.float32), None):
+        for tensor in (x, add, weight):
+            tensor.grad = None
+        if form is None:
+            stream = x + add if added else x * 1.0
+            normed = nn.functional.rms_norm(stream, (48,), weight, 1e-5)
+        else:
+            stream, normed = form(x, add if added else None)
+        outs = {"stream": stream, "norm": normed}
+        wanted = [name for name in outs if read in (name, "both")]
+        torch.autograd.backward([outs[name] for name in wanted], [slopes[name] for name in wanted])
+        found.append([stream, normed, *(torch.zeros_like(t) if t.grad is None else t.grad for t in (x, add, weight))])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_who_listens_to_a_norm_hears_it(tiny_policy: Callable, random_samples: Callable) -> None:
+    policy, heard = tiny_policy("qwen2", hidden=128), []
+    (batch,) = pack(random_samples(), 10_000)
+    with fused_modules(policy.model):
+        expected = policy.forward(batch).hidden_PD
+        listener = policy.model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda *said: heard.append(said[2]))
+        found = policy.forward(batch).hidden_PD
+        listener.remove()
+        assert len(heard) == 1
+        torch.testing.assert_close(found, expected)
+        listener = policy.model.model.layers[1].input_layernorm.register_full_backward_hook(lambda *said: heard.append(said[2]))
+        policy.forward(batch).hidden_PD.sum().backward()
+        listener.remove()
+        assert len(heard) == 2
+        listener = policy.model.model.layers[1].mlp.register_forward_pre_hook(lambda _, given: (given[0].mul_(0.5),))
+        policy.forward(batch).hidden_PD.sum().backward()  # what is handed over may be changed
+        listener.remove()
 
 
 def test_rotary_equals_transformers_and_its_backward_turns_back() -> None:
@@ -117,7 +160,7 @@ def test_known_modules_are_changed_inside_and_only_there(family: str, tiny_polic
             assert names() == inside
         assert names() == inside
     assert names() == set()
-    assert len(inside) == (2 * (2 + 4) + 3 if family == "gpt2" else 2 * (4 + 7) + 3)
+    assert len(inside) == (2 * (2 + 4) + 3 if family == "gpt2" else 2 * (5 + 7) + 3)
 
 
 def test_modules_of_other_classes_keep_their_forward(tiny_policy: Callable) -> None:

@@ -94,6 +94,18 @@ def test_extreme_logits_stay_finite() -> None:
     assert all(torch.isfinite(g).all() for g in grads(sharp, hidden, logp.sum() + entropy.sum()))
 
 
+def test_targets_of_any_integers_and_steps_and_none_outside() -> None:
+    hidden, head, target, temperature = problem(torch.float32, False, None, 1.0)
+    expected, _ = chosen_logprobs(hidden, head, target, temperature)
+    for same in (target.to(torch.int32), target.repeat_interleave(2)[::2]):
+        torch.testing.assert_close(chosen_logprobs(hidden, head, same, temperature)[0], expected)
+    alike, _ = chosen_logprobs(hidden, head, target[:1].expand(target.shape), temperature)
+    torch.testing.assert_close(alike[0], expected[0])
+    for wrong in (-100, head.weight_VD.shape[0]):
+        with pytest.raises(IndexError, match=str(wrong)):
+            chosen_logprobs(hidden, head, torch.full_like(target, wrong), temperature)
+
+
 def test_no_rows() -> None:
     hidden, head, _, _ = problem(torch.float32, False, None, 1.0)
     nothing = torch.zeros(0, dtype=torch.int64)

@@ -8,7 +8,7 @@ from groupwise.records import Layout
 from groupwise.rollout.attention import Decode, Prefill, explicit_partial_attention, partial_attention
 from groupwise.rollout.kvcache import Store
 
-HEADS, SHARED, WIDTH = 4, 2, 8
+HEADS, SHARED = 4, 2
 
 
 def joint(query, keys, values, position, scale, softcap, window):
@@ -22,12 +22,13 @@ def joint(query, keys, values, position, scale, softcap, window):
     return torch.einsum("hn,nhd->hd", scores.softmax(-1), values)
 
 
+@pytest.mark.parametrize("width", [8, 32], ids=["torch", "kernels"])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 100, 6, 2])
 @pytest.mark.parametrize("lengths", [(5, 5), (3, 9, 4)])
 @pytest.mark.parametrize("ages", ["equal", "ragged"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_two_parts_are_one_softmax(softcap, window, lengths, ages, dtype):
+def test_two_parts_are_one_softmax(width, softcap, window, lengths, ages, dtype):
     torch.manual_seed(0)
     scale = 0.3
     entries = [0, 1, 0, 1, 1, len(lengths) - 1]
@@ -35,7 +36,7 @@ def test_two_parts_are_one_softmax(softcap, window, lengths, ages, dtype):
     prompts, own = Store(1, 9, most_tokens=9), Store(6, 2, most_tokens=16)
     prompts.reserve(len(lengths), 9)
     total = sum(lengths)
-    stream = [torch.randn(1, n, total, WIDTH, dtype=dtype) for n in (HEADS, SHARED, SHARED)]
+    stream = [torch.randn(1, n, total, width, dtype=dtype) for n in (HEADS, SHARED, SHARED)]
     out = Prefill(prompts, lengths)(0, *stream, scale, softcap, window)
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     layout = Layout(start=tuple(starts), length=lengths, prefix=(-1,) * len(lengths), total=total)
@@ -49,18 +50,18 @@ def test_two_parts_are_one_softmax(softcap, window, lengths, ages, dtype):
     own.live = 6
     own.reserve(6, 8)
     # Rows of different ages: those that have lived longer take steps before the others join.
-    slab = own.layer(0, stream[1][0].transpose(0, 1))
+    slab = own.layer(0, stream[1][0].transpose(0, 1), prompts.slabs[0].block)
     for row in range(6):
-        keys, values = (torch.randn(age[row], SHARED, WIDTH, dtype=dtype) for _ in range(2))
-        slab.key_EKTD[row, :, : age[row]], slab.value_EKTD[row, :, : age[row]] = keys.transpose(0, 1), values.transpose(0, 1)
+        keys, values = (torch.randn(age[row], SHARED, width, dtype=dtype) for _ in range(2))
+        slab.write(row, keys[None], values[None])
         history[row] = [torch.cat(pair) for pair in zip(history[row], (keys, values), strict=True)]
     decode.arrange(lengths, entries, age)
     tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 5e-2}[dtype]
     for _ in range(3):
         position = decode.next()
-        new = [torch.randn(1, n, 6, WIDTH, dtype=dtype) for n in (HEADS, SHARED, SHARED)]
+        new = [torch.randn(1, n, 6, width, dtype=dtype) for n in (HEADS, SHARED, SHARED)]
         out = decode(0, *new, scale, softcap, window)
-        assert out.shape == (1, 6, HEADS, WIDTH)
+        assert out.shape == (1, 6, HEADS, width)
         for row in range(6):
             history[row] = [torch.cat([old, x[0, :, row][None]]) for old, x in zip(history[row], new[1:], strict=True)]
             assert int(position[row]) == len(history[row][0]) - 1

@@ -1,7 +1,10 @@
 """Entries keep their tokens through growth and moves."""
 
+import pytest
 import torch
 
+from groupwise.kernels import cpu, decoding
+from groupwise.kernels.library import absence
 from groupwise.rollout.kvcache import Slab, Store
 
 
@@ -19,6 +22,27 @@ def test_slab_growth_and_moves_keep_what_was_written():
     torch.testing.assert_close(key[0], torch.cat([more[1], token[3:4]]).transpose(0, 1))
     torch.testing.assert_close(key[1, :, :4], torch.cat([prompts[1], token[1:2]]).transpose(0, 1))
     torch.testing.assert_close(value, -key)
+
+
+@pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")
+@pytest.mark.parametrize("dtype", cpu.TYPES)
+def test_blocks_of_the_kernels_keep_what_was_written(dtype):
+    slab, direct = (
+        Slab(entries, tokens, torch.empty(1, 2, 16, dtype=dtype), decoding.BLOCK) for entries, tokens in ((2, 33), (4, 70))
+    )
+    short, long = torch.randn(2, 2, 33, 2, 16).to(dtype), torch.randn(2, 2, 65, 2, 16).to(dtype)
+    slab.write(0, short[0], short[1])
+    slab.grow(4, 70)
+    slab.write(2, long[0], long[1])
+    slab.move(torch.tensor([3]), torch.tensor([0]), 65)
+    for entry, (key, value) in enumerate(((long[0, 1], long[1, 1]), (short[0, 1], short[1, 1]), *long.transpose(0, 1))):
+        direct.write(entry, key[None], value[None])
+    assert torch.equal(slab.key_EKTD, direct.key_EKTD) and torch.equal(slab.value_EKTD, direct.value_EKTD)
+    # Number 5 of token 37: its word lies among those of 16 tokens, or of one or two.
+    deep = 4 // dtype.itemsize
+    block = slab.key_EKTD[2, 1, 1].view(2, 16 // deep, 16, deep), slab.value_EKTD[2, 1, 1].view(32 // deep, 16, deep)
+    assert block[0][0, 5 // deep, 5, 5 % deep] == long[0, 0, 37, 1, 5]
+    assert block[1][5 // deep, 5, 5 % deep] == long[1, 0, 37, 1, 5]
 
 
 def test_store_drops_entries_and_moves_the_last_into_the_gaps():

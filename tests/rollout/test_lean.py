@@ -1,13 +1,16 @@
 """The short way through a model equals the way through its modules, and is taken only where the model is exactly known."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from groupwise.kernels import cpu, decoding
 from groupwise.kernels.library import library
 from groupwise.records import Sampling
-from groupwise.rollout.lean import is_known, lean_forward, product
+from groupwise.rollout.lean import RotaryForward, is_known, lean_forward, product
 from groupwise.rollout.native import ModuleForward, NativeEngine
 from groupwise.settings import ModelSettings
 
@@ -31,6 +34,7 @@ FAMILIES = {
     "qwen3": {},
     "gpt2": {},
     "llama, wide heads": {"head_dim": 32},
+    "llama, biases, wide heads": {"attention_bias": True, "mlp_bias": True, "head_dim": 32},
     "mistral, window, wide heads": {"sliding_window": 6, "head_dim": 32},
     "qwen3, wide heads": {"head_dim": 32},
     "gpt2, wide heads": {"n_head": 2},
@@ -87,6 +91,46 @@ def test_lean_in_low_precision_is_as_near_to_float32_as_the_modules(family, prec
         groups = completions(engine, prompts_of(5, 9, 1, 5)).values()
         error[type(engine)] = np.mean([np.abs(r.behavior_logp - scored(exact, r)).mean() for group in groups for r in group])
     assert error[NativeEngine] < 1.5 * error[ModuleEngine] + 1e-3
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if "wide" in family and "gpt2" not in family])
+@pytest.mark.parametrize("precision", ["float32", "autocast"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_all_blocks_in_one_call_are_the_blocks_one_by_one(family, precision, threads, policy_of, prompts_of, monkeypatch):
+    policy = randomized(policy_of(family.split(",")[0], dtype=torch.float32, sharpness=3.0, **FAMILIES[family]))
+    policy = replace(policy, autocast=precision == "autocast")
+    if not cpu.multiplies(torch.bfloat16 if policy.autocast else torch.float32):
+        pytest.skip("no kernels")
+    calls = []
+    call = decoding.Blocks.__call__
+    monkeypatch.setattr(decoding.Blocks, "__call__", lambda *given: calls.append(given) or call(*given))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        at_once = completions(NativeEngine(policy, max_rows=8), prompts_of(5, 9, 1, 5))
+        assert calls
+        monkeypatch.setattr(RotaryForward, "_blocks", lambda self: None)
+        calls.clear()
+        one_by_one = completions(NativeEngine(policy, max_rows=8), prompts_of(5, 9, 1, 5))
+        assert not calls
+    finally:
+        torch.set_num_threads(before)
+    for name, group in one_by_one.items():
+        for a, b in zip(at_once[name], group, strict=True):
+            assert a.tokens.tolist() == b.tokens.tolist()
+            assert a.behavior_logp.tolist() == b.behavior_logp.tolist()
+
+
+def test_layers_of_different_sizes_go_through_the_modules(policy_of, prompts_of, scored):
+    """As pruning leaves them."""
+    policy = policy_of("llama", dtype=torch.float32, head_dim=32)
+    assert is_known(policy)
+    mlp = policy.model.model.layers[1].mlp
+    mlp.gate_proj, mlp.up_proj, mlp.down_proj = nn.Linear(32, 480), nn.Linear(32, 480), nn.Linear(480, 32)
+    assert not is_known(policy)
+    for group in completions(NativeEngine(policy, max_rows=8), prompts_of(5, 9)).values():
+        for rollout in group:
+            np.testing.assert_allclose(rollout.behavior_logp, scored(policy, rollout), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -12,7 +12,6 @@
 
 constexpr long BLOCK = 4 * ROWS;  // queries that are worked on at a time
 
-struct Strides { long head, token; };
 struct Stretch { int64_t from, to, prompt_from, prompt_to; };
 
 // Most keys that a query of a family may see.

@@ -1,6 +1,6 @@
 """The compiled kernels as functions of tensors.  Every caller asks `fits` first and has the same in torch's operations.
 
-T tokens of a stream   D width of the model   H query heads   K key-value heads   W head width   R rows (completions being decoded)
+T tokens of a stream   D width of the model   H query heads   K key-value heads   W head width
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.kernels.library import library
+from groupwise.kernels.library import address, call, half, library
 
 TYPES = (torch.float32, torch.bfloat16)
 WIDTHS = 16
@@ -49,14 +49,6 @@ def worth_attention(keys: int, query: Tensor, key: Tensor, value: Tensor) -> boo
     return keys <= (MOST_KEYS_ON_TILES if multiplies(torch.bfloat16) else MOST_KEYS[query.dtype])
 
 
-def _at(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
-
-
-def _half(tensor: Tensor) -> int:
-    return int(tensor.dtype == torch.bfloat16)
-
-
 def _steps(*tensors: Tensor) -> Any:
     """Numbers from head to head and from token to token, of tensors (1, heads, T, W)."""
     found = [step for tensor in tensors for step in (tensor.stride(1), tensor.stride(2))]
@@ -89,9 +81,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, families: Families, sca
     out = query.new_empty(1, tokens, heads, width).transpose(1, 2)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     out[:, :, families.end :] = 0.0  # filler
-    _call(
+    call(
         "attention_forward",
-        *(_half(query), _at(query), _at(key), _at(value), _at(out), _at(lse), _steps(query, key, value, out)),
+        *(half(query), address(query), address(key), address(value), address(out), address(lse), _steps(query, key, value, out)),
         *(c_long(tokens), c_long(heads), c_long(key.shape[1]), c_long(width), c_float(scale)),
         *families.arguments,
     )
@@ -108,9 +100,18 @@ def attention_backward(
     )
     for grad in found:
         grad[:, :, families.end :] = 0.0
-    _call(
+    call(
         "attention_backward",
-        *(_half(query), _at(query), _at(key), _at(value), _at(out), _at(lse), _at(grad_out), *map(_at, found)),
+        *(
+            half(query),
+            address(query),
+            address(key),
+            address(value),
+            address(out),
+            address(lse),
+            address(grad_out),
+            *map(address, found),
+        ),
         _steps(query, key, value, out, grad_out, *found),
         *(c_long(tokens), c_long(heads), c_long(key.shape[1]), c_long(width), c_float(scale)),
         *families.arguments,
@@ -118,76 +119,77 @@ def attention_backward(
     return grad_query, grad_key, grad_value
 
 
-ROWS_AT_ONCE = 16
-"""Rows of a prompt that one thread works on: more would leave other threads without work."""
-
-
-class Rows:
-    """Which rows belong to which prompt, as `decoding.cpp` reads it."""
-
-    def __init__(self, entry_R: Sequence[int], prompt_length_P: Sequence[int]) -> None:
-        """entry_R: each row's prompt; prompt_length_P: its tokens."""
-        rows_P: list[list[int]] = [[] for _ in prompt_length_P]
-        for row, entry in enumerate(entry_R):
-            rows_P[entry].append(row)
-        order = [row for rows in rows_P for row in rows]
-        parts, start = [], 0
-        for entry, rows in enumerate(rows_P):
-            for first in range(start, start + len(rows), ROWS_AT_ONCE):
-                parts += [entry, first, min(first + ROWS_AT_ONCE, start + len(rows))]
-            start += len(rows)
-        self.arguments = (
-            *((ctypes.c_int64 * len(parts))(*parts), c_long(len(parts) // 3)),
-            *((ctypes.c_int64 * len(prompt_length_P))(*prompt_length_P), (ctypes.c_int64 * len(order))(*order)),
-        )
-
-
-def decode_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    own: tuple[Tensor, Tensor],
-    prompt: tuple[Tensor, Tensor],
-    rows: Rows,
-    length_R: Tensor,
-    scale: float,
-    window: int | None,
-) -> Tensor:
-    """One new token per row: (R, H, W) and twice (R, K, W) -> (R, H, W).  Its key and value are written into `own`.
-
-    own, prompt: slabs (entries, K, room, W) of keys and values.  length_R: own tokens, the new one included (int64).
-    """
-    count, heads, width = query.shape
-    out = query.new_empty(count, heads, width)
-    steps = [step for tensor in (query, key, value) for step in (tensor.stride(1), tensor.stride(0))]
-    _call(
-        "decode_attention",
-        *(_half(query), _at(query), _at(key), _at(value), _at(out), (c_long * 6)(*steps)),
-        *(_at(own[0]), _at(own[1]), c_long(own[0].shape[2]), _at(prompt[0]), _at(prompt[1]), c_long(prompt[0].shape[2])),
-        *(*rows.arguments, _at(length_R), c_long(heads), c_long(key.shape[1]), c_long(width)),
-        *(c_float(scale), c_long(window or 0), torch.get_num_threads()),
-    )
-    return out
-
-
 def add_rms_norm(x_RD: Tensor, add_RD: Tensor | None, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """x += add in place (float32), and the norm of the sum, `weight * x / sqrt(mean(x^2) + eps)`, in `dtype`."""
+    """x += add in place, and the norm of the sum, `weight * x / sqrt(mean(x^2) + eps)`, in `dtype`."""
     out_RD = torch.empty_like(x_RD, dtype=dtype)
-    _call(
-        "add_rms_norm",
-        *(0 if add_RD is None else _half(add_RD), _half(out_RD), _at(x_RD), _at(add_RD), _at(weight_D), _at(out_RD)),
-        *(c_long(x_RD.shape[0]), c_long(x_RD.shape[1]), c_float(eps), torch.get_num_threads()),
-    )
+    _add_rms_norm(x_RD, add_RD, x_RD, weight_D, out_RD, None, eps)
     return out_RD
+
+
+def rms_norm(
+    x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype, add: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x + add (or x itself), its norm `weight * x / sqrt(mean(x^2) + eps)` in `dtype`, and the factors 1 / sqrt(...) (T,).
+
+    x, add: contiguous rows (..., D), T of them.  The weight is float32.
+    """
+    total = x if add is None else torch.empty_like(x)
+    out, scale_T = torch.empty_like(x, dtype=dtype), x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+    _add_rms_norm(x, add, total, weight_D, out, scale_T, eps)
+    return total, out, scale_T
+
+
+def _add_rms_norm(
+    x: Tensor, add: Tensor | None, total: Tensor, weight_D: Tensor, out: Tensor, scale_T: Tensor | None, eps: float
+) -> None:
+    call(
+        "add_rms_norm",
+        *(half(x), 0 if add is None else half(add), half(out)),
+        *map(address, (x, add, total, weight_D, out, scale_T)),
+        *(c_long(x.numel() // x.shape[-1]), c_long(x.shape[-1]), c_float(eps), torch.get_num_threads()),
+    )
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight_D: Tensor, scale_T: Tensor, more: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `rms_norm`'s sum x, in its type and in `grad`'s, and of its weight.  more: x's own gradient, in its type."""
+    grad_x, grad_weight_D = torch.empty_like(x), torch.zeros_like(weight_D)
+    copy = torch.empty_like(grad) if grad.dtype != x.dtype else None
+    call(
+        "rms_norm_backward",
+        *(half(x), half(grad)),
+        *map(address, (x, grad, weight_D, scale_T, more, grad_x, copy, grad_weight_D)),
+        *(c_long(x.numel() // x.shape[-1]), c_long(x.shape[-1])),
+    )
+    return grad_x, grad_x if copy is None else copy, grad_weight_D
+
+
+def head_norm(x_THW: Tensor, weight_HW: Tensor, eps: float) -> None:
+    """Norms of heads in place, each with its own weight (float32); heads lie side by side."""
+    tokens, heads, width = x_THW.shape
+    call(
+        "head_norm",
+        *(half(x_THW), address(x_THW), c_long(x_THW.stride(0)), address(weight_HW), c_long(tokens), c_long(heads), c_long(width)),
+        *(c_float(eps), torch.get_num_threads()),
+    )
 
 
 def rotate(x_THW: Tensor, cos_TW: Tensor, sin_TW: Tensor, sign: float = 1.0) -> Tensor:
     """Pairs (i, i + W/2) turned by the angles of their position, sign -1: back.  (T, heads, W), any steps; tables float32."""
     tokens, heads, width = x_THW.shape
     out_THW = x_THW.new_empty(tokens, heads, width)
-    _call(
+    call(
         "rotate",
-        *(_half(x_THW), _at(x_THW), c_long(x_THW.stride(0)), c_long(x_THW.stride(1)), _at(cos_TW), _at(sin_TW), _at(out_THW)),
+        *(
+            half(x_THW),
+            address(x_THW),
+            c_long(x_THW.stride(0)),
+            c_long(x_THW.stride(1)),
+            address(cos_TW),
+            address(sin_TW),
+            address(out_THW),
+        ),
         *(c_long(tokens), c_long(heads), c_long(width), c_float(sign), torch.get_num_threads()),
     )
     return out_THW
@@ -197,9 +199,9 @@ def gated(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
     """silu(gate) * up, of rows equally far apart in both."""
     rows, width = gate_TI.shape
     out_TI = gate_TI.new_empty(rows, width)
-    _call(
+    call(
         "gated",
-        *(_half(gate_TI), _at(gate_TI), _at(up_TI), _at(out_TI), c_long(rows), c_long(width)),
+        *(half(gate_TI), address(gate_TI), address(up_TI), address(out_TI), c_long(rows), c_long(width)),
         *(c_long(gate_TI.stride(0)), c_long(width), torch.get_num_threads()),
     )
     return out_TI
@@ -208,9 +210,9 @@ def gated(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
 def gated_backward(grad_TI: Tensor, gate_TI: Tensor, up_TI: Tensor) -> tuple[Tensor, Tensor]:
     """Of `gated`: its result again and the gradient of `up_TI`; `grad_TI` becomes the gradient of `gate_TI`.  All contiguous."""
     inner_TI, grad_up_TI = torch.empty_like(gate_TI), torch.empty_like(gate_TI)
-    _call(
+    call(
         "gated_backward",
-        *(_half(gate_TI), _at(gate_TI), _at(up_TI), _at(grad_TI), _at(inner_TI), _at(grad_up_TI)),
+        *(half(gate_TI), address(gate_TI), address(up_TI), address(grad_TI), address(inner_TI), address(grad_up_TI)),
         *(c_long(gate_TI.numel()), torch.get_num_threads()),
     )
     return inner_TI, grad_up_TI
@@ -219,72 +221,49 @@ def gated_backward(grad_TI: Tensor, gate_TI: Tensor, up_TI: Tensor) -> tuple[Ten
 def gelu(x_TI: Tensor) -> Tensor:
     """GELU's tanh form, of a contiguous tensor."""
     out_TI = torch.empty_like(x_TI)
-    _call("gelu", _half(x_TI), _at(x_TI), _at(out_TI), c_long(x_TI.numel()), torch.get_num_threads())
+    call("gelu", half(x_TI), address(x_TI), address(out_TI), c_long(x_TI.numel()), torch.get_num_threads())
     return out_TI
 
 
 def gelu_backward(grad_TI: Tensor, x_TI: Tensor) -> Tensor:
     """Of `gelu`: its result again; `grad_TI` becomes the gradient of `x_TI`.  All contiguous."""
     out_TI = torch.empty_like(x_TI)
-    _call("gelu_backward", _half(x_TI), _at(x_TI), _at(grad_TI), _at(out_TI), c_long(x_TI.numel()), torch.get_num_threads())
+    call(
+        "gelu_backward", half(x_TI), address(x_TI), address(grad_TI), address(out_TI), c_long(x_TI.numel()), torch.get_num_threads()
+    )
     return out_TI
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`weight * x / sqrt(mean(x^2) + eps)` in `dtype`, and the factors 1 / sqrt(...) (T,).  The weight is float32."""
-    out_TD, scale_T = torch.empty_like(x_TD, dtype=dtype), x_TD.new_empty(x_TD.shape[0], dtype=torch.float32)
-    _call(
-        "rms_norm",
-        *(_half(x_TD), _half(out_TD), _at(x_TD), _at(weight_D), _at(out_TD), _at(scale_T)),
-        *(c_long(x_TD.shape[0]), c_long(x_TD.shape[1]), c_float(eps), torch.get_num_threads()),
+def read_logits(raw_CV: Tensor, scale_C: Tensor, target_C: Tensor, lse_C: Tensor, logp_C: Tensor, entropy_C: Tensor | None) -> None:
+    """Of rows of logits z = raw * scale, in nats: log sum exp z, log-probs of the targets, and entropies if there is room for them.
+
+    All is contiguous, and float32 but for the logits and the targets (int64, each below V: nothing here looks).
+    """
+    call(
+        "read_logits",
+        *(half(raw_CV), *map(address, (raw_CV, scale_C, target_C, lse_C, logp_C, entropy_C))),
+        *(c_long(raw_CV.shape[0]), c_long(raw_CV.shape[1]), torch.get_num_threads()),
     )
-    return out_TD, scale_T
 
 
-def rms_norm_backward(grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, scale_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `rms_norm`'s x, in its type, and of its weight."""
-    grad_x_TD, grad_weight_D = torch.empty_like(x_TD), torch.zeros_like(weight_D)
-    _call(
-        "rms_norm_backward",
-        *(_half(x_TD), _half(grad_TD), _at(x_TD), _at(grad_TD), _at(weight_D), _at(scale_T), _at(grad_x_TD), _at(grad_weight_D)),
-        *(c_long(x_TD.shape[0]), c_long(x_TD.shape[1])),
+def slope_of_logits(
+    raw_CV: Tensor,
+    scale_C: Tensor,
+    target_C: Tensor,
+    lse_C: Tensor,
+    entropy_C: Tensor,
+    in_logp_C: Tensor,
+    in_entropy_C: Tensor | None,
+) -> None:
+    """`raw_CV` becomes the gradient with respect to itself of a loss with these slopes in what `read_logits` has found.
+
+    d logp / d raw = scale (onehot - p), d entropy / d raw = -scale p (log p + entropy); types as there.
+    """
+    call(
+        "slope_of_logits",
+        *(half(raw_CV), *map(address, (raw_CV, scale_C, target_C, lse_C, entropy_C, in_logp_C, in_entropy_C))),
+        *(c_long(raw_CV.shape[0]), c_long(raw_CV.shape[1]), torch.get_num_threads()),
     )
-    return grad_x_TD, grad_weight_D
-
-
-class Product:
-    """x W^T + b for few rows, with the weight packed in the order in which it is read (kernels/products.cpp)."""
-
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> None:
-        """dtype: of x, of the packed weight and of the result.  The weight may be float32 or bfloat16."""
-        self.outputs, self.inputs = weight_OI.shape
-        self.half = dtype == torch.bfloat16
-        deep = -(-self.inputs // 32) * 32 if self.half else self.inputs
-        self.packed = weight_OI.new_empty(-(-self.outputs // PANEL) * PANEL * deep, dtype=dtype)
-        self.bias_O = None if bias_O is None else bias_O.detach().float().contiguous()
-        weight_OI = weight_OI.detach().float()
-        if 1 not in weight_OI.stride():
-            weight_OI = weight_OI.contiguous()
-        _call(
-            "pack_half" if self.half else "pack_float",
-            *(_at(weight_OI), c_long(weight_OI.stride(0)), c_long(weight_OI.stride(1)), _at(self.packed)),
-            *(c_long(self.outputs), c_long(self.inputs), torch.get_num_threads()),
-        )
-
-    def __call__(self, x_RI: Tensor) -> Tensor:
-        """(R, I) -> (R, O)."""
-        x_RI = x_RI.contiguous()
-        out_RO = x_RI.new_empty(x_RI.shape[0], self.outputs)
-        _call(
-            "product_half" if self.half else "product_float",
-            *(_at(x_RI), _at(self.packed), _at(self.bias_O), _at(out_RO)),
-            *(c_long(x_RI.shape[0]), c_long(self.outputs), c_long(self.inputs), torch.get_num_threads()),
-        )
-        return out_RO
-
-
-PANEL = 16
-"""Outputs are packed in whole vectors, of which the longest is the measure."""
 
 
 def multiplies(dtype: torch.dtype) -> bool:
@@ -323,13 +302,9 @@ def gemm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, *, bias_N: Tensor | None = 
     where bfloat16 ends, the result is not a number; below 1e-30 it has fewer digits, for tiles take subnormal parts as zeros.
     """
     (rows, depth), columns = a_MK.shape, b_KN.shape[1]
-    _call(
+    call(
         "gemm",
-        *(_half(a_MK), _at(a_MK), c_long(a_MK.stride(0)), c_long(a_MK.stride(1))),
-        *(_at(b_KN), c_long(b_KN.stride(0)), c_long(b_KN.stride(1)), _at(out_MN), c_long(out_MN.stride(0))),
-        *(c_long(rows), c_long(columns), c_long(depth), _at(bias_N), int(add), torch.get_num_threads()),
+        *(half(a_MK), address(a_MK), c_long(a_MK.stride(0)), c_long(a_MK.stride(1))),
+        *(address(b_KN), c_long(b_KN.stride(0)), c_long(b_KN.stride(1)), address(out_MN), c_long(out_MN.stride(0))),
+        *(c_long(rows), c_long(columns), c_long(depth), address(bias_N), int(add), torch.get_num_threads()),
     )
-
-
-def _call(name: str, *arguments: Any) -> None:
-    getattr(library(), name)(*arguments)

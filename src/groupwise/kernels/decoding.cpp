@@ -4,103 +4,171 @@
 // own, prompt         slabs (entries, K, room, D) of kept keys and values; row r's own tokens are entry r
 // parts               (prompt entry, from, to): rows[from..to] belong to that prompt, whose keys they meet in one product
 //
+// What is kept lies as products meet it, in words: a float32 number, or two bfloat16 ones over which a product sums.  Keys: 16 tokens'
+// first words, their second ones and so on, then the next 16 tokens.  Values: a word holds a number of one token, or of two neighbours.
+// A slab has room for whole blocks of 32 tokens, in which zeros lie behind the last token's values.
+//
 // All sums are float32, whatever the type of what is read and written.
 
-#include "vectors.h"
+#include "tiles.h"
 
-struct Strides { long head, token; };
-struct Part { int64_t entry, from, to; };
+constexpr long BLOCK = 32, PANEL = 16;
 
-template <typename T> struct Slab {
-    T *keys, *values;
-    long room;
-    long place(long entry, long head, long shared, long width) const { return (entry * shared + head) * room * width; }
+static inline long whole(long count, long of) { return (count + of - 1) / of * of; }
+
+
+// Words as the second matrix of a product: `row` from one to what is summed with it next, `panel` from 16 columns to the next 16.
+template <typename T>
+struct Kept {
+    static constexpr int DEEP = 4 / sizeof(T);
+    const T *from;
+    long row, panel;
+
+    const T *word(long k, long column) const { return from + (k / DEEP * row + column / PANEL * panel + column % PANEL) * DEEP; }
+    Kept behind(long columns) const { return {word(0, columns), row, panel}; }
+
+    Vec at(long k, int part, int n) const {
+        Bits words;
+        std::memcpy(&words, word(k, n * LANES), sizeof words);
+        return (Vec)(DEEP == 1 ? words : part ? words & 0xffff0000 : words << 16);
+    }
 };
 
-// Scores of `count` kept keys for N queries (N, width), which meet a key while it is in registers.
-template <int N, typename T>
-static void meet(const T *keys, long count, long width, const float *query, float *scores, long across) {
-    for (long t = 0; t < count; t += LANES) {
-        long here = t + LANES < count ? LANES : count - t;
-        Vec part[N][LANES];
-        for (long i = 0; i < LANES; i++) {
-            const T *key = keys + (i < here ? t + i : t) * width;
-            Vec found[N];
-            for (int n = 0; n < N; n++) found[n] = all(0.0f);
+// Keys and values of one entry's head.
+template <typename T>
+struct Head {
+    T *k, *v;
+    long width;
+
+    Kept<T> keys() const { return {k, PANEL, PANEL * width / Kept<T>::DEEP}; }
+    Kept<T> values() const { return {v, width, PANEL}; }
+
+    // Token t's, behind those that are there.
+    void keep(const T *key, const T *value, long t) const {
+        constexpr long DEEP = Kept<T>::DEEP;
+        T *key_words = k + t / PANEL * PANEL * width + t % PANEL * DEEP, *value_words = v + t / DEEP * DEEP * width;
+        for (long d = 0; d < width; d += DEEP) std::memcpy(key_words + d * PANEL, key + d, DEEP * sizeof(T));
+        if (t % BLOCK == 0) std::memset((void *)value_words, 0, BLOCK * width * sizeof(T));
+        if constexpr (DEEP == 1) std::memcpy(value_words, value, width * sizeof(T));
+        else
             for (long d = 0; d < width; d += LANES) {
-                Vec number = load(key + d);
-                for (int n = 0; n < N; n++) found[n] += number * load(query + n * width + d);
+                Bits pair, number = (Bits)load(value + d);
+                std::memcpy(&pair, value_words + d * DEEP, sizeof pair);
+                pair = t % DEEP ? (pair & 0xffff) | number : number >> 16;
+                std::memcpy(value_words + d * DEEP, &pair, sizeof pair);
             }
-            for (int n = 0; n < N; n++) part[n][i] = found[n];
-        }
-        for (int n = 0; n < N; n++) {
-            Vec found = sums(part[n]);
-            if (here == LANES) store(scores + n * across + t, found);
-            else for (long i = 0; i < here; i++) scores[n * across + t + i] = found[i];
-        }
     }
-}
+};
 
 template <typename T>
-static void meet_all(long queries, const T *keys, long count, long width, const float *query, float *scores, long across) {
-    for (; queries >= 4; queries -= 4, query += 4 * width, scores += 4 * across) meet<4>(keys, count, width, query, scores, across);
-    switch (queries) {
-        case 1: return meet<1>(keys, count, width, query, scores, across);
-        case 2: return meet<2>(keys, count, width, query, scores, across);
-        case 3: return meet<3>(keys, count, width, query, scores, across);
+struct Slab {
+    T *keys, *values;
+    long room;
+
+    Head<T> at(long entry, long head, long shared, long width) const {
+        long place = (entry * shared + head) * room * width;
+        return {keys + place, values + place, width};
     }
+};
+
+template <typename T>
+static void multiply(long rows, long columns, long depth, const float *a, long a_row, Kept<T> b, float *c, long c_row, bool add) {
+    product(rows, columns, depth, a, a_row, 1, b, c, c_row, add);
 }
 
-// Rows of one prompt, for one key-value head.
-template <typename T>
+#ifdef MATRIX_TILES
+// By tiles of as many rows as they were opened with; what lies behind the last row is overwritten.  Columns: whole pairs of tiles.
+static void multiply(long rows, long columns, long depth, const bfloat16 *a, long a_row, Kept<bfloat16> b, float *c, long c_row, bool add) {
+    __asm__ volatile("" ::: "memory");  // what is loaded below is in memory by now
+    for (long m = 0; m < rows; m += TILE, a += TILE * a_row, c += TILE * c_row)
+        for (long n = 0; n < columns; n += PAIR) {
+            float *sums = c + n;
+            if (add) {
+                _tile_loadd(0, sums, c_row * 4);
+                _tile_loadd(2, sums + TILE, c_row * 4);
+            } else {
+                _tile_zero(0);
+                _tile_zero(2);
+            }
+            for (long k = 0; k < depth; k += DEPTH) {
+                _tile_loadd(4, a + k, a_row * 2);
+                _tile_loadd(6, b.word(k, n), b.row * 4);
+                _tile_loadd(7, b.word(k, n + TILE), b.row * 4);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(2, 4, 7);
+            }
+            _tile_stored(0, sums, c_row * 4);
+            _tile_stored(2, sums + TILE, c_row * 4);
+        }
+    __asm__ volatile("" ::: "memory");
+}
+#endif
+
+// Scores (a whole number of vectors) -> e^(scale (score - highest)), in their place or rounded; returns the sum.
+template <typename Q>
+static float weigh(const float *scores, long count, float scale, Q *weights) {
+    Vec top = load(scores), total = all(0.0f);
+    for (long t = LANES; t < count; t += LANES) top = largest(top, load(scores + t));
+    float highest = peak(top);
+    for (long t = 0; t < count; t += LANES) {
+        Vec weight = exponential((load(scores + t) - highest) * scale);
+        store(weights + t, weight);
+        total += weight;
+    }
+    return sum(total);
+}
+
+// Rows of one prompt, for one key-value head.  Q: how queries and weights meet what is kept, as float by vectors or as bfloat16 by tiles.
+template <typename Q, typename T>
 static void decode(const T *query, const T *key, const T *value, T *out, const Strides *step, Slab<T> own, Slab<T> prompt, long entry,
                    long prompt_length, const int64_t *rows, long count, const int64_t *length, long group, long shared, long width,
                    float scale, long window, long head) {
-    long longest = 0, m = prompt_length, wide_m = padded(m), heads = shared * group;
+    constexpr bool TILED = sizeof(Q) == sizeof(bfloat16);
+    constexpr long UNIT = TILED ? BLOCK : PANEL;
+    long longest = 0, m = prompt_length, wide_m = whole(m, BLOCK), heads = shared * group, queries = count * group;
     for (long i = 0; i < count; i++) longest = length[rows[i]] > longest ? length[rows[i]] : longest;
-    long across = wide_m + padded(longest);
-    float *scores = room(count * group * (across + 2 * width) + 2 * wide_m * width);
-    float *queries = scores + count * group * across, *found = queries + count * group * width;
-    float *keys = found + count * group * width, *turned = keys + wide_m * width;
-    const T *prompt_k = prompt.keys + prompt.place(entry, head, shared, width);
-    const T *prompt_v = prompt.values + prompt.place(entry, head, shared, width);
-    for (long i = 0; i < count; i++)
-        for (long g = 0; g < group; g++)
-            for (long d = 0; d < width; d += LANES)
-                store(queries + (i * group + g) * width + d,
-                      load(query + rows[i] * step[0].token + (head * group + g) * step[0].head + d) * scale);
-    // Zeros behind a prompt's last key: their scores are hidden below.
-    for (long t = 0; t < wide_m; t++)
-        for (long d = 0; d < width; d += LANES) store(keys + t * width + d, t < m ? load(prompt_k + t * width + d) : all(0.0f));
-    turn(keys, wide_m, width, turned, wide_m, 0);
-    product(count * group, wide_m, width, queries, width, 1, turned, wide_m, scores, across, false);
+    long across = wide_m + whole(longest, BLOCK), high = queries + PANEL;
+    float *scores = room(high * (2 * across + 2 * width + 1)), *found = scores + high * across, *totals = found + high * width;
+    Q *asked = (Q *)(totals + high), *weights = TILED ? asked + high * width : (Q *)scores;
+    for (long q = 0; q < queries; q++)
+        for (long d = 0; d < width; d += LANES)
+            store(asked + q * width + d, load(query + rows[q / group] * step[0].token + (head * group + q % group) * step[0].head + d));
+    auto open = []([[maybe_unused]] long rows) {
+#ifdef MATRIX_TILES
+        if constexpr (TILED) open_tiles(rows < TILE ? rows : TILE);
+#endif
+    };
+    Head<T> shown = prompt.at(entry, head, shared, width);
+    open(queries);
+    multiply(queries, whole(m, UNIT), width, asked, width, shown.keys(), scores, across, false);
+    open(group);
     for (long i = 0; i < count; i++) {
-        long row = rows[i], n = length[row], end = wide_m + padded(n), hidden = window > 0 && m + n > window ? m + n - window : 0;
-        T *own_k = own.keys + own.place(row, head, shared, width), *own_v = own.values + own.place(row, head, shared, width);
-        for (long d = 0; d < width; d++) {
-            own_k[(n - 1) * width + d] = key[row * step[1].token + head * step[1].head + d];
-            own_v[(n - 1) * width + d] = value[row * step[2].token + head * step[2].head + d];
-        }
+        long row = rows[i], n = length[row], end = wide_m + whole(n, UNIT), hidden = window > 0 && m + n > window ? m + n - window : 0;
+        Head<T> kept = own.at(row, head, shared, width);
+        kept.keep(key + row * step[1].token + head * step[1].head, value + row * step[2].token + head * step[2].head, n - 1);
         float *here = scores + i * group * across;
-        meet_all(group, own_k, n, width, queries + i * group * width, here + wide_m, across);
-        for (long g = 0; g < group; g++, here += across) {
-            for (long t = 0; t < (hidden < m ? hidden : m); t++) here[t] = -INFINITY;
-            for (long t = m; t < wide_m + (hidden > m ? hidden - m : 0); t++) here[t] = -INFINITY;
-            for (long t = wide_m + n; t < end; t++) here[t] = -INFINITY;
-            softmax(here, end);
+        Q *weight = weights + i * group * across;
+        multiply(group, end - wide_m, width, asked + i * group * width, width, kept.keys(), here + wide_m, across, false);
+        for (long g = 0; g < group; g++) {
+            float *score = here + g * across;
+            for (long t = 0; t < (hidden < m ? hidden : m); t++) score[t] = -INFINITY;
+            for (long t = m; t < wide_m + (hidden > m ? hidden - m : 0); t++) score[t] = -INFINITY;
+            for (long t = wide_m + n; t < end; t++) score[t] = -INFINITY;
+            totals[i * group + g] = weigh(score, end, scale, weight + g * across);
         }
+        multiply(group, width, n, weight + wide_m, across, kept.values(), found + i * group * width, width, false);
     }
-    product(count * group, width, m, scores, across, 1, prompt_v, width, found, width, false);
-    for (long i = 0; i < count; i++) {
-        long row = rows[i];
-        float *sums = found + i * group * width;
-        product(group, width, length[row], scores + i * group * across + wide_m, across, 1,
-                own.values + own.place(row, head, shared, width), width, sums, width, true);
-        for (long g = 0; g < group; g++)
-            for (long d = 0; d < width; d += LANES)
-                store(out + (row * heads + head * group + g) * width + d, load(sums + g * width + d));
-    }
+    open(queries);
+    multiply(queries, width, m, weights, across, shown.values(), found, width, true);
+#ifdef MATRIX_TILES
+    if (TILED) _tile_release();
+#endif
+    for (long q = 0; q < queries; q++)
+        for (long d = 0; d < width; d += LANES)
+            store(out + (rows[q / group] * heads + head * group + q % group) * width + d, load(found + q * width + d) * (1.0f / totals[q]));
 }
+
+extern "C" int has_tiles();
 
 template <typename T>
 static void run(const void *query, const void *key, const void *value, void *out, const Strides *step, void *own_k, void *own_v,
@@ -108,13 +176,36 @@ static void run(const void *query, const void *key, const void *value, void *out
                 const int64_t *prompt_length, const int64_t *rows, const int64_t *length, long heads, long shared, long width,
                 float scale, long window, int threads) {
     Slab<T> own{(T *)own_k, (T *)own_v, own_room}, prompt{(T *)prompt_k, (T *)prompt_v, prompt_room};
+    auto way = decode<float, T>;
+#ifdef MATRIX_TILES
+    if constexpr (sizeof(T) == sizeof(bfloat16)) way = width % PAIR == 0 && has_tiles() ? decode<bfloat16, T> : decode<float, T>;
+#endif
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
     for (long item = 0; item < shared * count; item++) {
         Part part = parts[item / shared];
-        decode((const T *)query, (const T *)key, (const T *)value, (T *)out, step, own, prompt, part.entry,
-               prompt_length[part.entry], rows + part.from, part.to - part.from, length, heads / shared, shared, width, scale, window,
-               item % shared);
+        way((const T *)query, (const T *)key, (const T *)value, (T *)out, step, own, prompt, part.entry, prompt_length[part.entry],
+            rows + part.from, part.to - part.from, length, heads / shared, shared, width, scale, window, item % shared);
     }
+}
+
+template <typename T>
+static void keep(const void *key, const void *value, const long *step, void *keys, void *values, long room, long first, long count,
+                 long length, long shared, long width, int threads) {
+    Slab<T> slab{(T *)keys, (T *)values, room};
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (long item = 0; item < count * shared; item++) {
+        long entry = item / shared, head = item % shared;
+        Head<T> to = slab.at(first + entry, head, shared, width);
+        for (long t = 0; t < length; t++)
+            to.keep((const T *)key + entry * step[0] + t * step[1] + head * step[2],
+                    (const T *)value + entry * step[3] + t * step[4] + head * step[5], t);
+    }
+}
+
+// Whole entries from `first` on; key, value: (count, length, K, D), whose steps are said one after another.
+extern "C" void keep_entries(int half, const void *key, const void *value, const long *step, void *keys, void *values, long room,
+                             long first, long count, long length, long shared, long width, int threads) {
+    (half ? keep<bfloat16> : keep<float>)(key, value, step, keys, values, room, first, count, length, shared, width, threads);
 }
 
 extern "C" void decode_attention(int half, const void *query, const void *key, const void *value, void *out, const Strides *step,

@@ -19,8 +19,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 SOURCES = Path(__file__).parent
 SWITCH = "GROUPWISE_KERNELS"
@@ -38,6 +40,21 @@ def library() -> ctypes.CDLL | None:
 def absence() -> str | None:
     """Why there is no library, in words and with the remedy; None if there is one."""
     return _loaded()[1]
+
+
+def call(name: str, *arguments: Any) -> None:
+    """The kernel of this name, on what C++ takes it to be given."""
+    getattr(library(), name)(*arguments)
+
+
+def address(tensor: Tensor | None) -> ctypes.c_void_p:
+    """Where a tensor's numbers begin; a null pointer for none."""
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def half(tensor: Tensor) -> int:
+    """The type of a tensor's numbers as kernels are told it: 1 for bfloat16, 0 for float32."""
+    return int(tensor.dtype == torch.bfloat16)
 
 
 @cache

@@ -1,4 +1,4 @@
-// What a block does between its matrix products, in one pass each: norms, rotary positions, the gate of an MLP.
+// What is done between matrix products, in one pass each: norms, rotary positions, the gate of an MLP; what is read off logits.
 //
 // Streams are (T, D) with their rows one behind the other unless a step is given; all sums are float32.
 
@@ -33,47 +33,62 @@ static inline float normed(const X *x, const float *weight, Out *out, long width
     return factor;
 }
 
-// Norms of rows; scale: what each was multiplied by.
-extern "C" void rms_norm(int x_half, int out_half, const void *x, const float *weight, void *out, float *scale, long rows, long width,
-                         float eps, int threads) {
+// sum = x + add (or x alone), and the norm of the sum; scale: what each row was multiplied by.  `sum` may be x; sum and scale may be null.
+extern "C" void add_rms_norm(int x_half, int add_half, int out_half, const void *x, const void *add, void *sum, const float *weight,
+                             void *out, float *scale, long rows, long width, float eps, int threads) {
     typed(x_half, out_half, [=](auto x_zero, auto out_zero) {
-        auto from = (const decltype(x_zero) *)x;
-        auto to = (decltype(out_zero) *)out;
-        each(rows, threads, [=](long t) { scale[t] = normed(from + t * width, weight, to + t * width, width, eps); });
+        typedef decltype(x_zero) X;
+        typedef decltype(out_zero) Out;
+        auto from = (const X *)x;
+        auto total = (X *)sum;
+        auto work = [=](auto more) {
+            each(rows, threads, [=](long t) {
+                for (long d = t * width; more && d < (t + 1) * width; d += LANES) store(total + d, load(from + d) + load(more + d));
+                float factor = normed((more ? total : from) + t * width, weight, (Out *)out + t * width, width, eps);
+                if (scale) scale[t] = factor;
+            });
+        };
+        if (add_half) work((const bfloat16 *)add);
+        else work((const float *)add);
     });
 }
 
-// x += add, then the norm of x.
-extern "C" void add_rms_norm(int add_half, int out_half, float *x, const void *add, const float *weight, void *out, long rows,
-                             long width, float eps, int threads) {
-    typed(add_half, out_half, [=](auto add_zero, auto out_zero) {
-        auto more = (const decltype(add_zero) *)add;
-        auto to = (decltype(out_zero) *)out;
+// Norms of heads in place, (rows, heads, width) with rows `row_step` apart; every head has its own weight.
+extern "C" void head_norm(int half, void *x, long row_step, const float *weight, long rows, long heads, long width, float eps, int threads) {
+    typed(half, half, [=](auto zero, auto) {
         each(rows, threads, [=](long t) {
-            for (long d = t * width; more && d < (t + 1) * width; d += LANES) store(x + d, load(x + d) + load(more + d));
-            normed(x + t * width, weight, to + t * width, width, eps);
+            for (long head = 0; head < heads; head++) {
+                auto here = (decltype(zero) *)x + t * row_step + head * width;
+                normed(here, weight + head * width, here, width, eps);
+            }
         });
     });
 }
 
-// With u = x scale:  grad_x = scale (g w - u mean(u g w)),  grad_weight += sum over rows of u g.
+// With u = x scale:  grad_x = scale (g w - u mean(u g w)) + more,  grad_weight += sum over rows of u g.
+// more: what x is told from elsewhere; copy: grad_x in the type of g.  Both may be null.
 extern "C" void rms_norm_backward(int x_half, int grad_half, const void *x, const void *grad, const float *weight, const float *scale,
-                                  void *grad_x, float *grad_weight, long rows, long width) {
+                                  const void *more, void *grad_x, void *copy, float *grad_weight, long rows, long width) {
     typed(x_half, grad_half, [=](auto x_zero, auto grad_zero) {
-        auto from = (const decltype(x_zero) *)x;
-        auto slope = (const decltype(grad_zero) *)grad;
-        auto to = (decltype(x_zero) *)grad_x;
+        typedef decltype(x_zero) X;
+        typedef decltype(grad_zero) Grad;
         for (long t = 0; t < rows; t++) {
+            const X *from = (const X *)x + t * width, *other = more ? (const X *)more + t * width : nullptr;
+            const Grad *slope = (const Grad *)grad + t * width;
+            X *to = (X *)grad_x + t * width;
+            Grad *also = copy ? (Grad *)copy + t * width : nullptr;
             Vec along = all(0.0f);
             for (long d = 0; d < width; d += LANES) {
-                Vec part = load(from + t * width + d) * scale[t] * load(slope + t * width + d);
+                Vec part = load(from + d) * scale[t] * load(slope + d);
                 store(grad_weight + d, load(grad_weight + d) + part);
                 along += part * load(weight + d);
             }
             float share = sum(along) / width;
             for (long d = 0; d < width; d += LANES) {
-                Vec unit = load(from + t * width + d) * scale[t];
-                store(to + t * width + d, (load(slope + t * width + d) * load(weight + d) - unit * share) * scale[t]);
+                Vec unit = load(from + d) * scale[t], found = (load(slope + d) * load(weight + d) - unit * share) * scale[t];
+                if (other) found += load(other + d);
+                store(to + d, found);
+                if (also) store(also + d, found);
             }
         }
     });
@@ -157,6 +172,76 @@ extern "C" void gelu_backward(int half, const void *x, void *grad, void *out, lo
             Vec slope = open + number * open * (1.0f - open) * BEND * (1.0f + 3.0f * CUBE * square);
             store((T *)out + i * LANES, number * open);
             store((T *)grad + i * LANES, load((const T *)grad + i * LANES) * slope);
+        });
+    });
+}
+
+// Logits of a row times its scale, a vector at a time; minus infinity behind the last.
+template <class T>
+struct Logits {
+    const T *from;
+    long count;
+    float scale;
+
+    Vec at(long v) const {
+        if (v + LANES <= count) return load(from + v) * scale;
+        float held[LANES];
+        store(held, read(from + v, count - v) * scale);
+        for (long lane = count - v; lane < LANES; lane++) held[lane] = -INFINITY;
+        return load(held);
+    }
+    float one(long v) const { return sum(read(from + v, 1)) * scale; }
+};
+
+constexpr long AT_ONCE = 1024;
+
+// What is multiplied by its probability must not be infinite where that is 0.
+static inline Vec bounded(Vec x) { return largest(all(-1e4f), x); }
+
+// Of rows of logits: lse = log sum exp z, logp = z[target] - lse, and where it is asked for entropy = -sum p log p; with z = x scale.
+extern "C" void read_logits(int half, const void *x, const float *scale, const int64_t *target, float *lse, float *logp, float *entropy,
+                            long rows, long width, int threads) {
+    typed(half, half, [=](auto zero, auto) {
+        each(rows, threads, [=](long t) {
+            Logits<decltype(zero)> row{(const decltype(zero) *)x + t * width, width, scale[t]};
+            Vec highest = all(-INFINITY), total = all(0.0f), mean = all(0.0f);
+            for (long v = 0; v < width; v += LANES) highest = largest(highest, row.at(v));
+            float top = peak(highest);
+            for (long from = 0; from < width; from += AT_ONCE) {  // sums of sums: of a long row no digits are lost
+                Vec weights = all(0.0f), means = all(0.0f);
+                for (long v = from; v < width && v < from + AT_ONCE; v += LANES) {
+                    Vec below = row.at(v) - top, weight = exponential(below);
+                    weights += weight;
+                    if (entropy) means += weight * bounded(below);
+                }
+                total += weights, mean += means;
+            }
+            float whole = sum(total), log_whole = std::log(whole);
+            lse[t] = top + log_whole;
+            logp[t] = row.one(target[t]) - lse[t];
+            if (entropy) entropy[t] = log_whole - sum(mean) / whole;
+        });
+    });
+}
+
+// Of the same rows, in their place: the slope of a loss whose slopes in logp and in entropy are given (entropy's: or null).
+//   d logp / dx = scale (1 at the target - p),   d entropy / dx = -scale p (log p + entropy)
+extern "C" void slope_of_logits(int half, void *x, const float *scale, const int64_t *target, const float *lse, const float *entropy,
+                                const float *in_logp, const float *in_entropy, long rows, long width, int threads) {
+    typed(half, half, [=](auto zero, auto) {
+        typedef decltype(zero) T;
+        each(rows, threads, [=](long t) {
+            T *to = (T *)x + t * width;
+            Logits<T> row{to, width, scale[t]};
+            float slope = in_logp[t] * scale[t], own = in_entropy ? in_entropy[t] * scale[t] : 0.0f;
+            auto found = [=](Vec logp) {
+                Vec factor = all(slope);
+                if (in_entropy) factor += own * (bounded(logp) + entropy[t]);
+                return -factor * exponential(logp);
+            };
+            Vec chosen = found(all(row.one(target[t]) - lse[t]));
+            for (long v = 0; v < width; v += LANES) write(to + v, found(row.at(v) - lse[t]), width - v);
+            write(to + target[t], chosen + slope, 1);
         });
     });
 }

@@ -11,10 +11,10 @@ constexpr long TILE = 16, DEPTH = 32, WHOLE = TILE * DEPTH, PAIR = 2 * TILE;
 
 struct Config { uint8_t palette = 1, start = 0, zeros[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; };
 
-// Eight full tiles, until `_tile_release`.
-static inline void open_tiles() {
+// Eight tiles, until `_tile_release`: two of columns, which are full, and six of so many rows.
+static inline void open_tiles(long rows = TILE) {
     Config config;
-    for (int t = 0; t < 8; t++) config.bytes[t] = 64, config.rows[t] = TILE;
+    for (int t = 0; t < 8; t++) config.bytes[t] = 64, config.rows[t] = t < 6 ? rows : TILE;
     __asm__ volatile("" ::"r"(&config) : "memory");  // GCC takes it that the next line reads 8 bytes
     _tile_loadconfig(&config);
 }
@@ -41,10 +41,6 @@ static inline void take(const bfloat16 *from, long count, Bits *parts) {
     if (count >= LANES) std::memcpy(&halves, from, sizeof halves);
     else if (count > 0) std::memcpy(&halves, from, count * sizeof(bfloat16));
     parts[0] = __builtin_convertvector(halves, Bits);
-}
-
-static inline void ask(const void *from, long bytes) {
-    for (long line = 0; line < bytes; line += 64) __builtin_prefetch((const char *)from + line);
 }
 
 enum Form { ROWS_OUTSIDE, ROWS_INSIDE };  // a tile's rows: an outer index with 32 inner numbers, or a pair of inner ones for 16 outer

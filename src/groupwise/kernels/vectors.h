@@ -27,6 +27,8 @@ typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 #endif
 
 struct bfloat16 { uint16_t bits; };
+struct Strides { long head, token; };         // from one to the next
+struct Part { int64_t entry, from, to; };  // of decoding: rows[from..to] belong to that prompt
 
 static inline long padded(long count) { return (count + LANES - 1) / LANES * LANES; }
 static inline Vec all(float x) { return x - (Vec){}; }
@@ -171,56 +173,74 @@ static inline float softmax(float *scores, long count) {
     return highest + std::log(whole);
 }
 
+// A product's second matrix as it lies in memory: rows of vectors side by side.
+struct Plain {
+    static constexpr int DEEP = 1;
+    const float *from;
+    long row;
+
+    Plain behind(long columns) const { return {from + columns, row}; }
+    Vec at(long k, int, int n) const { return load(from + k * row + n * LANES); }
+};
+
 // Every number is summed in the order of `depth`, whatever is computed beside it: a row's bits do not depend on its neighbours.
 //
-// C (M x N vectors) = or += A (M x depth) B (depth x N vectors); steps: how far apart neighbours lie in memory.
+// C (M x N vectors) = or += A (M x depth) B (depth x N vectors), DEEP numbers of the depth at a time; steps: how far apart neighbours
+// lie in memory.
 template <int M, int N, typename B>
-static inline void tile(const float *a, long a_row, long a_column, const B *b, long b_row, float *c, long c_row, long depth,
-                        bool add) {
+static inline void tile(const float *a, long a_row, long a_column, B b, float *c, long c_row, long depth, bool add) {
     Vec total[M][N];
     for (int m = 0; m < M; m++)
         for (int n = 0; n < N; n++) total[m][n] = add ? load(c + m * c_row + n * LANES) : all(0.0f);
-    for (long k = 0; k < depth; k++) {
-        Vec row[N];
-        for (int n = 0; n < N; n++) row[n] = load(b + k * b_row + n * LANES);
-        for (int m = 0; m < M; m++) {
-            Vec factor = all(a[m * a_row + k * a_column]);
-            for (int n = 0; n < N; n++) total[m][n] += factor * row[n];
+    for (long k = 0; k < depth; k += B::DEEP)
+        for (int part = 0; part < B::DEEP; part++) {
+            Vec row[N];
+            for (int n = 0; n < N; n++) row[n] = b.at(k, part, n);
+            for (int m = 0; m < M; m++) {
+                Vec factor = all(a[m * a_row + (k + part) * a_column]);
+                for (int n = 0; n < N; n++) total[m][n] += factor * row[n];
+            }
         }
-    }
     for (int m = 0; m < M; m++)
         for (int n = 0; n < N; n++) store(c + m * c_row + n * LANES, total[m][n]);
 }
 
 template <int N, typename B>
-static inline void tiles(long rows, const float *a, long a_row, long a_column, const B *b, long b_row, float *c, long c_row,
-                         long depth, bool add) {
+static inline void tiles(long rows, const float *a, long a_row, long a_column, B b, float *c, long c_row, long depth, bool add) {
     long m = 0;
-    for (; m + ROWS <= rows; m += ROWS)
-        tile<ROWS, N>(a + m * a_row, a_row, a_column, b, b_row, c + m * c_row, c_row, depth, add);
+    for (; m + ROWS <= rows; m += ROWS) tile<ROWS, N>(a + m * a_row, a_row, a_column, b, c + m * c_row, c_row, depth, add);
     a += m * a_row, c += m * c_row;
     switch (rows - m) {
-        case 1: return tile<1, N>(a, a_row, a_column, b, b_row, c, c_row, depth, add);
-        case 2: return tile<2, N>(a, a_row, a_column, b, b_row, c, c_row, depth, add);
-        case 3: return tile<3, N>(a, a_row, a_column, b, b_row, c, c_row, depth, add);
-        case 4: return tile<4, N>(a, a_row, a_column, b, b_row, c, c_row, depth, add);
-        case 5: return tile<5, N>(a, a_row, a_column, b, b_row, c, c_row, depth, add);
+        case 1: return tile<1, N>(a, a_row, a_column, b, c, c_row, depth, add);
+        case 2: return tile<2, N>(a, a_row, a_column, b, c, c_row, depth, add);
+        case 3: return tile<3, N>(a, a_row, a_column, b, c, c_row, depth, add);
+        case 4: return tile<4, N>(a, a_row, a_column, b, c, c_row, depth, add);
+        case 5: return tile<5, N>(a, a_row, a_column, b, c, c_row, depth, add);
     }
 }
 
 // The same for any number of rows and a whole number of vectors in a row of C.
 template <typename B>
-static inline void product(long rows, long columns, long depth, const float *a, long a_row, long a_column, const B *b, long b_row,
-                    float *c, long c_row, bool add) {
+static inline void product(long rows, long columns, long depth, const float *a, long a_row, long a_column, B b, float *c, long c_row,
+                           bool add) {
     long n = 0;
     for (; n + WIDE * LANES <= columns; n += WIDE * LANES)
-        tiles<WIDE>(rows, a, a_row, a_column, b + n, b_row, c + n, c_row, depth, add);
-    b += n, c += n;
+        tiles<WIDE>(rows, a, a_row, a_column, b.behind(n), c + n, c_row, depth, add);
+    b = b.behind(n), c += n;
     switch ((columns - n) / LANES) {
-        case 1: return tiles<1>(rows, a, a_row, a_column, b, b_row, c, c_row, depth, add);
-        case 2: return tiles<2>(rows, a, a_row, a_column, b, b_row, c, c_row, depth, add);
-        case 3: return tiles<3>(rows, a, a_row, a_column, b, b_row, c, c_row, depth, add);
+        case 1: return tiles<1>(rows, a, a_row, a_column, b, c, c_row, depth, add);
+        case 2: return tiles<2>(rows, a, a_row, a_column, b, c, c_row, depth, add);
+        case 3: return tiles<3>(rows, a, a_row, a_column, b, c, c_row, depth, add);
     }
+}
+
+static inline void product(long rows, long columns, long depth, const float *a, long a_row, long a_column, const float *b, long b_row,
+                           float *c, long c_row, bool add) {
+    product(rows, columns, depth, a, a_row, a_column, Plain{b, b_row}, c, c_row, add);
+}
+
+static inline void ask(const void *from, long bytes) {
+    for (long line = 0; line < bytes; line += 64) __builtin_prefetch((const char *)from + line);
 }
 
 // Room for a thread's intermediate results, from the beginning of a cache line on; it stays with the thread.

@@ -23,11 +23,11 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.activations import NewGELUActivation, SiLUActivation
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
-from transformers.models.mistral.modeling_mistral import MistralAttention, MistralMLP, MistralRMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralAttention, MistralDecoderLayer, MistralMLP, MistralRMSNorm
 from transformers.models.mixtral.modeling_mixtral import MixtralAttention, MixtralRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP, Qwen2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3RMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2MLP, Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
 from transformers.pytorch_utils import Conv1D
 
 from groupwise.kernels import cpu
@@ -73,7 +73,7 @@ class RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         x_TD = x.flatten(0, -2)
         if _one_pass(x_TD, weight_D, dtype):
-            out_TD, scale_T = cpu.rms_norm(x_TD, weight_D, eps, dtype)
+            _, out_TD, scale_T = cpu.rms_norm(x_TD, weight_D, eps, dtype)
             ctx.save_for_backward(x_TD, weight_D, scale_T)
             return out_TD.view_as(x)
         scale_T = x_TD.new_empty(x_TD.shape[0], 1, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -95,7 +95,7 @@ class RMSNorm(torch.autograd.Function):
         x_TD, weight_D, scale_T = ctx.saved_tensors
         slope_TD, wide_D = grads[0].flatten(0, -2), weight_D.to(scale_T.dtype)
         if scale_T.ndim == 1:  # made by the compiled norm
-            grad_x_TD, grad_weight_D = cpu.rms_norm_backward(slope_TD.contiguous(), x_TD, weight_D, scale_T)
+            grad_x_TD, _, grad_weight_D = cpu.rms_norm_backward(slope_TD.contiguous(), x_TD, weight_D, scale_T)
             return grad_x_TD.view_as(grads[0]), grad_weight_D, None, None
         grad_x_TD, grad_weight_D = torch.empty_like(x_TD), torch.zeros_like(wide_D)
         for rows in _blocks(x_TD):
@@ -106,6 +106,28 @@ class RMSNorm(torch.autograd.Function):
             share_T = (along_TD @ wide_D).div_(-x_TD.shape[-1])[..., None]
             grad_x_TD[rows] = torch.mul(grad_TD, wide_D, out=along_TD).addcmul_(unit_TD, share_T).mul_(scale_T[rows])
         return grad_x_TD.view_as(grads[0]), grad_weight_D.to(weight_D.dtype), None, None
+
+
+class AddNorm(torch.autograd.Function):
+    """The stream x + add, or x alone, and its RMSNorm: read once; and back, where the two meet, once.  Compiled kernels only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, add: Tensor | None, weight_D: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        total, out, scale_T = cpu.rms_norm(x, weight_D, eps, dtype, add)
+        ctx.save_for_backward(total, weight_D, scale_T)
+        ctx.added, ctx.dtype = add is not None, dtype
+        ctx.set_materialize_grads(False)
+        return total, out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, weight_D, scale_T = ctx.saved_tensors
+        more, slope = grads
+        if slope is None:  # nobody has read the norm
+            slope = torch.zeros_like(total, dtype=ctx.dtype)
+        more = None if more is None else more.contiguous()
+        grad_x, grad_add, grad_weight_D = cpu.rms_norm_backward(slope.contiguous(), total, weight_D, scale_T, more)
+        return grad_x, grad_add if ctx.added else None, grad_weight_D, None, None
 
 
 def _one_pass(x_TD: Tensor, weight_D: Tensor, dtype: torch.dtype) -> bool:
@@ -312,22 +334,47 @@ def _slope(left_TN: Tensor, right_TM: Tensor, weight_NM: Tensor) -> Tensor | Non
     return None
 
 
+def _lower(hidden_states: Tensor) -> torch.dtype:
+    """The type that products run in."""
+    device = hidden_states.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
+
+
 def _flat(hidden_states: Tensor) -> Tensor:
     """(T, D) in the type that products run in."""
-    device = hidden_states.device.type
-    lower = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
-    return hidden_states.reshape(-1, hidden_states.shape[-1]).to(lower)
+    return hidden_states.reshape(-1, hidden_states.shape[-1]).to(_lower(hidden_states))
 
 
 def _norm(self: Any, hidden_states: Tensor) -> Tensor:
-    device = hidden_states.device.type
-    lower = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
-    return RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon, lower)  # type: ignore[return-value]
+    return RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon, _lower(hidden_states))  # type: ignore[return-value]
 
 
 def _last_norm(self: Any, hidden_states: Tensor) -> Tensor:
     # It feeds heads of any precision, so it does not round for a product.
     return RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon, hidden_states.dtype)  # type: ignore[return-value]
+
+
+def _rotary_block(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    # What is computed again in the backward pass is wrapped by the class's own forward.
+    if args or (self.gradient_checkpointing and self.training):
+        return type(self).forward(self, hidden_states, *args, **kwargs)
+    stream, normed = _stream_and_norm(self.input_layernorm, hidden_states, None)
+    added, _ = self.self_attn(hidden_states=normed, **kwargs)
+    stream, normed = _stream_and_norm(self.post_attention_layernorm, stream, added)
+    return stream + self.mlp(normed)
+
+
+def _stream_and_norm(norm: Any, x: Tensor, add: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The stream with what is added to it, and its norm."""
+    lower = _lower(x)
+    fused = getattr(vars(norm).get("forward"), "__func__", None) is _norm
+    hooks = norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks
+    heard = any(hooks) or nn.modules.module._has_any_global_hook()
+    fits = _one_pass(x, norm.weight, lower) and (add is None or (add.dtype == lower and add.is_contiguous()))
+    if fused and not heard and fits:
+        return AddNorm.apply(x, add, norm.weight, norm.variance_epsilon, lower)  # type: ignore[return-value]
+    stream = x if add is None else x + add
+    return stream, norm(stream)
 
 
 def _gated_mlp(self: Any, hidden_states: Tensor) -> Tensor:
@@ -399,6 +446,7 @@ def _rotary_attention(
 _FORMS: dict[type[nn.Module], Callable[..., Any]] = {
     **dict.fromkeys((LlamaRMSNorm, MistralRMSNorm, MixtralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm), _norm),
     **dict.fromkeys((LlamaAttention, MistralAttention, MixtralAttention, Qwen2Attention, Qwen3Attention), _rotary_attention),
+    **dict.fromkeys((LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer), _rotary_block),
     **dict.fromkeys((LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP), _gated_mlp),
     nn.Embedding: _embedding,
     nn.Linear: _linear,

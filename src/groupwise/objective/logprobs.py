@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from groupwise.kernels import cpu
 from groupwise.kernels.matrices import add_product, product
 from groupwise.objective.inplace import gradient_of
 from groupwise.objective.tiles import filled, tiled
@@ -235,13 +236,17 @@ class _Visits:
         entropy: bool,
         numbers: int,
     ) -> None:
-        self.hidden_MD, self.head, self.target_M, self.support = hidden_MD.detach(), head, target_M, support
+        self.hidden_MD, self.head, self.support = hidden_MD.detach(), head, support
+        self.target_M = target_M.to(torch.int64).contiguous()
+        if target_M.is_cpu and target_M.numel() and not 0 <= int(target_M.min()) <= int(target_M.max()) < head.weight_VD.shape[0]:
+            raise IndexError(f"targets {int(target_M.min())} to {int(target_M.max())} of a head of {head.weight_VD.shape[0]} ids")
         self.weight_VD = head.weight_VD.detach()
         if torch.is_autocast_enabled(hidden_MD.device.type):
             lower = torch.get_autocast_dtype(hidden_MD.device.type)
             self.hidden_MD, self.weight_VD = self.hidden_MD.to(lower), self.weight_VD.to(lower)
         self.precision = torch.promote_types(self.weight_VD.dtype, torch.float32)
         self.temperature_M = temperature_M.to(self.precision)
+        self.factor_M = head.scale / self.temperature_M
         # Asking a GPU would cost a wait for it; dividing costs it little.
         self.tempered = hidden_MD.is_cuda or bool((temperature_M != 1.0).any())
         self.entropy = entropy
@@ -264,6 +269,10 @@ class _Visits:
         for rows, each in zip(self.chunks, every, strict=True):
             hidden_CD, raw_CV = self.hidden_MD[each], buffer_CV[: each.stop - each.start]
             yield rows, product(hidden_CD, self.weight_VD.T, bias_V, out=raw_CV)
+
+    def compiled(self, raw_CV: Tensor) -> bool:
+        """True if a kernel reads these logits, in one pass for what takes torch many."""
+        return self.head.softcap is None and self.support is None and cpu.fits(raw_CV, width=cpu.WIDTHS)
 
     def with_filler(self, rows: slice) -> slice:
         """The last chunk has the filler behind it."""
@@ -294,6 +303,10 @@ class _Visits:
 
     def measure(self, rows: slice, raw_CV: Tensor) -> None:
         """Fill the columns of a chunk: log-sum-exps, log-probs of the targets, entropies if they are asked for."""
+        if self.compiled(raw_CV):
+            found = self.lse_M[rows], self.logp_M[rows], self.entropy_M[rows] if self.entropy else None
+            cpu.read_logits(raw_CV[: rows.stop - rows.start], self.factor_M[rows], self.target_M[rows], *found)
+            return
         for block, _, z_BV in self.blocks(rows, raw_CV):
             self.lse_M[block] = torch.logsumexp(z_BV, -1)
             self.logp_M[block] = z_BV.gather(1, self.target_M[block, None])[:, 0] - self.lse_M[block]
@@ -330,18 +343,14 @@ class _Gradients:
 
     def add(self, rows: slice, raw_CV: Tensor, grad_logp_C: Tensor, grad_entropy_C: Tensor | None) -> None:
         """Add a measured chunk, given the slopes of the loss in its log-probs and entropies.  `raw_CV` is overwritten."""
-        visits, head = self.visits, self.visits.head
-        softcap = head.softcap
-        for block, raw_BV, z_BV in visits.blocks(rows, raw_CV):
-            own = slice(block.start - rows.start, block.stop - rows.start)
-            slope_BV = None if softcap is None else 1.0 - torch.tanh(raw_BV.to(z_BV.dtype) * (head.scale / softcap)).square()
-            grad_BV = self._block(block, z_BV, grad_logp_C[own], None if grad_entropy_C is None else grad_entropy_C[own])
-            if slope_BV is not None:
-                grad_BV.mul_(slope_BV)
-            if self.bias_V is not None:
-                self.bias_V += grad_BV.sum(0)
-            if grad_BV is not raw_BV:
-                raw_BV.copy_(grad_BV)
+        visits = self.visits
+        own_CV = raw_CV[: rows.stop - rows.start]
+        if self.bias_V is None and visits.compiled(raw_CV):
+            read = visits.factor_M[rows], visits.target_M[rows], visits.lse_M[rows], visits.entropy_M[rows]
+            in_entropy_C = None if grad_entropy_C is None else grad_entropy_C.contiguous()
+            cpu.slope_of_logits(own_CV, *read, grad_logp_C.contiguous(), in_entropy_C)
+        else:
+            self._slopes(rows, own_CV, grad_logp_C, grad_entropy_C)
         raw_CV[rows.stop - rows.start :] = 0.0
         every = visits.with_filler(rows)
         if self.hidden_MD is not None:
@@ -350,10 +359,26 @@ class _Gradients:
             add_product(self.weight_VD, raw_CV.T, visits.hidden_MD[every], fresh=self.fresh)
             self.fresh = False
 
+    def _slopes(self, rows: slice, raw_CV: Tensor, grad_logp_C: Tensor, grad_entropy_C: Tensor | None) -> None:
+        """`kernels.cpu.slope_of_logits`, of any head, in torch's operations; the bias is given its gradient, too."""
+        head = self.visits.head
+        for block, raw_BV, z_BV in self.visits.blocks(rows, raw_CV):
+            own = slice(block.start - rows.start, block.stop - rows.start)
+            slope_BV = None
+            if head.softcap is not None:
+                slope_BV = 1.0 - torch.tanh(raw_BV.to(z_BV.dtype) * (head.scale / head.softcap)).square()
+            grad_BV = self._block(block, z_BV, grad_logp_C[own], None if grad_entropy_C is None else grad_entropy_C[own])
+            if slope_BV is not None:
+                grad_BV.mul_(slope_BV)
+            if self.bias_V is not None:
+                self.bias_V += grad_BV.sum(0)
+            if grad_BV is not raw_BV:
+                raw_BV.copy_(grad_BV)
+
     def _block(self, rows: slice, z_BV: Tensor, grad_logp_B: Tensor, grad_entropy_B: Tensor | None) -> Tensor:
         """d logp / dz = onehot - p;  dH / dz = -p (log p + H).  In place of the tempered logits."""
         visits = self.visits
-        factor_B = visits.head.scale / visits.temperature_M[rows]
+        factor_B = visits.factor_M[rows]
         grad_logp_B = grad_logp_B * factor_B
         logp_BV = z_BV.sub_(visits.lse_M[rows, None])
         if grad_entropy_B is None:

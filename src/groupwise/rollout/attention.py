@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from groupwise.kernels import cpu
+from groupwise.kernels import cpu, decoding
 from groupwise.models.attention import PackedAttention
 from groupwise.records import Layout
 from groupwise.rollout.kvcache import Store
@@ -45,7 +45,7 @@ class Prefill:
         """The protocol `models.attention.Attend`."""
         query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast rotary embeddings leave them in float32
         key_TKD, value_TKD = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        slab = self.store.layer(layer, key_TKD)
+        slab = self.store.layer(layer, key_TKD, decoding.BLOCK if softcap is None and cpu.fits(key_TKD) else 1)
         i = 0
         while i < len(self.lengths):
             j, length = i, self.lengths[i]
@@ -92,7 +92,7 @@ class Decode:
         self.member_PN = [rows + [0] * (self.most - len(rows)) for rows in members]
         self.longest_prompt = max(prompt_length_P)
         self._index: dict[int, tuple[Tensor, Tensor]] = {}
-        self._rows = cpu.Rows(entry_R, prompt_length_P)
+        self._rows = decoding.Rows(entry_R, prompt_length_P)
         self._prompt_end_P = torch.tensor(self.prompt_length_P, device=self.device)
         self._length_R = torch.tensor(self.length_R, device=self.device)
         self._offset_R = torch.tensor([prompt_length_P[entry] for entry in entry_R], device=self.device)
@@ -109,6 +109,20 @@ class Decode:
         self._own_bias: dict[int | None, Tensor | None] = {}
         self._prompt_bias: dict[tuple[int | None, int], Tensor | None] = {}
         return self.position_R
+
+    @property
+    def compiled(self) -> bool:
+        """True if the compiled kernels read what has been kept."""
+        return all(slab.block > 1 for slab in self.prompts.slabs.values())
+
+    def through(self, blocks: decoding.Blocks, x_RD: Tensor, cos_RW: Tensor, sin_RW: Tensor) -> Tensor:
+        """The new tokens pass all blocks; see `decoding.Blocks`."""
+        slabs = []
+        for layer in range(len(blocks.blocks)):
+            prompt = self.prompts.slabs[layer]
+            own = self.own.layer(layer, prompt.like, prompt.block)
+            slabs.append(((own.key_EKTD, own.value_EKTD), (prompt.key_EKTD, prompt.value_EKTD)))
+        return blocks(x_RD, cos_RW, sin_RW, slabs, self._rows, self._length_R)
 
     @property
     def drawn_R(self) -> Tensor:
@@ -137,11 +151,12 @@ class Decode:
         shared = key_RKD.shape[1]
         if window is not None and window >= self.longest_prompt + self.longest:
             window = None
-        own = self.own.layer(layer, key_RKD)
-        if softcap is None and cpu.fit_as_one(query_RHD, key_RKD, value_RKD):
-            prompt = self.prompts.slabs[layer]
+        prompt = self.prompts.slabs[layer]
+        own = self.own.layer(layer, key_RKD, prompt.block)
+        if prompt.block > 1:
+            assert cpu.fit_as_one(query_RHD, key_RKD, value_RKD)
             slabs = (own.key_EKTD, own.value_EKTD), (prompt.key_EKTD, prompt.value_EKTD)
-            return cpu.decode_attention(query_RHD, key_RKD, value_RKD, *slabs, self._rows, self._length_R, scale, window)
+            return decoding.decode_attention(query_RHD, key_RKD, value_RKD, *slabs, self._rows, self._length_R, scale, window)
         own.append(self.longest - 1 if self._uniform else self._length_R - 1, key_RKD, value_RKD)
 
         query_RKQD = query_RHD.reshape(count, shared, heads // shared, width)
@@ -153,7 +168,7 @@ class Decode:
         query_PKXD = query_RKQD.reshape(count * shared, -1).index_select(0, to_prompt).view(prompts, shared, -1, width)
         prompt_PKXD, prompt_lse_PKX = partial_attention(
             query_PKXD,
-            *self.prompts.slabs[layer].view(prompts, self.longest_prompt),
+            *prompt.view(prompts, self.longest_prompt),
             scale,
             softcap,
             self._bias_of_prompt(window, heads // shared, query_RHD.dtype),

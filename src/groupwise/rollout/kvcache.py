@@ -15,38 +15,51 @@ import torch
 from torch import Tensor
 
 from groupwise.heap import own_pages
+from groupwise.kernels import decoding
 
 OWN_PAGES = 1 << 20
 """Larger slabs go back to the system with the rollout: keys and values and training's activations never take memory together."""
 
 
 class Slab:
-    """Keys and values of one layer: (E, K, T, D) each, entry by entry, head by head, tokens in a row."""
+    """Keys and values of one layer: (E, K, T, D) each, entry by entry, head by head, tokens in a row.
 
-    def __init__(self, entries: int, tokens: int, like: Tensor) -> None:
+    What the compiled kernel reads lies block by block, (E, K, T / block, block x D), and inside a block in the kernel's own order.
+    """
+
+    def __init__(self, entries: int, tokens: int, like: Tensor, block: int = 1) -> None:
         """`like`: keys (..., K, D) whose heads, width, type and device the slab takes."""
+        self.block = block
+        self.like = like.new_empty(0, *like.shape[-2:])
         # Zeros, not whatever memory held: a hidden key has weight 0, but 0 x NaN is NaN.
         with own_pages(OWN_PAGES):
-            self.key_EKTD = like.new_zeros(entries, like.shape[-2], tokens, like.shape[-1])
+            self.key_EKTD = like.new_zeros(entries, like.shape[-2], self._blocks(tokens), block * like.shape[-1])
             self.value_EKTD = torch.zeros_like(self.key_EKTD)
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block)
 
     def grow(self, entries: int, tokens: int) -> None:
         """Make room; what is there stays."""
-        old_entries, _, old_tokens, _ = self.key_EKTD.shape
-        if entries <= old_entries and tokens <= old_tokens:
+        old_entries, _, old_blocks, _ = self.key_EKTD.shape
+        blocks = self._blocks(tokens)
+        if entries <= old_entries and blocks <= old_blocks:
             return
         for name in ("key_EKTD", "value_EKTD"):
             old = getattr(self, name)
             with own_pages(OWN_PAGES):
-                new = old.new_zeros(max(entries, old_entries), old.shape[1], max(tokens, old_tokens), old.shape[3])
-            new[:old_entries, :, :old_tokens] = old
+                new = old.new_zeros(max(entries, old_entries), old.shape[1], max(blocks, old_blocks), old.shape[3])
+            new[:old_entries, :, :old_blocks] = old
             setattr(self, name, new)
 
     def write(self, first: int, key_NMKD: Tensor, value_NMKD: Tensor) -> None:
         """Whole prompts: N entries from `first` on get tokens 0 .. M - 1."""
         count, length = key_NMKD.shape[:2]
-        self.key_EKTD[first : first + count, :, :length] = key_NMKD.transpose(1, 2)
-        self.value_EKTD[first : first + count, :, :length] = value_NMKD.transpose(1, 2)
+        if self.block > 1:
+            decoding.keep_entries(key_NMKD, value_NMKD, (self.key_EKTD, self.value_EKTD), first)
+        else:
+            self.key_EKTD[first : first + count, :, :length] = key_NMKD.transpose(1, 2)
+            self.value_EKTD[first : first + count, :, :length] = value_NMKD.transpose(1, 2)
 
     def append(self, place: int | Tensor, key_RKD: Tensor, value_RKD: Tensor) -> None:
         """One token for each of the first R entries: at the same place in all, or at `place[r]` (int64 (R,))."""
@@ -61,8 +74,9 @@ class Slab:
 
     def move(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
         """Copy the first `tokens` tokens of entries to other entries' places."""
-        self.key_EKTD[targets, :, :tokens] = self.key_EKTD[sources, :, :tokens]
-        self.value_EKTD[targets, :, :tokens] = self.value_EKTD[sources, :, :tokens]
+        blocks = self._blocks(tokens)
+        self.key_EKTD[targets, :, :blocks] = self.key_EKTD[sources, :, :blocks]
+        self.value_EKTD[targets, :, :blocks] = self.value_EKTD[sources, :, :blocks]
 
     def view(self, entries: int, tokens: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first entries, (entries, K, tokens, D); no copy."""
@@ -79,11 +93,11 @@ class Store:
         self.live = 0
         self.slabs: dict[int, Slab] = {}
 
-    def layer(self, layer: int, like: Tensor) -> Slab:
-        """The slab of a layer, made when its first keys (..., K, D) arrive: layers may differ in shape."""
+    def layer(self, layer: int, like: Tensor, block: int = 1) -> Slab:
+        """The slab of a layer, made when its first keys (..., K, D) arrive: layers may differ in shape, and in who reads them."""
         slab = self.slabs.get(layer)
         if slab is None:
-            slab = self.slabs[layer] = Slab(self.room[0], self.room[1], like)
+            slab = self.slabs[layer] = Slab(self.room[0], self.room[1], like, block)
         return slab
 
     def reserve(self, entries: int, tokens: int) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,10 +24,11 @@ from transformers import GPT2LMHeadModel, LlamaForCausalLM, MistralForCausalLM, 
 from transformers.activations import NewGELUActivation, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
-from groupwise.heap import own_pages
-from groupwise.kernels import cpu
+from groupwise.heap import LargePages, own_pages
+from groupwise.kernels import cpu, decoding
 from groupwise.models.policy import Policy
 from groupwise.objective.tiles import filled, tiled
+from groupwise.rollout.attention import Decode
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary tables that depend on the position alone, not on the length of the sequence."""
@@ -34,6 +36,10 @@ LARGE, FEW_ROWS = 1 << 20, 8
 """Numbers of a large float32 matrix; the rows that oneDNN's layout is chosen for (unsaid, it is 10 % slower in bfloat16)."""
 FEW = 4
 """Large float32 matrices meet whole multiples of so many rows: oneDNN keeps 0.6 MB of machine code for every number of them."""
+
+
+MANY = 1 << 23
+"""Numbers of a model whose weights are read from memory at every step."""
 
 
 class RowAttention(Protocol):
@@ -82,9 +88,11 @@ def _altered(module: nn.Module) -> bool:
 
 def _known_rotary(model: Any) -> bool:
     base = model.model
-    linears = [linear for layer in base.layers for linear in (*_projections(layer), *_mlp(layer))]
+    layers = [(*_projections(layer), *_mlp(layer)) for layer in base.layers]
     return (
-        all(type(linear) is nn.Linear for linear in linears)
+        all(type(linear) is nn.Linear for linears in layers for linear in linears)
+        # Pruned layers may differ.
+        and all(a.weight.shape == b.weight.shape for linears in layers for a, b in zip(linears, layers[0], strict=True))
         and all(type(layer.mlp.act_fn) in (nn.SiLU, SiLUActivation) for layer in base.layers)
         and base.rotary_emb.rope_type in STATIC_ROPE
         and 2 * base.rotary_emb.inv_freq.shape[0] == base.layers[0].self_attn.head_dim
@@ -106,6 +114,12 @@ def _known_gpt2(model: Any) -> bool:
     )
 
 
+def _memory(policy: Policy) -> Callable[[int], decoding.Buffer]:
+    """Where prepared weights are kept: small ones, which a processor's caches hold, where all else is."""
+    numbers = sum(parameter.numel() for parameter in policy.model.parameters())
+    return LargePages().take if numbers >= MANY else bytearray
+
+
 def _mlp(layer: Any) -> tuple[Any, Any, Any]:
     return layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj
 
@@ -114,7 +128,9 @@ def _projections(layer: Any) -> tuple[Any, Any, Any, Any]:
     return layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj, layer.self_attn.o_proj
 
 
-def product(weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+def product(
+    weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype, take: Callable[[int], decoding.Buffer] = bytearray
+) -> Callable[[Tensor], Tensor]:
     """x -> x W^T + b in `dtype`, with the weight in the layout that few-row products on this machine run fastest in.
 
     The compiled kernels' own, which reads weights once and in order.  Without them in float32 MKL's for small matrices (1.1 to 2.7
@@ -122,7 +138,7 @@ def product(weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Cal
     (1.3 to 1.7 times).
     """
     if cpu.multiplies(dtype):
-        return cpu.Product(weight_OI, bias_O, dtype)
+        return decoding.Product(weight_OI, bias_O, dtype, take)
     weight_OI = weight_OI.detach().to(dtype).contiguous()
     bias_O = None if bias_O is None else bias_O.detach().to(dtype)
     large = dtype == torch.float32 and weight_OI.numel() >= LARGE and torch.backends.mkldnn.is_available()
@@ -180,6 +196,7 @@ class RotaryForward:
         model: Any = policy.model
         base = model.model
         self.dtype = torch.bfloat16 if policy.autocast else policy.dtype
+        self.product = partial(product, dtype=self.dtype, take=_memory(policy))
         self.embedding_VD = base.embed_tokens.weight.detach()
         self.kind = type(policy.model)
         attention = base.layers[0].self_attn
@@ -195,8 +212,9 @@ class RotaryForward:
         )
         self.turn = (_CompiledTurn if self.compiled else _PlainTurn)(cos[0].float(), sin[0].float())
         self.layers = [self._layer(layer) for layer in base.layers]
+        self.blocks = self._blocks()
         self.norm = self._norm(base.norm)
-        self.head = product(policy.head.weight_VD, policy.head.bias_V, self.dtype)
+        self.head = self.product(policy.head.weight_VD, policy.head.bias_V)
 
     def _layer(self, layer: Any) -> _RotaryLayer:
         attention = layer.self_attn
@@ -212,16 +230,15 @@ class RotaryForward:
         gate, up, down = _mlp(layer)
         return _RotaryLayer(
             norm=self._norm(layer.input_layernorm),
-            qkv=product(weight, bias, self.dtype),
+            qkv=self.product(weight, bias),
             head_norm=self._head_norm(attention) if self.kind is Qwen3ForCausalLM else None,
-            out=product(out.weight, out.bias, self.dtype),
+            out=self.product(out.weight, out.bias),
             mlp_norm=self._norm(layer.post_attention_layernorm),
-            gate_up=product(
+            gate_up=self.product(
                 torch.cat([gate.weight.to(kept), up.weight.to(kept)]),
                 None if gate.bias is None else torch.cat([gate.bias, up.bias]),
-                self.dtype,
             ),
-            down=product(down.weight, down.bias, self.dtype),
+            down=self.product(down.weight, down.bias),
             scale=attention.scaling,
             window=self._window(attention),
         )
@@ -238,14 +255,37 @@ class RotaryForward:
     def _head_norm(self, attention: Any) -> Callable[[Tensor], Tensor]:
         query, key = attention.q_norm, attention.k_norm
         weight_HW = torch.cat([query.weight.expand(self.heads, -1), key.weight.expand(self.shared, -1)])[:, self.turn.order_W]
-        return _PlainNorm(weight_HW, query.variance_epsilon, self.dtype)
+        return (_CompiledHeadNorm if self.compiled else _PlainNorm)(weight_HW, query.variance_epsilon, self.dtype)
+
+    def _blocks(self) -> decoding.Blocks | None:
+        """The layers as the compiled kernels know them, if all that is in them is compiled."""
+        if not self.compiled or not cpu.multiplies(self.dtype):
+            return None
+        layers: Any = self.layers
+        blocks = [
+            decoding.Block(
+                norm=layer.norm.norm,
+                qkv=layer.qkv,
+                head_norm=None if layer.head_norm is None else layer.head_norm.norm,
+                out=layer.out,
+                mlp_norm=layer.mlp_norm.norm,
+                gate_up=layer.gate_up,
+                down=layer.down,
+                scale=layer.scale,
+                window=layer.window,
+            )
+            for layer in layers
+        ]
+        return decoding.Blocks(blocks, self.heads, self.shared, self.width)
 
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: RowAttention) -> Tensor:
         """See `native.Forward`."""
         count, heads, both, width = tokens_T.shape[0], self.heads, self.heads + self.shared, self.width
         filler = _Filler(count, self.dtype)
-        turn = self.turn.at(position_T)
         x_TD, add_TD = F.embedding(filler.add(tokens_T), self.embedding_VD), None
+        if self.blocks is not None and isinstance(self.turn, _CompiledTurn) and isinstance(attend, Decode) and attend.compiled:
+            return self.norm(x_TD, attend.through(self.blocks, x_TD, *self.turn.tables(position_T)))
+        turn = self.turn.at(position_T)
         for i, layer in enumerate(self.layers):
             qkv = filler.drop(layer.qkv(layer.norm(x_TD, add_TD))).view(count, -1, width)
             qk = qkv[:, :both]
@@ -272,10 +312,14 @@ class _CompiledTurn:
         self.cos_PW, self.sin_PW = cos_PW, sin_PW
         self.order_W = torch.arange(cos_PW.shape[1])
 
+    def tables(self, position_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of these positions."""
+        return self.cos_PW.index_select(0, position_T), self.sin_PW.index_select(0, position_T)
+
     def at(self, position_T: Tensor) -> Callable[[Tensor], Tensor]:
         """What turns heads (T, H, W) of these positions."""
-        cos_TW, sin_TW = self.cos_PW.index_select(0, position_T), self.sin_PW.index_select(0, position_T)
-        return lambda heads_THW: cpu.rotate(heads_THW, cos_TW, sin_TW)
+        tables = self.tables(position_T)
+        return lambda heads_THW: cpu.rotate(heads_THW, *tables)
 
 
 class _PlainTurn:
@@ -304,11 +348,24 @@ class _CompiledNorm:
 
     def __init__(self, weight_D: Tensor, eps: float, dtype: torch.dtype) -> None:
         """dtype: of the result."""
-        self.weight_D, self.eps, self.dtype = weight_D.detach().float(), eps, dtype
+        self.norm, self.dtype = decoding.Norm(weight_D.detach().float(), eps), dtype
 
     def __call__(self, x_TD: Tensor, add_TD: Tensor | None = None) -> Tensor:
         """`x += add` in place, then x / sqrt(mean(x^2) + eps) * weight, in float32."""
-        return cpu.add_rms_norm(x_TD, add_TD, self.weight_D, self.eps, self.dtype)
+        return cpu.add_rms_norm(x_TD, add_TD, *self.norm, self.dtype)
+
+
+class _CompiledHeadNorm:
+    """`_PlainNorm` of heads, each with its own weight, in place."""
+
+    def __init__(self, weight_HW: Tensor, eps: float, dtype: torch.dtype) -> None:
+        """dtype: of the heads."""
+        self.norm = decoding.Norm(weight_HW.detach().float().contiguous(), eps)
+
+    def __call__(self, x_THW: Tensor) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32."""
+        cpu.head_norm(x_THW, *self.norm)
+        return x_THW
 
 
 class _PlainNorm:
@@ -338,21 +395,22 @@ class GPT2Forward:
         model: Any = policy.model
         base = model.transformer
         self.dtype = torch.bfloat16 if policy.autocast else policy.dtype
+        self.product = partial(product, dtype=self.dtype, take=_memory(policy))
         self.token_VD, self.position_PD = base.wte.weight.detach(), base.wpe.weight.detach()
         self.heads = base.h[0].attn.num_heads
         self.layers = [
             (
                 _layer_norm(block.ln_1),
-                product(block.attn.c_attn.weight.T, block.attn.c_attn.bias, self.dtype),
-                product(block.attn.c_proj.weight.T, block.attn.c_proj.bias, self.dtype),
+                self.product(block.attn.c_attn.weight.T, block.attn.c_attn.bias),
+                self.product(block.attn.c_proj.weight.T, block.attn.c_proj.bias),
                 _layer_norm(block.ln_2),
-                product(block.mlp.c_fc.weight.T, block.mlp.c_fc.bias, self.dtype),
-                product(block.mlp.c_proj.weight.T, block.mlp.c_proj.bias, self.dtype),
+                self.product(block.mlp.c_fc.weight.T, block.mlp.c_fc.bias),
+                self.product(block.mlp.c_proj.weight.T, block.mlp.c_proj.bias),
             )
             for block in base.h
         ]
         self.norm = _layer_norm(base.ln_f)
-        self.head = product(policy.head.weight_VD, policy.head.bias_V, self.dtype)
+        self.head = self.product(policy.head.weight_VD, policy.head.bias_V)
 
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: RowAttention) -> Tensor:
         """See `native.Forward`."""

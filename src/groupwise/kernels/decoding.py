@@ -1,0 +1,224 @@
+"""The compiled kernels of decoding as functions of tensors: one new token for each row, by weights packed for it.
+
+R rows (completions being decoded)   D width of the model   H query heads   K key-value heads   W head width   O outputs   I inputs
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from ctypes import c_float, c_long, c_void_p
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from groupwise.kernels.library import address, call, half
+
+ROWS_AT_ONCE = 16
+"""Rows of a prompt that one thread works on: more would leave other threads without work."""
+
+
+class Rows:
+    """Which rows belong to which prompt, as `decoding.cpp` reads it."""
+
+    def __init__(self, entry_R: Sequence[int], prompt_length_P: Sequence[int]) -> None:
+        """entry_R: each row's prompt; prompt_length_P: its tokens."""
+        rows_P: list[list[int]] = [[] for _ in prompt_length_P]
+        for row, entry in enumerate(entry_R):
+            rows_P[entry].append(row)
+        order = [row for rows in rows_P for row in rows]
+        parts, start = [], 0
+        for entry, rows in enumerate(rows_P):
+            for first in range(start, start + len(rows), ROWS_AT_ONCE):
+                parts += [entry, first, min(first + ROWS_AT_ONCE, start + len(rows))]
+            start += len(rows)
+        self.arguments = (
+            *((ctypes.c_int64 * len(parts))(*parts), c_long(len(parts) // 3)),
+            *((ctypes.c_int64 * len(prompt_length_P))(*prompt_length_P), (ctypes.c_int64 * len(order))(*order)),
+        )
+
+
+BLOCK = 32
+"""Tokens for which there is room in a slab at a time."""
+
+
+def keep_entries(key_NMKW: Tensor, value_NMKW: Tensor, slab: tuple[Tensor, Tensor], first: int) -> None:
+    """N entries from `first` on get tokens 0 .. M - 1, in the order in which `decode_attention` meets them."""
+    count, length, shared, width = key_NMKW.shape
+    steps = [step for tensor in (key_NMKW, value_NMKW) for step in tensor.stride()[:3]]
+    call(
+        "keep_entries",
+        *(
+            half(key_NMKW),
+            address(key_NMKW),
+            address(value_NMKW),
+            (c_long * 6)(*steps),
+            *map(address, slab),
+            c_long(slab[0].shape[2] * BLOCK),
+        ),
+        *(c_long(first), c_long(count), c_long(length), c_long(shared), c_long(width), torch.get_num_threads()),
+    )
+
+
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    own: tuple[Tensor, Tensor],
+    prompt: tuple[Tensor, Tensor],
+    rows: Rows,
+    length_R: Tensor,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """One new token per row: (R, H, W) and twice (R, K, W) -> (R, H, W).  Its key and value are written into `own`.
+
+    own, prompt: slabs (entries, K, blocks, BLOCK x W) of keys and values, in an order of their own; before its first token an entry
+    may hold anything.  length_R: own tokens, the new one included (int64).
+    """
+    count, heads, width = query.shape
+    out = query.new_empty(count, heads, width)
+    steps = [step for tensor in (query, key, value) for step in (tensor.stride(1), tensor.stride(0))]
+    rooms = (c_long(slab[0].shape[2] * BLOCK) for slab in (own, prompt))
+    call(
+        "decode_attention",
+        *(half(query), address(query), address(key), address(value), address(out), (c_long * 6)(*steps)),
+        *(address(own[0]), address(own[1]), next(rooms), address(prompt[0]), address(prompt[1]), next(rooms)),
+        *(*rows.arguments, address(length_R), c_long(heads), c_long(key.shape[1]), c_long(width)),
+        *(c_float(scale), c_long(window or 0), torch.get_num_threads()),
+    )
+    return out
+
+
+PANEL = 16
+"""Outputs are packed in whole vectors, of which the longest is the measure."""
+
+
+class Product:
+    """x W^T + b for few rows, with the weight packed in the order in which it is read (kernels/products.cpp)."""
+
+    def __init__(
+        self, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype, take: Callable[[int], Buffer] = bytearray
+    ) -> None:
+        """dtype: of x, of the packed weight and of the result.  The weight may be float32 or bfloat16.
+
+        take: gives so many bytes for the packed weight.
+        """
+        self.outputs, self.inputs = weight_OI.shape
+        self.half = dtype == torch.bfloat16
+        deep = -(-self.inputs // 32) * 32 if self.half else self.inputs
+        count = -(-self.outputs // PANEL) * PANEL * deep
+        self.packed = torch.frombuffer(take(count * dtype.itemsize), dtype=dtype)
+        self.bias_O = None if bias_O is None else bias_O.detach().float().contiguous()
+        weight_OI = weight_OI.detach().float()
+        if 1 not in weight_OI.stride():
+            weight_OI = weight_OI.contiguous()
+        call(
+            "pack_half" if self.half else "pack_float",
+            *(address(weight_OI), c_long(weight_OI.stride(0)), c_long(weight_OI.stride(1)), address(self.packed)),
+            *(c_long(self.outputs), c_long(self.inputs), torch.get_num_threads()),
+        )
+
+    def __call__(self, x_RI: Tensor) -> Tensor:
+        """(R, I) -> (R, O)."""
+        x_RI = x_RI.contiguous()
+        out_RO = x_RI.new_empty(x_RI.shape[0], self.outputs)
+        call(
+            "product_half" if self.half else "product_float",
+            *(address(x_RI), address(self.packed), address(self.bias_O), address(out_RO)),
+            *(c_long(x_RI.shape[0]), c_long(self.outputs), c_long(self.inputs), torch.get_num_threads()),
+        )
+        return out_RO
+
+
+Buffer = bytearray | memoryview
+
+
+class _Weight(ctypes.Structure):
+    _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("outputs", c_long))
+
+
+class _Block(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("norm", "head_norm", "mlp_norm")),
+        *((name, _Weight) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, c_void_p) for name in ("own_k", "own_v", "prompt_k", "prompt_v")),
+        ("window", c_long),
+        *((name, c_float) for name in ("norm_eps", "head_eps", "mlp_eps", "scale")),
+    )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "last", "cosine", "sine", "parts")),
+        ("part_count", c_long),
+        *((name, c_void_p) for name in ("prompt_length", "rows_of_parts", "length")),
+        *((name, c_long) for name in ("own_room", "prompt_room", "rows", "hidden", "inner", "heads", "shared", "width")),
+    )
+
+
+class Norm(NamedTuple):
+    """The weight of an RMSNorm in float32, of one row or of the heads of a row, and its epsilon."""
+
+    weight: Tensor
+    eps: float
+
+
+class Block(NamedTuple):
+    """A block of a Llama-like model: products in one type, queries, keys and values side by side, gate beside up."""
+
+    norm: Norm
+    qkv: Product
+    head_norm: Norm | None
+    out: Product
+    mlp_norm: Norm
+    gate_up: Product
+    down: Product
+    scale: float
+    window: int | None
+
+
+class Blocks:
+    """All blocks of a Llama-like model for one new token per row, in one call (kernels/blocks.cpp)."""
+
+    def __init__(self, blocks: Sequence[Block], heads: int, shared: int, width: int) -> None:
+        """heads of queries; shared: of keys and values; of this width."""
+        self.blocks, self.sizes = tuple(blocks), {"heads": heads, "shared": shared, "width": width}
+        self.c_blocks = (_Block * len(blocks))(*map(_block, blocks))
+
+    def __call__(
+        self, x_RD: Tensor, cos_RW: Tensor, sin_RW: Tensor, slabs: Sequence[tuple[_Slab, _Slab]], rows: Rows, length_R: Tensor
+    ) -> Tensor:
+        """What the last MLP adds; the others' additions are in x (float32), which changes.
+
+        slabs: of each block own and prompt, as in `decode_attention`.
+        """
+        first = self.blocks[0]
+        last_RD = x_RD.new_empty(x_RD.shape, dtype=first.qkv.packed.dtype)
+        for block, (own, prompt) in zip(self.c_blocks, slabs, strict=True):
+            block.own_k, block.own_v, block.prompt_k, block.prompt_v = (x.data_ptr() for x in (*own, *prompt))
+        parts, count, prompt_length, order = rows.arguments
+        step = _Step(
+            *(x.data_ptr() for x in (x_RD, last_RD, cos_RW, sin_RW)),
+            *(ctypes.addressof(parts), count.value, ctypes.addressof(prompt_length), ctypes.addressof(order), length_R.data_ptr()),
+            *(slab[0].shape[2] * BLOCK for slab in slabs[0]),
+            *(*x_RD.shape, first.down.inputs, *self.sizes.values()),
+        )
+        call("decode_blocks", half(last_RD), self.c_blocks, c_long(len(self.blocks)), ctypes.byref(step), torch.get_num_threads())
+        return last_RD
+
+
+_Slab = tuple[Tensor, Tensor]
+
+
+def _block(block: Block) -> _Block:
+    norms = (block.norm, block.head_norm, block.mlp_norm)
+    products = (block.qkv, block.out, block.gate_up, block.down)
+    return _Block(
+        *(None if norm is None else norm.weight.data_ptr() for norm in norms),
+        *((p.packed.data_ptr(), None if p.bias_O is None else p.bias_O.data_ptr(), p.outputs) for p in products),
+        window=block.window or 0,
+        scale=block.scale,
+        **{f"{name}_eps": norm.eps for name, norm in zip(("norm", "head", "mlp"), norms, strict=True) if norm is not None},
+    )
