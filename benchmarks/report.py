@@ -23,7 +23,8 @@ are rough.
 
 On a CPU the inner loops are compiled C++ (`src/groupwise/kernels`): what lies between large matrix products everywhere, and on
 processors with matrix tiles (AMX) the products too, in float32 as exact as torch's (`tests/kernels/test_matrices.py`).
-`GROUPWISE_KERNELS=off` runs the same without.
+`GROUPWISE_KERNELS=off` runs the same without.  The command asks torch for pages of 2 MB for large tensors, as our side of these
+benchmarks does (`THP_MEM_ALLOC_ENABLE=0` leaves them); TRL's side is no faster with them and takes more memory.
 """
 TRL = """\
 ## Against TRL
@@ -64,6 +65,7 @@ PROFILE = """\
 ## Where a step's time goes
 
 `benchmarks/profiling.py`: own time of each operation over that of all operations of one step, under torch's profiler.
+There the kernels of a decoded token are called one by one from Python; without it one call passes all blocks of a Llama-like model.
 """
 WHY = {
     "kernels::gemm": "products of the update: forward, slopes of inputs and weights",
@@ -76,9 +78,10 @@ WHY = {
     "kernels::gated_backward": "its slopes; the activation is made again instead of kept",
     "kernels::gelu": "GPT-2's activation",
     "kernels::gelu_backward": "its slopes; the activation is made again instead of kept",
-    "kernels::add_rms_norm": "decoding's residual sums and norms",
-    "kernels::rms_norm": "norms",
+    "kernels::add_rms_norm": "residual sums and norms",
     "kernels::rms_norm_backward": "their slopes",
+    "kernels::read_logits": "the head's log-probs",
+    "kernels::slope_of_logits": "the head's slopes",
     "kernels::rotate": "rotary positions, forward and back",
     "aten::mm": "products of the update: forward, slopes of inputs and weights",
     "aten::addmm": "the update's products with a bias",
