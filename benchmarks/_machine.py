@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_fp16")
 
 
 def describe() -> dict[str, Any]:
@@ -33,7 +34,7 @@ def describe() -> dict[str, Any]:
         fields = {key.strip(): value.strip() for key, value in lines.items()}
         found["cpu"] = fields.get("model name", found["cpu"])
         flags = fields.get("flags", "").split()
-        found["features"] = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_fp16") if flag in flags]
+        found["features"] = [flag for flag in FEATURES if flag in flags]
     if hasattr(os, "sysconf"):
         found["memory_gb"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
     for package in ("torch", "transformers", "trl", "vllm"):
@@ -47,11 +48,18 @@ def describe() -> dict[str, Any]:
     return found | {"commit": commit or None}
 
 
+def folder(machine: dict[str, Any]) -> Path:
+    """Where results of machines of one kind are kept: with and without matrix tiles they say little about each other."""
+    features = machine.get("features", ())
+    return RESULTS / ("amx" if "amx_bf16" in features else "avx512" if "avx512f" in features else "other")
+
+
 def save(name: str, content: dict[str, Any]) -> Path:
-    """Write a result with the machine's description; the same name is written over."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"machine": describe(), **content}, indent=1) + "\n")
+    """Write a result with the machine's description; the same name is written over, if it is of a machine of the same kind."""
+    machine = describe()
+    path = folder(machine) / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": machine, **content}, indent=1) + "\n")
     return path
 
 

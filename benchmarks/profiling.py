@@ -29,19 +29,17 @@ def main() -> None:
     side = ours(work)
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    from groupwise.kernels import cpu
+    from groupwise.kernels import cpu, decoding, library
     from groupwise.rollout.lean import RotaryForward
-
-    call = cpu._call
 
     def named(name: str, *arguments: object) -> None:
         with record_function(f"kernels::{name}"):
-            call(name, *arguments)
+            library.call(name, *arguments)
 
     side.step()
     steps = [side.step()["cpu"] for _ in range(options.steps)]
     seconds = {phase: median([step[phase] for step in steps]) for phase in ("step", "rollout", "update") if phase in steps[0]}
-    cpu._call = named  # torch's profiler sees torch's operations alone
+    cpu.call = decoding.call = named  # torch's profiler sees torch's operations alone
     RotaryForward._blocks = lambda _: None  # kernel by kernel, to see each  # type: ignore[method-assign]
     with profile(activities=[ProfilerActivity.CPU]) as watched:
         side.step()

@@ -109,11 +109,17 @@ WHY = {
     "everything else": "many operations below half a percent, and their dispatch",
 }
 """What the larger operations are."""
+KINDS = {
+    "amx": "Processors with matrix tiles (AMX)",
+    "avx512": "Processors with AVX-512 and without matrix tiles",
+    "other": "Other processors",
+}
+"""Folders of results, as `_machine.folder` names them."""
 
 
-def results(pattern: str) -> list[dict[str, Any]]:
+def results(folder: Path, pattern: str) -> list[dict[str, Any]]:
     """Results by name."""
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob(pattern))]
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(pattern))]
 
 
 def table(head: str, rows: Iterator[list[str]]) -> list[str]:
@@ -163,7 +169,7 @@ def engine_row(found: dict[str, Any]) -> list[str]:
     return [*workload(found["workload"]), *cells, f"{found['logp']:.1e}", f"{found['machine']['load_1min']:.1f}"]
 
 
-def scaling(found: dict[str, Any]) -> Iterator[str]:
+def scaling(folder: Path, found: dict[str, Any]) -> Iterator[str]:
     """The axes of one scaling run."""
     yield " ".join(["Around", ", ".join(workload(found["workload"])) + ":"]) + "\n"
     for axis, points in found["axes"].items():
@@ -177,9 +183,9 @@ def scaling(found: dict[str, Any]) -> Iterator[str]:
             for point in points
         )  # fmt: skip
         yield from table(f"{axis} | update s | predicted | naive | rollout s | peak MB | of it vocabulary | without", rows)
-        plot = RESULTS / f"scaling_S_{axis}.png"
+        plot = folder / f"scaling_S_{axis}.png"
         if plot.exists():
-            yield f"![update against {axis}](../benchmarks/results/{plot.name})\n"
+            yield f"![update against {axis}](../benchmarks/results/{folder.name}/{plot.name})\n"
 
 
 def memory_row(found: dict[str, Any]) -> list[str]:
@@ -198,35 +204,57 @@ def profile(found: dict[str, Any]) -> Iterator[str]:
     yield from table("share | calls | operation | what it is", rows)
 
 
+def sections(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """What was measured on machines of one kind, by section."""
+    yield (
+        TRL,
+        table(
+            "objective | model | a step | type | beta | dead | threads | step wall / cpu | rollout | update | memory | "
+            "pairs | load",
+            map(trl_row, results(folder, "vs_trl_*.json")),
+        ),
+    )
+    yield (
+        LIMITS,
+        table(
+            "model | a step | type | GEMM GFLOP/s | torch's | of weight slopes | of the head | few rows | read GB/s | "
+            "update | at torch's | rollout | load",
+            map(limits_row, results(folder, "limits_*.json")),
+        ),
+    )
+    yield (
+        ENGINES,
+        table(
+            "model | a step | type | native | generate | native, full | continuous batching, full | vLLM, full | log-probs | load",
+            map(engine_row, results(folder, "vs_engines_*.json")),
+        ),
+    )
+    yield SCALING, [line for one in results(folder, "scaling_*.json") for line in scaling(folder, one)]
+    yield (
+        MEMORY,
+        table(
+            "model | a step | type | beta | predicted MB | measured MB | ratio", map(memory_row, results(folder, "memory_*.json"))
+        ),
+    )
+    yield PROFILE, [line for one in results(folder, "profile_*.json") for line in profile(one)]
+
+
+def machines(folder: Path) -> list[str]:
+    """The machines whose results lie in a folder."""
+    found = (one["machine"] for one in results(folder, "*.json") if "machine" in one)
+    return sorted({f"{m['cpu']}, {m['cpus']} cores, torch {m['torch']}, {m['date']}" for m in found})
+
+
 def page() -> str:
     """The whole page."""
-    found = results("*.json")
-    machines = sorted(
-        {f"{m['cpu']}, {m['cpus']} cores, torch {m['torch']}, {m['date']}" for m in (r["machine"] for r in found if "machine" in r)}
-    )
-    lines = [INTRO, *(f"Machine: {machine}." for machine in machines), "", TRL]
-    lines += table(
-        "objective | model | a step | type | beta | dead | threads | step wall / cpu | rollout | update | memory | pairs | load",
-        map(trl_row, results("vs_trl_*.json")),
-    )
-    head = (
-        "model | a step | type | GEMM GFLOP/s | torch's | of weight slopes | of the head | few rows | read GB/s | "
-        "update | at torch's | rollout | load"
-    )
-    head_engines = (
-        "model | a step | type | native | generate | native, full | continuous batching, full | vLLM, full | log-probs | load"
-    )
-    for text, rows in (
-        (LIMITS, table(head, map(limits_row, results("limits_*.json")))),
-        (ENGINES, table(head_engines, map(engine_row, results("vs_engines_*.json")))),
-        (SCALING, [line for one in results("scaling_*.json") for line in scaling(one)]),
-        (
-            MEMORY,
-            table("model | a step | type | beta | predicted MB | measured MB | ratio", map(memory_row, results("memory_*.json"))),
-        ),
-        (PROFILE, [line for one in results("profile_*.json") for line in profile(one)]),
-    ):
-        lines += [text, *rows] if rows else []
+    folders = [folder for folder in KINDS if (RESULTS / folder).is_dir()]
+    lines = [INTRO]
+    for folder in folders:
+        lines += [f"**{KINDS[folder]}** are", *(f"- {machine}" for machine in machines(RESULTS / folder)), ""]
+    for parts in zip(*(sections(RESULTS / folder) for folder in folders), strict=True):
+        lines += [parts[0][0]] if any(found for _, found in parts) else []
+        for folder, (_, found) in zip(folders, parts, strict=True):
+            lines += [f"{KINDS[folder]}:\n", *found] if found else []
     return "\n".join(lines)
 
 

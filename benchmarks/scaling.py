@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from _machine import RESULTS, median, save, significant
+from _machine import describe, folder, median, save, significant
 from _workload import Workload, add_options, model_folder, workload
 from limits import update_flops
 from vs_trl import Side
@@ -106,7 +106,7 @@ def main() -> None:
                 )
             # After every axis: a run that is cut short leaves what it has.
             save(f"scaling_{options.shape}_{base.dtype}_threads_{base.threads}", {"workload": asdict(base), "axes": tables})
-            drawn.append(plot(axis, points, RESULTS / f"scaling_{options.shape}_{axis}.png"))
+            drawn.append(plot(axis, points, folder(describe()) / f"scaling_{options.shape}_{axis}.png"))
     if not all(drawn):
         print("no plots: matplotlib is not installed (pip install matplotlib)")
     print(json.dumps({axis: [[point["at"], point["update"]] for point in points] for axis, points in tables.items()}))

@@ -106,23 +106,39 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     assert ask(tmp_path) == ["None", "False"]
 
 
-OLDER = """
+OTHER = """
 import sys, pytest
 from groupwise.kernels import library
 library.FLAGS += tuple(sys.argv[2:])
 assert library.absence() is None, library.absence()
-sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", sys.argv[1]]))
+assert library.has_tiles() == ("-include" in sys.argv)
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[1].split(",")]))
 """
+FILES = ",".join(str(Path(__file__).parent / name) for name in ("test_cpu.py", "test_matrices.py"))
+FLAGS = {
+    "SSE2": ["-march=x86-64"],
+    "AVX2": ["-mno-avx512f"],
+    "AVX-512 alone": ["-mno-avx512bf16", "-mno-amx-tile"],
+    "no tiles": ["-mno-amx-tile"],
+    "tiles": ["-include", str(Path(__file__).parent / "software_tiles.h")],
+}
+
+
+def _has(feature: str) -> bool:
+    cpus = Path("/proc/cpuinfo")
+    return cpus.is_file() and feature in cpus.read_text().split()
 
 
 @pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["-march=x86-64", "-mno-avx512f", "-mno-amx-tile"], ids=["SSE2", "AVX2", "no tiles"])
-def test_older_processors_get_the_same(flags: str, tmp_path: Path) -> None:
-    """All that is said of the kernels beside this file, of kernels for older processors."""
+@pytest.mark.parametrize("kind", FLAGS)
+def test_other_processors_get_the_same(kind: str, tmp_path: Path) -> None:
+    """All that is said of the kernels beside this file, of those for other processors: older ones, and some with matrix tiles."""
+    if kind == "tiles" and not _has("avx512_bf16"):
+        pytest.skip("matrix tiles in software need AVX-512 for all else")
     given = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", OLDER, str(Path(__file__).parent / "test_cpu.py"), flags]
+    command = [sys.executable, "-c", OTHER, FILES, *FLAGS[kind]]
     found = subprocess.run(command, env=given, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
 

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from groupwise.kernels import cpu
+from groupwise.kernels.library import has_gemm
 from groupwise.kernels.matrices import add_product, product
 from groupwise.models.fused import fused_modules
 from groupwise.objective.inplace import summed_in_place
 
-tiles = pytest.mark.skipif(not cpu.multiplies(torch.bfloat16), reason="no matrix tiles, or no compiler")
+compiled = pytest.mark.skipif(not has_gemm(), reason="no matrix tiles and no AVX-512, or no compiler")
 TYPES = [torch.float32, torch.bfloat16]
 
 
@@ -38,7 +39,7 @@ def error(found: Tensor, exact: Tensor) -> float:
     return float((found.detach().double() - exact).norm() / exact.norm())
 
 
-@tiles
+@compiled
 @given(
     sizes=st.tuples(st.integers(1, 130), st.integers(1, 130), st.one_of(st.integers(1, 130), st.integers(500, 600), st.just(1600))),
     turned=st.tuples(st.booleans(), st.booleans()),
@@ -71,7 +72,7 @@ def test_a_product_is_the_definition_for_every_size_order_and_type(
     assert (room[rows:] == 7.0).all() and (room[:, columns:] == 7.0).all(), "it wrote beside the result"
 
 
-@tiles
+@compiled
 @pytest.mark.parametrize("depth", [100, 512, 1216, 3072])
 @pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False)], ids=["x W", "x W^T", "x^T y"])
 @pytest.mark.parametrize("scale", [1.0, 1e-18, 1e15], ids=["ones", "small", "large"])
@@ -86,10 +87,10 @@ def test_float32_is_as_exact_as_torchs_own(depth: int, turned: tuple[bool, bool]
     cpu.gemm(a, b, found)
     rows = lambda x: ((x.double() - exact).norm(dim=1) / exact.norm(dim=1)).max()  # noqa: E731
     assert rows(found) <= 1.1 * rows(a @ b)
-    assert rows(found) < 2.5e-7
+    assert rows(found) < 3.5e-7
 
 
-@tiles
+@compiled
 def test_whole_numbers_are_multiplied_without_any_error() -> None:
     """16 bits times 8, and few of them: every digit fits into float32, so every bit must be right."""
     torch.manual_seed(0)
@@ -99,7 +100,7 @@ def test_whole_numbers_are_multiplied_without_any_error() -> None:
     assert torch.equal(found.double(), a.double() @ b.double())
 
 
-@tiles
+@compiled
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
 @pytest.mark.parametrize("side", [0, 1])
 def test_what_is_not_finite_stays_so_and_goes_nowhere_else(value: float, side: int) -> None:
@@ -112,7 +113,7 @@ def test_what_is_not_finite_stays_so_and_goes_nowhere_else(value: float, side: i
     assert not found[bad].isfinite().any() and found[~bad].isfinite().all()
 
 
-@tiles
+@compiled
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001], ids=["of a GPU", "all ones", "of torch", "signalling"])
 @pytest.mark.parametrize("side", [0, 1])
 def test_no_form_of_what_is_not_a_number_is_lost(bits: int, side: int) -> None:
@@ -123,7 +124,7 @@ def test_no_form_of_what_is_not_a_number_is_lost(bits: int, side: int) -> None:
     assert (found[17] if side == 0 else found[:, 33]).isnan().all()
 
 
-@tiles
+@compiled
 def test_the_largest_and_the_smallest_numbers() -> None:
     for size in (2.0**127, 2.0**-100):
         a, found = size * (0.5 + torch.rand(128, 128)), torch.empty(128, 128)
@@ -131,7 +132,7 @@ def test_the_largest_and_the_smallest_numbers() -> None:
         torch.testing.assert_close(found, a, rtol=1.2e-7, atol=0)
 
 
-@tiles
+@compiled
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("size", [(700, 300, 600), (100, 1500, 200)])
 def test_threads_and_rows_beside_change_no_bit(
@@ -197,7 +198,7 @@ def test_matrices_that_do_not_fit_together_are_refused() -> None:
         product(a, b, torch.randn(100))
 
 
-@tiles
+@compiled
 def test_slopes_in_float32_are_not_rounded_to_bfloat16() -> None:
     torch.manual_seed(0)
     a, b = matrix(128, 600, True, torch.bfloat16), matrix(600, 160, False, torch.bfloat16)
@@ -267,17 +268,21 @@ def test_a_linear_layer_refuses_inputs_of_another_width(layer: Any) -> None:
         layer.linear(torch.randn(100, 130))
 
 
-@tiles
+@compiled
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
-def test_a_model_on_tiles_is_the_same_model(family: str, tiny_policy: Callable, random_samples: Callable, monkeypatch) -> None:
-    """Every matrix on tiles, however small."""
+def test_a_model_of_these_products_is_the_same_model(
+    family: str, tiny_policy: Callable, random_samples: Callable, monkeypatch
+) -> None:
+    """Every matrix by them, however small."""
     from groupwise.packing import pack
 
     policy = tiny_policy(family, hidden=128, scale=1.5)
     (batch,) = pack(random_samples(), 10_000)
-    found = []
+    found, calls, gemm = [], [], cpu.gemm
+    monkeypatch.setattr(cpu, "gemm", lambda *given, **named: calls.append(given) or gemm(*given, **named))
     for least in (1 << 30, 1):
         monkeypatch.setattr(cpu, "LEAST_SIDE", least)
+        assert not calls
         policy.model.zero_grad()
         with fused_modules(policy.model), summed_in_place():
             hidden = policy.forward(batch).hidden_PD
@@ -285,7 +290,7 @@ def test_a_model_on_tiles_is_the_same_model(family: str, tiny_policy: Callable, 
         found.append((hidden.detach(), {n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None}))
     (plain, plain_gradients), (quick, quick_gradients) = found
     torch.testing.assert_close(quick, plain, rtol=1e-4, atol=1e-4)
-    assert not torch.equal(quick, plain), "the tiles were not used"
+    assert calls
     assert quick_gradients.keys() == plain_gradients.keys()
     for name, expected in plain_gradients.items():
         assert error(quick_gradients[name], expected.double()) < 1e-4, name

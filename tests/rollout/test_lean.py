@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from groupwise.kernels import cpu, decoding
+from groupwise.kernels import decoding
 from groupwise.kernels.library import library
 from groupwise.records import Sampling
 from groupwise.rollout.lean import RotaryForward, is_known, lean_forward, product
@@ -99,7 +99,7 @@ def test_lean_in_low_precision_is_as_near_to_float32_as_the_modules(family, prec
 def test_all_blocks_in_one_call_are_the_blocks_one_by_one(family, precision, threads, policy_of, prompts_of, monkeypatch):
     policy = randomized(policy_of(family.split(",")[0], dtype=torch.float32, sharpness=3.0, **FAMILIES[family]))
     policy = replace(policy, autocast=precision == "autocast")
-    if not cpu.multiplies(torch.bfloat16 if policy.autocast else torch.float32):
+    if not decoding.multiplies(torch.bfloat16 if policy.autocast else torch.float32):
         pytest.skip("no kernels")
     calls = []
     call = decoding.Blocks.__call__

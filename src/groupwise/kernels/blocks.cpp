@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "tiles.h"
+#include "vectors.h"
 
 struct Weight { const void *packed; const float *bias; long outputs; };  // as products.cpp packs it
 
@@ -45,9 +45,7 @@ static void run(const Block *blocks, long count, const Step &s, int threads) {
     T *gate_up = seen + s.rows * s.heads * width, *inner = gate_up + s.rows * 2 * s.inner, *last = (T *)s.last;
     auto multiply = [&](const T *from, long inputs, const Weight &weight, T *to) {
         if constexpr (!HALF) product_float(from, (const float *)weight.packed, weight.bias, to, s.rows, weight.outputs, inputs, threads);
-#ifdef MATRIX_TILES
         else product_half(from, (const bfloat16 *)weight.packed, weight.bias, to, s.rows, weight.outputs, inputs, threads);
-#endif
     };
     auto add_norm = [&](const T *add, const float *weight, float eps) {
         add_rms_norm(false, HALF, HALF, s.x, add, s.x, weight, normed, nullptr, s.rows, s.hidden, eps, threads);

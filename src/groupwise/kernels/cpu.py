@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.kernels.library import address, call, half, library
+from groupwise.kernels.library import address, call, half, has_gemm, has_tiles, library
 
 TYPES = (torch.float32, torch.bfloat16)
 WIDTHS = 16
@@ -46,7 +46,7 @@ def worth_attention(keys: int, query: Tensor, key: Tensor, value: Tensor) -> boo
     """True if there is an `attention` for these that is worth it.  keys: the most that a query sees."""
     if not fit_as_one(query, key, value):
         return False
-    return keys <= (MOST_KEYS_ON_TILES if multiplies(torch.bfloat16) else MOST_KEYS[query.dtype])
+    return keys <= (MOST_KEYS_ON_TILES if has_tiles() else MOST_KEYS[query.dtype])
 
 
 def _steps(*tensors: Tensor) -> Any:
@@ -266,18 +266,12 @@ def slope_of_logits(
     )
 
 
-def multiplies(dtype: torch.dtype) -> bool:
-    """True if there is a `Product` of this type: in bfloat16 for processors with matrix tiles."""
-    found = library()
-    return found is not None and (dtype == torch.float32 or (dtype == torch.bfloat16 and bool(found.has_tiles())))
-
-
 LEAST_SIDE = 96
-"""Matrices with a shorter side are not worth cutting into tiles."""
+"""Matrices with a shorter side are not worth packing."""
 
 
-def worth_tiles(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor | None = None, bias_N: Tensor | None = None) -> bool:
-    """True if there is a `gemm` for these that is worth it: on a CPU, for processors with matrix tiles.
+def worth_gemm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor | None = None, bias_N: Tensor | None = None) -> bool:
+    """True if there is a `gemm` for these that is worth it: on a CPU with matrix tiles or AVX-512.
 
     What fits together in no way is left to torch, which says so.
     """
@@ -292,11 +286,11 @@ def worth_tiles(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor | None = None, bias_N
             continue
         if not tensor.is_cpu or tensor.dtype != torch.float32 or tensor.shape != shape or tensor.stride(-1) != 1:
             return False
-    return multiplies(torch.bfloat16)
+    return has_gemm()
 
 
 def gemm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, *, bias_N: Tensor | None = None, add: bool = False) -> None:
-    """out = a b + bias, or out += a b, of matrices that are `worth_tiles`; `out` and `bias` are float32, rows of `out` are whole.
+    """out = a b + bias, or out += a b, of matrices that are `worth_gemm`; `out` and `bias` are float32, rows of `out` are whole.
 
     Two float32 matrices are multiplied as such: each number is the sum of three in bfloat16, nothing of it lost.  Above 3.39e38,
     where bfloat16 ends, the result is not a number; below 1e-30 it has fewer digits, for tiles take subnormal parts as zeros.

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from groupwise.kernels.library import address, call, half
+from groupwise.kernels.cpu import TYPES
+from groupwise.kernels.library import address, call, half, library
 
 ROWS_AT_ONCE = 16
 """Rows of a prompt that one thread works on: more would leave other threads without work."""
@@ -93,6 +94,11 @@ def decode_attention(
 
 PANEL = 16
 """Outputs are packed in whole vectors, of which the longest is the measure."""
+
+
+def multiplies(dtype: torch.dtype) -> bool:
+    """True if there is a `Product` of this type."""
+    return dtype in TYPES and library() is not None
 
 
 class Product:

@@ -42,6 +42,18 @@ def absence() -> str | None:
     return _loaded()[1]
 
 
+def has_tiles() -> bool:
+    """True if there are kernels for matrix tiles (AMX), which this processor has and this process may use."""
+    found = library()
+    return found is not None and bool(found.has_tiles())
+
+
+def has_gemm() -> bool:
+    """True if there are products of matrices for this processor: it has matrix tiles or AVX-512."""
+    found = library()
+    return found is not None and bool(found.has_gemm())
+
+
 def call(name: str, *arguments: Any) -> None:
     """The kernel of this name, on what C++ takes it to be given."""
     getattr(library(), name)(*arguments)

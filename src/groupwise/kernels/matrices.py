@@ -1,7 +1,8 @@
-"""Products of large matrices, each by the way that is fastest on its device: torch's, or on a CPU with matrix tiles our own.
+"""Products of large matrices, each by the way that is fastest on its device: torch's, or our own on a CPU with AVX-512.
 
-In float32 the tiles' (kernels/gemm.cpp) take two thirds of the time of torch's and are at least as exact.  In bfloat16 oneDNN's are
-faster than ours where the result is bfloat16 too; sums in float32, which gradients of float32 weights are, it does not know.
+In float32 ours (kernels/gemm.cpp) take two thirds of the time of torch's on processors with matrix tiles, and half of it on AMD's,
+whose vectors MKL uses by half; they are at least as exact.  In bfloat16 oneDNN's are faster than ours where the result is bfloat16,
+too; results in float32, which gradients of float32 weights are, it does not know.
 
 M, N sides of the result   K what is summed over
 """
@@ -19,7 +20,7 @@ PART_NUMBERS = 1 << 20
 
 def product(a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """a b + bias, of matrices of one type and in it."""
-    if a_MK.dtype == torch.float32 and cpu.worth_tiles(a_MK, b_KN, out, bias_N):
+    if a_MK.dtype == torch.float32 and cpu.worth_gemm(a_MK, b_KN, out, bias_N):
         out = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1]) if out is None else out
         cpu.gemm(a_MK, b_KN, out, bias_N=bias_N)
         return out
@@ -28,7 +29,7 @@ def product(a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = None, *, out: Te
 
 def add_product(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, fresh: bool) -> None:
     """total += a b, or total = a b where it is `fresh`: not written yet.  Its type may be wider than that of the factors."""
-    if cpu.worth_tiles(a_MK, b_KN, total_MN):
+    if cpu.worth_gemm(a_MK, b_KN, total_MN):
         cpu.gemm(a_MK, b_KN, total_MN, add=not fresh)
     elif total_MN.dtype == a_MK.dtype:
         torch.mm(a_MK, b_KN, out=total_MN) if fresh else total_MN.addmm_(a_MK, b_KN)

@@ -1,8 +1,10 @@
 // x W^T + b for few rows x: decoding reads every weight for a handful of rows, so the weights stream by once, in the order they lie.
 //
-// A weight (O, I) is packed into panels of LANES outputs: (panels, I, LANES) in float32; in bfloat16, for processors with matrix
-// tiles (AMX), (panels, I / 32) tiles of 16 x 16 pairs of inputs.  Rows are padded with zeros where a panel or a tile is not full.
+// A weight (O, I) is packed into panels of LANES outputs: (panels, I, LANES) in float32; in bfloat16 (panels, I / 2, LANES) pairs of
+// inputs, or for processors with matrix tiles (AMX) (panels, I / 32) tiles of 16 x 16 pairs.  Where a panel, a pair or a tile is not
+// full, it is padded with zeros.
 
+#include "panels.h"
 #include "tiles.h"
 
 #ifdef MATRIX_TILES
@@ -11,101 +13,50 @@
 #endif
 
 constexpr long AT_ONCE = 240;  // rows whose inputs stay in the cache while the weights pass
-constexpr int FEW_ROWS = LANES == 8 ? 3 : 7, MOST_ROWS = LANES == 8 ? 6 : 14;  // whose sums with four panels, with two fill the registers
-constexpr long VECTORS_AHEAD = 64;  // between the weights in use and those that are asked for
 
 // The weight's number (o, i) lies at o * output_step + i * input_step; one of the steps is 1.
-extern "C" void pack_float(const float *weight, long output_step, long input_step, float *packed, long outputs, long inputs,
-                           int threads) {
+template <typename T>
+static void pack_panels(const float *weight, long output_step, long input_step, void *packed, long outputs, long inputs, int threads) {
+    long size = steps_of<T>(inputs) * LANES;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (long panel = 0; panel < padded(outputs) / LANES; panel++)
-        for (long i = 0; i < inputs; i += LANES) {
-            Vec block[LANES];
-            const float *from = weight + panel * LANES * output_step + i * input_step;
-            long left_o = outputs - panel * LANES, left_i = inputs - i;
-            for (long k = 0; k < LANES; k++)
-                block[k] = output_step == 1 ? (k < left_i ? read(from + k * input_step, left_o) : all(0.0f))
-                                            : (k < left_o ? read(from + k * output_step, left_i) : all(0.0f));
-            if (output_step != 1) exchange(block);
-            for (long k = 0; k < LANES && k < left_i; k++) store(packed + (panel * inputs + i + k) * LANES, block[k]);
-        }
+        fill_panel<T>(weight + panel * LANES * output_step, output_step, input_step, outputs - panel * LANES, inputs,
+                      (float *)packed + panel * size, LANES);
 }
 
-// M rows of inputs, turned to (I, M), meet N panels.
-template <int M, int N>
-static void pass(const float *turned, const float *packed, long inputs, const float *bias, float *out, long outputs, long first) {
-    Vec total[N][M];
-    for (int n = 0; n < N; n++) {
-        Vec start = bias ? read(bias + first + n * LANES, outputs - first - n * LANES) : all(0.0f);
-#pragma GCC unroll 32
-        for (int m = 0; m < M; m++) total[n][m] = start;
+template <typename T>
+static void product_panels(const T *x, const void *packed, const float *bias, T *out, long rows, long outputs, long inputs, int threads) {
+    long panels = padded(outputs) / LANES, steps = steps_of<T>(inputs);
+    for (long start = 0; start < rows; start += AT_ONCE, x += AT_ONCE * inputs, out += AT_ONCE * outputs) {
+        long here = rows - start < AT_ONCE ? rows - start : AT_ONCE;
+        long blocks = (here + MOST - 1) / MOST, each = (here + blocks - 1) / blocks;
+        float *turned = room(here * steps);
+        for (long first = 0; first < here; first += each) {
+            long count = here - first < each ? here - first : each;
+            fill_panel<T>(x + first * inputs, inputs, 1, count, inputs, turned + first * steps, count);
+        }
+        // Few rows take several panels at a time, so that enough sums are under way.
+        int wide = each <= FEW ? 4 : 2;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+        for (long group = 0; group < panels; group += wide)
+            for (long first = 0; first < here; first += each) {
+                int count = here - first < each ? here - first : each, together = group + wide <= panels ? wide : 1;
+                Pass<T, T> *meet = pass_for<T, T>(count, together);
+                for (long panel = group; panel < panels && panel < group + wide; panel += together)
+                    meet(turned + first * steps, (const float *)packed + panel * steps * LANES, steps, bias ? bias + panel * LANES : nullptr,
+                         nullptr, out + first * outputs + panel * LANES, outputs, outputs - panel * LANES);
+            }
     }
-    for (long i = 0; i < inputs; i++) {
-        Vec weight[N];
-        for (int n = 0; n < N; n++) {
-            weight[n] = load(packed + (n * inputs + i) * LANES);
-            __builtin_prefetch(packed + (n * inputs + i + VECTORS_AHEAD) * LANES);
-        }
-#pragma GCC unroll 32
-        for (int m = 0; m < M; m++) {
-            Vec number = all(turned[i * M + m]);
-            for (int n = 0; n < N; n++) total[n][m] += number * weight[n];
-        }
-    }
-    for (int n = 0; n < N; n++)
-#pragma GCC unroll 32
-        for (int m = 0; m < M; m++) {
-            float *to = out + m * outputs + first + n * LANES;
-            long left = outputs - first - n * LANES;
-            if (left > 0) write(to, total[n][m], left);
-        }
 }
 
-typedef void Pass(const float *, const float *, long, const float *, float *, long, long);
-
-template <int N, int... M>
-static constexpr Pass *pass_of(int rows, std::integer_sequence<int, M...>) {
-    constexpr Pass *made[] = {pass<M + 1, N>...};
-    return made[rows - 1];
+extern "C" void pack_float(const float *weight, long output_step, long input_step, float *packed, long outputs, long inputs,
+                           int threads) {
+    pack_panels<float>(weight, output_step, input_step, packed, outputs, inputs, threads);
 }
 
 extern "C" void product_float(const float *x, const float *packed, const float *bias, float *out, long rows, long outputs, long inputs,
                               int threads) {
-    long panels = padded(outputs) / LANES;
-    for (long start = 0; start < rows; start += AT_ONCE, x += AT_ONCE * inputs, out += AT_ONCE * outputs) {
-        long here = rows - start < AT_ONCE ? rows - start : AT_ONCE;
-        long blocks = (here + MOST_ROWS - 1) / MOST_ROWS, each = (here + blocks - 1) / blocks;
-        float *turned = room(here * inputs);
-        for (long first = 0; first < here; first += each) {
-            long count = here - first < each ? here - first : each;
-            float *block = turned + first * inputs;
-            for (long m = 0; m < count; m++)
-                for (long i = 0; i < inputs; i++) block[i * count + m] = x[(first + m) * inputs + i];
-        }
-        // Few rows take several panels at a time, so that enough sums are under way.
-        int wide = each <= FEW_ROWS ? 4 : 2;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-        for (long group = 0; group < (panels + wide - 1) / wide; group++)
-            for (long first = 0; first < here; first += each) {
-                int count = here - first < each ? here - first : each;
-                const float *block = turned + first * inputs;
-                float *to = out + first * outputs;
-                long panel = group * wide;
-                if (wide == 4 && panel + 4 <= panels) {
-                    pass_of<4>(count, std::make_integer_sequence<int, FEW_ROWS>{})(
-                        block, packed + panel * inputs * LANES, inputs, bias, to, outputs, panel * LANES);
-                    continue;
-                }
-                if (wide == 2 && panel + 2 <= panels) {
-                    pass_of<2>(count, std::make_integer_sequence<int, MOST_ROWS>{})(
-                        block, packed + panel * inputs * LANES, inputs, bias, to, outputs, panel * LANES);
-                    continue;
-                }
-                for (; panel < panels && panel < (group + 1) * wide; panel++)
-                    pass_of<1>(count, std::make_integer_sequence<int, MOST_ROWS>{})(
-                        block, packed + panel * inputs * LANES, inputs, bias, to, outputs, panel * LANES);
-            }
-    }
+    product_panels(x, packed, bias, out, rows, outputs, inputs, threads);
 }
 
 #ifdef MATRIX_TILES
@@ -115,8 +66,7 @@ extern "C" int has_tiles() {
     return granted;
 }
 
-extern "C" void pack_half(const float *weight, long output_step, long input_step, bfloat16 *packed, long outputs, long inputs,
-                          int threads) {
+static void pack_tiles(const float *weight, long output_step, long input_step, bfloat16 *packed, long outputs, long inputs, int threads) {
     long depth = (inputs + DEPTH - 1) / DEPTH;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (long panel = 0; panel < padded(outputs) / TILE; panel++)
@@ -174,8 +124,8 @@ static void tile_pass(const bfloat16 *x, long stride, const bfloat16 *packed, lo
     _tile_stored(3, sums + 768, 64);
 }
 
-extern "C" void product_half(const bfloat16 *x, const bfloat16 *packed, const float *bias, bfloat16 *out, long rows, long outputs,
-                             long inputs, int threads) {
+static void product_tiles(const bfloat16 *x, const bfloat16 *packed, const float *bias, bfloat16 *out, long rows, long outputs, long inputs,
+                          int threads) {
     long panels = padded(outputs) / TILE, depth = (inputs + DEPTH - 1) / DEPTH, width = depth * DEPTH;
     for (long start = 0; start < rows; start += AT_ONCE, x += AT_ONCE * inputs, out += AT_ONCE * outputs) {
         long here = rows - start < AT_ONCE ? rows - start : AT_ONCE, full = (here + TILE - 1) / TILE * TILE;
@@ -211,3 +161,19 @@ extern "C" void product_half(const bfloat16 *x, const bfloat16 *packed, const fl
 #else
 extern "C" int has_tiles() { return 0; }
 #endif
+
+extern "C" void pack_half(const float *weight, long output_step, long input_step, bfloat16 *packed, long outputs, long inputs,
+                          int threads) {
+#ifdef MATRIX_TILES
+    if (has_tiles()) return pack_tiles(weight, output_step, input_step, packed, outputs, inputs, threads);
+#endif
+    pack_panels<bfloat16>(weight, output_step, input_step, packed, outputs, inputs, threads);
+}
+
+extern "C" void product_half(const bfloat16 *x, const bfloat16 *packed, const float *bias, bfloat16 *out, long rows, long outputs,
+                             long inputs, int threads) {
+#ifdef MATRIX_TILES
+    if (has_tiles()) return product_tiles(x, packed, bias, out, rows, outputs, inputs, threads);
+#endif
+    product_panels(x, packed, bias, out, rows, outputs, inputs, threads);
+}

@@ -22,7 +22,7 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 
-#if defined(__AVX512F__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #endif
 
@@ -57,10 +57,27 @@ static inline void store(bfloat16 *to, Vec x) {
     std::memcpy(to, &half, sizeof half);
 }
 
+// total + a b, rounded once where the processor can: left to the compiler, it would be here and not there, and a number's bits would
+// depend on what is computed beside it.
+static inline Vec plus(Vec total, Vec a, Vec b) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)total);
+#elif defined(__AVX__) && defined(__FMA__)
+    return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)total);
+#else
+    return total + a * b;
+#endif
+}
+
 // The first `count` numbers from there on, zeros behind them.
 template <class T>
 static inline Vec read(const T *from, long count) {
     if (count >= LANES) return load(from);
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    uint32_t places = count > 0 ? (1u << count) - 1 : 0;
+    if constexpr (sizeof(T) == 4) return (Vec)_mm512_maskz_loadu_ps(places, from);
+    else return (Vec)(__builtin_convertvector((Halves)_mm256_maskz_loadu_epi16(places, from), Bits) << 16);
+#endif
     T held[LANES] = {};
     if (count > 0) std::memcpy(held, from, count * sizeof(T));
     return load(held);
@@ -70,6 +87,11 @@ static inline Vec read(const T *from, long count) {
 template <class T>
 static inline void write(T *to, Vec x, long count) {
     if (count >= LANES) return store(to, x);
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    uint32_t places = count > 0 ? (1u << count) - 1 : 0;
+    if constexpr (sizeof(T) == 4) return _mm512_mask_storeu_ps(to, places, (__m512)x);
+    else return _mm256_mask_storeu_epi16(to, places, (__m256i)rounded(x));
+#endif
     T held[LANES];
     store(held, x);
     std::memcpy(to, held, count * sizeof(T));
@@ -198,7 +220,7 @@ static inline void tile(const float *a, long a_row, long a_column, B b, float *c
             for (int n = 0; n < N; n++) row[n] = b.at(k, part, n);
             for (int m = 0; m < M; m++) {
                 Vec factor = all(a[m * a_row + (k + part) * a_column]);
-                for (int n = 0; n < N; n++) total[m][n] += factor * row[n];
+                for (int n = 0; n < N; n++) total[m][n] = plus(total[m][n], factor, row[n]);
             }
         }
     for (int m = 0; m < M; m++)

@@ -137,7 +137,7 @@ def product(
     times `F.linear` at 3 to 64 rows) and oneDNN's for large ones (1.05 to 1.3 times MKL's at 4 to 24 rows), in bfloat16 oneDNN's
     (1.3 to 1.7 times).
     """
-    if cpu.multiplies(dtype):
+    if decoding.multiplies(dtype):
         return decoding.Product(weight_OI, bias_O, dtype, take)
     weight_OI = weight_OI.detach().to(dtype).contiguous()
     bias_O = None if bias_O is None else bias_O.detach().to(dtype)
@@ -163,7 +163,7 @@ class _Filler:
     """The rows that fill a stream of `count` up to a whole number of oneDNN's tiles; none where products need no filling."""
 
     def __init__(self, count: int, dtype: torch.dtype) -> None:
-        self.count, self.rows = count, filled(count) - count if tiled(dtype) and not cpu.multiplies(dtype) else 0
+        self.count, self.rows = count, filled(count) - count if tiled(dtype) and not decoding.multiplies(dtype) else 0
 
     def add(self, x: Tensor) -> Tensor:
         """`x` (count, ...) with rows of zeros behind."""
@@ -224,7 +224,7 @@ class RotaryForward:
 
         q, k, v, out = _projections(layer)
         # Cast before they are joined: half the memory traffic in bfloat16.
-        kept = torch.float32 if cpu.multiplies(self.dtype) else self.dtype
+        kept = torch.float32 if decoding.multiplies(self.dtype) else self.dtype
         weight = torch.cat([head_rows(q.weight.to(kept)), head_rows(k.weight.to(kept)), v.weight.to(kept)])
         bias = None if q.bias is None else torch.cat([head_rows(q.bias), head_rows(k.bias), v.bias])
         gate, up, down = _mlp(layer)
@@ -259,7 +259,7 @@ class RotaryForward:
 
     def _blocks(self) -> decoding.Blocks | None:
         """The layers as the compiled kernels know them, if all that is in them is compiled."""
-        if not self.compiled or not cpu.multiplies(self.dtype):
+        if not self.compiled or not decoding.multiplies(self.dtype):
             return None
         layers: Any = self.layers
         blocks = [
