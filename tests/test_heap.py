@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from groupwise import heap
-from groupwise.heap import Heap, LargePages, own_pages
+from groupwise.heap import Heap, own_pages
 from groupwise.objective.tiles import filled
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the C library is glibc")
@@ -46,27 +45,3 @@ def test_few_sizes_cover_all_lengths() -> None:
     sizes = [filled(n) for n in range(1, 4097)]
     assert all(n <= size < max(n + 16, 1.07 * n) for n, size in enumerate(sizes, 1))
     assert len(set(sizes)) < 90
-
-
-def _rights(address: int) -> str:
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        (first, last), rights = (int(end, 16) for end in line.split()[0].split("-")), line.split()[1]
-        if first <= address < last:
-            return rights
-    raise AssertionError("memory of nobody")
-
-
-def test_pieces_lie_one_behind_another_and_go_back_with_the_last() -> None:
-    before = heap._resident()
-    pages = LargePages()
-    first, second = (torch.frombuffer(pages.take(size), dtype=torch.uint8) for size in (100, 16 << 20))
-    assert second.data_ptr() - first.data_ptr() == 128, "from the beginning of a cache line on"
-    assert not second.any()
-    assert _rights(second.data_ptr()) == "rw-p", "shared memory has large pages by a setting of its own, which is off"
-    second.fill_(1)
-    whole = torch.frombuffer(pages.take(heap.BLOCK), dtype=torch.uint8)
-    assert whole.numel() == heap.BLOCK, "what does not fit gets a block of its own"
-    del pages, first
-    assert second.all()
-    del second, whole
-    assert heap._resident() - before < 4 << 20

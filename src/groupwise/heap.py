@@ -13,7 +13,7 @@ import mmap
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -25,33 +25,10 @@ LARGEST = 32 << 20
 LEAST_GROWTH = 16 << 20
 """Less is not worth a look."""
 
-BLOCK = 64 << 20
-"""Bytes that are asked for at a time.  Only what is written into takes memory."""
-CACHE_LINE = 64
-
 
 def prefer_large_pages() -> None:
     """Let torch ask for large pages for its large tensors.  Torch reads this once, when it makes its first tensor."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
-
-class LargePages:
-    """Memory in large pages where the system has them.  It goes back to the system with the last of its pieces."""
-
-    def __init__(self) -> None:
-        self._block = memoryview(b"")
-
-    def take(self, size: int) -> memoryview:
-        """A piece of `size` bytes, zeros, behind the one before: what is read one after another should be taken so."""
-        if len(self._block) < size:
-            # Private: for shared memory, which is what Python takes unless told, most systems have no large pages.
-            block = mmap.mmap(-1, max(size, BLOCK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                with suppress(OSError):  # a kernel that has none
-                    block.madvise(mmap.MADV_HUGEPAGE)
-            self._block = memoryview(block)
-        piece, self._block = self._block[:size], self._block[-(-size // CACHE_LINE) * CACHE_LINE :]
-        return piece
 
 
 @contextmanager

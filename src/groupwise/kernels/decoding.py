@@ -6,7 +6,7 @@ R rows (completions being decoded)   D width of the model   H query heads   K ke
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import c_float, c_long, c_void_p
 from typing import NamedTuple
 
@@ -104,18 +104,13 @@ def multiplies(dtype: torch.dtype) -> bool:
 class Product:
     """x W^T + b for few rows, with the weight packed in the order in which it is read (kernels/products.cpp)."""
 
-    def __init__(
-        self, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype, take: Callable[[int], Buffer] = bytearray
-    ) -> None:
-        """dtype: of x, of the packed weight and of the result.  The weight may be float32 or bfloat16.
-
-        take: gives so many bytes for the packed weight.
-        """
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> None:
+        """dtype: of x, of the packed weight and of the result.  The weight may be float32 or bfloat16."""
         self.outputs, self.inputs = weight_OI.shape
         self.half = dtype == torch.bfloat16
         deep = -(-self.inputs // 32) * 32 if self.half else self.inputs
         count = -(-self.outputs // PANEL) * PANEL * deep
-        self.packed = torch.frombuffer(take(count * dtype.itemsize), dtype=dtype)
+        self.packed = torch.empty(count, dtype=dtype)
         self.bias_O = None if bias_O is None else bias_O.detach().float().contiguous()
         weight_OI = weight_OI.detach().float()
         if 1 not in weight_OI.stride():
@@ -136,9 +131,6 @@ class Product:
             *(c_long(x_RI.shape[0]), c_long(self.outputs), c_long(self.inputs), torch.get_num_threads()),
         )
         return out_RO
-
-
-Buffer = bytearray | memoryview
 
 
 class _Weight(ctypes.Structure):

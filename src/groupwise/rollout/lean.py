@@ -24,7 +24,7 @@ from transformers import GPT2LMHeadModel, LlamaForCausalLM, MistralForCausalLM, 
 from transformers.activations import NewGELUActivation, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
-from groupwise.heap import LargePages, own_pages
+from groupwise.heap import own_pages
 from groupwise.kernels import cpu, decoding
 from groupwise.models.policy import Policy
 from groupwise.objective.tiles import filled, tiled
@@ -36,10 +36,6 @@ LARGE, FEW_ROWS = 1 << 20, 8
 """Numbers of a large float32 matrix; the rows that oneDNN's layout is chosen for (unsaid, it is 10 % slower in bfloat16)."""
 FEW = 4
 """Large float32 matrices meet whole multiples of so many rows: oneDNN keeps 0.6 MB of machine code for every number of them."""
-
-
-MANY = 1 << 23
-"""Numbers of a model whose weights are read from memory at every step."""
 
 
 class RowAttention(Protocol):
@@ -114,12 +110,6 @@ def _known_gpt2(model: Any) -> bool:
     )
 
 
-def _memory(policy: Policy) -> Callable[[int], decoding.Buffer]:
-    """Where prepared weights are kept: small ones, which a processor's caches hold, where all else is."""
-    numbers = sum(parameter.numel() for parameter in policy.model.parameters())
-    return LargePages().take if numbers >= MANY else bytearray
-
-
 def _mlp(layer: Any) -> tuple[Any, Any, Any]:
     return layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj
 
@@ -128,9 +118,7 @@ def _projections(layer: Any) -> tuple[Any, Any, Any, Any]:
     return layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj, layer.self_attn.o_proj
 
 
-def product(
-    weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype, take: Callable[[int], decoding.Buffer] = bytearray
-) -> Callable[[Tensor], Tensor]:
+def product(weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """x -> x W^T + b in `dtype`, with the weight in the layout that few-row products on this machine run fastest in.
 
     The compiled kernels' own, which reads weights once and in order.  Without them in float32 MKL's for small matrices (1.1 to 2.7
@@ -138,7 +126,7 @@ def product(
     (1.3 to 1.7 times).
     """
     if decoding.multiplies(dtype):
-        return decoding.Product(weight_OI, bias_O, dtype, take)
+        return decoding.Product(weight_OI, bias_O, dtype)
     weight_OI = weight_OI.detach().to(dtype).contiguous()
     bias_O = None if bias_O is None else bias_O.detach().to(dtype)
     large = dtype == torch.float32 and weight_OI.numel() >= LARGE and torch.backends.mkldnn.is_available()
@@ -196,7 +184,7 @@ class RotaryForward:
         model: Any = policy.model
         base = model.model
         self.dtype = torch.bfloat16 if policy.autocast else policy.dtype
-        self.product = partial(product, dtype=self.dtype, take=_memory(policy))
+        self.product = partial(product, dtype=self.dtype)
         self.embedding_VD = base.embed_tokens.weight.detach()
         self.kind = type(policy.model)
         attention = base.layers[0].self_attn
@@ -395,7 +383,7 @@ class GPT2Forward:
         model: Any = policy.model
         base = model.transformer
         self.dtype = torch.bfloat16 if policy.autocast else policy.dtype
-        self.product = partial(product, dtype=self.dtype, take=_memory(policy))
+        self.product = partial(product, dtype=self.dtype)
         self.token_VD, self.position_PD = base.wte.weight.detach(), base.wpe.weight.detach()
         self.heads = base.h[0].attn.num_heads
         self.layers = [
