@@ -1,6 +1,6 @@
 """Weak scaling over processes on one machine, and what they send each other, beside the formula.
 
-    python benchmarks/parallel.py                # 1 and 2 processes, a core each; writes results/parallel.json
+    python benchmarks/parallel.py                # 1 and 2 processes, a core each; writes results/*/parallel.json
     python benchmarks/parallel.py --processes 1 2 4 --shape S
 
 Every process gets the same work whatever their number: P prompts each.  With perfect scaling a step takes as long on n processes as

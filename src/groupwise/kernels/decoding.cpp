@@ -20,7 +20,7 @@ static inline long whole(long count, long of) { return (count + of - 1) / of * o
 // Words as the second matrix of a product: `row` from one to what is summed with it next, `panel` from 16 columns to the next 16.
 template <typename T>
 struct Kept {
-    static constexpr int DEEP = 4 / sizeof(T);
+    static constexpr int DEEP = 4 / sizeof(T), PARTS = DEEP;
     const T *from;
     long row, panel;
 
@@ -32,7 +32,26 @@ struct Kept {
         std::memcpy(&words, word(k, n * LANES), sizeof words);
         return (Vec)(DEEP == 1 ? words : part ? words & 0xffff0000 : words << 16);
     }
+    static Vec met(const float *number) { return all(*number); }
+    static Vec add(Vec total, Vec number, Vec row) { return plus(total, number, row); }
 };
+
+#if defined(__AVX512BF16__)
+// The same words, which meet pairs of bfloat16 numbers as they are.
+struct Pairs {
+    static constexpr int DEEP = 2, PARTS = 1;
+    Kept<bfloat16> kept;
+
+    Pairs behind(long columns) const { return {kept.behind(columns)}; }
+    Vec at(long k, int, int n) const { return load((const float *)kept.word(k, n * LANES)); }
+    static Vec met(const bfloat16 *pair) {
+        float both;
+        std::memcpy(&both, pair, sizeof both);
+        return all(both);
+    }
+    static Vec add(Vec total, Vec pair, Vec row) { return (Vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)pair, (__m512bh)row); }
+};
+#endif
 
 // Keys and values of one entry's head.
 template <typename T>
@@ -102,6 +121,10 @@ static void multiply(long rows, long columns, long depth, const bfloat16 *a, lon
         }
     __asm__ volatile("" ::: "memory");
 }
+#elif defined(__AVX512BF16__)
+static void multiply(long rows, long columns, long depth, const bfloat16 *a, long a_row, Kept<bfloat16> b, float *c, long c_row, bool add) {
+    product(rows, columns, depth, a, a_row, 1, Pairs{b}, c, c_row, add);
+}
 #endif
 
 // Scores (a whole number of vectors) -> e^(scale (score - highest)), in their place or rounded; returns the sum.
@@ -118,24 +141,24 @@ static float weigh(const float *scores, long count, float scale, Q *weights) {
     return sum(total);
 }
 
-// Rows of one prompt, for one key-value head.  Q: how queries and weights meet what is kept, as float by vectors or as bfloat16 by tiles.
+// Rows of one prompt, for one key-value head.  Q: as what queries and weights meet what is kept, float or bfloat16.
 template <typename Q, typename T>
 static void decode(const T *query, const T *key, const T *value, T *out, const Strides *step, Slab<T> own, Slab<T> prompt, long entry,
                    long prompt_length, const int64_t *rows, long count, const int64_t *length, long group, long shared, long width,
                    float scale, long window, long head) {
-    constexpr bool TILED = sizeof(Q) == sizeof(bfloat16);
-    constexpr long UNIT = TILED ? BLOCK : PANEL;
+    constexpr bool HALF = sizeof(Q) == sizeof(bfloat16);
+    constexpr long UNIT = HALF ? BLOCK : PANEL;
     long longest = 0, m = prompt_length, wide_m = whole(m, BLOCK), heads = shared * group, queries = count * group;
     for (long i = 0; i < count; i++) longest = length[rows[i]] > longest ? length[rows[i]] : longest;
     long across = wide_m + whole(longest, BLOCK), high = queries + PANEL;
     float *scores = room(high * (2 * across + 2 * width + 1)), *found = scores + high * across, *totals = found + high * width;
-    Q *asked = (Q *)(totals + high), *weights = TILED ? asked + high * width : (Q *)scores;
+    Q *asked = (Q *)(totals + high), *weights = HALF ? asked + high * width : (Q *)scores;
     for (long q = 0; q < queries; q++)
         for (long d = 0; d < width; d += LANES)
             store(asked + q * width + d, load(query + rows[q / group] * step[0].token + (head * group + q % group) * step[0].head + d));
     auto open = []([[maybe_unused]] long rows) {
 #ifdef MATRIX_TILES
-        if constexpr (TILED) open_tiles(rows < TILE ? rows : TILE);
+        if constexpr (HALF) open_tiles(rows < TILE ? rows : TILE);
 #endif
     };
     Head<T> shown = prompt.at(entry, head, shared, width);
@@ -161,7 +184,7 @@ static void decode(const T *query, const T *key, const T *value, T *out, const S
     open(queries);
     multiply(queries, width, m, weights, across, shown.values(), found, width, true);
 #ifdef MATRIX_TILES
-    if (TILED) _tile_release();
+    if (HALF) _tile_release();
 #endif
     for (long q = 0; q < queries; q++)
         for (long d = 0; d < width; d += LANES)
@@ -179,6 +202,8 @@ static void run(const void *query, const void *key, const void *value, void *out
     auto way = decode<float, T>;
 #ifdef MATRIX_TILES
     if constexpr (sizeof(T) == sizeof(bfloat16)) way = width % PAIR == 0 && has_tiles() ? decode<bfloat16, T> : decode<float, T>;
+#elif defined(__AVX512BF16__)
+    if constexpr (sizeof(T) == sizeof(bfloat16)) way = decode<bfloat16, T>;
 #endif
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
     for (long item = 0; item < shared * count; item++) {

@@ -195,40 +195,42 @@ static inline float softmax(float *scores, long count) {
     return highest + std::log(whole);
 }
 
-// A product's second matrix as it lies in memory: rows of vectors side by side.
+// A product's second matrix as it lies in memory, rows of vectors side by side, and how its vectors meet the numbers of the first.
 struct Plain {
-    static constexpr int DEEP = 1;
+    static constexpr int DEEP = 1, PARTS = 1;  // of what is summed over, how much a vector holds, and how often it is met
     const float *from;
     long row;
 
     Plain behind(long columns) const { return {from + columns, row}; }
     Vec at(long k, int, int n) const { return load(from + k * row + n * LANES); }
+    static Vec met(const float *number) { return all(*number); }
+    static Vec add(Vec total, Vec number, Vec row) { return plus(total, number, row); }
 };
 
 // Every number is summed in the order of `depth`, whatever is computed beside it: a row's bits do not depend on its neighbours.
 //
 // C (M x N vectors) = or += A (M x depth) B (depth x N vectors), DEEP numbers of the depth at a time; steps: how far apart neighbours
 // lie in memory.
-template <int M, int N, typename B>
-static inline void tile(const float *a, long a_row, long a_column, B b, float *c, long c_row, long depth, bool add) {
+template <int M, int N, typename A, typename B>
+static inline void tile(const A *a, long a_row, long a_column, B b, float *c, long c_row, long depth, bool add) {
     Vec total[M][N];
     for (int m = 0; m < M; m++)
         for (int n = 0; n < N; n++) total[m][n] = add ? load(c + m * c_row + n * LANES) : all(0.0f);
     for (long k = 0; k < depth; k += B::DEEP)
-        for (int part = 0; part < B::DEEP; part++) {
+        for (int part = 0; part < B::PARTS; part++) {
             Vec row[N];
             for (int n = 0; n < N; n++) row[n] = b.at(k, part, n);
             for (int m = 0; m < M; m++) {
-                Vec factor = all(a[m * a_row + (k + part) * a_column]);
-                for (int n = 0; n < N; n++) total[m][n] = plus(total[m][n], factor, row[n]);
+                Vec number = B::met(a + m * a_row + (k + part) * a_column);
+                for (int n = 0; n < N; n++) total[m][n] = B::add(total[m][n], number, row[n]);
             }
         }
     for (int m = 0; m < M; m++)
         for (int n = 0; n < N; n++) store(c + m * c_row + n * LANES, total[m][n]);
 }
 
-template <int N, typename B>
-static inline void tiles(long rows, const float *a, long a_row, long a_column, B b, float *c, long c_row, long depth, bool add) {
+template <int N, typename A, typename B>
+static inline void tiles(long rows, const A *a, long a_row, long a_column, B b, float *c, long c_row, long depth, bool add) {
     long m = 0;
     for (; m + ROWS <= rows; m += ROWS) tile<ROWS, N>(a + m * a_row, a_row, a_column, b, c + m * c_row, c_row, depth, add);
     a += m * a_row, c += m * c_row;
@@ -242,8 +244,8 @@ static inline void tiles(long rows, const float *a, long a_row, long a_column, B
 }
 
 // The same for any number of rows and a whole number of vectors in a row of C.
-template <typename B>
-static inline void product(long rows, long columns, long depth, const float *a, long a_row, long a_column, B b, float *c, long c_row,
+template <typename A, typename B>
+static inline void product(long rows, long columns, long depth, const A *a, long a_row, long a_column, B b, float *c, long c_row,
                            bool add) {
     long n = 0;
     for (; n + WIDE * LANES <= columns; n += WIDE * LANES)

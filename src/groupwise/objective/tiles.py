@@ -7,6 +7,8 @@ with rows of zeros up to one of a few sizes they do not.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 TILE = 16
@@ -15,8 +17,12 @@ TILE = 16
 
 def tiled(dtype: torch.dtype) -> bool:
     """True if products in this type run in oneDNN's tiles on a CPU like this one."""
-    available = torch.backends.mkldnn.is_available()
-    return dtype == torch.bfloat16 and available and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.bfloat16 and _has_tiles()
+
+
+@cache
+def _has_tiles() -> bool:
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def filled(count: int) -> int:
