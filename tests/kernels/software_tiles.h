@@ -1,5 +1,5 @@
 // Matrix tiles (AMX) in software, for processors that have none: given to the compiler before the kernels, so that what they do with
-// tiles is tested there too.  As the processor does it: pairs of bfloat16 numbers, sums in float32.
+// tiles is tested there too.  Pairs of bfloat16 numbers and sums in float32, as the processor has them; subnormal ones count.
 
 #pragma once
 

@@ -219,6 +219,8 @@ def test_products_are_the_definition(dtype: torch.dtype, shape: tuple[int, int],
     for rows in (1, 2, 3, 7, 8, 14, 15, 16, 17, 33, 48, 200, 241):
         assert torch.equal(product(x[:rows]), whole[:rows])
     close(decoding.Product(weight, None, dtype)(x), F.linear(x.double(), weight.to(dtype).double()), dtype)
+    for other in (weight.bfloat16(), weight.half(), weight.double()):
+        assert torch.equal(decoding.Product(other, bias, dtype)(x), decoding.Product(other.float(), bias, dtype)(x))
 
 
 @pytest.mark.parametrize("out", TYPES)

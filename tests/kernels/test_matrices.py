@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from groupwise.kernels import cpu
-from groupwise.kernels.library import has_gemm
+from groupwise.kernels.library import has_gemm, library
 from groupwise.kernels.matrices import add_product, product
 from groupwise.models.fused import fused_modules
 from groupwise.objective.inplace import summed_in_place
 
 compiled = pytest.mark.skipif(not has_gemm(), reason="no matrix tiles and no AVX-512, or no compiler")
+right = pytest.mark.skipif(library() is None, reason="no compiler")  # also where it is not worth it
 TYPES = [torch.float32, torch.bfloat16]
 
 
@@ -39,7 +40,7 @@ def error(found: Tensor, exact: Tensor) -> float:
     return float((found.detach().double() - exact).norm() / exact.norm())
 
 
-@compiled
+@right
 @given(
     sizes=st.tuples(st.integers(1, 130), st.integers(1, 130), st.one_of(st.integers(1, 130), st.integers(500, 600), st.just(1600))),
     turned=st.tuples(st.booleans(), st.booleans()),

@@ -292,8 +292,9 @@ def worth_gemm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor | None = None, bias_N:
 def gemm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, *, bias_N: Tensor | None = None, add: bool = False) -> None:
     """out = a b + bias, or out += a b, of matrices that are `worth_gemm`; `out` and `bias` are float32, rows of `out` are whole.
 
-    Two float32 matrices are multiplied as such: each number is the sum of three in bfloat16, nothing of it lost.  Above 3.39e38,
-    where bfloat16 ends, the result is not a number; below 1e-30 it has fewer digits, for tiles take subnormal parts as zeros.
+    Two float32 matrices are multiplied as such.  On matrix tiles each number is the sum of three in bfloat16, nothing of it lost;
+    above 3.39e38, where bfloat16 ends, the result is not a number, and below 1e-30 it has fewer digits.  Subnormal bfloat16 numbers
+    are zeros to tiles and to AVX-512's products of them.
     """
     (rows, depth), columns = a_MK.shape, b_KN.shape[1]
     call(

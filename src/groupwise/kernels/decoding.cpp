@@ -45,9 +45,9 @@ struct Pairs {
     Pairs behind(long columns) const { return {kept.behind(columns)}; }
     Vec at(long k, int, int n) const { return load((const float *)kept.word(k, n * LANES)); }
     static Vec met(const bfloat16 *pair) {
-        float both;
+        uint32_t both;
         std::memcpy(&both, pair, sizeof both);
-        return all(both);
+        return bits(both);
     }
     static Vec add(Vec total, Vec pair, Vec row) { return (Vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)pair, (__m512bh)row); }
 };

@@ -105,20 +105,20 @@ class Product:
     """x W^T + b for few rows, with the weight packed in the order in which it is read (kernels/products.cpp)."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> None:
-        """dtype: of x, of the packed weight and of the result.  The weight may be float32 or bfloat16."""
+        """dtype: of x, of the packed weight and of the result.  The weight may be of another type."""
         self.outputs, self.inputs = weight_OI.shape
         self.half = dtype == torch.bfloat16
         deep = -(-self.inputs // 32) * 32 if self.half else self.inputs
         count = -(-self.outputs // PANEL) * PANEL * deep
         self.packed = torch.empty(count, dtype=dtype)
         self.bias_O = None if bias_O is None else bias_O.detach().float().contiguous()
-        weight_OI = weight_OI.detach().float()
+        weight_OI = weight_OI.detach() if weight_OI.dtype in TYPES else weight_OI.detach().float()
         if 1 not in weight_OI.stride():
             weight_OI = weight_OI.contiguous()
         call(
-            "pack_half" if self.half else "pack_float",
-            *(address(weight_OI), c_long(weight_OI.stride(0)), c_long(weight_OI.stride(1)), address(self.packed)),
-            *(c_long(self.outputs), c_long(self.inputs), torch.get_num_threads()),
+            "pack_weight",
+            *(int(self.half), half(weight_OI), address(weight_OI), c_long(weight_OI.stride(0)), c_long(weight_OI.stride(1))),
+            *(address(self.packed), c_long(self.outputs), c_long(self.inputs), torch.get_num_threads()),
         )
 
     def __call__(self, x_RI: Tensor) -> Tensor:

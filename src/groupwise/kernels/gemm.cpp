@@ -100,22 +100,22 @@ struct OnVectors {
     static void close() {}
     static long numbers(long outers, long stretch) { return ceiling(outers, LANES) * LANES * steps_of<T>(stretch); }
 
-    // Every `width` outer numbers behind another.
-    static void pack(long width, Matrix<T> matrix, long outers, long inners, float *to, long part, long of) {
+    // Every `width` outer numbers behind another, in vectors, or (close) so close together as there are rows.
+    static void pack(long width, bool close, Matrix<T> matrix, long outers, long inners, float *to, long part, long of) {
         long all = ceiling(outers, width);
         for (long place = all * part / of; place < all * (part + 1) / of; place++) {
             long first = place * width, count = least(width, outers - first);
             fill_panel<T>(matrix.at(first, 0).from, matrix.outer_step, matrix.inner_step, count, inners, to + first * steps_of<T>(inners),
-                          width < LANES ? count : LANES);
+                          close ? count : LANES);
         }
     }
 
     static void pack_rows(Matrix<T> matrix, long outers, long inners, float *to, long part, long of) {
-        pack(MOST, matrix, outers, inners, to, part, of);
+        pack(MOST, true, matrix, outers, inners, to, part, of);
     }
 
     static void pack_columns(Matrix<T> matrix, long outers, long inners, float *to, long part, long of) {
-        pack(LANES, matrix, outers, inners, to, part, of);
+        pack(LANES, false, matrix, outers, inners, to, part, of);
     }
 
     // Two panels stay in the innermost cache while rows pass, MOST of them at a time.
@@ -191,7 +191,7 @@ static void multiply(Matrix<T> a, Matrix<T> b, Result out, long inners, int thre
 
 extern "C" int has_tiles();
 
-// True if these products are worth it: with shorter vectors other libraries' are as good, with long ones not on every processor.
+// True if these products are worth it: with shorter vectors other libraries' are as good, with these ones not on every processor.
 extern "C" int has_gemm() { return LANES == 16; }
 
 // out = a b + bias, or out += a b; a and b are float32 or (half) bfloat16.  Numbers lie steps apart, one of a matrix's two steps is 1,

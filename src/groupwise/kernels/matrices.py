@@ -1,7 +1,7 @@
 """Products of large matrices, each by the way that is fastest on its device: torch's, or our own on a CPU with AVX-512.
 
 In float32 ours (kernels/gemm.cpp) take two thirds of the time of torch's on processors with matrix tiles, and half of it on AMD's,
-whose vectors MKL uses by half; they are at least as exact.  In bfloat16 oneDNN's are faster than ours where the result is bfloat16,
+whose vectors MKL uses by half; they are as exact.  In bfloat16 oneDNN's are faster than ours where the result is bfloat16,
 too; results in float32, which gradients of float32 weights are, it does not know.
 
 M, N sides of the result   K what is summed over

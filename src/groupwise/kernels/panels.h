@@ -20,15 +20,22 @@ struct Meeting<float> {
     static Vec add(Vec total, const float *number, Panel panel) { return plus(total, all(*number), panel); }
 };
 
+// In pairs, as AVX-512 multiplies them (subnormal ones as zeros), or one after the other.
 template <>
 struct Meeting<bfloat16> {
     static constexpr long DEEP = 2;
+
+    static uint32_t word(const float *pair) {
+        uint32_t found;
+        std::memcpy(&found, pair, sizeof found);
+        return found;
+    }
 #if defined(__AVX512BF16__)
     typedef Vec Panel;
 
     static Panel panel(Vec packed) { return packed; }
     static Vec add(Vec total, const float *pair, Panel panel) {
-        return (Vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)all(*pair), (__m512bh)panel);
+        return (Vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)bits(word(pair)), (__m512bh)panel);
     }
 #else
     struct Panel { Vec even, odd; };
@@ -36,9 +43,7 @@ struct Meeting<bfloat16> {
     static Vec high(Bits bits) { return (Vec)(bits & 0xffff0000); }
     static Panel panel(Vec packed) { return {(Vec)((Bits)packed << 16), high((Bits)packed)}; }
     static Vec add(Vec total, const float *pair, Panel panel) {
-        uint32_t bits;
-        std::memcpy(&bits, pair, sizeof bits);
-        Bits both = bits - Bits{};
+        Bits both = (Bits)bits(word(pair));
         return plus(plus(total, (Vec)(both << 16), panel.even), high(both), panel.odd);
     }
 #endif

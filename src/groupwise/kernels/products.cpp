@@ -15,8 +15,8 @@
 constexpr long AT_ONCE = 240;  // rows whose inputs stay in the cache while the weights pass
 
 // The weight's number (o, i) lies at o * output_step + i * input_step; one of the steps is 1.
-template <typename T>
-static void pack_panels(const float *weight, long output_step, long input_step, void *packed, long outputs, long inputs, int threads) {
+template <typename T, typename Source>
+static void pack_panels(const Source *weight, long output_step, long input_step, void *packed, long outputs, long inputs, int threads) {
     long size = steps_of<T>(inputs) * LANES;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (long panel = 0; panel < padded(outputs) / LANES; panel++)
@@ -49,11 +49,6 @@ static void product_panels(const T *x, const void *packed, const float *bias, T 
     }
 }
 
-extern "C" void pack_float(const float *weight, long output_step, long input_step, float *packed, long outputs, long inputs,
-                           int threads) {
-    pack_panels<float>(weight, output_step, input_step, packed, outputs, inputs, threads);
-}
-
 extern "C" void product_float(const float *x, const float *packed, const float *bias, float *out, long rows, long outputs, long inputs,
                               int threads) {
     product_panels(x, packed, bias, out, rows, outputs, inputs, threads);
@@ -66,7 +61,8 @@ extern "C" int has_tiles() {
     return granted;
 }
 
-static void pack_tiles(const float *weight, long output_step, long input_step, bfloat16 *packed, long outputs, long inputs, int threads) {
+template <typename Source>
+static void pack_tiles(const Source *weight, long output_step, long input_step, bfloat16 *packed, long outputs, long inputs, int threads) {
     long depth = (inputs + DEPTH - 1) / DEPTH;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (long panel = 0; panel < padded(outputs) / TILE; panel++)
@@ -162,12 +158,20 @@ static void product_tiles(const bfloat16 *x, const bfloat16 *packed, const float
 extern "C" int has_tiles() { return 0; }
 #endif
 
-extern "C" void pack_half(const float *weight, long output_step, long input_step, bfloat16 *packed, long outputs, long inputs,
-                          int threads) {
+template <typename Source>
+static void pack(int half, const Source *weight, long output_step, long input_step, void *packed, long outputs, long inputs, int threads) {
+    if (!half) return pack_panels<float>(weight, output_step, input_step, packed, outputs, inputs, threads);
 #ifdef MATRIX_TILES
-    if (has_tiles()) return pack_tiles(weight, output_step, input_step, packed, outputs, inputs, threads);
+    if (has_tiles()) return pack_tiles(weight, output_step, input_step, (bfloat16 *)packed, outputs, inputs, threads);
 #endif
     pack_panels<bfloat16>(weight, output_step, input_step, packed, outputs, inputs, threads);
+}
+
+// half: of what is packed; from_half: of the weight.
+extern "C" void pack_weight(int half, int from_half, const void *weight, long output_step, long input_step, void *packed, long outputs,
+                            long inputs, int threads) {
+    if (from_half) pack(half, (const bfloat16 *)weight, output_step, input_step, packed, outputs, inputs, threads);
+    else pack(half, (const float *)weight, output_step, input_step, packed, outputs, inputs, threads);
 }
 
 extern "C" void product_half(const bfloat16 *x, const bfloat16 *packed, const float *bias, bfloat16 *out, long rows, long outputs,

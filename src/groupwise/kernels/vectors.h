@@ -32,6 +32,7 @@ struct Part { int64_t entry, from, to; };  // of decoding: rows[from..to] belong
 
 static inline long padded(long count) { return (count + LANES - 1) / LANES * LANES; }
 static inline Vec all(float x) { return x - (Vec){}; }
+static inline Vec bits(uint32_t x) { return (Vec)(x - (Bits){}); }  // in every lane
 static inline Vec load(const float *from) { Vec x; std::memcpy(&x, from, sizeof x); return x; }
 static inline void store(float *to, Vec x) { std::memcpy(to, &x, sizeof x); }
 
@@ -57,8 +58,8 @@ static inline void store(bfloat16 *to, Vec x) {
     std::memcpy(to, &half, sizeof half);
 }
 
-// total + a b, rounded once where the processor can: left to the compiler, it would be here and not there, and a number's bits would
-// depend on what is computed beside it.
+// total + a b, rounded once where it is said (x86).  Left to the compiler, it would be here and not there, and a number's bits would depend on what is computed
+// beside it: on AMD's processors they did.
 static inline Vec plus(Vec total, Vec a, Vec b) {
 #if defined(__AVX512F__)
     return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)total);
