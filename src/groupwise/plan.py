@@ -23,7 +23,7 @@ Lines = list[tuple[str, str]]
 LEAST_ACTIVATIONS, ACTIVATIONS_PER_PARAMETER, MOST_POSITIONS = 64 << 20, 12, 16384
 """What a micro-batch may keep for its backward pass, in bytes a parameter of the blocks: less than AdamW's training state (16), and
 enough positions for products that run at full speed.  The vocabulary's matrices do not count: more ids keep no more activations."""
-PIECES, PIECES_OF_BLOCKS = 50 << 20, 48 << 20
+PIECES, PIECES_OF_BLOCKS = 50 << 20, 96 << 20
 """Freed memory that nothing fits into, and machine code of the products; most of what the prepared weights of the blocks leave of
 it, however large they are: measured on a CPU (`benchmarks/memory.py`)."""
 

@@ -18,7 +18,7 @@ from groupwise.kernels.matrices import add_product, product
 from groupwise.models.fused import fused_modules
 from groupwise.objective.inplace import summed_in_place
 
-compiled = pytest.mark.skipif(not has_gemm(), reason="no matrix tiles and no AVX-512, or no compiler")
+compiled = pytest.mark.skipif(not has_gemm(), reason="torch's products are as good here, or no compiler")
 right = pytest.mark.skipif(library() is None, reason="no compiler")  # also where it is not worth it
 TYPES = [torch.float32, torch.bfloat16]
 

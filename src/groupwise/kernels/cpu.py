@@ -271,7 +271,7 @@ LEAST_SIDE = 96
 
 
 def worth_gemm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor | None = None, bias_N: Tensor | None = None) -> bool:
-    """True if there is a `gemm` for these that is worth it: on a CPU with matrix tiles or AVX-512.
+    """True if there is a `gemm` for these that is worth it; see `library.has_gemm`.
 
     What fits together in no way is left to torch, which says so.
     """

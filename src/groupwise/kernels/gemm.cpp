@@ -191,8 +191,15 @@ static void multiply(Matrix<T> a, Matrix<T> b, Result out, long inners, int thre
 
 extern "C" int has_tiles();
 
-// True if these products are worth it: with shorter vectors other libraries' are as good, with these ones not on every processor.
-extern "C" int has_gemm() { return LANES == 16; }
+// True if these products are worth it: on matrix tiles, and on long vectors of processors that MKL was not written for.  With shorter
+// vectors other libraries' are as good.
+extern "C" int has_gemm() {
+#if defined(__AVX512F__)
+    return has_tiles() || !__builtin_cpu_is("intel");
+#else
+    return 0;
+#endif
+}
 
 // out = a b + bias, or out += a b; a and b are float32 or (half) bfloat16.  Numbers lie steps apart, one of a matrix's two steps is 1,
 // out's rows are whole.

@@ -49,7 +49,7 @@ def has_tiles() -> bool:
 
 
 def has_gemm() -> bool:
-    """True if there are products of matrices for this processor: it has matrix tiles or AVX-512."""
+    """True if there are products of matrices worth it on this processor: it has matrix tiles, or AVX-512 and is not Intel's."""
     found = library()
     return found is not None and bool(found.has_gemm())
 

@@ -1,4 +1,4 @@
-"""Products of large matrices, each by the way that is fastest on its device: torch's, or our own on a CPU with AVX-512.
+"""Products of large matrices, each by the way that is fastest on its device: torch's, or our own on some CPUs.
 
 In float32 ours (kernels/gemm.cpp) take two thirds of the time of torch's on processors with matrix tiles, and half of it on AMD's,
 whose vectors MKL uses by half; they are as exact.  In bfloat16 oneDNN's are faster than ours where the result is bfloat16,
