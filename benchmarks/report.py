@@ -22,10 +22,10 @@ time it is the steadier of the two. `load` is the machine's load when a result w
 are rough.
 
 On a CPU the inner loops are compiled C++ (`src/groupwise/kernels`): what lies between large matrix products everywhere, decoding's
-products, and on processors with matrix tiles (AMX) or AVX-512 of AMD's the float32 products of the update too, as exact as torch's
-(`tests/kernels/test_matrices.py`). `GROUPWISE_KERNELS=off` runs the same without.  The command asks torch for pages of 2 MB for
-large tensors, as our side of these benchmarks does (`THP_MEM_ALLOC_ENABLE=0` leaves them); TRL's side is no faster with them and
-takes more memory.
+products, and the float32 products of the update too, as exact as torch's, on processors with matrix tiles (AMX) or AVX-512 (not on
+Intel's without tiles: not measured) (`tests/kernels/test_matrices.py`). `GROUPWISE_KERNELS=off` runs the same without.
+The command asks torch for pages of 2 MB for large tensors, as our side of these benchmarks does (`THP_MEM_ALLOC_ENABLE=0` leaves
+them); TRL's side is no faster with them and takes more memory.
 """
 TRL = """\
 ## Against TRL

@@ -182,10 +182,12 @@ def test_decoding_is_the_definition(dtype: torch.dtype, group: int, width: int, 
         query, key, value = normal(rows, shared * group, width), normal(rows, shared, width), normal(rows, shared, width)
         length_R = torch.tensor(begun_R) + step
         before = own[0].clone(), own[1].clone()
-        out = decoding.decode_attention(query, key, value, own, prompt, decoding.Rows(entry_R, prompts), length_R, 0.3, window)
+        belonging = decoding.Rows([[r for r in range(rows) if entry_R[r] == entry] for entry in range(len(prompts))], prompts)
+        out = decoding.decode_attention(query, key, value, own, prompt, belonging, length_R, 0.3, window)
         for r in (0, 4, 7):
             alone = (query[r : r + 1], key[r : r + 1], value[r : r + 1], (before[0][r : r + 1], before[1][r : r + 1]), prompt)
-            one = decoding.decode_attention(*alone, decoding.Rows(entry_R[r : r + 1], prompts), length_R[r : r + 1], 0.3, window)
+            belonging = decoding.Rows([[0] * (entry == entry_R[r]) for entry in range(len(prompts))], prompts)
+            one = decoding.decode_attention(*alone, belonging, length_R[r : r + 1], 0.3, window)
             assert torch.equal(out[r], one[0])
         for r, entry in enumerate(entry_R):
             history[r] = tuple(torch.cat([old, new[r : r + 1]]) for old, new in zip(history[r], (key, value), strict=True))
@@ -196,6 +198,22 @@ def test_decoding_is_the_definition(dtype: torch.dtype, group: int, width: int, 
             seen = slice(max(0, keys.shape[1] - window) if window else 0, None)
             scores = (keys[:, seen] @ query[r].double()[..., None])[..., 0] * 0.3
             close(out[r], (scores.softmax(-1)[:, None] @ values[:, seen])[:, 0], dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_values_that_are_equal_come_out_as_they_are(dtype: torch.dtype) -> None:
+    """Weights that are rounded one way, all of them: what they are divided by has to be the sum of the rounded ones."""
+    width, shown = 64, 200
+    query = torch.zeros(1, 1, width, dtype=dtype)
+    query[..., 0] = 1.0
+    for logit in torch.linspace(-3.0, 0.0, 50):
+        keys = torch.zeros(shown, 1, width, dtype=dtype)
+        keys[..., 0] = logit
+        prompt = slab_of([(keys, torch.ones_like(keys))], 7)
+        own = slab_of([(keys[:0], keys[:0])], 1)
+        one, rows = torch.ones(1, 1, width, dtype=dtype), decoding.Rows([[0]], [shown])
+        out = decoding.decode_attention(query, 0 * one, one, own, prompt, rows, torch.tensor([1]), 1.0, None)
+        torch.testing.assert_close(out, one, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -433,6 +451,25 @@ def test_logits_that_are_no_numbers_are_told(dtype: torch.dtype) -> None:
     assert not torch.isfinite(logp[:2]).any()
     torch.testing.assert_close(logp[2], -torch.tensor(39.0).log())
     torch.testing.assert_close(entropy[2], torch.tensor(39.0).log())
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("size", [1, 5, 128, 300, 50257])
+def test_tokens_are_drawn_where_the_cumulative_probability_passes(dtype: torch.dtype, size: int, threads) -> None:
+    torch.manual_seed(size)
+    logits, uniform = (3 * torch.randn(40, size)).to(dtype), torch.rand(40, dtype=torch.float64)
+    threads(2)
+    token, logp = decoding.draw_tokens(logits, uniform, 0.7)
+    every = torch.log_softmax(logits.double() / 0.7, -1)
+    passed = every.exp().cumsum(-1)
+    after = passed.gather(1, token[:, None])[:, 0]
+    assert (after > uniform - 2e-6).all()
+    assert (after - every.exp().gather(1, token[:, None])[:, 0] < uniform + 2e-6).all()
+    torch.testing.assert_close(logp.double(), every.gather(1, token[:, None])[:, 0], rtol=0, atol=5e-6)
+    threads(1)
+    alone = decoding.draw_tokens(logits[7:8], uniform[7:8], 0.7)
+    assert torch.equal(token[7:8], alone[0])
+    assert torch.equal(logp[7:8], alone[1])
 
 
 def test_slopes_may_be_one_number_for_all_rows() -> None:

@@ -17,7 +17,7 @@ def test_slab_growth_and_moves_keep_what_was_written():
     slab.write(2, more, -more)
     token = torch.randn(4, 2, 4)
     slab.append(torch.tensor([3, 3, 5, 5]), token, -token)
-    slab.move(torch.tensor([3]), torch.tensor([0]), 6)
+    slab.move([(3, 0)], 6)
     key, value = slab.view(2, 6)
     torch.testing.assert_close(key[0], torch.cat([more[1], token[3:4]]).transpose(0, 1))
     torch.testing.assert_close(key[1, :, :4], torch.cat([prompts[1], token[1:2]]).transpose(0, 1))
@@ -34,7 +34,7 @@ def test_blocks_of_the_kernels_keep_what_was_written(dtype):
     slab.write(0, short[0], short[1])
     slab.grow(4, 70)
     slab.write(2, long[0], long[1])
-    slab.move(torch.tensor([3]), torch.tensor([0]), 65)
+    slab.move([(3, 0)], 65)
     for entry, (key, value) in enumerate(((long[0, 1], long[1, 1]), (short[0, 1], short[1, 1]), *long.transpose(0, 1))):
         direct.write(entry, key[None], value[None])
     assert torch.equal(slab.key_EKTD, direct.key_EKTD) and torch.equal(slab.value_EKTD, direct.value_EKTD)

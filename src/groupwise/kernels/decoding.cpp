@@ -8,7 +8,8 @@
 // first words, their second ones and so on, then the next 16 tokens.  Values: a word holds a number of one token, or of two neighbours.
 // A slab has room for whole blocks of 32 tokens, in which zeros lie behind the last token's values.
 //
-// All sums are float32, whatever the type of what is read and written.
+// All sums are float32.  Where bfloat16 numbers meet in pairs or on tiles, queries and weights are rounded to it first and subnormal
+// numbers are zeros.
 
 #include "tiles.h"
 
@@ -90,88 +91,116 @@ struct Slab {
     }
 };
 
-template <typename T>
-static void multiply(long rows, long columns, long depth, const float *a, long a_row, Kept<T> b, float *c, long c_row, bool add) {
-    product(rows, columns, depth, a, a_row, 1, b, c, c_row, add);
-}
+// How queries meet keys, and weights values.  Number: as which they do; UNIT: of how many tokens scores are found at a time.
+struct Alone {
+    typedef float Number;
+    static constexpr long UNIT = PANEL;
+    static void open(long) {}
+    static void close() {}
 
-#ifdef MATRIX_TILES
-// By tiles of as many rows as they were opened with; what lies behind the last row is overwritten.  Columns: whole pairs of tiles.
-static void multiply(long rows, long columns, long depth, const bfloat16 *a, long a_row, Kept<bfloat16> b, float *c, long c_row, bool add) {
-    __asm__ volatile("" ::: "memory");  // what is loaded below is in memory by now
-    for (long m = 0; m < rows; m += TILE, a += TILE * a_row, c += TILE * c_row)
-        for (long n = 0; n < columns; n += PAIR) {
-            float *sums = c + n;
-            if (add) {
-                _tile_loadd(0, sums, c_row * 4);
-                _tile_loadd(2, sums + TILE, c_row * 4);
-            } else {
-                _tile_zero(0);
-                _tile_zero(2);
-            }
-            for (long k = 0; k < depth; k += DEPTH) {
-                _tile_loadd(4, a + k, a_row * 2);
-                _tile_loadd(6, b.word(k, n), b.row * 4);
-                _tile_loadd(7, b.word(k, n + TILE), b.row * 4);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_dpbf16ps(2, 4, 7);
-            }
-            _tile_stored(0, sums, c_row * 4);
-            _tile_stored(2, sums + TILE, c_row * 4);
-        }
-    __asm__ volatile("" ::: "memory");
-}
-#elif defined(__AVX512BF16__)
-static void multiply(long rows, long columns, long depth, const bfloat16 *a, long a_row, Kept<bfloat16> b, float *c, long c_row, bool add) {
-    product(rows, columns, depth, a, a_row, 1, Pairs{b}, c, c_row, add);
-}
+    template <typename T>
+    static void multiply(long rows, long columns, long depth, const float *a, long a_row, Kept<T> b, float *c, long c_row, bool add) {
+        product(rows, columns, depth, a, a_row, 1, b, c, c_row, add);
+    }
+};
+
+#if defined(__AVX512BF16__)
+struct InPairs : Alone {
+    typedef bfloat16 Number;
+
+    static void multiply(long rows, long columns, long depth, const bfloat16 *a, long a_row, Kept<bfloat16> b, float *c, long c_row,
+                         bool add) {
+        product(rows, columns, depth, a, a_row, 1, Pairs{b}, c, c_row, add);
+    }
+};
+#else
+typedef Alone InPairs;
 #endif
 
-// Scores (a whole number of vectors) -> e^(scale (score - highest)), in their place or rounded; returns the sum.
-template <typename Q>
-static float weigh(const float *scores, long count, float scale, Q *weights) {
+#ifdef MATRIX_TILES
+struct OnTiles {
+    typedef bfloat16 Number;
+    static constexpr long UNIT = BLOCK;
+    static void open(long rows) { open_tiles(rows < TILE ? rows : TILE); }
+    static void close() { _tile_release(); }
+
+    // By tiles of as many rows as they were opened with; what lies behind the last row is overwritten.  Columns: whole pairs of tiles.
+    static void multiply(long rows, long columns, long depth, const bfloat16 *a, long a_row, Kept<bfloat16> b, float *c, long c_row,
+                         bool add) {
+        __asm__ volatile("" ::: "memory");  // what is loaded below is in memory by now
+        for (long m = 0; m < rows; m += TILE, a += TILE * a_row, c += TILE * c_row)
+            for (long n = 0; n < columns; n += PAIR) {
+                float *sums = c + n;
+                if (add) {
+                    _tile_loadd(0, sums, c_row * 4);
+                    _tile_loadd(2, sums + TILE, c_row * 4);
+                } else {
+                    _tile_zero(0);
+                    _tile_zero(2);
+                }
+                for (long k = 0; k < depth; k += DEPTH) {
+                    _tile_loadd(4, a + k, a_row * 2);
+                    _tile_loadd(6, b.word(k, n), b.row * 4);
+                    _tile_loadd(7, b.word(k, n + TILE), b.row * 4);
+                    _tile_dpbf16ps(0, 4, 6);
+                    _tile_dpbf16ps(2, 4, 7);
+                }
+                _tile_stored(0, sums, c_row * 4);
+                _tile_stored(2, sums + TILE, c_row * 4);
+            }
+        __asm__ volatile("" ::: "memory");
+    }
+};
+#endif
+
+// Scores (a whole number of vectors) -> e^(scale (score - highest)), in their place or rounded; returns the sum of what was stored.
+template <typename Number>
+static float weigh(const float *scores, long count, float scale, Number *weights) {
     Vec top = load(scores), total = all(0.0f);
     for (long t = LANES; t < count; t += LANES) top = largest(top, load(scores + t));
     float highest = peak(top);
     for (long t = 0; t < count; t += LANES) {
-        Vec weight = exponential((load(scores + t) - highest) * scale);
-        store(weights + t, weight);
-        total += weight;
+        store(weights + t, exponential((load(scores + t) - highest) * scale));
+        total += load(weights + t);
     }
     return sum(total);
 }
 
-// Rows of one prompt, for one key-value head.  Q: as what queries and weights meet what is kept, float or bfloat16.
-template <typename Q, typename T>
+// Rows of one prompt, for one key-value head.
+template <typename Way, typename T>
 static void decode(const T *query, const T *key, const T *value, T *out, const Strides *step, Slab<T> own, Slab<T> prompt, long entry,
                    long prompt_length, const int64_t *rows, long count, const int64_t *length, long group, long shared, long width,
                    float scale, long window, long head) {
-    constexpr bool HALF = sizeof(Q) == sizeof(bfloat16);
-    constexpr long UNIT = HALF ? BLOCK : PANEL;
+    typedef typename Way::Number Number;
+    constexpr bool HALF = sizeof(Number) == sizeof(bfloat16);
+    constexpr long UNIT = Way::UNIT;
     long longest = 0, m = prompt_length, wide_m = whole(m, BLOCK), heads = shared * group, queries = count * group;
     for (long i = 0; i < count; i++) longest = length[rows[i]] > longest ? length[rows[i]] : longest;
     long across = wide_m + whole(longest, BLOCK), high = queries + PANEL;
     float *scores = room(high * (2 * across + 2 * width + 1)), *found = scores + high * across, *totals = found + high * width;
-    Q *asked = (Q *)(totals + high), *weights = HALF ? asked + high * width : (Q *)scores;
+    Number *asked = (Number *)(totals + high), *weights = HALF ? asked + high * width : (Number *)scores;
     for (long q = 0; q < queries; q++)
         for (long d = 0; d < width; d += LANES)
             store(asked + q * width + d, load(query + rows[q / group] * step[0].token + (head * group + q % group) * step[0].head + d));
-    auto open = []([[maybe_unused]] long rows) {
-#ifdef MATRIX_TILES
-        if constexpr (HALF) open_tiles(rows < TILE ? rows : TILE);
-#endif
-    };
     Head<T> shown = prompt.at(entry, head, shared, width);
-    open(queries);
-    multiply(queries, whole(m, UNIT), width, asked, width, shown.keys(), scores, across, false);
-    open(group);
+    Way::open(queries);
+    Way::multiply(queries, whole(m, UNIT), width, asked, width, shown.keys(), scores, across, false);
+    // What a row has kept is too short a stretch for the processor to notice in time that it is being read.
+    auto ask_for = [&](long i) {
+        Head<T> kept = own.at(rows[i], head, shared, width);
+        long bytes = whole(length[rows[i]], PANEL) * width * sizeof(T);
+        ask(kept.k, bytes);
+        ask(kept.v, bytes);
+    };
+    Way::open(group);
     for (long i = 0; i < count; i++) {
+        if (i + 1 < count) ask_for(i + 1);
         long row = rows[i], n = length[row], end = wide_m + whole(n, UNIT), hidden = window > 0 && m + n > window ? m + n - window : 0;
         Head<T> kept = own.at(row, head, shared, width);
         kept.keep(key + row * step[1].token + head * step[1].head, value + row * step[2].token + head * step[2].head, n - 1);
         float *here = scores + i * group * across;
-        Q *weight = weights + i * group * across;
-        multiply(group, end - wide_m, width, asked + i * group * width, width, kept.keys(), here + wide_m, across, false);
+        Number *weight = weights + i * group * across;
+        Way::multiply(group, end - wide_m, width, asked + i * group * width, width, kept.keys(), here + wide_m, across, false);
         for (long g = 0; g < group; g++) {
             float *score = here + g * across;
             for (long t = 0; t < (hidden < m ? hidden : m); t++) score[t] = -INFINITY;
@@ -179,13 +208,11 @@ static void decode(const T *query, const T *key, const T *value, T *out, const S
             for (long t = wide_m + n; t < end; t++) score[t] = -INFINITY;
             totals[i * group + g] = weigh(score, end, scale, weight + g * across);
         }
-        multiply(group, width, n, weight + wide_m, across, kept.values(), found + i * group * width, width, false);
+        Way::multiply(group, width, n, weight + wide_m, across, kept.values(), found + i * group * width, width, false);
     }
-    open(queries);
-    multiply(queries, width, m, weights, across, shown.values(), found, width, true);
-#ifdef MATRIX_TILES
-    if (HALF) _tile_release();
-#endif
+    Way::open(queries);
+    Way::multiply(queries, width, m, weights, across, shown.values(), found, width, true);
+    Way::close();
     for (long q = 0; q < queries; q++)
         for (long d = 0; d < width; d += LANES)
             store(out + (rows[q / group] * heads + head * group + q % group) * width + d, load(found + q * width + d) * (1.0f / totals[q]));
@@ -199,12 +226,13 @@ static void run(const void *query, const void *key, const void *value, void *out
                 const int64_t *prompt_length, const int64_t *rows, const int64_t *length, long heads, long shared, long width,
                 float scale, long window, int threads) {
     Slab<T> own{(T *)own_k, (T *)own_v, own_room}, prompt{(T *)prompt_k, (T *)prompt_v, prompt_room};
-    auto way = decode<float, T>;
+    auto way = decode<Alone, T>;
+    if constexpr (sizeof(T) == sizeof(bfloat16)) {
+        way = decode<InPairs, T>;
 #ifdef MATRIX_TILES
-    if constexpr (sizeof(T) == sizeof(bfloat16)) way = width % PAIR == 0 && has_tiles() ? decode<bfloat16, T> : decode<float, T>;
-#elif defined(__AVX512BF16__)
-    if constexpr (sizeof(T) == sizeof(bfloat16)) way = decode<bfloat16, T>;
+        if (width % PAIR == 0 && has_tiles()) way = decode<OnTiles, T>;
 #endif
+    }
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
     for (long item = 0; item < shared * count; item++) {
         Part part = parts[item / shared];

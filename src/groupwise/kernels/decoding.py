@@ -23,11 +23,8 @@ ROWS_AT_ONCE = 16
 class Rows:
     """Which rows belong to which prompt, as `decoding.cpp` reads it."""
 
-    def __init__(self, entry_R: Sequence[int], prompt_length_P: Sequence[int]) -> None:
-        """entry_R: each row's prompt; prompt_length_P: its tokens."""
-        rows_P: list[list[int]] = [[] for _ in prompt_length_P]
-        for row, entry in enumerate(entry_R):
-            rows_P[entry].append(row)
+    def __init__(self, rows_P: Sequence[Sequence[int]], prompt_length_P: Sequence[int]) -> None:
+        """rows_P: the rows of each prompt; prompt_length_P: its tokens."""
         order = [row for rows in rows_P for row in rows]
         parts, start = [], 0
         for entry, rows in enumerate(rows_P):
@@ -76,7 +73,8 @@ def decode_attention(
     """One new token per row: (R, H, W) and twice (R, K, W) -> (R, H, W).  Its key and value are written into `own`.
 
     own, prompt: slabs (entries, K, blocks, BLOCK x W) of keys and values, in an order of their own; before its first token an entry
-    may hold anything.  length_R: own tokens, the new one included (int64).
+    may hold anything.  length_R: own tokens, the new one included (int64).  In bfloat16 weights are rounded too, and subnormal
+    numbers may count as zeros.
     """
     count, heads, width = query.shape
     out = query.new_empty(count, heads, width)
@@ -105,7 +103,10 @@ class Product:
     """x W^T + b for few rows, with the weight packed in the order in which it is read (kernels/products.cpp)."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> None:
-        """dtype: of x, of the packed weight and of the result.  The weight may be of another type."""
+        """dtype: of x, of the packed weight and of the result.  The weight may be of another type.
+
+        In bfloat16 subnormal numbers and results may count as zeros.
+        """
         self.outputs, self.inputs = weight_OI.shape
         self.half = dtype == torch.bfloat16
         deep = -(-self.inputs // 32) * 32 if self.half else self.inputs
@@ -131,6 +132,27 @@ class Product:
             *(c_long(x_RI.shape[0]), c_long(self.outputs), c_long(self.inputs), torch.get_num_threads()),
         )
         return out_RO
+
+
+def draws(logits_RV: Tensor) -> bool:
+    """True if `draw_tokens` takes these."""
+    return logits_RV.device.type == "cpu" and logits_RV.dtype in TYPES and logits_RV.numel() > 0 and library() is not None
+
+
+def draw_tokens(logits_RV: Tensor, uniform_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """One token of each row (int64) and its log-probability (nats, float32) at this temperature.
+
+    The first token at which the cumulative probability passes `uniform_R` (float64, in [0, 1)): never one of probability 0.
+    """
+    logits_RV, uniform_R = logits_RV.contiguous(), uniform_R.contiguous()
+    rows, size = logits_RV.shape
+    token_R, logp_R = uniform_R.new_empty(rows, dtype=torch.int64), uniform_R.new_empty(rows, dtype=torch.float32)
+    call(
+        "draw_tokens",
+        *(half(logits_RV), address(logits_RV), c_float(1.0 / temperature), *map(address, (uniform_R, token_R, logp_R))),
+        *(c_long(rows), c_long(size), torch.get_num_threads()),
+    )
+    return token_R, logp_R
 
 
 class _Weight(ctypes.Structure):

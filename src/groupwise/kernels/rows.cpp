@@ -1,24 +1,8 @@
-// What is done between matrix products, in one pass each: norms, rotary positions, the gate of an MLP; what is read off logits.
+// What is done between matrix products, in one pass each: norms, rotary positions, the gate of an MLP.
 //
 // Streams are (T, D) with their rows one behind the other unless a step is given; all sums are float32.
 
-#include "vectors.h"
-
-// Runs `work(zero of the type of x, zero of the type of y)`; a set bit says bfloat16.
-template <typename Work>
-static void typed(int x_half, int y_half, Work work) {
-    if (x_half && y_half) work(bfloat16{}, bfloat16{});
-    else if (x_half) work(bfloat16{}, 0.0f);
-    else if (y_half) work(0.0f, bfloat16{});
-    else work(0.0f, 0.0f);
-}
-
-// Splits rows over threads.
-template <typename Work>
-static void each(long rows, int threads, Work work) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (long t = 0; t < rows; t++) work(t);
-}
+#include "rows.h"
 
 // out = x weight / sqrt(mean(x^2) + eps), of one row; returns the root's inverse.
 template <typename X, typename Out>
@@ -172,76 +156,6 @@ extern "C" void gelu_backward(int half, const void *x, void *grad, void *out, lo
             Vec slope = open + number * open * (1.0f - open) * BEND * (1.0f + 3.0f * CUBE * square);
             store((T *)out + i * LANES, number * open);
             store((T *)grad + i * LANES, load((const T *)grad + i * LANES) * slope);
-        });
-    });
-}
-
-// Logits of a row times its scale, a vector at a time; minus infinity behind the last.
-template <class T>
-struct Logits {
-    const T *from;
-    long count;
-    float scale;
-
-    Vec at(long v) const {
-        if (v + LANES <= count) return load(from + v) * scale;
-        float held[LANES];
-        store(held, read(from + v, count - v) * scale);
-        for (long lane = count - v; lane < LANES; lane++) held[lane] = -INFINITY;
-        return load(held);
-    }
-    float one(long v) const { return sum(read(from + v, 1)) * scale; }
-};
-
-constexpr long AT_ONCE = 1024;
-
-// What is multiplied by its probability must not be infinite where that is 0.
-static inline Vec bounded(Vec x) { return largest(all(-1e4f), x); }
-
-// Of rows of logits: lse = log sum exp z, logp = z[target] - lse, and where it is asked for entropy = -sum p log p; with z = x scale.
-extern "C" void read_logits(int half, const void *x, const float *scale, const int64_t *target, float *lse, float *logp, float *entropy,
-                            long rows, long width, int threads) {
-    typed(half, half, [=](auto zero, auto) {
-        each(rows, threads, [=](long t) {
-            Logits<decltype(zero)> row{(const decltype(zero) *)x + t * width, width, scale[t]};
-            Vec highest = all(-INFINITY), total = all(0.0f), mean = all(0.0f);
-            for (long v = 0; v < width; v += LANES) highest = largest(highest, row.at(v));
-            float top = peak(highest);
-            for (long from = 0; from < width; from += AT_ONCE) {  // sums of sums: of a long row no digits are lost
-                Vec weights = all(0.0f), means = all(0.0f);
-                for (long v = from; v < width && v < from + AT_ONCE; v += LANES) {
-                    Vec below = row.at(v) - top, weight = exponential(below);
-                    weights += weight;
-                    if (entropy) means += weight * bounded(below);
-                }
-                total += weights, mean += means;
-            }
-            float whole = sum(total), log_whole = std::log(whole);
-            lse[t] = top + log_whole;
-            logp[t] = row.one(target[t]) - lse[t];
-            if (entropy) entropy[t] = log_whole - sum(mean) / whole;
-        });
-    });
-}
-
-// Of the same rows, in their place: the slope of a loss whose slopes in logp and in entropy are given (entropy's: or null).
-//   d logp / dx = scale (1 at the target - p),   d entropy / dx = -scale p (log p + entropy)
-extern "C" void slope_of_logits(int half, void *x, const float *scale, const int64_t *target, const float *lse, const float *entropy,
-                                const float *in_logp, const float *in_entropy, long rows, long width, int threads) {
-    typed(half, half, [=](auto zero, auto) {
-        typedef decltype(zero) T;
-        each(rows, threads, [=](long t) {
-            T *to = (T *)x + t * width;
-            Logits<T> row{to, width, scale[t]};
-            float slope = in_logp[t] * scale[t], own = in_entropy ? in_entropy[t] * scale[t] : 0.0f;
-            auto found = [=](Vec logp) {
-                Vec factor = all(slope);
-                if (in_entropy) factor += own * (bounded(logp) + entropy[t]);
-                return -factor * exponential(logp);
-            };
-            Vec chosen = found(all(row.one(target[t]) - lse[t]));
-            for (long v = 0; v < width; v += LANES) write(to + v, found(row.at(v) - lse[t]), width - v);
-            write(to + target[t], chosen + slope, 1);
         });
     });
 }

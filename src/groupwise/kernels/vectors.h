@@ -58,8 +58,8 @@ static inline void store(bfloat16 *to, Vec x) {
     std::memcpy(to, &half, sizeof half);
 }
 
-// total + a b, rounded once where it is said (x86).  Left to the compiler, it would be here and not there, and a number's bits would depend on what is computed
-// beside it: on AMD's processors they did.
+// total + a b, rounded once where the processor can.  Left to the compiler (as it is on others than x86), it would be here and not there,
+// and a number's bits would depend on what is computed beside it: on AMD's processors they did.
 static inline Vec plus(Vec total, Vec a, Vec b) {
 #if defined(__AVX512F__)
     return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)total);
@@ -208,7 +208,7 @@ struct Plain {
     static Vec add(Vec total, Vec number, Vec row) { return plus(total, number, row); }
 };
 
-// Every number is summed in the order of `depth`, whatever is computed beside it: a row's bits do not depend on its neighbours.
+// Every number is summed in the same order, whatever is computed beside it: a row's bits do not depend on its neighbours.
 //
 // C (M x N vectors) = or += A (M x depth) B (depth x N vectors), DEEP numbers of the depth at a time; steps: how far apart neighbours
 // lie in memory.

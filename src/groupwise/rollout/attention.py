@@ -80,24 +80,17 @@ class Decode:
 
     def arrange(self, prompt_length_P: Sequence[int], entry_R: Sequence[int], length_R: Sequence[int]) -> None:
         """The live rows have changed: row r belongs to prompt entry `entry_R[r]` and has kept `length_R[r]` own tokens."""
-        self.prompt_length_P = list(prompt_length_P)
-        self.length_R = list(length_R)
-        members: list[list[int]] = [[] for _ in prompt_length_P]
-        self.place_R = []
+        self.prompt_length_P, self.length_R = list(prompt_length_P), list(length_R)
+        self.rows_P: list[list[int]] = [[] for _ in prompt_length_P]
         for row, entry in enumerate(entry_R):
-            self.place_R.append((entry, len(members[entry])))
-            members[entry].append(row)
-        self.most = max(map(len, members))
-        # Prompts with fewer live rows than others compute some row 0 again; nothing reads that.
-        self.member_PN = [rows + [0] * (self.most - len(rows)) for rows in members]
+            self.rows_P[entry].append(row)
         self.longest_prompt = max(prompt_length_P)
         self._index: dict[int, tuple[Tensor, Tensor]] = {}
-        self._rows = decoding.Rows(entry_R, prompt_length_P)
-        self._prompt_end_P = torch.tensor(self.prompt_length_P, device=self.device)
+        self._rows = decoding.Rows(self.rows_P, prompt_length_P)
         self._length_R = torch.tensor(self.length_R, device=self.device)
-        self._offset_R = torch.tensor([prompt_length_P[entry] for entry in entry_R], device=self.device)
-        self.position_R = self._offset_R + self._length_R - 1
-        self._uniform = len(set(self.length_R)) == 1
+        position_R = [prompt_length_P[entry] + length - 1 for entry, length in zip(entry_R, length_R, strict=True)]
+        self.position_R = torch.tensor(position_R, device=self.device)
+        self._uniform = len(set(length_R)) == 1
 
     def next(self) -> Tensor:
         """Begin a step: every row has one token more.  Returns the positions (R,) of the new tokens."""
@@ -164,7 +157,7 @@ class Decode:
             query_RKQD, *own.view(count, self.longest), scale, softcap, self._bias_of_own(window, query_RHD.dtype)
         )
         to_prompt, from_prompt = self._indices(shared)
-        prompts = len(self.prompt_length_P)
+        prompts, most = len(self.rows_P), to_prompt.numel() // (len(self.rows_P) * shared)
         query_PKXD = query_RKQD.reshape(count * shared, -1).index_select(0, to_prompt).view(prompts, shared, -1, width)
         prompt_PKXD, prompt_lse_PKX = partial_attention(
             query_PKXD,
@@ -173,22 +166,26 @@ class Decode:
             softcap,
             self._bias_of_prompt(window, heads // shared, query_RHD.dtype),
         )
-        prompt_RKQD = prompt_PKXD.reshape(prompts * shared * self.most, -1).index_select(0, from_prompt).view(own_RKQD.shape)
-        prompt_lse_RKQ = (
-            prompt_lse_PKX.reshape(prompts * shared * self.most, -1).index_select(0, from_prompt).view(own_lse_RKQ.shape)
-        )
+        prompt_RKQD = prompt_PKXD.reshape(prompts * shared * most, -1).index_select(0, from_prompt).view(own_RKQD.shape)
+        prompt_lse_RKQ = prompt_lse_PKX.reshape(prompts * shared * most, -1).index_select(0, from_prompt).view(own_lse_RKQ.shape)
         # softmax over the union: each part weighs in with its share of the sum of exponentials
         share_RKQ1 = torch.sigmoid(prompt_lse_RKQ - own_lse_RKQ)[..., None].to(own_RKQD.dtype)
         return torch.lerp(own_RKQD, prompt_RKQD, share_RKQ1).view(count, heads, width)
+
+    def _member_PN(self) -> Tensor:
+        """The rows of each prompt.  Prompts with fewer live rows than others compute some row 0 again; nothing reads that."""
+        most = max(map(len, self.rows_P))
+        return torch.tensor([rows + [0] * (most - len(rows)) for rows in self.rows_P], device=self.device)
 
     def _indices(self, shared: int) -> tuple[Tensor, Tensor]:
         """Rows x heads -> prompts x heads x members, and back."""
         if shared not in self._index:
             head_K = torch.arange(shared, device=self.device)
-            member_PN = torch.tensor(self.member_PN, device=self.device)
+            member_PN = self._member_PN()
             to_prompt = member_PN[:, None, :] * shared + head_K[None, :, None]
-            entry_R, place_R = torch.tensor(self.place_R, device=self.device).T
-            from_prompt = (entry_R[:, None] * shared + head_K[None]) * self.most + place_R[:, None]
+            places = [(row, entry, place) for entry, rows in enumerate(self.rows_P) for place, row in enumerate(rows)]
+            _, entry_R, place_R = torch.tensor(sorted(places), device=self.device).T
+            from_prompt = (entry_R[:, None] * shared + head_K[None]) * member_PN.shape[1] + place_R[:, None]
             self._index[shared] = (to_prompt.flatten(), from_prompt.flatten())
         return self._index[shared]
 
@@ -210,10 +207,9 @@ class Decode:
             bias = None
             if window is not None or min(self.prompt_length_P) < self.longest_prompt:
                 place_M = torch.arange(self.longest_prompt, device=self.device)
-                hidden_PXM = (place_M[None] >= self._prompt_end_P[:, None])[:, None]
+                hidden_PXM = (place_M[None] >= torch.tensor(self.prompt_length_P, device=self.device)[:, None])[:, None]
                 if window is not None:
-                    position_PN = self.position_R[torch.tensor(self.member_PN, device=self.device)]
-                    left_behind_PNM = place_M[None, None] <= position_PN[..., None] - window
+                    left_behind_PNM = place_M[None, None] <= self.position_R[self._member_PN()][..., None] - window
                     hidden_PXM = (hidden_PXM | left_behind_PNM).repeat_interleave(queries, 1)
                 bias = _bias(hidden_PXM, dtype)[:, None]
             self._prompt_bias[window, queries] = bias

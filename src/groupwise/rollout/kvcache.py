@@ -72,11 +72,12 @@ class Slab:
             self.key_EKTD[row_R, :, place] = key_RKD
             self.value_EKTD[row_R, :, place] = value_RKD
 
-    def move(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
-        """Copy the first `tokens` tokens of entries to other entries' places."""
+    def move(self, moves: Sequence[tuple[int, int]], tokens: int) -> None:
+        """Copy the first `tokens` tokens of entries to other entries' places, (source, target) by pair."""
         blocks = self._blocks(tokens)
-        self.key_EKTD[targets, :, :blocks] = self.key_EKTD[sources, :, :blocks]
-        self.value_EKTD[targets, :, :blocks] = self.value_EKTD[sources, :, :blocks]
+        for slab in (self.key_EKTD, self.value_EKTD):
+            for source, target in moves:
+                slab[target, :, :blocks] = slab[source, :, :blocks]
 
     def view(self, entries: int, tokens: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first entries, (entries, K, tokens, D); no copy."""
@@ -115,11 +116,8 @@ class Store:
         order = dense_order(self.live, ended)
         moved = [(source, target) for target, source in enumerate(order) if source != target]
         self.live = len(order)
-        if moved and self.slabs:
-            device = next(iter(self.slabs.values())).key_EKTD.device
-            sources, targets = torch.tensor(moved, device=device).T
-            for slab in self.slabs.values():
-                slab.move(sources, targets, tokens)
+        for slab in self.slabs.values():
+            slab.move(moved, tokens)
         return order
 
 

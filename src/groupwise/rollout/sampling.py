@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from groupwise.kernels import decoding
 from groupwise.records import Sampling
 
 BLOCK = 128
@@ -76,6 +77,8 @@ def draw(logits_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tuple[Tens
     ids are the support (None if nothing was cut).  Greedy rows take the likeliest token and report its log-probability at
     temperature 1.  Only truncation reads back from the device (whether the candidates were enough).
     """
+    if not sampling.greedy and not sampling.truncates and decoding.draws(logits_RV):
+        return *decoding.draw_tokens(logits_RV, uniform_R, sampling.temperature), None
     z_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
     if sampling.greedy:
         token_R1 = z_RV.argmax(-1, keepdim=True)
