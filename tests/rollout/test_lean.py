@@ -9,7 +9,7 @@ from torch import nn
 
 from groupwise.kernels import decoding
 from groupwise.kernels.library import library
-from groupwise.records import Sampling
+from groupwise.records import Finish, Sampling
 from groupwise.rollout.lean import RotaryForward, is_known, lean_forward, product
 from groupwise.rollout.native import ModuleForward, NativeEngine
 from groupwise.settings import ModelSettings
@@ -60,7 +60,7 @@ class ModuleEngine(NativeEngine):
 
 
 def completions(engine, prompts, **options):
-    sampling = Sampling(max_new_tokens=18, **options)
+    sampling = Sampling(**({"max_new_tokens": 18} | options))
     return {g[0].prompt.id: g for g in engine.generate(prompts, group_size=3, sampling=sampling, seed=2)}
 
 
@@ -96,29 +96,34 @@ def test_lean_in_low_precision_is_as_near_to_float32_as_the_modules(family, prec
 @pytest.mark.parametrize("family", [family for family in FAMILIES if "wide" in family and "gpt2" not in family])
 @pytest.mark.parametrize("precision", ["float32", "autocast"])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_all_blocks_in_one_call_are_the_blocks_one_by_one(family, precision, threads, policy_of, prompts_of, monkeypatch):
+@pytest.mark.parametrize("max_rows", [8, 64])
+def test_one_call_for_many_tokens_or_all_blocks_is_the_kernels_one_by_one(
+    family, precision, threads, max_rows, policy_of, prompts_of, monkeypatch
+):
     policy = randomized(policy_of(family.split(",")[0], dtype=torch.float32, sharpness=3.0, **FAMILIES[family]))
     policy = replace(policy, autocast=precision == "autocast")
     if not decoding.multiplies(torch.bfloat16 if policy.autocast else torch.float32):
         pytest.skip("no kernels")
-    calls = []
-    call = decoding.Blocks.__call__
-    monkeypatch.setattr(decoding.Blocks, "__call__", lambda *given: calls.append(given) or call(*given))
-    before = torch.get_num_threads()
+    found, called, call, before = [], [], decoding.call, torch.get_num_threads()
+    monkeypatch.setattr(decoding, "call", lambda name, *given: called.append(name) or call(name, *given))
     torch.set_num_threads(threads)
     try:
-        at_once = completions(NativeEngine(policy, max_rows=8), prompts_of(5, 9, 1, 5))
-        assert calls
-        monkeypatch.setattr(RotaryForward, "_blocks", lambda self: None)
-        calls.clear()
-        one_by_one = completions(NativeEngine(policy, max_rows=8), prompts_of(5, 9, 1, 5))
-        assert not calls
+        for kernel, missing in (("decode_tokens", None), ("decode_blocks", "_decoder"), ("decode_attention", "_blocks")):
+            if missing:
+                monkeypatch.setattr(RotaryForward, missing, lambda self: None)
+            called.clear()
+            groups = completions(
+                NativeEngine(policy, max_rows=max_rows), prompts_of(5, 9, 1, 5), max_new_tokens=40, temperature=0.9
+            )
+            found.append(
+                {name: [(r.tokens.tolist(), r.behavior_logp.tolist(), r.finish) for r in group] for name, group in groups.items()}
+            )
+            assert {name for name in called if name.startswith("decode")} == {kernel}
     finally:
         torch.set_num_threads(before)
-    for name, group in one_by_one.items():
-        for a, b in zip(at_once[name], group, strict=True):
-            assert a.tokens.tolist() == b.tokens.tolist()
-            assert a.behavior_logp.tolist() == b.behavior_logp.tolist()
+    assert found[0] == found[1] == found[2]
+    finishes = {finish for group in found[0].values() for _, _, finish in group}
+    assert finishes == {Finish.EOS, Finish.LENGTH}
 
 
 def test_layers_of_different_sizes_go_through_the_modules(policy_of, prompts_of, scored):

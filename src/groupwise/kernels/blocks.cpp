@@ -1,6 +1,7 @@
-// One new token per row through the blocks of a Llama-like model.  The kernels of a block stand in other files; here they follow one
-// another, block after block, with no interpreter between them, in which small models would spend half of a step.
+// Decoding with a Llama-like model.  The kernels of a block stand in other files; here they follow one another, block after block and
+// token after token, with no interpreter between them, in which small models would spend half of a step.
 
+#include <algorithm>
 #include <memory>
 
 #include "vectors.h"
@@ -21,8 +22,32 @@ struct Step {
     const float *cosine, *sine;
     const Part *parts;
     long part_count;
-    const int64_t *prompt_length, *rows_of_parts, *length;
+    const int64_t *prompt_length, *rows_of_parts, *length, *entry;  // entry: where a row's own tokens are kept; null: at its number
     long own_room, prompt_room, rows, hidden, inner, heads, shared, width;
+};
+
+// Around the blocks.  Tables: (vocabulary, hidden) of tokens, (positions, width) of positions.
+struct Ends {
+    const float *embedding, *cosine, *sine, *norm;
+    float eps;
+    Weight head;
+    long blocks;
+};
+
+// What is decoded, an entry for each row: the last token (then the newest), own tokens kept, the most it may have, its prompt.
+struct Tokens {
+    int64_t *last, *kept;
+    const int64_t *limit, *prompt;
+    const double *uniform;  // (rows, uniform_step), one for each of a row's tokens
+    long uniform_step;
+    const int64_t *ending;  // tokens that end a completion
+    long endings;
+    float scale;  // of logits: 1 / temperature
+    int until_one_ends;
+    long steps, at_once;  // the most tokens for each row; rows whose logits exist at the same time
+    int64_t *token;       // (rows, steps), drawn of them
+    float *logp;
+    int64_t *drawn;
 };
 
 extern "C" {
@@ -33,7 +58,17 @@ void gated(int, const void *, const void *, void *, long, long, long, long, int)
 void product_float(const float *, const float *, const float *, float *, long, long, long, int);
 void product_half(const bfloat16 *, const bfloat16 *, const float *, bfloat16 *, long, long, long, int);
 void decode_attention(int, const void *, const void *, const void *, void *, const Strides *, void *, void *, long, void *, void *, long,
-                      const Part *, long, const int64_t *, const int64_t *, const int64_t *, long, long, long, float, long, int);
+                      const Part *, long, const int64_t *, const int64_t *, const int64_t *, const int64_t *, long, long, long, float, long,
+                      int);
+void draw_tokens(int, const void *, float, const double *, int64_t *, float *, long, long, int);
+}
+
+static void multiply(const float *from, const Weight &weight, float *to, long rows, long inputs, int threads) {
+    product_float(from, (const float *)weight.packed, weight.bias, to, rows, weight.outputs, inputs, threads);
+}
+
+static void multiply(const bfloat16 *from, const Weight &weight, bfloat16 *to, long rows, long inputs, int threads) {
+    product_half(from, (const bfloat16 *)weight.packed, weight.bias, to, rows, weight.outputs, inputs, threads);
 }
 
 template <typename T>
@@ -43,30 +78,94 @@ static void run(const Block *blocks, long count, const Step &s, int threads) {
     std::unique_ptr<T[]> room(new T[s.rows * (s.hidden + (all + both + s.heads) * width + 3 * s.inner)]);
     T *normed = room.get(), *qkv = normed + s.rows * s.hidden, *turned = qkv + s.rows * all * width, *seen = turned + s.rows * both * width;
     T *gate_up = seen + s.rows * s.heads * width, *inner = gate_up + s.rows * 2 * s.inner, *last = (T *)s.last;
-    auto multiply = [&](const T *from, long inputs, const Weight &weight, T *to) {
-        if constexpr (!HALF) product_float(from, (const float *)weight.packed, weight.bias, to, s.rows, weight.outputs, inputs, threads);
-        else product_half(from, (const bfloat16 *)weight.packed, weight.bias, to, s.rows, weight.outputs, inputs, threads);
-    };
     auto add_norm = [&](const T *add, const float *weight, float eps) {
         add_rms_norm(false, HALF, HALF, s.x, add, s.x, weight, normed, nullptr, s.rows, s.hidden, eps, threads);
     };
     const Strides steps[] = {{width, both * width}, {width, both * width}, {width, all * width}};
     for (const Block *b = blocks; b < blocks + count; b++) {
         add_norm(b == blocks ? nullptr : last, b->norm, b->norm_eps);
-        multiply(normed, s.hidden, b->qkv, qkv);
+        multiply(normed, b->qkv, qkv, s.rows, s.hidden, threads);
         if (b->head_norm) head_norm(HALF, qkv, all * width, b->head_norm, s.rows, both, width, b->head_eps, threads);
         rotate(HALF, qkv, all * width, width, s.cosine, s.sine, turned, s.rows, both, width, 1.0f, threads);
         decode_attention(HALF, turned, turned + s.heads * width, qkv + both * width, seen, steps, b->own_k, b->own_v, s.own_room, b->prompt_k,
-                         b->prompt_v, s.prompt_room, s.parts, s.part_count, s.prompt_length, s.rows_of_parts, s.length, s.heads, s.shared,
-                         width, b->scale, b->window, threads);
-        multiply(seen, s.heads * width, b->out, last);
+                         b->prompt_v, s.prompt_room, s.parts, s.part_count, s.prompt_length, s.rows_of_parts, s.length, s.entry, s.heads,
+                         s.shared, width, b->scale, b->window, threads);
+        multiply(seen, b->out, last, s.rows, s.heads * width, threads);
         add_norm(last, b->mlp_norm, b->mlp_eps);
-        multiply(normed, s.hidden, b->gate_up, gate_up);
+        multiply(normed, b->gate_up, gate_up, s.rows, s.hidden, threads);
         gated(HALF, gate_up, gate_up + s.inner, inner, s.rows, s.inner, 2 * s.inner, s.inner, threads);
-        multiply(inner, s.inner, b->down, last);
+        multiply(inner, b->down, last, s.rows, s.inner, threads);
     }
 }
 
 extern "C" void decode_blocks(int half, const Block *blocks, long count, const Step *step, int threads) {
     (half ? run<bfloat16> : run<float>)(blocks, count, *step, threads);
+}
+
+constexpr long ROWS_OF_PART = 16;  // of a prompt that one thread works on: more would leave other threads without work
+
+// The live rows prompt by prompt: whose keys of the prompt meet all of them in one product.
+struct Order {
+    std::vector<Part> parts;
+    std::vector<int64_t> rows;
+
+    Order(const std::vector<int64_t> &live, const int64_t *prompt) {
+        for (size_t row = 0; row < live.size(); row++) rows.push_back(row);
+        auto of = [&](int64_t row) { return prompt[live[row]]; };
+        std::stable_sort(rows.begin(), rows.end(), [&](int64_t a, int64_t b) { return of(a) < of(b); });
+        for (int64_t i = 0; i < (int64_t)rows.size(); i++) {
+            bool more = i && of(rows[i]) == of(rows[i - 1]) && i - parts.back().from < ROWS_OF_PART;
+            if (more) parts.back().to = i + 1;
+            else parts.push_back({of(rows[i]), i, i + 1});
+        }
+    }
+};
+
+template <typename T>
+static void decode(const Block *blocks, const Ends &ends, Step s, const Tokens &t, int threads) {
+    constexpr int HALF = sizeof(T) == sizeof(bfloat16);
+    long vocabulary = ends.head.outputs, at_once = std::min(t.at_once, s.rows);
+    std::vector<int64_t> live, length(s.rows), token(s.rows);
+    for (long entry = 0; entry < s.rows; entry++) live.push_back(entry);
+    std::vector<float> x(s.rows * s.hidden), cosine(s.rows * s.width), sine(s.rows * s.width), logp(s.rows);
+    std::vector<double> uniform(s.rows);
+    std::unique_ptr<T[]> last(new T[s.rows * s.hidden]), normed(new T[s.rows * s.hidden]), logits(new T[at_once * vocabulary]);
+    s.x = x.data(), s.last = last.get(), s.cosine = cosine.data(), s.sine = sine.data(), s.length = length.data();
+    Order order(live, t.prompt);
+    for (long step = 0; step < t.steps && !live.empty(); step++) {
+        s.rows = live.size(), s.entry = live.data();
+        s.parts = order.parts.data(), s.part_count = order.parts.size(), s.rows_of_parts = order.rows.data();
+        for (long row = 0; row < s.rows; row++) {
+            long entry = live[row], position = s.prompt_length[t.prompt[entry]] + t.kept[entry];
+            length[row] = ++t.kept[entry];
+            uniform[row] = t.uniform[entry * t.uniform_step + length[row]];
+            std::copy_n(ends.embedding + t.last[entry] * s.hidden, s.hidden, s.x + row * s.hidden);
+            std::copy_n(ends.cosine + position * s.width, s.width, &cosine[row * s.width]);
+            std::copy_n(ends.sine + position * s.width, s.width, &sine[row * s.width]);
+        }
+        run<T>(blocks, ends.blocks, s, threads);
+        add_rms_norm(false, HALF, HALF, s.x, s.last, s.x, ends.norm, normed.get(), nullptr, s.rows, s.hidden, ends.eps, threads);
+        for (long row = 0; row < s.rows; row += at_once) {
+            long rows = std::min(at_once, s.rows - row);
+            multiply(normed.get() + row * s.hidden, ends.head, logits.get(), rows, s.hidden, threads);
+            draw_tokens(HALF, logits.get(), t.scale, &uniform[row], &token[row], &logp[row], rows, vocabulary, threads);
+        }
+        std::vector<int64_t> still;
+        for (long row = 0; row < s.rows; row++) {
+            long entry = live[row], place = entry * t.steps + t.drawn[entry]++;
+            t.token[place] = t.last[entry] = token[row];
+            t.logp[place] = logp[row];
+            bool ends_it = std::find(t.ending, t.ending + t.endings, token[row]) != t.ending + t.endings;
+            if (!ends_it && t.kept[entry] + 1 < t.limit[entry]) still.push_back(entry);
+        }
+        if (still.size() == live.size()) continue;
+        if (t.until_one_ends) return;
+        live = still;
+        order = Order(live, t.prompt);
+    }
+}
+
+// Tokens after one another, until all rows have ended or drawn so many.
+extern "C" void decode_tokens(int half, const Block *blocks, const Ends *ends, const Step *step, const Tokens *tokens, int threads) {
+    (half ? decode<bfloat16> : decode<float>)(blocks, *ends, *step, *tokens, threads);
 }

@@ -1,7 +1,7 @@
 // Attention of one new token per row while completions are decoded: to its prompt, which its group shares, and to its own tokens.
 //
 // query, key, value   (R, heads, D) of the new tokens; strides: how far apart two heads and two rows lie, tensor by tensor
-// own, prompt         slabs (entries, K, room, D) of kept keys and values; row r's own tokens are entry r
+// own, prompt         slabs (entries, K, room, D) of kept keys and values; row r's own tokens are entry places[r], or r without places
 // parts               (prompt entry, from, to): rows[from..to] belong to that prompt, whose keys they meet in one product
 //
 // What is kept lies as products meet it, in words: a float32 number, or two bfloat16 ones over which a product sums.  Keys: 16 tokens'
@@ -169,8 +169,8 @@ static float weigh(const float *scores, long count, float scale, Number *weights
 // Rows of one prompt, for one key-value head.
 template <typename Way, typename T>
 static void decode(const T *query, const T *key, const T *value, T *out, const Strides *step, Slab<T> own, Slab<T> prompt, long entry,
-                   long prompt_length, const int64_t *rows, long count, const int64_t *length, long group, long shared, long width,
-                   float scale, long window, long head) {
+                   long prompt_length, const int64_t *rows, long count, const int64_t *length, const int64_t *places, long group,
+                   long shared, long width, float scale, long window, long head) {
     typedef typename Way::Number Number;
     constexpr bool HALF = sizeof(Number) == sizeof(bfloat16);
     constexpr long UNIT = Way::UNIT;
@@ -185,9 +185,10 @@ static void decode(const T *query, const T *key, const T *value, T *out, const S
     Head<T> shown = prompt.at(entry, head, shared, width);
     Way::open(queries);
     Way::multiply(queries, whole(m, UNIT), width, asked, width, shown.keys(), scores, across, false);
+    auto at = [&](long row) { return own.at(places ? places[row] : row, head, shared, width); };
     // What a row has kept is too short a stretch for the processor to notice in time that it is being read.
     auto ask_for = [&](long i) {
-        Head<T> kept = own.at(rows[i], head, shared, width);
+        Head<T> kept = at(rows[i]);
         long bytes = whole(length[rows[i]], PANEL) * width * sizeof(T);
         ask(kept.k, bytes);
         ask(kept.v, bytes);
@@ -196,7 +197,7 @@ static void decode(const T *query, const T *key, const T *value, T *out, const S
     for (long i = 0; i < count; i++) {
         if (i + 1 < count) ask_for(i + 1);
         long row = rows[i], n = length[row], end = wide_m + whole(n, UNIT), hidden = window > 0 && m + n > window ? m + n - window : 0;
-        Head<T> kept = own.at(row, head, shared, width);
+        Head<T> kept = at(row);
         kept.keep(key + row * step[1].token + head * step[1].head, value + row * step[2].token + head * step[2].head, n - 1);
         float *here = scores + i * group * across;
         Number *weight = weights + i * group * across;
@@ -223,8 +224,8 @@ extern "C" int has_tiles();
 template <typename T>
 static void run(const void *query, const void *key, const void *value, void *out, const Strides *step, void *own_k, void *own_v,
                 long own_room, void *prompt_k, void *prompt_v, long prompt_room, const Part *parts, long count,
-                const int64_t *prompt_length, const int64_t *rows, const int64_t *length, long heads, long shared, long width,
-                float scale, long window, int threads) {
+                const int64_t *prompt_length, const int64_t *rows, const int64_t *length, const int64_t *places, long heads, long shared,
+                long width, float scale, long window, int threads) {
     Slab<T> own{(T *)own_k, (T *)own_v, own_room}, prompt{(T *)prompt_k, (T *)prompt_v, prompt_room};
     auto way = decode<Alone, T>;
     if constexpr (sizeof(T) == sizeof(bfloat16)) {
@@ -237,7 +238,7 @@ static void run(const void *query, const void *key, const void *value, void *out
     for (long item = 0; item < shared * count; item++) {
         Part part = parts[item / shared];
         way((const T *)query, (const T *)key, (const T *)value, (T *)out, step, own, prompt, part.entry, prompt_length[part.entry],
-            rows + part.from, part.to - part.from, length, heads / shared, shared, width, scale, window, item % shared);
+            rows + part.from, part.to - part.from, length, places, heads / shared, shared, width, scale, window, item % shared);
     }
 }
 
@@ -264,7 +265,8 @@ extern "C" void keep_entries(int half, const void *key, const void *value, const
 extern "C" void decode_attention(int half, const void *query, const void *key, const void *value, void *out, const Strides *step,
                                  void *own_k, void *own_v, long own_room, void *prompt_k, void *prompt_v, long prompt_room,
                                  const Part *parts, long count, const int64_t *prompt_length, const int64_t *rows,
-                                 const int64_t *length, long heads, long shared, long width, float scale, long window, int threads) {
+                                 const int64_t *length, const int64_t *places, long heads, long shared, long width, float scale, long window,
+                                 int threads) {
     (half ? run<bfloat16> : run<float>)(query, key, value, out, step, own_k, own_v, own_room, prompt_k, prompt_v, prompt_room, parts,
-                                        count, prompt_length, rows, length, heads, shared, width, scale, window, threads);
+                                        count, prompt_length, rows, length, places, heads, shared, width, scale, window, threads);
 }

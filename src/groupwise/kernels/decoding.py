@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_float, c_long, c_void_p
+from ctypes import c_float, c_int, c_long, c_void_p
 from typing import NamedTuple
 
 import torch
@@ -84,7 +84,7 @@ def decode_attention(
         "decode_attention",
         *(half(query), address(query), address(key), address(value), address(out), (c_long * 6)(*steps)),
         *(address(own[0]), address(own[1]), next(rooms), address(prompt[0]), address(prompt[1]), next(rooms)),
-        *(*rows.arguments, address(length_R), c_long(heads), c_long(key.shape[1]), c_long(width)),
+        *(*rows.arguments, address(length_R), address(None), c_long(heads), c_long(key.shape[1]), c_long(width)),
         *(c_float(scale), c_long(window or 0), torch.get_num_threads()),
     )
     return out
@@ -173,8 +173,24 @@ class _Step(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("x", "last", "cosine", "sine", "parts")),
         ("part_count", c_long),
-        *((name, c_void_p) for name in ("prompt_length", "rows_of_parts", "length")),
+        *((name, c_void_p) for name in ("prompt_length", "rows_of_parts", "length", "entry")),
         *((name, c_long) for name in ("own_room", "prompt_room", "rows", "hidden", "inner", "heads", "shared", "width")),
+    )
+
+
+class _Ends(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("embedding", "cosine", "sine", "norm")),
+        *(("eps", c_float), ("head", _Weight), ("blocks", c_long)),
+    )
+
+
+class _Tokens(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("last", "kept", "limit", "prompt", "uniform")),
+        *(("uniform_step", c_long), ("ending", c_void_p), ("endings", c_long), ("scale", c_float), ("until_one_ends", c_int)),
+        *((name, c_long) for name in ("steps", "at_once")),
+        *((name, c_void_p) for name in ("token", "logp", "drawn")),
     )
 
 
@@ -214,19 +230,98 @@ class Blocks:
 
         slabs: of each block own and prompt, as in `decode_attention`.
         """
-        first = self.blocks[0]
-        last_RD = x_RD.new_empty(x_RD.shape, dtype=first.qkv.packed.dtype)
-        for block, (own, prompt) in zip(self.c_blocks, slabs, strict=True):
-            block.own_k, block.own_v, block.prompt_k, block.prompt_v = (x.data_ptr() for x in (*own, *prompt))
+        last_RD = x_RD.new_empty(x_RD.shape, dtype=self.blocks[0].qkv.packed.dtype)
         parts, count, prompt_length, order = rows.arguments
-        step = _Step(
-            *(x.data_ptr() for x in (x_RD, last_RD, cos_RW, sin_RW)),
-            *(ctypes.addressof(parts), count.value, ctypes.addressof(prompt_length), ctypes.addressof(order), length_R.data_ptr()),
-            *(slab[0].shape[2] * BLOCK for slab in slabs[0]),
-            *(*x_RD.shape, first.down.inputs, *self.sizes.values()),
+        step = self.step(
+            slabs,
+            x_RD.shape[0],
+            x=x_RD.data_ptr(),
+            last=last_RD.data_ptr(),
+            cosine=cos_RW.data_ptr(),
+            sine=sin_RW.data_ptr(),
+            parts=ctypes.addressof(parts),
+            part_count=count.value,
+            prompt_length=ctypes.addressof(prompt_length),
+            rows_of_parts=ctypes.addressof(order),
+            length=length_R.data_ptr(),
         )
         call("decode_blocks", half(last_RD), self.c_blocks, c_long(len(self.blocks)), ctypes.byref(step), torch.get_num_threads())
         return last_RD
+
+    def step(self, slabs: Sequence[tuple[_Slab, _Slab]], rows: int, **more: int) -> _Step:
+        """What `blocks.cpp` calls a step, over these slabs."""
+        for block, (own, prompt) in zip(self.c_blocks, slabs, strict=True):
+            block.own_k, block.own_v, block.prompt_k, block.prompt_v = (x.data_ptr() for x in (*own, *prompt))
+        own_room, prompt_room = (slab[0].shape[2] * BLOCK for slab in slabs[0])
+        first = self.blocks[0]
+        sizes = {"rows": rows, "hidden": first.qkv.inputs, "inner": first.down.inputs, **self.sizes}
+        return _Step(own_room=own_room, prompt_room=prompt_room, **sizes, **more)
+
+
+class Live(NamedTuple):
+    """Completions that are being decoded; int64 if nothing else is said."""
+
+    last_R: Tensor
+    """The newest token of each."""
+    kept_R: Tensor
+    """Own tokens whose keys and values are kept: all but the newest."""
+    limit_R: Tensor
+    """The most tokens it may have."""
+    prompt_R: Tensor
+    prompt_length_P: Tensor
+    uniform_RT: Tensor
+    """float64: one for each of its tokens."""
+
+
+class Drawn(NamedTuple):
+    """Tokens that rows have drawn: the first `count_R[r]` of row r, and their log-probabilities (nats, float32)."""
+
+    token_RN: Tensor
+    logp_RN: Tensor
+    count_R: Tensor
+
+
+class Decoder:
+    """A Llama-like model that draws several tokens for each row in one call (kernels/blocks.cpp)."""
+
+    def __init__(self, blocks: Blocks, embedding_VD: Tensor, tables: tuple[Tensor, Tensor], norm: Norm, head: Product) -> None:
+        """tables: cosines and sines of all positions (P, W), float32 as the embedding."""
+        self.blocks, self.head, self.norm = blocks, head, norm
+        self.tables = [table.contiguous() for table in (embedding_VD, *tables)]
+        places = (table.data_ptr() for table in (*self.tables, norm.weight))
+        self.ends = _Ends(*places, norm.eps, _weight(head), len(blocks.blocks))
+
+    def __call__(
+        self,
+        live: Live,
+        slabs: Sequence[tuple[_Slab, _Slab]],
+        steps: int,
+        *,
+        temperature: float,
+        ending: Sequence[int],
+        until_one_ends: bool,
+        rows_at_once: int,
+    ) -> Drawn:
+        """Draw up to `steps` tokens for each row.
+
+        A row stops behind a token of `ending` and at its limit.  until_one_ends: then all rows stop, so that another can take its
+        place.  rows_at_once: whose logits exist at the same time.
+        """
+        live = Live(*(tensor.contiguous() for tensor in live))
+        last_R, kept_R = live.last_R.clone(), live.kept_R.clone()  # they go along
+        rows = live.last_R.shape[0]
+        token_RN = live.last_R.new_empty(rows, steps)
+        drawn = Drawn(token_RN, torch.empty(rows, steps, dtype=torch.float32), live.last_R.new_zeros(rows))
+        c_ending = (ctypes.c_int64 * max(len(ending), 1))(*ending)
+        step = self.blocks.step(slabs, rows, prompt_length=live.prompt_length_P.data_ptr())
+        tokens = _Tokens(
+            *(x.data_ptr() for x in (last_R, kept_R, live.limit_R, live.prompt_R, live.uniform_RT)),
+            *(live.uniform_RT.shape[1], ctypes.addressof(c_ending), len(ending), 1.0 / temperature, int(until_one_ends)),
+            *(steps, rows_at_once, *(x.data_ptr() for x in drawn)),
+        )
+        what = (self.blocks.c_blocks, ctypes.byref(self.ends), ctypes.byref(step), ctypes.byref(tokens))
+        call("decode_tokens", int(self.blocks.blocks[0].qkv.half), *what, torch.get_num_threads())
+        return drawn
 
 
 _Slab = tuple[Tensor, Tensor]
@@ -237,8 +332,12 @@ def _block(block: Block) -> _Block:
     products = (block.qkv, block.out, block.gate_up, block.down)
     return _Block(
         *(None if norm is None else norm.weight.data_ptr() for norm in norms),
-        *((p.packed.data_ptr(), None if p.bias_O is None else p.bias_O.data_ptr(), p.outputs) for p in products),
+        *map(_weight, products),
         window=block.window or 0,
         scale=block.scale,
         **{f"{name}_eps": norm.eps for name, norm in zip(("norm", "head", "mlp"), norms, strict=True) if norm is not None},
     )
+
+
+def _weight(product: Product) -> _Weight:
+    return _Weight(product.packed.data_ptr(), None if product.bias_O is None else product.bias_O.data_ptr(), product.outputs)

@@ -12,6 +12,7 @@ T own tokens   M prompt tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,6 +82,7 @@ class Decode:
     def arrange(self, prompt_length_P: Sequence[int], entry_R: Sequence[int], length_R: Sequence[int]) -> None:
         """The live rows have changed: row r belongs to prompt entry `entry_R[r]` and has kept `length_R[r]` own tokens."""
         self.prompt_length_P, self.length_R = list(prompt_length_P), list(length_R)
+        self.entry_R = list(entry_R)
         self.rows_P: list[list[int]] = [[] for _ in prompt_length_P]
         for row, entry in enumerate(entry_R):
             self.rows_P[entry].append(row)
@@ -110,12 +112,25 @@ class Decode:
 
     def through(self, blocks: decoding.Blocks, x_RD: Tensor, cos_RW: Tensor, sin_RW: Tensor) -> Tensor:
         """The new tokens pass all blocks; see `decoding.Blocks`."""
+        return blocks(x_RD, cos_RW, sin_RW, self._slabs(len(blocks.blocks)), self._rows, self._length_R)
+
+    def draw(
+        self, decoder: decoding.Decoder, last_R: Tensor, limit_R: Sequence[int], uniform_RT: Tensor, steps: int, **how: Any
+    ) -> decoding.Drawn:
+        """Several tokens for each row, whose newest are `last_R`; see `decoding.Decoder`.  Rows are to be arranged again."""
+        self.own.reserve(len(self.length_R), min(max(self.length_R) + steps, self.own.most_tokens))
+        limit, prompt, prompt_length = (torch.tensor(column) for column in (limit_R, self.entry_R, self.prompt_length_P))
+        live = decoding.Live(last_R, self._length_R, limit, prompt, prompt_length, uniform_RT)
+        return decoder(live, self._slabs(len(decoder.blocks.blocks)), steps, **how)
+
+    def _slabs(self, layers: int) -> list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]:
+        """Own and prompts' keys and values of each layer."""
         slabs = []
-        for layer in range(len(blocks.blocks)):
+        for layer in range(layers):
             prompt = self.prompts.slabs[layer]
             own = self.own.layer(layer, prompt.like, prompt.block)
             slabs.append(((own.key_EKTD, own.value_EKTD), (prompt.key_EKTD, prompt.value_EKTD)))
-        return blocks(x_RD, cos_RW, sin_RW, slabs, self._rows, self._length_R)
+        return slabs
 
     @property
     def drawn_R(self) -> Tensor:

@@ -203,6 +203,7 @@ class RotaryForward:
         self.blocks = self._blocks()
         self.norm = self._norm(base.norm)
         self.head = self.product(policy.head.weight_VD, policy.head.bias_V)
+        self.decoder = self._decoder()
 
     def _layer(self, layer: Any) -> _RotaryLayer:
         attention = layer.self_attn
@@ -267,6 +268,13 @@ class RotaryForward:
             for layer in layers
         ]
         return decoding.Blocks(blocks, self.heads, self.shared, self.width)
+
+    def _decoder(self) -> decoding.Decoder | None:
+        """All of it as the compiled kernels know it, if they do."""
+        if self.blocks is None or not isinstance(self.turn, _CompiledTurn) or not isinstance(self.norm, _CompiledNorm):
+            return None
+        assert isinstance(self.head, decoding.Product)
+        return decoding.Decoder(self.blocks, self.embedding_VD, (self.turn.cos_PW, self.turn.sin_PW), self.norm.norm, self.head)
 
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: RowAttention) -> Tensor:
         """See `native.Forward`."""
@@ -380,6 +388,8 @@ _Norm = _CompiledNorm | _PlainNorm
 
 class GPT2Forward:
     """GPT-2: learned positions, layer norms, joined projections already."""
+
+    decoder = None
 
     def __init__(self, policy: Policy, positions: int) -> None:
         model: Any = policy.model

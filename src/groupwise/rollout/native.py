@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from groupwise.errors import EngineError
+from groupwise.kernels.decoding import Decoder
 from groupwise.models.attention import Attend
 from groupwise.models.policy import Policy
 from groupwise.objective.logprobs import chunk_rows, head_logits
@@ -35,10 +36,15 @@ PREFILL_TOKENS = 8192
 """Most tokens of one prefill pass (a longer prompt has a pass of its own): bounds the memory of its activations."""
 FIRST_TOKENS = 64
 """Room for own tokens that a row starts with."""
+STEPS = 16
+"""Tokens that rows draw before Python looks at them again, where it need not look at each."""
 
 
 class Forward(Protocol):
     """A way through the model: tokens in, hidden states and logits out."""
+
+    decoder: Decoder | None
+    """Draws several tokens in one call, where there is one."""
 
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
         """Final hidden states (T, D) of a flat stream."""
@@ -51,6 +57,8 @@ class Forward(Protocol):
 
 class ModuleForward:
     """Through the Hugging Face modules: any family, any precision."""
+
+    decoder = None
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.head = policy, policy.head
@@ -227,7 +235,7 @@ class _Run:
         self.live += new
         self.own.live = len(self.live)
         self.own.reserve(self.own.live, 1)
-        return self._settle(first, torch.cat(tokens), torch.cat(logps), changed=True)
+        return self._settle(first, *_to_host(torch.cat(tokens), torch.cat(logps)), changed=True)
 
     def _prefill(self, groups: list[_Group]) -> None:
         """Compute prompts, in passes of bounded length; their keys and values become entries."""
@@ -249,7 +257,10 @@ class _Run:
             self.groups += batch
 
     def _step(self) -> list[tuple[Rollout, ...]]:
-        """One token for every live row."""
+        """One token for every live row, or several."""
+        sampling, decoder = self.sampling, self.forward.decoder
+        if decoder is not None and self.decode.compiled and not (sampling.greedy or sampling.truncates or sampling.stop):
+            return self._steps(decoder)
         position_R = self.decode.next()
         hidden_RD = self.forward.hidden(self.token_R, position_R, self.decode)
         uniform_R = self.uniform_RT.gather(1, self.decode.drawn_R[:, None])[:, 0]
@@ -258,7 +269,27 @@ class _Run:
             for chunk in self._chunks(len(self.live))
         ]
         self.token_R, logp_R = drawn[0] if len(drawn) == 1 else (torch.cat(column) for column in zip(*drawn, strict=True))
-        return self._settle(0, self.token_R, logp_R, changed=False)
+        return self._settle(0, *_to_host(self.token_R, logp_R), changed=False)
+
+    def _steps(self, decoder: Decoder) -> list[tuple[Rollout, ...]]:
+        """Several tokens for every live row.  Rows that end draw no more; if others wait for their place, nobody does."""
+        drawn = self.decode.draw(
+            decoder,
+            self.token_R,
+            [row.limit for row in self.live],
+            self.uniform_RT,
+            min(STEPS, max(row.limit - len(row.tokens) for row in self.live)),
+            temperature=self.sampling.temperature,
+            ending=self.policy.eos_ids,
+            until_one_ends=bool(self.waiting),
+            rows_at_once=self.rows_at_once,
+        )
+        self.token_R = drawn.token_RN.gather(1, drawn.count_R[:, None] - 1)[:, 0]
+        tokens, logps = (
+            [numbers[:count] for numbers, count in zip(column.tolist(), drawn.count_R.tolist(), strict=True)]
+            for column in (drawn.token_RN, drawn.logp_RN)
+        )
+        return self._settle(0, tokens, logps, changed=True)
 
     def _chunks(self, rows: int) -> list[slice]:
         """Rows whose logits exist at the same time: together they stay near the cache, however large the vocabulary."""
@@ -273,15 +304,14 @@ class _Run:
                 row.support.append(ids[:size].copy())
         return token_R, logp_R
 
-    def _settle(self, first: int, token_R: Tensor, logp_R: Tensor, *, changed: bool) -> list[tuple[Rollout, ...]]:
-        """Hand the new tokens of the rows from `first` on to the host, the one transfer of a step, and let ended rows go."""
-        tokens, logps = _to_host(token_R, logp_R)
+    def _settle(self, first: int, tokens: list[list[int]], logps: list[list[float]], *, changed: bool) -> list[tuple[Rollout, ...]]:
+        """Take the new tokens of the rows from `first` on, of which only a row's last can end it, and let ended rows go."""
         ended: list[int] = []
         finished: list[tuple[Rollout, ...]] = []
         for r, (token, logp) in enumerate(zip(tokens, logps, strict=True), first):
             row = self.live[r]
-            row.tokens.append(token)
-            row.logp.append(logp)
+            row.tokens += token
+            row.logp += logp
             finish = self.stopping.finish(row.tokens, row.limit)
             if finish is not None:
                 ended.append(r)
@@ -329,9 +359,9 @@ class _Run:
                 group.entry = entry
 
 
-def _to_host(token_R: Tensor, logp_R: Tensor) -> tuple[list[int], list[float]]:
-    """Both columns in one transfer: on CUDA the step's only wait for the device (float64 holds every id exactly)."""
+def _to_host(token_R: Tensor, logp_R: Tensor) -> tuple[list[list[int]], list[list[float]]]:
+    """A token of each row in one transfer: on CUDA the step's only wait for the device (float64 holds every id exactly)."""
     if token_R.device.type == "cpu":
-        return token_R.tolist(), logp_R.tolist()
+        return token_R[:, None].tolist(), logp_R[:, None].tolist()
     tokens, logps = torch.stack([token_R.double(), logp_R.double()]).tolist()
-    return [int(token) for token in tokens], logps
+    return [[int(token)] for token in tokens], [[logp] for logp in logps]
