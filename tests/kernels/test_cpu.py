@@ -468,6 +468,9 @@ def test_tokens_are_drawn_where_the_cumulative_probability_passes(dtype: torch.d
     torch.testing.assert_close(logp.double(), every.gather(1, token[:, None])[:, 0], rtol=0, atol=5e-6)
     threads(1)
     alone = decoding.draw_tokens(logits[7:8], uniform[7:8], 0.7)
+    likeliest, best = decoding.draw_tokens(logits, uniform, 0.0)
+    assert torch.equal(likeliest, (logits == logits.amax(-1, keepdim=True)).long().argmax(-1)), "the first of several"
+    torch.testing.assert_close(best, torch.log_softmax(logits.float(), -1).amax(-1), rtol=0, atol=5e-6)
     assert torch.equal(token[7:8], alone[0])
     assert torch.equal(logp[7:8], alone[1])
 

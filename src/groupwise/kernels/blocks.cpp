@@ -42,7 +42,7 @@ struct Tokens {
     long uniform_step;
     const int64_t *ending;  // tokens that end a completion
     long endings;
-    float scale;  // of logits: 1 / temperature
+    float temperature;
     int until_one_ends;
     long steps, at_once;  // the most tokens for each row; rows whose logits exist at the same time
     int64_t *token;       // (rows, steps), drawn of them
@@ -148,7 +148,7 @@ static void decode(const Block *blocks, const Ends &ends, Step s, const Tokens &
         for (long row = 0; row < s.rows; row += at_once) {
             long rows = std::min(at_once, s.rows - row);
             multiply(normed.get() + row * s.hidden, ends.head, logits.get(), rows, s.hidden, threads);
-            draw_tokens(HALF, logits.get(), t.scale, &uniform[row], &token[row], &logp[row], rows, vocabulary, threads);
+            draw_tokens(HALF, logits.get(), t.temperature, &uniform[row], &token[row], &logp[row], rows, vocabulary, threads);
         }
         std::vector<int64_t> still;
         for (long row = 0; row < s.rows; row++) {

@@ -142,14 +142,15 @@ def draws(logits_RV: Tensor) -> bool:
 def draw_tokens(logits_RV: Tensor, uniform_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """One token of each row (int64) and its log-probability (nats, float32) at this temperature.
 
-    The first token at which the cumulative probability passes `uniform_R` (float64, in [0, 1)): never one of probability 0.
+    The first token at which the cumulative probability passes `uniform_R` (float64, in [0, 1)): never one of probability 0.  At
+    temperature 0 the likeliest (the first of several), and its log-probability at temperature 1.
     """
     logits_RV, uniform_R = logits_RV.contiguous(), uniform_R.contiguous()
     rows, size = logits_RV.shape
     token_R, logp_R = uniform_R.new_empty(rows, dtype=torch.int64), uniform_R.new_empty(rows, dtype=torch.float32)
     call(
         "draw_tokens",
-        *(half(logits_RV), address(logits_RV), c_float(1.0 / temperature), *map(address, (uniform_R, token_R, logp_R))),
+        *(half(logits_RV), address(logits_RV), c_float(temperature), *map(address, (uniform_R, token_R, logp_R))),
         *(c_long(rows), c_long(size), torch.get_num_threads()),
     )
     return token_R, logp_R
@@ -188,7 +189,7 @@ class _Ends(ctypes.Structure):
 class _Tokens(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("last", "kept", "limit", "prompt", "uniform")),
-        *(("uniform_step", c_long), ("ending", c_void_p), ("endings", c_long), ("scale", c_float), ("until_one_ends", c_int)),
+        *(("uniform_step", c_long), ("ending", c_void_p), ("endings", c_long), ("temperature", c_float), ("until_one_ends", c_int)),
         *((name, c_long) for name in ("steps", "at_once")),
         *((name, c_void_p) for name in ("token", "logp", "drawn")),
     )
@@ -316,7 +317,7 @@ class Decoder:
         step = self.blocks.step(slabs, rows, prompt_length=live.prompt_length_P.data_ptr())
         tokens = _Tokens(
             *(x.data_ptr() for x in (last_R, kept_R, live.limit_R, live.prompt_R, live.uniform_RT)),
-            *(live.uniform_RT.shape[1], ctypes.addressof(c_ending), len(ending), 1.0 / temperature, int(until_one_ends)),
+            *(live.uniform_RT.shape[1], ctypes.addressof(c_ending), len(ending), temperature, int(until_one_ends)),
             *(steps, rows_at_once, *(x.data_ptr() for x in drawn)),
         )
         what = (self.blocks.c_blocks, ctypes.byref(self.ends), ctypes.byref(step), ctypes.byref(tokens))

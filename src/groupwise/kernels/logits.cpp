@@ -90,9 +90,11 @@ static inline long first_above(const Number *numbers, long count, double reach, 
     return i;
 }
 
-// One token of each row: the inverse of the cumulative distribution at a uniform number, and its log-probability, in softmax(x scale).
-extern "C" void draw_tokens(int half, const void *x, float scale, const double *uniform, int64_t *token, float *logp, long rows, long width,
+// One token of each row and its log-probability in softmax(x / temperature): the inverse of the cumulative distribution at a uniform
+// number; at temperature 0 the first of the likeliest, and its log-probability at temperature 1.
+extern "C" void draw_tokens(int half, const void *x, float temperature, const double *uniform, int64_t *token, float *logp, long rows, long width,
                             int threads) {
+    float scale = temperature > 0.0f ? 1.0f / temperature : 1.0f;
     typed(half, half, [=](auto zero, auto) {
         each(rows, threads, [=](long t) {
             Logits<decltype(zero)> row{(const decltype(zero) *)x + t * width, width, 1.0f};
@@ -109,9 +111,16 @@ extern "C" void draw_tokens(int half, const void *x, float scale, const double *
                 return sum(total);
             };
             for (long block = 0; block < blocks; block++) whole += totals[block] = weigh(block);
-            long block = first_above(totals, blocks, uniform[t] * whole, &below), from = block * BLOCK;
-            weigh(block);
-            token[t] = from + first_above(weights, width - from < BLOCK ? width - from : BLOCK, uniform[t] * whole - below, &inside);
+            if (temperature > 0.0f) {
+                long block = first_above(totals, blocks, uniform[t] * whole, &below), from = block * BLOCK;
+                weigh(block);
+                token[t] = from + first_above(weights, width - from < BLOCK ? width - from : BLOCK, uniform[t] * whole - below, &inside);
+            } else {
+                long v = 0;
+                while (v + LANES < width && peak(row.at(v)) != top) v += LANES;
+                while (v < width - 1 && row.one(v) != top) v++;
+                token[t] = v;
+            }
             logp[t] = (row.one(token[t]) - top) * scale - std::log(whole);
         });
     });

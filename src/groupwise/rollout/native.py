@@ -258,8 +258,8 @@ class _Run:
 
     def _step(self) -> list[tuple[Rollout, ...]]:
         """One token for every live row, or several."""
-        sampling, decoder = self.sampling, self.forward.decoder
-        if decoder is not None and self.decode.compiled and not (sampling.greedy or sampling.truncates or sampling.stop):
+        decoder = self.forward.decoder
+        if decoder is not None and self.decode.compiled and not self.sampling.truncates:
             return self._steps(decoder)
         position_R = self.decode.next()
         hidden_RD = self.forward.hidden(self.token_R, position_R, self.decode)
@@ -278,7 +278,7 @@ class _Run:
             self.token_R,
             [row.limit for row in self.live],
             self.uniform_RT,
-            min(STEPS, max(row.limit - len(row.tokens) for row in self.live)),
+            1 if self.sampling.stop else min(STEPS, max(row.limit - len(row.tokens) for row in self.live)),
             temperature=self.sampling.temperature,
             ending=self.policy.eos_ids,
             until_one_ends=bool(self.waiting),

@@ -77,7 +77,7 @@ def draw(logits_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tuple[Tens
     ids are the support (None if nothing was cut).  Greedy rows take the likeliest token and report its log-probability at
     temperature 1.  Only truncation reads back from the device (whether the candidates were enough).
     """
-    if not sampling.greedy and not sampling.truncates and decoding.draws(logits_RV):
+    if not sampling.truncates and decoding.draws(logits_RV):
         return *decoding.draw_tokens(logits_RV, uniform_R, sampling.temperature), None
     z_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
     if sampling.greedy:
