@@ -40,7 +40,7 @@ def ceilings(work: Workload, rows: int, few: int, parameters: int) -> dict[str, 
     from torch.nn import functional as F
 
     from groupwise.kernels import matrices
-    from groupwise.rollout.lean import product as prepared
+    from groupwise.rollout.pieces import product as prepared
 
     dtype = getattr(torch, work.dtype)
     wide = 4 * work.hidden

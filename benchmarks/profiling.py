@@ -30,7 +30,7 @@ def main() -> None:
     from torch.profiler import ProfilerActivity, profile, record_function
 
     from groupwise.kernels import cpu, decoding, library
-    from groupwise.rollout.lean import RotaryForward
+    from groupwise.rollout.lean import GPT2Forward, RotaryForward
 
     def named(name: str, *arguments: object) -> None:
         with record_function(f"kernels::{name}"):
@@ -40,7 +40,8 @@ def main() -> None:
     steps = [side.step()["cpu"] for _ in range(options.steps)]
     seconds = {phase: median([step[phase] for step in steps]) for phase in ("step", "rollout", "update") if phase in steps[0]}
     cpu.call = decoding.call = named  # torch's profiler sees torch's operations alone
-    RotaryForward._blocks = lambda _: None  # kernel by kernel, to see each  # type: ignore[method-assign]
+    for forward in (RotaryForward, GPT2Forward):
+        forward._blocks = lambda _: None  # kernel by kernel, to see each  # type: ignore[method-assign]
     with profile(activities=[ProfilerActivity.CPU]) as watched:
         side.step()
     own = {event.key: (event.self_cpu_time_total * 1e-6, event.count) for event in watched.key_averages()}

@@ -66,7 +66,7 @@ PROFILE = """\
 ## Where a step's time goes
 
 `benchmarks/profiling.py`: own time of each operation over that of all operations of one step, under torch's profiler.
-There the kernels of a decoded token are called one by one from Python; without it one call passes all blocks of a Llama-like model.
+There the kernels of a decoded token are called one by one from Python; without it one call draws up to 16 tokens of all rows.
 """
 WHY = {
     "kernels::gemm": "products of the update: forward, slopes of inputs and weights",

@@ -292,6 +292,18 @@ def test_a_norm_behind_a_sum(dtype: torch.dtype) -> None:
     assert torch.equal(x, before)
 
 
+@pytest.mark.parametrize("out", TYPES)
+@pytest.mark.parametrize("added", [False, True])
+def test_a_sum_and_its_layer_norm_are_the_definition(added: bool, out: torch.dtype) -> None:
+    x, weight, bias = 3 + torch.randn(7, 48), torch.randn(48), torch.randn(48)
+    add = torch.randn(7, 48).to(out) if added else None
+    total = x if add is None else x + add
+    expected = F.layer_norm(total.double(), (48,), weight.double(), bias.double(), 1e-5)
+    found = cpu.add_layer_norm(x, add, weight, 1e-5, bias, out)
+    assert torch.equal(x, total)
+    close(found, expected, out)
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 def test_norms_of_heads_are_in_place_and_leave_what_lies_beside_them(dtype: torch.dtype) -> None:
     x, weight = torch.randn(5, 4, 48).to(dtype), torch.randn(3, 48)

@@ -10,8 +10,9 @@ from torch import nn
 from groupwise.kernels import decoding
 from groupwise.kernels.library import library
 from groupwise.records import Finish, Sampling
-from groupwise.rollout.lean import RotaryForward, is_known, lean_forward, product
+from groupwise.rollout.lean import GPT2Forward, RotaryForward, is_known, lean_forward
 from groupwise.rollout.native import ModuleForward, NativeEngine
+from groupwise.rollout.pieces import product
 from groupwise.settings import ModelSettings
 
 FAMILIES = {
@@ -93,7 +94,7 @@ def test_lean_in_low_precision_is_as_near_to_float32_as_the_modules(family, prec
     assert error[NativeEngine] < 1.5 * error[ModuleEngine] + 1e-3
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if "wide" in family and "gpt2" not in family])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if "wide" in family])
 @pytest.mark.parametrize("precision", ["float32", "autocast"])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
@@ -113,7 +114,8 @@ def test_one_call_for_many_tokens_or_all_blocks_is_the_kernels_one_by_one(
     try:
         for kernel, missing in (("decode_tokens", None), ("decode_blocks", "_decoder"), ("decode_attention", "_blocks")):
             if missing:
-                monkeypatch.setattr(RotaryForward, missing, lambda self: None)
+                for forward in (RotaryForward, GPT2Forward):
+                    monkeypatch.setattr(forward, missing, lambda self: None)
             called.clear()
             groups = completions(NativeEngine(policy, max_rows=max_rows), prompts_of(5, 9, 1, 5), max_new_tokens=40, **options)
             found.append(

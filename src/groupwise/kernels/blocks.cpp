@@ -1,4 +1,4 @@
-// Decoding with a Llama-like model.  The kernels of a block stand in other files; here they follow one another, block after block and
+// Decoding with a model like Llama or GPT-2.  The kernels of a block stand in other files; here they follow one another, block after block and
 // token after token, with no interpreter between them, in which small models would spend half of a step.
 
 #include <algorithm>
@@ -7,29 +7,31 @@
 #include "vectors.h"
 
 struct Weight { const void *packed; const float *bias; long outputs; };  // as products.cpp packs it
+struct Norm { const float *weight, *bias; float eps; };                // with a bias a layer norm, else an RMSNorm
 
 struct Block {
-    const float *norm, *head_norm, *mlp_norm;  // head_norm: (heads + shared, width), or null
-    Weight qkv, out, gate_up, down;
+    Norm norm, head_norm, mlp_norm;  // head_norm's weight: (heads + shared, width), or null
+    Weight qkv, out, up, down;       // up: the gate beside it, or GELU follows
     void *own_k, *own_v, *prompt_k, *prompt_v;  // slabs, as decoding.cpp keeps them
     long window;
-    float norm_eps, head_eps, mlp_eps, scale;
+    float scale;
 };
 
 struct Step {
     float *x;    // (rows, hidden), to which all is added but what the last block's MLP adds
     void *last;  // (rows, hidden): that
-    const float *cosine, *sine;
+    const float *cosine, *sine;  // of the rows' positions; null: nothing turns
     const Part *parts;
     long part_count;
     const int64_t *prompt_length, *rows_of_parts, *length, *entry;  // entry: where a row's own tokens are kept; null: at its number
     long own_room, prompt_room, rows, hidden, inner, heads, shared, width;
 };
 
-// Around the blocks.  Tables: (vocabulary, hidden) of tokens, (positions, width) of positions.
+// Around the blocks.  Tables: (vocabulary, hidden) of tokens; of positions (positions, width) cosines and sines or (positions, hidden)
+// embeddings, the others null.
 struct Ends {
-    const float *embedding, *cosine, *sine, *norm;
-    float eps;
+    const float *embedding, *cosine, *sine, *position;
+    Norm norm;
     Weight head;
     long blocks;
 };
@@ -52,9 +54,11 @@ struct Tokens {
 
 extern "C" {
 void add_rms_norm(int, int, int, const void *, const void *, void *, const float *, void *, float *, long, long, float, int);
+void add_layer_norm(int, float *, const void *, const float *, const float *, void *, long, long, float, int);
 void head_norm(int, void *, long, const float *, long, long, long, float, int);
 void rotate(int, const void *, long, long, const float *, const float *, void *, long, long, long, float, int);
 void gated(int, const void *, const void *, void *, long, long, long, long, int);
+void gelu(int, const void *, void *, long, int);
 void product_float(const float *, const float *, const float *, float *, long, long, long, int);
 void product_half(const bfloat16 *, const bfloat16 *, const float *, bfloat16 *, long, long, long, int);
 void decode_attention(int, const void *, const void *, const void *, void *, const Strides *, void *, void *, long, void *, void *, long,
@@ -71,29 +75,36 @@ static void multiply(const bfloat16 *from, const Weight &weight, bfloat16 *to, l
     product_half(from, (const bfloat16 *)weight.packed, weight.bias, to, rows, weight.outputs, inputs, threads);
 }
 
+// x += add (or nothing); out: the norm of the sum.
+template <typename T>
+static void normalize(float *x, const T *add, const Norm &norm, T *out, long rows, long width, int threads) {
+    constexpr int HALF = sizeof(T) == sizeof(bfloat16);
+    if (norm.bias) add_layer_norm(HALF, x, add, norm.weight, norm.bias, out, rows, width, norm.eps, threads);
+    else add_rms_norm(false, HALF, HALF, x, add, x, norm.weight, out, nullptr, rows, width, norm.eps, threads);
+}
+
 template <typename T>
 static void run(const Block *blocks, long count, const Step &s, int threads) {
     constexpr int HALF = sizeof(T) == sizeof(bfloat16);
     long both = s.heads + s.shared, all = both + s.shared, width = s.width;
     std::unique_ptr<T[]> room(new T[s.rows * (s.hidden + (all + both + s.heads) * width + 3 * s.inner)]);
     T *normed = room.get(), *qkv = normed + s.rows * s.hidden, *turned = qkv + s.rows * all * width, *seen = turned + s.rows * both * width;
-    T *gate_up = seen + s.rows * s.heads * width, *inner = gate_up + s.rows * 2 * s.inner, *last = (T *)s.last;
-    auto add_norm = [&](const T *add, const float *weight, float eps) {
-        add_rms_norm(false, HALF, HALF, s.x, add, s.x, weight, normed, nullptr, s.rows, s.hidden, eps, threads);
-    };
-    const Strides steps[] = {{width, both * width}, {width, both * width}, {width, all * width}};
+    T *up = seen + s.rows * s.heads * width, *inner = up + s.rows * 2 * s.inner, *last = (T *)s.last, *asked = s.cosine ? turned : qkv;
+    const long asked_step = (s.cosine ? both : all) * width;
+    const Strides steps[] = {{width, asked_step}, {width, asked_step}, {width, all * width}};
     for (const Block *b = blocks; b < blocks + count; b++) {
-        add_norm(b == blocks ? nullptr : last, b->norm, b->norm_eps);
+        normalize(s.x, b == blocks ? nullptr : last, b->norm, normed, s.rows, s.hidden, threads);
         multiply(normed, b->qkv, qkv, s.rows, s.hidden, threads);
-        if (b->head_norm) head_norm(HALF, qkv, all * width, b->head_norm, s.rows, both, width, b->head_eps, threads);
-        rotate(HALF, qkv, all * width, width, s.cosine, s.sine, turned, s.rows, both, width, 1.0f, threads);
-        decode_attention(HALF, turned, turned + s.heads * width, qkv + both * width, seen, steps, b->own_k, b->own_v, s.own_room, b->prompt_k,
+        if (b->head_norm.weight) head_norm(HALF, qkv, all * width, b->head_norm.weight, s.rows, both, width, b->head_norm.eps, threads);
+        if (s.cosine) rotate(HALF, qkv, all * width, width, s.cosine, s.sine, turned, s.rows, both, width, 1.0f, threads);
+        decode_attention(HALF, asked, asked + s.heads * width, qkv + both * width, seen, steps, b->own_k, b->own_v, s.own_room, b->prompt_k,
                          b->prompt_v, s.prompt_room, s.parts, s.part_count, s.prompt_length, s.rows_of_parts, s.length, s.entry, s.heads,
                          s.shared, width, b->scale, b->window, threads);
         multiply(seen, b->out, last, s.rows, s.heads * width, threads);
-        add_norm(last, b->mlp_norm, b->mlp_eps);
-        multiply(normed, b->gate_up, gate_up, s.rows, s.hidden, threads);
-        gated(HALF, gate_up, gate_up + s.inner, inner, s.rows, s.inner, 2 * s.inner, s.inner, threads);
+        normalize(s.x, last, b->mlp_norm, normed, s.rows, s.hidden, threads);
+        multiply(normed, b->up, up, s.rows, s.hidden, threads);
+        if (b->up.outputs == s.inner) gelu(HALF, up, inner, s.rows * s.inner, threads);
+        else gated(HALF, up, up + s.inner, inner, s.rows, s.inner, 2 * s.inner, s.inner, threads);
         multiply(inner, b->down, last, s.rows, s.inner, threads);
     }
 }
@@ -130,7 +141,8 @@ static void decode(const Block *blocks, const Ends &ends, Step s, const Tokens &
     std::vector<float> x(s.rows * s.hidden), cosine(s.rows * s.width), sine(s.rows * s.width), logp(s.rows);
     std::vector<double> uniform(s.rows);
     std::unique_ptr<T[]> last(new T[s.rows * s.hidden]), normed(new T[s.rows * s.hidden]), logits(new T[at_once * vocabulary]);
-    s.x = x.data(), s.last = last.get(), s.cosine = cosine.data(), s.sine = sine.data(), s.length = length.data();
+    s.x = x.data(), s.last = last.get(), s.length = length.data();
+    if (ends.cosine) s.cosine = cosine.data(), s.sine = sine.data();
     Order order(live, t.prompt);
     for (long step = 0; step < t.steps && !live.empty(); step++) {
         s.rows = live.size(), s.entry = live.data();
@@ -140,11 +152,12 @@ static void decode(const Block *blocks, const Ends &ends, Step s, const Tokens &
             length[row] = ++t.kept[entry];
             uniform[row] = t.uniform[entry * t.uniform_step + length[row]];
             std::copy_n(ends.embedding + t.last[entry] * s.hidden, s.hidden, s.x + row * s.hidden);
-            std::copy_n(ends.cosine + position * s.width, s.width, &cosine[row * s.width]);
-            std::copy_n(ends.sine + position * s.width, s.width, &sine[row * s.width]);
+            for (long d = 0; ends.position && d < s.hidden; d++) s.x[row * s.hidden + d] += ends.position[position * s.hidden + d];
+            if (ends.cosine) std::copy_n(ends.cosine + position * s.width, s.width, &cosine[row * s.width]);
+            if (ends.sine) std::copy_n(ends.sine + position * s.width, s.width, &sine[row * s.width]);
         }
         run<T>(blocks, ends.blocks, s, threads);
-        add_rms_norm(false, HALF, HALF, s.x, s.last, s.x, ends.norm, normed.get(), nullptr, s.rows, s.hidden, ends.eps, threads);
+        normalize(s.x, (const T *)s.last, ends.norm, normed.get(), s.rows, s.hidden, threads);
         for (long row = 0; row < s.rows; row += at_once) {
             long rows = std::min(at_once, s.rows - row);
             multiply(normed.get() + row * s.hidden, ends.head, logits.get(), rows, s.hidden, threads);

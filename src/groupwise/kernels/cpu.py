@@ -126,6 +126,17 @@ def add_rms_norm(x_RD: Tensor, add_RD: Tensor | None, weight_D: Tensor, eps: flo
     return out_RD
 
 
+def add_layer_norm(x_RD: Tensor, add_RD: Tensor | None, weight_D: Tensor, eps: float, bias_D: Tensor, dtype: torch.dtype) -> Tensor:
+    """x += add in place, and the layer norm of the sum in `dtype`, of which `add` is; all else is float32."""
+    out_RD = torch.empty_like(x_RD, dtype=dtype)
+    call(
+        "add_layer_norm",
+        *(half(out_RD), *map(address, (x_RD, add_RD, weight_D, bias_D, out_RD))),
+        *(c_long(x_RD.shape[0]), c_long(x_RD.shape[1]), c_float(eps), torch.get_num_threads()),
+    )
+    return out_RD
+
+
 def rms_norm(
     x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype, add: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:

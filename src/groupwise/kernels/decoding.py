@@ -160,13 +160,16 @@ class _Weight(ctypes.Structure):
     _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("outputs", c_long))
 
 
+class _Norm(ctypes.Structure):
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("eps", c_float))
+
+
 class _Block(ctypes.Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("norm", "head_norm", "mlp_norm")),
-        *((name, _Weight) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, _Norm) for name in ("norm", "head_norm", "mlp_norm")),
+        *((name, _Weight) for name in ("qkv", "out", "up", "down")),
         *((name, c_void_p) for name in ("own_k", "own_v", "prompt_k", "prompt_v")),
-        ("window", c_long),
-        *((name, c_float) for name in ("norm_eps", "head_eps", "mlp_eps", "scale")),
+        *(("window", c_long), ("scale", c_float)),
     )
 
 
@@ -181,8 +184,8 @@ class _Step(ctypes.Structure):
 
 class _Ends(ctypes.Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("embedding", "cosine", "sine", "norm")),
-        *(("eps", c_float), ("head", _Weight), ("blocks", c_long)),
+        *((name, c_void_p) for name in ("embedding", "cosine", "sine", "position")),
+        *(("norm", _Norm), ("head", _Weight), ("blocks", c_long)),
     )
 
 
@@ -196,28 +199,32 @@ class _Tokens(ctypes.Structure):
 
 
 class Norm(NamedTuple):
-    """The weight of an RMSNorm in float32, of one row or of the heads of a row, and its epsilon."""
+    """An RMSNorm of a row or of its heads, or with a bias a layer norm of a row; float32."""
 
     weight: Tensor
     eps: float
+    bias: Tensor | None = None
 
 
 class Block(NamedTuple):
-    """A block of a Llama-like model: products in one type, queries, keys and values side by side, gate beside up."""
+    """A block of a model like Llama or GPT-2: products in one type, queries, keys and values side by side.
+
+    up: gate beside up, or up alone, which GELU (tanh) follows.
+    """
 
     norm: Norm
     qkv: Product
     head_norm: Norm | None
     out: Product
     mlp_norm: Norm
-    gate_up: Product
+    up: Product
     down: Product
     scale: float
     window: int | None
 
 
 class Blocks:
-    """All blocks of a Llama-like model for one new token per row, in one call (kernels/blocks.cpp)."""
+    """All blocks of such a model for one new token per row, in one call (kernels/blocks.cpp)."""
 
     def __init__(self, blocks: Sequence[Block], heads: int, shared: int, width: int) -> None:
         """heads of queries; shared: of keys and values; of this width."""
@@ -225,11 +232,16 @@ class Blocks:
         self.c_blocks = (_Block * len(blocks))(*map(_block, blocks))
 
     def __call__(
-        self, x_RD: Tensor, cos_RW: Tensor, sin_RW: Tensor, slabs: Sequence[tuple[_Slab, _Slab]], rows: Rows, length_R: Tensor
+        self,
+        x_RD: Tensor,
+        rotary_RW: tuple[Tensor, Tensor] | None,
+        slabs: Sequence[tuple[_Slab, _Slab]],
+        rows: Rows,
+        length_R: Tensor,
     ) -> Tensor:
         """What the last MLP adds; the others' additions are in x (float32), which changes.
 
-        slabs: of each block own and prompt, as in `decode_attention`.
+        rotary: cosines and sines of the rows' positions.  slabs: of each block own and prompt, as in `decode_attention`.
         """
         last_RD = x_RD.new_empty(x_RD.shape, dtype=self.blocks[0].qkv.packed.dtype)
         parts, count, prompt_length, order = rows.arguments
@@ -238,8 +250,7 @@ class Blocks:
             x_RD.shape[0],
             x=x_RD.data_ptr(),
             last=last_RD.data_ptr(),
-            cosine=cos_RW.data_ptr(),
-            sine=sin_RW.data_ptr(),
+            **({} if rotary_RW is None else {"cosine": rotary_RW[0].data_ptr(), "sine": rotary_RW[1].data_ptr()}),
             parts=ctypes.addressof(parts),
             part_count=count.value,
             prompt_length=ctypes.addressof(prompt_length),
@@ -283,14 +294,26 @@ class Drawn(NamedTuple):
 
 
 class Decoder:
-    """A Llama-like model that draws several tokens for each row in one call (kernels/blocks.cpp)."""
+    """Such a model, drawing several tokens for each row in one call (kernels/blocks.cpp)."""
 
-    def __init__(self, blocks: Blocks, embedding_VD: Tensor, tables: tuple[Tensor, Tensor], norm: Norm, head: Product) -> None:
-        """tables: cosines and sines of all positions (P, W), float32 as the embedding."""
+    def __init__(
+        self,
+        blocks: Blocks,
+        norm: Norm,
+        head: Product,
+        embedding_VD: Tensor,
+        *,
+        rotary_PW: tuple[Tensor, Tensor] | None = None,
+        position_PD: Tensor | None = None,
+    ) -> None:
+        """Tables (float32) of all tokens, and of all positions cosines and sines or embeddings."""
         self.blocks, self.head, self.norm = blocks, head, norm
-        self.tables = [table.contiguous() for table in (embedding_VD, *tables)]
-        places = (table.data_ptr() for table in (*self.tables, norm.weight))
-        self.ends = _Ends(*places, norm.eps, _weight(head), len(blocks.blocks))
+        tables = {"embedding": embedding_VD, "position": position_PD}
+        if rotary_PW is not None:
+            tables |= {"cosine": rotary_PW[0], "sine": rotary_PW[1]}
+        self.tables = {name: table.contiguous() for name, table in tables.items() if table is not None}
+        places = {name: table.data_ptr() for name, table in self.tables.items()}
+        self.ends = _Ends(**places, norm=_norm(norm), head=_weight(head), blocks=len(blocks.blocks))
 
     def __call__(
         self,
@@ -330,14 +353,14 @@ _Slab = tuple[Tensor, Tensor]
 
 def _block(block: Block) -> _Block:
     norms = (block.norm, block.head_norm, block.mlp_norm)
-    products = (block.qkv, block.out, block.gate_up, block.down)
-    return _Block(
-        *(None if norm is None else norm.weight.data_ptr() for norm in norms),
-        *map(_weight, products),
-        window=block.window or 0,
-        scale=block.scale,
-        **{f"{name}_eps": norm.eps for name, norm in zip(("norm", "head", "mlp"), norms, strict=True) if norm is not None},
-    )
+    products = (block.qkv, block.out, block.up, block.down)
+    return _Block(*map(_norm, norms), *map(_weight, products), window=block.window or 0, scale=block.scale)
+
+
+def _norm(norm: Norm | None) -> _Norm:
+    if norm is None:
+        return _Norm()
+    return _Norm(norm.weight.data_ptr(), None if norm.bias is None else norm.bias.data_ptr(), norm.eps)
 
 
 def _weight(product: Product) -> _Weight:

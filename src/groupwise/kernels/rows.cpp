@@ -37,6 +37,31 @@ extern "C" void add_rms_norm(int x_half, int add_half, int out_half, const void 
     });
 }
 
+// x += add (or nothing), and the layer norm of the sum.  add, out: of the type that `half` says.
+extern "C" void add_layer_norm(int half, float *x, const void *add, const float *weight, const float *bias, void *out, long rows, long width,
+                               float eps, int threads) {
+    typed(half, half, [=](auto zero, auto) {
+        typedef decltype(zero) T;
+        each(rows, threads, [=](long t) {
+            float *from = x + t * width;
+            Vec total = all(0.0f), squares = all(0.0f);
+            for (long d = 0; d < width; d += LANES) {
+                Vec number = load(from + d);
+                if (add) store(from + d, number += load((const T *)add + t * width + d));
+                total += number;
+            }
+            float mean = sum(total) / width;
+            for (long d = 0; d < width; d += LANES) {
+                Vec off = load(from + d) - mean;
+                squares += off * off;
+            }
+            float factor = 1.0f / std::sqrt(sum(squares) / width + eps);
+            for (long d = 0; d < width; d += LANES)
+                store((T *)out + t * width + d, (load(from + d) - mean) * factor * load(weight + d) + load(bias + d));
+        });
+    });
+}
+
 // Norms of heads in place, (rows, heads, width) with rows `row_step` apart; every head has its own weight.
 extern "C" void head_norm(int half, void *x, long row_step, const float *weight, long rows, long heads, long width, float eps, int threads) {
     typed(half, half, [=](auto zero, auto) {
