@@ -9,7 +9,7 @@ from scipy.stats import chisquare
 
 from groupwise.errors import Diverged, EngineError
 from groupwise.records import Finish, Sampling
-from groupwise.rollout.native import NativeEngine
+from groupwise.rollout.native import NativeEngine, _Run
 from groupwise.rollout.transformers import TransformersEngine
 from groupwise.settings import ModelSettings
 
@@ -133,6 +133,21 @@ def test_p35_finished_rows_make_room_for_waiting_ones(policy_of, prompts_of, mon
     assert sum(decoded) == tokens - 24, "every live row is decoded once per token, no ended row ever is"
     assert sum(n for kind, n in rows if kind == "Prefill") == 24, "every prompt is computed once"
     assert decoded[: len(decoded) // 2] == [8] * (len(decoded) // 2), "rows stay full while completions wait"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_no_row_is_free_while_completions_wait_though_many_end_at_once(dtype, policy_of, prompts_of, monkeypatch):
+    class Short(NativeEngine):
+        def limit(self, prompt, index, sampling):
+            return 1 if index % 4 else 24
+
+    live, step = [], _Run._step
+    monkeypatch.setattr(_Run, "_step", lambda self: live.append((len(self.live), len(self.waiting))) or step(self))
+    policy = policy_of("llama", dtype=dtype, head_dim=32)
+    groups = run(policy, prompts_of(*[4] * 9), Sampling(max_new_tokens=24), group_size=5, max_rows=6, engine=Short)
+    assert len(groups) == 9
+    assert live
+    assert all(rows == 6 for rows, waiting in live if waiting)
 
 
 def test_groups_come_as_soon_as_they_are_complete(policy_of, prompts_of):

@@ -23,7 +23,7 @@ struct Step {
     const float *cosine, *sine;  // of the rows' positions; null: nothing turns
     const Part *parts;
     long part_count;
-    const int64_t *prompt_length, *rows_of_parts, *length, *entry;  // entry: where a row's own tokens are kept; null: at its number
+    const int64_t *prompt_length, *rows_of_parts, *length, *places;  // places: the entries of rows' own tokens; null: their numbers
     long own_room, prompt_room, rows, hidden, inner, heads, shared, width;
 };
 
@@ -36,9 +36,10 @@ struct Ends {
     long blocks;
 };
 
-// What is decoded, an entry for each row: the last token (then the newest), own tokens kept, the most it may have, its prompt.
+// What is decoded, an entry for each row: its newest token and how many of its own have been kept, both overwritten as tokens are drawn;
+// the most it may have, its prompt.
 struct Tokens {
-    int64_t *last, *kept;
+    int64_t *newest, *kept;
     const int64_t *limit, *prompt;
     const double *uniform;  // (rows, uniform_step), one for each of a row's tokens
     long uniform_step;
@@ -98,7 +99,7 @@ static void run(const Block *blocks, long count, const Step &s, int threads) {
         if (b->head_norm.weight) head_norm(HALF, qkv, all * width, b->head_norm.weight, s.rows, both, width, b->head_norm.eps, threads);
         if (s.cosine) rotate(HALF, qkv, all * width, width, s.cosine, s.sine, turned, s.rows, both, width, 1.0f, threads);
         decode_attention(HALF, asked, asked + s.heads * width, qkv + both * width, seen, steps, b->own_k, b->own_v, s.own_room, b->prompt_k,
-                         b->prompt_v, s.prompt_room, s.parts, s.part_count, s.prompt_length, s.rows_of_parts, s.length, s.entry, s.heads,
+                         b->prompt_v, s.prompt_room, s.parts, s.part_count, s.prompt_length, s.rows_of_parts, s.length, s.places, s.heads,
                          s.shared, width, b->scale, b->window, threads);
         multiply(seen, b->out, last, s.rows, s.heads * width, threads);
         normalize(s.x, last, b->mlp_norm, normed, s.rows, s.hidden, threads);
@@ -113,7 +114,7 @@ extern "C" void decode_blocks(int half, const Block *blocks, long count, const S
     (half ? run<bfloat16> : run<float>)(blocks, count, *step, threads);
 }
 
-constexpr long ROWS_OF_PART = 16;  // of a prompt that one thread works on: more would leave other threads without work
+constexpr long ROWS_OF_PART = 16;  // as decoding.py's ROWS_AT_ONCE
 
 // The live rows prompt by prompt: whose keys of the prompt meet all of them in one product.
 struct Order {
@@ -143,19 +144,27 @@ static void decode(const Block *blocks, const Ends &ends, Step s, const Tokens &
     std::unique_ptr<T[]> last(new T[s.rows * s.hidden]), normed(new T[s.rows * s.hidden]), logits(new T[at_once * vocabulary]);
     s.x = x.data(), s.last = last.get(), s.length = length.data();
     if (ends.cosine) s.cosine = cosine.data(), s.sine = sine.data();
+    auto lay_out = [&](long row, long entry) {
+        long position = s.prompt_length[t.prompt[entry]] + t.kept[entry];
+        length[row] = ++t.kept[entry];
+        uniform[row] = t.uniform[entry * t.uniform_step + length[row]];
+        std::copy_n(ends.embedding + t.newest[entry] * s.hidden, s.hidden, s.x + row * s.hidden);
+        for (long d = 0; ends.position && d < s.hidden; d++) s.x[row * s.hidden + d] += ends.position[position * s.hidden + d];
+        if (ends.cosine) std::copy_n(ends.cosine + position * s.width, s.width, &cosine[row * s.width]);
+        if (ends.sine) std::copy_n(ends.sine + position * s.width, s.width, &sine[row * s.width]);
+    };
+    auto goes_on = [&](long row, long entry) {
+        long place = entry * t.steps + t.drawn[entry]++;
+        t.token[place] = t.newest[entry] = token[row];
+        t.logp[place] = logp[row];
+        bool ended = std::find(t.ending, t.ending + t.endings, token[row]) != t.ending + t.endings;
+        return !ended && t.kept[entry] + 1 < t.limit[entry];
+    };
     Order order(live, t.prompt);
     for (long step = 0; step < t.steps && !live.empty(); step++) {
-        s.rows = live.size(), s.entry = live.data();
+        s.rows = live.size(), s.places = live.data();
         s.parts = order.parts.data(), s.part_count = order.parts.size(), s.rows_of_parts = order.rows.data();
-        for (long row = 0; row < s.rows; row++) {
-            long entry = live[row], position = s.prompt_length[t.prompt[entry]] + t.kept[entry];
-            length[row] = ++t.kept[entry];
-            uniform[row] = t.uniform[entry * t.uniform_step + length[row]];
-            std::copy_n(ends.embedding + t.last[entry] * s.hidden, s.hidden, s.x + row * s.hidden);
-            for (long d = 0; ends.position && d < s.hidden; d++) s.x[row * s.hidden + d] += ends.position[position * s.hidden + d];
-            if (ends.cosine) std::copy_n(ends.cosine + position * s.width, s.width, &cosine[row * s.width]);
-            if (ends.sine) std::copy_n(ends.sine + position * s.width, s.width, &sine[row * s.width]);
-        }
+        for (long row = 0; row < s.rows; row++) lay_out(row, live[row]);
         run<T>(blocks, ends.blocks, s, threads);
         normalize(s.x, (const T *)s.last, ends.norm, normed.get(), s.rows, s.hidden, threads);
         for (long row = 0; row < s.rows; row += at_once) {
@@ -164,13 +173,8 @@ static void decode(const Block *blocks, const Ends &ends, Step s, const Tokens &
             draw_tokens(HALF, logits.get(), t.temperature, &uniform[row], &token[row], &logp[row], rows, vocabulary, threads);
         }
         std::vector<int64_t> still;
-        for (long row = 0; row < s.rows; row++) {
-            long entry = live[row], place = entry * t.steps + t.drawn[entry]++;
-            t.token[place] = t.last[entry] = token[row];
-            t.logp[place] = logp[row];
-            bool ends_it = std::find(t.ending, t.ending + t.endings, token[row]) != t.ending + t.endings;
-            if (!ends_it && t.kept[entry] + 1 < t.limit[entry]) still.push_back(entry);
-        }
+        for (long row = 0; row < s.rows; row++)
+            if (goes_on(row, live[row])) still.push_back(live[row]);
         if (still.size() == live.size()) continue;
         if (t.until_one_ends) return;
         live = still;
@@ -178,7 +182,7 @@ static void decode(const Block *blocks, const Ends &ends, Step s, const Tokens &
     }
 }
 
-// Tokens after one another, until all rows have ended or drawn so many.
+// Tokens after one another, until all rows (or, where it is said, one of them) have ended or drawn so many.
 extern "C" void decode_tokens(int half, const Block *blocks, const Ends *ends, const Step *step, const Tokens *tokens, int threads) {
     (half ? decode<bfloat16> : decode<float>)(blocks, *ends, *step, *tokens, threads);
 }

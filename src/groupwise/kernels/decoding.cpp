@@ -8,8 +8,8 @@
 // first words, their second ones and so on, then the next 16 tokens.  Values: a word holds a number of one token, or of two neighbours.
 // A slab has room for whole blocks of 32 tokens, in which zeros lie behind the last token's values.
 //
-// All sums are float32.  Where bfloat16 numbers meet in pairs or on tiles, queries and weights are rounded to it first and subnormal
-// numbers are zeros.
+// All sums are float32.  Where bfloat16 numbers meet in pairs or on tiles, weights are rounded to it first and subnormal numbers are
+// zeros.
 
 #include "tiles.h"
 

@@ -1,4 +1,4 @@
-"""The compiled kernels of decoding as functions of tensors: one new token for each row, by weights packed for it.
+"""The compiled kernels of decoding as functions of tensors: new tokens for each row, by weights packed for it.
 
 R rows (completions being decoded)   D width of the model   H query heads   K key-value heads   W head width   O outputs   I inputs
 """
@@ -17,7 +17,7 @@ from groupwise.kernels.cpu import TYPES
 from groupwise.kernels.library import address, call, half, library
 
 ROWS_AT_ONCE = 16
-"""Rows of a prompt that one thread works on: more would leave other threads without work."""
+"""Rows of a prompt that one thread works on (blocks.cpp's ROWS_OF_PART): more would leave other threads without work."""
 
 
 class Rows:
@@ -177,7 +177,7 @@ class _Step(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("x", "last", "cosine", "sine", "parts")),
         ("part_count", c_long),
-        *((name, c_void_p) for name in ("prompt_length", "rows_of_parts", "length", "entry")),
+        *((name, c_void_p) for name in ("prompt_length", "rows_of_parts", "length", "places")),
         *((name, c_long) for name in ("own_room", "prompt_room", "rows", "hidden", "inner", "heads", "shared", "width")),
     )
 
@@ -191,7 +191,7 @@ class _Ends(ctypes.Structure):
 
 class _Tokens(ctypes.Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("last", "kept", "limit", "prompt", "uniform")),
+        *((name, c_void_p) for name in ("newest", "kept", "limit", "prompt", "uniform")),
         *(("uniform_step", c_long), ("ending", c_void_p), ("endings", c_long), ("temperature", c_float), ("until_one_ends", c_int)),
         *((name, c_long) for name in ("steps", "at_once")),
         *((name, c_void_p) for name in ("token", "logp", "drawn")),
@@ -273,7 +273,7 @@ class Blocks:
 class Live(NamedTuple):
     """Completions that are being decoded; int64 if nothing else is said."""
 
-    last_R: Tensor
+    newest_R: Tensor
     """The newest token of each."""
     kept_R: Tensor
     """Own tokens whose keys and values are kept: all but the newest."""
@@ -332,14 +332,14 @@ class Decoder:
         place.  rows_at_once: whose logits exist at the same time.
         """
         live = Live(*(tensor.contiguous() for tensor in live))
-        last_R, kept_R = live.last_R.clone(), live.kept_R.clone()  # they go along
-        rows = live.last_R.shape[0]
-        token_RN = live.last_R.new_empty(rows, steps)
-        drawn = Drawn(token_RN, torch.empty(rows, steps, dtype=torch.float32), live.last_R.new_zeros(rows))
+        newest_R, kept_R = live.newest_R.clone(), live.kept_R.clone()  # they go along
+        rows = live.newest_R.shape[0]
+        token_RN = live.newest_R.new_empty(rows, steps)
+        drawn = Drawn(token_RN, torch.empty(rows, steps, dtype=torch.float32), live.newest_R.new_zeros(rows))
         c_ending = (ctypes.c_int64 * max(len(ending), 1))(*ending)
         step = self.blocks.step(slabs, rows, prompt_length=live.prompt_length_P.data_ptr())
         tokens = _Tokens(
-            *(x.data_ptr() for x in (last_R, kept_R, live.limit_R, live.prompt_R, live.uniform_RT)),
+            *(x.data_ptr() for x in (newest_R, kept_R, live.limit_R, live.prompt_R, live.uniform_RT)),
             *(live.uniform_RT.shape[1], ctypes.addressof(c_ending), len(ending), temperature, int(until_one_ends)),
             *(steps, rows_at_once, *(x.data_ptr() for x in drawn)),
         )

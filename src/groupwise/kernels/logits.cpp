@@ -1,4 +1,5 @@
-// What is read off logits: log-probs, entropies, slopes, and tokens drawn.  All sums are float32 where nothing else is said.
+// What is read off logits: log-probs, entropies, slopes, and tokens drawn.  All sums are float32, but for those
+// of a distribution that is drawn from, whose blocks' sums are added up in float64.
 
 #include "rows.h"
 
@@ -78,7 +79,8 @@ extern "C" void slope_of_logits(int half, void *x, const float *scale, const int
 
 constexpr long BLOCK = 128;  // of the vocabulary: the cumulative sum is taken over blocks, and inside one of them
 
-// The first number at which the sum of those up to it passes `reach`; never one that is 0 itself.  before: the sum of those before it.
+// The first number at which the sum of those up to it passes `reach`; never one that is 0 itself, and the last where
+// they are no numbers.  before: the sum of those before it.
 template <typename Number>
 static inline long first_above(const Number *numbers, long count, double reach, double *before) {
     double whole = 0.0, sum = 0.0;
@@ -92,9 +94,9 @@ static inline long first_above(const Number *numbers, long count, double reach, 
 
 // One token of each row and its log-probability in softmax(x / temperature): the inverse of the cumulative distribution at a uniform
 // number; at temperature 0 the first of the likeliest, and its log-probability at temperature 1.
-extern "C" void draw_tokens(int half, const void *x, float temperature, const double *uniform, int64_t *token, float *logp, long rows, long width,
-                            int threads) {
-    float scale = temperature > 0.0f ? 1.0f / temperature : 1.0f;
+extern "C" void draw_tokens(int half, const void *x, float temperature, const double *uniform, int64_t *token, float *logp, long rows,
+                            long width, int threads) {
+    float scale = temperature > 0.0f ? std::fmin(1.0f / temperature, 1e30f) : 1.0f;
     typed(half, half, [=](auto zero, auto) {
         each(rows, threads, [=](long t) {
             Logits<decltype(zero)> row{(const decltype(zero) *)x + t * width, width, 1.0f};

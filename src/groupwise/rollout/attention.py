@@ -11,7 +11,7 @@ T own tokens   M prompt tokens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ class Prefill:
 
 
 class Decode:
-    """One new token per row: its key and value are kept, then it attends to its prompt and its own completion."""
+    """New tokens of rows: a token's key and value are kept, then it attends to its prompt and its own completion."""
 
     def __init__(self, prompts: Store, own: Store, device: torch.device) -> None:
         self.prompts, self.own, self.device = prompts, own, device
@@ -88,6 +88,7 @@ class Decode:
             self.rows_P[entry].append(row)
         self.longest_prompt = max(prompt_length_P)
         self._index: dict[int, tuple[Tensor, Tensor]] = {}
+        self._made: dict[str, Tensor] = {}
         self._rows = decoding.Rows(self.rows_P, prompt_length_P)
         self._length_R = torch.tensor(self.length_R, device=self.device)
         position_R = [prompt_length_P[entry] + length - 1 for entry, length in zip(entry_R, length_R, strict=True)]
@@ -115,12 +116,12 @@ class Decode:
         return blocks(x_RD, rotary_RW, self._slabs(len(blocks.blocks)), self._rows, self._length_R)
 
     def draw(
-        self, decoder: decoding.Decoder, last_R: Tensor, limit_R: Sequence[int], uniform_RT: Tensor, steps: int, **how: Any
+        self, decoder: decoding.Decoder, newest_R: Tensor, limit_R: Sequence[int], uniform_RT: Tensor, steps: int, **how: Any
     ) -> decoding.Drawn:
-        """Several tokens for each row, whose newest are `last_R`; see `decoding.Decoder`.  Rows are to be arranged again."""
+        """Several tokens for each row, whose newest are `newest_R`; see `decoding.Decoder`.  Rows are to be arranged again."""
         self.own.reserve(len(self.length_R), min(max(self.length_R) + steps, self.own.most_tokens))
         limit, prompt, prompt_length = (torch.tensor(column) for column in (limit_R, self.entry_R, self.prompt_length_P))
-        live = decoding.Live(last_R, self._length_R, limit, prompt, prompt_length, uniform_RT)
+        live = decoding.Live(newest_R, self._length_R, limit, prompt, prompt_length, uniform_RT)
         return decoder(live, self._slabs(len(decoder.blocks.blocks)), steps, **how)
 
     def _slabs(self, layers: int) -> list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]:
@@ -187,10 +188,16 @@ class Decode:
         share_RKQ1 = torch.sigmoid(prompt_lse_RKQ - own_lse_RKQ)[..., None].to(own_RKQD.dtype)
         return torch.lerp(own_RKQD, prompt_RKQD, share_RKQ1).view(count, heads, width)
 
+    def _once(self, name: str, make: Callable[[], list[Any]]) -> Tensor:
+        """A tensor that holds until the next arrangement: on CUDA copying it from the host waits for the device."""
+        if name not in self._made:
+            self._made[name] = torch.tensor(make(), device=self.device)
+        return self._made[name]
+
     def _member_PN(self) -> Tensor:
         """The rows of each prompt.  Prompts with fewer live rows than others compute some row 0 again; nothing reads that."""
         most = max(map(len, self.rows_P))
-        return torch.tensor([rows + [0] * (most - len(rows)) for rows in self.rows_P], device=self.device)
+        return self._once("members", lambda: [rows + [0] * (most - len(rows)) for rows in self.rows_P])
 
     def _indices(self, shared: int) -> tuple[Tensor, Tensor]:
         """Rows x heads -> prompts x heads x members, and back."""
@@ -222,7 +229,7 @@ class Decode:
             bias = None
             if window is not None or min(self.prompt_length_P) < self.longest_prompt:
                 place_M = torch.arange(self.longest_prompt, device=self.device)
-                hidden_PXM = (place_M[None] >= torch.tensor(self.prompt_length_P, device=self.device)[:, None])[:, None]
+                hidden_PXM = (place_M[None] >= self._once("prompt ends", lambda: self.prompt_length_P)[:, None])[:, None]
                 if window is not None:
                     left_behind_PNM = place_M[None, None] <= self.position_R[self._member_PN()][..., None] - window
                     hidden_PXM = (hidden_PXM | left_behind_PNM).repeat_interleave(queries, 1)

@@ -2,8 +2,8 @@
 
 Decoding a few rows through a small or medium model is bound by how fast matrices are read and by the work around the products.
 Here the weights are prepared once per `generate` in the layout that few-row products run fastest in (see `pieces.product`),
-projections of the same input are joined, and a layer is 10 operations instead of 80 (25 without the compiled kernels).  Where all of
-it is compiled, one call draws several tokens of all rows.
+projections of the same input are joined, and a layer is 10 operations instead of 80 (25 without the compiled kernels).  Where all
+of it is compiled, one call draws several tokens of all rows.
 Nothing can be stale: what was prepared is dropped with the call, and prepared again when the engine's version changes.
 
 Only what is exactly known runs here; anything else (another class, adapters, hooks, other activations) takes the modules.
@@ -254,9 +254,11 @@ class RotaryForward(_Lean):
 
     def _decoder(self) -> decoding.Decoder | None:
         """All of it as the compiled kernels know it, if they do."""
-        if self.blocks is None or not isinstance(self.turn, CompiledTurn) or not isinstance(self.norm, CompiledNorm):
+        if self.blocks is None:
             return None
-        assert isinstance(self.head, decoding.Product)
+        assert (
+            isinstance(self.turn, CompiledTurn) and isinstance(self.norm, CompiledNorm) and isinstance(self.head, decoding.Product)
+        )
         rotary_PW = (self.turn.cos_PW, self.turn.sin_PW)
         return decoding.Decoder(self.blocks, self.norm.norm, self.head, self.embedding_VD, rotary_PW=rotary_PW)
 
@@ -323,9 +325,9 @@ class GPT2Forward(_Lean):
 
     def _decoder(self) -> decoding.Decoder | None:
         """All of it as the compiled kernels know it, if they do."""
-        if self.blocks is None or not isinstance(self.norm, CompiledLayerNorm):
+        if self.blocks is None:
             return None
-        assert isinstance(self.head, decoding.Product)
+        assert isinstance(self.norm, CompiledLayerNorm) and isinstance(self.head, decoding.Product)
         return decoding.Decoder(self.blocks, self.norm.norm, self.head, self.token_VD, position_PD=self.position_PD)
 
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: RowAttention) -> Tensor:

@@ -1,8 +1,8 @@
 """The native engine: samples in the trainer's process, on the training weights, with every prompt computed once.
 
 The waiting prompts are sorted by length, so that those decoded together are alike.  A prompt is prefilled when the first of its
-completions gets a row; completions leave their row in the step in which they end, and the next waiting one takes it.  All live
-rows go through the model as one flat stream: its linear layers see (R, D), whatever prompts and lengths the rows have.
+completions gets a row; a completion that ends is computed no further, and the next waiting one takes its row.  All live rows go
+through the model as one flat stream: its linear layers see (R, D), whatever prompts and lengths the rows have.
 
 R rows (completions being decoded)   P prompts prefilled together   V vocabulary   D model width   T tokens
 """
@@ -36,8 +36,9 @@ PREFILL_TOKENS = 8192
 """Most tokens of one prefill pass (a longer prompt has a pass of its own): bounds the memory of its activations."""
 FIRST_TOKENS = 64
 """Room for own tokens that a row starts with."""
-STEPS = 16
-"""Tokens that rows draw before Python looks at them again, where it need not look at each."""
+STEPS, WORK = 16, 16 * 10**9
+"""Tokens that rows draw before Python looks at them again, where it need not look at each; fewer where these times their rows times
+the weights are more than `WORK`: about a fifth of a second, in which nobody hears a signal."""
 
 
 class Forward(Protocol):
@@ -110,7 +111,11 @@ class NativeEngine:
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int
     ) -> Iterator[tuple[Rollout, ...]]:
-        """See `engine.Engine`."""
+        """See `engine.Engine`.
+
+        Weights that change between two groups are those of all tokens drawn from then on; other completions may have drawn up to
+        `STEPS` tokens more than the group's last.
+        """
         check_request(self.policy, prompts, group_size, sampling)
         run = _Run(self, prompts, group_size, sampling, seed)
         while run.unfinished:
@@ -186,6 +191,7 @@ class _Run:
         self.own = Store(rows, min(longest, FIRST_TOKENS), most_tokens=longest)
         self.decode = Decode(self.prompts, self.own, self.device)
         self.rows_at_once = chunk_rows(self.policy.vocabulary, 4)
+        self.weights = sum(parameter.numel() for parameter in self.policy.model.parameters())
 
     def advance(self) -> list[tuple[Rollout, ...]]:
         """Decode until a group is complete; returns all that are."""
@@ -197,7 +203,7 @@ class _Run:
             self.forward, self.prepared = forward, self.engine.version
         finished: list[tuple[Rollout, ...]] = []
         while not finished and self.unfinished:
-            if self.waiting and len(self.live) < self.engine.max_rows:
+            while not finished and self.waiting and len(self.live) < self.engine.max_rows:
                 finished += self._admit()
             if self.live and not finished:
                 finished += self._step()
@@ -273,12 +279,13 @@ class _Run:
 
     def _steps(self, decoder: Decoder) -> list[tuple[Rollout, ...]]:
         """Several tokens for every live row.  Rows that end draw no more; if others wait for their place, nobody does."""
+        steps = min(STEPS, WORK // (self.weights * len(self.live)), max(row.limit - len(row.tokens) for row in self.live))
         drawn = self.decode.draw(
             decoder,
             self.token_R,
             [row.limit for row in self.live],
             self.uniform_RT,
-            1 if self.sampling.stop else min(STEPS, max(row.limit - len(row.tokens) for row in self.live)),
+            1 if self.sampling.stop else max(1, steps),
             temperature=self.sampling.temperature,
             ending=self.policy.eos_ids,
             until_one_ends=bool(self.waiting),
@@ -360,7 +367,8 @@ class _Run:
 
 
 def _to_host(token_R: Tensor, logp_R: Tensor) -> tuple[list[list[int]], list[list[float]]]:
-    """A token of each row in one transfer: on CUDA the step's only wait for the device (float64 holds every id exactly)."""
+    """A token and its log-prob of each row, as lists of one, in one transfer: on CUDA the step's only wait for the device (float64
+    holds every id exactly)."""
     if token_R.device.type == "cpu":
         return token_R[:, None].tolist(), logp_R[:, None].tolist()
     tokens, logps = torch.stack([token_R.double(), logp_R.double()]).tolist()
