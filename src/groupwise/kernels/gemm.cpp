@@ -125,7 +125,8 @@ struct OnVectors {
             for (long i = 0; i < out.rows; i += MOST) {
                 Result here = out.at(i, j, true);
                 Pass<T, float> *meet = pass_for<T, float>(least(MOST, here.rows), here.columns > LANES ? 2 : 1);
-                meet(a + i * steps, b + j * steps, steps, here.bias, here.add ? here.to : nullptr, here.to, here.row, here.columns);
+                meet(a + i * steps, b + j * steps, steps, here.bias, here.add ? here.to : nullptr, here.to, here.row, here.columns,
+                     nullptr);
             }
     }
 };

@@ -77,10 +77,10 @@ static inline void fill_panel(const Source *from, long outer_step, long inner_st
 }
 
 // M rows, their numbers of a step side by side, meet N panels: out = or (before) += the sums, the first of which begin with a bias.
-// columns: how many there are from the first panel's on.
+// columns: how many there are from the first panel's on.  next: a panel that is asked for on the way, or null.
 template <typename T, int M, int N, typename Out>
 static void pass(const float *numbers, const float *panels, long steps, const float *bias, const float *before, Out *out, long out_row,
-                 long columns) {
+                 long columns, const float *next) {
     typedef Meeting<T> Meets;
     Vec total[N][M];
     for (int n = 0; n < N; n++) {
@@ -94,6 +94,7 @@ static void pass(const float *numbers, const float *panels, long steps, const fl
             panel[n] = Meets::panel(load(panels + (n * steps + i) * LANES));
             __builtin_prefetch(panels + (n * steps + i + VECTORS_AHEAD) * LANES);
         }
+        if (next) __builtin_prefetch(next + i * LANES, 0, 2);
 #pragma GCC unroll 32
         for (int m = 0; m < M; m++)
             for (int n = 0; n < N; n++) total[n][m] = Meets::add(total[n][m], numbers + i * M + m, panel[n]);
@@ -108,7 +109,7 @@ static void pass(const float *numbers, const float *panels, long steps, const fl
 }
 
 template <typename T, typename Out>
-using Pass = void(const float *, const float *, long, const float *, const float *, Out *, long, long);
+using Pass = void(const float *, const float *, long, const float *, const float *, Out *, long, long, const float *);
 
 template <typename T, int N, typename Out, int... M>
 static constexpr Pass<T, Out> *pass_of(int rows, std::integer_sequence<int, M...>) {

@@ -4,6 +4,8 @@
 // inputs, or for processors with matrix tiles (AMX) (panels, I / 32) tiles of 16 x 16 pairs.  Where a panel, a pair or a tile is not
 // full, it is padded with zeros.
 
+#include <algorithm>
+
 #include "panels.h"
 #include "tiles.h"
 
@@ -35,16 +37,20 @@ static void product_panels(const T *x, const void *packed, const float *bias, T 
             long count = here - first < each ? here - first : each;
             fill_panel<T>(x + first * inputs, inputs, 1, count, inputs, turned + first * steps, count);
         }
-        // Few rows take several panels at a time, so that enough sums are under way.
+        // Few rows take several panels at a time, so that enough sums are under way.  Where panels meet several blocks of rows, each of
+        // the first ones asks for one of those behind, so that memory does not rest while what is in the cache is multiplied.
         int wide = each <= FEW ? 4 : 2;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
         for (long group = 0; group < panels; group += wide)
             for (long first = 0; first < here; first += each) {
                 int count = here - first < each ? here - first : each, together = group + wide <= panels ? wide : 1;
                 Pass<T, T> *meet = pass_for<T, T>(count, together);
+                const float *weights = (const float *)packed;
+                long behind = group + wide + first / each;
+                const float *next = blocks > 1 && behind < std::min(group + 2 * wide, panels) ? weights + behind * steps * LANES : nullptr;
                 for (long panel = group; panel < panels && panel < group + wide; panel += together)
-                    meet(turned + first * steps, (const float *)packed + panel * steps * LANES, steps, bias ? bias + panel * LANES : nullptr,
-                         nullptr, out + first * outputs + panel * LANES, outputs, outputs - panel * LANES);
+                    meet(turned + first * steps, weights + panel * steps * LANES, steps, bias ? bias + panel * LANES : nullptr, nullptr,
+                         out + first * outputs + panel * LANES, outputs, outputs - panel * LANES, next);
             }
     }
 }
