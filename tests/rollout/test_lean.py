@@ -96,10 +96,9 @@ def test_lean_in_low_precision_is_as_near_to_float32_as_the_modules(family, prec
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if "wide" in family])
 @pytest.mark.parametrize("precision", ["float32", "autocast"])
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
-    ("max_rows", "options"),
-    [(8, {}), (64, {"temperature": 0.9}), (5, {"temperature": 0.0}), (8, {"stop": ("0", "1")})],
+    ("threads", "max_rows", "options"),
+    [(1, 8, {}), (2, 64, {"temperature": 0.9}), (1, 5, {"temperature": 0.0}), (2, 8, {"stop": ("0", "1")})],
 )
 def test_one_call_for_many_tokens_or_all_blocks_is_the_kernels_one_by_one(
     family, precision, threads, max_rows, options, policy_of, prompts_of, monkeypatch
