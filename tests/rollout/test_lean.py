@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from groupwise.kernels import decoding
 from groupwise.kernels.library import library
@@ -129,16 +130,46 @@ def test_one_call_for_many_tokens_or_all_blocks_is_the_kernels_one_by_one(
     assert len(finishes) > 1 or options.get("temperature") == 0.0
 
 
-def test_layers_of_different_sizes_go_through_the_modules(policy_of, prompts_of, scored):
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("inner", [16, 64, 480])
+def test_layers_of_different_sizes_go_through_the_modules(family, inner, policy_of, prompts_of, scored):
     """As pruning leaves them."""
-    policy = policy_of("llama", dtype=torch.float32, head_dim=32)
+    policy = policy_of(family, dtype=torch.float32, **FAMILIES[f"{family}, wide heads"])
     assert is_known(policy)
-    mlp = policy.model.model.layers[1].mlp
-    mlp.gate_proj, mlp.up_proj, mlp.down_proj = nn.Linear(32, 480), nn.Linear(32, 480), nn.Linear(480, 32)
+    if family == "llama":
+        mlp = policy.model.model.layers[1].mlp
+        mlp.gate_proj, mlp.up_proj, mlp.down_proj = nn.Linear(32, inner), nn.Linear(32, inner), nn.Linear(inner, 32)
+    else:
+        mlp = policy.model.transformer.h[1].mlp
+        mlp.c_fc, mlp.c_proj = Conv1D(inner, 32), Conv1D(32, inner)
     assert not is_known(policy)
     for group in completions(NativeEngine(policy, max_rows=8), prompts_of(5, 9)).values():
         for rollout in group:
             np.testing.assert_allclose(rollout.behavior_logp, scored(policy, rollout), rtol=0, atol=2e-5)
+
+
+def test_more_logits_than_embeddings_go_through_the_modules(policy_of):
+    policy = policy_of("llama", dtype=torch.float32, head_dim=32, tie_word_embeddings=False)
+    assert is_known(policy)
+    embeddings = policy.model.get_input_embeddings()
+    policy.model.set_input_embeddings(nn.Embedding.from_pretrained(embeddings.weight[:-1].detach()))
+    assert not is_known(policy)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_norms_whose_weights_lie_apart(family, policy_of, prompts_of):
+    policy = randomized(policy_of(family, dtype=torch.float32, sharpness=3.0, **FAMILIES[f"{family}, wide heads"]))
+    expected = completions(NativeEngine(policy, max_rows=8), prompts_of(5, 9))
+    for module in policy.model.modules():
+        if "Norm" in type(module).__name__:
+            for name, parameter in list(module.named_parameters()):
+                setattr(module, name, nn.Parameter(parameter.detach()[:, None].repeat(1, 2)[:, 0]))
+                assert not getattr(module, name).is_contiguous()
+    assert is_known(policy)
+    found = completions(NativeEngine(policy, max_rows=8), prompts_of(5, 9))
+    for name, group in expected.items():
+        assert [r.tokens.tolist() for r in found[name]] == [r.tokens.tolist() for r in group]
+        assert [r.behavior_logp.tolist() for r in found[name]] == [r.behavior_logp.tolist() for r in group]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -150,8 +150,9 @@ static void decode(const Block *blocks, const Ends &ends, Step s, const Tokens &
         uniform[row] = t.uniform[entry * t.uniform_step + length[row]];
         std::copy_n(ends.embedding + t.newest[entry] * s.hidden, s.hidden, s.x + row * s.hidden);
         for (long d = 0; ends.position && d < s.hidden; d++) s.x[row * s.hidden + d] += ends.position[position * s.hidden + d];
-        if (ends.cosine) std::copy_n(ends.cosine + position * s.width, s.width, &cosine[row * s.width]);
-        if (ends.sine) std::copy_n(ends.sine + position * s.width, s.width, &sine[row * s.width]);
+        if (!ends.cosine) return;
+        std::copy_n(ends.cosine + position * s.width, s.width, &cosine[row * s.width]);
+        std::copy_n(ends.sine + position * s.width, s.width, &sine[row * s.width]);
     };
     auto goes_on = [&](long row, long entry) {
         long place = entry * t.steps + t.drawn[entry]++;

@@ -280,7 +280,9 @@ class Live(NamedTuple):
     limit_R: Tensor
     """The most tokens it may have."""
     prompt_R: Tensor
+    """The entry of its prompt among those of `prompt_length_P`."""
     prompt_length_P: Tensor
+    """Tokens of each prompt."""
     uniform_RT: Tensor
     """float64: one for each of its tokens."""
 

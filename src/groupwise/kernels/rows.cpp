@@ -1,4 +1,4 @@
-// What is done between matrix products, in one pass each: norms, rotary positions, the gate of an MLP.
+// What is done between matrix products, in one pass each: RMS and layer norms, rotary positions, the gate of an MLP or its GELU.
 //
 // Streams are (T, D) with their rows one behind the other unless a step is given; all sums are float32.
 

@@ -73,6 +73,9 @@ def is_known(policy: Policy) -> bool:
         return False
     if head.scale != 1.0 or head.softcap is not None or any(_altered(module) for module in model.modules()):
         return False
+    embeddings: Any = model.get_input_embeddings()
+    if embeddings.weight.shape[0] < head.weight_VD.shape[0]:
+        return False  # a token could be drawn that has no embedding
     return type(model) in _FORWARDS and _FORWARDS[type(model)][1](model)
 
 
@@ -94,8 +97,7 @@ def _known_rotary(model: Any) -> bool:
     layers = [(*_projections(layer), *_mlp(layer)) for layer in base.layers]
     return (
         all(type(linear) is nn.Linear for linears in layers for linear in linears)
-        # Pruned layers may differ.
-        and all(a.weight.shape == b.weight.shape for linears in layers for a, b in zip(linears, layers[0], strict=True))
+        and _alike(layers)
         and all(type(layer.mlp.act_fn) in (nn.SiLU, SiLUActivation) for layer in base.layers)
         and base.rotary_emb.rope_type in STATIC_ROPE
         and 2 * base.rotary_emb.inv_freq.shape[0] == base.layers[0].self_attn.head_dim
@@ -104,17 +106,21 @@ def _known_rotary(model: Any) -> bool:
 
 def _known_gpt2(model: Any) -> bool:
     blocks = model.transformer.h
+    layers = [(block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj) for block in blocks]
     return (
-        all(
-            type(module) is Conv1D
-            for block in blocks
-            for module in (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)
-        )
+        all(type(linear) is Conv1D for linears in layers for linear in linears)
+        and _alike(layers)
+        and all(block.attn.num_heads == blocks[0].attn.num_heads for block in blocks)
         and all(isinstance(block.mlp.act, NewGELUActivation) for block in blocks)
         and model.config.scale_attn_weights
         and not model.config.scale_attn_by_inverse_layer_idx
         and not model.config.add_cross_attention
     )
+
+
+def _alike(layers: list[tuple[Any, ...]]) -> bool:
+    """True if the matrices of all layers have the same sides.  Those of pruned models may not."""
+    return all(a.weight.shape == b.weight.shape for linears in layers for a, b in zip(linears, layers[0], strict=True))
 
 
 def _mlp(layer: Any) -> tuple[Any, Any, Any]:
@@ -292,6 +298,7 @@ class GPT2Forward(_Lean):
         self.dtype = torch.bfloat16 if policy.autocast else policy.dtype
         self.product = partial(product, dtype=self.dtype)
         self.token_VD, self.position_PD = base.wte.weight.detach(), base.wpe.weight.detach()
+        assert positions <= self.position_PD.shape[0]
         self.heads = self.shared = base.h[0].attn.num_heads
         self.width = base.h[0].attn.head_dim
         self.compiled = (

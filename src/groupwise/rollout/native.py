@@ -36,9 +36,10 @@ PREFILL_TOKENS = 8192
 """Most tokens of one prefill pass (a longer prompt has a pass of its own): bounds the memory of its activations."""
 FIRST_TOKENS = 64
 """Room for own tokens that a row starts with."""
-STEPS, WORK = 16, 16 * 10**9
+STEPS, WORK, FEW = 16, 16 * 10**9, 12
 """Tokens that rows draw before Python looks at them again, where it need not look at each; fewer where these times their rows times
-the weights are more than `WORK`: about a fifth of a second, in which nobody hears a signal."""
+the weights are more than `WORK`: about a fifth of a second, in which nobody hears a signal (one token of a larger model takes
+longer).  Less than `FEW` rows take as long as these, for the weights have to be read."""
 
 
 class Forward(Protocol):
@@ -114,7 +115,7 @@ class NativeEngine:
         """See `engine.Engine`.
 
         Weights that change between two groups are those of all tokens drawn from then on; other completions may have drawn up to
-        `STEPS` tokens more than the group's last.
+        `STEPS` - 1 tokens more than the group's last.
         """
         check_request(self.policy, prompts, group_size, sampling)
         run = _Run(self, prompts, group_size, sampling, seed)
@@ -279,7 +280,8 @@ class _Run:
 
     def _steps(self, decoder: Decoder) -> list[tuple[Rollout, ...]]:
         """Several tokens for every live row.  Rows that end draw no more; if others wait for their place, nobody does."""
-        steps = min(STEPS, WORK // (self.weights * len(self.live)), max(row.limit - len(row.tokens) for row in self.live))
+        worth = WORK // (self.weights * max(len(self.live), FEW))
+        steps = min(STEPS, worth, max(row.limit - len(row.tokens) for row in self.live))
         drawn = self.decode.draw(
             decoder,
             self.token_R,

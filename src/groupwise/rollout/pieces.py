@@ -112,7 +112,7 @@ class CompiledNorm:
 
     def __init__(self, weight_D: Tensor, eps: float, dtype: torch.dtype) -> None:
         """dtype: of the result."""
-        self.norm, self.dtype = decoding.Norm(weight_D.detach().float(), eps), dtype
+        self.norm, self.dtype = decoding.Norm(weight_D.detach().float().contiguous(), eps), dtype
 
     def __call__(self, x_TD: Tensor, add_TD: Tensor | None = None) -> Tensor:
         """`x += add` in place, then x / sqrt(mean(x^2) + eps) * weight, in float32."""
@@ -154,8 +154,8 @@ class CompiledLayerNorm:
 
     def __init__(self, norm: Any, dtype: torch.dtype) -> None:
         """dtype: of the result."""
-        self.bias_D, self.dtype = norm.bias.detach(), dtype
-        self.norm = decoding.Norm(norm.weight.detach(), norm.eps, self.bias_D)
+        self.bias_D, self.dtype = norm.bias.detach().float().contiguous(), dtype
+        self.norm = decoding.Norm(norm.weight.detach().float().contiguous(), norm.eps, self.bias_D)
 
     def __call__(self, x_TD: Tensor, add_TD: Tensor | None = None) -> Tensor:
         """`x += add` in place, then the layer norm of it, in float32."""
