@@ -2,11 +2,15 @@
 
     python benchmarks/limits.py --shape M --dtype bfloat16
 
-Ceilings are measured here and now, on the products' own sizes: matrix products (GEMM) with as many rows as the update packs and
-with as few as decoding has, reading and copying memory, and attention.  The update's share is the time that its products' FLOPs
-would take at the GEMM ceiling (the faster of torch's products and ours) over the time it took; decoding is bound at every step by
-reading the weights and the live keys and values, or by the products of its live rows, whichever takes longer.  FLOPs are counted
-as in docs/performance.md: `2 N n + 4 L a c n + 2 V d m` forward, twice that backward.  Processor seconds throughout.
+Ceilings are measured in turn with the steps, on the products' own sizes: matrix products (GEMM) with as many rows as the update
+packs and with as few as decoding has, reading and copying memory, and attention.  The update's share is the time that its FLOPs
+would take at the GEMM ceiling (the faster of torch's products and ours) over the time it took.  Decoding, what a rollout takes
+beyond its first tokens, is bound at every step by reading the weights and the live keys and values, or by the FLOPs of its live
+rows, whichever takes longer; a rollout's bound is that and its prompts' FLOPs.
+
+FLOPs are counted as `2 N n + 4 L a c n + 2 V d m` forward, twice that backward: products, attention (N parameters of the blocks, L
+layers, attention a wide over c tokens, n positions) and the head (V tokens, d wide, on m positions).  Processor seconds throughout;
+shares are medians of the steps'.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from _machine import save, significant
 from _workload import Workload, add_options, ours, workload
 
 
-def seconds(run: Callable[[], Any], repeats: int = 7) -> float:
+def seconds(run: Callable[[], Any], repeats: int = 3) -> float:
     """Median processor seconds of a call, after one to warm up."""
     run()
     found = []
@@ -93,8 +97,19 @@ def update_flops(work: Workload, body: int) -> dict[str, float]:
     }
 
 
+def update_bound(flops: dict[str, float], found: dict[str, float]) -> float:
+    """Least seconds of the update: all of its FLOPs at the GEMM ceiling."""
+    return (flops["products"] + flops["attention"]) / found["gemm"] + flops["head"] / found["gemm_head"]
+
+
+def prefill_bound(work: Workload, body: int, found: dict[str, float]) -> float:
+    """Least seconds of the prompts: their FLOPs, each prompt once for all of its completions."""
+    flops = work.prompts * work.prompt * (2 * body + score(work) * work.prompt / 2)
+    return 1e-9 * flops / found["gemm"]
+
+
 def decode_bound(work: Workload, parameters: int, found: dict[str, float]) -> float:
-    """Least seconds of decoding: each step reads the weights and the live keys and values, or is bound by its rows' products.
+    """Least seconds of decoding: each step reads the weights and the live keys and values, or is bound by its rows' FLOPs.
 
     A prompt's keys and values are read once for all of its completions.
     """
@@ -107,8 +122,28 @@ def decode_bound(work: Workload, parameters: int, found: dict[str, float]) -> fl
         rows, prompts = int(live.sum()), int(live.any(1).sum())
         if rows:
             numbers = parameters + token * (rows * step + prompts * work.prompt)
-            total += max(1e-9 * numbers * size / found["read"], 2e-9 * parameters * rows / max(found["gemm_few_rows"], 1e-9))
+            flops = rows * (2 * parameters + score(work) * (work.prompt + step))
+            total += max(1e-9 * numbers * size / found["read"], 1e-9 * flops / max(found["gemm_few_rows"], 1e-9))
     return total
+
+
+def score(work: Workload) -> int:
+    """FLOPs of a token that sees one other, in all layers."""
+    return 4 * work.layers * work.hidden
+
+
+def first_tokens(work: Workload, side: Any) -> float:
+    """Processor seconds of a rollout that ends with its first tokens: weights prepared, prompts computed, records written."""
+    from _ours import prompts_of
+
+    from groupwise.records import Sampling
+    from groupwise.rollout.native import NativeEngine
+
+    engine = NativeEngine(side.policy, max_rows=work.prompts * work.group)
+    start = time.process_time()
+    for _ in engine.generate(prompts_of(work), group_size=work.group, sampling=Sampling(max_new_tokens=1), seed=0):
+        pass
+    return time.process_time() - start
 
 
 def main() -> None:
@@ -125,31 +160,42 @@ def main() -> None:
     embedded = sum(m.weight.numel() for m in side.policy.model.modules() if isinstance(m, torch.nn.Embedding))
     lengths = work.schedule()
     rows = int(work.prompts * (work.prompt - 1) + lengths.sum())
-    limit = ceilings(work, rows, int((lengths > work.completion // 2).sum()), parameters)
-    side.step()
-    steps = [side.step()["cpu"] for _ in range(options.steps)]
-    rollout, update = (middle([step[phase] for step in steps]) for phase in ("rollout", "update"))
     work_done = update_flops(work, parameters - embedded)
-    at_limit = work_done["products"] / limit["gemm"] + work_done["head"] / limit["gemm_head"]
-    prefill = 2e-9 * (parameters - embedded) * work.prompts * work.prompt / limit["gemm"]
-    # Tied embeddings are read as the head, so every parameter is read once a step; learned positions and the input rows are not.
-    bound = prefill + decode_bound(work, parameters, limit)
+    for _ in range(2):
+        side.step()
+    limits, spent, bounds = [], [], []
+    for _ in range(options.steps):
+        limits.append(ceilings(work, rows, int((lengths > work.completion // 2).sum()), parameters))
+        side.step()  # its data come back into the caches
+        step, first = side.step()["cpu"], first_tokens(work, side)
+        spent.append({"update": step["update"], "rollout": step["rollout"], "decode": step["rollout"] - first})
+        # Tied embeddings are read as the head, so decoding reads all parameters; learned positions and the input's rows are few.
+        decode = decode_bound(work, parameters, limits[-1])
+        prefill = prefill_bound(work, parameters - embedded, limits[-1])
+        bounds.append({"update": update_bound(work_done, limits[-1]), "rollout": prefill + decode, "decode": decode})
+
+    def middles(every: list[dict[str, float]]) -> dict[str, float]:
+        return {name: middle([one[name] for one in every]) for name in every[0]}
+
+    limit, seconds_of, bound = middles(limits), middles(spent), middles(bounds)
+    share = middles([{name: b[name] / s[name] for name in b} for b, s in zip(bounds, spent, strict=True)])
     shares = {
-        "update_of_gemm": significant(at_limit / update),
-        "update_of_torch": significant((work_done["products"] + work_done["head"]) / limit["gemm_torch"] / update),
-        "rollout_of_bound": significant(bound / rollout),
+        "update_of_gemm": significant(share["update"]),
+        "update_of_torch": significant(sum(work_done.values()) / limit["gemm_torch"] / seconds_of["update"]),
+        "rollout_of_bound": significant(share["rollout"]),
+        "decode_of_bound": significant(share["decode"]),
     }
     print("ceilings (per processor second)")
     for name, value in limit.items():
         print(f"  {name:22s}{value:10.1f} {'GB/s' if name in ('read', 'copy') else 'GFLOP/s'}")
-    print(f"update   {update:8.3f} s, its products at the ceiling {at_limit:8.3f} s: {shares['update_of_gemm']:.0%}", end="")
-    print(f" ({shares['update_of_torch']:.0%} at the speed of torch's own)")
-    print(f"rollout  {rollout:8.3f} s, its bound {bound:8.3f} s: {shares['rollout_of_bound']:.0%}")
+    for name, value in seconds_of.items():
+        print(f"{name:9s}{value:8.3f} s, its bound {bound[name]:8.3f} s: {share[name]:.0%}")
+    print(f"the update's FLOPs at the speed of torch's own products: {shares['update_of_torch']:.0%}")
     result = {
         "workload": asdict(work),
         "ceilings": {name: significant(value) for name, value in limit.items()},
         "gflop": {name: significant(value) for name, value in work_done.items()},
-        "seconds": {"update": significant(update), "rollout": significant(rollout)},
+        "seconds": {phase: significant(value) for phase, value in seconds_of.items()},
         "shares": shares,
     }
     save(f"limits_{options.shape}_{work.dtype}_threads_{work.threads}", result)

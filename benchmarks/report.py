@@ -37,10 +37,11 @@ times as fast, or a third of the memory (peak above what is resident before the 
 LIMITS = """\
 ## Against the machine
 
-`benchmarks/limits.py` measures what one core reaches on the products' own sizes. The update's share is the time its products would
-take at the GEMM ceiling, the faster of torch's products and ours, over the time it took; beside it the same at the speed of torch's
-product. The rollout's bound is reading the weights and the live keys and values or its rows' products at every step, whichever
-takes longer, and the prefill.
+`benchmarks/limits.py` measures what one core reaches on the products' own sizes. The update's share is the time its FLOPs
+(`2 N n + 4 L a c n + 2 V d m`, three times) would take at the GEMM ceiling, the faster of torch's products and ours, over the time
+it took; beside it the same at the speed of torch's product. Decoding's bound is, at every step, reading the weights and the live
+keys and values or its rows' FLOPs, whichever takes longer; it is what a rollout takes beyond its first tokens. The rollout's bound
+is that and the prompts' FLOPs. Ceilings and steps are measured in turn; shares are medians.
 """
 ENGINES = """\
 ## Against other engines
@@ -151,13 +152,16 @@ def trl_row(found: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
+SHARES = ("update_of_gemm", "update_of_torch", "rollout_of_bound", "decode_of_bound")
+
+
 def limits_row(found: dict[str, Any]) -> list[str]:
     """One measurement of ceilings and shares."""
     limit, shares = found["ceilings"], found["shares"]
     gemm = [f"{limit[name]:,.0f}" for name in ("gemm", "gemm_torch", "gemm_weight_gradient", "gemm_head", "gemm_few_rows")]
     return [
         *workload(found["workload"]), *gemm, f"{limit['read']:.1f}",
-        *(f"{shares[name]:.0%}" for name in ("update_of_gemm", "update_of_torch", "rollout_of_bound")),
+        *(f"{shares[name]:.0%}" if name in shares else "" for name in SHARES),
         f"{found['machine']['load_1min']:.1f}",
     ]  # fmt: skip
 
@@ -219,7 +223,7 @@ def sections(folder: Path) -> Iterator[tuple[str, list[str]]]:
         LIMITS,
         table(
             "model | a step | type | GEMM GFLOP/s | torch's | of weight slopes | of the head | few rows | read GB/s | "
-            "update | at torch's | rollout | load",
+            "update | at torch's | rollout | decoding | load",
             map(limits_row, results(folder, "limits_*.json")),
         ),
     )

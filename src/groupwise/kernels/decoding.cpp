@@ -182,9 +182,6 @@ static void decode(const T *query, const T *key, const T *value, T *out, const S
     for (long q = 0; q < queries; q++)
         for (long d = 0; d < width; d += LANES)
             store(asked + q * width + d, load(query + rows[q / group] * step[0].token + (head * group + q % group) * step[0].head + d));
-    Head<T> shown = prompt.at(entry, head, shared, width);
-    Way::open(queries);
-    Way::multiply(queries, whole(m, UNIT), width, asked, width, shown.keys(), scores, across, false);
     auto at = [&](long row) { return own.at(places ? places[row] : row, head, shared, width); };
     // What a row has kept is too short a stretch for the processor to notice in time that it is being read.
     auto ask_for = [&](long i) {
@@ -193,6 +190,10 @@ static void decode(const T *query, const T *key, const T *value, T *out, const S
         ask(kept.k, bytes);
         ask(kept.v, bytes);
     };
+    ask_for(0);
+    Head<T> shown = prompt.at(entry, head, shared, width);
+    Way::open(queries);
+    Way::multiply(queries, whole(m, UNIT), width, asked, width, shown.keys(), scores, across, false);
     Way::open(group);
     for (long i = 0; i < count; i++) {
         if (i + 1 < count) ask_for(i + 1);

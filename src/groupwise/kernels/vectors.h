@@ -136,20 +136,28 @@ static inline Vec sums(const Vec *vectors) {
     }
 }
 
-static inline float sum(Vec x) {
-    float parts[LANES];
-    store(parts, x);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) parts[i] += parts[i + half];
-    return parts[0];
+// Lane i is what lane i + H was.
+template <int H, int... I>
+static inline Vec behind(Vec x, std::integer_sequence<int, I...>) {
+#ifdef __clang__
+    return __builtin_shufflevector(x, x, ((I + H) % LANES)...);
+#else
+    return __builtin_shuffle(x, (Ints){(I + H) % LANES...});
+#endif
 }
 
+template <int H = LANES / 2>
+static inline float sum(Vec x) {
+    x += behind<H>(x, std::make_integer_sequence<int, LANES>{});
+    if constexpr (H > 1) return sum<H / 2>(x);
+    return x[0];
+}
+
+template <int H = LANES / 2>
 static inline float peak(Vec x) {
-    float parts[LANES];
-    store(parts, x);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) parts[i] = parts[i] > parts[i + half] ? parts[i] : parts[i + half];
-    return parts[0];
+    x = largest(x, behind<H>(x, std::make_integer_sequence<int, LANES>{}));
+    if constexpr (H > 1) return peak<H / 2>(x);
+    return x[0];
 }
 
 // e^x within two units in the last place (Cephes' polynomial); 0 below -87, infinity above 88.

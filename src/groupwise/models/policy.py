@@ -94,21 +94,20 @@ class Policy:
 
         A model with a score head has no other; its language-model head is its embedding, where its config ties them.
         """
-        config = self.model.config
+        config: Any = self.model.config
         output: Any = self.model.get_output_embeddings()
         if output is None:
             if not config.tie_word_embeddings:
                 raise ConfigError(f"{type(self.model).__name__} has no language-model head, and its embedding is not tied to one")
             output = self.model.get_input_embeddings()
         bias = getattr(output, "bias", None)  # some heads have one, most have no such attribute
-        scale = config.to_dict().get("logit_scale") or 1.0
-        scale /= config.to_dict().get("logits_scaling") or 1.0
+        scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
         return Head(
             # A slice that keeps everything would cost its backward pass a copy of the whole gradient.
             weight_VD=output.weight if output.weight.shape[0] == self.vocabulary else output.weight[: self.vocabulary],
             bias_V=None if bias is None else bias[: self.vocabulary],
             scale=float(scale),
-            softcap=config.to_dict().get("final_logit_softcapping"),
+            softcap=getattr(config, "final_logit_softcapping", None),
         )
 
     @property

@@ -10,6 +10,7 @@ R rows (completions being decoded)   P prompts prefilled together   V vocabulary
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -216,7 +217,10 @@ class _Run:
         new = [self.waiting.popleft() for _ in range(min(self.engine.max_rows - len(self.live), len(self.waiting)))]
         self._prefill([group for group in dict.fromkeys(row.group for row in new) if group.entry < 0])
         longest = max(row.limit for row in new)
-        keys = [draws.stream_keys(self.seed, row.group.prompt.id, [row.index]) for row in new]
+        keys = [
+            draws.stream_keys(self.seed, group.prompt.id, [row.index for row in rows])
+            for group, rows in itertools.groupby(new, lambda row: row.group)
+        ]
         uniform_RT = torch.from_numpy(draws.uniforms(np.concatenate(keys), longest)).to(self.device)
         tokens, logps = [], []
         for chunk in self._chunks(len(new)):
