@@ -177,6 +177,7 @@ RIVER = [
     "models",
     "rollout",
     "packing",
+    "tables",
     "parallel",
     "optim",
     "scoring",

@@ -25,9 +25,9 @@ from groupwise.optim import Optimizer
 from groupwise.records import Prompt, Rollout, Sampling, Scored, Step
 from groupwise.rollout.native import NativeEngine
 from groupwise.run import train
-from groupwise.runlog import packed, unpacked
 from groupwise.scoring import sample_of, score
 from groupwise.settings import GroupSettings, OptimizerSettings
+from groupwise.tables import packed, unpacked
 
 
 class Even:

@@ -20,7 +20,7 @@ from typing import Any
 from groupwise.collecting import Collected, Source
 from groupwise.errors import EngineError
 from groupwise.records import Prompt, Scored
-from groupwise.runlog import packed, unpacked
+from groupwise.tables import packed, unpacked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
