@@ -2,15 +2,15 @@
 
     python benchmarks/limits.py --shape M --dtype bfloat16
 
-Ceilings are measured in turn with the steps, on the products' own sizes: matrix products (GEMM) with as many rows as the update
-packs and with as few as decoding has, reading and copying memory, and attention.  The update's share is the time that its FLOPs
-would take at the GEMM ceiling (the faster of torch's products and ours) over the time it took.  Decoding, what a rollout takes
-beyond its first tokens, is bound at every step by reading the weights and the live keys and values, or by the FLOPs of its live
-rows, whichever takes longer; a rollout's bound is that and its prompts' FLOPs.
+Ceilings are measured in turn with the steps: matrix products (GEMM) of the update's sizes and of decoding's, with its few rows,
+reading and copying memory, and attention.  The update's ceiling is the fastest of its products, torch's or ours.  Decoding is what
+a rollout takes beyond its first tokens (weights packed, prompts computed, records written); at every step it is bound by reading
+the weights and the live keys and values, or by the FLOPs of its live rows, whichever takes longer; a rollout's bound is that and
+its prompts' FLOPs.  A ceiling is what one product was measured at, not what the processor could do at its best.
 
-FLOPs are counted as `2 N n + 4 L a c n + 2 V d m` forward, twice that backward: products, attention (N parameters of the blocks, L
-layers, attention a wide over c tokens, n positions) and the head (V tokens, d wide, on m positions).  Processor seconds throughout;
-shares are medians of the steps'.
+FLOPs are counted as `2 N n + 4 L a c n + 2 V d m` forward, twice that backward: products, attention (N parameters of the blocks,
+L layers, attention a wide over c tokens, n positions) and the head (V tokens, d wide, on m positions).  Processor seconds
+throughout.  Every figure is the median of the steps', a share's too.
 """
 
 from __future__ import annotations
@@ -98,20 +98,20 @@ def update_flops(work: Workload, body: int) -> dict[str, float]:
 
 
 def update_bound(flops: dict[str, float], found: dict[str, float]) -> float:
-    """Least seconds of the update: all of its FLOPs at the GEMM ceiling."""
-    return (flops["products"] + flops["attention"]) / found["gemm"] + flops["head"] / found["gemm_head"]
+    """Seconds of the update at its ceiling: all of its FLOPs as fast as the fastest of its products."""
+    return sum(flops.values()) / max(found[name] for name in ("gemm", "gemm_weight_gradient", "gemm_head"))
 
 
 def prefill_bound(work: Workload, body: int, found: dict[str, float]) -> float:
-    """Least seconds of the prompts: their FLOPs, each prompt once for all of its completions."""
+    """Seconds of the prompts at the ceiling: their FLOPs, each prompt once for all of its completions."""
     flops = work.prompts * work.prompt * (2 * body + score(work) * work.prompt / 2)
     return 1e-9 * flops / found["gemm"]
 
 
 def decode_bound(work: Workload, parameters: int, found: dict[str, float]) -> float:
-    """Least seconds of decoding: each step reads the weights and the live keys and values, or is bound by its rows' FLOPs.
+    """Seconds of decoding at its ceilings: a step reads the weights and the live keys and values, or is bound by its FLOPs.
 
-    A prompt's keys and values are read once for all of its completions.
+    A prompt's keys and values are read once for all of its completions.  parameters: of the blocks and the head.
     """
     size = 2 if work.dtype == "bfloat16" else 4
     lengths = work.schedule()
@@ -160,7 +160,8 @@ def main() -> None:
     embedded = sum(m.weight.numel() for m in side.policy.model.modules() if isinstance(m, torch.nn.Embedding))
     lengths = work.schedule()
     rows = int(work.prompts * (work.prompt - 1) + lengths.sum())
-    work_done = update_flops(work, parameters - embedded)
+    body = parameters - embedded
+    work_done = update_flops(work, body)
     for _ in range(2):
         side.step()
     limits, spent, bounds = [], [], []
@@ -169,19 +170,24 @@ def main() -> None:
         side.step()  # its data come back into the caches
         step, first = side.step()["cpu"], first_tokens(work, side)
         spent.append({"update": step["update"], "rollout": step["rollout"], "decode": step["rollout"] - first})
-        # Tied embeddings are read as the head, so decoding reads all parameters; learned positions and the input's rows are few.
-        decode = decode_bound(work, parameters, limits[-1])
-        prefill = prefill_bound(work, parameters - embedded, limits[-1])
-        bounds.append({"update": update_bound(work_done, limits[-1]), "rollout": prefill + decode, "decode": decode})
+        decode = decode_bound(work, body + work.vocab * work.hidden, limits[-1])
+        bounds.append(
+            {
+                "update": update_bound(work_done, limits[-1]),
+                "rollout": prefill_bound(work, body, limits[-1]) + decode,
+                "decode": decode,
+            }
+        )
 
     def middles(every: list[dict[str, float]]) -> dict[str, float]:
         return {name: middle([one[name] for one in every]) for name in every[0]}
 
     limit, seconds_of, bound = middles(limits), middles(spent), middles(bounds)
+    torchs = [sum(work_done.values()) / found["gemm_torch"] / one["update"] for found, one in zip(limits, spent, strict=True)]
     share = middles([{name: b[name] / s[name] for name in b} for b, s in zip(bounds, spent, strict=True)])
     shares = {
         "update_of_gemm": significant(share["update"]),
-        "update_of_torch": significant(sum(work_done.values()) / limit["gemm_torch"] / seconds_of["update"]),
+        "update_of_torch": significant(middle(torchs)),
         "rollout_of_bound": significant(share["rollout"]),
         "decode_of_bound": significant(share["decode"]),
     }
@@ -190,7 +196,7 @@ def main() -> None:
         print(f"  {name:22s}{value:10.1f} {'GB/s' if name in ('read', 'copy') else 'GFLOP/s'}")
     for name, value in seconds_of.items():
         print(f"{name:9s}{value:8.3f} s, its bound {bound[name]:8.3f} s: {share[name]:.0%}")
-    print(f"the update's FLOPs at the speed of torch's own products: {shares['update_of_torch']:.0%}")
+    print(f"update, with torch's own product as the ceiling: {shares['update_of_torch']:.0%}")
     result = {
         "workload": asdict(work),
         "ceilings": {name: significant(value) for name, value in limit.items()},

@@ -37,11 +37,14 @@ times as fast, or a third of the memory (peak above what is resident before the 
 LIMITS = """\
 ## Against the machine
 
-`benchmarks/limits.py` measures what one core reaches on the products' own sizes. The update's share is the time its FLOPs
-(`2 N n + 4 L a c n + 2 V d m`, three times) would take at the GEMM ceiling, the faster of torch's products and ours, over the time
-it took; beside it the same at the speed of torch's product. Decoding's bound is, at every step, reading the weights and the live
-keys and values or its rows' FLOPs, whichever takes longer; it is what a rollout takes beyond its first tokens. The rollout's bound
-is that and the prompts' FLOPs. Ceilings and steps are measured in turn; shares are medians.
+`benchmarks/limits.py` measures what one core reaches with the products' own sizes. The update's share is the time its FLOPs would
+take as fast as the fastest of its products ran, torch's or ours, over the time it took; beside it the same at the speed of
+torch's product. Its FLOPs are `3 (2 N n + 4 L a c n + 2 V d m)`: N parameters of the blocks for n positions, L layers' attention,
+a wide, to c tokens, the head, V x d, for m positions. Decoding is what a rollout takes beyond its first tokens (weights packed,
+prompts computed, records written); its bound is, at every step, reading the weights and the live keys and values or its rows'
+FLOPs, whichever takes longer. The rollout's bound is that and the prompts' FLOPs. Ceilings and steps are measured in turn; shares
+are medians. Rows without decoding's share are older: there ceilings were measured before all steps, attention's FLOPs were not
+counted, and the update's ceiling was the column GEMM, and the head's for the head.
 """
 ENGINES = """\
 ## Against other engines

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers.activations import NewGELUActivation
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
 from groupwise.kernels import decoding
@@ -148,12 +150,81 @@ def test_layers_of_different_sizes_go_through_the_modules(family, inner, policy_
             np.testing.assert_allclose(rollout.behavior_logp, scored(policy, rollout), rtol=0, atol=2e-5)
 
 
-def test_more_logits_than_embeddings_go_through_the_modules(policy_of):
-    policy = policy_of("llama", dtype=torch.float32, head_dim=32, tie_word_embeddings=False)
+class Doubled(nn.Embedding):
+    def forward(self, ids):
+        return 2 * super().forward(ids)
+
+
+class OtherNorm(LlamaRMSNorm):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class OtherActivation(NewGELUActivation):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def shortened(model, name, count):
+    """The parameter keeps its first rows; nobody tells the module."""
+    module, _, kind = name.rpartition(".")
+    owner = model.get_submodule(module)
+    setattr(owner, kind, nn.Parameter(getattr(owner, kind).detach()[:count].clone()))
+
+
+def replaced(model, name, module):
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+ALTERATIONS = {
+    "llama": {
+        "stale widths of an MLP": lambda m: [
+            shortened(m, f"model.layers.{i}.mlp.{n}_proj.weight", 24) for i in (0, 1) for n in ("gate", "up")
+        ],
+        "stale heads": lambda m: [shortened(m, f"model.layers.{i}.self_attn.{n}_proj.weight", 32) for i in (0, 1) for n in "qkv"],
+        "one number for a norm": lambda m: shortened(m, "model.layers.0.input_layernorm.weight", 1),
+        "a bias of one": lambda m: replaced(m, "model.layers.0.self_attn.v_proj", nn.Linear(32, 64)),
+        "a bias of up alone": lambda m: [replaced(m, f"model.layers.{i}.mlp.up_proj", nn.Linear(32, 64)) for i in (0, 1)],
+        "a norm of another class": lambda m: replaced(m, "model.norm", OtherNorm(32)),
+        "a layer norm": lambda m: replaced(m, "model.norm", nn.LayerNorm(32)),
+        "no attention": lambda m: replaced(m, "model.layers.1.self_attn", nn.Identity()),
+        "an embedding of another class": lambda m: m.set_input_embeddings(Doubled(*m.get_input_embeddings().weight.shape)),
+        "fewer embeddings than logits": lambda m: shortened(m, "model.embed_tokens.weight", 8),
+        "another eps": lambda m: setattr(m.model.norm, "variance_epsilon", 0.1),
+        "another scale": lambda m: setattr(m.model.layers[1].self_attn, "scaling", 1.0),
+        "a norm in bfloat16": lambda m: m.model.norm.to(torch.bfloat16),
+    },
+    "qwen3": {
+        "another eps of keys": lambda m: setattr(m.model.layers[0].self_attn.k_norm, "variance_epsilon", 0.1),
+        "one number for a head's norm": lambda m: shortened(m, "model.layers.0.self_attn.q_norm.weight", 1),
+    },
+    "gpt2": {
+        "fewer positions": lambda m: shortened(m, "transformer.wpe.weight", 16),
+        "positions in bfloat16": lambda m: m.transformer.wpe.to(torch.bfloat16),
+        "another number of heads": lambda m: setattr(m.transformer.h[1].attn, "num_heads", 1),
+        "a norm without bias": lambda m: replaced(m, "transformer.ln_f", nn.LayerNorm(32, bias=False)),
+        "an activation of another class": lambda m: setattr(
+            m.transformer.h[0].mlp, "act", type("Other", (NewGELUActivation,), {})()
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family, named in ALTERATIONS.items() for name in named])
+def test_what_is_not_as_its_config_says_takes_the_modules(family, name, policy_of):
+    policy = policy_of(family, dtype=torch.float32, tie_word_embeddings=False, **FAMILIES[f"{family}, wide heads"])
     assert is_known(policy)
-    embeddings = policy.model.get_input_embeddings()
-    policy.model.set_input_embeddings(nn.Embedding.from_pretrained(embeddings.weight[:-1].detach()))
+    ALTERATIONS[family][name](policy.model)
     assert not is_known(policy)
+
+
+def test_a_resized_vocabulary_is_known_still(policy_of, prompts_of):
+    policy = policy_of("llama", dtype=torch.float32, head_dim=32)
+    policy.model.resize_token_embeddings(policy.model.config.vocab_size + 7, mean_resizing=False)
+    assert is_known(policy)
+    found, expected = (completions(engine(policy, max_rows=8), prompts_of(5)) for engine in (NativeEngine, ModuleEngine))
+    assert [r.tokens.tolist() for r in found["p0"]] == [r.tokens.tolist() for r in expected["p0"]]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])

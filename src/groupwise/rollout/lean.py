@@ -14,16 +14,17 @@ T positions of a stream   D model width   H query heads   K key-value heads   W 
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2LMHeadModel, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 from transformers.activations import NewGELUActivation, SiLUActivation
-from transformers.pytorch_utils import Conv1D
 
 from groupwise.kernels import cpu, decoding
 from groupwise.models.policy import Policy
@@ -71,12 +72,9 @@ def is_known(policy: Policy) -> bool:
     model, head = policy.model, policy.head
     if policy.device.type != "cpu" or policy.dtype not in (torch.float32, torch.bfloat16):
         return False
-    if head.scale != 1.0 or head.softcap is not None or any(_altered(module) for module in model.modules()):
+    if head.scale != 1.0 or head.softcap is not None or any(_altered(module, policy.dtype) for module in model.modules()):
         return False
-    embeddings: Any = model.get_input_embeddings()
-    if embeddings.weight.shape[0] < head.weight_VD.shape[0]:
-        return False  # a token could be drawn that has no embedding
-    return type(model) in _FORWARDS and _FORWARDS[type(model)][1](model)
+    return type(model) in _FORWARDS and _as_configured(model) and _FORWARDS[type(model)][1](model)
 
 
 def lean_forward(policy: Policy, positions: int) -> RotaryForward | GPT2Forward:
@@ -84,43 +82,60 @@ def lean_forward(policy: Policy, positions: int) -> RotaryForward | GPT2Forward:
     return _FORWARDS[type(policy.model)][0](policy, positions)
 
 
-def _altered(module: nn.Module) -> bool:
-    """True for a module that does more than its class says, or holds parameters that are not plain tensors (sharded, quantised)."""
+def _altered(module: nn.Module, dtype: torch.dtype) -> bool:
+    """True for a module that does more than its class says, or holds parameters of another type or that are not plain tensors
+    (sharded, quantised)."""
     hooks = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
     return bool(hooks) or any(
-        type(parameter) is not nn.Parameter for parameter in module._parameters.values() if parameter is not None
+        type(parameter) is not nn.Parameter or parameter.dtype != dtype
+        for parameter in module._parameters.values()
+        if parameter is not None
     )
+
+
+def _as_configured(model: Any) -> bool:
+    """True if the model is what its class makes of its config: modules, their numbers, the shapes of parameters.
+
+    Pruned layers are not, nor modules of other classes in place of the usual ones, nor a bias more or less.
+    """
+    seen = _described(model)
+    if _CONFIGURED.get(model) != seen:
+        with torch.device("meta"):
+            _CONFIGURED[model] = _described(type(model)(deepcopy(model.config)))
+    return _CONFIGURED[model] == seen
+
+
+_CONFIGURED: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
+"""What the configs of models say, as `_described`."""
+
+
+def _described(model: nn.Module) -> list[Any]:
+    """Classes and numbers of all modules, and shapes of all parameters, by name."""
+
+    def numbers(module: nn.Module) -> list[tuple[str, float]]:
+        # An embedding that is resized leaves the model's own `vocab_size` as it was.
+        return [(key, value) for key, value in vars(module).items() if type(value) in (int, float) and key != "vocab_size"]
+
+    modules = [(name, type(module), numbers(module)) for name, module in model.named_modules()]
+    return [*modules, *((name, parameter.shape) for name, parameter in model.named_parameters())]
 
 
 def _known_rotary(model: Any) -> bool:
     base = model.model
-    layers = [(*_projections(layer), *_mlp(layer)) for layer in base.layers]
     return (
-        all(type(linear) is nn.Linear for linears in layers for linear in linears)
-        and _alike(layers)
-        and all(type(layer.mlp.act_fn) in (nn.SiLU, SiLUActivation) for layer in base.layers)
+        all(type(layer.mlp.act_fn) in (nn.SiLU, SiLUActivation) for layer in base.layers)
         and base.rotary_emb.rope_type in STATIC_ROPE
         and 2 * base.rotary_emb.inv_freq.shape[0] == base.layers[0].self_attn.head_dim
     )
 
 
 def _known_gpt2(model: Any) -> bool:
-    blocks = model.transformer.h
-    layers = [(block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj) for block in blocks]
     return (
-        all(type(linear) is Conv1D for linears in layers for linear in linears)
-        and _alike(layers)
-        and all(block.attn.num_heads == blocks[0].attn.num_heads for block in blocks)
-        and all(isinstance(block.mlp.act, NewGELUActivation) for block in blocks)
+        all(type(block.mlp.act) is NewGELUActivation for block in model.transformer.h)
         and model.config.scale_attn_weights
         and not model.config.scale_attn_by_inverse_layer_idx
         and not model.config.add_cross_attention
     )
-
-
-def _alike(layers: list[tuple[Any, ...]]) -> bool:
-    """True if the matrices of all layers have the same sides.  Those of pruned models may not."""
-    return all(a.weight.shape == b.weight.shape for linears in layers for a, b in zip(linears, layers[0], strict=True))
 
 
 def _mlp(layer: Any) -> tuple[Any, Any, Any]:
@@ -298,7 +313,6 @@ class GPT2Forward(_Lean):
         self.dtype = torch.bfloat16 if policy.autocast else policy.dtype
         self.product = partial(product, dtype=self.dtype)
         self.token_VD, self.position_PD = base.wte.weight.detach(), base.wpe.weight.detach()
-        assert positions <= self.position_PD.shape[0]
         self.heads = self.shared = base.h[0].attn.num_heads
         self.width = base.h[0].attn.head_dim
         self.compiled = (

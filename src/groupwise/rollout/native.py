@@ -40,7 +40,7 @@ FIRST_TOKENS = 64
 STEPS, WORK, FEW = 16, 16 * 10**9, 12
 """Tokens that rows draw before Python looks at them again, where it need not look at each; fewer where these times their rows times
 the weights are more than `WORK`: about a fifth of a second, in which nobody hears a signal (one token of a larger model takes
-longer).  Less than `FEW` rows take as long as these, for the weights have to be read."""
+longer).  Fewer than `FEW` rows take as long as `FEW`, for the weights have to be read."""
 
 
 class Forward(Protocol):
