@@ -10,6 +10,7 @@ from transformers.activations import NewGELUActivation
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
+from groupwise.errors import EngineError
 from groupwise.kernels import decoding
 from groupwise.kernels.library import library
 from groupwise.records import Finish, Sampling
@@ -217,6 +218,14 @@ def test_what_is_not_as_its_config_says_takes_the_modules(family, name, policy_o
     assert is_known(policy)
     ALTERATIONS[family][name](policy.model)
     assert not is_known(policy)
+
+
+def test_a_layer_that_stands_in_two_places_is_refused(policy_of, prompts_of):
+    """Its keys and values would be kept in one place."""
+    policy = policy_of("llama", dtype=torch.float32)
+    policy.model.model.layers[1] = policy.model.model.layers[0]
+    with pytest.raises(EngineError, match="two attention layers of the model have the number 0"):
+        completions(NativeEngine(policy, max_rows=8), prompts_of(5))
 
 
 def test_a_resized_vocabulary_is_known_still(policy_of, prompts_of):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from groupwise.errors import EngineError
 from groupwise.kernels import cpu, decoding
 from groupwise.models.attention import PackedAttention
 from groupwise.records import Layout
@@ -36,6 +37,7 @@ class Prefill:
             starts.append(starts[-1] + length)
         self.lengths, self.starts = lengths, starts
         self.store, self.first = store, store.live
+        self._seen: set[int] = set()
         self._packed = PackedAttention(
             Layout(start=tuple(starts[:-1]), length=tuple(lengths), prefix=(-1,) * len(lengths), total=starts[-1])
         )
@@ -43,7 +45,13 @@ class Prefill:
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, window: int | None
     ) -> Tensor:
-        """The protocol `models.attention.Attend`."""
+        """The protocol `models.attention.Attend`.  Raises EngineError for the second of two layers with one number."""
+        if layer in self._seen:
+            raise EngineError(
+                f"two attention layers of the model have the number {layer} (one module in two places?), and keys and values are "
+                "kept by number: make the layers modules of their own"
+            )
+        self._seen.add(layer)
         query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast rotary embeddings leave them in float32
         key_TKD, value_TKD = key[0].transpose(0, 1), value[0].transpose(0, 1)
         slab = self.store.layer(layer, key_TKD, decoding.BLOCK if softcap is None and cpu.fits(key_TKD) else 1)
