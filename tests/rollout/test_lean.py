@@ -1,5 +1,6 @@
 """The short way through a model equals the way through its modules, and is taken only where the model is exactly known."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -220,12 +221,49 @@ def test_what_is_not_as_its_config_says_takes_the_modules(family, name, policy_o
     assert not is_known(policy)
 
 
-def test_a_layer_that_stands_in_two_places_is_refused(policy_of, prompts_of):
-    """Its keys and values would be kept in one place."""
+def test_a_layer_may_stand_in_two_places_of_the_short_way_only(policy_of, prompts_of, scored):
+    """The modules keep its keys and values by its number."""
     policy = policy_of("llama", dtype=torch.float32)
     policy.model.model.layers[1] = policy.model.model.layers[0]
+    assert is_known(policy)
+    for group in completions(NativeEngine(policy, max_rows=8), prompts_of(5)).values():
+        for rollout in group:
+            np.testing.assert_allclose(rollout.behavior_logp, scored(policy, rollout), rtol=0, atol=2e-5)
     with pytest.raises(EngineError, match="two attention layers of the model have the number 0"):
-        completions(NativeEngine(policy, max_rows=8), prompts_of(5))
+        completions(ModuleEngine(policy, max_rows=8), prompts_of(5))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt2"])
+def test_what_changes_no_result_leaves_a_model_known(family, policy_of):
+    policy = policy_of(family, dtype=torch.float32)
+    model = policy.model
+    assert is_known(policy)
+    for change in (
+        lambda: model.config.update({"pad_token_id": 10**6}),
+        lambda: model.config.update({"attention_dropout": 0.5, "attn_pdrop": 0.5}),
+        lambda: [setattr(module, "p", 0.0) for module in model.modules() if isinstance(module, nn.Dropout)],
+        lambda: setattr(model, "step_count", 3),
+        lambda: setattr(model.lm_head, "weight", nn.Parameter(model.lm_head.weight.detach().clone())),
+        lambda: model.config.update({"tie_word_embeddings": False}),
+        lambda: deepcopy(model),
+    ):
+        change()
+        assert is_known(policy)
+    for _ in range(3):
+        with policy.checkpointing(True):
+            pass
+        assert is_known(policy)
+        assert not model.get_input_embeddings()._forward_hooks
+    assert is_known(policy.frozen_copy())
+
+
+def test_a_config_that_changes_is_read_again(policy_of):
+    policy = policy_of("llama", dtype=torch.float32)
+    assert is_known(policy)
+    policy.model.config.num_hidden_layers = 1  # transformers runs that many
+    assert not is_known(policy)
+    policy.model.config.hidden_size = -1  # makes no model at all
+    assert not is_known(policy)
 
 
 def test_a_resized_vocabulary_is_known_still(policy_of, prompts_of):

@@ -9,6 +9,7 @@ from scipy.stats import chisquare
 
 from groupwise.errors import Diverged, EngineError
 from groupwise.records import Finish, Sampling
+from groupwise.rollout import native
 from groupwise.rollout.native import NativeEngine, _Run
 from groupwise.rollout.transformers import TransformersEngine
 from groupwise.settings import ModelSettings
@@ -148,6 +149,31 @@ def test_no_row_is_free_while_completions_wait_though_many_end_at_once(dtype, po
     assert len(groups) == 9
     assert live
     assert all(rows == 6 for rows, waiting in live if waiting)
+
+
+@pytest.mark.parametrize("unseen", [2, 8, 64])
+@pytest.mark.parametrize(
+    ("family", "max_rows", "sampling"),
+    [
+        ("llama", 64, Sampling(max_new_tokens=48)),
+        ("gpt2", 3, Sampling(max_new_tokens=24, temperature=1.3)),
+        ("gemma2", 4, Sampling(max_new_tokens=12, temperature=0.0)),
+        ("qwen2", 5, Sampling(max_new_tokens=30, stop=("0", "3"))),
+        ("llama", 4, Sampling(max_new_tokens=9, top_k=3)),
+    ],
+    ids=str,
+)
+def test_tokens_drawn_unseen_are_those_drawn_one_by_one(unseen, family, max_rows, sampling, policy_of, prompts_of, monkeypatch):
+    """As on a GPU, where the host looks at several tokens at a time."""
+    policy, prompts = policy_of(family, sharpness=2.0), prompts_of(5, 9, 1, 5, 12)
+    seen = run(policy, prompts, sampling, max_rows=max_rows)
+    looks, look = [], native._to_host
+    monkeypatch.setattr(native, "_to_host", lambda drawn: looks.append(len(drawn)) or look(drawn))
+    monkeypatch.setitem(native.UNSEEN, "cpu", unseen)
+    same(run(policy, prompts, sampling, max_rows=max_rows), seen, atol=1e-12)
+    assert (max(looks) > 1) is not sampling.truncates
+    finishes = {rollout.finish for group in seen.values() for rollout in group}
+    assert len(finishes) > 1 or sampling.greedy or sampling.truncates
 
 
 def test_groups_come_as_soon_as_they_are_complete(policy_of, prompts_of):

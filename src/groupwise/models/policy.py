@@ -10,6 +10,7 @@ T positions of a stream   D width   V vocabulary
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -202,13 +203,15 @@ class Policy:
         """
         layers = [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
         if on and not layers:
-            raise ConfigError(
-                f"{type(self.model).__name__} has no layers that can recompute; set model.gradient_checkpointing to false"
-            )
+            name = type(self.model).__name__
+            raise ConfigError(f"{name} has no layers that can recompute; set model.gradient_checkpointing to false")
         if on:
             # transformers 5.23 renamed it; the old name warns there, the new one is missing before.
             renamed = getattr(self.model, "activation_checkpointing_enable", None)
             (renamed or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
+            # It may leave a hook on the embedding, another every time, which only reentrant recomputation has a use for.
+            if hasattr(self.model, "_require_grads_hook"):
+                self.model.disable_input_require_grads()
         for layer in layers:
             layer.training = on
         try:
@@ -219,8 +222,6 @@ class Policy:
 
     def frozen_copy(self) -> Policy:
         """A copy of the weights as they are now, which takes no gradients: the reference.  Never loaded again by name."""
-        import copy
-
         model = copy.deepcopy(self.model).requires_grad_(False)
         for parameter in model.parameters():
             parameter.grad = None

@@ -48,8 +48,8 @@ class Prefill:
         """The protocol `models.attention.Attend`.  Raises EngineError for the second of two layers with one number."""
         if layer in self._seen:
             raise EngineError(
-                f"two attention layers of the model have the number {layer} (one module in two places?), and keys and values are "
-                "kept by number: make the layers modules of their own"
+                f"two attention layers of the model have the number {layer} (layer_idx), and keys and values are kept by number: "
+                "give each its own; a module that stands in two places has to be copied first"
             )
         self._seen.add(layer)
         query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast rotary embeddings leave them in float32

@@ -87,10 +87,17 @@ def _altered(module: nn.Module, dtype: torch.dtype) -> bool:
     (sharded, quantised)."""
     hooks = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
     return bool(hooks) or any(
-        type(parameter) is not nn.Parameter or parameter.dtype != dtype
+        type(parameter) is not nn.Parameter or parameter.dtype != dtype or parameter.device.type != "cpu"
         for parameter in module._parameters.values()
         if parameter is not None
     )
+
+
+NUMBERS = (
+    *("eps", "variance_epsilon", "scaling", "attention_scaling", "max_norm", "sliding_window", "nf", "in_features", "out_features"),
+    *("head_dim", "num_heads", "num_key_value_groups", "embed_dim", "split_size"),
+)
+"""What forward passes of the known families read of their modules."""
 
 
 def _as_configured(model: Any) -> bool:
@@ -98,26 +105,35 @@ def _as_configured(model: Any) -> bool:
 
     Pruned layers are not, nor modules of other classes in place of the usual ones, nor a bias more or less.
     """
-    seen = _described(model)
-    if _CONFIGURED.get(model) != seen:
+    says = model.config.to_dict()
+    if model not in _CONFIGURED or _CONFIGURED[model][0] != says:
+        _CONFIGURED[model] = says, _configured(model)
+    return _CONFIGURED[model][1] == _described(model)
+
+
+_CONFIGURED: WeakKeyDictionary[nn.Module, tuple[dict[str, Any], list[Any] | None]] = WeakKeyDictionary()
+"""The configs of models, and what they make, as `_described`."""
+
+
+def _configured(model: Any) -> list[Any] | None:
+    """What the model's config makes, as `_described`; None if nothing."""
+    config = deepcopy(model.config)
+    config.pad_token_id = None  # may lie outside of what is left of an embedding, and nothing here is padded
+    config._attn_implementation = "eager"
+    try:
         with torch.device("meta"):
-            _CONFIGURED[model] = _described(type(model)(deepcopy(model.config)))
-    return _CONFIGURED[model] == seen
-
-
-_CONFIGURED: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
-"""What the configs of models say, as `_described`."""
+            return _described(type(model)(config))
+    except Exception:  # a config that was changed later may make no model at all
+        return None
 
 
 def _described(model: nn.Module) -> list[Any]:
-    """Classes and numbers of all modules, and shapes of all parameters, by name."""
-
-    def numbers(module: nn.Module) -> list[tuple[str, float]]:
-        # An embedding that is resized leaves the model's own `vocab_size` as it was.
-        return [(key, value) for key, value in vars(module).items() if type(value) in (int, float) and key != "vocab_size"]
-
-    modules = [(name, type(module), numbers(module)) for name, module in model.named_modules()]
-    return [*modules, *((name, parameter.shape) for name, parameter in model.named_parameters())]
+    """Classes and numbers of all modules, and shapes of all parameters, by name; what stands in two places, twice."""
+    modules = [
+        (name, type(module), [vars(module).get(key) for key in NUMBERS])
+        for name, module in model.named_modules(remove_duplicate=False)
+    ]
+    return [*modules, *((name, parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False))]
 
 
 def _known_rotary(model: Any) -> bool:

@@ -42,6 +42,10 @@ STEPS, WORK, FEW = 16, 16 * 10**9, 12
 the weights are more than `WORK`: about a fifth of a second, in which nobody hears a signal (one token of a larger model takes
 longer).  Fewer than `FEW` rows take as long as `FEW`, for the weights have to be read."""
 
+UNSEEN = {"cpu": 1}
+"""Tokens that rows draw on a device before the host looks at any, 8 where nothing is said: it waits for the device once instead of
+eight times.  What a row draws behind its end is dropped."""
+
 
 class Forward(Protocol):
     """A way through the model: tokens in, hidden states and logits out."""
@@ -246,7 +250,7 @@ class _Run:
         self.live += new
         self.own.live = len(self.live)
         self.own.reserve(self.own.live, 1)
-        return self._settle(first, *_to_host(torch.cat(tokens), torch.cat(logps)), changed=True)
+        return self._settle(first, *_to_host([(torch.cat(tokens), torch.cat(logps))]), changed=True)
 
     def _prefill(self, groups: list[_Group]) -> None:
         """Compute prompts, in passes of bounded length; their keys and values become entries."""
@@ -272,6 +276,18 @@ class _Run:
         decoder = self.forward.decoder
         if decoder is not None and self.decode.compiled and not self.sampling.truncates:
             return self._steps(decoder)
+        # Truncation reads back at every token; nobody may draw beyond its limit, where there is no room.
+        most = 1 if self.sampling.truncates else UNSEEN.get(self.device.type, 8)
+        steps = min(most, min(row.limit - len(row.tokens) for row in self.live))
+        tokens, logps = _to_host([self._one() for _ in range(steps)])
+        kept = (
+            [self._until_end(row, drawn) for row, drawn in zip(self.live, tokens, strict=True)] if steps > 1 else [1] * len(tokens)
+        )
+        tokens, logps = ([numbers[:count] for numbers, count in zip(column, kept, strict=True)] for column in (tokens, logps))
+        return self._settle(0, tokens, logps, changed=False)
+
+    def _one(self) -> tuple[Tensor, Tensor]:
+        """One token for every live row, and its log-prob."""
         position_R = self.decode.next()
         hidden_RD = self.forward.hidden(self.token_R, position_R, self.decode)
         uniform_R = self.uniform_RT.gather(1, self.decode.drawn_R[:, None])[:, 0]
@@ -280,7 +296,14 @@ class _Run:
             for chunk in self._chunks(len(self.live))
         ]
         self.token_R, logp_R = drawn[0] if len(drawn) == 1 else (torch.cat(column) for column in zip(*drawn, strict=True))
-        return self._settle(0, *_to_host(self.token_R, logp_R), changed=False)
+        return self.token_R, logp_R
+
+    def _until_end(self, row: _Row, drawn: list[int]) -> int:
+        """How many of these tokens the row keeps: up to the first that ends it."""
+        for count in range(1, len(drawn)):
+            if self.stopping.finish(row.tokens + drawn[:count], row.limit) is not None:
+                return count
+        return len(drawn)
 
     def _steps(self, decoder: Decoder) -> list[tuple[Rollout, ...]]:
         """Several tokens for every live row.  Rows that end draw no more; if others wait for their place, nobody does."""
@@ -372,10 +395,10 @@ class _Run:
                 group.entry = entry
 
 
-def _to_host(token_R: Tensor, logp_R: Tensor) -> tuple[list[list[int]], list[list[float]]]:
-    """A token and its log-prob of each row, as lists of one, in one transfer: on CUDA the step's only wait for the device (float64
-    holds every id exactly)."""
-    if token_R.device.type == "cpu":
-        return token_R[:, None].tolist(), logp_R[:, None].tolist()
-    tokens, logps = torch.stack([token_R.double(), logp_R.double()]).tolist()
-    return [[int(token)] for token in tokens], [[logp] for logp in logps]
+def _to_host(drawn: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[list[int]], list[list[float]]]:
+    """Tokens (R,) and their log-probs, one after another, as a list for each row, in one transfer: on CUDA the host's only wait for
+    the device (float64 holds every id exactly)."""
+    if len(drawn) == 1 and drawn[0][0].device.type == "cpu":
+        return drawn[0][0][:, None].tolist(), drawn[0][1][:, None].tolist()
+    tokens, logps = torch.stack([torch.stack([token_R.double(), logp_R.double()]) for token_R, logp_R in drawn], -1).tolist()
+    return [[int(token) for token in row] for row in tokens], logps
