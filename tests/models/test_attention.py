@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import numpy as np
@@ -114,6 +115,27 @@ def test_the_flex_mask_says_the_same() -> None:
         found = flex_attention(query, key, value, block_mask=mask, scale=0.3).transpose(1, 2)
         expected = explicit_attention(layout, query, key, value, 0.3, None, None)
     torch.testing.assert_close(found[:, :26], expected[:, :26], rtol=1e-5, atol=1e-5)
+
+
+def test_the_flex_blocks_are_those_of_the_mask_of_all_pairs() -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    rng = random.Random(0)
+    for longest in (3, 40, 128, 300, 700) * 6:
+        length, prefix = [], []
+        for _ in range(rng.randint(1, 5)):
+            members = rng.randint(0, 4)
+            prefix += [-1, *[len(prefix)] * members]
+            length += [rng.randint(1, longest) for _ in range(1 + members)]
+        start = [sum(length[:s]) for s in range(len(length))]
+        filler = rng.choice([0, 0, 1, 130, 300])
+        layout = Layout(start=tuple(start), length=tuple(length), prefix=tuple(prefix), total=sum(length) + filler)
+        found = flex_block_mask(layout, torch.device("cpu"))
+        expected = create_block_mask(found.mask_mod, None, None, layout.total, layout.total, device="cpu")
+        assert (found.seq_lengths, found.BLOCK_SIZE) == (expected.seq_lengths, expected.BLOCK_SIZE)
+        for name in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"):
+            for kind in (name, f"full_{name}"):
+                assert torch.equal(getattr(found, kind), getattr(expected, kind)), (layout, kind)
 
 
 @pytest.mark.gpu

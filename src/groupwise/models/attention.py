@@ -276,9 +276,13 @@ def explicit_attention(
     return torch.cat(outputs, 1).transpose(0, 1)[None]
 
 
+FLEX_BLOCK = 128
+"""Tokens to a side of FlexAttention's blocks."""
+
+
 def flex_block_mask(layout: Layout, device: torch.device) -> Any:
     """FlexAttention's block mask of a layout: the same rule as `explicit_attention`, said position by position."""
-    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import BlockMask
 
     segment_T = torch.full((layout.total,), -1, dtype=torch.int64)
     prefix_T = torch.full((layout.total,), -2, dtype=torch.int64)
@@ -292,7 +296,33 @@ def flex_block_mask(layout: Layout, device: torch.device) -> Any:
         own = (segment_T[q] == segment_T[k]) & (q >= k)
         return own | (prefix_T[q] == segment_T[k])
 
-    return create_block_mask(seen, None, None, layout.total, layout.total, device=device)
+    some_QK, all_QK = blocks_seen(layout)
+    # Blocks to be looked at pair by pair, and those to be taken whole: how many for each row, and which, in order.
+    columns = []
+    for blocks_QK in (some_QK & ~all_QK, all_QK):
+        columns += [blocks_QK.sum(-1), blocks_QK.int().argsort(dim=-1, descending=True, stable=True)]
+    columns = [column[None, None].to(device, torch.int32) for column in columns]
+    return BlockMask.from_kv_blocks(*columns, BLOCK_SIZE=FLEX_BLOCK, mask_mod=seen, seq_lengths=(layout.total, layout.total))
+
+
+def blocks_seen(layout: Layout) -> tuple[Tensor, Tensor]:
+    """(Q, K) on the host: where some query of a block sees some key of another, and where all see all, without a mask of pairs."""
+    end = layout.start[-1] + layout.length[-1] if layout.segments else 0
+    segments = list(zip(layout.start, layout.length, layout.prefix, strict=True))
+    if layout.total > end:
+        segments.append((end, layout.total - end, -1))
+    size = -(-layout.total // FLEX_BLOCK)
+    some_QK, whole_QK = torch.zeros(size, size, dtype=torch.bool), torch.zeros(size, size, dtype=torch.int64)
+    for start, length, prefix in segments:
+        # A prefix that stands right before is one stretch of keys with what follows it.
+        first, last = (layout.start[prefix], layout.start[prefix] + layout.length[prefix]) if prefix >= 0 else (start, start)
+        for q in range(start // FLEX_BLOCK, -(-(start + length) // FLEX_BLOCK)):
+            a, b = max(start, q * FLEX_BLOCK), min(start + length, (q + 1) * FLEX_BLOCK)
+            for from_, to in [(first, b)] if last == start else [(first, last), (start, b)]:  # what the last of them sees
+                some_QK[q, from_ // FLEX_BLOCK : -(-to // FLEX_BLOCK)] = True
+            for from_, to in [(first, a + 1)] if last == start else [(first, last), (start, a + 1)]:  # what the first does
+                whole_QK[q, -(-from_ // FLEX_BLOCK) : to // FLEX_BLOCK] += b - a
+    return some_QK, whole_QK == FLEX_BLOCK
 
 
 def _plain_flex() -> Any:

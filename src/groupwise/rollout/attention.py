@@ -176,25 +176,16 @@ class Decode:
             return decoding.decode_attention(query_RHD, key_RKD, value_RKD, *slabs, self._rows, self._length_R, scale, window)
         own.append(self.longest - 1 if self._uniform else self._length_R - 1, key_RKD, value_RKD)
 
-        query_RKQD = query_RHD.reshape(count, shared, heads // shared, width)
-        own_RKQD, own_lse_RKQ = partial_attention(
-            query_RKQD, *own.view(count, self.longest), scale, softcap, self._bias_of_own(window, query_RHD.dtype)
-        )
-        to_prompt, from_prompt = self._indices(shared)
-        prompts, most = len(self.rows_P), to_prompt.numel() // (len(self.rows_P) * shared)
-        query_PKXD = query_RKQD.reshape(count * shared, -1).index_select(0, to_prompt).view(prompts, shared, -1, width)
-        prompt_PKXD, prompt_lse_PKX = partial_attention(
-            query_PKXD,
-            *prompt.view(prompts, self.longest_prompt),
+        return over_both(
+            query_RHD.view(count, shared, heads // shared, width),
+            own.view(count, self.longest),
+            prompt.view(len(self.rows_P), self.longest_prompt),
+            self._indices(shared),
             scale,
             softcap,
+            self._bias_of_own(window, query_RHD.dtype),
             self._bias_of_prompt(window, heads // shared, query_RHD.dtype),
         )
-        prompt_RKQD = prompt_PKXD.reshape(prompts * shared * most, -1).index_select(0, from_prompt).view(own_RKQD.shape)
-        prompt_lse_RKQ = prompt_lse_PKX.reshape(prompts * shared * most, -1).index_select(0, from_prompt).view(own_lse_RKQ.shape)
-        # softmax over the union: each part weighs in with its share of the sum of exponentials
-        share_RKQ1 = torch.sigmoid(prompt_lse_RKQ - own_lse_RKQ)[..., None].to(own_RKQD.dtype)
-        return torch.lerp(own_RKQD, prompt_RKQD, share_RKQ1).view(count, heads, width)
 
     def _once(self, name: str, make: Callable[[], list[Any]]) -> Tensor:
         """A tensor that holds until the next arrangement: on CUDA copying it from the host waits for the device."""
@@ -220,30 +211,69 @@ class Decode:
         return self._index[shared]
 
     def _bias_of_own(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """(R, 1, 1, T): hides the room behind shorter completions, and what a window has left behind."""
         if window not in self._own_bias:
-            hidden_RT = None
-            if not self._uniform or window is not None:
-                place_T = torch.arange(self.longest, device=self.device)
-                hidden_RT = place_T[None] >= self._length_R[:, None]
-                if window is not None:
-                    hidden_RT |= place_T[None] < self._length_R[:, None] - window
-            self._own_bias[window] = None if hidden_RT is None else _bias(hidden_RT, dtype)[:, None, None, :]
+            plain = self._uniform and window is None
+            self._own_bias[window] = None if plain else own_bias(self._length_R, self.longest, window, dtype)
         return self._own_bias[window]
 
     def _bias_of_prompt(self, window: int | None, queries: int, dtype: torch.dtype) -> Tensor | None:
-        """(P, 1, 1 or N x queries, M): hides the room behind shorter prompts, and what a window has left behind."""
         if (window, queries) not in self._prompt_bias:
             bias = None
             if window is not None or min(self.prompt_length_P) < self.longest_prompt:
-                place_M = torch.arange(self.longest_prompt, device=self.device)
-                hidden_PXM = (place_M[None] >= self._once("prompt ends", lambda: self.prompt_length_P)[:, None])[:, None]
-                if window is not None:
-                    left_behind_PNM = place_M[None, None] <= self.position_R[self._member_PN()][..., None] - window
-                    hidden_PXM = (hidden_PXM | left_behind_PNM).repeat_interleave(queries, 1)
-                bias = _bias(hidden_PXM, dtype)[:, None]
+                length_P = self._once("prompt ends", lambda: self.prompt_length_P)
+                position_PN = self.position_R[self._member_PN()]
+                bias = prompt_bias(length_P, self.longest_prompt, position_PN, window, queries, dtype)
             self._prompt_bias[window, queries] = bias
         return self._prompt_bias[window, queries]
+
+
+def over_both(
+    query_RKQD: Tensor,
+    own: tuple[Tensor, Tensor],
+    prompt: tuple[Tensor, Tensor],
+    indices: tuple[Tensor, Tensor],
+    scale: float,
+    softcap: float | None,
+    bias_of_own: Tensor | None,
+    bias_of_prompt: Tensor | None,
+) -> Tensor:
+    """Attention of rows to their own tokens and to their prompts' -> (R, H, D).
+
+    own: keys and values (R, K, T, D).   prompt: (P, K, M, D).   indices: rows x heads -> prompts x heads x members, and back.
+    """
+    (count, shared, queries, width), prompts = query_RKQD.shape, prompt[0].shape[0]
+    own_RKQD, own_lse_RKQ = partial_attention(query_RKQD, *own, scale, softcap, bias_of_own)
+    to_prompt, from_prompt = indices
+    query_PKXD = query_RKQD.reshape(count * shared, -1).index_select(0, to_prompt).view(prompts, shared, -1, width)
+    prompt_PKXD, prompt_lse_PKX = partial_attention(query_PKXD, *prompt, scale, softcap, bias_of_prompt)
+    members = to_prompt.shape[0]
+    prompt_RKQD = prompt_PKXD.reshape(members, -1).index_select(0, from_prompt).view(own_RKQD.shape)
+    prompt_lse_RKQ = prompt_lse_PKX.reshape(members, -1).index_select(0, from_prompt).view(own_lse_RKQ.shape)
+    # softmax over the union: each part weighs in with its share of the sum of exponentials
+    share_RKQ1 = torch.sigmoid(prompt_lse_RKQ - own_lse_RKQ)[..., None].to(own_RKQD.dtype)
+    return torch.lerp(own_RKQD, prompt_RKQD, share_RKQ1).reshape(count, shared * queries, width)
+
+
+def own_bias(length_R: Tensor, room: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """(R, 1, 1, room): hides the room behind completions, and what a window has left behind."""
+    place_T = torch.arange(room, device=length_R.device)
+    hidden_RT = place_T[None] >= length_R[:, None]
+    if window is not None:
+        hidden_RT |= place_T[None] < length_R[:, None] - window
+    return _bias(hidden_RT, dtype)[:, None, None, :]
+
+
+def prompt_bias(length_P: Tensor, room: int, position_PN: Tensor, window: int | None, queries: int, dtype: torch.dtype) -> Tensor:
+    """(P, 1, 1 or N x queries, room): hides the room behind prompts, and what a window has left behind.
+
+    position_PN: of the members' new tokens.   queries: heads that share a key.
+    """
+    place_M = torch.arange(room, device=length_P.device)
+    hidden_PXM = (place_M[None] >= length_P[:, None])[:, None]
+    if window is not None:
+        left_behind_PNM = place_M[None, None] <= position_PN[..., None] - window
+        hidden_PXM = (hidden_PXM | left_behind_PNM).repeat_interleave(queries, 1)
+    return _bias(hidden_PXM, dtype)[:, None]
 
 
 def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
@@ -251,6 +281,9 @@ def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+ALIGNED = 8
+"""The GPU's memory-efficient kernel reads so many numbers of a key and of the bias at once."""
 
 
 def partial_attention(
@@ -262,6 +295,10 @@ def partial_attention(
     """
     if softcap is None and query.device.type == "cpu":
         return _flash(query, key, value, 0.0, False, attn_mask=bias, scale=scale)
+    if softcap is None and query.dtype != torch.float64 and query.shape[-1] % ALIGNED == 0 and key.shape[2] % ALIGNED == 0:
+        bias = None if bias is None else bias.expand(*query.shape[:3], key.shape[2])
+        out, lse, _, _ = _efficient(query, key, value, bias, True, 0.0, False, scale=scale)
+        return out, lse[..., : query.shape[2]]  # the kernel fills it up
     return explicit_partial_attention(query, key, value, scale, softcap, bias)
 
 

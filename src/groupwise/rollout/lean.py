@@ -63,31 +63,47 @@ class RowAttention(Protocol):
         ...
 
 
+class Forward(Protocol):
+    """A way through the model: tokens in, hidden states and logits out."""
+
+    decoder: decoding.Decoder | None
+    """Draws several tokens in one call, where there is one."""
+
+    def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Any) -> Tensor:
+        """Final hidden states (T, D) of a flat stream.   attend: a `RowAttention`; through the modules, an `Attend`."""
+        ...
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Logits (R, V)."""
+        ...
+
+
 def is_known(policy: Policy) -> bool:
     """True if the policy is exactly one whose every step is known here.
 
-    float64 is left to the modules: transformers normalises in float32 there, and to copy that would help nobody.  So is CUDA, where
-    a second copy of the weights costs more than it brings.
+    float64 is left to the modules: transformers normalises in float32 there, and to copy that would help nobody.
     """
     model, head = policy.model, policy.head
-    if policy.device.type != "cpu" or policy.dtype not in (torch.float32, torch.bfloat16):
+    if policy.device.type not in ("cpu", "cuda") or policy.dtype not in (torch.float32, torch.bfloat16):
         return False
-    if head.scale != 1.0 or head.softcap is not None or any(_altered(module, policy.dtype) for module in model.modules()):
+    if head.scale != 1.0 or head.softcap is not None:
+        return False
+    if any(_altered(module, policy.dtype, policy.device) for module in model.modules()):
         return False
     return type(model) in _FORWARDS and _as_configured(model) and _FORWARDS[type(model)][1](model)
 
 
-def lean_forward(policy: Policy, positions: int) -> RotaryForward | GPT2Forward:
+def lean_forward(policy: Policy, positions: int) -> Forward:
     """The short way through a policy that `is_known`, prepared from its weights as they are now, for up to `positions` tokens."""
     return _FORWARDS[type(policy.model)][0](policy, positions)
 
 
-def _altered(module: nn.Module, dtype: torch.dtype) -> bool:
-    """True for a module that does more than its class says, or holds parameters of another type or that are not plain tensors
-    (sharded, quantised)."""
+def _altered(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
+    """True for a module that does more than its class says, or holds parameters of another type, on another device, or that are
+    not plain tensors (sharded, quantised)."""
     hooks = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
     return bool(hooks) or any(
-        type(parameter) is not nn.Parameter or parameter.dtype != dtype or parameter.device.type != "cpu"
+        type(parameter) is not nn.Parameter or parameter.dtype != dtype or parameter.device != device
         for parameter in module._parameters.values()
         if parameter is not None
     )
@@ -213,8 +229,8 @@ class _Lean:
         return decoding.Blocks(blocks, self.heads, self.shared, self.width)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """See `native.Forward`."""
-        filler = Filler(hidden_RD.shape[0], self.dtype)
+        """See `Forward`."""
+        filler = Filler(hidden_RD, self.dtype)
         return filler.drop(self.head(filler.add(hidden_RD)))
 
 
@@ -232,7 +248,7 @@ class RotaryForward(_Lean):
         self.width = attention.head_dim
         self.shared = attention.k_proj.out_features // self.width
         self.heads = attention.q_proj.out_features // self.width
-        cos, sin = base.rotary_emb(self.embedding_VD[:1], torch.arange(positions)[None])
+        cos, sin = base.rotary_emb(self.embedding_VD[:1], torch.arange(positions, device=self.embedding_VD.device)[None])
         self.compiled = (
             policy.dtype == torch.float32
             and cpu.fits(self.embedding_VD)
@@ -254,7 +270,7 @@ class RotaryForward(_Lean):
 
         def cast(weight: Tensor) -> Tensor:
             """Before they are joined: half the memory traffic in bfloat16.  The compiled kernels cast as they pack."""
-            return weight if decoding.multiplies(self.dtype) else weight.to(self.dtype)
+            return weight if weight.device.type == "cpu" and decoding.multiplies(self.dtype) else weight.to(self.dtype)
 
         q, k, v, out = _projections(layer)
         weight = torch.cat([head_rows(cast(q.weight)), head_rows(cast(k.weight)), cast(v.weight)])
@@ -300,9 +316,9 @@ class RotaryForward(_Lean):
         return decoding.Decoder(self.blocks, self.norm.norm, self.head, self.embedding_VD, rotary_PW=rotary_PW)
 
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: RowAttention) -> Tensor:
-        """See `native.Forward`."""
+        """See `Forward`."""
         count, heads, both, width = tokens_T.shape[0], self.heads, self.heads + self.shared, self.width
-        filler = Filler(count, self.dtype)
+        filler = Filler(tokens_T, self.dtype)
         x_TD, add_TD = F.embedding(filler.add(tokens_T), self.embedding_VD), None
         if self.blocks is not None and isinstance(self.turn, CompiledTurn) and isinstance(attend, Decode) and attend.compiled:
             return self.norm(x_TD, attend.through(self.blocks, x_TD, self.turn.tables(position_T)))
@@ -368,8 +384,8 @@ class GPT2Forward(_Lean):
         return decoding.Decoder(self.blocks, self.norm.norm, self.head, self.token_VD, position_PD=self.position_PD)
 
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: RowAttention) -> Tensor:
-        """See `native.Forward`."""
-        filler = Filler(tokens_T.shape[0], self.dtype)
+        """See `Forward`."""
+        filler = Filler(tokens_T, self.dtype)
         x_TD, add_TD = F.embedding(filler.add(tokens_T), self.token_VD), None
         x_TD += F.embedding(filler.add(position_T), self.position_PD)
         if self.blocks is not None and isinstance(attend, Decode) and attend.compiled:

@@ -14,7 +14,6 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,8 +28,9 @@ from groupwise.records import Finish, Prompt, Rollout, Sampling
 from groupwise.rollout import sampling as draws
 from groupwise.rollout.attention import Decode, Prefill
 from groupwise.rollout.engine import check_request, completion_limit, make_rollout
+from groupwise.rollout.graphs import LOOK, GraphDecode, whole
 from groupwise.rollout.kvcache import Store
-from groupwise.rollout.lean import is_known, lean_forward
+from groupwise.rollout.lean import Forward, is_known, lean_forward
 from groupwise.rollout.stopping import Stopping
 
 PREFILL_TOKENS = 8192
@@ -43,29 +43,16 @@ the weights are more than `WORK`: about a fifth of a second, in which nobody hea
 longer).  Fewer than `FEW` rows take as long as `FEW`, for the weights have to be read."""
 
 UNSEEN = {"cpu": 1}
-"""Tokens that rows draw on a device before the host looks at any, 8 where nothing is said: it waits for the device once instead of
-eight times.  What a row draws behind its end is dropped."""
-
-
-class Forward(Protocol):
-    """A way through the model: tokens in, hidden states and logits out."""
-
-    decoder: Decoder | None
-    """Draws several tokens in one call, where there is one."""
-
-    def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
-        """Final hidden states (T, D) of a flat stream."""
-        ...
-
-    def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Logits (R, V)."""
-        ...
+"""Tokens that rows draw on a device before the host looks at any, `LOOK` where nothing is said: it waits for the device once
+instead of eight times.  What a row draws behind its end is dropped."""
+RECORDED = ("cuda",)
+"""Devices on which a token's operations are launched as one; see `graphs`."""
 
 
 class ModuleForward:
     """Through the Hugging Face modules: any family, any precision."""
 
-    decoder = None
+    decoder: Decoder | None = None
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.head = policy, policy.head
@@ -108,7 +95,7 @@ class NativeEngine:
 
     def prepared(self, positions: int) -> Forward:
         """A way through the weights as they are now, for sequences of up to `positions` tokens."""
-        return lean_forward(self.policy, positions) if is_known(self.policy) else ModuleForward(self.policy)  # type: ignore[return-value]
+        return lean_forward(self.policy, positions) if is_known(self.policy) else ModuleForward(self.policy)
 
     def limit(self, prompt: Prompt, index: int, sampling: Sampling) -> int:
         """Longest completion of one row in tokens.  Benchmarks override it to fix a schedule of lengths."""
@@ -190,12 +177,17 @@ class _Run:
         if not groups:
             return
         self.positions = max(row.group.prompt.tokens.size + row.limit for row in self.waiting)
-        longest = max(row.limit for row in self.waiting)
+        longest = whole(max(row.limit for row in self.waiting))
         rows = min(engine.max_rows, len(self.waiting))
-        most = groups[-1].prompt.tokens.size
+        most = whole(groups[-1].prompt.tokens.size)
         self.prompts = Store(min(len(groups), -(-rows // group_size)), most, most_tokens=most)
         self.own = Store(rows, min(longest, FIRST_TOKENS), most_tokens=longest)
-        self.decode = Decode(self.prompts, self.own, self.device)
+        self.decode: Decode | GraphDecode
+        if self.device.type in RECORDED and engine.path == "lean" and not sampling.truncates:
+            how = {"members": group_size, "vocabulary": self.policy.vocabulary}
+            self.decode = GraphDecode(self.prompts, self.own, self.device, **how)
+        else:
+            self.decode = Decode(self.prompts, self.own, self.device)
         self.rows_at_once = chunk_rows(self.policy.vocabulary, 4)
         self.weights = sum(parameter.numel() for parameter in self.policy.model.parameters())
 
@@ -273,24 +265,27 @@ class _Run:
 
     def _step(self) -> list[tuple[Rollout, ...]]:
         """One token for every live row, or several."""
-        decoder = self.forward.decoder
-        if decoder is not None and self.decode.compiled and not self.sampling.truncates:
-            return self._steps(decoder)
+        decoder, decode = self.forward.decoder, self.decode
+        if decoder is not None and isinstance(decode, Decode) and decode.compiled and not self.sampling.truncates:
+            return self._steps(decoder, decode)
         # Truncation reads back at every token; nobody may draw beyond its limit, where there is no room.
-        most = 1 if self.sampling.truncates else UNSEEN.get(self.device.type, 8)
+        most = 1 if self.sampling.truncates else UNSEEN.get(self.device.type, LOOK)
         steps = min(most, min(row.limit - len(row.tokens) for row in self.live))
-        tokens, logps = _to_host([self._one() for _ in range(steps)])
-        kept = (
-            [self._until_end(row, drawn) for row, drawn in zip(self.live, tokens, strict=True)] if steps > 1 else [1] * len(tokens)
-        )
-        tokens, logps = ([numbers[:count] for numbers, count in zip(column, kept, strict=True)] for column in (tokens, logps))
+        if isinstance(decode, GraphDecode):
+            drawn = decode.draw(self.forward, self.token_R, self.uniform_RT, self.sampling, steps)
+            self.token_R = drawn[-1][0]
+        else:
+            drawn = [self._one(decode) for _ in range(steps)]
+        tokens, logps = _to_host(drawn)
+        if steps > 1:
+            kept = [self.stopping.kept(row.tokens, behind) for row, behind in zip(self.live, tokens, strict=True)]
+            tokens, logps = ([numbers[:count] for numbers, count in zip(column, kept, strict=True)] for column in (tokens, logps))
         return self._settle(0, tokens, logps, changed=False)
 
-    def _one(self) -> tuple[Tensor, Tensor]:
+    def _one(self, decode: Decode) -> tuple[Tensor, Tensor]:
         """One token for every live row, and its log-prob."""
-        position_R = self.decode.next()
-        hidden_RD = self.forward.hidden(self.token_R, position_R, self.decode)
-        uniform_R = self.uniform_RT.gather(1, self.decode.drawn_R[:, None])[:, 0]
+        hidden_RD = self.forward.hidden(self.token_R, decode.next(), decode)
+        uniform_R = self.uniform_RT.gather(1, decode.drawn_R[:, None])[:, 0]
         drawn = [
             self._draw(self.forward.logits(hidden_RD[chunk]), uniform_R[chunk], self.live[chunk])
             for chunk in self._chunks(len(self.live))
@@ -298,18 +293,11 @@ class _Run:
         self.token_R, logp_R = drawn[0] if len(drawn) == 1 else (torch.cat(column) for column in zip(*drawn, strict=True))
         return self.token_R, logp_R
 
-    def _until_end(self, row: _Row, drawn: list[int]) -> int:
-        """How many of these tokens the row keeps: up to the first that ends it."""
-        for count in range(1, len(drawn)):
-            if self.stopping.finish(row.tokens + drawn[:count], row.limit) is not None:
-                return count
-        return len(drawn)
-
-    def _steps(self, decoder: Decoder) -> list[tuple[Rollout, ...]]:
+    def _steps(self, decoder: Decoder, decode: Decode) -> list[tuple[Rollout, ...]]:
         """Several tokens for every live row.  Rows that end draw no more; if others wait for their place, nobody does."""
         worth = WORK // (self.weights * max(len(self.live), FEW))
         steps = min(STEPS, worth, max(row.limit - len(row.tokens) for row in self.live))
-        drawn = self.decode.draw(
+        drawn = decode.draw(
             decoder,
             self.token_R,
             [row.limit for row in self.live],

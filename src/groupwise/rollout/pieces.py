@@ -29,12 +29,15 @@ def product(weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Cal
 
     The compiled kernels' own, which reads weights once and in order.  Without them in float32 MKL's for small matrices (1.1 to 2.7
     times `F.linear` at 3 to 64 rows) and oneDNN's for large ones (1.05 to 1.3 times MKL's at 4 to 24 rows), in bfloat16 oneDNN's
-    (1.3 to 1.7 times).
+    (1.3 to 1.7 times).  On a GPU `F.linear`.
     """
-    if decoding.multiplies(dtype):
+    on_cpu = weight_OI.device.type == "cpu"
+    if on_cpu and decoding.multiplies(dtype):
         return decoding.Product(weight_OI, bias_O, dtype)
     weight_OI = weight_OI.detach().to(dtype).contiguous()
     bias_O = None if bias_O is None else bias_O.detach().to(dtype)
+    if not on_cpu:
+        return lambda x: F.linear(x, weight_OI, bias_O)
     large = dtype == torch.float32 and weight_OI.numel() >= LARGE and torch.backends.mkldnn.is_available()
     if large or tiled(dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, FEW_ROWS)
@@ -54,10 +57,13 @@ def product(weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Cal
 
 
 class Filler:
-    """The rows that fill a stream of `count` up to a whole number of oneDNN's tiles; none where products need no filling."""
+    """The rows that fill a stream up to a whole number of oneDNN's tiles; none where products need no filling."""
 
-    def __init__(self, count: int, dtype: torch.dtype) -> None:
-        self.count, self.rows = count, filled(count) - count if tiled(dtype) and not decoding.multiplies(dtype) else 0
+    def __init__(self, stream: Tensor, dtype: torch.dtype) -> None:
+        """stream: (count, ...), of which only length and device are looked at.   dtype: of the products."""
+        fills = stream.device.type == "cpu" and tiled(dtype) and not decoding.multiplies(dtype)
+        self.count = stream.shape[0]
+        self.rows = filled(self.count) - self.count if fills else 0
 
     def add(self, x: Tensor) -> Tensor:
         """`x` (count, ...) with rows of zeros behind."""
@@ -94,7 +100,7 @@ class PlainTurn:
         half = slice(0, cos_PW.shape[1] // 2)
         self.turn_PW = torch.complex(cos_PW[:, half], sin_PW[:, half])
         # Queries and keys may be reordered together, their products stay.
-        self.order_W = torch.arange(cos_PW.shape[1]).view(2, -1).T.flatten()
+        self.order_W = torch.arange(cos_PW.shape[1], device=cos_PW.device).view(2, -1).T.flatten()
 
     def at(self, position_T: Tensor) -> Callable[[Tensor], Tensor]:
         """What turns heads (T, H, W) of these positions; float32 in place, bfloat16 by way of float32."""
@@ -138,7 +144,8 @@ class PlainNorm:
     def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype) -> None:
         """dtype: of the result."""
         width = weight.shape[-1]
-        self.gain, self.floor = weight.detach().float() * width**0.5, torch.tensor((width * eps) ** 0.5)
+        self.gain = weight.detach().float() * width**0.5
+        self.floor = torch.tensor((width * eps) ** 0.5, device=weight.device)
         self.dtype = dtype
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:

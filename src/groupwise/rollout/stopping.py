@@ -28,6 +28,16 @@ class Stopping:
             return Finish.STOP
         return Finish.LENGTH if len(tokens) >= limit else None
 
+    def kept(self, tokens: list[int], drawn: list[int]) -> int:
+        """How many of the tokens drawn behind these belong to the completion: up to the first that ends it."""
+        so_far = list(tokens) if self.stop else []
+        for count, token in enumerate(drawn, 1):
+            if self.stop:
+                so_far.append(token)
+            if token in self.eos_ids or (self.stop and self._completes(so_far)):
+                return count
+        return len(drawn)
+
     def _completes(self, tokens: list[int]) -> bool:
         """True if the last token completes a stop string.  Every token is asked about, so a hit is always a new one."""
         last = tokens[-1]
