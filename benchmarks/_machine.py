@@ -7,6 +7,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,8 @@ def describe() -> dict[str, Any]:
         found["features"] = [flag for flag in FEATURES if flag in flags]
     if hasattr(os, "sysconf"):
         found["memory_gb"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
+    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
     for package in ("torch", "transformers", "trl", "vllm"):
         try:
             found[package] = version(package)
@@ -48,8 +51,10 @@ def describe() -> dict[str, Any]:
     return found | {"commit": commit or None}
 
 
-def folder(machine: dict[str, Any]) -> Path:
+def folder(machine: dict[str, Any], device: str) -> Path:
     """Where results of machines of one kind are kept: with and without matrix tiles they say little about each other."""
+    if device != "cpu":
+        return RESULTS / "gpu"
     features = machine.get("features", ())
     return RESULTS / ("amx" if "amx_bf16" in features else "avx512" if "avx512f" in features else "other")
 
@@ -57,26 +62,32 @@ def folder(machine: dict[str, Any]) -> Path:
 def save(name: str, content: dict[str, Any]) -> Path:
     """Write a result with the machine's description; the same name is written over, if it is of a machine of the same kind."""
     machine = describe()
-    path = folder(machine) / f"{name}.json"
+    path = folder(machine, content.get("workload", {}).get("device", "cpu")) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine, **content}, indent=1) + "\n")
     return path
 
 
 class Meter:
-    """Adds up wall and processor seconds by phase.  Processor seconds count all threads of the process."""
+    """Adds up wall and processor seconds by phase.  Processor seconds count all threads of the process.
 
-    def __init__(self) -> None:
+    Phases on a GPU end when it has done what it was given; there the processor's seconds say nothing.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
         self.wall: dict[str, float] = {}
         self.cpu: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time what happens inside."""
+        settle(self.device)
         wall, cpu = time.perf_counter(), time.process_time()
         try:
             yield
         finally:
+            settle(self.device)
             self.wall[name] = self.wall.get(name, 0.0) + time.perf_counter() - wall
             self.cpu[name] = self.cpu.get(name, 0.0) + time.process_time() - cpu
 
@@ -87,16 +98,35 @@ class Meter:
         return found
 
 
-class Peak:
-    """Peak of resident memory above what was resident at the start, in bytes (Linux)."""
+def settle(device: str) -> None:
+    """Wait for a GPU."""
+    if device != "cpu":
+        import torch  # not before `_workload.ours` has said with how many threads
 
-    def __init__(self) -> None:
+        torch.cuda.synchronize()
+
+
+class Peak:
+    """Peak of resident memory above what was resident at the start, in bytes (Linux); of a GPU's, what is allocated there."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+        if device != "cpu":
+            import torch
+
+            torch.cuda.reset_peak_memory_stats()
+            self.base = torch.cuda.memory_allocated()
+            return
         # Sets the high-water mark back to what is resident now.
         Path("/proc/self/clear_refs").write_text("5")
         self.base = _status("VmRSS")
 
     def above(self) -> int:
         """Bytes."""
+        if self.device != "cpu":
+            import torch
+
+            return torch.cuda.max_memory_allocated() - self.base
         return _status("VmHWM") - self.base
 
 

@@ -54,7 +54,7 @@ class Scheduled(NativeEngine):
 def load(work: Workload, folder: Path) -> Policy:
     """The policy, with an EOS that cannot be drawn: the schedule alone ends completions."""
     dtype = "autocast" if work.dtype == "bfloat16" else "float32"
-    settings = ModelSettings(path=str(folder), dtype=dtype, device="cpu")  # type: ignore[arg-type]
+    settings = ModelSettings(path=str(folder), dtype=dtype, device=work.device)  # type: ignore[arg-type]
     blueprint = read_blueprint(settings, load_tokenizer(str(folder)))
     if work.objective == "reward":
         return load_scorer(settings, blueprint)
@@ -91,9 +91,9 @@ class Ours:
             self.group = GroupSettings(group_size=work.group, prompts_per_step=work.prompts, beta=work.beta, dead_groups="exact")
             self.algorithm = resolve("grpo", self.group, work.completion)
             self.reference = self.policy.frozen_copy() if self.algorithm.needs_reference else None
-        self.meter = Meter()
+        self.meter = Meter(work.device)
         self.loop = self._online() if work.online else self._offline()
-        self.peak = Peak()
+        self.peak = Peak(work.device)
 
     def check(self, found: dict[str, Any]) -> dict[str, float]:
         """Log-probs and gradients of TRL's own completions, compared with TRL's (float32: to rounding)."""
@@ -108,7 +108,7 @@ class Ours:
         with np.load(found["gradients"]) as theirs:
             for name, parameter in self.policy.model.named_parameters():
                 assert parameter.grad is not None
-                other = torch.from_numpy(theirs[name])
+                other = torch.from_numpy(theirs[name]).to(parameter.device)
                 difference += float((parameter.grad - other).double().square().sum())
                 total += float(other.double().square().sum())
         self.policy.model.zero_grad(set_to_none=True)
@@ -221,7 +221,8 @@ class Ours:
     def _gradients(self, samples: list[Sample], loss: Any, **how: Any) -> tuple[float, list[np.ndarray]]:
         seen = [np.zeros(sample.completion.size) for sample in samples]
         total = 0.0
-        for batch in pack(samples, positions(self.work, self.policy), fill=self.policy.tiled, **how):
+        how |= {"fill": self.policy.tiled, "device": self.policy.device}
+        for batch in pack(samples, positions(self.work, self.policy), **how):
             with fused_modules(self.policy.model):
                 value, seen_M = loss(self.policy, batch=batch)
                 value.backward()

@@ -34,7 +34,7 @@ class Schedule(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Logits (R, V) of the next token -> the same with EOS hidden, or forced."""
         scores[:, 0] = -torch.inf
-        scores[self.length_R == input_ids.shape[1] - self.prompt + 1, 0] = CERTAIN
+        scores[self.length_R.to(scores.device) == input_ids.shape[1] - self.prompt + 1, 0] = CERTAIN
         return scores
 
 
@@ -43,7 +43,7 @@ class Conductor(TrainerCallback):
 
     def __init__(self, connection: Connection, folder: Path, work: Workload) -> None:
         self.connection, self.folder, self.work = connection, folder, work
-        self.meter = Meter()
+        self.meter = Meter(work.device)
         self.peak: Peak | None = None
         self.checking = False
         self.seen: dict[str, Any] = {}
@@ -52,7 +52,7 @@ class Conductor(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Wait for a command."""
         if self.peak is None:
-            self.peak = Peak()
+            self.peak = Peak(self.work.device)
             self.connection.send("ready")
         command = self.connection.recv()
         if command == "end":
@@ -66,7 +66,7 @@ class Conductor(TrainerCallback):
         if self.checking:
             assert self.trainer is not None
             path = self.folder / "trl_gradients.npz"
-            gradients = {name: p.grad.numpy() for name, p in self.trainer.model.named_parameters() if p.grad is not None}
+            gradients = {name: p.grad.cpu().numpy() for name, p in self.trainer.model.named_parameters() if p.grad is not None}
             np.savez(path, **gradients)
             self.seen["gradients"] = str(path)
 
@@ -106,7 +106,7 @@ def _settings(work: Workload, scratch: Path) -> dict[str, Any]:
         "logging_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-        "use_cpu": True,
+        "use_cpu": work.device == "cpu",
         "dataloader_pin_memory": False,
         "seed": work.seed,
     }

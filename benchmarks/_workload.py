@@ -32,6 +32,8 @@ class Workload:
     layers: int = 4
     heads: int = 4
     kv_heads: int | None = 2
+    inner: int | None = None
+    """Width of the gated MLPs; None: 8/3 of the model's."""
     vocab: int = 512
     prompt: int = 32
     """Tokens of every prompt."""
@@ -49,6 +51,7 @@ class Workload:
     dead: float = 0.0
     """Share of the prompts whose completions all get the same reward."""
     threads: int = 1
+    device: str = "cpu"
     microbatch: int | None = None
     """Packed positions of a micro-batch of ours; None: the library's default."""
     trl_microbatches: int = 1
@@ -93,12 +96,15 @@ class Workload:
         return np.arange(self.prompts) < round(self.dead * self.prompts)
 
 
+QWEN = Workload(vocab=151936, prompt=256, completion=1024, dtype="bfloat16", device="cuda")
 SHAPES: dict[str, Workload] = {
     "S": Workload(),
     "M": Workload(hidden=512, layers=7, heads=8, kv_heads=4, vocab=8192, prompt=128, completion=128, prompts=4),
     "L": Workload(family="gpt2", hidden=768, layers=12, heads=12, kv_heads=None, vocab=50257, prompt=64, completion=128, prompts=2),
+    "0.5B": replace(QWEN, hidden=896, layers=24, heads=14, inner=4864),
+    "1.5B": replace(QWEN, hidden=1536, layers=28, heads=12, inner=8960),
 }
-"""S 3M, M 25M, L 124M parameters."""
+"""S 3M, M 25M, L 124M parameters; those in the shapes of Qwen2.5 are for a GPU."""
 
 
 ROWS = 8
@@ -110,10 +116,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", default="S", choices=list(SHAPES), help="what the other options start from (default: S)")
     parser.add_argument("--objective", choices=["grpo", "sft", "reward"])
     parser.add_argument("--family", choices=["llama", "qwen2", "qwen3", "gpt2"])
-    for name in ("hidden", "layers", "heads", "kv-heads", "vocab", "prompt", "completion", "group", "prompts", "threads"):
+    for name in ("hidden", "layers", "heads", "kv-heads", "inner", "vocab", "prompt", "completion", "group", "prompts", "threads"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--lengths", choices=["varied", "full", "tail"])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"])
+    parser.add_argument("--device", choices=["cpu", "cuda"])
     parser.add_argument("--beta", type=float, help="weight of the KL to a reference")
     parser.add_argument("--dead", type=float, help="share of prompts whose completions all get the same reward")
     parser.add_argument("--microbatch", type=int, help="packed positions of our micro-batches (default: the library's)")
@@ -142,7 +149,7 @@ def model_folder(work: Workload, parent: Path) -> Path:
     from groupwise.settings import ScratchSettings
 
     shape = [work.family, work.hidden, work.layers, work.heads, work.kv_heads, work.vocab, work.prompt, work.completion, work.seed]
-    shape.append(work.objective == "reward")
+    shape += [work.objective == "reward", work.inner]
     folder = parent / hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:12]
     if folder.exists():
         return folder
@@ -155,7 +162,7 @@ def model_folder(work: Workload, parent: Path) -> Path:
         kv_heads=work.kv_heads if work.family != "gpt2" else None,
         context=context,
     )
-    model = scratch_model(settings, vocabulary=work.vocab, eos_ids=(0,), pad_id=1, seed=work.seed)
+    model = scratch_model(settings, vocabulary=work.vocab, eos_ids=(0,), pad_id=1, seed=work.seed, inner=work.inner)
     vocabulary = {EOS: 0, PAD: 1, **{f"w{i}": i for i in range(FIRST, work.vocab)}}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -10,32 +10,38 @@ its prompts' FLOPs.  A ceiling is what one product was measured at, not what the
 
 FLOPs are counted as `2 N n + 4 L a c n + 2 V d m` forward, twice that backward: products, attention (N parameters of the blocks,
 L layers, attention a wide over c tokens, n positions) and the head (V tokens, d wide, on m positions).  Processor seconds
-throughout.  Every figure is the median of the steps', a share's too.
+throughout, on a GPU elapsed ones (`--shape 0.5B`).  Every figure is the median of the steps', a share's too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from statistics import median as middle
 from typing import Any
 
-from _machine import save, significant
+from _machine import Meter, save, significant
 from _workload import Workload, add_options, ours, workload
 
 
-def seconds(run: Callable[[], Any], repeats: int = 3) -> float:
-    """Median processor seconds of a call, after one to warm up."""
+def seconds(device: str, run: Callable[[], Any], repeats: int = 3) -> float:
+    """Median processor seconds of a call, after one to warm up; of a GPU's, seconds."""
     run()
+    meter = Meter(device)
     found = []
     for _ in range(repeats):
-        start = time.process_time()
-        run()
-        found.append(time.process_time() - start)
+        with meter.phase("call"):
+            run()
+        found.append(meter.read()[clock(device)]["call"])
     return max(middle(found), 1e-9)
+
+
+def clock(device: str) -> str:
+    """The clock that counts."""
+    return "cpu" if device == "cpu" else "wall"
 
 
 def ceilings(work: Workload, rows: int, few: int, parameters: int) -> dict[str, float]:
@@ -48,29 +54,31 @@ def ceilings(work: Workload, rows: int, few: int, parameters: int) -> dict[str, 
 
     dtype = getattr(torch, work.dtype)
     wide = 4 * work.hidden
+    randn = partial(torch.randn, device=work.device)
+    timed = partial(seconds, work.device)
 
     def torchs(m: int, k: int, n: int) -> float:
-        x, w = torch.randn(m, k, dtype=dtype), torch.randn(n, k, dtype=dtype)
-        return 2e-9 * m * k * n / seconds(lambda: F.linear(x, w))
+        x, w = randn(m, k, dtype=dtype), randn(n, k, dtype=dtype)
+        return 2e-9 * m * k * n / timed(lambda: F.linear(x, w))
 
     def product(m: int, k: int, n: int) -> float:
         """The fastest here: torch's, or the compiled kernel's."""
-        x, w = torch.randn(m, k, dtype=dtype), torch.randn(n, k, dtype=dtype)
-        return max(torchs(m, k, n), 2e-9 * m * k * n / seconds(lambda: matrices.product(x, w.T)))
+        x, w = randn(m, k, dtype=dtype), randn(n, k, dtype=dtype)
+        return max(torchs(m, k, n), 2e-9 * m * k * n / timed(lambda: matrices.product(x, w.T)))
 
     def slopes(m: int, k: int, n: int) -> float:
-        x, grad, total = torch.randn(m, k, dtype=dtype), torch.randn(m, n, dtype=dtype), torch.zeros(n, k)
-        return 2e-9 * m * k * n / seconds(lambda: matrices.add_product(total, grad.T, x, fresh=False))
+        x, grad, total = randn(m, k, dtype=dtype), randn(m, n, dtype=dtype), torch.zeros(n, k, device=work.device)
+        return 2e-9 * m * k * n / timed(lambda: matrices.add_product(total, grad.T, x, fresh=False))
 
     def packed(m: int, k: int, n: int) -> float:
         """The same with few rows, for which weights are packed beforehand."""
-        x, found = torch.randn(m, k, dtype=dtype), prepared(torch.randn(n, k), None, dtype)
-        return max(product(m, k, n), 2e-9 * m * k * n / seconds(lambda: found(x)))
+        x, found = randn(m, k, dtype=dtype), prepared(randn(n, k), None, dtype)
+        return max(product(m, k, n), 2e-9 * m * k * n / timed(lambda: found(x)))
 
-    numbers = torch.randn(parameters * dtype.itemsize // 4)
+    numbers = randn(parameters * dtype.itemsize // 4)
     into = torch.empty_like(numbers)
     length, width = 128, work.hidden // work.heads
-    q, k, v = (torch.randn(8, work.heads, length, width, dtype=dtype) for _ in range(3))
+    q, k, v = (randn(8, work.heads, length, width, dtype=dtype) for _ in range(3))
     attention = 4e-9 * 8 * work.heads * length * length * width / 2
     return {
         "gemm": product(rows, work.hidden, wide),
@@ -78,9 +86,9 @@ def ceilings(work: Workload, rows: int, few: int, parameters: int) -> dict[str, 
         "gemm_weight_gradient": slopes(rows, work.hidden, wide),
         "gemm_head": product(min(rows, 512), work.hidden, work.vocab),
         "gemm_few_rows": packed(few, work.hidden, wide),
-        "read": 1e-9 * numbers.nbytes / seconds(lambda: numbers.sum()),
-        "copy": 2e-9 * numbers.nbytes / seconds(lambda: into.copy_(numbers)),
-        "attention": attention / seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)),
+        "read": 1e-9 * numbers.nbytes / timed(lambda: numbers.sum()),
+        "copy": 2e-9 * numbers.nbytes / timed(lambda: into.copy_(numbers)),
+        "attention": attention / timed(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)),
     }
 
 
@@ -133,17 +141,18 @@ def score(work: Workload) -> int:
 
 
 def first_tokens(work: Workload, side: Any) -> float:
-    """Processor seconds of a rollout that ends with its first tokens: weights prepared, prompts computed, records written."""
+    """Seconds of a rollout that ends with its first tokens: weights prepared, prompts computed, records written."""
     from _ours import prompts_of
 
     from groupwise.records import Sampling
     from groupwise.rollout.native import NativeEngine
 
     engine = NativeEngine(side.policy, max_rows=work.prompts * work.group)
-    start = time.process_time()
-    for _ in engine.generate(prompts_of(work), group_size=work.group, sampling=Sampling(max_new_tokens=1), seed=0):
-        pass
-    return time.process_time() - start
+    meter = Meter(work.device)
+    with meter.phase("all"):
+        for _ in engine.generate(prompts_of(work), group_size=work.group, sampling=Sampling(max_new_tokens=1), seed=0):
+            pass
+    return meter.read()[clock(work.device)]["all"]
 
 
 def main() -> None:
@@ -168,7 +177,7 @@ def main() -> None:
     for _ in range(options.steps):
         limits.append(ceilings(work, rows, int((lengths > work.completion // 2).sum()), parameters))
         side.step()  # its data come back into the caches
-        step, first = side.step()["cpu"], first_tokens(work, side)
+        step, first = side.step()[clock(work.device)], first_tokens(work, side)
         spent.append({"update": step["update"], "rollout": step["rollout"], "decode": step["rollout"] - first})
         decode = decode_bound(work, body + work.vocab * work.hidden, limits[-1])
         bounds.append(

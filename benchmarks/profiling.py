@@ -3,7 +3,8 @@
     python benchmarks/profiling.py --shape M --dtype bfloat16
 
 A few steps warm up and give the time without a profiler; then torch's profiler watches one.  An operation's share is of the
-processor time of all operations in that step, its own time only; what is left of the step without a profiler is Python.
+processor time of all operations in that step, its own time only; what is left of the step without a profiler is Python.  On a GPU
+(`--shape 0.5B`) it is of the GPU's time in all kernels; what is left of the step is the time in which it waits.
 """
 
 from __future__ import annotations
@@ -37,14 +38,18 @@ def main() -> None:
             library.call(name, *arguments)
 
     side.step()
-    steps = [side.step()["cpu"] for _ in range(options.steps)]
+    on_cpu = work.device == "cpu"
+    steps = [side.step()["cpu" if on_cpu else "wall"] for _ in range(options.steps)]
     seconds = {phase: median([step[phase] for step in steps]) for phase in ("step", "rollout", "update") if phase in steps[0]}
     cpu.call = decoding.call = named  # torch's profiler sees torch's operations alone
     for forward in (RotaryForward, GPT2Forward):
         forward._blocks = lambda _: None  # kernel by kernel, to see each  # type: ignore[method-assign]
-    with profile(activities=[ProfilerActivity.CPU]) as watched:
+    with profile(activities=[ProfilerActivity.CPU] if on_cpu else [ProfilerActivity.CUDA]) as watched:
         side.step()
-    own = {event.key: (event.self_cpu_time_total * 1e-6, event.count) for event in watched.key_averages()}
+    own = {
+        event.key: ((event.self_cpu_time_total if on_cpu else event.self_device_time_total) * 1e-6, event.count)
+        for event in watched.key_averages()
+    }
     total = sum(time for time, _ in own.values())
     operations = [
         {"name": name, "share": significant(time / total), "calls": calls}

@@ -26,6 +26,10 @@ products, and the float32 products of the update too, as exact as torch's, on pr
 Intel's without tiles: not measured) (`tests/kernels/test_matrices.py`). `GROUPWISE_KERNELS=off` runs the same without.
 The command asks torch for pages of 2 MB for large tensors, as our side of these benchmarks does (`THP_MEM_ALLOC_ENABLE=0` leaves
 them); TRL's side is no faster with them and takes more memory.
+
+No GPU has been at hand: nothing of this was ever run on one, and there are no figures for any. What runs there is checked on CPUs
+(`tests/rollout/test_graphs.py`, `tests/models/test_attention.py`) and has tests marked `gpu`; `--device cuda`, or `--shape 0.5B`
+and `1.5B` (Qwen2.5's shapes), are for the day.
 """
 TRL = """\
 ## Against TRL
@@ -118,6 +122,7 @@ KINDS = {
     "amx": "Processors with matrix tiles (AMX)",
     "avx512": "Processors with AVX-512 and without matrix tiles",
     "other": "Other processors",
+    "gpu": "GPUs",
 }
 """Folders of results, as `_machine.folder` names them."""
 
@@ -250,7 +255,9 @@ def sections(folder: Path) -> Iterator[tuple[str, list[str]]]:
 def machines(folder: Path) -> list[str]:
     """The machines whose results lie in a folder."""
     found = (one["machine"] for one in results(folder, "*.json") if "machine" in one)
-    return sorted({f"{m['cpu']}, {m['cpus']} cores, torch {m['torch']}, {m['date']}" for m in found})
+    return sorted(
+        {f"{m['gpu'] + ', ' if 'gpu' in m else ''}{m['cpu']}, {m['cpus']} cores, torch {m['torch']}, {m['date']}" for m in found}
+    )
 
 
 def page() -> str:

@@ -8,6 +8,7 @@ Before anything is timed, our side computes log-probs and gradients for the comp
     python benchmarks/vs_trl.py --shape S --vocab 131072 --pairs 5
     python benchmarks/vs_trl.py --objective sft --shape M
     python benchmarks/vs_trl.py --grid            # every row of docs/performance.md
+    python benchmarks/vs_trl.py --shape 0.5B      # on a GPU; --grid --device cuda: every row of a GPU
 
 A ratio is TRL's median over ours: 3 means three times as fast, or a third of the memory.  `rollout` counts generation, decoding
 and rewards; `update` the forward and backward passes and the optimizer.  Processor seconds (all threads) are given beside wall
@@ -108,13 +109,15 @@ def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     return {**sides, "ratios": ratios["wall"] | {"memory": memory}, "cpu_ratios": ratios["cpu"]}
 
 
-def grid() -> dict[str, Workload]:
+def grid(device: str = "cpu") -> dict[str, Workload]:
     """The rows of docs/performance.md, by name."""
     rows: dict[str, Workload] = {}
-    for shape, base in SHAPES.items():
-        rows[f"{shape} float32"] = base
+    for shape, base in ((name, one) for name, one in SHAPES.items() if one.device == device):
+        rows[f"{shape} float32"] = replace(base, dtype="float32")
         rows[f"{shape} bfloat16"] = replace(base, dtype="bfloat16")
-        rows[f"{shape} float32 half dead"] = replace(base, dead=0.5)
+        rows[f"{shape} {base.dtype} half dead"] = replace(base, dead=0.5)
+    if device != "cpu":
+        return rows
     rows["S float32 vocabulary 131,072"] = replace(SHAPES["S"], vocab=131072)
     for shape in ("S", "M"):
         for dtype in ("float32", "bfloat16"):
@@ -126,7 +129,7 @@ def grid() -> dict[str, Workload]:
 
 def name_of(work: Workload) -> str:
     """The name under which a workload's result is kept."""
-    shape = next((name for name, base in grid().items() if replace(base, threads=work.threads) == work), None)
+    shape = next((name for name, base in grid(work.device).items() if replace(base, threads=work.threads) == work), None)
     if shape is None:
         default = Workload()
         changed = [f"{key}={value}" for key, value in asdict(work).items() if value != getattr(default, key)]
@@ -155,7 +158,7 @@ def main() -> None:
     parser.add_argument("--grid", action="store_true", help="every row of docs/performance.md")
     options = parser.parse_args()
     # A step of the grid's large shapes takes TRL most of a minute: `--grid` alone is an hour's work on one thread.
-    rows = grid() if options.grid else {"": workload(options)}
+    rows = grid(options.device or "cpu") if options.grid else {"": workload(options)}
     if options.grid and options.threads:
         rows = {name: replace(work, threads=options.threads) for name, work in rows.items()}
     last: dict[str, Any] = {}

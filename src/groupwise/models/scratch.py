@@ -17,14 +17,22 @@ if TYPE_CHECKING:
 
 
 def scratch_model(
-    settings: ScratchSettings, *, vocabulary: int, eos_ids: Sequence[int], pad_id: int, bos_id: int | None = None, seed: int = 0
+    settings: ScratchSettings,
+    *,
+    vocabulary: int,
+    eos_ids: Sequence[int],
+    pad_id: int,
+    bos_id: int | None = None,
+    seed: int = 0,
+    inner: int | None = None,
 ) -> PreTrainedModel:
     """A float32 model on the CPU with random weights drawn from `seed`; torch's global generator is left as it was.
 
     Embeddings are tied: at this size an output matrix of its own would be a large share of the parameters.  All `eos_ids` stand in
     the generation config, which is where engines read them.
 
-    vocabulary: number of token ids, rows of the embedding.
+    vocabulary: number of token ids, rows of the embedding.   inner: width of a gated MLP, if it is to be another than 8/3 of the
+    model's.
     Raises ConfigError if the widths do not divide, or an id lies outside the vocabulary; MemoryExceeded.
     """
     import torch
@@ -33,6 +41,8 @@ def scratch_model(
     _check(settings, vocabulary, {"bos": bos_id, "pad": pad_id} | {f"eos[{i}]": eos for i, eos in enumerate(eos_ids)})
     ids = {"bos_token_id": bos_id, "eos_token_id": _one_or_list(eos_ids), "pad_token_id": pad_id}
     config = _FAMILIES[settings.family](settings, {"vocab_size": vocabulary, "tie_word_embeddings": True, **ids})
+    if inner is not None:
+        config.intermediate_size = inner
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
