@@ -1,6 +1,7 @@
 """Decoding in shapes that stay: the plain version's tokens, and nothing in a step that a recording could not hold."""
 
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import fields
 
 import numpy as np
@@ -11,10 +12,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from groupwise.errors import EngineError
 from groupwise.kernels import cpu, decoding
 from groupwise.records import Finish, Sampling
-from groupwise.rollout import graphs, native
-from groupwise.rollout.graphs import LOOK, GraphDecode, filled
+from groupwise.rollout import attention, graphs, native
+from groupwise.rollout.graphs import LOOK, Buffers, GraphDecode, filled
 from groupwise.rollout.kvcache import Store
 from groupwise.rollout.lean import lean_forward
 from groupwise.rollout.native import NativeEngine
@@ -24,16 +26,16 @@ FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3"]
 
 
 class Traced:
-    """In the place of `graphs.recorder` on a CPU: the operations of one run, replayed on the same tensors without any Python."""
+    """In the place of `graphs.Recorder` on a CPU: the operations of one run, replayed on the same tensors without any Python."""
 
     def __init__(self) -> None:
         self.recordings = self.replays = 0
 
     def __call__(self, device):
-        return self.record
+        return self
 
     def record(self, step):
-        buffers = step.args[2]
+        _, buffers = step.args
         tensors = [getattr(buffers, field.name) for field in fields(buffers)]
         before = [tensor.clone() for tensor in tensors]
         recording = make_fx(lambda: [step(), torch.zeros(())][1])()
@@ -59,7 +61,7 @@ def plain(monkeypatch):
 def traced(plain, monkeypatch):
     """The CPU decodes as a GPU does."""
     found = Traced()
-    monkeypatch.setattr(graphs, "recorder", found)
+    monkeypatch.setattr(graphs, "Recorder", found)
     return found
 
 
@@ -100,26 +102,69 @@ def test_what_is_replayed_draws_what_the_plain_version_draws(
 def test_rooms_grow_rows_leave_and_others_take_their_place(policy_of, prompts_of, traced, monkeypatch):
     policy, prompts = (
         policy_of("qwen2", dtype=torch.float32, context=512, vocabulary=700, sharpness=0.2),
-        prompts_of(20, 7, 33, 12, 4, 40, 9),
+        prompts_of(20, 7, 33, 12, 4, 90, 9),
     )
     lengths = np.random.default_rng(0).integers(1, 330, size=(7, 4))
     shapes = Counter()
-    fit = GraphDecode._fit
+    one = GraphDecode._one
 
-    def counted(self, longest):
-        shapes[shape := fit(self, longest)] += 1
-        return shape
+    def counted(self, shape, buffers):
+        shapes[shape] += 1
+        one(self, shape, buffers)
 
-    monkeypatch.setattr(GraphDecode, "_fit", counted)
+    monkeypatch.setattr(GraphDecode, "_one", counted)
     monkeypatch.setattr(graphs, "chunk_rows", lambda *_, **__: 5)
     how = {"limit": lambda prompt, index: int(lengths[prompt, index]), "group_size": 4, "max_rows": 18}
     found = sampled(policy, prompts, Sampling(max_new_tokens=400), monkeypatch, recorded=True, **how)
     assert len({shape.own for shape in shapes}) > 4
     assert len({shape.rows for shape in shapes}) > 2
+    assert len({shape.prompt for shape in shapes}) > 1
     assert len({shape.rooms for shape in shapes}) > 2
-    # A shape is recorded when it comes again, and once.
+    # A shape is recorded at its second token, and once.
     assert traced.recordings == sum(count > 1 for count in shapes.values())
+    assert traced.replays == shapes.total() - len(shapes)
     same(found, sampled(policy, prompts, Sampling(max_new_tokens=400), monkeypatch, recorded=False, **how))
+
+
+def test_a_model_that_is_altered_between_groups_is_decoded_through_its_modules(policy_of, prompts_of, traced, monkeypatch):
+    """Nothing is kept between these groups, so nobody has to read what the other way has written."""
+    policy, prompts = policy_of("llama", dtype=torch.float32, sharpness=0.2, vocabulary=700), prompts_of(5, 9)
+    sampling = Sampling(max_new_tokens=12)  # the rows of a group end together
+    expected = sampled(policy, prompts, sampling, monkeypatch, recorded=False)
+    monkeypatch.setattr(native, "RECORDED", ("cpu",))
+    engine = NativeEngine(policy, max_rows=3)
+    groups = engine.generate(prompts, group_size=3, sampling=sampling, seed=3)
+    found = list(next(groups))
+    assert traced.replays
+    policy.model.model.layers[0].register_forward_hook(lambda *_: None)
+    engine.set_version(1)
+    found += next(groups)
+    same({rollout.prompt.id + str(rollout.index): rollout for rollout in found}, expected)
+
+
+def test_prompts_that_are_kept_for_waiting_rows_are_not_read_another_way(policy_of, prompts_of, traced, monkeypatch):
+    policy, (prompt,) = policy_of("llama", dtype=torch.float32), prompts_of(5)
+    monkeypatch.setattr(native, "RECORDED", ("cpu",))
+    run = native._Run(NativeEngine(policy, max_rows=1), [prompt], 3, Sampling(max_new_tokens=1), 3)
+    with torch.inference_mode():
+        run._prepare()
+        run._admit()
+        assert run.groups
+        assert not run.live
+        policy.model.model.layers[0].register_forward_hook(lambda *_: None)
+        with pytest.raises(EngineError, match="altered"):
+            run._prepare()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rooms_of_whole_eights_change_nothing_in_the_plain_version(family, policy_of, prompts_of, plain, monkeypatch):
+    """What models that are not known, and sampling that truncates, decode by on a GPU."""
+    options = {"sliding_window": 6} if family == "mistral" else {}
+    policy, prompts = policy_of(family, dtype=torch.float32, context=128, sharpness=2.0, **options), prompts_of(9, 3, 14, 1, 9)
+    sampling = Sampling(max_new_tokens=30, top_k=5)
+    expected = sampled(policy, prompts, sampling, monkeypatch, recorded=False, max_rows=7)
+    monkeypatch.setattr(attention, "ALIGNS", ("cpu",))
+    same(sampled(policy, prompts, sampling, monkeypatch, recorded=False, max_rows=7), expected)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
@@ -204,48 +249,131 @@ def test_a_step_on_a_gpu_waits_for_nothing(precision, family, options, sampling,
         prompts, own = Store(4, 16, most_tokens=16), Store(12, 64, most_tokens=64)
         for layer in range(len(forward.layers)):
             prompts.layer(layer, torch.empty(1, forward.shared, forward.width, dtype=forward.dtype, device="meta"))
-        decode = GraphDecode(prompts, own, torch.device("meta"), members=3, vocabulary=policy.vocabulary)
+        decode = GraphDecode(forward, sampling, prompts, own, torch.device("meta"), members=3, vocabulary=policy.vocabulary)
         decode.arrange([9, 16, 3, 4], [0, 0, 1, 1, 2, 3, 3, 3, 2, 2], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
         shape = decode._fit(20)
-        buffers = decode._make(shape)
+        buffers = Buffers.of(shape, 3, forward.shared, torch.device("meta"))
         with Crossings() as seen:
-            decode._step(forward, shape, buffers, sampling)
+            decode._step(shape, buffers)
     assert not {name for name, crossings in seen.found.items() if crossings}
     assert seen.found.keys() >= {"aten._scaled_dot_product_efficient_attention.default", "aten.index_copy_.default"}
 
 
+def on_a_gpu(policy, prompts, monkeypatch, *, recorded):
+    policy.model.to("cuda")
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "RECORDED", ("cuda",) if recorded else ())
+        groups = NativeEngine(policy, max_rows=7).generate(prompts, group_size=3, sampling=Sampling(max_new_tokens=150), seed=3)
+        return {rollout.prompt.id + str(rollout.index): rollout for group in groups for rollout in group}
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_recording_on_a_gpu_draws_what_its_step_draws(family, policy_of, prompts_of, monkeypatch):
-    policy, prompts = policy_of(family, dtype=torch.float32, context=256, sharpness=1.0), prompts_of(9, 3, 14, 1, 9)
-    policy.model.to("cuda")
-    found = {}
-    for recorded in (True, False):
-        with monkeypatch.context() as patch:
-            patch.setattr(native, "RECORDED", ("cuda",) if recorded else ())
-            groups = NativeEngine(policy, max_rows=7).generate(prompts, group_size=3, sampling=Sampling(max_new_tokens=150), seed=3)
-            found[recorded] = {rollout.prompt.id + str(rollout.index): rollout for group in groups for rollout in group}
-    same(found[True], found[False])
+def test_a_recording_on_a_gpu_draws_what_its_step_draws(family, precision, policy_of, prompts_of, scored, monkeypatch):
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    setting = ModelSettings(device="cpu", dtype=precision)
+    policy, prompts = policy_of(family, dtype=dtype, setting=setting, context=256, sharpness=1.0), prompts_of(9, 3, 14, 1, 9)
+    recordings = []
+    record = graphs.Recorder.record
+    monkeypatch.setattr(graphs.Recorder, "record", lambda self, step: recordings.append(record(self, step)) or recordings[-1])
+    found = on_a_gpu(policy, prompts, monkeypatch, recorded=True)
+    assert recordings
+    assert None not in recordings
+    if precision == "float32":
+        same(found, on_a_gpu(policy, prompts, monkeypatch, recorded=False))
+    policy.model.to("cpu")
+    for rollout in found.values():
+        bound = 1e-3 if precision == "float32" else 0.2
+        np.testing.assert_allclose(rollout.behavior_logp, scored(policy, rollout), rtol=0, atol=bound)
 
 
-def test_a_step_that_cannot_be_recorded_stays_as_it_is(monkeypatch):
-    class Refusing:
-        def __init__(self, *_, **__) -> None: ...
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpu_gives_back_what_rollouts_took(policy_of, prompts_of, monkeypatch):
+    policy, prompts = policy_of("qwen2", dtype=torch.float32, context=256, sharpness=1.0), prompts_of(9, 3, 14, 1, 9)
+    reserved = []
+    for _ in range(4):
+        on_a_gpu(policy, prompts, monkeypatch, recorded=True)
+        torch.cuda.empty_cache()
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[-1] <= reserved[1]
 
-        def __enter__(self) -> None:
-            raise RuntimeError("operation not permitted when stream is capturing")
 
-        def __exit__(self, *_) -> None: ...
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_capture_that_fails_on_a_gpu_leaves_everything_as_it_was(policy_of, prompts_of, monkeypatch):
+    policy, prompts = policy_of("qwen2", dtype=torch.float32, context=256, sharpness=1.0), prompts_of(9, 3, 14, 1, 9)
+    expected, stream = on_a_gpu(policy, prompts, monkeypatch, recorded=True), torch.cuda.current_stream()
+    step = GraphDecode._step
 
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
-    monkeypatch.setattr(torch.cuda, "graph", Refusing)
-    calls = []
+    def waiting(self, shape, buffers):
+        step(self, shape, buffers)
+        buffers.turn_1.item()
+
+    monkeypatch.setattr(GraphDecode, "_step", waiting)
+    with pytest.warns(UserWarning, match="without CUDA graphs"):
+        same(on_a_gpu(policy, prompts, monkeypatch, recorded=True), expected)
+    assert torch.cuda.current_stream() == stream
+    torch.ones(3, device="cuda", requires_grad=True).sum().backward()
+
+
+class Capture:
+    """CUDA's part in recording: notes what it is asked, and fails like a capture that an operation has made impossible."""
+
+    def __init__(self, monkeypatch, *, fails):
+        self.asked, self.fails = [], fails
+        for name in ("device", "stream"):
+            monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: self.around(name))
+        for name in ("Stream", "synchronize", "empty_cache", "graph_pool_handle"):
+            monkeypatch.setattr(torch.cuda, name, lambda name=name: self.asked.append(name) or name)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
+
+    @contextmanager
+    def around(self, name):
+        self.asked.append(f"{name} in")
+        try:
+            yield
+        finally:
+            self.asked.append(f"{name} out")
+
+    def capture_begin(self, pool, capture_error_mode):
+        assert (pool, capture_error_mode) == ("graph_pool_handle", "thread_local")
+        self.asked.append("begin")
+
+    def capture_end(self):
+        self.asked.append("end")
+        if self.fails:
+            raise RuntimeError("capture failed due to a previous error")
+
+    def replay(self):
+        self.asked.append("replay")
+
+
+ONCE = ["Stream", "graph_pool_handle", "empty_cache"]
+
+
+def test_a_step_is_recorded_on_a_stream_of_its_own(monkeypatch):
+    capture, recorder = Capture(monkeypatch, fails=False), graphs.Recorder(torch.device("cuda"))
+    for _ in range(2):
+        recorder.record(lambda: capture.asked.append("step"))()
+    one = ["synchronize", "stream in", "begin", "step", "end", "stream out", "device out", "replay"]
+    assert capture.asked == ["device in", *ONCE, *one, "device in", *one]
+
+
+def test_a_step_that_cannot_be_recorded_is_left_as_it_is_and_nothing_after_it_is_tried(monkeypatch):
+    capture, recorder = Capture(monkeypatch, fails=True), graphs.Recorder(torch.device("cuda"))
+
+    def step() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
     with pytest.warns(UserWarning, match="not permitted"):
-        step = graphs.recorder(torch.device("cuda"))(lambda: calls.append(1))
-    step()
-    assert calls == [1]
+        assert recorder.record(step) is None
+    seen = ["device in", *ONCE, "synchronize", "stream in", "begin", "end", "stream out", "device out"]
+    assert capture.asked == seen
+    assert recorder.record(step) is None
+    assert capture.asked == seen
 
 
 def test_sizes_are_few_and_waste_little():

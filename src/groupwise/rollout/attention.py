@@ -12,6 +12,7 @@ T own tokens   M prompt tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ class Decode:
         self.rows_P: list[list[int]] = [[] for _ in prompt_length_P]
         for row, entry in enumerate(entry_R):
             self.rows_P[entry].append(row)
-        self.longest_prompt = max(prompt_length_P)
+        self.longest_prompt = self._room(max(prompt_length_P))
         self._index: dict[int, tuple[Tensor, Tensor]] = {}
         self._made: dict[str, Tensor] = {}
         self._rows = decoding.Rows(self.rows_P, prompt_length_P)
@@ -107,12 +108,17 @@ class Decode:
         """Begin a step: every row has one token more.  Returns the positions (R,) of the new tokens."""
         self.length_R = [length + 1 for length in self.length_R]
         self.longest = max(self.length_R)
-        self.own.reserve(len(self.length_R), self.longest)
+        self.room = self._room(self.longest)
+        self.own.reserve(len(self.length_R), self.room)
         self._length_R = self._length_R + 1
         self.position_R = self.position_R + 1
         self._own_bias: dict[int | None, Tensor | None] = {}
         self._prompt_bias: dict[tuple[int | None, int], Tensor | None] = {}
         return self.position_R
+
+    def _room(self, tokens: int) -> int:
+        """The room that is read for so many tokens."""
+        return whole(tokens) if self.device.type in ALIGNS else tokens
 
     @property
     def compiled(self) -> bool:
@@ -178,7 +184,7 @@ class Decode:
 
         return over_both(
             query_RHD.view(count, shared, heads // shared, width),
-            own.view(count, self.longest),
+            own.view(count, self.room),
             prompt.view(len(self.rows_P), self.longest_prompt),
             self._indices(shared),
             scale,
@@ -212,8 +218,8 @@ class Decode:
 
     def _bias_of_own(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
         if window not in self._own_bias:
-            plain = self._uniform and window is None
-            self._own_bias[window] = None if plain else own_bias(self._length_R, self.longest, window, dtype)
+            plain = self._uniform and self.room == self.longest and window is None
+            self._own_bias[window] = None if plain else own_bias(self._length_R, self.room, window, dtype)
         return self._own_bias[window]
 
     def _bias_of_prompt(self, window: int | None, queries: int, dtype: torch.dtype) -> Tensor | None:
@@ -246,9 +252,9 @@ def over_both(
     to_prompt, from_prompt = indices
     query_PKXD = query_RKQD.reshape(count * shared, -1).index_select(0, to_prompt).view(prompts, shared, -1, width)
     prompt_PKXD, prompt_lse_PKX = partial_attention(query_PKXD, *prompt, scale, softcap, bias_of_prompt)
-    members = to_prompt.shape[0]
-    prompt_RKQD = prompt_PKXD.reshape(members, -1).index_select(0, from_prompt).view(own_RKQD.shape)
-    prompt_lse_RKQ = prompt_lse_PKX.reshape(members, -1).index_select(0, from_prompt).view(own_lse_RKQ.shape)
+    places = to_prompt.shape[0]
+    prompt_RKQD = prompt_PKXD.reshape(places, -1).index_select(0, from_prompt).view(own_RKQD.shape)
+    prompt_lse_RKQ = prompt_lse_PKX.reshape(places, -1).index_select(0, from_prompt).view(own_lse_RKQ.shape)
     # softmax over the union: each part weighs in with its share of the sum of exponentials
     share_RKQ1 = torch.sigmoid(prompt_lse_RKQ - own_lse_RKQ)[..., None].to(own_RKQD.dtype)
     return torch.lerp(own_RKQD, prompt_RKQD, share_RKQ1).reshape(count, shared * queries, width)
@@ -282,8 +288,8 @@ def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-ALIGNED = 8
-"""The GPU's memory-efficient kernel reads so many numbers of a key and of the bias at once."""
+ALIGNED, ALIGNS = 8, ("cuda",)
+"""The GPU's memory-efficient kernel reads so many numbers of a key and of the bias at once; where rooms are multiples of it."""
 
 
 def partial_attention(
@@ -295,11 +301,25 @@ def partial_attention(
     """
     if softcap is None and query.device.type == "cpu":
         return _flash(query, key, value, 0.0, False, attn_mask=bias, scale=scale)
-    if softcap is None and query.dtype != torch.float64 and query.shape[-1] % ALIGNED == 0 and key.shape[2] % ALIGNED == 0:
+    fits = query.shape[-1] % ALIGNED == 0 and (bias is None or key.shape[2] % ALIGNED == 0)
+    if softcap is None and fits and _has_efficient(query.device, query.dtype):
         bias = None if bias is None else bias.expand(*query.shape[:3], key.shape[2])
         out, lse, _, _ = _efficient(query, key, value, bias, True, 0.0, False, scale=scale)
         return out, lse[..., : query.shape[2]]  # the kernel fills it up
     return explicit_partial_attention(query, key, value, scale, softcap, bias)
+
+
+def whole(tokens: int) -> int:
+    """Tokens rounded up to what the GPU's kernel reads at once."""
+    return -(-tokens // ALIGNED) * ALIGNED
+
+
+@cache
+def _has_efficient(device: torch.device, dtype: torch.dtype) -> bool:
+    """Older GPUs know no bfloat16.  The meta device has every kernel."""
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type in ("cuda", "meta") and dtype in (torch.float32, torch.bfloat16)
 
 
 def explicit_partial_attention(

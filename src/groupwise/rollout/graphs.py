@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,15 +23,16 @@ from torch import Tensor
 from groupwise.objective.logprobs import chunk_rows
 from groupwise.records import Sampling
 from groupwise.rollout import sampling as draws
-from groupwise.rollout.attention import ALIGNED, over_both, own_bias, prompt_bias
+from groupwise.rollout.attention import over_both, own_bias, prompt_bias
 from groupwise.rollout.kvcache import Store
 from groupwise.rollout.lean import Forward
 
 LOOK = 8
 """Most tokens that are drawn before the host looks at any."""
 LEAST_ROWS, LEAST_PROMPTS, LEAST_ROOM = 8, 2, 64
-LOGITS = 1 << 27
-"""Most logits that exist at the same time: half a gigabyte in float32.  Every part of them reads the head anew."""
+"""What rows, prompts and rooms are filled up to multiples of: fewer cost a GPU as much, and would need a recording each."""
+LOGITS = 1 << 25
+"""Most logits at a time, where that leaves 128 rows: 128 MB in float32.  Every part of them reads the head anew."""
 
 
 class Shape(NamedTuple):
@@ -95,14 +96,24 @@ class Buffers:
 class GraphDecode:
     """Takes the place of `attention.Decode` where nothing is read back within a token: known models, all of the vocabulary."""
 
-    def __init__(self, prompts: Store, own: Store, device: torch.device, *, members: int, vocabulary: int) -> None:
-        """members: most rows of a prompt."""
-        self.prompts, self.own, self.members, self.device = prompts, own, members, device
+    def __init__(
+        self,
+        forward: Forward,
+        sampling: Sampling,
+        prompts: Store,
+        own: Store,
+        device: torch.device,
+        *,
+        members: int,
+        vocabulary: int,
+    ) -> None:
+        """members: most rows of a prompt.   A recording reads the weights of `forward` where they lie: others need another one."""
+        self.forward, self.sampling, self.prompts, self.own = forward, sampling, prompts, own
+        self.members, self.device = members, device
         self.rows_at_once = chunk_rows(vocabulary, 4, numbers=LOGITS)
-        self._forward: Forward | None = None
         self._buffers: dict[Shape, Buffers] = {}
-        self._replays: dict[Shape, Callable[[], None]] = {}
-        self._record = recorder(device)
+        self._replays: dict[Shape, Callable[[], None] | None] = {}
+        self._recorder = Recorder(device)
         self._arranged: Shape | None = None
 
     def arrange(self, prompt_length_P: Sequence[int], entry_R: Sequence[int], length_R: Sequence[int]) -> None:
@@ -110,21 +121,17 @@ class GraphDecode:
         self.prompt_length_P, self.entry_R, self.length_R = list(prompt_length_P), list(entry_R), list(length_R)
         self._arranged = None
 
-    def draw(
-        self, forward: Forward, newest_R: Tensor, uniform_RT: Tensor, sampling: Sampling, steps: int
-    ) -> list[tuple[Tensor, Tensor]]:
+    def draw(self, newest_R: Tensor, uniform_RT: Tensor, steps: int) -> list[tuple[Tensor, Tensor]]:
         """The next tokens of the live rows and their log-probs, (R,) each; at most `LOOK`.
 
         newest_R: their newest tokens.   uniform_RT: uniform numbers for all of their tokens.
         """
-        if forward is not self._forward:
-            self._forward = forward
-            self._replays.clear()
+        assert steps <= LOOK
         live = len(self.length_R)
         shape = self._fit(max(self.length_R) + steps)
-        # A shape may not come again: only one that does is worth a recording.
-        seen_before = shape in self._buffers
-        buffers = self._buffers[shape] if seen_before else self._make(shape)
+        if shape not in self._buffers:
+            self._buffers[shape] = Buffers.of(shape, self.members, self._heads, self.device)
+        buffers = self._buffers[shape]
         if shape != self._arranged:
             buffers.who.copy_(torch.from_numpy(self._who(shape)))
             self._arranged = shape
@@ -132,34 +139,38 @@ class GraphDecode:
         buffers.turn_1.zero_()
         place_RS = buffers.length_R[:live, None] + torch.arange(1, steps + 1, device=self.device)
         buffers.uniform_SR[:steps, :live] = uniform_RT.gather(1, place_RS).T
-        step = self._replays.get(shape) or partial(self._step, forward, shape, buffers, sampling)
-        if seen_before and shape not in self._replays:
-            step = self._replays[shape] = self._record(step)
         for _ in range(steps):
-            step()
+            self._one(shape, buffers)
         self.length_R = [length + steps for length in self.length_R]
         tokens_SR, logp_SR = (column[:steps, :live].clone() for column in (buffers.token_SR, buffers.logp_SR))
         return list(zip(tokens_SR, logp_SR, strict=True))
 
+    def _one(self, shape: Shape, buffers: Buffers) -> None:
+        """The first token of a shape runs as it is, for kernels are loaded when they are first called; then it is recorded."""
+        if shape not in self._replays:
+            self._replays[shape] = None
+            self._step(shape, buffers)
+            return
+        if self._replays[shape] is None:
+            self._replays[shape] = self._recorder.record(partial(self._step, shape, buffers))
+        replay = self._replays[shape] or partial(self._step, shape, buffers)
+        replay()
+
     def _fit(self, longest: int) -> Shape:
-        """The shape of the rows that live, and room in the stores for it."""
+        """The shape of the rows that live, and room in the stores for it.  longest: own tokens that there will be."""
         room = min(filled(longest, LEAST_ROOM), self.own.most_tokens)
         self.own.reserve(len(self.length_R), room)
         return Shape(
             min(filled(len(self.length_R), LEAST_ROWS), self.own.room[0]),
             min(filled(len(self.prompt_length_P), LEAST_PROMPTS), self.prompts.room[0]),
             room,
-            self.prompts.room[1],
+            min(filled(max(self.prompt_length_P), LEAST_ROOM), self.prompts.room[1]),
             (*self.own.room, *self.prompts.room),
         )
 
     @property
     def _heads(self) -> int:
         return self.prompts.slabs[0].like.shape[-2]
-
-    def _make(self, shape: Shape) -> Buffers:
-        buffers = self._buffers[shape] = Buffers.of(shape, self.members, self._heads, self.device)
-        return buffers
 
     def _who(self, shape: Shape) -> np.ndarray:
         """Who is where, as `Buffers.who` has it.  Filler rows have a prompt and no tokens; absent members are row 0."""
@@ -181,15 +192,15 @@ class GraphDecode:
         newest_R, turn_1 = np.zeros_like(length_R), np.zeros(1, dtype=np.int64)
         return np.concatenate([column.ravel() for column in (newest_R, *known, turn_1)])
 
-    def _step(self, forward: Forward, shape: Shape, buffers: Buffers, sampling: Sampling) -> None:
+    def _step(self, shape: Shape, buffers: Buffers) -> None:
         """Draw one token for every row.  This is what is recorded: it reads nothing back, and all it leaves is in the buffers."""
         buffers.length_R.add_(1)
         buffers.position_R.add_(1)
-        hidden_RD = forward.hidden(buffers.token_R, buffers.position_R, _Attend(self, shape, buffers))  # type: ignore[arg-type]
+        hidden_RD = self.forward.hidden(buffers.token_R, buffers.position_R, _Attend(self, shape, buffers))
         uniform_R = buffers.uniform_SR.index_select(0, buffers.turn_1)[0]
         for first in range(0, shape.rows, self.rows_at_once):
             chunk = slice(first, first + self.rows_at_once)
-            token_C, logp_C, _ = draws.draw(forward.logits(hidden_RD[chunk]), uniform_R[chunk], sampling)
+            token_C, logp_C, _ = draws.draw(self.forward.logits(hidden_RD[chunk]), uniform_R[chunk], self.sampling)
             buffers.token_R[chunk] = token_C
             buffers.token_SR[:, chunk].index_copy_(0, buffers.turn_1, token_C[None])
             buffers.logp_SR[:, chunk].index_copy_(0, buffers.turn_1, logp_C[None])
@@ -248,29 +259,42 @@ def filled(count: int, least: int) -> int:
     return -(-count // step) * step
 
 
-def whole(tokens: int) -> int:
-    """Tokens rounded up to what the GPU's kernels read at once."""
-    return -(-tokens // ALIGNED) * ALIGNED
+class Recorder:
+    """Records steps that have run once already, so that each is launched at once.
 
-
-def recorder(device: torch.device) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """What turns a step that has run before into one that is launched at once.
-
-    Recordings share their scratch memory, because they run one after another.  A step that cannot be recorded stays as it is.
+    Recordings share their scratch memory, because they run one after another.  Stream and pool are this recorder's own: torch
+    forgets the scratch memory of a stream's matrix products with the first of its graphs that goes, and a pool cannot be used again
+    once all of its graphs are gone.
     """
-    if device.type != "cuda":
-        return lambda step: step
-    pool = torch.cuda.graph_pool_handle()
 
-    def record(step: Callable[[], None]) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # Other threads (training, while rollouts are sampled ahead) may go on.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                step()
-        except RuntimeError as error:
-            warnings.warn(f"decoding goes on without a CUDA graph, at a fraction of its speed: {error}", stacklevel=2)
-            return step
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._works: bool = device.type == "cuda"
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None] | None:
+        """What replays the step; None if it cannot be recorded, which is said once."""
+        if not self._works:
+            return None
+        with torch.cuda.device(self.device):
+            if self._stream is None:
+                self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+                torch.cuda.empty_cache()  # what earlier rollouts' pools held, which nobody else can use
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            try:
+                # Not `torch.cuda.graph`: where recording fails it leaves its stream the current one.
+                with torch.cuda.stream(self._stream):
+                    # Other threads (rewards that are scored, NCCL's) may go on.
+                    graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                    try:
+                        step()
+                    finally:
+                        graph.capture_end()
+            except RuntimeError as error:
+                self._works = False
+                cause = error.__context__ or error
+                warnings.warn(f"decoding goes on without CUDA graphs, at a fraction of its speed: {cause}", stacklevel=2)
+                return None
         return graph.replay
-
-    return record

@@ -68,6 +68,8 @@ class Forward(Protocol):
 
     decoder: decoding.Decoder | None
     """Draws several tokens in one call, where there is one."""
+    recordable: bool
+    """True if nothing is read back within a token, so that a GPU's operations can be recorded."""
 
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Any) -> Tensor:
         """Final hidden states (T, D) of a flat stream.   attend: a `RowAttention`; through the modules, an `Attend`."""
@@ -197,6 +199,7 @@ class _Layer:
 class _Lean:
     """What the families share."""
 
+    recordable = True
     dtype: torch.dtype
     compiled: bool
     """True if there are kernels for all that lies between products."""

@@ -26,9 +26,9 @@ from groupwise.models.policy import Policy
 from groupwise.objective.logprobs import chunk_rows, head_logits
 from groupwise.records import Finish, Prompt, Rollout, Sampling
 from groupwise.rollout import sampling as draws
-from groupwise.rollout.attention import Decode, Prefill
+from groupwise.rollout.attention import Decode, Prefill, whole
 from groupwise.rollout.engine import check_request, completion_limit, make_rollout
-from groupwise.rollout.graphs import LOOK, GraphDecode, whole
+from groupwise.rollout.graphs import LOOK, GraphDecode
 from groupwise.rollout.kvcache import Store
 from groupwise.rollout.lean import Forward, is_known, lean_forward
 from groupwise.rollout.stopping import Stopping
@@ -53,6 +53,7 @@ class ModuleForward:
     """Through the Hugging Face modules: any family, any precision."""
 
     decoder: Decoder | None = None
+    recordable = False  # who knows what a module does
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.head = policy, policy.head
@@ -160,6 +161,9 @@ class _Row:
 class _Run:
     """One call of `generate`."""
 
+    forward: Forward
+    decode: Decode | GraphDecode
+
     def __init__(self, engine: NativeEngine, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int) -> None:
         self.engine, self.policy, self.sampling, self.seed = engine, engine.policy, sampling, seed
         self.device = self.policy.device
@@ -182,23 +186,14 @@ class _Run:
         most = whole(groups[-1].prompt.tokens.size)
         self.prompts = Store(min(len(groups), -(-rows // group_size)), most, most_tokens=most)
         self.own = Store(rows, min(longest, FIRST_TOKENS), most_tokens=longest)
-        self.decode: Decode | GraphDecode
-        if self.device.type in RECORDED and engine.path == "lean" and not sampling.truncates:
-            how = {"members": group_size, "vocabulary": self.policy.vocabulary}
-            self.decode = GraphDecode(self.prompts, self.own, self.device, **how)
-        else:
-            self.decode = Decode(self.prompts, self.own, self.device)
+        self.group_size = group_size
         self.rows_at_once = chunk_rows(self.policy.vocabulary, 4)
         self.weights = sum(parameter.numel() for parameter in self.policy.model.parameters())
 
     def advance(self) -> list[tuple[Rollout, ...]]:
         """Decode until a group is complete; returns all that are."""
         if self.prepared != self.engine.version:
-            forward = self.engine.prepared(self.positions)
-            # The ways order the numbers of a key differently: what one has kept the other cannot read.
-            if self.live and type(forward) is not type(self.forward):
-                raise EngineError("the model was altered (hooks, adapters) while its completions were being decoded")
-            self.forward, self.prepared = forward, self.engine.version
+            self._prepare()
         finished: list[tuple[Rollout, ...]] = []
         while not finished and self.unfinished:
             while not finished and self.waiting and len(self.live) < self.engine.max_rows:
@@ -207,6 +202,32 @@ class _Run:
                 finished += self._step()
         self.unfinished -= len(finished)
         return finished
+
+    def _prepare(self) -> None:
+        """Take the weights as they are now, and whoever decodes by them."""
+        before = None
+        if self.prepared is not None:
+            before = type(self.forward)
+            del self.forward, self.decode  # before others are made: there may be no room for both
+        self.forward = self.engine.prepared(self.positions)
+        # The ways order the numbers of a key differently: what one has kept the other cannot read.
+        if self.groups and type(self.forward) is not before:
+            raise EngineError("the model was altered (hooks, adapters) while its completions were being decoded")
+        if self.forward.recordable and self.device.type in RECORDED and not self.sampling.truncates:
+            how = {"members": self.group_size, "vocabulary": self.policy.vocabulary}
+            self.decode = GraphDecode(self.forward, self.sampling, self.prompts, self.own, self.device, **how)
+        else:
+            self.decode = Decode(self.prompts, self.own, self.device)
+        if self.live:
+            self._arrange()
+        self.prepared = self.engine.version
+
+    def _arrange(self) -> None:
+        self.decode.arrange(
+            [group.prompt.tokens.size for group in self.groups],
+            [row.group.entry for row in self.live],
+            [len(row.tokens) - 1 for row in self.live],
+        )
 
     def _admit(self) -> list[tuple[Rollout, ...]]:
         """Give free rows to waiting completions and draw their first tokens."""
@@ -272,7 +293,7 @@ class _Run:
         most = 1 if self.sampling.truncates else UNSEEN.get(self.device.type, LOOK)
         steps = min(most, min(row.limit - len(row.tokens) for row in self.live))
         if isinstance(decode, GraphDecode):
-            drawn = decode.draw(self.forward, self.token_R, self.uniform_RT, self.sampling, steps)
+            drawn = decode.draw(self.token_R, self.uniform_RT, steps)
             self.token_R = drawn[-1][0]
         else:
             drawn = [self._one(decode) for _ in range(steps)]
@@ -344,11 +365,7 @@ class _Run:
         if ended:
             self._leave(ended)
         if self.live and (ended or changed):
-            self.decode.arrange(
-                [group.prompt.tokens.size for group in self.groups],
-                [row.group.entry for row in self.live],
-                [len(row.tokens) - 1 for row in self.live],
-            )
+            self._arrange()
         return finished
 
     def _end(self, row: _Row, finish: Finish) -> bool:

@@ -29,9 +29,12 @@ class Stopping:
         return Finish.LENGTH if len(tokens) >= limit else None
 
     def kept(self, tokens: list[int], drawn: list[int]) -> int:
-        """How many of the tokens drawn behind these belong to the completion: up to the first that ends it."""
+        """How many of the tokens drawn behind these belong to the completion: up to the first that ends it.
+
+        The last is not asked about: `finish` is what says why a completion ends.
+        """
         so_far = list(tokens) if self.stop else []
-        for count, token in enumerate(drawn, 1):
+        for count, token in enumerate(drawn[:-1], 1):
             if self.stop:
                 so_far.append(token)
             if token in self.eos_ids or (self.stop and self._completes(so_far)):
