@@ -7,7 +7,6 @@ import os
 import platform
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +18,8 @@ RESULTS = Path(__file__).parent / "results"
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_fp16")
 
 
-def describe() -> dict[str, Any]:
-    """Processor, memory, load and versions."""
+def describe(device: str = "cpu") -> dict[str, Any]:
+    """Processor, memory, load and versions; the GPU, if that is the device."""
     found: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "python": platform.python_version(),
@@ -38,7 +37,9 @@ def describe() -> dict[str, Any]:
         found["features"] = [flag for flag in FEATURES if flag in flags]
     if hasattr(os, "sysconf"):
         found["memory_gb"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
-    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_available():
+    if device != "cpu":
+        import torch
+
         found["gpu"] = torch.cuda.get_device_name()
     for package in ("torch", "transformers", "trl", "vllm"):
         try:
@@ -61,8 +62,9 @@ def folder(machine: dict[str, Any], device: str) -> Path:
 
 def save(name: str, content: dict[str, Any]) -> Path:
     """Write a result with the machine's description; the same name is written over, if it is of a machine of the same kind."""
-    machine = describe()
-    path = folder(machine, content.get("workload", {}).get("device", "cpu")) / f"{name}.json"
+    device = content.get("workload", {}).get("device", "cpu")
+    machine = describe(device)
+    path = folder(machine, device) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine, **content}, indent=1) + "\n")
     return path

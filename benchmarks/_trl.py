@@ -26,15 +26,15 @@ CERTAIN = 1e30
 
 
 class Schedule(LogitsProcessor):
-    """EOS is drawn exactly at each row's scheduled last token: a step writes one column, and one entry per ending row."""
+    """EOS is drawn exactly at each row's scheduled last token: a step writes one column."""
 
     def __init__(self, length_R: np.ndarray, prompt: int) -> None:
         self.length_R, self.prompt = torch.from_numpy(length_R.reshape(-1)), prompt
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Logits (R, V) of the next token -> the same with EOS hidden, or forced."""
-        scores[:, 0] = -torch.inf
-        scores[self.length_R.to(scores.device) == input_ids.shape[1] - self.prompt + 1, 0] = CERTAIN
+        self.length_R = self.length_R.to(scores.device)
+        scores[:, 0] = torch.where(self.length_R == input_ids.shape[1] - self.prompt + 1, CERTAIN, -torch.inf)
         return scores
 
 

@@ -55,7 +55,7 @@ class Workload:
     microbatch: int | None = None
     """Packed positions of a micro-batch of ours; None: the library's default."""
     trl_microbatches: int = 1
-    """Micro-batches that TRL cuts a step into: 1 is fastest."""
+    """Micro-batches that TRL cuts a step into: 1 is fastest where it fits."""
     trl_defaults: bool = False
     """TRL as it comes: bfloat16 autocast and gradient checkpointing."""
     seed: int = 0
@@ -101,10 +101,11 @@ SHAPES: dict[str, Workload] = {
     "S": Workload(),
     "M": Workload(hidden=512, layers=7, heads=8, kv_heads=4, vocab=8192, prompt=128, completion=128, prompts=4),
     "L": Workload(family="gpt2", hidden=768, layers=12, heads=12, kv_heads=None, vocab=50257, prompt=64, completion=128, prompts=2),
-    "0.5B": replace(QWEN, hidden=896, layers=24, heads=14, inner=4864),
-    "1.5B": replace(QWEN, hidden=1536, layers=28, heads=12, inner=8960),
+    "0.5B": replace(QWEN, hidden=896, layers=24, heads=14, inner=4864, trl_microbatches=8),
+    "1.5B": replace(QWEN, hidden=1536, layers=28, heads=12, inner=8960, trl_microbatches=16),
 }
-"""S 3M, M 25M, L 124M parameters; those in the shapes of Qwen2.5 are for a GPU."""
+"""S 3M, M 25M, L 124M parameters; those in the shapes of Qwen2.5 are for a GPU, beside whose memory TRL's step has to fit: in one
+micro-batch it would keep 70 to 220 GB."""
 
 
 ROWS = 8

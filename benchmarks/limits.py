@@ -28,15 +28,18 @@ from _workload import Workload, add_options, ours, workload
 
 
 def seconds(device: str, run: Callable[[], Any], repeats: int = 3) -> float:
-    """Median processor seconds of a call, after one to warm up; of a GPU's, seconds."""
+    """Median processor seconds of a call, after one to warm up; of a GPU's, seconds, of as many calls as take it some 20 ms."""
     run()
     meter = Meter(device)
-    found = []
-    for _ in range(repeats):
-        with meter.phase("call"):
-            run()
-        found.append(meter.read()[clock(device)]["call"])
-    return max(middle(found), 1e-9)
+
+    def once(calls: int) -> float:
+        with meter.phase("calls"):
+            for _ in range(calls):
+                run()
+        return max(meter.read()[clock(device)]["calls"] / calls, 1e-9)
+
+    calls = 1 if device == "cpu" else max(1, int(0.02 / once(1)))
+    return middle([once(calls) for _ in range(repeats)])
 
 
 def clock(device: str) -> str:

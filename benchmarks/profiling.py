@@ -51,6 +51,8 @@ def main() -> None:
         for event in watched.key_averages()
     }
     total = sum(time for time, _ in own.values())
+    if not total:
+        raise SystemExit("the profiler saw nothing on the GPU: it needs CUPTI, and the right to use it")
     operations = [
         {"name": name, "share": significant(time / total), "calls": calls}
         for name, (time, calls) in sorted(own.items(), key=lambda item: -item[1][0])

@@ -69,6 +69,7 @@ def compare(work: Workload, pairs: int, scratch: Path) -> dict[str, Any]:
     """Check, warm up, then `pairs` steps of each side in turn."""
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(work.threads)
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # with several TRL's trainer would spread its batch over all
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
     folder = model_folder(work, scratch)
     trl, ours = Side("trl", work, folder, scratch), Side("groupwise", work, folder, scratch)

@@ -1,5 +1,7 @@
 """Decoding in shapes that stay: the plain version's tokens, and nothing in a step that a recording could not hold."""
 
+import gc
+import weakref
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import fields
@@ -313,8 +315,11 @@ def test_a_capture_that_fails_on_a_gpu_leaves_everything_as_it_was(policy_of, pr
         buffers.turn_1.item()
 
     monkeypatch.setattr(GraphDecode, "_step", waiting)
+    monkeypatch.setattr(graphs, "_FAILED", set())
     with pytest.warns(UserWarning, match="without CUDA graphs"):
         same(on_a_gpu(policy, prompts, monkeypatch, recorded=True), expected)
+    same(on_a_gpu(policy, prompts, monkeypatch, recorded=True), expected)
+    torch.cuda.empty_cache()
     assert torch.cuda.current_stream() == stream
     torch.ones(3, device="cuda", requires_grad=True).sum().backward()
 
@@ -329,6 +334,9 @@ class Capture:
         for name in ("Stream", "synchronize", "empty_cache", "graph_pool_handle"):
             monkeypatch.setattr(torch.cuda, name, lambda name=name: self.asked.append(name) or name)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *_: self.asked.append("told"), raising=False)
+        monkeypatch.setattr(graphs, "_FREE", {})
+        monkeypatch.setattr(graphs, "_FAILED", set())
 
     @contextmanager
     def around(self, name):
@@ -360,19 +368,34 @@ def test_a_step_is_recorded_on_a_stream_of_its_own(monkeypatch):
         recorder.record(lambda: capture.asked.append("step"))()
     one = ["synchronize", "stream in", "begin", "step", "end", "stream out", "device out", "replay"]
     assert capture.asked == ["device in", *ONCE, *one, "device in", *one]
+    # Who comes next takes the stream of one that is gone.
+    del recorder
+    capture.asked.clear()
+    graphs.Recorder(torch.device("cuda")).record(lambda: None)
+    assert capture.asked[:3] == ["device in", "graph_pool_handle", "empty_cache"]
 
 
 def test_a_step_that_cannot_be_recorded_is_left_as_it_is_and_nothing_after_it_is_tried(monkeypatch):
     capture, recorder = Capture(monkeypatch, fails=True), graphs.Recorder(torch.device("cuda"))
 
-    def step() -> None:
-        raise RuntimeError("operation not permitted when stream is capturing")
+    class Step:
+        def __call__(self) -> None:
+            raise RuntimeError("operation not permitted when stream is capturing")
 
-    with pytest.warns(UserWarning, match="not permitted"):
-        assert recorder.record(step) is None
-    seen = ["device in", *ONCE, "synchronize", "stream in", "begin", "end", "stream out", "device out"]
+    step = Step()
+    left = weakref.ref(step)
+    gc.disable()
+    try:
+        with pytest.warns(UserWarning, match="not permitted"):
+            assert recorder.record(step) is None
+        del step
+        assert left() is None  # no cycle keeps what the step has on the device
+    finally:
+        gc.enable()
+    seen = ["device in", *ONCE, "synchronize", "stream in", "begin", "end", "told", "stream out", "device out"]
     assert capture.asked == seen
-    assert recorder.record(step) is None
+    assert recorder.record(Step()) is None
+    assert graphs.Recorder(torch.device("cuda")).record(Step()) is None
     assert capture.asked == seen
 
 

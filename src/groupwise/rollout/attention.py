@@ -86,6 +86,7 @@ class Decode:
     """New tokens of rows: a token's key and value are kept, then it attends to its prompt and its own completion."""
 
     def __init__(self, prompts: Store, own: Store, device: torch.device) -> None:
+        assert device.type not in ALIGNS or not (prompts.most_tokens % ALIGNED or own.most_tokens % ALIGNED)
         self.prompts, self.own, self.device = prompts, own, device
 
     def arrange(self, prompt_length_P: Sequence[int], entry_R: Sequence[int], length_R: Sequence[int]) -> None:

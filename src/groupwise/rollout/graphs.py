@@ -11,7 +11,9 @@ R rows, filler included   P prompts, filler included   N most rows of a prompt  
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -262,39 +264,56 @@ def filled(count: int, least: int) -> int:
 class Recorder:
     """Records steps that have run once already, so that each is launched at once.
 
-    Recordings share their scratch memory, because they run one after another.  Stream and pool are this recorder's own: torch
-    forgets the scratch memory of a stream's matrix products with the first of its graphs that goes, and a pool cannot be used again
-    once all of its graphs are gone.
+    Recordings share their scratch memory, because they run one after another.  Stream and pool are this recorder's own while it
+    lives: torch forgets the scratch memory of a stream's matrix products with the first of its graphs that goes, and a pool cannot
+    be used again once all of its graphs are gone.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._works: bool = device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
 
     def record(self, step: Callable[[], None]) -> Callable[[], None] | None:
-        """What replays the step; None if it cannot be recorded, which is said once."""
-        if not self._works:
+        """What replays the step; None where steps cannot be recorded, which is said once."""
+        if self.device.type != "cuda" or self.device in _FAILED:
             return None
         with torch.cuda.device(self.device):
-            if self._stream is None:
-                self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-                torch.cuda.empty_cache()  # what earlier rollouts' pools held, which nobody else can use
-            graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize()
             try:
-                # Not `torch.cuda.graph`: where recording fails it leaves its stream the current one.
-                with torch.cuda.stream(self._stream):
-                    # Other threads (rewards that are scored, NCCL's) may go on.
-                    graph.capture_begin(self._pool, capture_error_mode="thread_local")
-                    try:
-                        step()
-                    finally:
-                        graph.capture_end()
+                return self._recorded(step)
             except RuntimeError as error:
-                self._works = False
-                cause = error.__context__ or error
-                warnings.warn(f"decoding goes on without CUDA graphs, at a fraction of its speed: {cause}", stacklevel=2)
-                return None
+                # Its text alone: the error knows its traceback, and that all that is on the device.
+                cause = str(error.__context__ or error)
+        _FAILED.add(self.device)
+        warnings.warn(f"decoding goes on without CUDA graphs, at a fraction of its speed: {cause}", stacklevel=2)
+        return None
+
+    def _recorded(self, step: Callable[[], None]) -> Callable[[], None]:
+        if self._stream is None:
+            free = _FREE.setdefault(self.device, [])
+            self._stream, self._pool = free.pop() if free else torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            weakref.finalize(self, free.append, self._stream)
+            torch.cuda.empty_cache()  # what earlier rollouts' pools held, which nobody else can use
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        # Not `torch.cuda.graph`: where recording fails it leaves its stream the current one.
+        with torch.cuda.stream(self._stream):
+            # Other threads (rewards that are scored, NCCL's) may go on.
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                step()
+            finally:
+                try:
+                    graph.capture_end()
+                except RuntimeError:
+                    # Before torch 2.13 the allocator is not told that it is over, and frees nothing from then on.
+                    with suppress(RuntimeError):
+                        torch._C._cuda_endAllocateToPool(self.device.index or 0, self._pool)
+                    raise
         return graph.replay
+
+
+_FREE: dict[torch.device, list[torch.cuda.Stream]] = {}
+"""Streams of recorders that are gone: torch has 32 of them, and keeps memory for each that has multiplied matrices."""
+_FAILED: set[torch.device] = set()
+"""Where recording has failed: it is not tried again."""
