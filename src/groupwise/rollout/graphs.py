@@ -70,7 +70,7 @@ class Buffers:
     token_SR: Tensor
     logp_SR: Tensor
     who: Tensor
-    """All integers above but the last, in one piece: they are written in one transfer."""
+    """`token_R` to `turn_1` in one piece: they are written in one transfer."""
 
     @classmethod
     def of(cls, shape: Shape, members: int, heads: int, device: torch.device) -> Buffers:
