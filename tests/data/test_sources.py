@@ -60,7 +60,7 @@ def test_d7_a_broken_file_names_itself_the_line_and_what_was_found(write, conten
 
 def test_d7_random_bytes_are_no_parquet_file(write):
     with pytest.raises(DataError, match=r"x\.parquet: not a readable Parquet file \(begins with b'\\x93"):
-        read_rows(write(b"\x93\x01" + os.urandom(300), "x.parquet"))
+        read_rows(write(b"\x93\x01" + bytes(range(255, 0, -1)), "x.parquet"))
     with pytest.raises(DataError, match="not a readable Parquet file"):
         read_rows(write(b"PAR1" + bytes(100) + b"PAR1", "y.parquet"))
 
