@@ -144,6 +144,7 @@ class Ours:
             budget=positions(work, self.policy),
             rows=work.prompts * work.group,
             reference=self.reference is not None,
+            recompute=work.checkpointing,
         )
         return rank(Shape.of_policy(self.policy), load, world=1, sharded="ddp", shards=1, prompts=work.prompts).memory.above
 
@@ -167,6 +168,7 @@ class Ours:
             budget=positions(work, self.policy),
             steps=STEPS,
             reference=self.reference,
+            checkpointing=work.checkpointing,
         )
         return _metered(steps, self.meter)
 
@@ -181,6 +183,7 @@ class Ours:
             budget=positions(self.work, self.policy),
             batch_size=len(rows),
             steps=STEPS,
+            checkpointing=self.work.checkpointing,
         )
 
     def _rows(self) -> tuple[Objective[Any], list[Any]]:
@@ -223,7 +226,7 @@ class Ours:
         total = 0.0
         how |= {"fill": self.policy.tiled, "device": self.policy.device}
         for batch in pack(samples, positions(self.work, self.policy), **how):
-            with fused_modules(self.policy.model):
+            with self.policy.checkpointing(self.work.checkpointing), fused_modules(self.policy.model):
                 value, seen_M = loss(self.policy, batch=batch)
                 value.backward()
             total += float(value.detach())

@@ -111,7 +111,7 @@ def _settings(work: Workload, scratch: Path) -> dict[str, Any]:
         "seed": work.seed,
     }
     if not work.trl_defaults:
-        settings |= {"bf16": work.dtype == "bfloat16", "gradient_checkpointing": False}
+        settings |= {"bf16": work.dtype == "bfloat16", "gradient_checkpointing": work.checkpointing}
     return settings
 
 

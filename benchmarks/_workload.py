@@ -50,6 +50,8 @@ class Workload:
     beta: float = 0.0
     dead: float = 0.0
     """Share of the prompts whose completions all get the same reward."""
+    checkpointing: bool = False
+    """Both sides compute activations again in the backward pass."""
     threads: int = 1
     device: str = "cpu"
     microbatch: int | None = None
@@ -124,6 +126,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"])
     parser.add_argument("--beta", type=float, help="weight of the KL to a reference")
     parser.add_argument("--dead", type=float, help="share of prompts whose completions all get the same reward")
+    parser.add_argument("--checkpointing", action="store_true", default=None, help="gradient checkpointing on both sides")
     parser.add_argument("--microbatch", type=int, help="packed positions of our micro-batches (default: the library's)")
     parser.add_argument("--trl-microbatches", type=int, help="micro-batches TRL cuts a step into (default: 1, its fastest)")
     parser.add_argument("--trl-defaults", action="store_true", default=None, help="TRL as it comes: bf16, gradient checkpointing")

@@ -31,8 +31,10 @@ def rows() -> dict[str, Workload]:
         "S group 16": replace(small, group=16),
         "S group 32": replace(small, group=32),
         "S vocabulary 32,768": replace(small, vocab=32768),
+        "S checkpointing": replace(small, checkpointing=True),
         "M": medium,
         "M bfloat16": replace(medium, dtype="bfloat16"),
+        "M checkpointing": replace(medium, checkpointing=True),
         "L": large,
     }
 

@@ -143,6 +143,7 @@ def workload(work: dict[str, Any]) -> list[str]:
     """Model, step and type of a workload, as cells."""
     model = f"{work['family']} {work['hidden']} x {work['layers']}, vocabulary {work['vocab']:,}"
     step = f"{work['prompts']} x {work['group']}, prompt {work['prompt']}, completion {work['completion']} ({work['lengths']})"
+    step += ", checkpointing" if work.get("checkpointing") else ""
     return [model, step, work["dtype"]]
 
 

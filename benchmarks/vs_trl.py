@@ -117,6 +117,7 @@ def grid(device: str = "cpu") -> dict[str, Workload]:
         rows[f"{shape} float32"] = replace(base, dtype="float32")
         rows[f"{shape} bfloat16"] = replace(base, dtype="bfloat16")
         rows[f"{shape} {base.dtype} half dead"] = replace(base, dead=0.5)
+        rows[f"{shape} {base.dtype} checkpointing"] = replace(base, checkpointing=True)
     if device != "cpu":
         return rows
     rows["S float32 vocabulary 131,072"] = replace(SHAPES["S"], vocab=131072)

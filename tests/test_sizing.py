@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import yaml
 from groupwise import cli
 from groupwise.models.policy import Policy
 from groupwise.plan import Shape
-from groupwise.sizing import H100, Load, forward_flops, prompts_of, rank, traffic
+from groupwise.sizing import H100, Load, forward_flops, prompts_of, rank, recomputed_flops, traffic
 
 SEVEN = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
@@ -70,6 +71,14 @@ def test_work_is_shared_out() -> None:
     body = shape().parameters - shape().outside
     assert forward_flops(shape(), 1000, 0, 0) == 2000 * body
     assert forward_flops(shape(), 1000, 2048, 0) == 2000 * body + 1000 * 4 * 28 * 3584 * 2048
+    again = 2000 * (body - 28 * 3584 * 18944) + 1000 * 4 * 28 * 3584 * 2048
+    assert recomputed_flops(shape(), 1000, 2048) == pytest.approx(again * 27 / 28), (
+        "27 of 28 blocks, without their down projections"
+    )
+    kept, less = (rank(shape(), replace(LOAD, recompute=on), world=1, sharded="ddp", shards=1, prompts=128) for on in (False, True))
+    every = kept.phases["update"].flops
+    assert less.phases["update"].flops == pytest.approx(every + recomputed_flops(shape(), kept.positions, 2304))
+    assert less.memory.activations < kept.memory.activations / 5
 
 
 def test_what_is_sent_by_hand() -> None:

@@ -166,11 +166,11 @@ def memory(
     lower = shape.bytes_per_weight == 2
     kv = shape.kv_heads * shape.head_width
     stream = 4 if shape.bytes_per_weight == 4 else 2
-    kept = shape.layers * (shape.hidden * stream if recompute else kept_per_block(shape))
-    # While a block goes backward: its MLP's activations and the slopes of its two inner products, and the block itself if it was
-    # not kept.
-    wide = 3 * shape.intermediate * shape.bytes_per_product + 2 * shape.hidden * stream
-    working = wide + (kept_per_block(shape) if recompute else 0)
+    # Of a block that is computed again its inputs; the last is kept, and leaves its room to the others one by one.
+    recomputed = shape.layers - 1 if recompute else 0
+    kept = recomputed * shape.hidden * stream + (shape.layers - recomputed) * kept_per_block(shape)
+    # While a block goes backward: its MLP's activations and the slopes of its two inner products.
+    working = 3 * shape.intermediate * shape.bytes_per_product + 2 * shape.hidden * stream
     # The head holds one chunk of logits, and the trained rows once more with their gradient.
     predicted = int(trained_share * microbatch)
     chunk = min(predicted, chunk_rows(shape.vocabulary, shape.bytes_per_product, shape.hidden)) * shape.vocabulary

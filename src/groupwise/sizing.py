@@ -218,7 +218,8 @@ def _phases(shape: Shape, load: Load, prompts: int, positions: int, micro: int, 
     updates = load.passes * load.minibatches
     moved = sent["micro-batch"].times(load.passes * max(micro, load.minibatches)), sent["update"].times(updates)
     sums = Sent(copy=moved[0].copy + moved[1].copy, others=moved[0].others + moved[1].others)
-    phases["update"] = Phase(flops=times * forward, read=times * micro * weights, sent=sums)
+    again = recomputed_flops(shape, positions, longest / 2) if load.recompute else 0.0
+    phases["update"] = Phase(flops=load.passes * (3 * forward + again), read=times * micro * weights, sent=sums)
     return phases
 
 
@@ -227,6 +228,12 @@ def forward_flops(shape: Shape, positions: int, context: float, logits: int) -> 
     body = shape.parameters - shape.outside
     attention = 4 * shape.layers * shape.heads * shape.head_width * context
     return positions * (2 * body + attention) + 2 * logits * shape.vocabulary * shape.hidden
+
+
+def recomputed_flops(shape: Shape, positions: int, context: float) -> float:
+    """Operations of computing blocks again: all but the last, each without its MLP's last product, which nobody reads."""
+    every = forward_flops(shape, positions, context, 0) - 2 * positions * shape.layers * shape.hidden * shape.intermediate
+    return every * (shape.layers - 1) / shape.layers
 
 
 def prompts_of(load: Load, world: int) -> list[tuple[str, int]]:

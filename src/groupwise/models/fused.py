@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -174,23 +175,47 @@ def _turned(x_1HTW: Tensor, cos_11TW: Tensor, sin_11TW: Tensor, sign: float) -> 
     return cpu.rotate(x_1HTW[0].transpose(0, 1), cos_TW, sin_TW, sign).transpose(0, 1)[None]
 
 
-class GatedMLP(torch.autograd.Function):
-    """`down(silu(gate x) * up x)`.  Saves x and the two products; the activations are made again in the backward pass."""
+class LastProduct(torch.autograd.Function):
+    """An MLP's last product, in place of what the MLP has promised: its gradient is the promise's.
+
+    A block that is computed again stops where it has saved all that the backward pass reads.  The MLP saves when it promises, and
+    this saves nothing: so this product is not computed again.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, gate_ID: Tensor, up_ID: Tensor, down_DI: Tensor) -> Tensor:
-        gate_TI, up_TI = product(x_TD, _like(gate_ID, x_TD).T), product(x_TD, _like(up_ID, x_TD).T)
-        ctx.save_for_backward(x_TD, gate_TI, up_TI, gate_ID, up_ID, down_DI)
-        if cpu.fits(gate_TI):
-            return product(cpu.gated(gate_TI, up_TI), _like(down_DI, x_TD).T)
-        inner_TI = torch.empty_like(gate_TI)
-        for rows in _blocks(gate_TI):
-            torch.mul(F.silu(gate_TI[rows]), up_TI[rows], out=inner_TI[rows])
-        return product(inner_TI, _like(down_DI, x_TD).T)
+    def forward(ctx: Any, promised_TD: Tensor, x_TI: Tensor, weight: Tensor, bias_D: Tensor | None, turned: bool) -> Tensor:
+        return _times(x_TI, weight, bias_D, turned)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, gate_TI, up_TI, gate_ID, up_ID, down_DI = ctx.saved_tensors
+        return grads[0], None, None, None, None
+
+
+class GatedMLP(torch.autograd.Function):
+    """`down(silu(gate x) * up x)`: its promise, and what is left to multiply with `down`.
+
+    Saves x and the two products; the activations are made again in the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, gate_ID: Tensor, up_ID: Tensor, down_DI: Tensor) -> tuple[Tensor, Tensor]:
+        gate_TI, up_TI = product(x_TD, _like(gate_ID, x_TD).T), product(x_TD, _like(up_ID, x_TD).T)
+        ctx.save_for_backward(x_TD, gate_TI, up_TI)
+        ctx.weights = gate_ID, up_ID, down_DI
+        if cpu.fits(gate_TI):
+            inner_TI = cpu.gated(gate_TI, up_TI)
+        else:
+            inner_TI = torch.empty_like(gate_TI)
+            for rows in _blocks(gate_TI):
+                torch.mul(F.silu(gate_TI[rows]), up_TI[rows], out=inner_TI[rows])
+        ctx.mark_non_differentiable(inner_TI)
+        ctx.set_materialize_grads(False)
+        return x_TD.new_empty(1).expand_as(x_TD), inner_TI
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, gate_TI, up_TI = ctx.saved_tensors
+        gate_ID, up_ID, down_DI = ctx.weights
         needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad
         grad_TD = grads[0]
         grad_gate_TI = product(grad_TD, _like(down_DI, x_TD))  # of the inner activations; turned into the gate's below
@@ -230,18 +255,25 @@ def _blocks(x_TI: Tensor) -> list[slice]:
 
 
 class PlainMLP(torch.autograd.Function):
-    """`gelu(x A + a) B + b` with GELU's tanh form (GPT-2).  Saves x and the first product."""
+    """`gelu(x A + a) B + b` with GELU's tanh form (GPT-2): its promise, and what is left to multiply with B.
+
+    Saves x and the first product.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, in_DI: Tensor, in_I: Tensor, out_ID: Tensor, out_D: Tensor) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, in_DI: Tensor, in_I: Tensor, out_ID: Tensor, out_D: Tensor) -> tuple[Tensor, Tensor]:
         inner_TI = product(x_TD, _like(in_DI, x_TD), _like(in_I, x_TD))
-        ctx.save_for_backward(x_TD, inner_TI, in_DI, in_I, out_ID, out_D)
+        ctx.save_for_backward(x_TD, inner_TI)
+        ctx.weights = in_DI, in_I, out_ID, out_D
         opened_TI = cpu.gelu(inner_TI) if cpu.fits(inner_TI) else F.gelu(inner_TI, approximate="tanh")
-        return product(opened_TI, _like(out_ID, x_TD), _like(out_D, x_TD))
+        ctx.mark_non_differentiable(opened_TI)
+        ctx.set_materialize_grads(False)
+        return x_TD.new_empty(1).expand_as(x_TD), opened_TI
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, inner_TI, in_DI, in_I, out_ID, out_D = ctx.saved_tensors
+        x_TD, inner_TI = ctx.saved_tensors
+        in_DI, in_I, out_ID, out_D = ctx.weights
         needs_x, needs_in, needs_in_bias, needs_out, needs_out_bias = ctx.needs_input_grad
         grad_TD = grads[0]
         grad_TI = product(grad_TD, _like(out_ID, x_TD).T)
@@ -267,14 +299,13 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight: Tensor, bias_O: Tensor | None, turned: bool) -> Tensor:
         # Under an adapter the weight is frozen, and then nobody needs its inputs again.
-        ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None, weight)
-        ctx.turned, ctx.bias_type = turned, None if bias_O is None else bias_O.dtype
-        weight_IO = _like(weight, x_TI) if turned else _like(weight, x_TI).T
-        return product(x_TI, weight_IO, None if bias_O is None else _like(bias_O, x_TI))
+        ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None)
+        ctx.weight, ctx.turned, ctx.bias_type = weight, turned, None if bias_O is None else bias_O.dtype
+        return _times(x_TI, weight, bias_O, turned)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_TI, weight = ctx.saved_tensors
+        (x_TI,), weight = ctx.saved_tensors, ctx.weight
         needs_x, _, needs_bias, _ = ctx.needs_input_grad
         grad_TO = grads[0]
         grad_weight = None
@@ -287,6 +318,11 @@ class Linear(torch.autograd.Function):
             grad_TO.sum(0).to(ctx.bias_type) if needs_bias else None,
             None,
         )
+
+
+def _times(x_TI: Tensor, weight: Tensor, bias_O: Tensor | None, turned: bool) -> Tensor:
+    weight_IO = _like(weight, x_TI) if turned else _like(weight, x_TI).T
+    return product(x_TI, weight_IO, None if bias_O is None else _like(bias_O, x_TI))
 
 
 class Rows(torch.autograd.Function):
@@ -355,9 +391,14 @@ def _last_norm(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _rotary_block(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    # What is computed again in the backward pass is wrapped by the class's own forward.
-    if args or (self.gradient_checkpointing and self.training):
+    if args or kwargs.get("past_key_values") is not None:
         return type(self).forward(self, hidden_states, *args, **kwargs)
+    if self.gradient_checkpointing and self.training:
+        return self._gradient_checkpointing_func(partial(_rotary_block_once, self, **kwargs), hidden_states)
+    return _rotary_block_once(self, hidden_states, **kwargs)
+
+
+def _rotary_block_once(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     stream, normed = _stream_and_norm(self.input_layernorm, hidden_states, None)
     added, _ = self.self_attn(hidden_states=normed, **kwargs)
     stream, normed = _stream_and_norm(self.post_attention_layernorm, stream, added)
@@ -382,8 +423,9 @@ def _gated_mlp(self: Any, hidden_states: Tensor) -> Tensor:
     plain = all(type(linear) is nn.Linear and linear.bias is None and not linear._forward_hooks for linear in projections)
     if not plain or type(self.act_fn) not in (nn.SiLU, SiLUActivation):
         return type(self).forward(self, hidden_states)
-    out_TD = GatedMLP.apply(_flat(hidden_states), *(linear.weight for linear in projections))
-    return out_TD.view_as(hidden_states)  # type: ignore[union-attr]
+    gate_ID, up_ID, down_DI = (linear.weight for linear in projections)
+    promised_TD, inner_TI = GatedMLP.apply(_flat(hidden_states), gate_ID, up_ID, down_DI)  # type: ignore[misc]
+    return LastProduct.apply(promised_TD, inner_TI, down_DI, None, False).view_as(hidden_states)  # type: ignore[union-attr]
 
 
 def _plain_mlp(self: Any, hidden_states: Tensor) -> Tensor:
@@ -391,8 +433,10 @@ def _plain_mlp(self: Any, hidden_states: Tensor) -> Tensor:
     plain = all(type(product) is Conv1D and not product._forward_hooks for product in products)
     if not plain or type(self.act) is not NewGELUActivation:
         return type(self).forward(self, hidden_states)
-    parameters = (parameter for product in products for parameter in (product.weight, product.bias))
-    return self.dropout(PlainMLP.apply(_flat(hidden_states), *parameters).view_as(hidden_states))  # type: ignore[union-attr]
+    in_DI, in_I, out_ID, out_D = (parameter for product in products for parameter in (product.weight, product.bias))
+    promised_TD, opened_TI = PlainMLP.apply(_flat(hidden_states), in_DI, in_I, out_ID, out_D)  # type: ignore[misc]
+    out_TD = LastProduct.apply(promised_TD, opened_TI, out_ID, out_D, True)
+    return self.dropout(out_TD.view_as(hidden_states))  # type: ignore[union-attr]
 
 
 def _linear(self: Any, input: Tensor) -> Tensor:

@@ -196,7 +196,7 @@ class Policy:
 
     @contextlib.contextmanager
     def checkpointing(self, on: bool) -> Iterator[None]:
-        """Recompute the blocks' activations in the backward pass while inside.
+        """Recompute the blocks' activations in the backward pass while inside, but the last one's: its turn comes at once.
 
         transformers recomputes only in layers that are in training mode; that flag is set on the layers alone, so that no
         dropout below them wakes up.
@@ -212,7 +212,7 @@ class Policy:
             # It may leave a hook on the embedding, another every time, which only reentrant recomputation has a use for.
             if hasattr(self.model, "_require_grads_hook"):
                 self.model.disable_input_require_grads()
-        for layer in layers:
+        for layer in layers[:-1]:
             layer.training = on
         try:
             yield

@@ -1,0 +1,135 @@
+"""Blocks that are computed again in the backward pass: what is computed, what is kept, and that no gradient changes by a bit."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from groupwise.models import fused
+from groupwise.models.fused import GatedMLP, LastProduct, PlainMLP, fused_modules
+from groupwise.models.policy import Policy
+from groupwise.objective.inplace import summed_in_place
+from groupwise.packing import pack
+from groupwise.records import Batch
+from groupwise.settings import ModelSettings
+
+LAYERS = 4
+
+
+def gradients(policy: Policy, batch: Batch, *, again: bool, in_place: bool = True) -> dict[str, Tensor]:
+    """Of the same sum of hidden states; nothing stays behind."""
+    with policy.checkpointing(True) if again else nullcontext(), fused_modules(policy.model), summed_in_place(in_place):
+        hidden_PD = policy.forward(batch).hidden_PD
+        (hidden_PD.float().square() * torch.linspace(-1.0, 2.0, hidden_PD.shape[1])).sum().backward()
+    found = {name: parameter.grad for name, parameter in policy.model.named_parameters() if parameter.grad is not None}
+    policy.model.zero_grad(set_to_none=True)
+    return found
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often forward passes of MLPs, their last products and sums in place were computed."""
+    counts: Counter[str] = Counter()
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*given: Any, **how: Any) -> Any:
+            counts[name] += 1
+            return function(*given, **how)
+
+        return count
+
+    for kind, name in ((GatedMLP, "mlp"), (PlainMLP, "mlp"), (LastProduct, "last product")):
+        monkeypatch.setattr(kind, "forward", staticmethod(counted(name, kind.forward)))
+    monkeypatch.setattr(fused, "add_product", counted("sum in place", fused.add_product))
+    return counts
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("hidden", [32, 128], ids=["narrow heads", "wide heads, as the compiled kernels take them"])
+@pytest.mark.parametrize("dtype", ["float32", "autocast"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_the_backward_pass_does_not_read_is_not_computed_again(
+    family: str,
+    hidden: int,
+    dtype: Any,
+    in_place: bool,
+    tiny_policy: Callable,
+    random_samples: Callable,
+    computed: Counter[str],
+) -> None:
+    policy = tiny_policy(family, hidden=hidden, layers=LAYERS, settings=ModelSettings(path="unused", dtype=dtype))
+    (batch,) = pack(random_samples(), 10_000)
+    expected = gradients(policy, batch, again=False, in_place=in_place)
+    assert (computed["mlp"], computed["last product"]) == (LAYERS, LAYERS)
+    sums = computed["sum in place"]
+    computed.clear()
+    found = gradients(policy, batch, again=True, in_place=in_place)
+    assert computed["mlp"] == LAYERS + LAYERS - 1, "all but the last are computed again"
+    assert computed["last product"] == LAYERS, "whose last products nobody reads"
+    assert computed["sum in place"] == sums, "slopes are summed where they lie, computed again or not"
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_last_product_that_is_read_is_computed_again(family: str, tiny_policy: Callable, computed: Counter[str]) -> None:
+    """One checkpoint around two MLPs: the second reads what the first's product gave."""
+    policy = tiny_policy(family, hidden=128)
+    layers = policy.model.transformer.h if family == "gpt2" else policy.model.model.layers
+    x_TD = torch.randn(1, 9, 128)
+
+    def two(x: Tensor) -> Tensor:
+        return layers[1].mlp(x + layers[0].mlp(x))
+
+    found = []
+    for run in (two, lambda x: checkpoint(two, x, use_reentrant=False)):
+        x = x_TD.clone().requires_grad_()
+        computed.clear()
+        with fused_modules(policy.model):
+            out = run(x)
+            out.square().sum().backward()
+        found.append([out.detach(), x.grad, *(layer.grad for layer in layers.parameters() if layer.grad is not None)])
+        policy.model.zero_grad(set_to_none=True)
+    assert computed["last product"] == 3, "the first's again, the second's not"
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_backward_pass_of_another_thread_sums_in_place_too(
+    tiny_policy: Callable, random_samples: Callable, computed: Counter[str]
+) -> None:
+    """As on a GPU, where backward passes are run by threads of torch's."""
+    policy = tiny_policy("llama", hidden=128)
+    (batch,) = pack(random_samples(), 10_000)
+    expected = gradients(policy, batch, again=False)
+    sums = computed.pop("sum in place")
+    with fused_modules(policy.model), summed_in_place():
+        hidden_PD = policy.forward(batch).hidden_PD
+        value = (hidden_PD.float().square() * torch.linspace(-1.0, 2.0, hidden_PD.shape[1])).sum()
+        thread = threading.Thread(target=value.backward)
+        thread.start()
+        thread.join()
+    assert computed["sum in place"] == sums
+    for name, parameter in policy.model.named_parameters():
+        if name in expected:
+            assert torch.equal(parameter.grad, expected[name]), name
+
+
+def test_frozen_weights_under_recomputation_get_no_gradient(tiny_policy: Callable, random_samples: Callable) -> None:
+    policy = tiny_policy("qwen2", hidden=128, layers=LAYERS)
+    (batch,) = pack(random_samples(), 10_000)
+    for name, parameter in policy.model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    expected, found = (gradients(policy, batch, again=again) for again in (False, True))
+    assert expected.keys() == found.keys() and all("norm" in name for name in found)
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
