@@ -45,6 +45,20 @@ def test_what_a_block_keeps_is_predicted(family: str, autocast: bool, tiny_polic
     assert kept(policy, batch) == pytest.approx(predicted, rel=0.15)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_what_checkpointing_keeps_is_predicted(family: str, tiny_policy: Callable, random_samples: Callable) -> None:
+    policy = tiny_policy(family, layers=6)
+    batch = pack(random_samples(groups=5), 1 << 20)[0]
+    shape, positions = Shape.of_policy(policy), batch.layout.total
+    with policy.checkpointing(True):
+        found = kept(policy, batch)
+    assert found == pytest.approx(positions * (5 * 32 * 4 + kept_per_block(shape)), rel=0.15), (
+        "five inputs, and the last block whole"
+    )
+    plans = [memory(shape, microbatch=positions, recompute=on, trained_share=0.0).activations for on in (False, True)]
+    assert plans[0] - plans[1] == positions * 5 * (kept_per_block(shape) - 32 * 4)
+
+
 def test_micro_batches_follow_the_model_and_not_below_a_floor() -> None:
     config = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 2048, "vocab_size": 1000}
     small, large = (Shape.of(config, parameters, dtype="float32") for parameters in (10**5, 10**8))

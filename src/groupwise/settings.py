@@ -117,7 +117,7 @@ class ModelSettings:
     """How a batch is computed: `shared` (packed, each prompt once per group), `packed` (packed, prompt repeated),
     `single` (one sequence per forward, the model's own attention: for models that cannot be packed)."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, an eighth to a fifth more compute."""
+    """Recompute activations in the backward pass: less memory; a fifth to a third more compute, with an adapter up to a half."""
     lora: Mapping[str, Any] | None = None
     """Train a low-rank adapter (peft) and not the weights, which then are the reference: `{rank: 16, alpha: 32, targets:
     all-linear}` (the defaults; `targets` may be a list of layer names).  `final/` holds the merged model, `final/adapter/` the

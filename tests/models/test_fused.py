@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from groupwise.kernels import cpu
-from groupwise.models.fused import AddNorm, RMSNorm, Rotary, fused_modules
+from groupwise.models.functions import AddNorm, RMSNorm, Rotary
+from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
-from groupwise.objective.inplace import gradient_of, summed_in_place
+from groupwise.objective.inplace import gradient_of, summed_in_place, summing
 from groupwise.optim import Optimizer
 from groupwise.packing import pack
 from groupwise.records import Batch
@@ -107,6 +108,39 @@ def test_who_listens_to_a_norm_hears_it(tiny_policy: Callable, random_samples: C
         listener = policy.model.model.layers[1].mlp.register_forward_pre_hook(lambda _, given: (given[0].mul_(0.5),))
         policy.forward(batch).hidden_PD.sum().backward()  # what is handed over may be changed
         listener.remove()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_who_listens_to_a_product_of_an_mlp_is_heard(family: str, tiny_policy: Callable, random_samples: Callable) -> None:
+    policy = tiny_policy(family)
+    (batch,) = pack(random_samples(), 10_000)
+    mlp = policy.model.transformer.h[0].mlp if family == "gpt2" else policy.model.model.layers[0].mlp
+    last = mlp.c_proj if family == "gpt2" else mlp.down_proj
+    found = []
+    for inside in (nullcontext, lambda: fused_modules(policy.model)):
+        for listen in (
+            lambda: last.register_forward_pre_hook(lambda _, given: (0.5 * given[0],)),
+            lambda: last.register_full_backward_hook(lambda module, into, out: (0.5 * into[0],)),
+        ):
+            listener = listen()
+            policy.model.zero_grad(set_to_none=True)
+            with inside():
+                policy.forward(batch).hidden_PD.square().sum().backward()
+            listener.remove()
+            found.append(last.weight.grad), found.append(policy.model.get_input_embeddings().weight.grad)
+    for ours, theirs in zip(found[4:], found[:4], strict=True):
+        assert relative(ours, theirs) < 1e-4
+
+
+def test_a_weight_that_changes_before_its_backward_pass_is_noticed(tiny_policy: Callable, random_samples: Callable) -> None:
+    policy = tiny_policy("llama")
+    (batch,) = pack(random_samples(), 10_000)
+    with fused_modules(policy.model):
+        hidden_PD = policy.forward(batch).hidden_PD
+        with torch.no_grad():
+            policy.model.model.layers[1].mlp.down_proj.weight.mul_(2.0)
+        with pytest.raises(RuntimeError, match="changed in place"):
+            hidden_PD.sum().backward()
 
 
 def test_rotary_equals_transformers_and_its_backward_turns_back() -> None:
@@ -355,10 +389,16 @@ def test_only_a_parameter_or_its_first_rows_are_summed_in_place() -> None:
     """Other views of the same shape and beginning hold other numbers."""
     parameter = nn.Parameter(torch.randn(8, 8))
     with summed_in_place():
-        assert gradient_of(parameter.T)[0] is gradient_of(parameter[::2])[0] is gradient_of(parameter[1:])[0] is None
+        assert summing()
+        for other in (parameter.T, parameter[::2], parameter[1:]):
+            assert gradient_of(other, True)[0] is None
         assert parameter.grad is None
-        first, fresh = gradient_of(parameter[:3])
+        first, fresh = gradient_of(parameter[:3], True)
         assert first is not None and fresh and first.shape == (3, 8)
+        with summed_in_place(False):
+            assert not summing()
+        assert summing(), "what was opened inside ends there"
+    assert not summing() and gradient_of(parameter, False)[0] is None
 
 
 def test_a_loss_that_is_multiplied_after_all_is_noticed(tiny_policy: Callable, random_samples: Callable) -> None:

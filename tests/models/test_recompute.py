@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from groupwise.models import fused
-from groupwise.models.fused import GatedMLP, LastProduct, PlainMLP, fused_modules
+from groupwise.models import functions
+from groupwise.models.functions import GatedMLP, LastProduct, PlainMLP
+from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
 from groupwise.objective.inplace import summed_in_place
 from groupwise.packing import pack
@@ -48,7 +49,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for kind, name in ((GatedMLP, "mlp"), (PlainMLP, "mlp"), (LastProduct, "last product")):
         monkeypatch.setattr(kind, "forward", staticmethod(counted(name, kind.forward)))
-    monkeypatch.setattr(fused, "add_product", counted("sum in place", fused.add_product))
+    monkeypatch.setattr(functions, "add_product", counted("sum in place", functions.add_product))
     return counts
 
 
@@ -78,6 +79,32 @@ def test_what_the_backward_pass_does_not_read_is_not_computed_again(
     assert found.keys() == expected.keys()
     for name in expected:
         assert torch.equal(found[name], expected[name]), name
+
+
+def test_another_threads_backward_pass_takes_the_lower_precisions_that_were_made(
+    tiny_policy: Callable, random_samples: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = tiny_policy("llama", hidden=128, settings=ModelSettings(path="unused", dtype="autocast"))
+    (batch,) = pack(random_samples(), 10_000)
+    made = []
+    like = functions._like
+
+    def counted(weight: Tensor, x: Tensor, copies: Any) -> Tensor:
+        before = None if copies is None else len(copies)
+        found = like(weight, x, copies)
+        if found.dtype != weight.dtype and (before is None or len(copies) != before):
+            made.append(tuple(weight.shape))
+        return found
+
+    monkeypatch.setattr(functions, "_like", counted)
+    with fused_modules(policy.model), summed_in_place():
+        value = policy.forward(batch).hidden_PD.float().square().sum()
+        first = list(made)
+        assert len(first) >= 2 * 5, "matrices of two blocks, all but those that are left to torch"
+        thread = threading.Thread(target=value.backward)
+        thread.start()
+        thread.join()
+    assert made == first and policy.model.model.layers[0].mlp.down_proj.weight.grad is not None
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

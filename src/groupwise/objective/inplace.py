@@ -12,33 +12,41 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
 
-_open = False  # for all threads: on a GPU torch's own run the backward pass
+_open: ContextVar[bool] = ContextVar("summed_in_place", default=False)
 
 
 @contextmanager
 def summed_in_place(on: bool = True) -> Iterator[None]:
-    """While inside, backward passes end in `.grad`: `torch.autograd.grad` too, which then finds nothing of what is summed here."""
-    global _open
-    before, _open = _open, on
+    """Backward passes of what is computed inside end in `.grad`, whichever thread runs them.
+
+    `torch.autograd.grad` does too, and then finds nothing of what is summed here.
+    """
+    before = _open.set(on)
     try:
         yield
     finally:
-        _open = before
+        _open.reset(before)
 
 
-def gradient_of(weight: Tensor) -> tuple[Tensor | None, bool]:
+def summing() -> bool:
+    """True inside `summed_in_place`; asked in a forward pass."""
+    return _open.get()
+
+
+def gradient_of(weight: Tensor, on: bool) -> tuple[Tensor | None, bool]:
     """The sum that a gradient of `weight` may be added to, or None; and whether that sum still holds nothing but noise.
 
-    `weight` is a parameter or the first rows of one.  Those that others listen to (hooks), that are spread over processes, or
-    whose gradients are summed in another precision are left to autograd.
+    on: what `summing` said in the forward pass.   `weight` is a parameter or the first rows of one.  Those that others listen to
+    (hooks), that are spread over processes, or whose gradients are summed in another precision are left to autograd.
     """
     parameter = weight if weight._base is None else weight._base
     plain = type(parameter) is nn.Parameter and parameter.requires_grad and parameter.is_leaf
-    if not _open or not plain or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+    if not on or not plain or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return None, False
     rows = weight.shape[0]
     if (weight.data_ptr(), weight.shape[1:], weight.stride()) != (parameter.data_ptr(), parameter.shape[1:], parameter.stride()):

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from groupwise.kernels import cpu
 from groupwise.kernels.matrices import add_product, product
-from groupwise.objective.inplace import gradient_of
+from groupwise.objective.inplace import gradient_of, summing
 from groupwise.objective.tiles import filled, tiled
 
 CHUNK_NUMBERS = 1 << 22
@@ -164,14 +164,14 @@ class _Chosen(torch.autograd.Function):
         for rows, raw_CV in visits.products():
             visits.measure(rows, raw_CV)
         ctx.save_for_backward(hidden_MD)
-        ctx.visits = visits
+        ctx.visits, ctx.summing = visits, summing()
         return visits.logp_M, visits.entropy_M
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_logp_M, grad_entropy_M = grads
         visits: _Visits = ctx.visits
-        sums = _Gradients(visits, ctx.needs_input_grad, in_place=True)
+        sums = _Gradients(visits, ctx.needs_input_grad, in_place=ctx.summing)
         for rows, raw_CV in visits.products():
             sums.add(rows, raw_CV, grad_logp_M[rows], grad_entropy_M[rows] if visits.entropy else None)
         return *sums.found, None, None, None, None, None, None
@@ -196,7 +196,7 @@ class _Fused(torch.autograd.Function):
         visits = _Visits(hidden_MD, head, target_M, temperature_M, support, entropy, chunk_numbers)
         logp_M, entropy_M = visits.logp_M, visits.entropy_M
         total = logp_M.new_zeros(())
-        sums = _Gradients(visits, ctx.needs_input_grad, in_place=as_is)
+        sums = _Gradients(visits, ctx.needs_input_grad, in_place=as_is and summing())
         for rows, raw_CV in visits.products():
             visits.measure(rows, raw_CV)
             with torch.enable_grad():
@@ -328,7 +328,7 @@ class _Gradients:
         # The first chunk writes them, so nothing is cleared before; without any chunk there is nothing to write.
         make = torch.empty_like if visits.chunks else torch.zeros_like
         self.hidden_MD = make(hidden_MD) if needs[0] else None
-        self.weight_VD, self.fresh = gradient_of(head.weight_VD) if in_place and needs[1] and visits.chunks else (None, True)
+        self.weight_VD, self.fresh = gradient_of(head.weight_VD, in_place) if needs[1] and visits.chunks else (None, True)
         self.in_place = self.weight_VD is not None
         """The weight's gradient is where it belongs already."""
         if needs[1] and not self.in_place:
