@@ -39,7 +39,10 @@ def exact_norms(model: nn.Module) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_policy() -> Callable[..., Policy]:
-    """`tiny_policy(family, dtype=..., seed=..., model=ModelSettings(...), **scratch)`: a random model of 2 layers, 32 wide."""
+    """`tiny_policy(family, dtype=..., seed=..., model=ModelSettings(...), **scratch)`: a random model of 2 layers, 32 wide.
+
+    Its biases are random too: at 0, where transformers starts them, whoever forgets one would not be noticed.
+    """
 
     def make(
         family: str = "llama",
@@ -66,8 +69,11 @@ def tiny_policy() -> Callable[..., Policy]:
         if dtype == torch.float64:
             exact_norms(model)
         with torch.no_grad():  # sharper than an initial model's almost uniform distribution
-            for parameter in model.parameters():
+            noise = torch.Generator().manual_seed(seed)
+            for name, parameter in model.named_parameters():
                 parameter.mul_(scale)
+                if name.endswith("bias"):
+                    parameter.add_(0.1 * torch.randn(parameter.shape, generator=noise).to(dtype))
         return make_policy(model, tokenizer, settings)
 
     return make

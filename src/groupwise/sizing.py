@@ -231,7 +231,7 @@ def forward_flops(shape: Shape, positions: int, context: float, logits: int) -> 
 
 
 def recomputed_flops(shape: Shape, positions: int, context: float) -> float:
-    """Operations of computing blocks again: all but the last, each without its MLP's last product, which nobody reads."""
+    """Operations of computing blocks again: all but the last, without their fused MLPs' last products, which nobody reads."""
     every = forward_flops(shape, positions, context, 0) - 2 * positions * shape.layers * shape.hidden * shape.intermediate
     return every * (shape.layers - 1) / shape.layers
 

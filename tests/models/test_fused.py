@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,14 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from groupwise.kernels import cpu
-from groupwise.models.functions import AddNorm, RMSNorm, Rotary
+from groupwise.models import functions
+from groupwise.models.functions import AddNorm, RMSNorm, Rotary, gated_mlp
 from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
 from groupwise.objective.inplace import gradient_of, summed_in_place, summing
+from groupwise.objective.logprobs import Head, chosen_logprobs, fused_loss
 from groupwise.optim import Optimizer
 from groupwise.packing import pack
 from groupwise.records import Batch
-from groupwise.settings import OptimizerSettings
+from groupwise.scoring import score
+from groupwise.settings import ModelSettings, OptimizerSettings
 from groupwise.updating import assess, token_loss, update
 
 
@@ -130,6 +135,100 @@ def test_who_listens_to_a_product_of_an_mlp_is_heard(family: str, tiny_policy: C
             found.append(last.weight.grad), found.append(policy.model.get_input_embeddings().weight.grad)
     for ours, theirs in zip(found[4:], found[:4], strict=True):
         assert relative(ours, theirs) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("change", ["activation", "bias", "hook on the activation", "every module's hook"])
+def test_an_mlp_that_is_not_of_the_known_kind_computes_what_it_says(
+    family: str, change: str, tiny_policy: Callable, random_samples: Callable
+) -> None:
+    policy = tiny_policy(family, hidden=128)
+    (batch,) = pack(random_samples(), 10_000)
+    mlp = policy.model.transformer.h[0].mlp if family == "gpt2" else policy.model.model.layers[0].mlp
+    (activation,) = (name for name, _ in mlp.named_children() if name in ("act", "act_fn"))
+    found, heard = [], []
+    if change == "activation":
+        setattr(mlp, activation, nn.ReLU())
+    elif change == "hook on the activation":
+        getattr(mlp, activation).register_forward_hook(lambda *said: 0.5 * said[2])
+    elif family == "llama" and change == "bias":
+        mlp.up_proj.bias = nn.Parameter(torch.linspace(-1.0, 1.0, mlp.up_proj.out_features))
+    for inside in (nullcontext, lambda: fused_modules(policy.model)):
+        policy.model.zero_grad(set_to_none=True)
+        listener = nn.modules.module.register_module_forward_hook(lambda module, *_: heard.append(module))
+        if "every" not in change:
+            listener.remove()
+        with inside():
+            hidden_PD = policy.forward(batch).hidden_PD
+            (hidden_PD.square() * torch.linspace(-1.0, 2.0, hidden_PD.shape[1])).sum().backward()
+        listener.remove()
+        assert (getattr(mlp, activation) in heard) == ("every" in change)
+        heard.clear()
+        found.append([hidden_PD, *(p.grad for p in policy.model.parameters() if p.grad is not None)])
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        assert relative(ours, theirs) < 1e-4
+
+
+def test_a_second_derivative_is_refused(tiny_policy: Callable, random_samples: Callable) -> None:
+    """Also where what comes in is a constant, as the slope of a sum is: what is found would be taken for a constant."""
+    x, weights = torch.randn(5, 96), [nn.Parameter(torch.randn(96, 96) / 10) for _ in range(3)]
+    head, target_M = Head(weight_VD=weights[0]), torch.arange(5)
+    values = {
+        "MLP": lambda: gated_mlp(x, *weights).sum(),
+        "norm": lambda: RMSNorm.apply(x, weights[0][0], 1e-5, torch.float32).sum(),
+        "log-probs": lambda: chosen_logprobs(x, head, target_M, torch.ones(5))[0].sum(),
+        "loss": lambda: fused_loss(x, head, target_M, torch.ones(5), lambda logp_C, *_: logp_C.sum())[0],
+    }
+    for name, value in values.items():
+        (first,) = torch.autograd.grad(value(), weights[0])
+        assert first.norm() > 0.0 and not first.requires_grad, name
+        with pytest.raises(RuntimeError, match="second derivative"):
+            torch.autograd.grad(value(), weights[0], create_graph=True)
+    policy = tiny_policy("llama")
+    (batch,) = pack(random_samples(), 10_000)
+    with pytest.raises(RuntimeError, match="second derivative"):  # the attention's
+        torch.autograd.grad(policy.forward(batch).hidden_PD.sum(), policy.model.get_input_embeddings().weight, create_graph=True)
+
+
+def test_a_policy_made_in_inference_mode_is_scored(tiny_policy: Callable, random_samples: Callable) -> None:
+    """Its weights cannot be asked whether they have changed."""
+    with torch.inference_mode():
+        policy = tiny_policy("llama", hidden=128)
+    ours, theirs = (score(one, random_samples(), budget=10_000).logp for one in (policy, tiny_policy("llama", hidden=128)))
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_loss_that_somebody_keeps_keeps_no_copies_of_weights(
+    tiny_policy: Callable, random_samples: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = tiny_policy("llama", hidden=128, settings=ModelSettings(path="unused", dtype="autocast"))
+    (batch,) = pack(random_samples(), 10_000)
+    made: list[weakref.ref[Tensor]] = []
+    like = functions._like
+
+    def watched(weight: Tensor, x: Tensor, copies: Any) -> Tensor:
+        found = like(weight, x, copies)
+        if found is not weight:
+            made.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(functions, "_like", watched)
+    with fused_modules(policy.model):
+        kept = policy.forward(batch).hidden_PD.float().square().sum()
+        assert any(copy() is not None for copy in made)
+    assert made and all(copy() is None for copy in made)
+    kept.backward()  # makes them again, each for its product
+    assert policy.model.model.layers[0].mlp.down_proj.weight.grad is not None and all(copy() is None for copy in made)
+
+
+def test_a_head_that_changes_before_its_backward_pass_is_noticed() -> None:
+    x, weight = torch.randn(5, 16, requires_grad=True), nn.Parameter(torch.randn(32, 16))
+    logp_M, _ = chosen_logprobs(x, Head(weight_VD=weight), torch.arange(5), torch.ones(5))
+    with torch.no_grad():
+        weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        logp_M.sum().backward()
 
 
 def test_a_weight_that_changes_before_its_backward_pass_is_noticed(tiny_policy: Callable, random_samples: Callable) -> None:
@@ -399,6 +498,26 @@ def test_only_a_parameter_or_its_first_rows_are_summed_in_place() -> None:
             assert not summing()
         assert summing(), "what was opened inside ends there"
     assert not summing() and gradient_of(parameter, False)[0] is None
+
+
+def test_who_listens_to_a_weight_hears_its_gradient_once(tiny_policy: Callable, random_samples: Callable) -> None:
+    """Summed in place, a gradient passes by nobody."""
+    policy, heard = tiny_policy("llama", hidden=128), []
+    (batch,) = pack(random_samples(), 10_000)
+    mlp = policy.model.model.layers[0].mlp
+    mlp.up_proj.weight.register_hook(lambda grad: 2.0 * grad)
+    mlp.down_proj.weight.register_post_accumulate_grad_hook(lambda weight: heard.append(weight.grad.clone()))
+    found = []
+    for inside in (nullcontext, lambda: fused_modules(policy.model)):
+        policy.model.zero_grad(set_to_none=True)
+        with inside(), summed_in_place():
+            hidden_PD = policy.forward(batch).hidden_PD
+            (hidden_PD.square() * torch.linspace(-1.0, 2.0, hidden_PD.shape[1])).sum().backward()
+        found.append((mlp.up_proj.weight.grad, *heard))
+        heard.clear()
+    assert len(found[0]) == len(found[1]) == 2
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        assert relative(ours, theirs) < 1e-4
 
 
 def test_a_loss_that_is_multiplied_after_all_is_noticed(tiny_policy: Callable, random_samples: Callable) -> None:

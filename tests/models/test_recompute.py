@@ -81,8 +81,9 @@ def test_what_the_backward_pass_does_not_read_is_not_computed_again(
         assert torch.equal(found[name], expected[name]), name
 
 
+@pytest.mark.parametrize("again", [False, True])
 def test_another_threads_backward_pass_takes_the_lower_precisions_that_were_made(
-    tiny_policy: Callable, random_samples: Callable, monkeypatch: pytest.MonkeyPatch
+    again: bool, tiny_policy: Callable, random_samples: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = tiny_policy("llama", hidden=128, settings=ModelSettings(path="unused", dtype="autocast"))
     (batch,) = pack(random_samples(), 10_000)
@@ -97,7 +98,7 @@ def test_another_threads_backward_pass_takes_the_lower_precisions_that_were_made
         return found
 
     monkeypatch.setattr(functions, "_like", counted)
-    with fused_modules(policy.model), summed_in_place():
+    with policy.checkpointing(True) if again else nullcontext(), fused_modules(policy.model), summed_in_place():
         value = policy.forward(batch).hidden_PD.float().square().sum()
         first = list(made)
         assert len(first) >= 2 * 5, "matrices of two blocks, all but those that are left to torch"
@@ -160,3 +161,14 @@ def test_frozen_weights_under_recomputation_get_no_gradient(tiny_policy: Callabl
     assert expected.keys() == found.keys() and all("norm" in name for name in found)
     for name in expected:
         assert torch.equal(found[name], expected[name]), name
+
+
+def test_recomputation_inside_recomputation_ends_where_it_began(tiny_policy: Callable) -> None:
+    policy = tiny_policy("llama", layers=3)
+    flags = lambda: [layer.training for layer in policy.model.model.layers]  # noqa: E731
+    with policy.checkpointing(True):
+        for on in (True, False):
+            with policy.checkpointing(on):
+                assert flags() == [on, on, False]
+            assert flags() == [True, True, False]
+    assert flags() == [False] * 3

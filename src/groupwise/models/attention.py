@@ -21,6 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from groupwise.errors import ConfigError
 from groupwise.kernels import cpu
+from groupwise.objective.guards import first_derivative
 from groupwise.records import Layout
 
 NAME = "groupwise"
@@ -177,6 +178,7 @@ class _Compiled(torch.autograd.Function):
         return out.transpose(1, 2)
 
     @staticmethod
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         grad_out = grads[0].transpose(1, 2)
@@ -215,6 +217,7 @@ class _Shared(torch.autograd.Function):
         return out.transpose(1, 2)
 
     @staticmethod
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         grad_out = grads[0].transpose(1, 2)

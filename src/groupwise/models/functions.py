@@ -9,33 +9,58 @@ T positions of a stream   D width   H heads   W head width   I inner width of an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from groupwise.kernels import cpu
 from groupwise.kernels.matrices import add_product, product
+from groupwise.objective.guards import first_derivative, unchanged, version
 from groupwise.objective.inplace import gradient_of, summing
 
 BLOCK_NUMBERS = 1 << 16
 """Activations that are worked on at a time between products."""
 
-Copies = dict[tuple[Any, ...], tuple[Tensor, Tensor]]
-"""Weights by their place in memory, with their copies in the products' type."""
+
+class Copies(dict[tuple[Any, ...], tuple[Tensor, Tensor]]):
+    """Weights by their place in memory, with their copies in the products' type, until they are closed."""
+
+    closed = False
+
+    def close(self) -> None:
+        """Forget the copies, and take no more: a loss that somebody keeps must not keep them."""
+        self.closed = True
+        self.clear()
+
 
 _copies: ContextVar[Copies | None] = ContextVar("copies", default=None)
 
 
 @contextmanager
 def copies_of_weights(keep: bool) -> Iterator[None]:
-    """While inside, and in backward passes of what is computed inside, a weight is copied into a lower precision once (`keep`)."""
-    before = _copies.set({} if keep else None)
+    """While inside, whichever thread runs the backward pass, a weight is copied into a lower precision once (`keep`)."""
+    copies = Copies() if keep else None
+    try:
+        with _shared(copies):
+            yield
+    finally:
+        if copies is not None:
+            copies.close()
+
+
+def shared_copies() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What to compute a block in, and what to compute it in again, whichever thread does: `context_fn` of torch's checkpoint."""
+    return nullcontext(), _shared(_copies.get())
+
+
+@contextmanager
+def _shared(copies: Copies | None) -> Iterator[None]:
+    before = _copies.set(copies)
     try:
         yield
     finally:
@@ -67,7 +92,7 @@ class RMSNorm(torch.autograd.Function):
         return out_TD.view_as(x)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight_D, scale_T = ctx.saved_tensors
         slope_TD, wide_D = grads[0].flatten(0, -2), weight_D.to(scale_T.dtype)
@@ -97,7 +122,7 @@ class AddNorm(torch.autograd.Function):
         return total, out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         total, weight_D, scale_T = ctx.saved_tensors
         more, slope = grads
@@ -130,7 +155,7 @@ class Rotary(torch.autograd.Function):
         return out_HTW.to(x_HTW.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos_TW, sin_TW = ctx.saved_tensors
         grad_HTW = grads[0]
@@ -179,7 +204,7 @@ class LastProduct(torch.autograd.Function):
         return _times(opened(), weight, bias_D, turned)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0], None, None, None, None
 
@@ -197,7 +222,7 @@ class GatedMLP(torch.autograd.Function):
         return x_TD.new_empty(1).expand_as(x_TD), gate_TI, up_TI
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, gate_TI, up_TI = ctx.saved_tensors
         gate_ID, up_ID, down_DI = _held(ctx)
@@ -261,7 +286,7 @@ class PlainMLP(torch.autograd.Function):
         return x_TD.new_empty(1).expand_as(x_TD), inner_TI
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, inner_TI = ctx.saved_tensors
         in_DI, in_I, out_ID, out_D = _held(ctx)
@@ -300,7 +325,7 @@ class Linear(torch.autograd.Function):
         return _times(x_TI, weight, bias_O, turned)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x_TI,), (weight,) = ctx.saved_tensors, _held(ctx)
         needs_x, _, needs_bias, _ = ctx.needs_input_grad
@@ -337,7 +362,7 @@ class Rows(torch.autograd.Function):
         return F.embedding(ids, weight_VD)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (ids,), (weight_VD,) = ctx.saved_tensors, _held(ctx)
         total_VD, fresh = gradient_of(weight_VD, ctx.summing)
@@ -357,23 +382,23 @@ def _hold(ctx: Any, *weights: Tensor) -> None:
     be summed in place.
     """
     ctx.weights, ctx.copies, ctx.summing = weights, _copies.get(), summing()
-    ctx.versions = [weight._version for weight in weights] if any(ctx.needs_input_grad) else []
+    ctx.versions = [version(weight) for weight in weights]
 
 
 def _held(ctx: Any) -> tuple[Tensor, ...]:
-    if ctx.versions != [weight._version for weight in ctx.weights]:
-        raise RuntimeError("a weight was changed in place between a forward pass and its backward pass")
+    unchanged(ctx.weights, ctx.versions)
     return ctx.weights
 
 
 def _like(weight: Tensor, x: Tensor, copies: Copies | None) -> Tensor:
     """A weight in the type of what it multiplies."""
-    if weight.dtype == x.dtype or copies is None:
+    if weight.dtype == x.dtype or copies is None or copies.closed:
         return weight.to(x.dtype)
     key = (weight.data_ptr(), weight.shape, weight.stride(), x.dtype)
-    if key not in copies:
-        copies[key] = weight, weight.to(x.dtype)  # with the weight itself, so that its memory cannot become another's
-    return copies[key][1]
+    found = copies.get(key)
+    if found is None:
+        found = copies[key] = weight, weight.to(x.dtype)  # with the weight itself, so that its memory cannot become another's
+    return found[1]
 
 
 def _slope(ctx: Any, left_TN: Tensor, right_TM: Tensor, weight_NM: Tensor) -> Tensor | None:

@@ -116,7 +116,7 @@ def _heard(module: nn.Module) -> bool:
 def _gated_mlp(self: Any, hidden_states: Tensor) -> Tensor:
     projections = (self.gate_proj, self.up_proj, self.down_proj)
     plain = all(type(linear) is nn.Linear and linear.bias is None and not _heard(linear) for linear in projections)
-    if not plain or type(self.act_fn) not in (nn.SiLU, SiLUActivation):
+    if not plain or type(self.act_fn) not in (nn.SiLU, SiLUActivation) or _heard(self.act_fn):
         return type(self).forward(self, hidden_states)
     gate_ID, up_ID, down_DI = (linear.weight for linear in projections)
     return gated_mlp(_flat(hidden_states), gate_ID, up_ID, down_DI).view_as(hidden_states)
@@ -125,7 +125,7 @@ def _gated_mlp(self: Any, hidden_states: Tensor) -> Tensor:
 def _plain_mlp(self: Any, hidden_states: Tensor) -> Tensor:
     products = (self.c_fc, self.c_proj)
     plain = all(type(product) is Conv1D and not _heard(product) for product in products)
-    if not plain or type(self.act) is not NewGELUActivation:
+    if not plain or type(self.act) is not NewGELUActivation or _heard(self.act):
         return type(self).forward(self, hidden_states)
     in_DI, in_I, out_ID, out_D = (parameter for product in products for parameter in (product.weight, product.bias))
     return self.dropout(plain_mlp(_flat(hidden_states), in_DI, in_I, out_ID, out_D).view_as(hidden_states))

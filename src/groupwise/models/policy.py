@@ -36,6 +36,7 @@ from groupwise import parallel
 from groupwise.data.tokenizers import has_tokenizer, load_tokenizer
 from groupwise.errors import ConfigError, DataError
 from groupwise.models.attention import Attend, PackedAttention, plain_attention, use_packed_attention
+from groupwise.models.functions import shared_copies
 from groupwise.models.pieces import Pieces, check_finite, empty_model
 from groupwise.objective.logprobs import Head, head_logits
 from groupwise.objective.tiles import tiled
@@ -201,24 +202,24 @@ class Policy:
         transformers recomputes only in layers that are in training mode; that flag is set on the layers alone, so that no
         dropout below them wakes up.
         """
-        layers = [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        layers = {module: module.training for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)}
         if on and not layers:
             name = type(self.model).__name__
             raise ConfigError(f"{name} has no layers that can recompute; set model.gradient_checkpointing to false")
         if on:
             # transformers 5.23 renamed it; the old name warns there, the new one is missing before.
             renamed = getattr(self.model, "activation_checkpointing_enable", None)
-            (renamed or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
+            (renamed or self.model.gradient_checkpointing_enable)({"use_reentrant": False, "context_fn": shared_copies})
             # It may leave a hook on the embedding, another every time, which only reentrant recomputation has a use for.
             if hasattr(self.model, "_require_grads_hook"):
                 self.model.disable_input_require_grads()
-        for layer in layers[:-1]:
+        for layer in list(layers)[:-1]:
             layer.training = on
         try:
             yield
         finally:
-            for layer in layers:
-                layer.training = False
+            for layer, training in layers.items():
+                layer.training = training
 
     def frozen_copy(self) -> Policy:
         """A copy of the weights as they are now, which takes no gradients: the reference.  Never loaded again by name."""

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from groupwise.kernels import cpu
 from groupwise.kernels.matrices import add_product, product
+from groupwise.objective.guards import first_derivative, unchanged, version
 from groupwise.objective.inplace import gradient_of, summing
 from groupwise.objective.tiles import filled, tiled
 
@@ -164,13 +165,15 @@ class _Chosen(torch.autograd.Function):
         for rows, raw_CV in visits.products():
             visits.measure(rows, raw_CV)
         ctx.save_for_backward(hidden_MD)
-        ctx.visits, ctx.summing = visits, summing()
+        ctx.visits, ctx.summing, ctx.version = visits, summing(), version(visits.weight_VD)
         return visits.logp_M, visits.entropy_M
 
     @staticmethod
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_logp_M, grad_entropy_M = grads
         visits: _Visits = ctx.visits
+        unchanged((visits.weight_VD,), [ctx.version])
         sums = _Gradients(visits, ctx.needs_input_grad, in_place=ctx.summing)
         for rows, raw_CV in visits.products():
             sums.add(rows, raw_CV, grad_logp_M[rows], grad_entropy_M[rows] if visits.entropy else None)
@@ -212,6 +215,7 @@ class _Fused(torch.autograd.Function):
         return total, logp_M, entropy_M
 
     @staticmethod
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         scale, found = grads[0], ctx.sums.found
         # The weight's gradient is as large as the head: the pass over it is left out where asking costs nothing.
