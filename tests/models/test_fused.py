@@ -18,12 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from groupwise.kernels import cpu
-from groupwise.models import functions
+from groupwise.models import attention, functions
 from groupwise.models.functions import AddNorm, RMSNorm, Rotary, gated_mlp
 from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
+from groupwise.objective import logprobs
 from groupwise.objective.inplace import gradient_of, summed_in_place, summing
-from groupwise.objective.logprobs import Head, chosen_logprobs, fused_loss
+from groupwise.objective.logprobs import Head, chosen_logprobs, fused_loss, reference_logprobs
 from groupwise.optim import Optimizer
 from groupwise.packing import pack
 from groupwise.records import Batch
@@ -169,25 +170,22 @@ def test_an_mlp_that_is_not_of_the_known_kind_computes_what_it_says(
         assert relative(ours, theirs) < 1e-4
 
 
-def test_a_second_derivative_is_refused(tiny_policy: Callable, random_samples: Callable) -> None:
+@pytest.mark.parametrize("module", [functions, attention, logprobs], ids=lambda module: module.__name__)
+def test_no_operation_of_ours_has_a_second_derivative(module: Any) -> None:
+    operations = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, torch.autograd.Function)]
+    assert operations
+    for operation in operations:
+        with torch.enable_grad(), pytest.raises(RuntimeError, match="second derivative"):
+            operation.backward(None)
+
+
+def test_a_second_derivative_is_refused() -> None:
     """Also where what comes in is a constant, as the slope of a sum is: what is found would be taken for a constant."""
     x, weights = torch.randn(5, 96), [nn.Parameter(torch.randn(96, 96) / 10) for _ in range(3)]
-    head, target_M = Head(weight_VD=weights[0]), torch.arange(5)
-    values = {
-        "MLP": lambda: gated_mlp(x, *weights).sum(),
-        "norm": lambda: RMSNorm.apply(x, weights[0][0], 1e-5, torch.float32).sum(),
-        "log-probs": lambda: chosen_logprobs(x, head, target_M, torch.ones(5))[0].sum(),
-        "loss": lambda: fused_loss(x, head, target_M, torch.ones(5), lambda logp_C, *_: logp_C.sum())[0],
-    }
-    for name, value in values.items():
-        (first,) = torch.autograd.grad(value(), weights[0])
-        assert first.norm() > 0.0 and not first.requires_grad, name
-        with pytest.raises(RuntimeError, match="second derivative"):
-            torch.autograd.grad(value(), weights[0], create_graph=True)
-    policy = tiny_policy("llama")
-    (batch,) = pack(random_samples(), 10_000)
-    with pytest.raises(RuntimeError, match="second derivative"):  # the attention's
-        torch.autograd.grad(policy.forward(batch).hidden_PD.sum(), policy.model.get_input_embeddings().weight, create_graph=True)
+    (first,) = torch.autograd.grad(gated_mlp(x, *weights).sum(), weights[0])
+    assert first.norm() > 0.0 and not first.requires_grad
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(gated_mlp(x, *weights).sum(), weights[0], create_graph=True)
 
 
 def test_a_policy_made_in_inference_mode_is_scored(tiny_policy: Callable, random_samples: Callable) -> None:
@@ -222,13 +220,32 @@ def test_a_loss_that_somebody_keeps_keeps_no_copies_of_weights(
     assert policy.model.model.layers[0].mlp.down_proj.weight.grad is not None and all(copy() is None for copy in made)
 
 
-def test_a_head_that_changes_before_its_backward_pass_is_noticed() -> None:
-    x, weight = torch.randn(5, 16, requires_grad=True), nn.Parameter(torch.randn(32, 16))
-    logp_M, _ = chosen_logprobs(x, Head(weight_VD=weight), torch.arange(5), torch.ones(5))
+@pytest.mark.parametrize("changed", ["weight", "bias", "hidden states"])
+def test_what_a_head_reads_again_must_not_have_changed(changed: str) -> None:
+    tensors = {
+        "weight": nn.Parameter(torch.randn(32, 16)),
+        "bias": nn.Parameter(torch.randn(32)),
+        "hidden states": torch.randn(5, 16),
+    }
+    x = tensors["hidden states"]
+    logp_M, _ = chosen_logprobs(x, Head(weight_VD=weight, bias_V=bias), torch.arange(5), torch.ones(5))
     with torch.no_grad():
-        weight.mul_(2.0)
-    with pytest.raises(RuntimeError, match="changed in place"):
+        tensors[changed].mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         logp_M.sum().backward()
+
+
+@pytest.mark.parametrize("separable", [False, True])
+def test_a_loss_may_be_differentiated_again_and_otherwise(separable: bool) -> None:
+    x, weight = torch.randn(5, 16, requires_grad=True), nn.Parameter(torch.randn(32, 16))
+    given = (x, Head(weight_VD=weight), torch.arange(5), torch.ones(5))
+    loss = fused_loss(*given, lambda logp_C, *_: logp_C.sum())[0] if separable else chosen_logprobs(*given)[0].sum()
+    once = torch.autograd.grad(loss, (x, weight), retain_graph=True)
+    (expected,) = torch.autograd.grad(reference_logprobs(*given)[0].sum(), weight)
+    torch.testing.assert_close(once[1], expected)
+    for factor in (2.0, 2.0, 1.0, 0.5):
+        for found, one in zip(torch.autograd.grad(factor * loss, (x, weight), retain_graph=True), once, strict=True):
+            torch.testing.assert_close(found, factor * one)
 
 
 def test_a_weight_that_changes_before_its_backward_pass_is_noticed(tiny_policy: Callable, random_samples: Callable) -> None:

@@ -163,6 +163,19 @@ def test_frozen_weights_under_recomputation_get_no_gradient(tiny_policy: Callabl
         assert torch.equal(found[name], expected[name]), name
 
 
+@pytest.mark.parametrize("dtype", ["float32", "autocast"])
+def test_a_graph_that_is_kept_is_computed_again_as_often_as_it_is_asked(
+    dtype: Any, tiny_policy: Callable, random_samples: Callable
+) -> None:
+    policy = tiny_policy("llama", hidden=128, layers=LAYERS, settings=ModelSettings(path="unused", dtype=dtype))
+    (batch,) = pack(random_samples(), 10_000)
+    matrix = policy.model.model.layers[0].mlp.up_proj.weight
+    with policy.checkpointing(True), fused_modules(policy.model):
+        value = policy.forward(batch).hidden_PD.float().square().sum()
+        found = [torch.autograd.grad(value, matrix, retain_graph=True)[0] for _ in range(2)]
+    assert found[0].norm() > 0.0 and torch.equal(*found)
+
+
 def test_recomputation_inside_recomputation_ends_where_it_began(tiny_policy: Callable) -> None:
     policy = tiny_policy("llama", layers=3)
     flags = lambda: [layer.training for layer in policy.model.model.layers]  # noqa: E731

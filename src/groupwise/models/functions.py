@@ -8,9 +8,10 @@ T positions of a stream   D width   H heads   W head width   I inner width of an
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from functools import partial
 from typing import Any
 
@@ -46,7 +47,7 @@ def copies_of_weights(keep: bool) -> Iterator[None]:
     """While inside, whichever thread runs the backward pass, a weight is copied into a lower precision once (`keep`)."""
     copies = Copies() if keep else None
     try:
-        with _shared(copies):
+        with _Again(copies):
             yield
     finally:
         if copies is not None:
@@ -55,16 +56,21 @@ def copies_of_weights(keep: bool) -> Iterator[None]:
 
 def shared_copies() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """What to compute a block in, and what to compute it in again, whichever thread does: `context_fn` of torch's checkpoint."""
-    return nullcontext(), _shared(_copies.get())
+    return nullcontext(), _Again(_copies.get())
 
 
-@contextmanager
-def _shared(copies: Copies | None) -> Iterator[None]:
-    before = _copies.set(copies)
-    try:
-        yield
-    finally:
-        _copies.reset(before)
+class _Again(threading.local):
+    """`copies` while inside, entered as often as there are backward passes through the block, in any thread."""
+
+    def __init__(self, copies: Copies | None) -> None:
+        self.copies = copies
+        self.before: list[Token[Copies | None]] = []
+
+    def __enter__(self) -> None:
+        self.before.append(_copies.set(self.copies))
+
+    def __exit__(self, *_: object) -> None:
+        _copies.reset(self.before.pop())
 
 
 class RMSNorm(torch.autograd.Function):
@@ -364,7 +370,7 @@ class Rows(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (ids,), (weight_VD,) = ctx.saved_tensors, _held(ctx)
+        (ids,), (weight_VD,) = ctx.saved_tensors, ctx.weights  # of which no number is read
         total_VD, fresh = gradient_of(weight_VD, ctx.summing)
         if total_VD is None:
             return None, torch.ops.aten.embedding_dense_backward(grads[0], ids, weight_VD.shape[0], ctx.still, False), None

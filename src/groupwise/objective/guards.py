@@ -1,4 +1,4 @@
-"""What autograd refuses of its own operations, and ours must refuse themselves: both give wrong numbers without a word."""
+"""What autograd refuses of its own operations, and ours must refuse themselves: it would give wrong numbers without a word."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def first_derivative(backward: Callable[..., Gradients]) -> Callable[..., Gradie
 
 
 def version(tensor: Tensor) -> int | None:
-    """How often a tensor was changed in place; tensors made in inference mode do not count, and never meet a backward pass."""
+    """How often a tensor was changed in place, as far as torch counts: not through `.data`, nor in inference mode (None)."""
     return None if tensor.is_inference() else tensor._version
 
 
 def unchanged(tensors: tuple[Tensor, ...], versions: list[int | None]) -> None:
-    """Raise RuntimeError if one of the tensors is not what it was in the forward pass."""
+    """Raise RuntimeError if one of the tensors has been counted as changed since the forward pass, as torch's operations do."""
     if versions != [version(tensor) for tensor in tensors]:
         raise RuntimeError("a weight was changed in place between a forward pass and its backward pass")

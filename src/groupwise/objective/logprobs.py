@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from groupwise.kernels import cpu
 from groupwise.kernels.matrices import add_product, product
-from groupwise.objective.guards import first_derivative, unchanged, version
+from groupwise.objective.guards import first_derivative
 from groupwise.objective.inplace import gradient_of, summing
 from groupwise.objective.tiles import filled, tiled
 
@@ -164,8 +164,8 @@ class _Chosen(torch.autograd.Function):
         visits = _Visits(hidden_MD, head, target_M, temperature_M, support, entropy, chunk_numbers)
         for rows, raw_CV in visits.products():
             visits.measure(rows, raw_CV)
-        ctx.save_for_backward(hidden_MD)
-        ctx.visits, ctx.summing, ctx.version = visits, summing(), version(visits.weight_VD)
+        ctx.save_for_backward(visits.hidden_MD, visits.weight_VD, bias_V)
+        ctx.visits, ctx.summing = visits, summing()
         return visits.logp_M, visits.entropy_M
 
     @staticmethod
@@ -173,7 +173,7 @@ class _Chosen(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_logp_M, grad_entropy_M = grads
         visits: _Visits = ctx.visits
-        unchanged((visits.weight_VD,), [ctx.version])
+        _ = ctx.saved_tensors  # what the visits read again: autograd sees whether it has changed
         sums = _Gradients(visits, ctx.needs_input_grad, in_place=ctx.summing)
         for rows, raw_CV in visits.products():
             sums.add(rows, raw_CV, grad_logp_M[rows], grad_entropy_M[rows] if visits.entropy else None)
@@ -210,20 +210,25 @@ class _Fused(torch.autograd.Function):
                 slopes = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else (None, None)
             total += value.detach()
             sums.add(rows, raw_CV, torch.zeros_like(leaf_C) if slopes[0] is None else slopes[0], slopes[1] if entropy else None)
-        ctx.sums = sums
+        ctx.sums, ctx.scale = sums, None
         ctx.mark_non_differentiable(logp_M, entropy_M)
         return total, logp_M, entropy_M
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        scale, found = grads[0], ctx.sums.found
+        scale, found, again = grads[0], ctx.sums.found, ctx.scale is not None
+        if again:  # the gradients have been multiplied, and are in others' hands
+            assert not ctx.sums.in_place, "a loss that was to be differentiated as it is was differentiated twice"
+            scale = scale / ctx.scale
+        else:
+            ctx.scale = scale
         # The weight's gradient is as large as the head: the pass over it is left out where asking costs nothing.
         if scale.is_cuda or float(scale) != 1.0:
             if ctx.sums.in_place:
                 assert scale.is_cuda, "a loss that was to be differentiated as it is was multiplied"
                 scale = torch.where(scale == 1.0, scale, torch.nan)  # nobody waits for a GPU's answer, but the step is not taken
-            found = [None if grad is None else grad.mul_(scale) for grad in found]
+            found = [None if grad is None else grad * scale if again else grad.mul_(scale) for grad in found]
         return (*found, None, None, None, None, None, None, None, None)
 
 
