@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -220,32 +221,63 @@ def test_a_loss_that_somebody_keeps_keeps_no_copies_of_weights(
     assert policy.model.model.layers[0].mlp.down_proj.weight.grad is not None and all(copy() is None for copy in made)
 
 
-@pytest.mark.parametrize("changed", ["weight", "bias", "hidden states"])
+@pytest.mark.parametrize("changed", ["hidden states", "weight", "bias", "targets", "temperatures"])
 def test_what_a_head_reads_again_must_not_have_changed(changed: str) -> None:
-    tensors = {
-        "weight": nn.Parameter(torch.randn(32, 16)),
-        "bias": nn.Parameter(torch.randn(32)),
-        "hidden states": torch.randn(5, 16),
-    }
-    x = tensors["hidden states"]
-    logp_M, _ = chosen_logprobs(x, Head(weight_VD=weight, bias_V=bias), torch.arange(5), torch.ones(5))
+    x, weight, bias = torch.randn(5, 16), nn.Parameter(torch.randn(32, 16)), nn.Parameter(torch.randn(32))
+    target_M, temperature_M = torch.arange(5), torch.full((5,), 0.7)
+    tensors = {"hidden states": x, "weight": weight, "bias": bias, "targets": target_M, "temperatures": temperature_M}
+    logp_M, _ = chosen_logprobs(x, Head(weight_VD=weight, bias_V=bias), target_M, temperature_M)
     with torch.no_grad():
-        tensors[changed].mul_(2.0)
+        tensors[changed].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         logp_M.sum().backward()
 
 
-@pytest.mark.parametrize("separable", [False, True])
-def test_a_loss_may_be_differentiated_again_and_otherwise(separable: bool) -> None:
+def test_log_probs_are_differentiated_as_often_as_asked_and_a_fused_loss_once() -> None:
     x, weight = torch.randn(5, 16, requires_grad=True), nn.Parameter(torch.randn(32, 16))
     given = (x, Head(weight_VD=weight), torch.arange(5), torch.ones(5))
-    loss = fused_loss(*given, lambda logp_C, *_: logp_C.sum())[0] if separable else chosen_logprobs(*given)[0].sum()
-    once = torch.autograd.grad(loss, (x, weight), retain_graph=True)
-    (expected,) = torch.autograd.grad(reference_logprobs(*given)[0].sum(), weight)
-    torch.testing.assert_close(once[1], expected)
-    for factor in (2.0, 2.0, 1.0, 0.5):
-        for found, one in zip(torch.autograd.grad(factor * loss, (x, weight), retain_graph=True), once, strict=True):
+    expected = torch.autograd.grad(reference_logprobs(*given)[0].sum(), (x, weight))
+    logp_M, _ = chosen_logprobs(*given)
+    for factor in (1.0, 2.0, 0.0, 2.0):
+        for found, one in zip(torch.autograd.grad(factor * logp_M.sum(), (x, weight), retain_graph=True), expected, strict=True):
             torch.testing.assert_close(found, factor * one)
+    loss, _, _ = fused_loss(*given, lambda logp_C, *_: logp_C.sum())
+    for found, one in zip(torch.autograd.grad(2.0 * loss, (x, weight), retain_graph=True), expected, strict=True):
+        torch.testing.assert_close(found, 2.0 * one)
+    with pytest.raises(RuntimeError, match="differentiated once"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("operation", ["log-probs", "loss"])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_nothing_of_a_head_outlives_its_outputs(
+    operation: str, backward: bool, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the garbage collector: what waits for it can be as large as the head, once for every micro-batch."""
+    made: list[weakref.ref[Any]] = []
+    begin = logprobs._Visits.__init__
+
+    def watched(self: Any, *given: Any) -> None:
+        begin(self, *given)
+        made.extend((weakref.ref(self), weakref.ref(self.hidden_MD), weakref.ref(self.weight_VD)))
+
+    monkeypatch.setattr(logprobs._Visits, "__init__", watched)
+    x, weight = torch.randn(5, 16, requires_grad=True), nn.Parameter(torch.randn(32, 16))
+    given = (x, Head(weight_VD=weight), torch.arange(5), torch.ones(5))
+    gc.disable()
+    try:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            if operation == "loss":
+                value = fused_loss(*given, lambda logp_C, *_: logp_C.sum())[0]
+            else:
+                value = chosen_logprobs(*given, entropy=True)[0].sum()
+        if backward:
+            value.backward()
+        del value
+        assert made and all(one() is None for one in made)
+    finally:
+        gc.enable()
 
 
 def test_a_weight_that_changes_before_its_backward_pass_is_noticed(tiny_policy: Callable, random_samples: Callable) -> None:

@@ -137,6 +137,7 @@ def fused_loss(
     """Sum of token losses, with the gradient taken in the forward visit.
 
     as_is: the caller differentiates the loss as it is returned, multiplied by nothing; its gradient may then be summed in place.
+    It is differentiated once, even where the graph is kept (RuntimeError); `chosen_logprobs` may be as often as asked.
 
     Returns the scalar loss (differentiable with respect to hidden states and head), the log-probs (M,) and, if asked for, the
     entropies (M,), both detached.
@@ -164,9 +165,9 @@ class _Chosen(torch.autograd.Function):
         visits = _Visits(hidden_MD, head, target_M, temperature_M, support, entropy, chunk_numbers)
         for rows, raw_CV in visits.products():
             visits.measure(rows, raw_CV)
-        ctx.save_for_backward(visits.hidden_MD, visits.weight_VD, bias_V)
+        ctx.save_for_backward(visits.hidden_MD, visits.weight_VD, bias_V, visits.target_M, visits.temperature_M)
         ctx.visits, ctx.summing = visits, summing()
-        return visits.logp_M, visits.entropy_M
+        return visits.logp_M.clone(), visits.entropy_M.clone()  # what is returned refers to ctx, and ctx to the visits
 
     @staticmethod
     @first_derivative
@@ -210,25 +211,23 @@ class _Fused(torch.autograd.Function):
                 slopes = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else (None, None)
             total += value.detach()
             sums.add(rows, raw_CV, torch.zeros_like(leaf_C) if slopes[0] is None else slopes[0], slopes[1] if entropy else None)
-        ctx.sums, ctx.scale = sums, None
+        ctx.sums = sums
         ctx.mark_non_differentiable(logp_M, entropy_M)
         return total, logp_M, entropy_M
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        scale, found, again = grads[0], ctx.sums.found, ctx.scale is not None
-        if again:  # the gradients have been multiplied, and are in others' hands
-            assert not ctx.sums.in_place, "a loss that was to be differentiated as it is was differentiated twice"
-            scale = scale / ctx.scale
-        else:
-            ctx.scale = scale
+        sums, ctx.sums = ctx.sums, None
+        if sums is None:
+            raise RuntimeError("a fused loss is differentiated once: its gradient was made with it, and has been given away")
+        scale, found = grads[0], sums.found
         # The weight's gradient is as large as the head: the pass over it is left out where asking costs nothing.
         if scale.is_cuda or float(scale) != 1.0:
-            if ctx.sums.in_place:
+            if sums.in_place:
                 assert scale.is_cuda, "a loss that was to be differentiated as it is was multiplied"
                 scale = torch.where(scale == 1.0, scale, torch.nan)  # nobody waits for a GPU's answer, but the step is not taken
-            found = [None if grad is None else grad * scale if again else grad.mul_(scale) for grad in found]
+            found = [None if grad is None else grad.mul_(scale) for grad in found]
         return (*found, None, None, None, None, None, None, None, None)
 
 
