@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from _machine import describe, folder, median, save, significant
+from _machine import median, save, significant
 from _workload import Workload, add_options, model_folder, workload
 from limits import update_flops
 from vs_trl import Side
@@ -33,13 +33,23 @@ AXES: dict[str, tuple[float, ...]] = {
 }
 
 
-def measure(work: Workload, steps: int, scratch: Path) -> dict[str, Any]:
+def measure(works: list[Workload], steps: int, scratch: Path) -> list[dict[str, Any]]:
+    """The workloads step in turn, so that a machine's slow minute meets them all."""
+    os.environ["OMP_NUM_THREADS"] = str(works[0].threads)
+    sides = []
+    for number, work in enumerate(works):
+        own = scratch / str(number)
+        own.mkdir(parents=True)
+        sides.append(Side("groupwise", work, model_folder(work, own), own))
+        sides[-1].ask("step")
+    found = [[side.ask("step") for side in sides] for _ in range(steps)]
+    for side in sides:
+        side.end()
+    return [point(work, list(took)) for work, took in zip(works, zip(*found, strict=True), strict=True)]
+
+
+def point(work: Workload, found: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians of processor seconds, the peak, and what FLOPs predict, up to a factor."""
-    os.environ["OMP_NUM_THREADS"] = str(work.threads)
-    side = Side("groupwise", work, model_folder(work, scratch), scratch)
-    side.ask("step")
-    found = [side.ask("step") for _ in range(steps)]
-    side.end()
     # 12 d^2 of a block: near enough for a curve that is scaled to its first point.
     gflop = sum(update_flops(work, 12 * work.layers * work.hidden**2).values())
     naive = work.prompts * work.group * (work.prompt + work.completion)
@@ -84,29 +94,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--axis", nargs="+", default=list(AXES), choices=list(AXES))
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=7)
     options = parser.parse_args()
     base = workload(options)
     tables: dict[str, list[dict[str, Any]]] = {}
     drawn: list[bool] = []
     with tempfile.TemporaryDirectory(prefix="groupwise-bench-") as scratch:
         for axis in options.axis:
-            points = tables[axis] = []
-            for value in AXES[axis]:
-                work = replace(base, **{axis: value if axis == "dead" else int(value)})
-                points.append({"at": value, **measure(work, options.steps, Path(scratch))})
+            works = [replace(base, **{axis: value if axis == "dead" else int(value)}) for value in AXES[axis]]
+            measured = measure(works, options.steps, Path(scratch) / axis)
+            points = tables[axis] = [{"at": value, **found} for value, found in zip(AXES[axis], measured, strict=True)]
             first = points[0]
             print(f"\n{axis:>10s}  update s  predicted   rollout s   peak MB (without the head's gradient and state)")
-            for point in points:
-                predicted = first["update"] * point["gflop"] / first["gflop"]
+            for seen in points:
+                predicted = first["update"] * seen["gflop"] / first["gflop"]
                 print(
-                    f"{point['at']:10g}  {point['update']:8.3f}   {predicted:8.3f}    {point['rollout']:8.3f}   "
-                    f"{point['peak_mb']:7.0f} ({point['peak_mb'] - point['head_state_mb']:.0f})",
+                    f"{seen['at']:10g}  {seen['update']:8.3f}   {predicted:8.3f}    {seen['rollout']:8.3f}   "
+                    f"{seen['peak_mb']:7.0f} ({seen['peak_mb'] - seen['head_state_mb']:.0f})",
                     flush=True,
                 )
             # After every axis: a run that is cut short leaves what it has.
-            save(f"scaling_{options.shape}_{base.dtype}_threads_{base.threads}", {"workload": asdict(base), "axes": tables})
-            drawn.append(plot(axis, points, folder(describe()) / f"scaling_{options.shape}_{axis}.png"))
+            path = save(f"scaling_{options.shape}_{base.dtype}_threads_{base.threads}", {"workload": asdict(base), "axes": tables})
+            drawn.append(plot(axis, points, path.with_name(f"scaling_{options.shape}_{axis}.png")))
     if not all(drawn):
         print("no plots: matplotlib is not installed (pip install matplotlib)")
     print(json.dumps({axis: [[point["at"], point["update"]] for point in points] for axis, points in tables.items()}))
