@@ -181,7 +181,8 @@ def score_tokens(policy: Policy, answers: Sequence[Answer], *, budget: int) -> l
     ]
     found = [np.zeros(answer.completion.size) for answer in answers]
     dtype = torch.promote_types(policy.dtype, torch.float32)
-    for batch in pack(samples, budget, share=policy.attention == "shared", fill=policy.tiled, device=policy.device, dtype=dtype):
+    how = {"share": policy.attention == "shared", "alike": policy.alike, "fill": policy.tiled}
+    for batch in pack(samples, budget, device=policy.device, dtype=dtype, **how):
         score_M = head_scores(policy, policy.forward(batch).hidden_PD[batch.trained_M])
         for index, values in unpack(batch, _spread(batch, score_M), samples):
             found[index] = values[1:].astype(np.float64)

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -35,12 +36,13 @@ from transformers.utils import logging as transformers_logging
 from groupwise import parallel
 from groupwise.data.tokenizers import has_tokenizer, load_tokenizer
 from groupwise.errors import ConfigError, DataError
-from groupwise.models.attention import Attend, PackedAttention, plain_attention, use_packed_attention
-from groupwise.models.functions import shared_copies
+from groupwise.models import rope
+from groupwise.models.attention import Attend, PackedAttention, attending, plain_attention, recomputation, use_packed_attention
+from groupwise.models.masks import backbone_of
 from groupwise.models.pieces import Pieces, check_finite, empty_model
 from groupwise.objective.logprobs import Head, head_logits
 from groupwise.objective.tiles import tiled
-from groupwise.records import Batch, Layout
+from groupwise.records import Batch, Layout, Sample
 from groupwise.settings import ModelSettings
 
 transformers_logging.disable_progress_bar()
@@ -79,6 +81,8 @@ class Policy:
     """`shared`, `packed` or `single`: see `settings.ModelSettings.attention`."""
     autocast: bool = False
     """Products in bfloat16 over float32 weights."""
+    switches: tuple[tuple[int, bool], ...] = ()
+    """Lengths above which rotary embeddings have other frequencies, and whether every length above has its own; see `rope`."""
 
     @property
     def device(self) -> torch.device:
@@ -96,7 +100,7 @@ class Policy:
 
         A model with a score head has no other; its language-model head is its embedding, where its config ties them.
         """
-        config: Any = self.model.config
+        config: Any = self.model.config.get_text_config()
         output: Any = self.model.get_output_embeddings()
         if output is None:
             if not config.tie_word_embeddings:
@@ -124,9 +128,16 @@ class Policy:
         return self.device.type == "cpu" and tiled(lower) and self.router_coefficient == 0.0
 
     @property
+    def alike(self) -> Callable[[Sample], Hashable] | None:
+        """Which samples may share a prompt: those whose sequences have the same frequencies; None if all have."""
+        if not self.switches:
+            return None
+        return lambda sample: rope.regime(self.switches, sample.prompt.size + sample.completion.size - 1)
+
+    @property
     def backbone(self) -> Callable[..., Any]:
         """The model without its head."""
-        return self.model.base_model
+        return backbone_of(self.model)
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[Policy]:
@@ -146,27 +157,31 @@ class Policy:
             return torch.autocast(self.device.type, torch.bfloat16)
         return contextlib.nullcontext()
 
+    def _sleep(self) -> None:
+        """Eval mode, whatever somebody has set: nothing is dropped."""
+        if self.model.training:
+            self.model.eval()
+
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
         """Final hidden states (T, D) of a flat stream, before the head."""
-        with self.precision():
-            return self.backbone(
-                input_ids=tokens_T[None], position_ids=position_T[None], use_cache=False, attend=attend
-            ).last_hidden_state[0]
+        self._sleep()
+        with self.precision(), attending(attend):
+            return self.backbone(input_ids=tokens_T[None], position_ids=position_T[None], use_cache=False).last_hidden_state[0]
 
     def forward(self, batch: Batch) -> Forward:
         """A packed batch through the model, by whatever attention the policy is set to; differentiable."""
+        self._sleep()
         if self.attention == "single":
             return Forward(self._one_by_one(batch.tokens_P, batch.layout), 0.0)
         attend = PackedAttention(batch.layout)
         coefficient = self.router_coefficient
         if not (coefficient > 0.0 and torch.is_grad_enabled()):
             return Forward(self.hidden(batch.tokens_P, batch.position_P, attend), 0.0)
-        with self.precision():
+        with self.precision(), attending(attend):
             outputs = self.backbone(
                 input_ids=batch.tokens_P[None],
                 position_ids=batch.position_P[None],
                 use_cache=False,
-                attend=attend,
                 output_router_logits=True,
             )
         config = self.model.config
@@ -185,7 +200,7 @@ class Policy:
         assert set(layout.prefix) <= {-1}, "segments that are computed one by one hold their own prompt"
         with self.precision():
             parts = [
-                self.model.base_model(input_ids=tokens_P[None, start : start + length], use_cache=False).last_hidden_state[0]
+                self.backbone(input_ids=tokens_P[None, start : start + length], use_cache=False).last_hidden_state[0]
                 for start, length in zip(layout.start, layout.length, strict=True)
             ]
         filler = layout.total - sum(layout.length)
@@ -195,21 +210,30 @@ class Policy:
         """Text of token ids, special tokens left out."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
+    @property
+    def recomputes(self) -> bool:
+        """True if the model has layers whose activations can be computed again."""
+        able = self.model.supports_gradient_checkpointing
+        return able and any(isinstance(module, GradientCheckpointingLayer) for module in self.model.modules())
+
     @contextlib.contextmanager
     def checkpointing(self, on: bool) -> Iterator[None]:
         """Recompute the blocks' activations in the backward pass while inside, but the last one's: its turn comes at once.
 
-        transformers recomputes only in layers that are in training mode; that flag is set on the layers alone, so that no
-        dropout below them wakes up.
+        transformers recomputes only in layers that are in training mode.  That flag is set on the layers alone, and taken back
+        while they compute: in some families a layer drops units by its own flag.
         """
+        self._sleep()
         layers = {module: module.training for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)}
-        if on and not layers:
+        if on and not self.recomputes:
             name = type(self.model).__name__
             raise ConfigError(f"{name} has no layers that can recompute; set model.gradient_checkpointing to false")
         if on:
             # transformers 5.23 renamed it; the old name warns there, the new one is missing before.
             renamed = getattr(self.model, "activation_checkpointing_enable", None)
-            (renamed or self.model.gradient_checkpointing_enable)({"use_reentrant": False, "context_fn": shared_copies})
+            (renamed or self.model.gradient_checkpointing_enable)({"use_reentrant": False, "context_fn": recomputation})
+            for layer in layers:
+                layer._gradient_checkpointing_func = partial(_in_eval_mode, layer, layer._gradient_checkpointing_func)
             # It may leave a hook on the embedding, another every time, which only reentrant recomputation has a use for.
             if hasattr(self.model, "_require_grads_hook"):
                 self.model.disable_input_require_grads()
@@ -246,6 +270,19 @@ class Policy:
         """`save` by whoever has the weights: all processes call it, for a folder that they all see."""
         if parallel.world().first:
             self.save(folder)
+
+
+def _in_eval_mode(layer: nn.Module, checkpoint: Callable[..., Any], compute: Callable[..., Any], *inputs: Any) -> Any:
+    """`checkpoint(compute, *inputs)`, in which the layer is in eval mode, also when it is computed again."""
+
+    def asleep(*inputs: Any) -> Any:
+        training, layer.training = layer.training, False
+        try:
+            return compute(*inputs)
+        finally:
+            layer.training = training
+
+    return checkpoint(asleep, *inputs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -386,6 +423,7 @@ def make_policy(
         model = model.to(resolve_device(settings))  # type: ignore[arg-type]
     # Dropout off for good: a policy that drops units is another policy than the one that sampled.
     model = model.eval()
+    rope.follow_lengths(model)
     generation = model.generation_config if model.can_generate() else GenerationConfig.from_model_config(model.config)
     policy = Policy(
         model=model,
@@ -396,6 +434,7 @@ def make_policy(
         context=context_length(model.config.to_dict()),
         attention=settings.attention,
         autocast=settings.dtype == "autocast",
+        switches=rope.switches(model),
     )
     if settings.attention != "single":
         if probe and not empty:
@@ -478,23 +517,14 @@ def probe_policy(policy: Policy) -> None:
             expected.append(out.logits[0, shared:, : policy.vocabulary].float())
     use_packed_attention(model)
     position = torch.cat([torch.arange(shared), torch.arange(shared, length), torch.arange(shared, length)]).to(device)
-    calls: list[int] = []
-    packed = PackedAttention(layout)
-
-    def counted(
-        layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, window: int | None
-    ) -> Tensor:
-        calls.append(layer)
-        return packed(layer, query, key, value, scale, softcap, window)
-
-    hidden = policy.hidden(torch.cat([tokens[:shared], first, second]), position, counted)
+    hidden = policy.hidden(torch.cat([tokens[:shared], first, second]), position, PackedAttention(layout))
     with policy.precision():
         found = head_logits(hidden[shared:], policy.head).float()
     target = torch.cat(expected)
     difference = float((found - target).abs().max()) / (float(target.std()) + 1e-6)
     compute = torch.bfloat16 if policy.autocast else policy.dtype
-    if not calls or difference > PROBE_TOLERANCE.get(compute, 0.15):
+    if not difference <= PROBE_TOLERANCE.get(compute, 0.15):
         raise ConfigError(
             f"{type(model).__name__} cannot run packed streams: packed and ordinary logits differ by {difference:.2g} of their "
-            f"spread ({len(calls)} attention calls seen); set model.attention to 'single' and rollout.engine to 'transformers'"
+            "spread; set model.attention to 'single' and rollout.engine to 'transformers'"
         )

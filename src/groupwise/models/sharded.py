@@ -24,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from groupwise import parallel
 from groupwise.errors import ConfigError
 from groupwise.models.lora import AdaptedPolicy, bare
+from groupwise.models.masks import backbone_of
 from groupwise.models.pieces import INDEX, SINGLE, Pieces, saved_names
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Rollout, Sampling
@@ -196,7 +197,7 @@ def shard(policy: Policy, spread: parallel.Spread, device: torch.device) -> Shar
     empty = {id(parameter): _empty(parameter) for parameter in model.parameters()}
     plain = replace(policy, model=copy.deepcopy(model, empty))
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    setattr(model, METHOD, lambda **inputs: model.base_model(**inputs))
+    setattr(model, METHOD, lambda **inputs: backbone_of(model)(**inputs))
     parallel.shard(model, blocks, METHOD, spread, device)
     fields = {name: getattr(policy, name) for name in Policy.__dataclass_fields__}
     return ShardedPolicy(**fields, plain=plain, spread=spread, computes_on=device)
