@@ -16,6 +16,7 @@ from groupwise.plan import Lines
 from groupwise.records import Prompt, Step
 from groupwise.rollout.engine import Engine
 from groupwise.rollout.native import NativeEngine
+from groupwise.rollout.probe import prove_engine
 from groupwise.rollout.transformers import TransformersEngine
 from groupwise.rollout.vllm import VllmEngine
 from groupwise.settings import RolloutSettings
@@ -31,7 +32,9 @@ def make_engine(policy: Policy, settings: RolloutSettings) -> Engine:
         return VllmEngine(policy, **given, **common)
     if isinstance(policy, ShardedPolicy):
         return GatheredEngine(policy, lambda plain: make_engine(plain, settings))
-    return {"native": NativeEngine, "transformers": TransformersEngine}[name](policy, **common)
+    make = {"native": NativeEngine, "transformers": TransformersEngine}[name]
+    prove_engine(policy, make)
+    return make(policy, **common)
 
 
 def engine_of(settings: RolloutSettings) -> tuple[str, dict[str, Any]]:

@@ -20,10 +20,10 @@ from groupwise.models.policy import (
     Policy,
     is_scorer,
     make_policy,
-    probe_policy,
     read_blueprint,
     resolve_device,
 )
+from groupwise.models.probe import probe_checkpoint
 from groupwise.models.sharded import shard, shard_pieces
 from groupwise.objectives import language_model
 from groupwise.settings import ModelSettings, Recipe
@@ -49,7 +49,7 @@ def hold(
         if pieces.fit(policy.model):
             policy = shard_pieces(policy, spread, device, pieces)
             check_finite(policy.model)
-            (probe_scorer if is_scorer(policy.model.config.to_dict()) else probe_policy)(policy)
+            (probe_scorer if is_scorer(policy.model.config.to_dict()) else probe_checkpoint)(policy)
             policy.settle()
             return policy
     return shard(_resumed(make(recipe, blueprint), resume), spread, device)

@@ -71,11 +71,10 @@ def pack(
     ((-1, 0, 2), (1,))
     """
     parts = divide(samples, budget, world.size, share=share, alike=alike, whole_groups=whole_groups)
-    positions = sum(unit.positions for part in parts for unit in part)
     own = _bins(parts[world.rank], budget)
     if even:
         own += [[]] * (max(len(_bins(part, budget)) for part in parts) - len(own))
-    return [_batch(samples, bin_, fill, device, dtype, positions) for bin_ in own]
+    return [_batch(samples, bin_, fill, device, dtype) for bin_ in own]
 
 
 def divide(
@@ -240,7 +239,6 @@ def _batch(
     fill: bool,
     device: torch.device | str,
     dtype: torch.dtype,
-    positions: int,
 ) -> Batch:
     used = sum(unit.positions for unit in units)
     members = [samples[i] for unit in units for i in unit.members] or samples[:1]
@@ -263,7 +261,6 @@ def _batch(
         support=_support(stream.supports, weight, device) if stream.supports else None,
         extra_P={name: column(values) for name, values in stream.extra.items()},
         samples=tuple(stream.owner),
-        share=used / positions,
     )
 
 

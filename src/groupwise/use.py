@@ -21,6 +21,7 @@ from groupwise.models.policy import Policy, load_policy
 from groupwise.records import Prompt, Sampling
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native import NativeEngine
+from groupwise.rollout.probe import prove_engine
 from groupwise.settings import DataSettings, ModelSettings, RewardSettings
 from groupwise.validation import wrong_model
 
@@ -98,6 +99,7 @@ def evaluate_checkpoint(
     )
     functions = build_rewards([RewardSettings(function=reward)], columns=list(prompts[0].row), tokenizer=policy.tokenizer)
     sampling = Sampling(temperature=temperature, max_new_tokens=max_new_tokens)
+    prove_engine(policy, NativeEngine)
     with functions:
         found = evaluate(NativeEngine(policy, max_rows=256), functions, prompts, k=k, sampling=sampling, seed=seed)
     return EvalReport(path, found)
@@ -143,6 +145,7 @@ def chat(path: str, *, temperature: float = 1.0, max_new_tokens: int = 256, seed
 
     console = Console(highlight=False)
     policy = load_policy(ModelSettings(path=model_folder(path)))
+    prove_engine(policy, NativeEngine)
     engine = NativeEngine(policy, max_rows=1)
     messages: list[dict[str, str]] = []
     console.print(f"{path}: an empty line ends the conversation", style="dim", markup=False)

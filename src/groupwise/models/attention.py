@@ -53,27 +53,31 @@ class Attend(Protocol):
         ...
 
 
-_attend: ContextVar[Attend | None] = ContextVar("attend", default=None)
+_stream: ContextVar[tuple[Attend, Tensor] | None] = ContextVar("stream", default=None)
 
 
 @contextmanager
-def attending(attend: Attend) -> Iterator[None]:
-    """Forward passes of packed streams run inside: their attention asks `attend`, their rotary embeddings for its lengths."""
-    before = _attend.set(attend)
+def attending(attend: Attend, position_T: Tensor) -> Iterator[None]:
+    """Forward passes of packed streams run inside: their attention asks `attend`, their rotary embeddings for its lengths.
+
+    position_T: of each token in its own sequence.
+    """
+    before = _stream.set((attend, position_T))
     try:
         yield
     finally:
-        _attend.reset(before)
+        _stream.reset(before)
 
 
 def attended() -> Attend | None:
     """What a forward pass runs inside of; None in an ordinary one."""
-    return _attend.get()
+    stream = _stream.get()
+    return None if stream is None else stream[0]
 
 
 def recomputation() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """`context_fn` of torch's checkpoint for blocks of packed streams."""
-    return again(_attend)
+    return again(_stream)
 
 
 def packed_attention(
@@ -90,15 +94,18 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """What transformers calls in every attention layer.  Dropout is left out on purpose: the policy that is scored is the
     policy that sampled.  Windows are those of the model's masks (`masks.Reach`), whatever a layer says besides."""
-    attend = _attend.get()
-    if attend is None or attention_mask is not None:
+    stream = _stream.get()
+    if stream is None or attention_mask is not None:
         raise ConfigError(
             "this model runs packed streams (attention 'groupwise'), which take no attention mask; "
             "for an ordinary forward or generate use `with plain_attention(model):`"
         )
     if position_bias is not None:
         raise ConfigError(f"{type(module).__name__} adds a bias to its scores, which packed streams do not know; {REMEDY}")
+    attend, position_T = stream
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if getattr(module, "attn_temperature_tuning", False):
+        query = _tempered(module, query, position_T)
     if torch.is_autocast_enabled(query.device.type):
         # Rotary embeddings leave queries and keys in float32 while values are in bfloat16; a kernel takes one type.
         lower = torch.get_autocast_dtype(query.device.type)
@@ -107,6 +114,18 @@ def packed_attention(
     if s_aux is None and reach.chunk is None:
         return attend(layer, query, key, value, scale, softcap, reach.window), None  # type: ignore[arg-type]
     return attend(layer, query, key, value, scale, softcap, reach.window, reach.chunk, s_aux), None  # type: ignore[arg-type]
+
+
+def _tempered(module: Any, query: Tensor, position_T: Tensor) -> Tensor:
+    """Llama 4's layers without rotary embeddings scale a query by its place in the stream; here by its place in its sequence."""
+    if module.use_rope:
+        return query
+
+    def factor(place_T: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((place_T.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+
+    right_T, wrong_T = factor(position_T), factor(torch.arange(position_T.shape[0], device=position_T.device))
+    return query * (right_T / wrong_T)[:, None].to(query.dtype)
 
 
 AttentionInterface.register(NAME, packed_attention)
@@ -174,7 +193,7 @@ class PackedAttention:
             return _Compiled.apply(query, key, value, self.stretches, scale)  # type: ignore[return-value]
         return _Shared.apply(query, key, value, self.families, scale)  # type: ignore[return-value]
 
-    def lengths(self, position_T: Tensor) -> Tensor:
+    def sequence_lengths(self, position_T: Tensor) -> Tensor:
         """Tokens of the sequence that each position belongs to; of a shared prompt the longest that begins with it."""
         layout, longest = self.layout, list(self.layout.length)
         for s, prefix in enumerate(layout.prefix):

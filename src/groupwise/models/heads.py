@@ -32,6 +32,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import PROBE_TOLERANCE, Blueprint, Policy, embedding_rows, is_scorer, make_policy, read_blueprint
+from groupwise.models.probe import prove_policy
 from groupwise.packing import pack, unpack
 from groupwise.records import Batch, Sample
 from groupwise.settings import ModelSettings
@@ -118,8 +119,10 @@ def wrap_scorer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sett
     if not isinstance(getattr(model, "score", None), nn.Module):
         settings = replace(settings, attention="single")
     policy = make_policy(model, tokenizer, settings, probe=False)
-    if policy.attention != "single" and not policy.empty:
-        probe_scorer(policy)
+    if policy.attention != "single":
+        prove_policy(policy, recompute=settings.gradient_checkpointing, lora=settings.lora)
+        if not policy.empty:
+            probe_scorer(policy)
     return policy
 
 

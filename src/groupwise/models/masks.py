@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from groupwise.errors import ConfigError
+from groupwise.models.small import backbone_of, small_model
 
 TRACE = "groupwise_trace"
 """Name of the implementation of attention that only looks at the rules of masks."""
@@ -77,6 +78,8 @@ def _rule(mask_function: Callable[..., Tensor], local_size: int | None = None, *
     return Rule(None)
 
 
+LARGE = 1_000_000_000
+"""Parameters of a model through which a pass over two tokens takes long."""
 _seen: dict[nn.Module, Rule | None] = {}
 
 
@@ -91,7 +94,15 @@ AttentionMaskInterface.register(TRACE, _rule)
 
 @torch.no_grad()
 def note_reach(model: PreTrainedModel) -> None:
-    """Read what each attention module sees, and write it to the module.  The model has numbers.  Raises ConfigError."""
+    """Read what each attention module sees, and write it to the module.  Raises ConfigError.
+
+    A model that is large, or has no numbers yet, has it read from a copy that is as deep and narrow.
+    """
+    if model.device.type == "meta" or sum(parameter.numel() for parameter in model.parameters()) > LARGE:
+        narrow = small_model(type(model), model.config, shallow=False)
+        note_reach(narrow)
+        copy_reach(narrow, model)
+        return
     name, tokens = type(model).__name__, torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     with _tracing(model):
         try:
@@ -107,18 +118,6 @@ def note_reach(model: PreTrainedModel) -> None:
         if rule is not None and rule.reach is None:
             raise ConfigError(f"{name} has attention masks that are neither causal, nor a window, nor chunks; {REMEDY}")
         setattr(module, ATTRIBUTE, Reach() if rule is None else rule.reach)
-
-
-def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without its head.  A few families name a part that they do not have; it is then the part with the embedding."""
-    found = model.base_model
-    if found is not model or model.get_output_embeddings() is None:
-        return found
-    embedding = model.get_input_embeddings()
-    for part in model.children():
-        if isinstance(part, PreTrainedModel) and part.get_input_embeddings() is embedding:
-            return part
-    return found
 
 
 REMEDY = "set model.attention to 'single' and rollout.engine to 'transformers'"

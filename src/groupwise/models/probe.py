@@ -14,33 +14,47 @@ n tokens of a completion   V vocabulary
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import functools
+import hashlib
+import json
+import logging
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from groupwise.errors import ConfigError
+from groupwise.kernels.library import absence, cache_folder
 from groupwise.models import rope
 from groupwise.models.attention import plain_attention, use_packed_attention
 from groupwise.models.fused import fused_modules
 from groupwise.models.masks import ATTRIBUTE, Reach, note_reach
-from groupwise.models.policy import Policy
+from groupwise.models.output import read_form
+from groupwise.models.policy import BALANCE, PROBE_TOLERANCE, Policy
+from groupwise.models.small import language_model, small_copy, small_model
 from groupwise.objective.inplace import summed_in_place
-from groupwise.objective.logprobs import chosen_logprobs
+from groupwise.objective.logprobs import chosen_logprobs, head_logits
 from groupwise.packing import pack, unpack
-from groupwise.records import Sample
+from groupwise.records import Batch, Sample
+
+log = logging.getLogger(__name__)
 
 VALUES, GRADIENTS = 2e-4, 2e-3
 """Largest differences in float32: of a log-prob in nats; of a parameter's gradient, relative to its norm."""
 LONGEST = 96
 """Tokens of the longest sequence that is compared."""
-PATHS = ("scoring", "training", "recompute", "adapter")
+PATHS = ("scoring", "training", "router", "recompute", "adapter")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,12 +71,117 @@ class Proof:
     """The largest of a log-prob, in nats."""
 
     @property
+    def written(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, text: str) -> Proof:
+        """What `written` gave.  Raises ValueError or TypeError."""
+        found = json.loads(text)
+        columns = {name: tuple(found.pop(name)) for name in ("paths", "lengths", "switches")}
+        return cls(**found, **columns)
+
+    @property
     def line(self) -> str:
         """One line for the log."""
         beyond = f", across {', '.join(map(str, self.switches))}" if self.switches else ""
         return (
             f"{self.family}: {', '.join(self.paths)} equal its own forward pass at {len(self.lengths)} lengths from "
             f"{self.lengths[0]} to {self.lengths[-1]}{beyond} (log-probs to {self.difference:.0e})"
+        )
+
+
+def prove_policy(policy: Policy, *, recompute: bool = False, lora: Mapping[str, Any] | None = None) -> Proof:
+    """Prove on a small copy of a policy's architecture what a run will do with it.  Raises ConfigError for what differs.
+
+    A scoring model (a backbone with another head) is proven as the language model of its configuration.
+    """
+    paths = ["scoring", "training", "router", *(["recompute"] if recompute else []), *(["adapter"] if lora is not None else [])]
+    said = (policy.attention, *paths, str(sorted((lora or {}).items())))
+    return proven_before(policy.model, said, lambda small: prove(small, attention=policy.attention, paths=paths, lora=lora))
+
+
+def proven_before(model: PreTrainedModel, what: tuple[str, ...], run: Callable[[PreTrainedModel], Proof]) -> Proof:
+    """What `run` says of a small copy of a model; asked once for the same code, kept in the user's cache beside the kernels.
+
+    what: names `run`.   Classes that do not come with transformers are proven by every process.
+    """
+    kind = language_model(model)
+    config = small_copy(model.config)
+    config.name_or_path = ""
+    told = [kind.__qualname__, config.to_dict(), what, _code(sys.modules[kind.__module__].__file__)]
+    key = kind, hashlib.sha256(json.dumps(told, default=str, sort_keys=True).encode()).hexdigest()[:24]
+    kept = cache_folder() / "proofs" / f"{key[1]}.json" if kind.__module__.startswith("transformers.") else None
+    if key not in _PROVEN and kept is not None:
+        with suppress(OSError, ValueError, TypeError):
+            _PROVEN[key] = Proof.read(kept.read_text(encoding="utf-8"))
+    if key not in _PROVEN:
+        proof = _PROVEN[key] = run(_stand_in(model, kind))
+        log.info("%s", proof.line)
+        if kept is not None:
+            with suppress(OSError):
+                kept.parent.mkdir(exist_ok=True)
+                temporary = kept.with_suffix(f".{os.getpid()}")
+                temporary.write_text(proof.written, encoding="utf-8")
+                os.replace(temporary, kept)
+    return _PROVEN[key]
+
+
+_PROVEN: dict[tuple[type, str], Proof] = {}
+SMALL = 50_000_000
+"""Parameters of a model that may stand for itself."""
+
+
+def _stand_in(model: PreTrainedModel, kind: Any) -> PreTrainedModel:
+    """A small copy; a model that is small itself, and of which none can be made, stands for itself."""
+    try:
+        return small_model(kind, model.config)
+    except ConfigError:
+        if type(model) is not kind or model.device.type == "meta" or sum(p.numel() for p in model.parameters()) > SMALL:
+            raise
+    return copy.deepcopy(model).to("cpu", torch.float32)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _code(modeling: str | None) -> list[Any]:
+    """What a proof depends on besides the configuration: this library, those it computes with, the model's own file."""
+    seen = hashlib.sha256()
+    root = Path(__file__).parents[1]
+    for file in sorted(file for pattern in ("*.py", "*.cpp", "*.h") for file in root.rglob(pattern)):
+        seen.update(file.read_bytes())
+    own = Path(modeling).read_bytes() if modeling else b""
+    versions = [transformers.__version__, torch.__version__, absence(), platform.processor()]
+    return [seen.hexdigest(), hashlib.sha256(own).hexdigest(), *versions]
+
+
+@torch.no_grad()
+def probe_checkpoint(policy: Policy) -> None:
+    """A few short sequences through the weights themselves, against the model's own forward pass.  Raises ConfigError."""
+    model, longest = policy.model, max(2, min(9, policy.context))
+    samples = samples_across((), longest, policy.vocabulary)
+    expected = []
+    for sample in samples:
+        ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion[:-1]])).to(policy.device)
+        with plain_attention(model), policy.precision():
+            out = model(input_ids=ids[None], use_cache=False).logits[0, sample.prompt.size - 1 :, : policy.vocabulary]
+        expected.append(out.float())
+    worst = 0.0
+    with fused_modules(model, keep=not policy.sharded):
+        for batch in _packed(policy, samples):
+            hidden_PD = policy.forward(batch).hidden_PD
+            for s, index in enumerate(batch.samples):
+                if index >= 0:
+                    end, count = batch.layout.start[s] + batch.layout.length[s], samples[index].completion.size
+                    with policy.precision():
+                        logits = head_logits(hidden_PD[end - count : end], policy.head).float()
+                    worst = max(worst, float((logits - expected[index]).abs().max()))
+    spread = float(torch.cat(expected).std()) + 1e-6
+    compute = torch.bfloat16 if policy.autocast else policy.dtype
+    if not worst / spread <= PROBE_TOLERANCE.get(compute, 0.15):
+        remedy = REMEDIES["scoring"] if policy.attention != "single" else SINGLE
+        raise ConfigError(
+            refusal(type(model).__name__, "scoring", f"logits differ by {worst / spread:.2g} of their spread", remedy)
         )
 
 
@@ -93,6 +212,7 @@ def wrapped(model: PreTrainedModel, attention: str) -> Policy:
         vocabulary=int(rows - rows // 10),  # type: ignore[operator]
         context=positions(model),
         attention=attention,
+        form=read_form(model, language_model(model)),
         switches=rope.switches(model),
     )
 
@@ -174,15 +294,13 @@ def taken(model: PreTrainedModel) -> dict[str, Tensor]:
 def by_policy(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> Truth:
     """The same as a run computes it: packed, fused, gradients summed in place."""
     policy.model.zero_grad(set_to_none=True)
-    budget = sum(sample.prompt.size + sample.completion.size for sample in samples)
     found = [np.zeros(sample.completion.size) for sample in samples]
     with (
         torch.enable_grad() if gradients else torch.no_grad(),
         fused_modules(policy.model, keep=not policy.sharded),
         summed_in_place(gradients and not policy.sharded),
     ):
-        how = {"share": policy.attention == "shared", "alike": policy.alike, "fill": policy.tiled}
-        for batch in pack(samples, budget, device=policy.device, dtype=torch.promote_types(policy.dtype, torch.float32), **how):
+        for batch in _packed(policy, samples):
             rows_M = batch.trained_M
             hidden_MD = policy.forward(batch).hidden_PD[rows_M]
             with policy.precision():
@@ -196,12 +314,21 @@ def by_policy(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> 
     return Truth(found, taken(policy.model) if gradients else {})
 
 
+def _packed(policy: Policy, samples: Sequence[Sample]) -> list[Batch]:
+    """All in one batch."""
+    budget = sum(sample.prompt.size + sample.completion.size for sample in samples)
+    how = {"share": policy.attention == "shared", "alike": policy.alike, "fill": policy.tiled}
+    return pack(samples, budget, device=policy.device, dtype=torch.promote_types(policy.dtype, torch.float32), **how)
+
+
 REMEDIES = {
     "scoring": "set model.attention to 'single' and rollout.engine to 'transformers'",
     "training": "set model.attention to 'single' and rollout.engine to 'transformers'",
+    "router": BALANCE,
     "recompute": "set model.gradient_checkpointing to false",
     "adapter": "leave model.lora out",
 }
+SINGLE = "this family is not supported: use another model"
 
 
 def compare(family: str, path: str, found: Truth, expected: Truth, remedy: str, slack: float = 1.0) -> float:
@@ -228,24 +355,32 @@ def refusal(family: str, path: str, said: str, remedy: str) -> str:
     return f"{family} cannot be trained like this: {path} does not equal the model's own forward pass ({said}); {remedy}"
 
 
-def prove(model: PreTrainedModel, *, attention: str = "shared", paths: Sequence[str] = PATHS, seed: int = 0) -> Proof:
+def prove(
+    model: PreTrainedModel,
+    *,
+    attention: str = "shared",
+    paths: Sequence[str] = PATHS,
+    lora: Mapping[str, Any] | None = None,
+    seed: int = 0,
+) -> Proof:
     """Compare paths through a model with its own forward and backward pass.  Raises ConfigError for what differs.
 
     The model is small, in float32, on the CPU, and comes back in eval mode with its weights as they were.
     paths: of `PATHS`; those that a model has not (it has no layers that can recompute) are left out.
+    lora: a run's adapter; without it one on all linear layers.
     """
     family = type(model).__name__
-    remedy = REMEDIES if attention != "single" else REMEDIES | dict.fromkeys(("scoring", "training"), "use another model")
+    remedies = REMEDIES if attention != "single" else REMEDIES | dict.fromkeys(("scoring", "training"), SINGLE)
     policy = wrapped(model, attention)
     samples = samples_across(switches(model), policy.context, policy.vocabulary, seed)
     expected = truth(policy, samples, gradients=True)
     _check_truth(policy, samples, expected)
-    case = Case(policy, samples, expected)
+    case = Case(policy, samples, expected, lora)
     proven, worst = [], 0.0
     for path in paths:
         found = _PATHS[path](case)
         if found is not None:
-            worst = max(worst, compare(family, path, *found, remedy[path]))
+            worst = max(worst, compare(family, path, *found, remedies[path]))
             proven.append(path)
     model.eval()
     return Proof(
@@ -278,6 +413,7 @@ class Case:
     policy: Policy
     samples: Sequence[Sample]
     expected: Truth
+    lora: Mapping[str, Any] | None
 
 
 def _scoring(case: Case) -> tuple[Truth, Truth]:
@@ -287,6 +423,24 @@ def _scoring(case: Case) -> tuple[Truth, Truth]:
 def _training(case: Case) -> tuple[Truth, Truth]:
     case.policy.model.train()  # whatever mode somebody has left it in, nothing is dropped
     return by_policy(case.policy, case.samples, gradients=True), case.expected
+
+
+def _router(case: Case) -> tuple[Truth, Truth] | None:
+    """The loss that balances experts, of one sequence: transformers' own value and its gradients."""
+    if case.policy.router_coefficient == 0.0:
+        return None
+    model, sample = case.policy.model, case.samples[0]
+    (batch,) = _packed(case.policy, [sample])
+    own = case.policy.forward(batch).router_loss
+    assert isinstance(own, Tensor)
+    own.backward()
+    found = Truth([own.detach().numpy()[None]], taken(model))
+    with plain_attention(model):
+        loss = getattr(model(input_ids=batch.tokens_P[None], use_cache=False, output_router_logits=True), "aux_loss", None)
+    if loss is None:
+        raise ConfigError(f"{type(model).__name__} has no loss that balances experts; {BALANCE}")
+    (case.policy.router_coefficient * loss).backward()
+    return found, Truth([(case.policy.router_coefficient * loss).detach().numpy()[None]], taken(model))
 
 
 def _recompute(case: Case) -> tuple[Truth, Truth] | None:
@@ -300,8 +454,18 @@ def _recompute(case: Case) -> tuple[Truth, Truth] | None:
 def _adapter(case: Case) -> tuple[Truth, Truth] | None:
     from groupwise.models.lora import adapt  # peft is optional
 
-    policy, samples = replace(case.policy, model=copy.deepcopy(case.policy.model)), case.samples[:4]
-    adapted = adapt(policy, {"rank": 4, "alpha": 8, "targets": sorted(_linear_names(policy.model))}, base="")
+    def adapted_to(lora: Mapping[str, Any]) -> Policy:
+        return adapt(replace(case.policy, model=copy.deepcopy(case.policy.model)), lora, base="")
+
+    samples = case.samples[:4]
+    if case.lora is not None:
+        adapted = adapted_to(case.lora)
+    else:
+        small = {"rank": 4, "alpha": 8}
+        try:
+            adapted = adapted_to(small | {"targets": _linear_names(case.policy.model, inside=True, outside=True)})
+        except ConfigError:  # stacked experts that peft takes for linear layers
+            adapted = adapted_to(small | {"targets": _linear_names(case.policy.model, inside=True, outside=False)})
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for name, parameter in adapted.model.named_parameters():
@@ -314,17 +478,20 @@ def _adapter(case: Case) -> tuple[Truth, Truth] | None:
     return Truth([*found.logp, *off.logp], found.gradient), Truth([*expected.logp, *base.logp], expected.gradient)
 
 
-def _linear_names(model: PreTrainedModel) -> set[str]:
-    """What an adapter can lie on: linear layers but the output head, whose names are no stacked experts' too."""
-    stacked = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
-    linear = {name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)}
-    output = model.get_output_embeddings()
-    return {name.rpartition(".")[2] for name in linear if model.get_submodule(name) is not output} - stacked
+def _linear_names(model: PreTrainedModel, *, inside: bool, outside: bool) -> list[str]:
+    """Names that linear layers have inside and outside of attention and not elsewhere; the output head is none of them."""
+    output, found = model.get_output_embeddings(), {True: set[str](), False: set[str]()}
+    for name, module in model.named_modules():
+        if type(module) in (nn.Linear, Conv1D) and module is not output:
+            found["att" in name].add(name.rpartition(".")[2])
+    chosen = (found[True] if inside else set()) | (found[False] if outside else set())
+    return sorted(chosen - (set() if inside and outside else found[not inside]))
 
 
 _PATHS: dict[str, Callable[[Case], tuple[Truth, Truth] | None]] = {
     "scoring": _scoring,
     "training": _training,
+    "router": _router,
     "recompute": _recompute,
     "adapter": _adapter,
 }

@@ -94,7 +94,7 @@ def _by_length(self: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs:
 
     if attend is None or not _changes(kind):
         return table(position_ids)
-    length_T = attend.lengths(position_ids[0])
+    length_T = attend.sequence_lengths(position_ids[0])
     at = _switch(self, layer_type, kind)
     group_T = torch.where(length_T > at, length_T if "dynamic" in kind else at + 1, 0)
     groups = group_T.unique()

@@ -24,9 +24,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from groupwise import parallel
 from groupwise.errors import ConfigError
 from groupwise.models.lora import AdaptedPolicy, bare
-from groupwise.models.masks import backbone_of
 from groupwise.models.pieces import INDEX, SINGLE, Pieces, saved_names
 from groupwise.models.policy import Policy
+from groupwise.models.small import backbone_of
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout.engine import Engine
 

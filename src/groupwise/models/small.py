@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from groupwise.errors import ConfigError
 
@@ -47,20 +47,37 @@ def small_copy(config: PretrainedConfig, *, shallow: bool = True) -> PretrainedC
     return found
 
 
-def small_model(model: PreTrainedModel, *, shallow: bool = True, seed: int = 0) -> PreTrainedModel:
+def small_model(kind: type[PreTrainedModel], config: PretrainedConfig, *, shallow: bool = True, seed: int = 0) -> PreTrainedModel:
     """A small copy of a model on the CPU, float32, in eval mode.  Raises ConfigError if its configuration makes none."""
-    config = small_copy(model.config, shallow=shallow)
+    config = small_copy(config, shallow=shallow)
     config._attn_implementation = "eager"
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(seed)
-            made = type(model)(config).float().eval()
+            made = kind(config).float().eval()
             randomise(made)
     except Exception as error:  # whatever a model's own code says of sizes that it was not made for
         raise ConfigError(
-            f"no small copy of {type(model).__name__} can be made to prove it on ({type(error).__name__}: {str(error).strip()[:200]})"
+            f"no small copy of {kind.__name__} can be made to prove it on: {type(error).__name__}: {str(error).strip()[:200]}"
         ) from error
     return made
+
+
+def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without its head.  A few families name a part that they do not have; it is then the part with the embedding."""
+    found = model.base_model
+    if found is not model or model.get_output_embeddings() is None:
+        return found
+    embedding = model.get_input_embeddings()
+    for part in model.children():
+        if isinstance(part, PreTrainedModel) and part.get_input_embeddings() is embedding:
+            return part
+    return found
+
+
+def language_model(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """A model's class; of a scoring model that of the language model with the same configuration."""
+    return type(model) if model.can_generate() else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), type(model))
 
 
 @torch.no_grad()

@@ -78,9 +78,9 @@ class Prefill:
             i = j
         return self._packed(layer, query, key, value, scale, softcap, window, chunk, sinks_H)
 
-    def lengths(self, position_T: Tensor) -> Tensor:
-        """See `PackedAttention.lengths`."""
-        return self._packed.lengths(position_T)
+    def sequence_lengths(self, position_T: Tensor) -> Tensor:
+        """See `PackedAttention.sequence_lengths`."""
+        return self._packed.sequence_lengths(position_T)
 
     def rows(
         self,
@@ -184,7 +184,7 @@ class Decode:
         query_RHD, key_RKD, value_RKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
         return self.rows(layer, query_RHD, key_RKD, value_RKD, scale, softcap, window, chunk, sinks_H)[None]
 
-    def lengths(self, position_T: Tensor) -> Tensor:
+    def sequence_lengths(self, position_T: Tensor) -> Tensor:
         """Tokens of each row's sequence so far: who draws a token of it does not know how long it will be."""
         return position_T + 1
 
