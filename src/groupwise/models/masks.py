@@ -64,16 +64,14 @@ class Rule:
 def _rule(mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> Rule:
     """What transformers calls instead of building a mask."""
     kinds = [Reach()] if local_size is None else [Reach(window=int(local_size)), Reach(chunk=int(local_size)), Reach()]
-    size = min(int(local_size or 0), 1 << 16)
-    near = {0, 1, 2, 7, 63, *(max(size * n // 2 + d, 0) for n in (1, 2, 3, 4, 6) for d in (-1, 0, 1))}
-    query_Q = torch.tensor(sorted(near))
-    key_K = torch.arange(int(query_Q[-1]) + 3)  # some of them ahead
+    sizes = [1 << k for k in range(2, 18)] + [int(local_size or 1) * n // 2 for n in (1, 2, 3, 4, 6)]
+    near = sorted({max(size + step, 0) for size in [0, 63, *sizes] for step in (-1, 0, 1, 2)})
+    query_Q, back_K = torch.tensor(near)[:, None], torch.tensor([-2, *near])[None]
+    key_QK = (query_Q - back_K).clamp(min=0)  # some of them ahead
     zero = torch.zeros((), dtype=torch.int64)
-    seen_QK = mask_function(zero, zero, query_Q[:, None], key_K[None]).expand(len(query_Q), len(key_K))
+    seen_QK = mask_function(zero, zero, query_Q, key_QK).expand(key_QK.shape)
     for kind in kinds:
-        first_Q = kind.first(query_Q)
-        assert isinstance(first_Q, Tensor)
-        if bool(((key_K[None] <= query_Q[:, None]) & (key_K[None] >= first_Q[:, None])).eq(seen_QK).all()):
+        if bool(((key_QK <= query_Q) & (key_QK >= kind.first(query_Q))).eq(seen_QK).all()):
             return Rule(kind)
     return Rule(None)
 

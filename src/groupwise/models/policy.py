@@ -482,10 +482,20 @@ def make_policy(
         switches=rope.switches(model),
     )
     if settings.attention != "single":
-        use_packed_attention(model)
+        _pack(model)
     if probe:
         probe_policy(policy, settings)
     return policy
+
+
+def _pack(model: PreTrainedModel) -> None:
+    """`use_packed_attention`, whose refusal advises only what works."""
+    try:
+        use_packed_attention(model)
+    except ConfigError as error:
+        from groupwise.models.probe import advised, stand_in
+
+        raise advised(error, stand_in(model)) from error
 
 
 def probe_policy(policy: Policy, settings: ModelSettings) -> None:

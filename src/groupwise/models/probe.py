@@ -39,10 +39,10 @@ from groupwise.kernels.library import absence, cache_folder
 from groupwise.models import rope
 from groupwise.models.attention import plain_attention, use_packed_attention
 from groupwise.models.fused import fused_modules
-from groupwise.models.masks import ATTRIBUTE, Reach, note_reach
+from groupwise.models.masks import ATTRIBUTE, REMEDY, Reach, note_reach
 from groupwise.models.output import read_form
 from groupwise.models.policy import BALANCE, PROBE_TOLERANCE, Policy
-from groupwise.models.small import language_model, small_copy, small_model
+from groupwise.models.small import language_model, small_model
 from groupwise.objective.inplace import summed_in_place
 from groupwise.objective.logprobs import chosen_logprobs, head_logits
 from groupwise.packing import pack, unpack
@@ -52,8 +52,8 @@ log = logging.getLogger(__name__)
 
 VALUES, GRADIENTS = 2e-4, 2e-3
 """Largest differences in float32: of a log-prob in nats; of a parameter's gradient, relative to its norm."""
-LONGEST = 96
-"""Tokens of the longest sequence that is compared."""
+LONGEST, FAR = 96, 400
+"""Tokens of the longest sequence whose gradients are compared, and of the one whose log-probs are."""
 PATHS = ("scoring", "training", "router", "recompute", "adapter")
 
 
@@ -99,7 +99,25 @@ def prove_policy(policy: Policy, *, recompute: bool = False, lora: Mapping[str, 
     """
     paths = ["scoring", "training", "router", *(["recompute"] if recompute else []), *(["adapter"] if lora is not None else [])]
     said = (policy.attention, *paths, str(sorted((lora or {}).items())))
-    return proven_before(policy.model, said, lambda small: prove(small, attention=policy.attention, paths=paths, lora=lora))
+
+    def run(small: PreTrainedModel) -> Proof:
+        try:
+            return prove(copy.deepcopy(small), attention=policy.attention, paths=paths, lora=lora)
+        except ConfigError as error:
+            raise error if policy.attention == "single" else advised(error, small) from error.__cause__
+
+    return proven_before(policy.model, said, run)
+
+
+def advised(error: ConfigError, small: PreTrainedModel) -> ConfigError:
+    """A refusal of packed streams that does not advise to `model.attention: single` where that is refused too."""
+    if REMEDY not in str(error):
+        return error
+    try:
+        prove(small, attention="single", paths=("scoring",))
+    except ConfigError:
+        return ConfigError(str(error).replace(REMEDY, SINGLE))
+    return error
 
 
 def proven_before(model: PreTrainedModel, what: tuple[str, ...], run: Callable[[PreTrainedModel], Proof]) -> Proof:
@@ -108,16 +126,15 @@ def proven_before(model: PreTrainedModel, what: tuple[str, ...], run: Callable[[
     what: names `run`.   Classes that do not come with transformers are proven by every process.
     """
     kind = language_model(model)
-    config = small_copy(model.config)
-    config.name_or_path = ""
-    told = [kind.__qualname__, config.to_dict(), what, _code(sys.modules[kind.__module__].__file__)]
+    config = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
+    told = [kind.__qualname__, config, what, _code(sys.modules[kind.__module__].__file__)]
     key = kind, hashlib.sha256(json.dumps(told, default=str, sort_keys=True).encode()).hexdigest()[:24]
-    kept = cache_folder() / "proofs" / f"{key[1]}.json" if kind.__module__.startswith("transformers.") else None
+    kept = cache_folder() / "proofs" / f"{key[1]}.json" if _published(kind) else None
     if key not in _PROVEN and kept is not None:
         with suppress(OSError, ValueError, TypeError):
             _PROVEN[key] = Proof.read(kept.read_text(encoding="utf-8"))
     if key not in _PROVEN:
-        proof = _PROVEN[key] = run(_stand_in(model, kind))
+        proof = _PROVEN[key] = run(stand_in(model))
         log.info("%s", proof.line)
         if kept is not None:
             with suppress(OSError):
@@ -133,14 +150,20 @@ SMALL = 50_000_000
 """Parameters of a model that may stand for itself."""
 
 
-def _stand_in(model: PreTrainedModel, kind: Any) -> PreTrainedModel:
-    """A small copy; a model that is small itself, and of which none can be made, stands for itself."""
+def stand_in(model: PreTrainedModel) -> PreTrainedModel:
+    """A small copy; a model that is small itself, and of which none can be made, stands for itself.  Raises ConfigError."""
+    kind = language_model(model)
     try:
-        return small_model(kind, model.config)
+        return small_model(kind, model.config, shallow=_published(kind))
     except ConfigError:
         if type(model) is not kind or model.device.type == "meta" or sum(p.numel() for p in model.parameters()) > SMALL:
             raise
     return copy.deepcopy(model).to("cpu", torch.float32)  # type: ignore[arg-type]
+
+
+def _published(kind: type) -> bool:
+    """True of a class that comes with transformers; any other may do in its last layer what it does in no other."""
+    return kind.__module__.startswith("transformers.")
 
 
 @functools.cache
@@ -157,9 +180,14 @@ def _code(modeling: str | None) -> list[Any]:
 
 @torch.no_grad()
 def probe_checkpoint(policy: Policy) -> None:
-    """A few short sequences through the weights themselves, against the model's own forward pass.  Raises ConfigError."""
-    model, longest = policy.model, max(2, min(9, policy.context))
-    samples = samples_across((), longest, policy.vocabulary)
+    """Two short sequences with one prompt through the weights themselves, against the model's own forward pass.
+
+    Raises ConfigError.
+    """
+    model = policy.model
+    rng, longest = np.random.default_rng(0), min(9, policy.context)
+    prompt = rng.integers(0, policy.vocabulary, size=max(1, longest // 3))
+    samples = [_sample(rng, prompt, n, policy.vocabulary) for n in (longest - prompt.size, 2)]
     expected = []
     for sample in samples:
         ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion[:-1]])).to(policy.device)
@@ -217,12 +245,11 @@ def wrapped(model: PreTrainedModel, attention: str) -> Policy:
     )
 
 
-def positions(model: PreTrainedModel) -> int:
+def positions(model: PreTrainedModel, most: int = LONGEST) -> int:
     """Longest sequence that is compared: what fits into learned positions, and no more than is worth it."""
     text: Any = model.config.get_text_config()
-    changes = rope.switches(model)
-    most = getattr(text, "max_position_embeddings", None) or LONGEST
-    return LONGEST if changes else min(int(most), LONGEST)
+    reach = getattr(text, "max_position_embeddings", None)
+    return most if rope.switches(model) or not reach else min(int(reach), most)
 
 
 def switches(model: PreTrainedModel) -> tuple[int, ...]:
@@ -244,25 +271,41 @@ def samples_across(switches: Sequence[int], longest: int, vocabulary: int, seed:
         ends |= {at - 1, at, at + 1, at + 2, 2 * at + 3}
     ends = {min(max(end, 4), longest - 1) for end in ends}
     top = max(ends)
-    prompts = {2, top // 3, 2 * top // 3 + 1, *(at + 1 for at in switches if at + 3 < top)}
+    prompts = sorted({min(prompt, top - 1) for prompt in (2, top // 3, 2 * top // 3 + 1, *(at + 1 for at in switches))} - {0})
+    # Every prompt has at least two completions; every end is that of one prompt before it.
+    chosen = {prompt: [top, prompt + 2] for prompt in prompts}
+    for i, end in enumerate(sorted(ends - {top})):
+        before = [prompt for prompt in prompts if prompt <= end] or prompts[:1]
+        chosen[before[i % len(before)]].append(end)
     samples = []
-    for group, prompt in enumerate(sorted(prompts)):
-        tokens = rng.integers(0, vocabulary, size=max(prompt, 1))
-        # Every end once, shared out over the prompts that lie before it; each prompt has at least two completions.
-        own = [end for i, end in enumerate(sorted(ends)) if end > prompt and (i % len(prompts) == group or end == top)]
-        for end in [*own, prompt + 2]:
-            n = end + 1 - tokens.size  # the last token is predicted and not computed
-            samples.append(
-                Sample(
-                    group=str(group),
-                    prompt=tokens,
-                    completion=rng.integers(0, vocabulary, size=max(n, 1)),
-                    weight=rng.random(max(n, 1)) + 0.1,
-                    advantage=np.zeros(max(n, 1)),
-                    behavior_logp=np.zeros(max(n, 1)),
-                )
-            )
+    for prompt, own in chosen.items():
+        tokens = rng.integers(0, vocabulary, size=prompt)
+        # The last token of a text is predicted and not computed.
+        samples += [_sample(rng, tokens, max(end + 1 - prompt, 1), vocabulary) for end in own]
     return samples
+
+
+def far_samples(policy: Policy, seed: int = 0) -> list[Sample]:
+    """A text that is far longer than any other and holds every id, beside short ones: whatever length a family's code changes
+    something at, that no configuration names, lies between them."""
+    rng, ids = np.random.default_rng(seed), np.arange(policy.vocabulary)
+    prompt = rng.integers(0, policy.vocabulary, size=5)
+    long = _sample(rng, prompt, max(positions(policy.model, FAR) - prompt.size, 1), policy.vocabulary)
+    long.completion[: ids.size] = rng.permutation(ids)[: long.completion.size]
+    return [_sample(rng, prompt, 7, policy.vocabulary), long, _sample(rng, rng.permutation(ids)[:11], 9, policy.vocabulary)]
+
+
+def _sample(rng: np.random.Generator, prompt: np.ndarray, n: int, vocabulary: int) -> Sample:
+    """A random completion of n tokens; prompts of one length are one prompt."""
+    nothing = np.zeros(n)
+    return Sample(
+        group=str(prompt.size),
+        prompt=prompt,
+        completion=rng.integers(0, vocabulary, size=n),
+        weight=rng.random(n) + 0.1,
+        advantage=nothing,
+        behavior_logp=nothing,
+    )
 
 
 def truth(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> Truth:
@@ -322,8 +365,8 @@ def _packed(policy: Policy, samples: Sequence[Sample]) -> list[Batch]:
 
 
 REMEDIES = {
-    "scoring": "set model.attention to 'single' and rollout.engine to 'transformers'",
-    "training": "set model.attention to 'single' and rollout.engine to 'transformers'",
+    "scoring": REMEDY,
+    "training": REMEDY,
     "router": BALANCE,
     "recompute": "set model.gradient_checkpointing to false",
     "adapter": "leave model.lora out",
@@ -355,6 +398,25 @@ def refusal(family: str, path: str, said: str, remedy: str) -> str:
     return f"{family} cannot be trained like this: {path} does not equal the model's own forward pass ({said}); {remedy}"
 
 
+def in_words(prove: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's own code may fail in any way on paths that nobody has tried it on: that is a refusal too."""
+
+    @functools.wraps(prove)
+    def proven(model: Any, *args: Any, **how: Any) -> Any:
+        try:
+            return prove(model, *args, **how)
+        except ConfigError:
+            raise
+        except Exception as error:  # as above
+            family, said = type(getattr(model, "model", model)).__name__, str(error).strip().splitlines() or [""]
+            raise ConfigError(
+                f"{family} cannot be trained like this: it fails ({type(error).__name__}: {said[0][:200]}); {SINGLE}"
+            ) from error
+
+    return proven
+
+
+@in_words
 def prove(
     model: PreTrainedModel,
     *,
@@ -377,6 +439,11 @@ def prove(
     _check_truth(policy, samples, expected)
     case = Case(policy, samples, expected, lora)
     proven, worst = [], 0.0
+    if paths:
+        far = far_samples(policy)
+        found, expected = (ask(policy, far, gradients=False) for ask in (by_policy, truth))
+        worst = compare(family, "scoring", found, expected, remedies["scoring"])
+        samples = [*samples, *far]
     for path in paths:
         found = _PATHS[path](case)
         if found is not None:
@@ -395,7 +462,8 @@ def prove(
 def _check_truth(policy: Policy, samples: Sequence[Sample], expected: Truth) -> None:
     """Raises ConfigError for a model whose own forward pass is noisy, or lets tokens see what comes after them."""
     family = type(policy.model).__name__
-    place = min(range(len(samples)), key=lambda i: (samples[i].completion.size < 3, samples[i].prompt.size))
+    sizes = [(sample.completion.size < 3, sample.prompt.size + sample.completion.size) for sample in samples]
+    place = sizes.index(min(sizes))  # a short one: further on, frequencies may depend on the length
     sample, n = samples[place], samples[place].completion.size
     (again,) = truth(policy, [sample], gradients=False).logp
     if not np.abs(again - expected.logp[place]).max() <= VALUES / 10:

@@ -22,6 +22,8 @@ from groupwise.errors import ConfigError
 WINDOW, CHUNK, LENGTH, SCALE, CAP = 12, 12, 20, 8, 2.0
 """What windows, chunks, lengths that frequencies depend on, steps of a temperature and soft caps become."""
 VOCABULARY, POSITIONS, INNER, RANK = 160, 512, 96, 32
+FEW = 3
+"""Layers of a small copy, if its configuration tells no types apart."""
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 WINDOWS = ("sliding_window", "window_size", "attention_window", "attention_window_size", "sliding_window_size", "local_attention")
 STATES = ("no_rope_layers",)
@@ -168,7 +170,7 @@ def _vocabulary(config: Any) -> None:
 
 
 def _layers(text: Any, fields: dict[str, Any]) -> None:
-    """Keep the first layer of every type, at least two."""
+    """Keep the first layer of every type, and `FEW` at least."""
     name = next((name for name in LAYERS if isinstance(fields.get(name), int)), None)
     if name is None:
         return
@@ -182,7 +184,7 @@ def _layers(text: Any, fields: dict[str, Any]) -> None:
     columns |= {key: [i in lists[key] for i in range(count)] for key in indices}
     types = list(zip(*(map(str, column) for column in columns.values()), strict=True)) or [()] * count
     dense = int(bool(fields.get("first_k_dense_replace")))
-    kept = sorted({types.index(kind) for kind in types} | set(range(min(count, 2 + dense))))
+    kept = sorted({types.index(kind) for kind in types} | set(range(min(count, FEW + dense))))
     setattr(text, name, len(kept))
     for key, column in columns.items():
         setattr(text, key, [kept.index(i) for i in kept if column[i]] if key in indices else type(column)(column[i] for i in kept))

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
-from groupwise.models.probe import LONGEST, PATHS, VALUES, Proof, proven_before, refusal, switches, wrapped
+from groupwise.models.probe import LONGEST, PATHS, VALUES, Proof, in_words, proven_before, refusal, switches, wrapped
 from groupwise.models.probe import prove as prove_training
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout.engine import Engine
@@ -26,6 +26,7 @@ from groupwise.rollout.transformers import TransformersEngine
 
 PATH = "sampling"
 REMEDY = "set rollout.engine to 'transformers'"
+OTHERS = "sample it with rollout.engine 'vllm', or train it on data (sft, dpo)"
 GROUP, ROWS, BEYOND = 2, 3, 6
 """Completions of a prompt; rows that are decoded at a time, so that some wait; tokens that completions grow beyond a switch."""
 
@@ -36,7 +37,8 @@ def prove(model: PreTrainedModel, *, attention: str = "shared", paths: Sequence[
     if PATH not in paths:
         return proof
     engine: Any = TransformersEngine if attention == "single" else NativeEngine
-    lengths, worst = sampled(wrapped(model, attention), lambda policy: engine(policy, max_rows=ROWS), seed=seed)
+    remedy = OTHERS if engine is TransformersEngine else REMEDY
+    lengths, worst = sampled(wrapped(model, attention), lambda policy: engine(policy, max_rows=ROWS), remedy=remedy, seed=seed)
     return replace(
         proof,
         paths=(*proof.paths, PATH),
@@ -51,14 +53,19 @@ def prove_engine(policy: Policy, make: Callable[..., Engine]) -> Proof:
     make: the engine's class.   Raises ConfigError.
     """
 
+    remedy = OTHERS if make is TransformersEngine else REMEDY
+
     def run(small: PreTrainedModel) -> Proof:
-        lengths, worst = sampled(wrapped(small, policy.attention), lambda policy: make(policy, max_rows=ROWS))
+        lengths, worst = sampled(wrapped(small, policy.attention), lambda policy: make(policy, max_rows=ROWS), remedy=remedy)
         return Proof(family=type(small).__name__, paths=(PATH,), lengths=lengths, switches=switches(small), difference=worst)
 
     return proven_before(policy.model, (PATH, make.__name__, policy.attention), run)
 
 
-def sampled(policy: Policy, make: Callable[[Policy], Engine], *, seed: int = 0) -> tuple[tuple[int, ...], float]:
+@in_words
+def sampled(
+    policy: Policy, make: Callable[[Policy], Engine], *, remedy: str = REMEDY, seed: int = 0
+) -> tuple[tuple[int, ...], float]:
     """Sample, and compare with the model's own forward pass: lengths that were sampled, and the largest difference in nats.
 
     Raises ConfigError if it is too large, or if the engine refuses the model.
@@ -82,12 +89,12 @@ def sampled(policy: Policy, make: Callable[[Policy], Engine], *, seed: int = 0) 
                 for rollout in group
             ]
         except EngineError as error:
-            raise ConfigError(refusal(family, PATH, str(error), REMEDY)) from error
+            raise ConfigError(refusal(family, PATH, str(error), remedy)) from error
         for rollout in rollouts:
             difference = float(np.abs(rollout.behavior_logp - _truth(policy, rollout)).max())
             if not difference <= VALUES:
                 said = f"a completion of {len(rollout)} tokens behind {rollout.prompt.tokens.size} differs by {difference:.2g} nats"
-                raise ConfigError(refusal(family, PATH, said, REMEDY))
+                raise ConfigError(refusal(family, PATH, said, remedy))
             worst = max(worst, difference)
             lengths.add(rollout.prompt.tokens.size + len(rollout))
     return tuple(sorted(lengths)), worst
