@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers import logging as transformers_logging
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import GroupwiseError
@@ -43,6 +44,7 @@ from groupwise.optim import Taken
 from groupwise.records import Prompt, Sample, Sampling
 from groupwise.rollout.engine import Engine
 from groupwise.rollout.native import NativeEngine
+from groupwise.rollout.probe import prove_engine
 from groupwise.rollout.transformers import TransformersEngine
 from groupwise.scoring import score
 from groupwise.settings import ModelSettings
@@ -119,18 +121,32 @@ SMALL: dict[str, Any] = {
 
 DROPOUT = 0.1
 
+WIDE: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "n_embd"), 128),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), 160),
+    **dict.fromkeys(("num_attention_heads", "n_head"), 2),
+    "num_key_value_heads": 1,
+    **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim"), 64),
+    "v_head_dim": 96,
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 1024),
+    "sliding_window": 100,
+}
+"""The same for models whose heads are as wide as they are elsewhere, and whose texts are long: other kernels take those."""
+LONGER = 10
+"""Times as long are their texts."""
+
 
 def _layers(kinds: Sequence[Any], count: int) -> list[Any]:
     return [kinds[i % len(kinds)] for i in range(count)]
 
 
-def shrunken(config: PreTrainedConfig, vocabulary: int, eos: int) -> dict[str, Any]:
+def shrunken(config: PreTrainedConfig, vocabulary: int, eos: int, small: Mapping[str, Any] = SMALL) -> dict[str, Any]:
     """Keyword arguments that make a small configuration of the same class."""
     says = config.to_dict()
     kept: dict[str, Any] = {}
     for name, value in says.items():
-        if name in SMALL and not isinstance(value, (dict, bool) if name != "is_decoder" else dict):
-            kept[name] = SMALL[name]
+        if name in small and not isinstance(value, (dict, bool) if name != "is_decoder" else dict):
+            kept[name] = small[name]
         elif "drop" in name and isinstance(value, float) and "path" not in name:
             kept[name] = DROPOUT
         elif name in ("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input", "audio_vocab_size"):
@@ -156,7 +172,7 @@ def shrunken(config: PreTrainedConfig, vocabulary: int, eos: int) -> dict[str, A
         kept["num_key_value_heads"] = kept["num_attention_heads"]
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
-            below = merged(shrunken(value, vocabulary, eos), OVERRIDES.get(value.model_type, {}))
+            below = merged(shrunken(value, vocabulary, eos, small), OVERRIDES.get(value.model_type, {}))
             kept[name] = {"model_type": value.model_type} | below
     return kept
 
@@ -197,11 +213,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
     "granitemoehybrid": {"mamba_d_head": 16, "layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "glm_moe_dsa": {"indexer_types": ["full", "shared"]},
+    "hy_v4": {"indexer_types": ["full", "shared"]},
+    "laguna": {"layer_types": _BOTH},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "llama4_text": {"no_rope_layers": [1, 0], "moe_layers": [1]},
     "mamba2": {"num_heads": 8, "n_groups": 2},
     "mellum": {"layer_types": _BOTH},
+    "minimax_m3_vl_text": {
+        "layer_types": ["minimax_m3_sparse", "full_attention"], "index_block_size": 4, "index_topk_blocks": 2, "index_n_heads": 4,
+    },
     "ministral": {"layer_types": _BOTH},
     "nemotron_h": {"n_groups": 2, "layer_types": ["linear_attention", "moe", "full_attention", "mlp"]},
     "qwen4_exp_text": {
@@ -222,19 +244,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 64,
         "attention_head_dim": 16, "mamba_headdim": 16,
     },
-    "zaya": {"num_experts_per_tok": 1},
+    "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid_sliding", "hybrid"]},
 }  # fmt: skip
 """By model type, where the names do not suffice."""
 
 
-def config_of(family: str, vocabulary: int, eos: int, **changes: Any) -> PreTrainedConfig:
+def config_of(family: str, vocabulary: int, eos: int, *, wide: bool = False, **changes: Any) -> PreTrainedConfig:
     """A small configuration of a family.  `changes` are laid over it; a mapping over a mapping is merged."""
     kind = CONFIG_MAPPING[family]
     own = OVERRIDES.get(family, {})
     with quiet():
-        base = kind(**own.get("base", {}))
-        kept = merged(shrunken(base, vocabulary, eos), {k: v for k, v in own.items() if k != "base"})
-        return kind(**{k: v for k, v in merged(kept, changes).items() if v is not ...})
+        kept = merged(shrunken(kind(), vocabulary, eos, {**SMALL, **WIDE} if wide else SMALL), own)
+        return kind(**merged(kept, changes))
 
 
 def merged(tree: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -303,15 +324,20 @@ class Truth:
     """Of the weighted sum of minus these, by parameter."""
 
 
-def log_probs(model: PreTrainedModel, prompt: np.ndarray, completion: np.ndarray, vocabulary: int) -> Tensor:
-    """Of a completion's tokens (n,), by an ordinary forward pass over this text alone, differentiable."""
+def log_probs(
+    model: PreTrainedModel, prompt: np.ndarray, completion: np.ndarray, vocabulary: int, **how: Any
+) -> tuple[Tensor, Any]:
+    """Of a completion's tokens (n,), by an ordinary forward pass over this text alone, differentiable; and what the pass gave.
+
+    As a sampler does, it leaves the last token out, which is drawn and not seen: with it a text may be longer than a length at
+    which positions change.
+    """
     if "dynamic" in json.dumps(model.config.to_dict(), default=str):
         model = _without_memory(model)
     ids = torch.from_numpy(np.concatenate([prompt, completion]))
-    logits_TV = model(input_ids=ids[None], use_cache=False).logits[0, :, :vocabulary]
-    first = prompt.size - 1
-    logp_TV = (logits_TV[first:-1] / TEMPERATURE).log_softmax(-1)
-    return logp_TV.gather(1, ids[first + 1 :, None])[:, 0]
+    outputs = model(input_ids=ids[None, :-1], use_cache=False, **how)
+    logp_TV = (outputs.logits[0, prompt.size - 1 :, :vocabulary] / TEMPERATURE).log_softmax(-1)
+    return logp_TV.gather(1, ids[prompt.size :, None])[:, 0], outputs
 
 
 def _without_memory(model: PreTrainedModel) -> PreTrainedModel:
@@ -325,12 +351,25 @@ def _without_memory(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def truth_of(model: PreTrainedModel, samples: Sequence[Sample], vocabulary: int) -> Truth:
-    """Log-probs and gradients, one sequence at a time."""
-    found = []
+    """Log-probs and gradients, one sequence at a time.
+
+    Where the configuration asks for a loss that balances experts, it is transformers' own, of all the sequences of the step.
+    """
+    config = model.config
+    balanced = getattr(config, "output_router_logits", False) and bool(getattr(config, "router_aux_loss_coef", 0.0))
+    found, loss, routers = [], torch.zeros(()), []
     for sample in samples:
-        logp = log_probs(model, sample.prompt, sample.completion, vocabulary)
-        (-(torch.from_numpy(sample.weight) * logp).sum()).backward()
+        how = {"output_router_logits": True} if balanced else {}
+        logp, outputs = log_probs(model, sample.prompt, sample.completion, vocabulary, **how)
+        loss = loss - (torch.from_numpy(sample.weight) * logp).sum()
         found.append(logp.detach().numpy())
+        if balanced:
+            routers.append(outputs.router_logits)
+    if balanced:
+        logits = tuple(torch.cat([layer.flatten(0, -2) for layer in layers]) for layers in zip(*routers, strict=True))
+        balance = load_balancing_loss_func(logits, logits[0].shape[-1], config.num_experts_per_tok)
+        loss = loss + config.router_aux_loss_coef * balance
+    loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return Truth(found, gradients)
@@ -356,19 +395,19 @@ def foresight(model: PreTrainedModel) -> float:
     return float((one - two).abs().max())
 
 
-def samples_of(vocabulary: int, seed: int = 0) -> list[Sample]:
-    """Groups of all lengths, one of a single member; ids from 5 on, below which stand special tokens."""
+def samples_of(vocabulary: int, longer: int = 1, seed: int = 0) -> list[Sample]:
+    """Groups of all lengths, one of a single member; of all ids, special ones included."""
     rng = np.random.default_rng(seed)
     samples = []
     for group, (prompt, completions) in enumerate(LENGTHS):
-        text = rng.integers(5, vocabulary, size=prompt)
-        for index, n in enumerate(completions):
+        text = rng.integers(0, vocabulary, size=longer * prompt)
+        for index, n in enumerate(longer * n for n in completions):
             samples.append(
                 Sample(
                     group=str(group),
                     index=index,
                     prompt=text,
-                    completion=rng.integers(5, vocabulary, size=n),
+                    completion=rng.integers(0, vocabulary, size=n),
                     weight=rng.random(n) + 0.2,
                     advantage=np.ones(n),
                     behavior_logp=np.zeros(n),
@@ -458,13 +497,13 @@ class Case:
         for group in engine.generate(prompts, group_size=group_size, sampling=how, seed=1):
             for rollout in group:
                 with torch.no_grad():
-                    expected = log_probs(self.model, rollout.prompt.tokens, rollout.tokens, self.policy.vocabulary).numpy()
-                worst = max(worst, _largest(rollout.behavior_logp - expected))
+                    expected, _ = log_probs(self.model, rollout.prompt.tokens, rollout.tokens, self.policy.vocabulary)
+                worst = max(worst, _largest(rollout.behavior_logp - expected.numpy()))
         return worst
 
     def prompts(self) -> list[Prompt]:
-        """Each group's."""
-        texts = {sample.group: sample.prompt for sample in self.samples}
+        """Each group's that leaves room for a completion."""
+        texts = {sample.group: sample.prompt for sample in self.samples if sample.prompt.size < self.policy.context}
         return [Prompt(id=group, tokens=tokens, text="?", row={}) for group, tokens in texts.items()]
 
 
@@ -477,35 +516,44 @@ BUDGETS = 10_000, 64
 """Packed positions at a time: everything beside everything, and a few groups at once."""
 
 
-def examine(family: str, *, probe: bool = True, **changes: Any) -> Finding:
+def examine(family: str, *, probe: bool = True, wide: bool = False, **changes: Any) -> Finding:
     """Build a family's tiny model, load it as a user would, and compare every path.  Raises Different.
 
     probe: False takes the model unseen, so that the comparison here is all there is.
+    wide: with wide heads and long texts.
     """
     if family in NOT_BUILT:
         return Finding("not built", says=NOT_BUILT[family], kind=MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])
     tokenizer = make_tokenizer("arithmetic")
-    config = config_of(family, len(tokenizer) + 3, tokenizer.eos_token_id, **changes)
+    config = config_of(family, len(tokenizer) + 3, tokenizer.eos_token_id, wide=wide, **changes)
     model = model_of(config)
     refused: list[str] = []
     for attention, compare in (("shared", _packed), ("single", _single)):
-        settings = ModelSettings(attention=attention, device="cpu")
-        try:
-            policy = make_policy(model_of(config), tokenizer, settings, probe=probe)
-        except GroupwiseError as error:
-            refused.append(str(error))
+        policy = _loaded(config, tokenizer, attention, refused, probe)
+        if policy is None:
             continue
         if foresight(model) > TOLERANCE:
             raise Different(f"accepted with model.attention {attention}, but its tokens see what comes behind them")
         if (heard := sensitivity(model)) < LEAST_SENSITIVITY:
-            raise Different(
-                f"the tiny model moves by only {heard:.1g} nats with its text, which proves nothing: enlarge its weights"
-            )
-        samples = samples_of(len(tokenizer))
+            raise Different(f"the tiny model moves by only {heard:.1g} nats with its text: it proves nothing")
+        samples = samples_of(len(tokenizer), LONGER if wide else 1)
         paths = compare(Case(model, truth_of(model, samples, len(tokenizer)), samples, policy), refused)
         uses = "packed" if attention == "shared" else "single"
-        return Finding("proven", uses, tuple(paths), tuple(refused), type(model).__name__)
+        return Finding("proven", uses, tuple(paths), tuple(dict.fromkeys(refused)), type(model).__name__)
     return Finding("refused", says=tuple(refused), kind=type(model).__name__)
+
+
+def _loaded(config: PreTrainedConfig, tokenizer: Any, attention: Any, refused: list[str], probe: bool) -> Policy | None:
+    """A policy as a run that computes activations again loads it; where that is refused, as one that does not."""
+    for recompute in (True, False):
+        settings = ModelSettings(attention=attention, gradient_checkpointing=recompute, device="cpu")
+        try:
+            return make_policy(model_of(config), tokenizer, settings, probe=probe)
+        except GroupwiseError as error:
+            refused.append(str(error))
+            if "gradient_checkpointing" not in str(error):
+                break
+    return None
 
 
 def _packed(case: Case, refused: list[str]) -> Iterator[str]:
@@ -519,6 +567,7 @@ def _packed(case: Case, refused: list[str]) -> Iterator[str]:
         yield "fused"
     yield from _recomputed(case, refused)
     try:
+        prove_engine(case.policy, NativeEngine)
         engine = NativeEngine(case.policy, max_rows=5)
         beside, alone = case.sampling(engine, case.prompts(), 2), case.sampling(engine, case.prompts()[1:2], 1)
     except GroupwiseError as error:
@@ -554,6 +603,7 @@ def _recomputed(case: Case, refused: list[str]) -> Iterator[str]:
 def _generated(case: Case, refused: list[str]) -> Iterator[str]:
     """transformers' `generate`, several prompts at once."""
     try:
+        prove_engine(case.policy, TransformersEngine)
         found = case.sampling(TransformersEngine(case.policy, max_rows=5), case.prompts(), 2)
     except GroupwiseError as error:
         refused.append(str(error))
@@ -598,7 +648,7 @@ NAMED = (
 _TURN = {"rope_theta": 10000.0, "factor": 4.0}
 _SHORT = {"original_max_position_embeddings": 2 * WINDOW}
 _LONG_FACTORS = {"short_factor": [1.0, 1.2, 1.1, 1.5], "long_factor": [3.0, 2.0, 5.0, 1.0]}
-_BALANCE = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+_BALANCE = {"output_router_logits": True, "router_aux_loss_coef": 5.0}
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", **_TURN}}),
@@ -607,7 +657,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "llama3", **_TURN, **_SHORT, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
     ),
     "llama, yarn rope": ("llama", {"rope_parameters": {"rope_type": "yarn", **_TURN, **_SHORT}}),
-    "llama, dynamic rope": ("llama", {"rope_parameters": {"rope_type": "dynamic", **_TURN}}),
+    "llama, dynamic rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", **_TURN}, "max_position_embeddings": 2 * WINDOW},
+    ),
     "llama, longrope": ("llama", {"rope_parameters": {"rope_type": "longrope", **_TURN, **_SHORT, **_LONG_FACTORS}}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama, tied head": ("llama", {"tie_word_embeddings": True}),

@@ -60,6 +60,19 @@ def test_what_most_people_train_is_proven_on_every_path(name: str) -> None:
     assert {"scoring", "gradients", "checkpointing", "native"} <= set(row.paths)
 
 
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("gpt2", "llama", "mistral", "gemma2", "gpt_oss"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3", "mixtral", "olmo3", "deepseek_v3", "glm4")),
+    ],
+)
+def test_wide_heads_and_long_texts_too(family: str) -> None:
+    row = families.examine(family, wide=True)
+    assert row.uses == "packed"
+    assert set(row.paths) == set(ROWS[family].paths)
+
+
 @pytest.mark.parametrize("name", sorted(families.NOT_BUILT))
 def test_what_cannot_be_built_raises(name: str) -> None:
     with pytest.raises((ImportError, AttributeError, ValueError)):
