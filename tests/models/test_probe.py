@@ -255,7 +255,7 @@ def test_families_that_ended_untidily_are_right(family: str) -> None:
 
 
 def test_a_family_that_works_on_its_masks_is_refused_in_words() -> None:
-    with pytest.raises(ConfigError, match="Doge.* does more with the masks of its attention .* set model.attention to 'single'"):
+    with pytest.raises(ConfigError, match=r"Doge.* does more with the masks of its attention .* set model.attention to 'single'"):
         make_policy(built(DogeForCausalLM, DogeConfig), TOKENIZER)
 
 
@@ -340,6 +340,25 @@ class ForgetsAGradient(LlamaForCausalLM):
         self.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out.detach() if packed(self) else out)
 
 
+class KeepsTables(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.kept: dict[Any, Any] = {}
+        self.model.rotary_emb.register_forward_hook(self._hook)
+
+    def _hook(self, module: nn.Module, args: Any, out: Any) -> Any:
+        return self.kept.setdefault(out[0].shape, out) if packed(self) else out
+
+
+class NarrowsADeepLayer(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.layers[-1].mlp.register_forward_hook(self._hook)
+
+    def _hook(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return torch.cat([out[:, :60], 0.5 * out[:, 60:]], 1) if packed(self) else out
+
+
 class DropsWhenComputedAgain(LlamaForCausalLM):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -360,6 +379,8 @@ FAULTS: dict[type[PreTrainedModel], tuple[type, dict[str, Any], str]] = {
     ForgetsItsCap: (Gemma2Config, {"head_dim": 8}, "scoring"),
     UsesTheLongestPosition: (LlamaConfig, {}, "scoring"),
     MixesNeighbours: (LlamaConfig, {}, "scoring"),
+    KeepsTables: (LlamaConfig, {}, "scoring"),
+    NarrowsADeepLayer: (LlamaConfig, {"num_hidden_layers": 6}, "scoring"),
     ForgetsAGradient: (LlamaConfig, {}, "training does not equal .*gets no gradient"),
     DropsWhenComputedAgain: (LlamaConfig, {}, "recompute"),
 }
@@ -385,9 +406,7 @@ class SamplesWithOldKeys(LlamaForCausalLM):
 
 def test_a_fault_in_decoding_is_found_before_anything_is_sampled() -> None:
     policy = make_policy(built(SamplesWithOldKeys, LlamaConfig), TOKENIZER)
-    with pytest.raises(
-        ConfigError, match="SamplesWithOldKeys cannot be trained like this: sampling .*rollout.engine to 'transformers'"
-    ):
+    with pytest.raises(ConfigError, match=r"SamplesWithOldKeys cannot .*: sampling .*rollout.engine to 'transformers'"):
         prove_engine(policy, NativeEngine)
 
 
@@ -420,21 +439,21 @@ def test_a_fault_of_the_weights_alone_is_found_in_the_checkpoint() -> None:
     """The class is sound; somebody has put another module into this one model."""
     model = built(LlamaForCausalLM, LlamaConfig)
     model.model.layers[1].self_attn = MixingAttention(model.config, 1).eval()
-    with pytest.raises(ConfigError, match="LlamaForCausalLM cannot be trained like this: scoring .*logits differ"):
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM cannot .*: scoring .*logits differ"):
         make_policy(model, TOKENIZER)
 
 
 def test_a_small_copy_has_every_type_of_layer_and_switches_that_are_near() -> None:
     config = GptOssConfig(num_hidden_layers=24)
     small = small_copy(config)
-    assert small.layer_types == ["sliding_attention", "full_attention"] and small.num_hidden_layers == 2
+    assert small.layer_types == ["sliding_attention", "full_attention", "sliding_attention"] and small.num_hidden_layers == 3
     assert small.sliding_window == 12 and small.num_local_experts == 4 and small.vocab_size <= 160
     assert config.num_hidden_layers == 24, "the original is left alone"
     model = small_model(GptOssForCausalLM, config)
     assert sum(parameter.numel() for parameter in model.parameters()) < 2_000_000
     proof = probe.prove(model, paths=("scoring",))
     assert proof.switches == (12,) and min(proof.lengths) < 12 < max(proof.lengths)
-    assert [reach_of(layer.self_attn) for layer in model.model.layers] == [Reach(window=12), Reach()]
+    assert [reach_of(layer.self_attn) for layer in model.model.layers] == [Reach(window=12), Reach(), Reach(window=12)]
 
 
 def test_a_proof_is_kept_for_the_same_code_and_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -454,11 +473,10 @@ def test_a_proof_is_kept_for_the_same_code_and_configuration(monkeypatch: pytest
     probe.proven_before(model, ("b",), run)
     probe.proven_before(built(LlamaForCausalLM, LlamaConfig, rms_norm_eps=1e-3), ("a",), run)
     assert len(asked) == 3
-    (tmp_path / "groupwise" / "proofs").joinpath(next((tmp_path / "groupwise" / "proofs").iterdir()).name).write_text("{")
+    for file in (tmp_path / "groupwise" / "proofs").iterdir():
+        file.write_text("{")
     monkeypatch.setattr(probe, "_PROVEN", {})
-    probe.proven_before(model, ("a",), run)
-    probe.proven_before(model, ("b",), run)
-    assert len(asked) == 4, "one file was broken"
+    assert probe.proven_before(model, ("a",), run) == proof and len(asked) == 4, "a broken file is no proof"
 
 
 def test_the_line_says_what_was_compared(tiny_policy: Callable) -> None:

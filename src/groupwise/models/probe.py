@@ -92,6 +92,24 @@ class Proof:
         )
 
 
+def in_words(prove: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's own code may fail in any way on paths that nobody has tried it on: that is a refusal too."""
+
+    @functools.wraps(prove)
+    def proven(model: Any, *args: Any, **how: Any) -> Any:
+        try:
+            return prove(model, *args, **how)
+        except ConfigError:
+            raise
+        except Exception as error:  # as above
+            family, said = type(getattr(model, "model", model)).__name__, str(error).strip().splitlines() or [""]
+            raise ConfigError(
+                f"{family} cannot be trained like this: it fails ({type(error).__name__}: {said[0][:200]}); {SINGLE}"
+            ) from error
+
+    return proven
+
+
 def prove_policy(policy: Policy, *, recompute: bool = False, lora: Mapping[str, Any] | None = None) -> Proof:
     """Prove on a small copy of a policy's architecture what a run will do with it.  Raises ConfigError for what differs.
 
@@ -102,9 +120,9 @@ def prove_policy(policy: Policy, *, recompute: bool = False, lora: Mapping[str, 
 
     def run(small: PreTrainedModel) -> Proof:
         try:
-            return prove(copy.deepcopy(small), attention=policy.attention, paths=paths, lora=lora)
+            return prove(small, attention=policy.attention, paths=paths, lora=lora)
         except ConfigError as error:
-            raise error if policy.attention == "single" else advised(error, small) from error.__cause__
+            raise error if policy.attention == "single" else advised(error, stand_in(policy.model)) from error.__cause__
 
     return proven_before(policy.model, said, run)
 
@@ -178,6 +196,7 @@ def _code(modeling: str | None) -> list[Any]:
     return [seen.hexdigest(), hashlib.sha256(own).hexdigest(), *versions]
 
 
+@in_words
 @torch.no_grad()
 def probe_checkpoint(policy: Policy) -> None:
     """Two short sequences with one prompt through the weights themselves, against the model's own forward pass.
@@ -398,24 +417,6 @@ def refusal(family: str, path: str, said: str, remedy: str) -> str:
     return f"{family} cannot be trained like this: {path} does not equal the model's own forward pass ({said}); {remedy}"
 
 
-def in_words(prove: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's own code may fail in any way on paths that nobody has tried it on: that is a refusal too."""
-
-    @functools.wraps(prove)
-    def proven(model: Any, *args: Any, **how: Any) -> Any:
-        try:
-            return prove(model, *args, **how)
-        except ConfigError:
-            raise
-        except Exception as error:  # as above
-            family, said = type(getattr(model, "model", model)).__name__, str(error).strip().splitlines() or [""]
-            raise ConfigError(
-                f"{family} cannot be trained like this: it fails ({type(error).__name__}: {said[0][:200]}); {SINGLE}"
-            ) from error
-
-    return proven
-
-
 @in_words
 def prove(
     model: PreTrainedModel,
@@ -485,7 +486,10 @@ class Case:
 
 
 def _scoring(case: Case) -> tuple[Truth, Truth]:
-    return by_policy(case.policy, case.samples, gradients=False), replace(case.expected, gradient={})
+    """In two streams of one size, so that nothing of the first may serve the second."""
+    first = by_policy(case.policy, case.samples, gradients=False).logp
+    second = by_policy(case.policy, case.samples[::-1], gradients=False).logp
+    return Truth([*first, *second[::-1]], {}), Truth([*case.expected.logp, *case.expected.logp], {})
 
 
 def _training(case: Case) -> tuple[Truth, Truth]:
