@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
+    AfmoeConfig,
+    AfmoeForCausalLM,
     BioGptConfig,
     BioGptForCausalLM,
     DogeConfig,
@@ -239,6 +241,8 @@ def test_the_loss_that_balances_experts_does_not_depend_on_how_a_step_is_cut(kin
 UNTIDY = {
     "llama4_text": (Llama4ForCausalLM, Llama4TextConfig, {"attention_chunk_size": 8, "floor_scale": 4, "no_rope_layers": [1, 0],
                     "intermediate_size_mlp": 64, "num_local_experts": 4, "head_dim": 8}),
+    "afmoe": (AfmoeForCausalLM, AfmoeConfig, {"sliding_window": 8, "num_experts": 4, "num_experts_per_tok": 2,
+              "moe_intermediate_size": 32, "head_dim": 8}),
     "stablelm": (StableLmForCausalLM, StableLmConfig, {}),
     "nemotron": (NemotronForCausalLM, NemotronConfig, {}),
     "gpt_oss": (GptOssForCausalLM, GptOssConfig, {"sliding_window": 8, "num_local_experts": 4, "head_dim": 8}),
@@ -255,7 +259,7 @@ def test_families_that_ended_untidily_are_right(family: str) -> None:
 
 
 def test_a_family_that_works_on_its_masks_is_refused_in_words() -> None:
-    with pytest.raises(ConfigError, match=r"Doge.* does more with the masks of its attention .* set model.attention to 'single'"):
+    with pytest.raises(ConfigError, match=r"Doge.* cannot be asked what its attention sees .* set model.attention to 'single'"):
         make_policy(built(DogeForCausalLM, DogeConfig), TOKENIZER)
 
 

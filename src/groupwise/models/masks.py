@@ -106,7 +106,8 @@ def note_reach(model: PreTrainedModel) -> None:
         try:
             backbone_of(model)(input_ids=tokens, position_ids=torch.arange(2, device=model.device)[None], use_cache=False)
         except Exception as error:  # a model's own code, which has met something else than a mask
-            raise ConfigError(f"{name} does more with the masks of its attention than apply them ({error}); {REMEDY}") from error
+            said = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{name} cannot be asked what its attention sees ({said}); {REMEDY}") from error
         found = dict(_seen)
     if not found:
         raise ConfigError(f"{name} does not let its attention be replaced; {REMEDY}")
