@@ -36,20 +36,20 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from groupwise.config.settings import ModelSettings
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import GroupwiseError
 from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy, make_policy
-from groupwise.offline import demonstration_loss
-from groupwise.optim import Taken
 from groupwise.records import Prompt, Sample, Sampling
 from groupwise.rollout.engine import Engine
-from groupwise.rollout.native import NativeEngine
+from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.probe import prove_engine
 from groupwise.rollout.transformers import TransformersEngine
-from groupwise.scoring import score
-from groupwise.settings import ModelSettings
-from groupwise.updating import update
+from groupwise.training.offline import demonstration_loss
+from groupwise.training.optimizer import Taken
+from groupwise.training.scoring import score
+from groupwise.training.updating import update
 
 FAMILIES: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """Every model type that transformers loads as a causal language model."""

@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from groupwise.config.settings import ModelSettings
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import ConfigError
 from groupwise.models.policy import make_policy
-from groupwise.settings import ModelSettings
 
 LAYERS = 6
 

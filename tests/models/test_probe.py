@@ -48,6 +48,8 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
+from groupwise.config.settings import ModelSettings
+from groupwise.data.packing import pack
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import ConfigError
 from groupwise.models import probe
@@ -56,13 +58,11 @@ from groupwise.models.fused import fused_modules
 from groupwise.models.masks import Reach, reach_of
 from groupwise.models.policy import Policy, make_policy
 from groupwise.models.small import randomise, small_copy, small_model
-from groupwise.objective.logprobs import chosen_logprobs
-from groupwise.packing import pack
+from groupwise.ops.linear_cross_entropy import chosen_logprobs
 from groupwise.records import Prompt, Sample, Sampling
-from groupwise.rollout.native import NativeEngine
+from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.probe import prove, prove_engine
 from groupwise.rollout.transformers import TransformersEngine
-from groupwise.settings import ModelSettings
 
 TOKENIZER = make_tokenizer("arithmetic")
 SHAPE = {

@@ -32,18 +32,18 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
-from groupwise import parallel
+from groupwise.config.settings import ModelSettings
 from groupwise.data.tokenizers import has_tokenizer, load_tokenizer
+from groupwise.distributed import comm
 from groupwise.errors import ConfigError, DataError
 from groupwise.models import rope
 from groupwise.models.attention import Attend, PackedAttention, attending, recomputation, use_packed_attention
 from groupwise.models.output import read_form
-from groupwise.models.pieces import Pieces, check_finite, empty_model
 from groupwise.models.small import backbone_of, language_model
-from groupwise.objective.logprobs import Head
-from groupwise.objective.tiles import tiled
+from groupwise.models.streaming import Pieces, check_finite, empty_model
+from groupwise.ops.linear_cross_entropy import Head
+from groupwise.ops.tiles import tiled
 from groupwise.records import Batch, Layout, Routing, Sample
-from groupwise.settings import ModelSettings
 
 transformers_logging.disable_progress_bar()
 
@@ -211,7 +211,7 @@ class Policy:
         """
         if self.router_coefficient == 0.0 or self.attention == "single":
             return batches
-        routing = self._routing(batches, (self._routed(batch)[1] for batch in batches), parallel.gather)
+        routing = self._routing(batches, (self._routed(batch)[1] for batch in batches), comm.gather)
         return [replace(batch, routing=routing) for batch in batches]
 
     def _routing(
@@ -312,7 +312,7 @@ class Policy:
 
     def export(self, folder: Path) -> None:
         """`save` by whoever has the weights: all processes call it, for a folder that they all see."""
-        if parallel.world().first:
+        if comm.world().first:
             self.save(folder)
 
 

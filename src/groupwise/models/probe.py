@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from groupwise.data.packing import pack, unpack
 from groupwise.errors import ConfigError
-from groupwise.kernels.library import absence, cache_folder
 from groupwise.models import rope
 from groupwise.models.attention import plain_attention, use_packed_attention
 from groupwise.models.fused import fused_modules
@@ -43,9 +43,9 @@ from groupwise.models.masks import ATTRIBUTE, REMEDY, Reach, note_reach
 from groupwise.models.output import read_form
 from groupwise.models.policy import BALANCE, PROBE_TOLERANCE, Policy
 from groupwise.models.small import language_model, small_model
-from groupwise.objective.inplace import summed_in_place
-from groupwise.objective.logprobs import chosen_logprobs, head_logits
-from groupwise.packing import pack, unpack
+from groupwise.ops.cpu.library import absence, cache_folder
+from groupwise.ops.grad_accum import summed_in_place
+from groupwise.ops.linear_cross_entropy import chosen_logprobs, head_logits
 from groupwise.records import Batch, Sample
 
 log = logging.getLogger(__name__)

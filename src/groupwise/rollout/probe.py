@@ -21,7 +21,7 @@ from groupwise.models.probe import LONGEST, PATHS, VALUES, Proof, in_words, prov
 from groupwise.models.probe import prove as prove_training
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout.engine import Engine
-from groupwise.rollout.native import NativeEngine
+from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.transformers import TransformersEngine
 
 PATH = "sampling"
