@@ -127,7 +127,10 @@ def plan_of(
     if config is not None:
         blueprint = replace(blueprint, config=dict(config), context=context_length(dict(config)))
     recipe = fitted(recipe, shape_of(recipe, blueprint))
-    return _Prepared.of(recipe, blueprint, [blueprint_of(scorer, None) for scorer in scorers], world).plan
+    prepared = _Prepared.of(recipe, blueprint, [blueprint_of(scorer, None) for scorer in scorers], world)
+    if prepared.rewards is not None:
+        prepared.rewards.close()
+    return prepared.plan
 
 
 def shape_of(recipe: Recipe, blueprint: Blueprint) -> Shape:
@@ -229,6 +232,7 @@ class _Prepared:
                 *lines,
                 *adapter_lines(recipe, blueprint),
                 *_held(recipe, blueprint, load, world),
+                *_judges(rewards),
                 ("read", str(prompts.report)),
             ],
         )
@@ -253,8 +257,13 @@ class _Prepared:
         columns = list(prompts.held_out[0].row) if prompts is not None and prompts.held_out else []
         rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer) if columns else None
         lines = [("objective", kind.title), *lines, *adapter_lines(recipe, blueprint)]
-        plan = [*lines, *_held(recipe, blueprint, load, world), ("read", str(rows.report))]
+        plan = [*lines, *_held(recipe, blueprint, load, world), *_judges(rewards), ("read", str(rows.report))]
         return cls(prompts=prompts, rows=rows, rewards=rewards, algorithm=None, steps=steps, plan=plan)
+
+
+def _judges(rewards: Rewards | None) -> Lines:
+    """Where each reward function runs, and what ends a call that does not come back."""
+    return [("reward", line) for line in rewards.plan()] if rewards is not None else []
 
 
 def _held(recipe: Recipe, blueprint: Blueprint, load: Load, world: int | None) -> Lines:
