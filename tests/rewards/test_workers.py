@@ -197,4 +197,3 @@ def test_a_fork_does_not_talk_to_the_parents_workers(hostile):
 def test_a_worker_that_cannot_start_says_why(hostile):
     with pytest.raises(RewardError, match="hostile_calls:broken could not start: no module named luck"):
         Pool("hostile_calls:broken", size=1, seconds=1.0).run()
-

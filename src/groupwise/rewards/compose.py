@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, RewardError
 from groupwise.records import Rollout, Scored
 from groupwise.rewards.calls import describe_failure, described, settled
@@ -22,7 +23,6 @@ from groupwise.rewards.functions import Functions, Thread, Unit
 from groupwise.rewards.hosts import DEFAULT_SECONDS, SECONDS_EACH, Answers, Host, Task, finish
 from groupwise.rewards.process import step_signal
 from groupwise.rewards.workers import Outcome, failed
-from groupwise.settings import RewardSettings
 
 log = logging.getLogger(__name__)
 
