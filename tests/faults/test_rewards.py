@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from groupwise.cli.score import score_file
 from groupwise.config.recipes import load_recipe
-from groupwise.errors import RewardError
+from groupwise.errors import DataError, RewardError
 from groupwise.rewards import hosts
 from groupwise.rewards.compose import build_rewards
 from groupwise.rewards.find import Completions, LiveReward
@@ -121,9 +121,7 @@ def test_t2_a_reward_that_hangs_without_a_timeout_ends_the_run(
 
 
 @pytest.mark.slow
-@pytest.mark.fault(
-    "R24", "a regular expression that never ends (holds the interpreter), no timeout; Ctrl-C", "exit 130 at once, steps kept"
-)
+@pytest.mark.fault("R24", "a regex that never ends (holds the interpreter), no timeout; Ctrl-C", "exit 130 at once, steps kept")
 def test_r24_ctrl_c_ends_a_run_whose_reward_holds_the_interpreter(recipe: Start, tmp_path: Path) -> None:
     code = f"""
         import pathlib, re
@@ -283,6 +281,19 @@ def test_r31_r34_what_a_reward_does_to_its_process_stays_there(recipe: Start, li
     print("standard output is still there")
     assert (os.getcwd(), dict(os.environ), signal.getsignal(signal.SIGINT)) == (here, environment, handler)
     assert all(torch.equal(weights(disturbed)[name], weight) for name, weight in weights(clean).items())
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+@pytest.mark.fault("H9b", "an answer that is a whole number of 5,000 digits", "the row named; as a string it is compared")
+def test_h9b_a_number_of_5000_digits(tmp_path: Path, suffix: str) -> None:
+    rows, digits = tmp_path / f"rows{suffix}", "7" * 5000
+    row = '{"prompt": "?", "completion": "%s", "answer": %s}'
+    wrap = (lambda line: f"[{line}]") if suffix == ".json" else (lambda line: line)
+    rows.write_text(wrap(row % (f"#### {digits}", digits)))
+    with pytest.raises(DataError, match=r"rows\.jsonl? ?.*: a whole number of 5,000 digits: write it as a string"):
+        score_file(["accuracy"], rows)
+    rows.write_text(wrap(row % (f"#### {digits}", f'"{digits}"')))
+    assert score_file(["accuracy", "number"], rows).rewards.tolist() == [[1.0, 1.0]]
 
 
 # ---- that start others -----------------------------------------------------------------------------------------------------------

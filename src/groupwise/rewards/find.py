@@ -74,7 +74,7 @@ class Signature:
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Signature:
         """From what `as_dict` became on its way."""
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in told.items()})
+        return cls(**dict(told) | {"asks": tuple(told["asks"]), "named": tuple(told["named"])})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +95,7 @@ class Reward:
     timeout: float | None = None
     """Seconds of one call: of a completion where it takes one, else of all that are scored at once."""
     live: LiveReward | None = None
+    """Where the function was given itself."""
 
     def keywords(self, batch: Completions) -> dict[str, Any]:
         """The keyword arguments of a call on all N completions.  Raises RewardError for what this batch does not hold."""
@@ -124,10 +125,11 @@ class LiveReward:
     """A reward function that exists only in this process: a lambda, a closure, a bound method, a function of a notebook.
 
     `runs: fork` (the default) calls it on the main thread of a fork of this process, made when the rewards are built.  It sees
-    everything as it was then; what it changes stays in the fork, from call to call, and is not seen here.  Like a function of a file
-    it can use signals, can be killed, and may hold the interpreter without holding up Ctrl-C.  A fork has no other thread of this
-    process: locks that they held stay locked, torch computes on one thread, and CUDA cannot be used.  A lock that blocks it for ever
-    shows as a call without a result.  Build rewards before models are loaded, and there is little to inherit.
+    everything as it was then; what it changes stays in the fork, from call to call, and is not seen here.  Like a function of a
+    file it can use signals, can be killed, and may hold the interpreter without holding up Ctrl-C.  A fork has no other thread of
+    this process: locks that they held stay locked, torch computes on one thread, and CUDA cannot be used.  A lock that blocks it
+    for ever shows as a call without a result.  Build rewards before models are loaded, and there is little to inherit.  After its
+    end (a timeout) it is forked again, from the process as it is then.
 
     `runs: here` calls it in this process, always in the same thread, which is not the main one.  It sees and changes the
     program's own objects (its arguments are still copies), may use CUDA, and cannot be stopped: a `timeout` is refused unless it is

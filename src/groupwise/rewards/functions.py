@@ -101,7 +101,7 @@ class Functions:
         return self._found[spec]
 
     def answer(self, what: str, *request: Any) -> Any:
-        """`describe`: name, arguments and columns of each function in, signatures or what is wrong with them out.  `call`: units in."""
+        """`describe`: functions with arguments and columns in, signatures or what is wrong with them out.  `call`: units in."""
         return [self._describe(*one) for one in request] if what == "describe" else self.run(request)
 
     def _describe(self, spec: str, name: str, arguments: Mapping[str, Any], columns: Sequence[str]) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class Functions:
             return [n, "values", [values, late, time.monotonic() - began]]
         except _On as located:
             return [n, "failed", told(located.error) | {"label": located.label}]
-        except Exception as error:
+        except Exception as error:  # whatever a user's function raises is an outcome, judged in one place
             return [n, "failed", told(error) | {"label": ""}]
 
     async def _each(self, unit: Unit) -> list[Any]:

@@ -30,7 +30,7 @@ SEND_SECONDS = 60.0
 
 
 class Host:
-    """A worker process for functions of one file.  It starts when it is first needed, or `start` is called, and again after its end."""
+    """A worker process for functions of one file.  It starts when it is first needed, and again after its end."""
 
     def __init__(self, live: Callable[..., Function] | None = None) -> None:
         """live: makes what answers requests, in a fork of this process.  Default: functions found by name, in a fresh one."""

@@ -59,7 +59,9 @@ def supervise(
     worker = os.fork()
     if worker == 0:
         signal.set_wakeup_fd(-1)
-        os.close(reader), os.close(writer), lifeline.close()
+        os.close(reader)
+        os.close(writer)
+        lifeline.close()
         _be_a_worker(above)
         serve(channel, build, options)
     channel.close()
@@ -224,7 +226,7 @@ def message_of(error: BaseException) -> str:
     """Its message; empty for one of somebody else whose message cannot be made."""
     try:
         return str(error)
-    except Exception:
+    except Exception:  # its __str__ is somebody else's code
         return ""
 
 
