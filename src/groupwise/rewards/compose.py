@@ -10,7 +10,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -128,6 +128,19 @@ def _signature(described: Mapping[str, Any]) -> Signature:
     if "wrong" in described:
         raise ConfigError(described["wrong"])
     return Signature.of(described)
+
+
+class Judge(Protocol):
+    """What the loops and the evaluation ask of rewards.  `Rewards` is one; a loop of one's own may bring another."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """K names, the columns of `Scored.rewards`."""
+        ...
+
+    def score(self, groups: Sequence[Sequence[Rollout]], /) -> list[Scored]:
+        """Each group with its rewards, in the same order.  It may be called from any thread, also from several at once."""
+        ...
 
 
 class Rewards:
