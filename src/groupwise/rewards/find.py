@@ -74,7 +74,8 @@ class Signature:
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Signature:
         """From what `as_dict` became on its way."""
-        return cls(**dict(told) | {"asks": tuple(told["asks"]), "named": tuple(told["named"])})
+        found: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in told.items()}
+        return cls(**found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -121,9 +121,7 @@ def evaluate(
     )
 
 
-def _complete(
-    engine: Engine, rewards: Judge, prompts: Sequence[Prompt], size: int, sampling: Sampling, seed: int
-) -> list[Scored]:
+def _complete(engine: Engine, rewards: Judge, prompts: Sequence[Prompt], size: int, sampling: Sampling, seed: int) -> list[Scored]:
     own = rewards.score(list(engine.generate(comm.share(prompts), group_size=size, sampling=sampling, seed=seed)))
     groups = comm.gather(own)
     by_prompt = {group.prompt.id: group for group in groups}
