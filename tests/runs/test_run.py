@@ -181,7 +181,8 @@ def test_recorded_completions_can_be_scored_again(recipe: Callable, tmp_path: Pa
 
 
 def test_p08_p14_the_first_update_sees_ratio_one(recipe: Callable) -> None:
-    steps = list(train(load_recipe(recipe(name="alarm", **GRPO))))
+    teaches = [{"function": "repetition", "args": {"n": 1, "penalty": -1.0}}]
+    steps = list(train(load_recipe(recipe(name="alarm", **(GRPO | {"rewards": teaches})))))
     live = [step.metrics for step in steps if "mismatch/max" in step.metrics]
     assert live, "no step had a group that teaches: nothing was compared"
     for metrics_ in live:
