@@ -128,6 +128,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(add("serve", _serve, "start a vLLM server that training can sample from (rollout.engine: vllm)"))
     _add_install(add("install-vllm", _install_vllm, "install vLLM into an environment of its own"))
 
+    _add_replay(add("replay", _replay, "compute a recorded step again, as it was or with something changed"))
+
     _add_explain(add("explain", _explain, "one step of an algorithm worked through in numbers"))
 
     runs = add("runs", _runs, "list the run folders and how they stand")
@@ -193,6 +195,18 @@ def _add_install(command: argparse.ArgumentParser) -> None:
     command.add_argument("--gpu", action="store_true", help="vLLM's CUDA build instead of its CPU build")
 
 
+def _add_replay(command: argparse.ArgumentParser) -> None:
+    command.add_argument("folder", metavar="RUN", help="a run folder")
+    command.add_argument("--step", type=_positive, required=True, metavar="N", help="a recorded step")
+    changed = "print beside it what this would have done: objective=dr_grpo, group.surrogate.high=0.28, optimizer.lr=1e-5 ..."
+    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes", help=changed)
+    command.add_argument("--no-model", action="store_true", help="leave out what needs the weights before the step")
+    reach = "recorded steps to train again, at most, from the nearest checkpoint on (default 20)"
+    command.add_argument("--reach", type=_count, metavar="N", help=reach)
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.epilog = "The exit status is 0 exactly if the numbers are the recorded ones."
+
+
 def _add_explain(command: argparse.ArgumentParser) -> None:
     rewards = "one per completion; none: unscorable (default %(default)s)"
     command.add_argument("--rewards", type=_rewards, default="1,0,0.5", metavar="R,R,...", help=rewards)
@@ -221,6 +235,13 @@ def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {number}")
     return number
 
 
@@ -419,6 +440,13 @@ def _explain(given: argparse.Namespace) -> int:
 
     print(render(work(given.rewards, given.lengths, preset=given.preset, mu=given.mu, beta=given.beta, lr=given.lr)))
     return 0
+
+
+def _replay(given: argparse.Namespace) -> int:
+    from groupwise.cli.replay import replay_step
+
+    reach = {} if given.reach is None else {"reach": given.reach}
+    return replay_step(given.folder, given.step, given.changes, model=not given.no_model, as_json=given.json, **reach)
 
 
 def _runs(given: argparse.Namespace) -> int:
