@@ -142,9 +142,7 @@ class Replay:
         return all(figure.same for figure in self.figures)
 
 
-def replay(
-    folder: Path | str, number: int, changes: Sequence[str] = (), *, model: bool = True, reach: int = REACH
-) -> Replay:
+def replay(folder: Path | str, number: int, changes: Sequence[str] = (), *, model: bool = True, reach: int = REACH) -> Replay:
     """Compute a recorded step again, and with `changes` (overrides, `group.surrogate.high=0.28`) a second time.
 
     model: False leaves out what needs the weights.   reach: recorded steps that are trained again, at most, on the way from the
@@ -166,7 +164,10 @@ def replay(
             begun, wrong = _beginning(folder, number, reach)
             notes += [] if wrong is None else [wrong]
         again = _outcome(folder, recipe, algorithm, recorded, begun)
-        figures = [*_closed_figures(recorded, again, apart), *(_figures(folder, recorded, again, apart) if begun is not None else ())]
+        figures = [
+            *_closed_figures(recorded, again, apart),
+            *(_figures(folder, recorded, again, apart) if begun is not None else ()),
+        ]
         if again.without:
             notes.append(f"loss and gradient of every log-prob: {again.without}")
         changed = None if given is None else _outcome(folder, *given, recorded, begun, beside=again)
@@ -266,7 +267,9 @@ def _apart(folder: Path, number: int, recorded: Step) -> tuple[str | None, int]:
         if versions.get(name) != now["versions"][name]
     ]
     different += [
-        f"{name} {then.get(name)} then, {now.get(name)} now" for name in ("cpu", "gpus", "kernels") if then.get(name) != now.get(name)
+        f"{name} {then.get(name)} then, {now.get(name)} now"
+        for name in ("cpu", "gpus", "kernels")
+        if then.get(name) != now.get(name)
     ]
     if now["gpus"]:
         different.append("a GPU adds up in an order of its own")
@@ -320,14 +323,12 @@ def _outcome(
 
 def _routed(folder: Path, recipe: Recipe) -> bool:
     """True if a model has experts whose load its loss balances."""
-    if recipe.model.scratch is not None:
-        return recipe.model.scratch.family == "mixtral"
-    places = [folder / FINAL, Path(str(recipe.model.path)), *(folder / checkpoint.CHECKPOINTS).glob("*/policy")]
-    for place in places:
+    for place in (folder / FINAL, Path(str(recipe.model.path)), *(folder / checkpoint.CHECKPOINTS).glob("*/policy")):
         try:
-            return "router_aux_loss_coef" in json.loads((place / "config.json").read_text(encoding="utf-8"))
+            config = json.loads((place / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
+        return bool(config.get("output_router_logits") and config.get("router_aux_loss_coef"))
     return False
 
 
@@ -337,7 +338,9 @@ def _weighted(groups: Sequence[Scored], recipe: Recipe) -> list[Scored]:
     if all(group.weights == weights for group in groups):
         return list(groups)
     if any("process" in group.signals for group in groups):
-        raise ConfigError("--set rewards.N.weight: the rewards of steps were recorded as their weighted sum; it cannot be taken apart")
+        raise ConfigError(
+            "--set rewards.N.weight: the rewards of steps were recorded as their weighted sum; it cannot be taken apart"
+        )
     return [replace(group, weights=weights, reward=combine(group.rewards, weights)) for group in groups]
 
 
@@ -486,7 +489,7 @@ def _in_order(groups: Sequence[Scored], tokens: Tokens) -> Columns:
 def _closed_figures(recorded: Step, again: Outcome, apart: str | None) -> Iterator[Figure]:
     limit = 0.0 if apart is None else 1e-9
     rewards = [combine(group.rewards, group.weights) for group in recorded.groups]
-    yield _figure("reward", [group.reward for group in recorded.groups], rewards, limit)
+    yield _figure("rewards, added up", [group.reward for group in recorded.groups], rewards, limit)
     # By what was recorded of a reference, not by what a model says now.
     advantages = again.algorithm.credit(recorded.groups)
     yield _figure("advantages", _flat(recorded.advantages), _flat(advantages), limit)
