@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "minibatches": {
         "group": {"minibatches": 2, "updates_per_rollout": 2, "beta": 0.05, "surrogate": {"name": "clipped", "high": 0.28}}
     },
-    "refill": {"objective": "dapo"},
+    "refill": {"objective": "dapo", "optimizer": {"lr": 1e-3}},
     "refresh": {"group": {"beta": 0.05, "reference_refresh": 2, "reference_mix": 0.5}},
     "ahead": {"rollout": {"engine": {"name": "native", "ahead": 1}}, "group": {"minibatches": 2}},
     "support": {"rollout": {"top_p": 0.8, "temperature": 0.7}},

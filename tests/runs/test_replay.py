@@ -147,7 +147,7 @@ def rewrite(run: Path, step: int, change: Callable[[pa.Table], pa.Table]) -> Non
 def test_what_is_missing_or_damaged_is_named(run: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"completions of step 9 are not in .*steps 1 to 5"):
         replay(run, 9)
-    with pytest.raises(ConfigError, match="is no run folder: cannot read config.yaml"):
+    with pytest.raises(ConfigError, match=r"is no run folder: cannot read config\.yaml"):
         replay(tmp_path, 1)
     for column in ("advantages", "behavior_logp", "prompt_ids", "finish"):
         shutil.copy(run / "rollouts" / "000002.parquet", tmp_path / "whole.parquet")

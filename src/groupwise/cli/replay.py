@@ -34,7 +34,7 @@ MOST = 3
 def replay_step(
     folder: str | Path, number: int, changes: Sequence[str] = (), *, model: bool = True, reach: int = REACH, as_json: bool = False
 ) -> int:
-    """Replay a step and print what was found.  Returns 0 if every number that could be computed again is the recorded one, else 1."""
+    """Replay a step and print what was found.  Returns 0 if every number that was computed again is the recorded one, else 1."""
     found = replay(folder, number, changes, model=model, reach=reach)
     print(json.dumps(as_dict(found), indent=1, allow_nan=False) if as_json else render(found))
     return 0 if found.same else 1
@@ -109,7 +109,7 @@ def _changed(again: Outcome, changed: Outcome) -> list[str]:
 
 
 def compared(again: Outcome, changed: Outcome) -> dict[str, tuple[float, float]]:
-    """What both make of the completions, by name: the metrics that differ, where there was a model, else the loss and the gradient."""
+    """What both make of the completions, by name: loss and gradient, and where there was a model the metrics that differ."""
     found = {"mean |advantage|": (_size(again.advantages), _size(changed.advantages))}
     if again.parts and changed.parts:
         found["loss, first pass"] = (again.loss, changed.loss)

@@ -36,7 +36,7 @@ from groupwise.rewards.model import POSITIONS
 from groupwise.rewards.registry import MAKERS
 from groupwise.rollout.asynchronous import Ahead, Begun
 from groupwise.rollout.engine import Engine
-from groupwise.runs.engines import agreeing, engine_lines, make_ahead, make_engine, sampled_elsewhere
+from groupwise.runs.engines import agreeing, engine_lines, make_ahead, make_engine, sampled_elsewhere, why_apart
 from groupwise.runs.plan import Lines, fitted, memory_lines, offline_plan, online_plan, scoring_memory
 from groupwise.runs.policies import hold, parameter_count, reference_of, weightless
 from groupwise.runs.sizing import H100, Load, rank, rank_lines
@@ -68,7 +68,7 @@ class Learner:
         return self.optimizer.tensors() | {f"reference.{name}": parameter.detach() for name, parameter in reference.items()}
 
     def restore(self, numbers: Mapping[str, Any], read: Callable[[Mapping[str, Tensor]], None]) -> None:
-        """Continue from a job's `numbers()` and `tensors()`, which `read` fills in; the policy's weights are loaded with the policy."""
+        """Continue from a job's `numbers()` and `tensors()`, which `read` fills in; the weights are loaded with the policy."""
         self.optimizer.restore(numbers["optimizer"], read)
         with torch.no_grad():
             read({name: tensor for name, tensor in self.tensors().items() if name.startswith("reference.")})
@@ -413,7 +413,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
             checkpointing=recipe.model.gradient_checkpointing,
             seed=recipe.seed,
         )
-        return agreeing(steps, engine)
+        return agreeing(steps, engine, lambda step: why_apart(step, policy, anchor, positions_of(recipe)))
 
     return Job(
         recipe=recipe,

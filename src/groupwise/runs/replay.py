@@ -27,7 +27,6 @@ from groupwise.config.recipes import parse_recorded
 from groupwise.config.settings import ONLINE, Recipe, positions_of
 from groupwise.config.validation import STAGE
 from groupwise.errors import CheckpointError, ConfigError, DataError
-from groupwise.models.lora import bare
 from groupwise.records import Prompt, Rollout, Sampling, Scored, Step
 from groupwise.rewards.compose import combine
 from groupwise.rollout.asynchronous import Ahead
@@ -217,8 +216,8 @@ def _configured(folder: Path, changes: Sequence[str]) -> tuple[Recipe, Algorithm
         weight = key.startswith("rewards.") and key.endswith(".weight")
         if key in FIXED or not (weight or key == "objective" or key.partition(".")[0] in ("group", "optimizer")):
             raise ConfigError(
-                f"--set {key}: the completions are those that were recorded, so only what is computed from them can change: objective, "
-                f"rewards.N.weight, optimizer.* and group.* without {', '.join(key.partition('.')[2] for key in FIXED)}"
+                f"--set {key}: the completions are those that were recorded, so only what is computed from them can change: "
+                f"objective, rewards.N.weight, optimizer.* and group.* without {', '.join(key.partition('.')[2] for key in FIXED)}"
             )
     recipe = parse_recorded(text, str(folder / CONFIG), changes)
     if recipe.objective not in ONLINE:
@@ -293,8 +292,8 @@ def _outcome(
         groups = list(step.groups)
     elif algorithm.needs_reference and any("reference_logp" not in group.signals for group in groups):
         raise CheckpointError(
-            f"{algorithm.name} with beta {algorithm.beta:g} needs log-probs of a reference, which the run did not record: that takes the "
-            "weights before the step"
+            f"{algorithm.name} with beta {algorithm.beta:g} needs log-probs of a reference, which the run did not record: "
+            "that takes the weights before the step"
         )
     advantages = algorithm.credit(groups)
     steps = [
@@ -360,7 +359,9 @@ class _Recorded(Ahead):
 class _Silent:
     """Engine and judge of a loop that samples nothing and scores nothing."""
 
-    version, where, tolerance = 0, None, math.inf
+    version = 0
+    where: str | None = None
+    tolerance = math.inf
     names = ()
 
     def generate(
@@ -383,7 +384,7 @@ def _trained(
 ) -> tuple[Step, Learner]:
     """The last of the steps from `begun` on, trained on what was recorded.
 
-    instead: the groups of that step, where its configuration is not the recorded one; the steps before it are then taken as they were.
+    instead: the groups of that step, where its configuration is not the recorded one; the steps before it are taken as they were.
     """
     before = begun
     learner = None
@@ -507,20 +508,21 @@ def _figures(folder: Path, recorded: Step, again: Outcome, apart: str | None) ->
     yield _figure("log-probs", _flat(recorded.current_logp), _flat(step.current_logp), limit)
     for name in COMPUTED:
         if any(name in group.signals for group in recorded.groups):
-            columns = [[c for group in found.groups for c in group.signals.get(name, ())] for found in (recorded, step)]
-            yield _figure(name, *columns, limit)
+            then, now = ([c for group in found.groups for c in group.signals.get(name, ())] for found in (recorded, step))
+            yield _figure(name, then, now, limit)
     for name, value in recorded.metrics.items():
         if not name.startswith(TIMES):
             found = step.metrics.get(name, math.nan)
             yield _figure(name, [np.array([value])], [np.array([found])], limit * max(1.0, abs(value)))
     saved = checkpoint.place(folder, recorded.number)
     if saved.is_dir() and not checkpoint.damage(saved):
-        yield _figure("weights after the step", *_weights(saved, learner), limit)
+        kept_weights, own_weights = _weights(saved, learner)
+        yield _figure("weights after the step", kept_weights, own_weights, limit)
         tensors = learner.tensors()
         kept = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
         reader(saved)(kept)
-        both = [[tensors_[name].float().flatten().numpy() for name in sorted(kept)] for tensors_ in (kept, tensors)]
-        yield _figure("optimizer after the step", *both, limit)
+        then, now = ([some[name].float().flatten().cpu().numpy() for name in sorted(kept)] for some in (kept, tensors))
+        yield _figure("optimizer after the step", then, now, limit)
 
 
 def _weights(saved: Path, learner: Learner) -> tuple[list[np.ndarray], list[np.ndarray]]:

@@ -28,7 +28,7 @@ class ClosedForm:
 
     loss: float
     gradient: Tokens
-    """dLoss / dlog-prob; 0 at tokens that are not trained.  The part of an entropy bonus, which no log-prob decides, is not in it."""
+    """dLoss / dlog-prob; 0 at tokens that are not trained.  An entropy bonus, which no log-prob decides, is not in it."""
     ratio: Tokens
     """Importance ratio at the algorithm's level; 1 at tokens that are not trained."""
 
@@ -49,8 +49,8 @@ def closed_form(algorithm: Algorithm, samples: Sequence[Sample], logp: Tokens, e
     missing = [_label(sample) for sample in computed if _of(logp, sample).size != sample.completion.size]
     if missing:
         raise DataError(
-            f"the log-probs of {len(missing)} completions, the first of them {missing[0]}, were not recorded, because the run did not "
-            "train them: only a model can say them"
+            f"the log-probs of {len(missing)} completions, the first of them {missing[0]}, were not recorded, because the run "
+            "did not train them: only a model can say them"
         )
     known = [_of(entropy, sample) for sample in samples] if algorithm.needs_threshold and entropy is not None else None
     tokens, threshold = entropy_terms(algorithm, samples, known)
