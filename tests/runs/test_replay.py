@@ -19,9 +19,11 @@ from groupwise.cli import commands
 from groupwise.cli.replay import compared, pushes
 from groupwise.config.recipes import load_recipe
 from groupwise.errors import CheckpointError, ConfigError, DataError
+from groupwise.runs import replay as replaying
 from groupwise.runs.folder import read_metrics, read_step
 from groupwise.runs.replay import replay
 from groupwise.runs.run import train
+from groupwise.training.scoring import sample_of, score
 
 spec = importlib.util.spec_from_file_location("replay_runs", Path(__file__).with_name("replay_runs.py"))
 assert spec is not None
@@ -218,3 +220,34 @@ def test_a_replay_leaves_the_folder_as_it_is(run: Path) -> None:
     replay(run, 5, ["objective=gspo"])
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     assert read_step(run, 5).number == 5
+
+
+def test_a_step_whose_sampler_was_wrong_is_diagnosed(run: Path) -> None:
+    assert replay(run, 5).mismatch is None
+
+    def shifted(table: pa.Table) -> pa.Table:
+        column = [np.roll(values, 1).astype(np.float32).tolist() for values in table.column("behavior_logp").to_pylist()]
+        return table.set_column(*place(table, "behavior_logp"), pa.array(column, pa.list_(pa.float32())))
+
+    rewrite(run, 5, shifted)
+    found = replay(run, 5)
+    assert not found.same
+    assert found.mismatch is not None
+    assert "the sampler's log-probs" in found.mismatch
+    assert "shifted index explains" in found.mismatch
+    assert "each token has the log-prob of the one before it" in found.mismatch
+    shutil.rmtree(run / "checkpoints" / "000004")
+    assert "only a checkpoint of step 4 can tell" in (replay(run, 5).mismatch or "")
+
+
+def test_a_step_that_old_weights_have_sampled_is_diagnosed(run: Path) -> None:
+    """The log-probs of step 5 are made those of the weights that the run began with."""
+    recipe, algorithm = replaying._configured(run, ())
+    begun = replaying._learner(run, recipe, algorithm, 0).policy
+    rollouts = [rollout for group in read_step(run, 5).groups for rollout in group.rollouts]
+    stale = score(begun, [sample_of(rollout) for rollout in rollouts], budget=1000).logp
+    values = pa.array([logp.tolist() for logp in stale], pa.list_(pa.float32()))
+    rewrite(run, 5, lambda table: table.set_column(*place(table, "behavior_logp"), values))
+    found = replay(run, 5).mismatch or ""
+    assert "stale weights explains" in found
+    assert "those that the run began with" in found

@@ -62,6 +62,7 @@ def render(found: Replay) -> str:
     if found.changed is not None:
         lines += ["", *_changed(found.again, found.changed)]
     lines += ["", *(f"not computed: {note}" for note in found.notes)] if found.notes else []
+    lines += ["", found.mismatch] if found.mismatch is not None else []
     wrong = [figure.name for figure in found.figures if not figure.same]
     lines += ["", f"NOT the same: {', '.join(wrong)}" if wrong else "the same"]
     return "\n".join(lines)
@@ -180,6 +181,7 @@ def as_dict(found: Replay) -> dict[str, Any]:
         ],
         "recorded": _outcome(found.again),
         "changed": None if found.changed is None else _outcome(found.changed),
+        "mismatch": found.mismatch,
         "notes": found.notes,
     }  # fmt: skip
 

@@ -39,6 +39,7 @@ from groupwise.runs.plan import fitted
 from groupwise.runs.run import FINAL, REFERENCE
 from groupwise.runs.saving import reader
 from groupwise.training.closed_form import ClosedForm, Tokens, closed_form
+from groupwise.training.mismatch import diagnose
 from groupwise.training.online import minibatches, train_online, weigh
 
 Columns = list[list[np.ndarray]]
@@ -52,6 +53,8 @@ ELSEWHERE_LOW = 0.25
 """The same where products are in bfloat16."""
 REACH = 20
 """Recorded steps that are trained again, at most, on the way to the weights before a step."""
+MISMATCH, MISMATCH_LOW = 1e-4, 0.05
+"""Mean difference of sampled and scored log-probs (nats) that rounding explains, in float32 and with bfloat16 products."""
 COMPUTED = ("reference_logp", "scored_logp")
 """Signals that training adds to what was sampled and scored."""
 TIMES = ("tokens/per_second", "ranks/")
@@ -132,6 +135,8 @@ class Replay:
     """Why bit-for-bit sameness cannot be asked for; None if it is."""
     notes: list[str] = field(default_factory=list)
     """What could not be computed, and why."""
+    mismatch: str | None = None
+    """What the mismatch meter says, where sampled and scored log-probs differ by more than rounding explains."""
     changed: Outcome | None = None
     """With the changes that were asked for."""
 
@@ -169,6 +174,7 @@ def replay(folder: Path | str, number: int, changes: Sequence[str] = (), *, mode
         ]
         if again.without:
             notes.append(f"loss and gradient of every log-prob: {again.without}")
+        mismatch = None if begun is None else _mismatch(folder, recipe, algorithm, again, begun)
         changed = None if given is None else _outcome(folder, *given, recorded, begun, beside=again)
     finally:
         torch.set_num_threads(threads_now)
@@ -181,6 +187,7 @@ def replay(folder: Path | str, number: int, changes: Sequence[str] = (), *, mode
         begun=begun,
         apart=apart,
         notes=notes,
+        mismatch=mismatch,
         changed=changed,
     )
 
@@ -538,6 +545,34 @@ def _weights(saved: Path, learner: Learner) -> tuple[list[np.ndarray], list[np.n
     nothing = torch.zeros(0)
     one, other = ([found.get(name, nothing).float().flatten().numpy() for name in names] for found in both)
     return one, other
+
+
+def _mismatch(folder: Path, recipe: Recipe, algorithm: Algorithm, again: Outcome, begun: int) -> str | None:
+    """The mismatch meter's word, by the weights before the step; None if all is well."""
+    step, after = again.step, again.learner
+    assert step is not None and after is not None
+    low = after.policy.autocast or after.policy.dtype == torch.bfloat16
+    if not step.metrics.get("mismatch/mean", 0.0) > (MISMATCH_LOW if low else MISMATCH):
+        return None
+    if begun != step.number - 1:
+        return f"sampled and scored log-probs differ; where from, only a checkpoint of step {step.number - 1} can tell"
+    before = _learner(folder, recipe, algorithm, begun)
+    saved = [int(path.name) for path in (folder / checkpoint.CHECKPOINTS).glob("[0-9]*") if path.name.isdigit()]
+    usable = [n for n in sorted(saved, reverse=True) if n < begun and not checkpoint.damage(checkpoint.place(folder, n))]
+    older = {f"those after step {n}": _learner(folder, recipe, algorithm, n).policy for n in usable}
+    if begun:
+        older["those that the run began with"] = _learner(folder, recipe, algorithm, 0).policy
+    taken = before.optimizer.taken
+    pairs = [
+        (rollout, logp)
+        for group, columns in zip(step.groups, step.current_logp, strict=True)
+        for rollout, logp in zip(group.rollouts, columns, strict=True)
+        if logp.size and (rollout.version == taken).all()
+    ]
+    found = diagnose(
+        before.policy, [r for r, _ in pairs], [logp for _, logp in pairs], budget=positions_of(before.recipe), older=older
+    )
+    return None if found is None else str(found)
 
 
 def _flat(columns: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
