@@ -17,7 +17,6 @@ from rich.text import Text
 
 from groupwise.algorithms import ALGORITHMS
 from groupwise.config import load_stages
-from groupwise.data.load import load_data
 from groupwise.data.templates import Template
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.evaluate import RIGHT
@@ -76,24 +75,17 @@ def check_stage(recipe: Recipe) -> Iterator[Finding]:
         return
     try:
         for label, text in job.plan:
-            if label in ("data", "in all", "memory"):
+            if label in ("data", "in all", "memory", "warning"):
                 yield Finding(label, None, text)
         yield Finding("model", True, "packed and prompt-shared forward equals the model's own, one sequence at a time")
         yield from _tokenizer(job.policy)
         yield from _template(recipe, job.policy)
         if job.engine is None or recipe.objective not in ALGORITHMS:
             return
-        data = load_data(
-            recipe.data,
-            job.policy.tokenizer,
-            context=job.policy.context,
-            max_new_tokens=recipe.rollout.max_new_tokens,
-            seed=recipe.seed,
-        )
-        rewards = build_rewards(recipe.rewards, columns=list(data.train[0].row), tokenizer=job.policy.tokenizer)
+        rewards = build_rewards(recipe.rewards, columns=list(job.prompts[0].row), tokenizer=job.policy.tokenizer)
         with rewards:
-            yield from _golds(rewards, data.train[:64])
-            yield from _samples(recipe, job, rewards, data.train[:PROMPTS])
+            yield from _golds(rewards, job.prompts[:64])
+            yield from _samples(recipe, job, rewards, job.prompts[:PROMPTS])
     except GroupwiseError as error:
         yield Finding(type(error).__name__, False, str(error))
     finally:

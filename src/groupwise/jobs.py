@@ -22,7 +22,7 @@ from groupwise.algorithms import ALGORITHMS, Algorithm, describe, resolve
 from groupwise.data.load import Data, load_data, load_texts
 from groupwise.data.order import Order
 from groupwise.data.prompts import visit
-from groupwise.data.tokenizers import make_tokenizer
+from groupwise.data.tokenizers import make_tokenizer, with_chat_template
 from groupwise.engines import agreeing, closing_of, engine_lines, make_ahead, make_engine, sampled_elsewhere
 from groupwise.errors import ConfigError
 from groupwise.evaluate import Evaluation, evaluate
@@ -67,6 +67,8 @@ class Job:
     judge: Callable[[bool], Judged | None]
     """Evaluates on what is held out: all of it if True, else as much as `eval` says, of the validation part where there is one.
     None if nothing is held out."""
+    prompts: tuple[Prompt, ...] = ()
+    """What an online objective draws from."""
     reference: Policy | None = None
     engine: Engine | None = None
     """What samples, where the objective or its evaluation does."""
@@ -146,6 +148,7 @@ def blueprint_of(recipe: Recipe, resume: Path | None) -> Blueprint:
     tokenizer = make_tokenizer(
         scratch.tokenizer, load_texts(recipe.data, recipe.seed) if scratch.tokenizer.startswith("bpe") else ()
     )
+    tokenizer = with_chat_template(tokenizer, recipe.model.chat_template)
     model = scratch_model(
         scratch,
         vocabulary=len(tokenizer),
@@ -230,6 +233,7 @@ class _Prepared:
                 *adapter_lines(recipe, blueprint),
                 *_held(recipe, blueprint, load, world),
                 ("read", str(prompts.report)),
+                *(("warning", text) for text in prompts.report.warnings),
             ],
         )
 
@@ -254,6 +258,7 @@ class _Prepared:
         rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer) if columns else None
         lines = [("objective", kind.title), *lines, *adapter_lines(recipe, blueprint)]
         plan = [*lines, *_held(recipe, blueprint, load, world), ("read", str(rows.report))]
+        plan += [("warning", text) for text in rows.report.warnings]
         return cls(prompts=prompts, rows=rows, rewards=rewards, algorithm=None, steps=steps, plan=plan)
 
 
@@ -395,6 +400,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
         order=order,
         loop=loop,
         judge=_judge(recipe, engine, prepared),
+        prompts=prompts.train,
         reference=anchor,
         engine=engine,
         ahead=ahead,
