@@ -85,6 +85,9 @@ def render_chats(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> l
         )
     if tokenizer.chat_template == CHAT_TEMPLATE:  # our own: it needs no guard
         return [_at_home(tokenizer, chat) for chat in chats]
+    if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
+        names = ", ".join(map(repr, sorted(tokenizer.chat_template)))
+        raise DataError(f"the tokenizer has several chat templates ({names}) and none called default: set model.chat_template")
     found: list[str | Refusal] = []
     for start in range(0, len(chats), AT_ONCE):
         found += _WORKER.render(tokenizer, chats[start : start + AT_ONCE])

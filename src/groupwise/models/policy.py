@@ -324,7 +324,8 @@ def _read_generation_config(path: str) -> GenerationConfig | None:
 
     Raises ConfigError if the file is there and cannot be read: without it, completions would end elsewhere.
     """
-    file = cached_file(path, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    file = cached_file(path, GENERATION_CONFIG_NAME, **quiet)
     if file is None:
         return None
     try:
