@@ -49,7 +49,7 @@ def test_a_healthy_recipe_passes(check: Callable) -> None:
 
 @pytest.mark.parametrize("truncation", [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}])
 def test_p13_truncated_sampling_is_scored_over_its_support(truncation: dict, check: Callable) -> None:
-    status, text = check(rollout={"max_new_tokens": 16} | truncation)
+    status, text = check(rollout={"max_new_tokens": 48} | truncation)
     assert status == 0, text
     assert "over the truncated support" in text
 

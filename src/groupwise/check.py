@@ -17,6 +17,8 @@ from rich.text import Text
 
 from groupwise.algorithms import ALGORITHMS
 from groupwise.config import load_stages
+from groupwise.data.order import Order
+from groupwise.data.prompts import visit
 from groupwise.data.templates import Template
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.evaluate import RIGHT
@@ -32,7 +34,7 @@ from groupwise.scoring import sample_of, score
 from groupwise.settings import Recipe
 
 PROMPTS, COMPLETIONS, TOKENS = 8, 4, 96
-"""Size of the sample that is looked at: prompts, completions of each, longest completion in tokens."""
+"""Size of the sample that is looked at: prompts (the first that training draws), completions of each, longest completion in tokens."""
 GAP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Largest difference of a log-prob, nats, that rounding explains, by the type in which products run."""
 
@@ -85,7 +87,8 @@ def check_stage(recipe: Recipe) -> Iterator[Finding]:
         rewards = build_rewards(recipe.rewards, columns=list(job.prompts[0].row), tokenizer=job.policy.tokenizer)
         with rewards:
             yield from _golds(rewards, job.prompts[:64])
-            yield from _samples(recipe, job, rewards, job.prompts[:PROMPTS])
+            order = Order(len(job.prompts), recipe.seed, recipe.data.shuffle)
+            yield from _samples(recipe, job, rewards, [visit(job.prompts[row], epoch) for epoch, row in order.take(PROMPTS)])
     except GroupwiseError as error:
         yield Finding(type(error).__name__, False, str(error))
     finally:

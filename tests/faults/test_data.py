@@ -18,7 +18,7 @@ from groupwise.data.load import load_data, load_pairs
 from groupwise.data.templates import Template
 from groupwise.data.tokenizers import byte_tokenizer, load_tokenizer
 from groupwise.errors import ConfigError, DataError
-from groupwise.jobs import make_job
+from groupwise.jobs import Job, make_job
 from groupwise.models.policy import Policy, read_blueprint
 from groupwise.settings import DataSettings, ModelSettings
 
@@ -167,24 +167,30 @@ def test_a_jinja_file_replaces_the_template_too(recipe: Callable, tmp_path: Path
         make_job(recipe(template=str(file)))
 
 
-@pytest.mark.fault("D40b", "check beside a recipe with model.chat_template", "check samples from training's own prompts")
+@pytest.mark.fault("D40b", "check beside a recipe with model.chat_template", "check samples from the prompts that training draws first")
 def test_check_looks_at_the_prompts_that_training_uses(recipe: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
+    seen: list[tuple[str, list[int]]] = []
 
-    def spied(made: object) -> object:
+    def spied(made: object) -> Job:
         job = make_job(made)  # type: ignore[arg-type]
         generate = job.engine.generate  # type: ignore[union-attr]
 
         def recorded(prompts: list, **options: object) -> object:
-            seen.extend(prompt.text for prompt in prompts)
+            seen.extend((prompt.id, prompt.tokens.tolist()) for prompt in prompts)
             return generate(prompts, **options)  # type: ignore[arg-type]
 
         monkeypatch.setattr(job.engine, "generate", recorded)
         return job
 
+    made = recipe()
+    job = spied(made)
+    list(job.loop(0))
+    job.close()
+    trained, seen[:] = list(seen), []
     monkeypatch.setattr("groupwise.check.make_job", spied)
-    findings = list(check_stage(recipe()))
-    assert seen == [f"Q: {i} + 1\nA:" for i in range(8)], findings
+    findings = list(check_stage(made))
+    assert len(trained) == 4 and seen[:4] == trained, findings
+    assert byte_tokenizer().decode(seen[0][1]).startswith("Q: ")
 
 
 # ---- control tokens that a user typed -----------------------------------------------------------------------------------------

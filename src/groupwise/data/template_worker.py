@@ -67,7 +67,7 @@ def _answer(render: Any, chat: Mapping[str, Any], request: Mapping[str, Any]) ->
         return "exhausted", f"it needed more than {int(request['memory']) >> 20} MiB for one conversation"
     except RecursionError:
         return "exhausted", "it calls itself without end"
-    except Exception as error:
+    except Exception as error:  # whatever a template does: it is not our code
         return "refused", f"{error}" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: {error}"
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
