@@ -2,6 +2,7 @@
 
 import pytest
 
+from groupwise.config.settings import DataSettings
 from groupwise.data.load import load_pairs, load_texts
 from groupwise.data.pairs import encode_pairs
 from groupwise.data.published import as_pairs
@@ -9,7 +10,6 @@ from groupwise.data.sources import Rows
 from groupwise.data.templates import Template, Wording
 from groupwise.data.tokenizers import byte_tokenizer
 from groupwise.errors import ConfigError, DataError
-from groupwise.settings import DataSettings
 
 TOKENIZER = byte_tokenizer()
 ASKED = [{"role": "user", "content": "1+2"}]

@@ -11,21 +11,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from groupwise.check import check_stage
-from groupwise.config import load_recipe
+from groupwise.cli.check import check_stage
+from groupwise.config.recipes import load_recipe
+from groupwise.config.settings import DataSettings, ModelSettings
 from groupwise.data import rendering
 from groupwise.data.load import load_data, load_pairs
 from groupwise.data.templates import Template
 from groupwise.data.tokenizers import byte_tokenizer, load_tokenizer
 from groupwise.errors import ConfigError, DataError
-from groupwise.jobs import Job, make_job
 from groupwise.models.policy import Policy, read_blueprint
-from groupwise.settings import DataSettings, ModelSettings
+from groupwise.runs.build import Job, make_job
 
 SIZES = {"context": 4096, "max_new_tokens": 16, "seed": 0}
-CHATML = (
-    "{% for m in messages %}<|user|>{{ m.content }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+CHATML = "{% for m in messages %}<|user|>{{ m.content }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 
 
 @pytest.fixture
@@ -64,7 +62,9 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ),
         pytest.param("{{ 'x' * (3 * 10**7) }}", "it wrote 30,000,000 characters", id="longer than any context"),
         pytest.param("{{ 10**(10**9) }}", "(ended by SIG|seconds on one|needed more)", id="a number that Python cannot interrupt"),
-        pytest.param("{{ messages[0].nothing.at_all }}", "'dict object' has no attribute 'nothing'", id="a field that is not there"),
+        pytest.param(
+            "{{ messages[0].nothing.at_all }}", "'dict object' has no attribute 'nothing'", id="a field that is not there"
+        ),
         pytest.param("{% if %}", "Expected an expression", id="no template"),
     ],
 )
@@ -167,7 +167,9 @@ def test_a_jinja_file_replaces_the_template_too(recipe: Callable, tmp_path: Path
         make_job(recipe(template=str(file)))
 
 
-@pytest.mark.fault("D40b", "check beside a recipe with model.chat_template", "check samples from the prompts that training draws first")
+@pytest.mark.fault(
+    "D40b", "check beside a recipe with model.chat_template", "check samples from the prompts that training draws first"
+)
 def test_check_looks_at_the_prompts_that_training_uses(recipe: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, list[int]]] = []
 
@@ -187,7 +189,7 @@ def test_check_looks_at_the_prompts_that_training_uses(recipe: Callable, monkeyp
     list(job.loop(0))
     job.close()
     trained, seen[:] = list(seen), []
-    monkeypatch.setattr("groupwise.check.make_job", spied)
+    monkeypatch.setattr("groupwise.cli.check.make_job", spied)
     findings = list(check_stage(made))
     assert len(trained) == 4 and seen[:4] == trained, findings
     assert byte_tokenizer().decode(seen[0][1]).startswith("Q: ")

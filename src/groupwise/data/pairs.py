@@ -102,4 +102,3 @@ def _margin(row: Mapping[str, Any], where: str) -> float:
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not np.isfinite(margin):
         raise DataError(f"{where}: margin is {margin!r}: expected a number")
     return float(margin)
-

@@ -112,7 +112,9 @@ def _chosen_and_rejected(row: Row, where: str, chat: bool) -> Row | LeftOut:
         return row
     spoken = [_turns_of(side) for side in (chosen, rejected)]
     if not all(spoken):
-        return row if chosen is None or rejected is None or not any(spoken) else LeftOut("in which one side is no conversation", where)
+        return (
+            row if chosen is None or rejected is None or not any(spoken) else LeftOut("in which one side is no conversation", where)
+        )
     if any(turns[-1]["role"] != "assistant" for turns in spoken):
         return LeftOut("that do not end with a turn of the assistant", where)
     if chat:

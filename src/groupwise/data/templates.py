@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from groupwise.config.settings import ControlTokens, DataSettings
 from groupwise.data.rendering import Chat, Refusal, render_chats
 from groupwise.data.sources import missing_column
 from groupwise.errors import ConfigError, DataError
-from groupwise.settings import ControlTokens, DataSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
