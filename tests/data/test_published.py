@@ -156,7 +156,7 @@ def test_labels_of_kto_pair_good_and_bad_completions_of_a_prompt():
         "whose label is neither true nor false": 1,
         "whose prompt has no completion with the other label": 1,
     }
-    with pytest.raises(DataError, match="no pair is left: .*2 whose prompt has no completion with the other label"):
+    with pytest.raises(DataError, match=r"no pair is left: .*2 whose prompt has no completion with the other label"):
         told([{"prompt": "1", "completion": "a", "label": True}, {"prompt": "2", "completion": "b", "label": False}])
 
 

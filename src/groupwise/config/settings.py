@@ -157,7 +157,7 @@ class DataSettings:
     """Use only the first rows."""
     control_tokens: ControlTokens = "warn"
     """Text of the tokenizer's special tokens (`<|im_end|>`) inside the messages that rows bring, other than the assistant's: `warn`
-    (encoded as those tokens, counted, and said before training), `plain` (encoded as text), `drop` (the row is left out), `error`."""
+    (encoded as those tokens, counted, said before training), `plain` (encoded as text), `drop` (the row is left out), `error`."""
     max_prompt_tokens: Positive | None = None
     """Longest prompt; default: the context less `rollout.max_new_tokens`."""
     too_long: Literal["drop", "truncate_left", "error"] = "drop"

@@ -76,7 +76,7 @@ def ask_rows(rows: Rows, template: Template, tally: Tally, *, lenient: bool = Fa
     """(row number, question) of the rows that ask something the tokenizer can write; the others are counted in `tally`.
 
     lenient: a row whose messages the chat template refuses is counted too, and no error.
-    Raises DataError for a row that cannot be read or is refused, and for control tokens in messages where `data.control_tokens` is `error`.
+    Raises DataError for a row that cannot be read or is refused, and for control tokens in messages where the recipe says so.
     """
     asked = []
     for i, row in enumerate(rows):

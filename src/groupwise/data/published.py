@@ -3,7 +3,7 @@
 | columns | known from | the pair |
 |---|---|---|
 | `chosen`, `rejected`, `prompt` in any form | TRL, UltraFeedback (binarized) | as it stands |
-| `chosen`, `rejected`: messages, the prompt repeated in both | UltraFeedback (binarized), Anthropic's as messages | the last turns |
+| `chosen`, `rejected`: messages, the prompt repeated in both | UltraFeedback (binarized), HH as messages | the last turns |
 | `chosen`, `rejected`: strings `\\n\\nHuman: ... \\n\\nAssistant: ...` | hh_rlhf | the last turns |
 | `instruction` (or `prompt`), `completions` with `response` and a score | UltraFeedback | the best and the worst by score |
 | `context`, `response1`, `response2`, `overall_preference` | HelpSteer3 | by the sign: negative prefers the first |
@@ -118,7 +118,8 @@ def _chosen_and_rejected(row: Row, where: str, chat: bool) -> Row | LeftOut:
     if any(turns[-1]["role"] != "assistant" for turns in spoken):
         return LeftOut("that do not end with a turn of the assistant", where)
     if chat:
-        return _last_turns(row, *spoken, where)
+        return _last_turns(row, spoken[0], spoken[1], where)
+    assert isinstance(chosen, str) and isinstance(rejected, str)
     cuts = [side.rindex("\n\nAssistant:") + len("\n\nAssistant:") for side in (chosen, rejected)]
     if chosen[: cuts[0]] != rejected[: cuts[1]]:
         return _diverging(where)

@@ -1,5 +1,5 @@
-"""Chat templates are programs that come with a checkpoint.  They run in a process of their own (`template_worker`), with transformers'
-own renderer, in a sandbox, and on a budget: one that never ends, or eats all memory, becomes an error and not a run that hangs.
+"""Chat templates are programs that come with a checkpoint.  They run in a process of their own (`template_worker`), with
+transformers' renderer and sandbox, on a budget: one that never ends, or eats all memory, becomes an error and not a run that hangs.
 
 The process starts with the first conversation (0.6 s) and is kept; a conversation then costs about as much as it does at home.
 """

@@ -30,8 +30,9 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import cached_file
 
 from groupwise.config.settings import ModelSettings
 from groupwise.data.tokenizers import has_tokenizer, load_tokenizer, with_chat_template
