@@ -33,7 +33,7 @@ from groupwise.training.evaluate import RIGHT
 from groupwise.training.scoring import sample_of, score
 
 PROMPTS, COMPLETIONS, TOKENS = 8, 4, 96
-"""Size of the sample that is looked at: the first prompts that training draws, completions of each, longest completion in tokens."""
+"""Size of the sample that is looked at: first prompts that training draws, completions of each, longest completion in tokens."""
 GAP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Largest difference of a log-prob, nats, that rounding explains, by the type in which products run."""
 

@@ -229,7 +229,7 @@ class Template(Wording):
         """
         if isinstance(content, str):
             return ()
-        found = (token for text in _texts_of(self._foreign(content)) for token in self._control_pattern.findall(text))
+        found = (token for text in _texts_of(self._foreign(content)) for token in self.control_pattern.findall(text))
         return tuple(dict.fromkeys(found))
 
     def _foreign(self, messages: Messages) -> Messages:
@@ -242,13 +242,17 @@ class Template(Wording):
         if isinstance(content, str) or self.control_tokens != "plain":
             return content
         foreign = {id(message) for message in self._foreign(content)}
-        return [_map_texts(message, self._mark) if id(message) in foreign else message for message in content]
+        return [self.shielded(message) if id(message) in foreign else message for message in content]
+
+    def shielded(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message whose control tokens stand between marks: `encode` makes plain text of them (`control_tokens` is `plain`)."""
+        return _map_texts(message, self._mark)
 
     def _mark(self, text: str) -> str:
-        return self._control_pattern.sub(lambda found: f"{OPEN}{found[0]}{CLOSE}", _unmarked(text))
+        return self.control_pattern.sub(lambda found: f"{OPEN}{found[0]}{CLOSE}", _unmarked(text))
 
     @cached_property
-    def _control_pattern(self) -> re.Pattern[str]:
+    def control_pattern(self) -> re.Pattern[str]:
         """Finds special tokens in a text, the longest first."""
         known = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
         known |= set(self.tokenizer.all_special_tokens)
@@ -259,7 +263,7 @@ class Template(Wording):
 
         Special tokens cut a text before it is tokenised; so the ids of the other stretches are those of the whole.
         """
-        pattern = re.compile(f"{OPEN}.*?{CLOSE}|({self._control_pattern.pattern})", re.DOTALL)
+        pattern = re.compile(f"{OPEN}.*?{CLOSE}|({self.control_pattern.pattern})", re.DOTALL)
         pieces, plain, start = [""], [False], 0
         for found in pattern.finditer(text):
             if found[1] is None:
