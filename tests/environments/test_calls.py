@@ -53,8 +53,15 @@ def test_a_call_cut_at_every_character_is_described(form):
     assert described > len(text) / 2
 
 
+PIECES = (
+    "<tool_call>", "</tool_call>", "<function=", "<function=f>", "</function>", "<parameter=a>", "</parameter>", "<think>", "</think>",
+    '{"name": "f"', ', "arguments": ', ', "parameters": ', "{", "}", "[", "]", '"', "\\", "1", "null", "\n", " ", ";", "é", "<|python_tag|>",
+    "<|start|>assistant", "<|channel|>analysis", "<|channel|>final", " to=functions.f", "<|message|>", "<|call|>", "<|end|>", "<|",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("form", WRITE)
-@given(text=st.text(alphabet=st.sampled_from('<tool_call></{"name: }[]\\\nfunction=parameter>|channel message start|call end to=1é')))
+@given(text=st.lists(st.sampled_from(PIECES), max_size=25).map("".join))
 def test_no_text_is_an_exception(form, text):
     for said in (read_turn(text, form), read_turn(WRITE[form]("f", TEXTS)[:20] + text, form)):
         json.dumps(said.message())

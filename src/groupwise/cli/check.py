@@ -21,6 +21,7 @@ from groupwise.config.settings import Recipe, positions_of
 from groupwise.data.order import Order
 from groupwise.data.prompts import visit
 from groupwise.data.templates import Template
+from groupwise.data.turns import Turns
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy, embedding_rows
@@ -123,6 +124,17 @@ def _template(recipe: Recipe, policy: Policy) -> Iterator[Finding]:
         else "the chat template writes a prompt otherwise once it is answered: several turns would be scored on other ids than "
         "were sampled; use a template whose generation prompt is a prefix",
     )
+    yield _turns(policy)
+
+
+def _turns(policy: Policy) -> Finding:
+    """What the template does to the past when a conversation goes on."""
+    proofs = Turns(tokenizer=policy.tokenizer, eos_ids=policy.eos_ids).prove()
+    rewriting = [proof for proof in proofs if proof.verdict == "rewrites"]
+    cases = ", ".join(f"{proof.case}: {proof.verdict}" for proof in proofs)
+    if not rewriting:
+        return Finding("turns", True, f"a next turn leaves the past as it was sampled ({cases})")
+    return Finding("turns", None, f"the template writes the past otherwise once a conversation goes on ({cases}); {rewriting[0]}")
 
 
 def _golds(rewards: Rewards, prompts: Sequence[Prompt]) -> Iterator[Finding]:

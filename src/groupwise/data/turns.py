@@ -1,13 +1,13 @@
 """The next turn of a conversation, as token ids to append: what the policy wrote is never tokenised again.
 
-A stream is the prompt's ids, the ids that the policy sampled, the ids of what the world answered, what the policy sampled next, and
-so on.  What the world answered comes from the chat template as a *suffix*: a dummy conversation, in which the assistant's turn holds
-a mark, is rendered with the new messages behind it; what stands behind the mark and behind the token that ends the turn is appended.
-So the separator behind EOS and the next generation prompt are those of the template, whatever it does to earlier turns.
+A stream is the prompt's ids, the ids that the policy sampled, the ids of what the world answered, what the policy sampled next,
+and so on.  What the world answered comes from the chat template as a *suffix*: a dummy conversation, in which the assistant's turn
+holds a mark, is rendered with the new messages behind it; what stands behind the mark and behind the token that ends the turn is
+appended.  So the separator behind EOS and the next generation prompt are the template's, whatever it does to earlier turns.
 
 Whether the stream then is what the template would write of the whole conversation is a property of the template: `prove` tries it.
-A template `append`s, or it `rewrites` the past (drops old reasoning, adds an empty think block, ends old turns otherwise): the stream
-keeps what was sampled, which is then not what the template shows at inference.
+A template `append`s, or it `rewrites` the past (drops old reasoning, adds an empty think block, ends old turns otherwise): the
+stream keeps what was sampled, which is then not what the template shows at inference.
 """
 
 from __future__ import annotations
@@ -182,7 +182,9 @@ class Turns:
         if MARK not in answered:
             return Proof(case, "refuses", "the template does not write what the assistant said")
         if not answered.startswith(asked):
-            return Proof(case, "rewrites", "the generation prompt is not how an answered turn begins: " + _difference(asked, answered))
+            return Proof(
+                case, "rewrites", f"an answered turn begins otherwise than its prompt ends: {_difference(asked, answered)}"
+            )
         end, rest = self._split([answer])
         place = answered.rindex(MARK) + len(MARK)
         own = self._control_from(answered, place)

@@ -1,4 +1,4 @@
-"""Tool calls in what the policy wrote, in the form of its family.  A call that is cut off or garbled is described, never an exception.
+"""Tool calls in what the policy wrote, in the form of its family.  A call that is cut or garbled is described, never an exception.
 
 | form | families | a call |
 |---|---|---|
@@ -61,7 +61,9 @@ class Said:
             if isinstance(call, Call)
         ]
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
-        return message | ({"reasoning_content": self.reasoning} if self.reasoning else {}) | ({"tool_calls": calls} if calls else {})
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        return message | ({"tool_calls": calls} if calls else {})
 
 
 def form_of(chat_template: str) -> CallForm | None:
@@ -79,9 +81,7 @@ def form_of(chat_template: str) -> CallForm | None:
     return "bare" if re.search(r'"parameters\\?"', chat_template) and "ipython" in chat_template else None
 
 
-def read_turn(
-    text: str, form: CallForm, *, thinking: bool = False, tools: Sequence[Mapping[str, Any]] | None = None
-) -> Said:
+def read_turn(text: str, form: CallForm, *, thinking: bool = False, tools: Sequence[Mapping[str, Any]] | None = None) -> Said:
     """Content, reasoning and calls of one turn.
 
     thinking: the prompt ended inside a think block, which the turn goes on with.
@@ -106,7 +106,7 @@ def read_turn(
     return Said(content, reasoning, calls)
 
 
-# ---- reasoning ----------------------------------------------------------------------------------------------------------------
+# ---- reasoning ---------------------------------------------------------------------------------------------------------------
 
 
 def _split_thinking(text: str, thinking: bool) -> tuple[str | None, str]:
@@ -119,7 +119,7 @@ def _split_thinking(text: str, thinking: bool) -> tuple[str | None, str]:
     return reasoning.strip("\n"), rest
 
 
-# ---- <tool_call> --------------------------------------------------------------------------------------------------------------
+# ---- <tool_call> -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +167,7 @@ _FUNCTION = re.compile(r"\s*<function=([^>\n]*)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>")
 
 
-def _xml_call(
-    text: str, place: int, types: Mapping[str, Mapping[str, str]]
-) -> tuple[tuple[str, dict[str, Any]] | _Broken, int]:
+def _xml_call(text: str, place: int, types: Mapping[str, Mapping[str, str]]) -> tuple[tuple[str, dict[str, Any]] | _Broken, int]:
     """The call whose `<function=...>` begins at `place`, and where it ends."""
     function = _FUNCTION.match(text, place)
     if function is None:
@@ -221,7 +219,7 @@ def _converted(value: str, kind: str) -> Any:
     return decoded
 
 
-# ---- a turn that is a call ------------------------------------------------------------------------------------------------------
+# ---- a turn that is a call ---------------------------------------------------------------------------------------------------
 
 
 def _bare(text: str) -> tuple[str, _Found]:
@@ -243,7 +241,7 @@ def _bare(text: str) -> tuple[str, _Found]:
     return "", found or [_Broken("there is no call behind <|python_tag|>", text)]
 
 
-# ---- channels ---------------------------------------------------------------------------------------------------------------------
+# ---- channels ----------------------------------------------------------------------------------------------------------------
 
 _HEADER_END, _BODY_END = "<|message|>", re.compile(r"<\|(end|call|return)\|>")
 
@@ -293,7 +291,7 @@ def _channel_call(recipient: str, body: str | None, end: str | None) -> tuple[st
     return name, value
 
 
-# ---- JSON ---------------------------------------------------------------------------------------------------------------------------
+# ---- JSON --------------------------------------------------------------------------------------------------------------------
 
 _DECODER = json.JSONDecoder(strict=False)
 """Line breaks inside strings are read: models write programs as arguments."""
