@@ -38,7 +38,8 @@ OWN = {
     + "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}" + CALL + "<|im_end|>\n{% endif %}{% endfor %}" + GENERATE,
     # Qwen 3: an empty think block appears in the last turn, and goes with the next message; old reasoning goes too.
     "forgets": TOOLS + "{% set ns = namespace(asked=0) %}{% for m in messages %}{% if m.role == 'user' %}"
-    "{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'tool' %}" + RESULT + "{% else %}<|im_start|>{{ m.role }}\n"
+    "{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}" + RESULT + "{% else %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and loop.index0 > ns.asked and (loop.last or m.reasoning_content) %}"
     "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}" + CALL
     + "<|im_end|>\n{% endif %}{% endfor %}" + GENERATE,
@@ -54,15 +55,18 @@ OWN = {
     "{{ raise_exception('no call') }}{% endif %}<|start|>functions.{{ ns.name }} to=assistant<|channel|>commentary<|message|>"
     "{{ m.content | tojson }}<|end|>{% elif m.role != 'assistant' %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>"
     "{% elif m.tool_calls %}{% set ns.name = m.tool_calls[0].function.name %}{% if m.thinking %}"
-    "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}<|start|>assistant to=functions.{{ ns.name }}<|channel|>commentary json"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "<|start|>assistant to=functions.{{ ns.name }}<|channel|>commentary json"
     "<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>{% elif loop.last and not add_generation_prompt %}"
     "{% if m.thinking %}"
     "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}<|start|>assistant<|channel|>final"
-    "<|message|>{{ m.content }}<|return|>{% else %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "<|message|>{{ m.content }}<|return|>{% else %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
     # No token ends a turn: the next one's header does (GLM).
     "headers": "{% for m in messages %}{% if m.role == 'tool' %}<|system|>\n{{ m.content }}{% else %}<|{{ m.role }}|>\n"
-    "{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function.arguments | tojson }}</call>{% endfor %}{% endif %}{% endfor %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function.arguments | tojson }}"
+    "</call>{% endfor %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
 }  # fmt: skip
 MATRIX = {  # + tool result, after reasoning; + user, after reasoning

@@ -54,9 +54,10 @@ def test_a_call_cut_at_every_character_is_described(form):
 
 
 PIECES = (
-    "<tool_call>", "</tool_call>", "<function=", "<function=f>", "</function>", "<parameter=a>", "</parameter>", "<think>", "</think>",
-    '{"name": "f"', ', "arguments": ', ', "parameters": ', "{", "}", "[", "]", '"', "\\", "1", "null", "\n", " ", ";", "é", "<|python_tag|>",
-    "<|start|>assistant", "<|channel|>analysis", "<|channel|>final", " to=functions.f", "<|message|>", "<|call|>", "<|end|>", "<|",
+    "<tool_call>", "</tool_call>", "<function=", "<function=f>", "</function>", "<parameter=a>", "</parameter>", "<think>",
+    "</think>", '{"name": "f"', ', "arguments": ', ', "parameters": ', "{", "}", "[", "]", '"', "\\", "1", "null", "\n", " ", ";",
+    "é", "<|python_tag|>", "<|start|>assistant", "<|channel|>analysis", "<|channel|>final", " to=functions.f", "<|message|>",
+    "<|call|>", "<|end|>", "<|",
 )  # fmt: skip
 
 
