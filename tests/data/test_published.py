@@ -228,10 +228,10 @@ def test_held_out_parts_of_published_data_count_every_row_once(write):
     rows = [{side: text.replace("1+2", f"1+{i}") for side, text in HH.items()} for i in range(100)]
     rows += [{"chosen": HH["chosen"], "rejected": "\n\nHuman: ?\n\nAssistant: 3"}] * 3
     path = write(rows)
-    data = load_pairs(DataSettings(path=path, eval_fraction=0.3), TOKENIZER, context=999, eos_ids=(TOKENIZER.eos_token_id,))
+    data = load_pairs(DataSettings(path=path, eval_fraction=0.3), TOKENIZER, context=999, eos_ids=(TOKENIZER.eos_token_id,), seed=0)
     assert data.report.rows + data.held_out_report.rows == 103 and data.held_out_report.kept == len(data.held_out) > 10
     assert data.report.dropped == {"whose conversations differ before the last turn": 3} and not data.held_out_report.dropped
     texts = list(load_texts(DataSettings(path=path, eval_fraction=0.3), seed=0))
     assert sum("Human" in text for text in texts) == len(data.train)
-    other = load_pairs(DataSettings(path=path, eval_path=write(rows[:50], "e.jsonl")), TOKENIZER, context=999, eos_ids=(1,))
+    other = load_pairs(DataSettings(path=path, eval_path=write(rows[:50], "e.jsonl")), TOKENIZER, context=999, eos_ids=(1,), seed=0)
     assert (other.overlap, other.report.rows) == (50, 53)

@@ -279,7 +279,7 @@ def test_d7_pairs_as_published_with_some_that_diverge(rows: Callable) -> None:
     good = {"chosen": "\n\nHuman: Hi\n\nAssistant: Hello", "rejected": "\n\nHuman: Hi\n\nAssistant: Go away"}
     other = {"chosen": "\n\nHuman: Hi\n\nAssistant: Hello", "rejected": "\n\nHuman: Ho\n\nAssistant: Hello"}
     path = rows(*[good | {"chosen": f"{good['chosen']} {i}"} for i in range(20)], other)
-    data = load_pairs(DataSettings(path=path), byte_tokenizer(), context=512, eos_ids=(1,))
+    data = load_pairs(DataSettings(path=path), byte_tokenizer(), context=512, eos_ids=(1,), seed=0)
     assert (data.report.rows, data.report.kept) == (21, 20)
     assert data.report.dropped == {"whose conversations differ before the last turn": 1}
     assert "(first: " in str(data.report) and "rows.jsonl line 21" in str(data.report)
