@@ -138,7 +138,7 @@ class DataSettings:
     split: str = "train"
     """Split of a hub data set."""
     task: str | None = None
-    """Instead of `path`: a built-in generated task (`groupwise recipes` lists the tasks)."""
+    """Instead of `path`: a built-in task (addition, sums, countdown, sorting, arithmetic, gsm8k_arithmetic, preferences)."""
     task_args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the task."""
     columns: Mapping[str, str] = field(default_factory=dict)
