@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -278,7 +279,7 @@ def test_kill_9_then_rerun_is_resume(recipe: Callable, tmp_path: Path) -> None:
     process = subprocess.Popen([*command, str(path)])
     log = tmp_path / "runs" / "killed" / "metrics.jsonl"
     while process.poll() is None and (not log.exists() or len(log.read_text().splitlines()) < 4):
-        pass
+        time.sleep(0.02)
     process.kill()
     process.wait()
     subprocess.run([*command, str(path)], check=True)
