@@ -176,7 +176,7 @@ def test_a_reward_function_that_runs_in_the_main_thread_is_broken_off(recipe: Ca
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_c7_ended_at_random_times_it_comes_to_the_same_bits(ahead: int, recipe: Callable) -> None:
     """Again and again at any time between the start and the last step, with and without rollouts in store."""
-    changes = {"steps": 30, "rollout": {"max_new_tokens": 8, "engine": {"name": "native", "ahead": ahead}}}
+    changes = {"steps": 16, "rollout": {"max_new_tokens": 8, "engine": {"name": "native", "ahead": ahead}}}
     straight, broken = recipe("straight", **changes), recipe("broken", **changes)
     calls, told, rng, ends = 0, math.inf, np.random.default_rng(ahead), 0
 
