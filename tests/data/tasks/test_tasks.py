@@ -4,7 +4,6 @@ from collections import Counter
 
 import pytest
 
-from groupwise.baselines import bag_of_words, length_rule
 from groupwise.data.tasks import TASKS, make_task
 from groupwise.data.tasks.addition import Addition, Sums
 from groupwise.data.tasks.base import is_held_out
@@ -13,6 +12,7 @@ from groupwise.data.tasks.preferences import FRIENDLY, RUDE, Preferences, friend
 from groupwise.data.tasks.sorting import Sorting
 from groupwise.data.tokenizers import arithmetic_tokenizer
 from groupwise.errors import ConfigError, DataError
+from groupwise.training.baselines import bag_of_words, length_rule
 
 GENERATED = [name for name in TASKS if name != "gsm8k_arithmetic"]
 
