@@ -7,7 +7,7 @@ VLLM   := .venv-vllm
 # threads do not let them spin while they wait: beside a busy neighbour that costs ten times what it saves.
 TEST   := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2
 
-.PHONY: demo test test-fast test-vllm lint docs bench clean help
+.PHONY: demo test test-fast test-kernels test-vllm lint docs bench clean help
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,6 +23,10 @@ test-fast: $(VENV)/.test       ## what takes no more than seconds
 
 test-vllm: $(VENV)/.test $(VLLM)/.done   ## the tests that need a real vLLM server (installs one: 2.5 GB)
 	GROUPWISE_VLLM=$(CURDIR)/$(VLLM) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q tests/vllm
+
+test-kernels: $(VENV)/.test    ## the kernels under AddressSanitizer and UBSan, then what uses them without any kernel
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/ops/cpu/sanitized.py
+	GROUPWISE_KERNELS=off $(TEST) -m 'not slow'
 
 lint: $(VENV)/.dev             ## ruff and pyright
 	$(BIN)/ruff check .
