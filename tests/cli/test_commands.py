@@ -216,7 +216,8 @@ def test_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main(["config", "group.grup_size"]) == 2
     assert capsys.readouterr().err == "ConfigError: there is no setting 'group.grup_size' (did you mean group.group_size?)\n"
     assert commands.main(["config"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(Path(__file__).with_name("settings_names.txt").read_text().split())
+    frozen = Path(__file__).parents[1] / "config" / "settings_names.txt"
+    assert len(capsys.readouterr().out.splitlines()) == len(frozen.read_text().split())
 
 
 def test_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
