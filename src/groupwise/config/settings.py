@@ -142,7 +142,7 @@ class DataSettings:
     split: str = "train"
     """Split of a hub data set."""
     task: str | None = None
-    """Instead of `path`: a built-in generated task (`groupwise recipes` lists the tasks)."""
+    """Instead of `path`: a built-in task (addition, sums, countdown, sorting, arithmetic, gsm8k_arithmetic, preferences)."""
     task_args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the task."""
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -384,7 +384,8 @@ class Recipe:
     seed: Seed = 0
     """Of weights from scratch, data order and sampling."""
     threads: Annotated[int, Gt(0), Le(1024)] | None = None
-    """CPU threads of torch; default: torch's own choice."""
+    """CPU threads of torch; default: what OMP_NUM_THREADS says, else one for a model of less than a million parameters, else what
+    torch chooses."""
     parallel: Part = "auto"
     """What each of several processes holds (`--nproc`, torchrun): `ddp` everything; `zero3` a part of weights, gradients and
     optimizer state (FSDP2); `zero2` the same, but weights stay gathered from forward to backward; `auto` takes `zero3` from a
