@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -15,6 +13,7 @@ from groupwise.records import Prompt, Rollout, Sampling, Scored
 from groupwise.rewards.compose import Rewards
 from groupwise.rollout.engine import Engine
 from groupwise.settings import GroupSettings
+from groupwise.utils import background
 
 Draw = Callable[[int], Sequence[Prompt]]
 """The next k prompts of the data's order."""
@@ -41,16 +40,9 @@ class Source:
     def sample(self, prompts: Sequence[Prompt]) -> list[Scored]:
         """This process's share of the prompts as scored groups; finished ones are scored while others are still being sampled."""
         finished: SimpleQueue[tuple[Rollout, ...] | None] = SimpleQueue()
-        scored: Future[list[Scored]] = Future()
-
-        def score() -> None:
-            try:
-                scored.set_result([one for rollouts in iter(finished.get, None) for one in self.rewards.score([rollouts])])
-            except BaseException as error:  # whatever it is, it belongs to the thread that waits
-                scored.set_exception(error)
-
-        # A daemon: a reward function that never returns must not keep a process from its end.
-        threading.Thread(target=score, name="rewards", daemon=True).start()
+        scored = background.begin(
+            lambda: [one for rollouts in iter(finished.get, None) for one in self.rewards.score([rollouts])], "rewards"
+        )
         how: dict[str, Any] = {"group_size": self.group.group_size, "sampling": self.sampling, "seed": self.seed}
         try:
             for rollouts in self.engine.generate(parallel.share(prompts), **how):

@@ -48,8 +48,8 @@ class CheckpointError(GroupwiseError):
     exit_code = 5
 
 
-class StorageError(CheckpointError):
-    """A disk that is full, read-only or gone."""
+class StorageError(GroupwiseError):
+    """A disk that is full, read-only or gone, or a file that is in the way: the message names the path."""
 
     exit_code = 6
 

@@ -31,10 +31,11 @@ from groupwise.objective import losses
 from groupwise.objective.logprobs import chosen_logprobs
 from groupwise.offline import Objective
 from groupwise.records import Batch, Sample, Scored
-from groupwise.runlog import list_rollouts, read_step, write_atomically
+from groupwise.runlog import list_rollouts, read_step
 from groupwise.scoring import score
 from groupwise.settings import PairSettings, RewardModelSettings
 from groupwise.updating import Assessment, token_loss
+from groupwise.utils import files
 
 PAIR_HEADLINES = {"held-out loss": "loss", "pair accuracy": "accuracy", "margin": "margin"}
 BINS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -297,7 +298,7 @@ def recorded_pairs(folder: Path, judge: str | None = None) -> Path:
             f"{folder} holds no pair: {len(steps)} steps are recorded there (save.rollouts_every), none with a difference"
         )
     path = folder / f"pairs{'' if judge is None else f'-{judge}'}.jsonl"
-    write_atomically(path, "".join(json.dumps(row, default=str) + "\n" for row in rows).encode())
+    files.write(path, "".join(json.dumps(row, default=str) + "\n" for row in rows).encode())
     return path
 
 
