@@ -18,8 +18,6 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import os
-import re
 import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from safetensors import SafetensorError
 
 from groupwise.errors import CheckpointError, StorageError
 from groupwise.utils import files
@@ -193,15 +190,10 @@ def _size_of_newest(root: Path) -> int:
 
 @contextmanager
 def _storage(root: Path) -> Iterator[None]:
-    """Says in our words what the operating system, or safetensors for it, says of a disk."""
+    """Says in our words what the operating system says of a disk, and what is left."""
     try:
         with files.storing(root, "a checkpoint"):
-            try:
-                yield
-            except SafetensorError as error:
-                number = re.search(r"os error (\d+)", str(error))
-                code = int(number[1]) if number is not None else 0
-                raise OSError(code, os.strerror(code) if code else str(error)) from error
+            yield
     except StorageError as error:
         if (left := _candidates(root)) and "intact" not in str(error):
             raise StorageError(f"{error}; the older ones ({left[0].name} and before) are intact") from error
@@ -233,6 +225,11 @@ def _candidates(root: Path) -> list[Path]:
     """Checkpoints by step, newest first.  Times of files do not matter."""
     found = [path for path in root.glob("*") if path.name.isdigit() and path.is_dir()] if root.is_dir() else []
     return sorted(found, key=lambda path: int(path.name), reverse=True)
+
+
+def exists(folder: Path) -> bool:
+    """True if a run folder holds a checkpoint, whole or not."""
+    return bool(_candidates(Path(folder) / CHECKPOINTS))
 
 
 def damage(path: Path) -> str | None:

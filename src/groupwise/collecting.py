@@ -68,7 +68,7 @@ class Source:
         dead: list[Scored] = []
         prompts = prompts or self.prompts()
         while True:
-            scored = parallel.gather(self.sample(prompts) if own is None else own())
+            scored = parallel.together(own or (lambda prompts=prompts: self.sample(prompts)))
             found = {one.prompt.id: one for one in scored}
             for prompt in prompts:
                 (dead if refill and not self.algorithm.teaches(found[prompt.id]) else live).append(found[prompt.id])

@@ -18,6 +18,8 @@ class GroupwiseError(Exception):
     """Base of every error that Groupwise raises on purpose.  `exit_code` is what the command `groupwise` ends with."""
 
     exit_code = 1
+    everywhere = False
+    """True of one that all processes of a run raise at the same point: they can still do things together."""
 
 
 class ConfigError(GroupwiseError):

@@ -164,8 +164,10 @@ def evaluate(
 def _complete(
     engine: Engine, rewards: Rewards, prompts: Sequence[Prompt], size: int, sampling: Sampling, seed: int
 ) -> list[Scored]:
-    own = rewards.score(list(engine.generate(parallel.share(prompts), group_size=size, sampling=sampling, seed=seed)))
-    groups = parallel.gather(own)
+    own = parallel.share(prompts)
+    groups = parallel.together(
+        lambda: rewards.score(list(engine.generate(own, group_size=size, sampling=sampling, seed=seed)))
+    )
     by_prompt = {group.prompt.id: group for group in groups}
     return [by_prompt[prompt.id] for prompt in prompts]
 

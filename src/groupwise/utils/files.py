@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from safetensors import SafetensorError
 
 from groupwise.errors import StorageError
 
@@ -144,7 +146,7 @@ def altered(path: Path, expected: Mapping[str, Any]) -> str | None:
 
 @contextmanager
 def storing(path: Path, what: str) -> Iterator[None]:
-    """Say in words what an operating system says of a disk: raises StorageError with the path and the remedy instead of OSError.
+    """Say in words what the operating system says of a disk: raises StorageError with the path and the remedy instead of OSError.
 
     path: the file or folder that is written.   what: it is, for the message ("the log").
     """
@@ -152,6 +154,10 @@ def storing(path: Path, what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(trouble(error, path, what)) from error
+    except SafetensorError as error:  # it tells the number in its text alone
+        found = re.search(r"os error (\d+)", str(error))
+        number = int(found[1]) if found is not None else 0
+        raise StorageError(trouble(OSError(number, os.strerror(number) if number else str(error)), path, what)) from error
 
 
 def trouble(error: OSError, path: Path, what: str) -> str:
