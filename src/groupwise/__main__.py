@@ -1,6 +1,6 @@
 """`python -m groupwise` is the command `groupwise`."""
 
-from groupwise.cli import command
+from groupwise.cli.commands import command
 
 if __name__ == "__main__":
     command()

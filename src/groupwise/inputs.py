@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from groupwise.config.settings import PARTS, Recipe
 from groupwise.data.sources import fingerprint
 from groupwise.errors import ConfigError, DataError
-from groupwise.runlog import model_digest
-from groupwise.settings import PARTS, Recipe
+from groupwise.runs.folder import model_digest
 from groupwise.utils import files
 from groupwise.utils.secrets import redacted
 
@@ -123,7 +123,9 @@ def _difference(key: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> st
     if "fingerprint" in now:
         return f"{key} {source}: the data set has changed (fingerprint {then.get('fingerprint')} then, {now['fingerprint']} now)"
     sizes = (then.get("size"), now.get("size"))
-    told = f"{sizes[0]:,} bytes then, {sizes[1]:,} now" if sizes[0] != sizes[1] and None not in sizes else f"{sizes[1]} bytes, others"
+    told = (
+        f"{sizes[0]:,} bytes then, {sizes[1]:,} now" if sizes[0] != sizes[1] and None not in sizes else f"{sizes[1]} bytes, others"
+    )
     return f"{key} {source}: its content has changed ({told})"
 
 

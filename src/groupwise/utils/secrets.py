@@ -14,19 +14,125 @@ from typing import Any
 REDACTED = "[redacted]"
 
 WORDS = frozenset(
-    "secret secrets password passwords passwd passphrase passcode pwd pw credential credentials cred creds authorization auth "
-    "cookie cookies bearer apikey apikeys accesskey privatekey secretkey authkey authtoken accesstoken hftoken apitoken jwt".split()
+    [
+        "secret",
+        "secrets",
+        "password",
+        "passwords",
+        "passwd",
+        "passphrase",
+        "passcode",
+        "pwd",
+        "pw",
+        "credential",
+        "credentials",
+        "cred",
+        "creds",
+        "authorization",
+        "auth",
+        "cookie",
+        "cookies",
+        "bearer",
+        "apikey",
+        "apikeys",
+        "accesskey",
+        "privatekey",
+        "secretkey",
+        "authkey",
+        "authtoken",
+        "accesstoken",
+        "hftoken",
+        "apitoken",
+        "jwt",
+    ]
 )
 """A name with one of these words in it names a secret."""
 KEY_OF = frozenset(
-    "api access private secret signing encryption auth ssh session account client master subscription license storage service deploy "
-    "shared host rsa pgp gpg webhook wandb hf huggingface openai anthropic aws azure gcp google gemini github gitlab comet neptune "
-    "mlflow mistral cohere groq together openrouter deepseek replicate trackio swanlab".split()
+    [
+        "api",
+        "access",
+        "private",
+        "secret",
+        "signing",
+        "encryption",
+        "auth",
+        "ssh",
+        "session",
+        "account",
+        "client",
+        "master",
+        "subscription",
+        "license",
+        "storage",
+        "service",
+        "deploy",
+        "shared",
+        "host",
+        "rsa",
+        "pgp",
+        "gpg",
+        "webhook",
+        "wandb",
+        "hf",
+        "huggingface",
+        "openai",
+        "anthropic",
+        "aws",
+        "azure",
+        "gcp",
+        "google",
+        "gemini",
+        "github",
+        "gitlab",
+        "comet",
+        "neptune",
+        "mlflow",
+        "mistral",
+        "cohere",
+        "groq",
+        "together",
+        "openrouter",
+        "deepseek",
+        "replicate",
+        "trackio",
+        "swanlab",
+    ]
 )
 """Before `key` or `keys` at the end of a name."""
 OWN_TOKENS = frozenset(
-    "eos bos pad unk sep cls mask special stop end start think image new max min num prompt completion output input extra added "
-    "additional keep reserved language total n per of".split()
+    [
+        "eos",
+        "bos",
+        "pad",
+        "unk",
+        "sep",
+        "cls",
+        "mask",
+        "special",
+        "stop",
+        "end",
+        "start",
+        "think",
+        "image",
+        "new",
+        "max",
+        "min",
+        "num",
+        "prompt",
+        "completion",
+        "output",
+        "input",
+        "extra",
+        "added",
+        "additional",
+        "keep",
+        "reserved",
+        "language",
+        "total",
+        "n",
+        "per",
+        "of",
+    ]
 )
 """Before `token` or `tokens`: those of a tokenizer, or a number of them."""
 
@@ -105,9 +211,7 @@ def _redacted(value: Any, secret: bool, name: str) -> Any:
         case int() | float():
             return REDACTED if secret and not name.lower().endswith(("token", "tokens")) else value
         case Mapping():
-            return {
-                scrubbed(str(key)): _redacted(inner, secret or secret_name(str(key)), str(key)) for key, inner in value.items()
-            }
+            return {scrubbed(str(key)): _redacted(inner, secret or secret_name(str(key)), str(key)) for key, inner in value.items()}
         case list() | tuple():
             return [_redacted(inner, secret, name) for inner in value]
     return value

@@ -28,7 +28,9 @@ def escaped(text: str, keep: str = "\n") -> str:
     return text if text.isascii() and text.isprintable() else "".join(map(shown, text))
 
 
-_BARE = re.compile("[\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]")
+_BARE = re.compile(
+    "[\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
+)
 
 
 def json_line(value: Any) -> str:
