@@ -1,7 +1,7 @@
 """The operations of `models/fused`: transformers' functions to rounding, with their gradients written out.
 
 Each saves less for the backward pass than a composition of torch's operations does (of an MLP a third less: what is between its
-products is made again), and makes fewer passes over the activations: one, where there are compiled kernels (groupwise/kernels).
+products is made again), and makes fewer passes over the activations: one, where there are compiled kernels (groupwise/ops/cpu).
 
 T positions of a stream   D width   H heads   W head width   I inner width of an MLP
 """
