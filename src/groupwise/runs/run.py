@@ -21,7 +21,7 @@ from groupwise.config.settings import Recipe
 from groupwise.config.validation import STAGE
 from groupwise.distributed import comm
 from groupwise.errors import CheckpointError, ConfigError, Ended, GroupwiseError, PeerError
-from groupwise.inputs import check_inputs, inputs_of, record_inputs
+from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs
 from groupwise.models.policy import Policy, resolve_device
 from groupwise.records import Step
 from groupwise.runs import checkpoint
