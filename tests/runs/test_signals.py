@@ -30,6 +30,7 @@ from groupwise.runs.run import train
 from groupwise.runs.signals import endings
 from groupwise.training import evaluate, online
 from groupwise.training.optimizer import Optimizer
+from groupwise.utils import files
 
 STEPS, AT = 4, 3
 """The signal comes in step `AT`."""
@@ -136,7 +137,7 @@ def test_c7_c8_a_signal_anywhere_leaves_the_last_whole_step(
             case "log":
                 each(RunLog, "write", now, patch)
             case "saving":
-                each(checkpoint, "fingerprint", lambda: steps[0] == AT - 1 and now(), patch)
+                each(files, "fingerprint", lambda: steps[0] == AT - 1 and now(), patch)
 
         def go() -> None:
             for step in train(load_recipe(broken)):
