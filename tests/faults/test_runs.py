@@ -40,7 +40,7 @@ from groupwise.utils import files
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """Of the final model of a run."""
-    return load_file(folder / "final" / "model.safetensors")
+    return {name: weight.clone() for name, weight in load_file(folder / "final" / "model.safetensors").items()}
 
 
 def same(left: Path, right: Path) -> bool:
@@ -418,8 +418,8 @@ def pairs(count: int, sign: str = "+") -> str:
 def test_c9d_data_that_changed_are_noticed(
     key: str, recipe: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str], record_property: Callable
 ) -> None:
-    for name in ("path", "eval_path"):
-        (tmp_path / f"{name}.jsonl").write_text(pairs(8))
+    for name, sign in (("path", "+"), ("eval_path", "*")):
+        (tmp_path / f"{name}.jsonl").write_text(pairs(8, sign))
     data = {"path": "path.jsonl", "eval_path": "eval_path.jsonl", "task": None}
     path = recipe("r", data=data, save={"every": 1}, group={"prompts_per_step": 2, "group_size": 2})
     next(iter(train(load_recipe(path))))

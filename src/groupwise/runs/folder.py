@@ -240,10 +240,15 @@ class RunLog:
         line |= {f"time/{phase}": seconds for phase, seconds in step.timings.items()}
         line |= _evaluated(step.evaluation or {})
         line["wall"] = time.time()
-        if self._every and step.groups and step.number % self._every == 0:
-            file = _rollout_file(self.folder, step.number)
-            with files.storing(file, "the completions of a step"):
-                write_rollouts(file, step)
+        try:
+            if self._every and step.groups and step.number % self._every == 0:
+                file = _rollout_file(self.folder, step.number)
+                with files.storing(file, "the completions of a step"):
+                    write_rollouts(file, step)
+        finally:  # the step was taken, whatever becomes of its completions
+            self._write_line(line)
+
+    def _write_line(self, line: dict[str, Any]) -> None:
         with files.storing(self.folder / METRICS, "the log"):
             if not os.fstat(self._file.fileno()).st_nlink:
                 raise FileNotFoundError(errno.ENOENT, "it was deleted while the run went on")
@@ -251,7 +256,7 @@ class RunLog:
             self._file.flush()
             if self._board:
                 self._board.write(line)
-        self.lines[step.number] = line
+        self.lines[line["step"]] = line
 
     def evaluated(self, step: int) -> bool:
         """True if the log holds an evaluation after `step` steps."""

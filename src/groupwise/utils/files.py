@@ -168,7 +168,8 @@ def trouble(error: OSError, path: Path, what: str) -> str:
         free = shutil.disk_usage(place).free / 1e6
         return f"disk full while writing {what} to {path} ({free:.0f} MB free): make room there"
     if number in IN_THE_WAY:
-        in_the_way = next((there for there in (path, *path.parents) if there.exists() and not there.is_dir()), path)
+        named = Path(error.filename) if isinstance(error.filename, str | os.PathLike) else path
+        in_the_way = next((there for there in (named, *named.parents) if there.exists() and not there.is_dir()), named)
         return f"cannot write {what} to {path}: {in_the_way} is in the way ({error.strerror}): move it away"
     if number == errno.EROFS or (number in READ_ONLY and not os.access(place, os.W_OK)):
         return f"cannot write {what} to {path}: {place} is read-only ({error.strerror}): make it writable"
