@@ -67,7 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def rows_of(session: pytest.Session) -> list[Row]:
     """One row a fault; several tests of one fault are one row."""
     found: dict[tuple[str, str], Row] = {}
-    for item in session.items:
+    for item in getattr(session, "items", ()):  # with xdist the workers have them
         if (mark := item.get_closest_marker("fault")) is None:
             continue
         case, injected, outcome = (*mark.args, *("",) * 3)[:3]
