@@ -24,7 +24,7 @@ from groupwise.errors import ConfigError, Ended, GroupwiseError, StorageError
 from groupwise.utils.allocator import prefer_large_pages
 from groupwise.utils.files import disk_failed
 from groupwise.utils.secrets import scrubbed
-from groupwise.utils.terminal import Escaping, escaped
+from groupwise.utils.terminal import HARMLESS, escaped
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parse(arguments)
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     prefer_large_pages()
-    logging.getLogger("groupwise").addFilter(Escaping())
+    logging.getLogger("groupwise").addFilter(HARMLESS)
     try:
         return given.run(given)
     except GroupwiseError as error:
@@ -92,7 +92,7 @@ def command() -> NoReturn:
         if isinstance(status, str):
             _tell(status)
             status = 1
-    except BaseException:
+    except BaseException:  # `main` has told of what is expected; the rest is shown as Python would, but harmless
         _tell("".join(traceback.format_exception(*sys.exc_info())).rstrip())
     # As `Py_FinalizeEx` begins; there is no public name for either.
     for finish in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]

@@ -8,6 +8,8 @@ import re
 import unicodedata
 from typing import Any
 
+from groupwise.utils.secrets import scrubbed
+
 HARMFUL = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Unicode's categories of control, format and bidirectional characters, half characters, and separators of lines."""
 
@@ -43,10 +45,14 @@ def json_line(value: Any) -> str:
     return _BARE.sub(lambda found: f"\\u{ord(found.group()):04x}", text) + "\n"
 
 
-class Escaping(logging.Filter):
-    """Escapes whatever a log record says."""
+class Harmless(logging.Filter):
+    """Escapes whatever a log record says, and takes secrets out of it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Always true; the record's message is changed."""
-        record.msg, record.args = escaped(record.getMessage()), ()
+        record.msg, record.args = escaped(scrubbed(record.getMessage())), ()
         return True
+
+
+HARMLESS = Harmless()
+"""One filter for a whole process: a logger takes it once."""
