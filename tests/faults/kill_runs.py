@@ -105,7 +105,9 @@ def _fork(path: Path, rank: int, ranks: int, port: int) -> int:
         os.dup2(log, 1)
         os.dup2(log, 2)
         if ranks > 1:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            os.environ.update(
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+            )
         status = train_recipe(path, quiet=True, timeout=60)
     except BaseException:
         traceback.print_exc()
@@ -194,7 +196,9 @@ def hunt(name: str, kills: int, seed: int, say: Callable[[str], None]) -> Counte
             run_to_end(recipe, kind.ranks)
             outcome = "finished"
         else:
-            outcome = kill_once(path, folder, kind.ranks, chance, inside=found["kills"] % 2 == 0 or found["inside"] < found["kills"] // 2)
+            outcome = kill_once(
+                path, folder, kind.ranks, chance, inside=found["kills"] % 2 == 0 or found["inside"] < found["kills"] // 2
+            )
         if outcome == "finished":
             found["finished"] += 1
             if final_of(folder) != expected:

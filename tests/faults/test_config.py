@@ -37,8 +37,12 @@ optimizer:
 """
 
 
-@pytest.mark.fault("T35/K4", "epsilon -3, temperature -1, group_size 1, lr nan and five more in one recipe", "ConfigError: one list, by line")
-def test_k4_everything_wrong_in_one_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.fault(
+    "T35/K4", "epsilon -3, temperature -1, group_size 1, lr nan and five more in one recipe", "ConfigError: one list, by line"
+)
+def test_k4_everything_wrong_in_one_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("r.yaml").write_text(WRONG)
     assert main(["train", "r.yaml"]) == ConfigError.exit_code
@@ -79,7 +83,9 @@ def test_what_parts_take_is_what_the_table_says() -> None:
         ({"rewards": [{"function": "judges.py:nosuch"}]}, "nosuch"),
     ],
 )
-@pytest.mark.fault("K4b", "a recipe that is refused only once its data and functions are read", "ConfigError; no folder is left behind")
+@pytest.mark.fault(
+    "K4b", "a recipe that is refused only once its data and functions are read", "ConfigError; no folder is left behind"
+)
 def test_refused_recipes_leave_no_folder(changes: dict, says: str, recipe: Callable) -> None:
     path = recipe("refused", runs="somewhere/new", **changes)
     with pytest.raises(ConfigError, match=says):

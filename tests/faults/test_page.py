@@ -16,5 +16,9 @@ def test_the_page_has_every_fault() -> None:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "fault":
                 found.append(tuple(ast.literal_eval(argument) for argument in node.args))
     assert len(found) > 20
-    missing = [case for case, injected, _ in found if f"| {case} | {injected.replace('|', chr(92) + '|').replace('<', '&lt;')} |" not in page]
+    missing = [
+        case
+        for case, injected, _ in found
+        if f"| {case} | {injected.replace('|', chr(92) + '|').replace('<', '&lt;')} |" not in page
+    ]
     assert not missing, f"docs/reliability.md lacks {missing}: make test-faults"

@@ -69,7 +69,9 @@ def saved(folder: Path) -> int | None:
 # ---------------------------------------------------------------- an error keeps what was learnt
 
 
-@pytest.mark.fault("T1c", "a reward raises at step 3, before any checkpoint", "RewardError; step 2 is saved, the run goes on from it")
+@pytest.mark.fault(
+    "T1c", "a reward raises at step 3, before any checkpoint", "RewardError; step 2 is saved, the run goes on from it"
+)
 def test_t1c_an_error_of_a_reward_saves_the_last_whole_step(
     recipe: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str], record_property: Callable
 ) -> None:
@@ -112,8 +114,12 @@ def test_an_oserror_in_a_step_saves_the_last_whole_step(recipe: Callable, monkey
     assert same(finish(path), straight)
 
 
-@pytest.mark.fault("T1e", "a reward raises while the evaluation behind step 2 is scored", "RewardError; step 2 and its line are kept")
-def test_an_error_in_an_evaluation_keeps_the_step_before_it(recipe: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.fault(
+    "T1e", "a reward raises while the evaluation behind step 2 is scored", "RewardError; step 2 and its line are kept"
+)
+def test_an_error_in_an_evaluation_keeps_the_step_before_it(
+    recipe: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     straight = finish(recipe("straight", eval={"every": 2, "k": 2, "at_start": False}))
     path = recipe("broken", eval={"every": 2, "k": 2, "at_start": False})
     complete = evaluate._complete
@@ -134,7 +140,9 @@ def test_an_error_in_an_evaluation_keeps_the_step_before_it(recipe: Callable, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "zero3"])
-@pytest.mark.fault("T1f", "a reward raises on rank 1 of 2 at step 3, weights whole and spread", "RewardError; step 2 is saved by both")
+@pytest.mark.fault(
+    "T1f", "a reward raises on rank 1 of 2 at step 3, weights whole and spread", "RewardError; step 2 is saved by both"
+)
 def test_an_error_on_another_rank_saves_the_last_whole_step(mode: str, recipe: Callable, tmp_path: Path) -> None:
     (tmp_path / "judges.py").write_text(
         "import os\nfrom pathlib import Path\n"
@@ -159,7 +167,9 @@ def full(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.fault("C5b", "the disk fills up while the completions of step 3 are written", "StorageError: the path, and what was kept")
+@pytest.mark.fault(
+    "C5b", "the disk fills up while the completions of step 3 are written", "StorageError: the path, and what was kept"
+)
 def test_c5b_a_disk_that_fills_up_between_saves(
     recipe: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], record_property: Callable
 ) -> None:
@@ -193,7 +203,9 @@ def test_a_full_disk_at_the_export_leaves_what_was_there(recipe: Callable, monke
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ESTALE, errno.EIO])
-@pytest.mark.fault("C6b", "resumed in a folder that became read-only, stale or broken", "StorageError: the path and what the disk said")
+@pytest.mark.fault(
+    "C6b", "resumed in a folder that became read-only, stale or broken", "StorageError: the path and what the disk said"
+)
 def test_c6b_a_folder_that_became_read_only(
     number: int, recipe: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], record_property: Callable
 ) -> None:
@@ -265,7 +277,9 @@ def test_c15_more_steps_train_on(recipe: Callable, capsys: pytest.CaptureFixture
     assert same(Path("runs/r"), straight)
 
 
-@pytest.mark.fault("C15b", "the same, but its checkpoints were deleted", "CheckpointError; nothing is trained anew over the final model")
+@pytest.mark.fault(
+    "C15b", "the same, but its checkpoints were deleted", "CheckpointError; nothing is trained anew over the final model"
+)
 def test_c15b_more_steps_without_a_checkpoint(recipe: Callable, capsys: pytest.CaptureFixture[str]) -> None:
     path = recipe("r", steps=2)
     finish(path)
@@ -347,7 +361,10 @@ def test_c19_an_evaluation_that_was_broken_off_is_made_up(
     assert saved(Path("runs/broken")) == at
     finish(path)
     other = ("time/", "wall", "tokens/per_second")
-    found, expected = ([{k: v for k, v in line.items() if not k.startswith(other)} for line in lines(run)] for run in (Path("runs/broken"), straight))
+    found, expected = (
+        [{k: v for k, v in line.items() if not k.startswith(other)} for line in lines(run)]
+        for run in (Path("runs/broken"), straight)
+    )
     assert found == expected
     assert [any(key.startswith("eval/") for key in line) for line in found] == [False, True, False, True]
 
@@ -355,7 +372,9 @@ def test_c19_an_evaluation_that_was_broken_off_is_made_up(
 # ---------------------------------------------------------------- folders that others have had
 
 
-@pytest.mark.fault("F7", "done.json is a list, a number, cut off, or nested without end", "it counts as not finished; the run goes on")
+@pytest.mark.fault(
+    "F7", "done.json is a list, a number, cut off, or nested without end", "it counts as not finished; the run goes on"
+)
 @pytest.mark.parametrize("text", ["[1, 2]", "7", '{"step": "x"}', '{"st', "[" * 100_000, "\x00"])
 def test_f7_a_foreign_done_json(text: str, recipe: Callable) -> None:
     path = recipe("r", steps=1)
@@ -368,7 +387,9 @@ def test_f7_a_foreign_done_json(text: str, recipe: Callable) -> None:
 
 @pytest.mark.fault("F8", "config.yaml of the run is not text, or not YAML", "ConfigError: the file, and three ways out")
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00garbage", b"{unfinished: [", b"\x00"])
-def test_f8_a_damaged_config(content: bytes, recipe: Callable, capsys: pytest.CaptureFixture[str], record_property: Callable) -> None:
+def test_f8_a_damaged_config(
+    content: bytes, recipe: Callable, capsys: pytest.CaptureFixture[str], record_property: Callable
+) -> None:
     path = recipe("r", steps=1)
     finish(path)
     Path("runs/r/config.yaml").write_bytes(content)
@@ -413,7 +434,9 @@ def pairs(count: int, sign: str = "+") -> str:
     return "".join(json.dumps({"prompt": f"{n}{sign}1=", "answer": str(n)}) + "\n" for n in range(1, count + 1))
 
 
-@pytest.mark.fault("C9d", "the data file changed between two runs: as many rows, other prompts", "ConfigError: which; --accept-changes goes on")
+@pytest.mark.fault(
+    "C9d", "the data file changed between two runs: as many rows, other prompts", "ConfigError: which; --accept-changes goes on"
+)
 @pytest.mark.parametrize("key", ["path", "eval_path"])
 def test_c9d_data_that_changed_are_noticed(
     key: str, recipe: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str], record_property: Callable
@@ -488,7 +511,9 @@ def test_the_hubs_data_are_known_by_their_fingerprint(tmp_path: Path, monkeypatc
 
     record_inputs(tmp_path, now("old"), 0)
     check_inputs(tmp_path, now("old"), accept=False)
-    with pytest.raises(ConfigError, match=f"data.path owner/name: .*{sets['old']._fingerprint} then, {sets['new']._fingerprint} now"):
+    with pytest.raises(
+        ConfigError, match=f"data.path owner/name: .*{sets['old']._fingerprint} then, {sets['new']._fingerprint} now"
+    ):
         check_inputs(tmp_path, now("new"), accept=False)
     check_inputs(tmp_path, now("new"), accept=True)
 
@@ -496,7 +521,9 @@ def test_the_hubs_data_are_known_by_their_fingerprint(tmp_path: Path, monkeypatc
 # ---------------------------------------------------------------- things that are read
 
 
-@pytest.mark.fault("T31/X1a", "a pickle bomb as a model's weights (pytorch_model.bin)", "ConfigError: take .safetensors; nothing is run")
+@pytest.mark.fault(
+    "T31/X1a", "a pickle bomb as a model's weights (pytorch_model.bin)", "ConfigError: take .safetensors; nothing is run"
+)
 def test_t31_a_pickle_bomb_as_weights(tiny_policy: Callable, tmp_path: Path) -> None:
     tiny_policy().save(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
@@ -561,9 +588,13 @@ def judge(completion_ids, **_):
 def test_a_thread_that_works_on_does_not_abort_the_process(recipe: Callable, tmp_path: Path, record_property: Callable) -> None:
     """As gloo's did, once in thirty runs on two processes: a thread that asks for the interpreter while it is taken down aborts."""
     (tmp_path / "judges.py").write_text(SPINNER)
-    (tmp_path / "spinning.py").write_text("import sys\nsys.path.insert(0, '.')\nimport judges\nfrom groupwise.cli.commands import command\ncommand()\n")
+    (tmp_path / "spinning.py").write_text(
+        "import sys\nsys.path.insert(0, '.')\nimport judges\nfrom groupwise.cli.commands import command\ncommand()\n"
+    )
     path = recipe("r", steps=1)
-    ended = subprocess.run([sys.executable, "spinning.py", "train", str(path), "--quiet"], capture_output=True, text=True, timeout=250)
+    ended = subprocess.run(
+        [sys.executable, "spinning.py", "train", str(path), "--quiet"], capture_output=True, text=True, timeout=250
+    )
     record_property("exit", ended.returncode)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert "terminate" not in ended.stderr

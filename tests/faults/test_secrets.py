@@ -91,7 +91,9 @@ OVERRIDES = (
 
 @pytest.mark.parametrize("override", OVERRIDES)
 @pytest.mark.fault("X6c, X6e", "secrets in overrides, also inside of mappings", "0 of them in the run folder")
-def test_x6c_no_secret_of_an_override_is_in_the_run_folder(override: str, recipe: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_x6c_no_secret_of_an_override_is_in_the_run_folder(
+    override: str, recipe: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = ["groupwise", "train", str(recipe("r", steps=1)), override]
     monkeypatch.setattr(sys, "argv", arguments)
     assert main(arguments[1:]) == 0
@@ -112,7 +114,9 @@ def test_commands_are_kept_without_secrets(given: list[str], kept: list[str]) ->
     assert redacted_command(given) == kept
 
 
-@pytest.mark.fault("X6f", "a secret of the environment, in the recipe under another name and in a reward's exception", "0 in folder and log")
+@pytest.mark.fault(
+    "X6f", "a secret of the environment, in the recipe under another name and in a reward's exception", "0 in folder and log"
+)
 def test_secrets_of_the_environment(
     recipe: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,7 +146,9 @@ def harmless(text: str) -> bool:
     return escaped(text, keep="\n\r\t") == text
 
 
-@pytest.mark.fault("R23/V5", "a reward raises an exception with terminal escapes in its message", "RewardError with the escapes shown")
+@pytest.mark.fault(
+    "R23/V5", "a reward raises an exception with terminal escapes in its message", "RewardError with the escapes shown"
+)
 @pytest.mark.parametrize("debug", [[], ["--debug"]])
 def test_r23_messages_steer_no_terminal(
     debug: list[str], recipe: Callable, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -174,7 +180,9 @@ def test_r23_messages_steer_no_terminal(
 
 
 @pytest.mark.fault("V5b", "terminal escapes in a log message, a folder's name and a metric's name", "shown as escapes everywhere")
-def test_logs_and_lists_steer_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_logs_and_lists_steer_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     run = tmp_path / f"r{HOSTILE.replace('/', '-')}"
     run.mkdir()
     (run / "config.yaml").write_text("")

@@ -22,7 +22,6 @@ from typing import Any, NoReturn
 
 from groupwise.errors import ConfigError, Ended, GroupwiseError, StorageError
 from groupwise.utils.allocator import prefer_large_pages
-from groupwise.utils.files import disk_failed
 from groupwise.utils.secrets import scrubbed
 from groupwise.utils.terminal import HARMLESS, escaped
 
@@ -70,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
+        from groupwise.utils.files import disk_failed
+
         if given.debug or not disk_failed(error):
             raise
         place = error.filename or "the working directory, or where the output goes"

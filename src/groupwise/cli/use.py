@@ -154,7 +154,9 @@ def chat(path: str, *, temperature: float = 1.0, max_new_tokens: int = 256, seed
             console.print()  # Ctrl-D leaves the cursor behind the prompt
             return 0
         except UnicodeDecodeError as error:
-            raise DataError(f"standard input: not {error.encoding.upper()}: {error.reason} (byte 0x{error.object[error.start]:02x})") from None
+            raise DataError(
+                f"standard input: not {error.encoding.upper()}: {error.reason} (byte 0x{error.object[error.start]:02x})"
+            ) from None
         if not said:
             return 0
         messages.append({"role": "user", "content": said})
