@@ -31,7 +31,7 @@ ALTERNATIVES = {
     "model.path": ("model.scratch",),
     "model.scratch": ("model.path",),
     "data.path": ("data.task", "data.task_args"),
-    "data.task": ("data.path",),
+    "data.task": ("data.path", "data.task_args"),
     "steps": ("epochs",),
     "epochs": ("steps",),
 }

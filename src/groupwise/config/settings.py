@@ -101,7 +101,7 @@ ENGINES: Mapping[str, tuple[str, ...]] = {
     "vllm": ("servers", "colocated", "dtype", "ahead", "correct"),
 }
 """Rollout engines, and what a mapping that names one may say beside it."""
-TASKS = ("addition", "sums", "countdown", "sorting", "gsm8k_arithmetic")
+TASKS = ("addition", "sums", "countdown", "sorting", "arithmetic", "gsm8k_arithmetic", "preferences")
 """Built-in generated tasks."""
 
 
@@ -219,7 +219,8 @@ class RewardSettings:
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of a built-in, or extra keyword arguments of your own function."""
     timeout: Annotated[float, Gt(0.0)] | None = None
-    """Seconds after which a call is stopped and counts as None; more than a tenth of the calls end the run."""
+    """Seconds after which a call is stopped and counts as None; more than a tenth of the calls end the run.  Without it a call that
+    takes ten minutes (and 10 s for each of its completions) is stopped and ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -373,7 +374,8 @@ class RewardModelSettings:
     known too."""
     replay: Mapping[str, Any] | None = None
     """Continued training on new pairs: `{path: old.jsonl, share: 0.1}` mixes in pairs of an older file with the same columns as
-    `data.path`, so many that they make up `share` of all (default: a tenth, as in DeepSeekMath 2402.03300, Algorithm 1)."""
+    `data.path`, or of a built-in task (`{task: preferences}`), so many that they make up `share` of all (default: a tenth, as in
+    DeepSeekMath 2402.03300, Algorithm 1)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,7 +36,7 @@ from groupwise.rewards.model import POSITIONS
 from groupwise.rewards.registry import MAKERS
 from groupwise.rollout.asynchronous import Ahead, Begun
 from groupwise.rollout.engine import Engine
-from groupwise.runs.engines import agreeing, closing_of, engine_lines, make_ahead, make_engine, sampled_elsewhere
+from groupwise.runs.engines import agreeing, engine_lines, make_ahead, make_engine, sampled_elsewhere
 from groupwise.runs.plan import Lines, fitted, memory_lines, offline_plan, online_plan, scoring_memory
 from groupwise.runs.policies import hold, parameter_count, reference_of, weightless
 from groupwise.runs.sizing import H100, Load, rank, rank_lines
@@ -128,7 +128,10 @@ def plan_of(
     if config is not None:
         blueprint = replace(blueprint, config=dict(config), context=context_length(dict(config)))
     recipe = fitted(recipe, shape_of(recipe, blueprint))
-    return _Prepared.of(recipe, blueprint, [blueprint_of(scorer, None) for scorer in scorers], world).plan
+    prepared = _Prepared.of(recipe, blueprint, [blueprint_of(scorer, None) for scorer in scorers], world)
+    if prepared.rewards is not None:
+        prepared.rewards.close()
+    return prepared.plan
 
 
 def shape_of(recipe: Recipe, blueprint: Blueprint) -> Shape:
@@ -230,6 +233,7 @@ class _Prepared:
                 *lines,
                 *adapter_lines(recipe, blueprint),
                 *_held(recipe, blueprint, load, world),
+                *_judges(rewards),
                 ("read", str(prompts.report)),
             ],
         )
@@ -254,8 +258,13 @@ class _Prepared:
         columns = list(prompts.held_out[0].row) if prompts is not None and prompts.held_out else []
         rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer) if columns else None
         lines = [("objective", kind.title), *lines, *adapter_lines(recipe, blueprint)]
-        plan = [*lines, *_held(recipe, blueprint, load, world), ("read", str(rows.report))]
+        plan = [*lines, *_held(recipe, blueprint, load, world), *_judges(rewards), ("read", str(rows.report))]
         return cls(prompts=prompts, rows=rows, rewards=rewards, algorithm=None, steps=steps, plan=plan)
+
+
+def _judges(rewards: Rewards | None) -> Lines:
+    """Where each reward function runs, and what ends a call that does not come back."""
+    return [("reward", line) for line in rewards.plan()] if rewards is not None else []
 
 
 def _held(recipe: Recipe, blueprint: Blueprint, load: Load, world: int | None) -> Lines:
@@ -399,7 +408,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
         reference=anchor,
         engine=engine,
         ahead=ahead,
-        closing=[*closing_of(engine), rewards.close],
+        closing=[engine.close, rewards.close],
     )
 
 
@@ -454,5 +463,8 @@ def _dataset_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, r
         judge=judge,
         reference=anchor,
         engine=engine,
-        closing=[*([prepared.rewards.close] if prepared.rewards is not None else []), *closing_of(engine)],
+        closing=[
+            *([prepared.rewards.close] if prepared.rewards is not None else []),
+            *([engine.close] if engine is not None else []),
+        ],
     )
