@@ -1,7 +1,7 @@
 """SIGKILL, again and again: `python tests/faults/kill_runs.py --kills 200`.
 
-Runs of every kind are killed at random moments, half of the time inside a save, and started again until they finish.  Each must come
-to the same bits as one that was never killed, without a step twice in its log, and never lose more than one save interval.
+Runs of every kind are killed at random moments, half of the time inside a save, and started again until they finish.  Each must
+come to the same bits as one that was never killed, without a step twice in its log, and never lose more than one save interval.
 
 Every run is forked from a process that has imported everything, so that a start costs a fraction of a second; of a run on two
 processes both are killed, one a little after the other.
@@ -141,7 +141,7 @@ def saving(folder: Path) -> bool:
 
 
 def kill_once(path: Path, folder: Path, ranks: int, chance: random.Random, inside: bool) -> str:
-    """Begin a run and kill it: `inside` a save, else at any time after its first new step.  What came of it: killed, or finished."""
+    """Begin a run and kill it: `inside` a save, else at any time after its first new step.  What came of it."""
     pids = begin(path, ranks)
     began, before = time.monotonic(), _last(folder)
     wait = chance.uniform(0.0, 0.3)
@@ -183,7 +183,7 @@ def _last(folder: Path) -> int:
 
 
 def hunt(name: str, kills: int, seed: int, say: Callable[[str], None]) -> Counter[str]:
-    """Kill runs of a kind until so many have been killed, at least half of them inside a save.  Raises SystemExit on the first fault."""
+    """Kill runs of a kind until so many have been killed, half of them inside a save.  Raises SystemExit on the first fault."""
     kind, chance, found = KINDS[name], random.Random(seed), Counter[str]()
     straight = run_to_end(kind.recipe | {"name": f"{name}-straight"}, kind.ranks)
     expected, steps = final_of(straight), [line["step"] for line in read_metrics(straight)]
@@ -219,8 +219,8 @@ def hunt(name: str, kills: int, seed: int, say: Callable[[str], None]) -> Counte
         if lost > EVERY:
             raise SystemExit(f"{name}: {lost} steps were lost, and a save is due every {EVERY}")
     say(
-        f"{name:8} {found['kills']:4} kills, {found['inside']:4} inside a save; {found['finished']} runs finished, all with the bits of "
-        f"the run without kills; at most {found['most lost']} steps lost (a save every {EVERY})"
+        f"{name:8} {found['kills']:4} kills, {found['inside']:4} inside a save; {found['finished']} runs finished, all with the "
+        f"bits of the run without kills; at most {found['most lost']} steps lost (a save every {EVERY})"
     )
     return found
 

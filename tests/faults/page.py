@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - the lines of a page
 """docs/reliability.md, made from the faults that were injected and how they ended (`make test-faults`)."""
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def test_t1c_an_error_of_a_reward_saves_the_last_whole_step(
             (tmp_path / "later").touch()
             break
     shutil.rmtree("runs/broken")
-    with pytest.raises(RewardError) as raised:
+    with pytest.raises(RewardError) as raised:  # noqa: PT012
         for step in train(load_recipe(path)):
             if step.number == 2:
                 (tmp_path / "raise").write_text("ValueError('tired')")
@@ -512,7 +512,7 @@ def test_the_hubs_data_are_known_by_their_fingerprint(tmp_path: Path, monkeypatc
     record_inputs(tmp_path, now("old"), 0)
     check_inputs(tmp_path, now("old"), accept=False)
     with pytest.raises(
-        ConfigError, match=f"data.path owner/name: .*{sets['old']._fingerprint} then, {sets['new']._fingerprint} now"
+        ConfigError, match=rf"data\.path owner/name: .*{sets['old']._fingerprint} then, {sets['new']._fingerprint} now"
     ):
         check_inputs(tmp_path, now("new"), accept=False)
     check_inputs(tmp_path, now("new"), accept=True)
@@ -564,7 +564,7 @@ def test_a_kernel_library_that_is_cut_off_is_compiled_again(tmp_path: Path, monk
 def test_bad_bytes_on_stdin(tiny_policy: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_policy().save(tmp_path / "model")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8"))
-    with pytest.raises(DataError, match="standard input: not UTF-8.*0xff"):
+    with pytest.raises(DataError, match=r"standard input: not UTF-8.*0xff"):
         use.chat(str(tmp_path / "model"))
 
 

@@ -20,8 +20,8 @@ from groupwise.utils.terminal import escaped, json_line
 
 NAMES = (
     "token", "hf_token", "hub_token", "tokens", "apikey", "api_key", "api-key", "apiKey", "API_KEY", "OPENAI_API_KEY", "access_key",
-    "aws_secret_access_key", "secret_key", "wandb_key", "wandb_api_key", "cookie", "cookies", "client_secret", "clientSecret", "pwd",
-    "password", "db_password", "passwd", "passphrase", "credentials", "credential", "private_key", "ssh_key", "signing_key",
+    "aws_secret_access_key", "secret_key", "wandb_key", "wandb_api_key", "cookie", "cookies", "client_secret", "clientSecret",
+    "pwd", "password", "db_password", "passwd", "passphrase", "credentials", "credential", "private_key", "ssh_key", "signing_key",
     "authorization", "auth", "bearer", "secret", "jwt", "session_token", "accessToken",
 )  # fmt: skip
 PLAIN = (
@@ -59,7 +59,10 @@ def test_shapes_of_secrets(shape: str) -> None:
     assert kept not in json.dumps(redacted({"note": [f"a {shape} b"]}))
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text("abc é"), lambda inner: st.lists(inner) | st.dictionaries(st.text("abc"), inner)))  # fmt: skip
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text("abc é")
+
+
+@given(st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text("abc"), inner)))
 def test_what_is_no_secret_is_left_as_it_is(value: object) -> None:
     assert redacted(value) == value
 

@@ -82,8 +82,9 @@ def command() -> NoReturn:
     """The command as a process: `main`, and the end of the process at once, without taking Python down first.
 
     While it is taken down, a library's thread that asks for the interpreter aborts the process ("terminate called without an active
-    exception"): gloo's, as it lets go of what the last exchange sent, did so in one of thirty runs on a busy machine, after all work
-    was done.  What is due at an exit is done as ever: threads that are no daemons are waited for, `atexit` is heard, output flushed.
+    exception"): gloo's, as it lets go of what the last exchange sent, did so in one of thirty runs on a busy machine, after all
+    work was done.  What is due at an exit is done as ever: threads that are no daemons are waited for, `atexit` is heard, output is
+    flushed.
     """
     status: Any = 1
     try:

@@ -78,8 +78,8 @@ PART_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "geometric": {"clip": Annotated[float, Gt(0.0)]},
     "constant": {"length": Annotated[int, Gt(0)]},
 }
-"""What these functions take, beside what other settings give them, so that a value out of range stands in the one list of a recipe's
-mistakes; a part that is not here takes nothing."""
+"""What these functions take, beside what other settings give them, so that a value out of range stands in the one list of mistakes;
+a part that is not here takes nothing."""
 PARALLEL = ("auto", "ddp", "zero2", "zero3")
 """What `parallel` may name."""
 REWARDS = (

@@ -327,8 +327,8 @@ def _load(kind: Any, path: str, dtype: torch.dtype, trust_remote_code: bool) -> 
         raise
     except pickle.UnpicklingError as error:
         raise ConfigError(
-            f"model.path: the weights in {path!r} are a pickle (pytorch_model.bin) that holds more than weights, or is damaged; nothing "
-            "of it was run. Take the checkpoint's .safetensors, or save it anew as such where you trust it"
+            f"model.path: the weights in {path!r} are a pickle (pytorch_model.bin) that holds more than weights, or is damaged; "
+            "nothing of it was run. Take the checkpoint's .safetensors, or save it anew as such where you trust it"
         ) from error
     except (OSError, ValueError, RuntimeError, EOFError, SafetensorError) as error:
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -100,8 +100,8 @@ def choose_folder(recipe: Recipe) -> Path:
             different = changes((folder / CONFIG).read_text(encoding="utf-8"), recipe)
         except (OSError, UnicodeDecodeError, ConfigError) as error:
             raise ConfigError(
-                f"{folder / CONFIG} is damaged, so that nobody knows whether it is the same run ({error}): restore it, delete it to go "
-                "on with the recipe as it is now, or start anew with --fresh"
+                f"{folder / CONFIG} is damaged, so that nobody knows whether it is the same run ({error}): restore it, delete it "
+                "to go on with the recipe as it is now, or start anew with --fresh"
             ) from error
         if different:
             lines = "\n".join(f"  {line}" for line in different)

@@ -1,7 +1,7 @@
 """What a run is made of beside its recipe: the content of its data, of its reward functions and of the models of earlier stages.
 
-A recipe names files, and a file can change while its name stays.  Their content is kept in the run folder (`inputs.json`) when a run
-begins; a resumed run that finds another content refuses to mix the two, unless it is told to go on.
+A recipe names files, and a file can change while its name stays.  Their content is kept in the run folder (`inputs.json`) when a
+run begins; a resumed run that finds another content refuses to mix the two, unless it is told to go on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ data set, the digests of a finished stage's weights."""
 
 
 def inputs_of(recipe: Recipe) -> Inputs:
-    """The inputs of a recipe whose `stage:NAME` are folders and files already.  What cannot be found is left to those who read it."""
+    """The inputs of a recipe whose `stage:NAME` are folders and files already.  What is not found is left to those who read it."""
     found = dict(_all(recipe))
     return {key: {"source": redacted(source), **content} for key, (source, content) in found.items() if content is not None}
 
@@ -111,8 +111,8 @@ def check_inputs(folder: Path, now: Inputs, *, accept: bool) -> None:
     if different and not accept:
         lines = "\n".join(f"  {line}" for line in different)
         raise ConfigError(
-            f"{folder} was begun with other inputs than there are now; bring them back, start anew with --fresh, or go on with what "
-            f"there is now: --accept-changes\n{lines}"
+            f"{folder} was begun with other inputs than there are now; bring them back, start anew with --fresh, or go on with "
+            f"what there is now: --accept-changes\n{lines}"
         )
 
 

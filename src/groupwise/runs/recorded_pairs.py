@@ -8,6 +8,7 @@ from pathlib import Path
 from groupwise.errors import DataError
 from groupwise.runs.folder import list_rollouts, read_step
 from groupwise.training.preferences import preference_rows
+from groupwise.utils import files
 
 
 def recorded_pairs(folder: Path, judge: str | None = None) -> Path:

@@ -21,12 +21,12 @@ from groupwise.config.settings import Recipe
 from groupwise.config.validation import STAGE
 from groupwise.distributed import comm
 from groupwise.errors import CheckpointError, ConfigError, Ended, GroupwiseError, PeerError
-from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs
 from groupwise.models.policy import Policy, resolve_device
 from groupwise.records import Step
 from groupwise.runs import checkpoint
 from groupwise.runs.build import Job, Judged, make_job, plan_of
 from groupwise.runs.folder import FINAL, Lock, RunLog, anew, choose_folder, finished, unfinished
+from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs
 from groupwise.runs.model_card import write_card
 from groupwise.runs.plan import Lines
 from groupwise.runs.policies import read_config

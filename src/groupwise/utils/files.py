@@ -73,7 +73,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def new_folder(final: Path) -> Path:
-    """An empty folder beside `final`, to be filled and then given its name by `place`; what was left of an earlier one is deleted."""
+    """An empty folder beside `final`, to be filled and then given its name by `place`; what was left of an earlier one goes."""
     temporary = final.with_name(f"{NEW}{final.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

@@ -218,8 +218,8 @@ def _redacted(value: Any, secret: bool, name: str) -> Any:
 
 
 def redacted_command(arguments: Sequence[str]) -> list[str]:
-    """The arguments of a command without secrets: the values of `name=value` and `name: value`, also inside of mappings and lists, and
-    what follows an option with a secret's name.
+    """The arguments of a command without secrets: the values of `name=value` and `name: value`, also inside of mappings and lists,
+    and what follows an option with a secret's name.
 
     >>> redacted_command(["train", "rewards.0.args={api_key: abc, k: 3}", "--hf-token", "abc"])
     ['train', 'rewards.0.args={api_key: [redacted], k: 3}', '--hf-token', '[redacted]']
