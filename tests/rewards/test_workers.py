@@ -10,7 +10,7 @@ import time
 import pytest
 
 from groupwise.errors import RewardError
-from groupwise.rewards.workers import Loop, Pool
+from groupwise.rewards.workers import Pool
 
 
 @pytest.fixture
@@ -193,26 +193,3 @@ def test_a_fork_does_not_talk_to_the_parents_workers(hostile):
 def test_a_worker_that_cannot_start_says_why(hostile):
     with pytest.raises(RewardError, match="hostile_calls:broken could not start: no module named luck"):
         Pool("hostile_calls:broken", size=1, seconds=1.0).run()
-
-
-def test_loop_runs_side_by_side_and_times_out():
-    loop = Loop()
-
-    begun: list[int] = []
-
-    async def wait(number: int) -> int:
-        """Until all twenty have begun."""
-        begun.append(number)
-        while len(begun) < 20:
-            await asyncio.sleep(0.01)
-        return number
-
-    async def own_timeout() -> None:
-        raise TimeoutError("the server said so")
-
-    waits = [loop.submit(wait(number), None) for number in range(20)]
-    assert [w().value for w in waits] == list(range(20))
-    assert loop.submit(asyncio.sleep(3600.0), 0.1)().failure == "timeout"
-    outcome = loop.submit(own_timeout(), 5.0)()
-    assert (outcome.failure, outcome.message) == ("error", "the server said so")
-    loop.close()

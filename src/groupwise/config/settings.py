@@ -80,6 +80,10 @@ TASKS = ("addition", "sums", "countdown", "sorting", "arithmetic", "gsm8k_arithm
 """Built-in generated tasks."""
 
 
+ControlTokens = Literal["warn", "plain", "drop", "error"]
+"""What becomes of control tokens in the text of messages."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScratchSettings:
     """A small model with random weights, for tasks that need no pretrained one."""
@@ -151,6 +155,9 @@ class DataSettings:
     """Python format string that makes the prompt from the row's columns, or `alpaca` for instruction/input rows."""
     limit: Positive | None = None
     """Use only the first rows."""
+    control_tokens: ControlTokens = "warn"
+    """Text of the tokenizer's special tokens (`<|im_end|>`) inside the messages that rows bring, other than the assistant's: `warn`
+    (encoded as those tokens, counted, said before training), `plain` (encoded as text), `drop` (the row is left out), `error`."""
     max_prompt_tokens: Positive | None = None
     """Longest prompt; default: the context less `rollout.max_new_tokens`."""
     too_long: Literal["drop", "truncate_left", "error"] = "drop"
@@ -194,7 +201,8 @@ class RewardSettings:
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of a built-in, or extra keyword arguments of your own function."""
     timeout: Annotated[float, Gt(0.0)] | None = None
-    """Seconds after which a call is stopped and counts as None; more than a tenth of the calls end the run."""
+    """Seconds after which a call is stopped and counts as None; more than a tenth of the calls end the run.  Without it a call that
+    takes ten minutes (and 10 s for each of its completions) is stopped and ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
