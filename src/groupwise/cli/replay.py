@@ -13,6 +13,7 @@ import numpy as np
 from groupwise.algorithms.accounting import Accounting, Part
 from groupwise.runs.build import algorithm_line
 from groupwise.runs.replay import REACH, Figure, Outcome, Replay, replay
+from groupwise.utils.terminal import escaped
 
 SHOWN = (
     "rewards, added up",
@@ -36,7 +37,7 @@ def replay_step(
 ) -> int:
     """Replay a step and print what was found.  Returns 0 if every number that was computed again is the recorded one, else 1."""
     found = replay(folder, number, changes, model=model, reach=reach)
-    print(json.dumps(as_dict(found), indent=1, allow_nan=False) if as_json else render(found))
+    print(json.dumps(as_dict(found), indent=1, allow_nan=False) if as_json else escaped(render(found)))
     return 0 if found.same else 1
 
 
