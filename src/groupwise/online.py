@@ -21,7 +21,7 @@ from groupwise.algorithms import Algorithm
 from groupwise.clock import Clock
 from groupwise.collecting import Draw, Source
 from groupwise.errors import RewardError
-from groupwise.metrics import measure
+from groupwise.metrics import by_completion, measure, token_columns
 from groupwise.models.policy import Policy
 from groupwise.objective.credit import Advantages, is_dead
 from groupwise.objective.losses import Mismatch, Terms, entropy_threshold
@@ -92,6 +92,7 @@ def train_online(
             groups=groups,
             advantages=advantages,
             current_logp=first_pass(groups, updates[: len(parts)]),
+            columns=token_columns(groups, updates, algorithm, minibatches=len(parts)),
         )
 
 
@@ -214,7 +215,7 @@ def policy_loss(
         )
         return algorithm.total(terms, weight_C, entropy_tokens)
 
-    return token_loss(policy, batch, loss, separable=algorithm.token_level, entropy=algorithm.needs_entropy, as_is=True)
+    return token_loss(policy, batch, loss, separable=algorithm.token_level, entropy=True, as_is=True)
 
 
 def behavior(algorithm: Algorithm, batch: Batch, rows_C: Tensor, logp_C: Tensor) -> tuple[Tensor, Mismatch | None]:
@@ -240,9 +241,4 @@ def refresh(reference: Policy, policy: Policy, share: float) -> None:
 
 def first_pass(groups: Sequence[Scored], updates: Sequence[Update]) -> list[list[np.ndarray]]:
     """Per group and completion (n_i,): the log-probs that its first update saw; empty where nothing was computed."""
-    seen: dict[tuple[str, int], np.ndarray] = {}
-    for taken in updates:
-        for sample, logp in zip(taken.samples, taken.seen, strict=True):
-            seen[sample.group, sample.index] = logp
-    nothing = np.zeros(0)
-    return [[seen.get((group.prompt.id, rollout.index), nothing) for rollout in group.rollouts] for group in groups]
+    return by_completion(groups, [(sample, logp) for taken in updates for sample, logp in zip(taken.samples, taken.seen, strict=True)])

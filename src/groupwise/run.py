@@ -30,7 +30,7 @@ from groupwise.models.policy import Policy, resolve_device
 from groupwise.plan import Lines
 from groupwise.preferences import recorded_pairs
 from groupwise.progress import Progress
-from groupwise.records import Step
+from groupwise.records import Scored, Step
 from groupwise.runlog import Lock, RunLog, anew, choose_folder, finished
 from groupwise.saving import Saver, advise, reader
 from groupwise.settings import Recipe
@@ -143,9 +143,11 @@ class Run:
             RunLog(self.folder, recipe, done=self.done) if self.first else Unwritten() as log,
             endings(self._may_end) as end_if_told,
         ):
+            log.tokens(job.policy.tokenizer)
             if self.done == 0 and recipe.eval.at_start:
                 self.before = job.judge("validation" in recipe.data.parts)  # on what the last evaluation will be on
                 if self.before is not None:
+                    log.evaluated(0, completions(self.before))
                     first = Step(number=0, metrics={}, evaluation=self.before.metrics())
                     log.write(first)
                     yield first
@@ -154,6 +156,8 @@ class Run:
                     last, told = step.number == job.steps, None
                     if last or (recipe.eval.every and step.number % recipe.eval.every == 0):
                         step, told = self._judged(step, last)
+                        if step.evaluation is not None and self.after is not None:
+                            log.evaluated(step.number, completions(self.after))
                     log.write(step)
                     self._whole = (step.number, job.optimizer.taken, job.place())
                     self.done = step.number
@@ -216,6 +220,15 @@ class Run:
         return apart and not self._saving and (self._judging or self._whole[1] == self.job.optimizer.taken)
 
 
+EVALUATED = 32
+"""Held-out prompts whose sampled completions are kept at every evaluation."""
+
+
+def completions(judged: Judged) -> tuple[Scored, ...]:
+    """Sampled completions of the first held-out prompts; none where what is held out is not prompts."""
+    return judged.groups[:EVALUATED] if isinstance(judged, Evaluation) else ()
+
+
 class Unwritten:
     """The log of a process that writes nothing: the first one does."""
 
@@ -226,6 +239,12 @@ class Unwritten:
         pass
 
     def write(self, step: Step) -> None:
+        """See `RunLog`."""
+
+    def evaluated(self, number: int, groups: Sequence[Scored]) -> None:
+        """See `RunLog`."""
+
+    def tokens(self, tokenizer: Any) -> None:
         """See `RunLog`."""
 
     def sync(self) -> None:
