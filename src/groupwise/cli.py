@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +19,8 @@ from typing import Any, NoReturn
 from groupwise.errors import ConfigError, Ended, GroupwiseError
 from groupwise.heap import prefer_large_pages
 
+REPORT = "report.html"
+"""What a finished run's report is called, in its folder."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
@@ -125,6 +128,8 @@ def _parser() -> argparse.ArgumentParser:
     config.add_argument("key", nargs="?", metavar="KEY", help="a key, a section or a TRL argument; without it all keys")
     config.add_argument("--markdown", action="store_true", help="all keys as a Markdown page")
 
+    _add_view(add("view", _view, "look at runs in the browser, token by token, also while they go on"))
+
     _add_serve(add("serve", _serve, "start a vLLM server that training can sample from (rollout.engine: vllm)"))
     _add_install(add("install-vllm", _install_vllm, "install vLLM into an environment of its own"))
 
@@ -174,6 +179,15 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
     command.add_argument("--limit", type=_positive, metavar="N", help="first prompts only")
     command.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the samples (default %(default)s)")
     command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_view(command: argparse.ArgumentParser) -> None:
+    command.add_argument("paths", nargs="+", metavar="RUN", help="run folders, or Parquet or JSONL files of completions")
+    command.add_argument("--export", metavar="FILE", help="write one self-contained page, for example report.html, and stop")
+    port = "default: 8765, or any that is free"
+    command.add_argument("--port", type=int, metavar="N", help=port)
+    command.add_argument("--open", action="store_true", help="open it in the browser of this machine")
+    command.epilog = "From another machine: ssh -L 8765:127.0.0.1:8765 HOST, and open the address there."
 
 
 def _add_serve(command: argparse.ArgumentParser) -> None:
@@ -271,6 +285,7 @@ def _train(given: argparse.Namespace) -> int:
     if given.nproc > 1 and not given.dry_run:
         _become_torchrun(given)
     from groupwise.run import train_recipe
+    from groupwise.viewer import export
 
     return train_recipe(
         given.recipe,
@@ -281,6 +296,7 @@ def _train(given: argparse.Namespace) -> int:
         timeout=given.timeout,
         world=given.world or (given.nproc if given.nproc > 1 else None),
         model_config=given.model_config,
+        report=lambda folder: export([folder], folder / REPORT),
     )
 
 
@@ -419,6 +435,32 @@ def _explain(given: argparse.Namespace) -> int:
 
     print(render(work(given.rewards, given.lengths, preset=given.preset, mu=given.mu, beta=given.beta, lr=given.lr)))
     return 0
+
+
+def _view(given: argparse.Namespace) -> int:
+    from groupwise.viewer import export, serve
+
+    if given.export is not None:
+        print(export(given.paths, given.export))
+        return 0
+    try:
+        viewer = serve(given.paths, 8765 if given.port is None else given.port)
+    except ConfigError:
+        if given.port is not None:
+            raise
+        viewer = serve(given.paths, 0)
+    print(f"{viewer.address}  (Ctrl-C ends it)", flush=True)
+    if given.open:
+        import webbrowser
+
+        webbrowser.open(viewer.address)
+    try:
+        while True:
+            time.sleep(3600)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        viewer.close()
 
 
 def _runs(given: argparse.Namespace) -> int:

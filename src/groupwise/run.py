@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -297,11 +297,13 @@ def train_recipe(
     world: int | None = None,
     model_config: str | Path | None = None,
     console: Console | None = None,
+    report: Callable[[Path], object] | None = None,
 ) -> int:
     """What `groupwise train` does: every stage of a recipe, one after the other.  Returns the exit status.
 
     dry_run: only the plans.  fresh: start anew, under a numbered name.  quiet: print warnings and the closing table only.
     world, model_config: of a dry run, so many processes and another model's `config.json`.
+    report: called with the folder of every stage that has finished; if it fails, that is said and nothing else.
     """
     stages = load_stages(path, overrides)
     here = join(next(iter(stages.values())), timeout)
@@ -320,6 +322,11 @@ def train_recipe(
             console.print(f"{title}: finished at step {step}; its model is in {folder / FINAL}", highlight=False)
             continue
         outcomes[name] = _train_stage(recipe, folder, title, console, quiet)
+        if report is not None and here.first:
+            try:
+                report(folder)
+            except GroupwiseError as error:
+                console.print(f"no report: {error}", style="yellow", markup=False, highlight=False)
     if outcomes and not dry_run:
         _closing_table(outcomes, stages[list(outcomes)[-1]], console)
     parallel.leave()
@@ -406,7 +413,8 @@ def _part(label: str, found: Judged, last: Judged | None) -> list[str]:
 def _next_commands(recipe: Recipe, folder: Path) -> list[str]:
     """Commands to go on with: talk to the model, evaluate it again, look at what the rewards said."""
     data = recipe.data
-    commands = [["groupwise", "chat", str(folder)]] if data.chat else []
+    commands = [["groupwise", "view", str(folder)]]
+    commands += [["groupwise", "chat", str(folder)]] if data.chat else []
     source = ["--task", data.task] if data.task is not None else ["--data", data.eval_path or ""]
     elsewhere = data.task is not None or data.eval_path is not None  # else the file holds the rows that were trained on, too
     if recipe.rewards and not recipe.rewards[0].args and not elsewhere:
@@ -421,7 +429,7 @@ def _next_commands(recipe: Recipe, folder: Path) -> list[str]:
         length = recipe.eval.max_new_tokens or recipe.rollout.max_new_tokens
         commands.append(["groupwise", "eval", str(folder), *source, *options, "--max-new-tokens", str(length)])
         commands.append(["groupwise", "score", recipe.rewards[0].function, str(folder)])
-    return [shlex.join(command) for command in commands or [["groupwise", "runs", str(folder.parent)]]]
+    return [shlex.join(command) for command in commands]
 
 
 def _export(policy: Policy, folder: Path) -> None:

@@ -226,7 +226,7 @@ def _present(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
         # A single outlier must not turn everything else pale.
         high, low = float(np.quantile(flat, 0.98)), float(np.quantile(flat, 0.02))
         if name in ("push", "kl", "mismatch"):
-            bound = max(abs(high), abs(low), 1e-9)
+            bound = max(abs(high), abs(low)) or (1.0 if name == "push" else 1e-6)
             found[name] = [-bound, bound]
         elif name == "logp":
             found[name] = [min(low, -1.0), 0.0]

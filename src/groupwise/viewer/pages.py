@@ -156,7 +156,7 @@ class Pages:
         ends = [_whole(asked, name) for name in ("before0", "before1", "after0", "after1")]
         if any(end is None for end in ends):
             metrics = source.metrics()
-            found = questions.jump(metrics.steps, metrics.values.get("reward", ()))
+            found = questions.jump(metrics.steps, metrics.values["reward"]) if "reward" in metrics.values else None
             if found is None:
                 raise DataError("there are too few steps with a reward to compare two stretches")
             ends = list(found)

@@ -162,7 +162,7 @@ function chart(element, lines, { label, pick, height = 170, time }) {
   const short = (plot, ticks) => ticks.map((value) => (time ? duration(value) : fmt(value)));
   const plot = new uPlot({
     width: Math.max(200, element.clientWidth), height, series,
-    legend: { show: false }, cursor: { y: false, points: { size: 7 }, drag: { x: true, y: false } },
+    legend: { show: false }, padding: [6, 10, 0, 0], cursor: { y: false, points: { size: 7 }, drag: { x: true, y: false } },
     scales: { x: { time: false } },
     axes: [{ ...axis, size: 26, values: short }, { ...axis, size: 52, values: (plot, ticks) => ticks.map((value) => fmt(value)) }],
     hooks: {
@@ -182,10 +182,21 @@ function chart(element, lines, { label, pick, height = 170, time }) {
   return plot;
 }
 
+/** About five round numbers in a range. */
+function ticks([low, high]) {
+  const raw = (high - low) / 5, size = 10 ** Math.floor(Math.log10(raw));
+  const step = size * ([1, 2, 5, 10].find((times) => times * size >= raw) || 10);
+  const found = [];
+  for (let i = Math.ceil(low / step); i * step <= high; i++) found.push(Number((i * step).toPrecision(6)));
+  return found;
+}
+
 /** Points that can be clicked: `points` {x, y, place}. */
 function scatter(points, { x: xLabel, y: yLabel, choose }) {
   const ranges = [rangeOf(points.map((point) => point.x)) || [0, 1], rangeOf(points.map((point) => point.y)) || [0, 1]];
-  const room = { left: 48, right: 12, top: 10, bottom: 34 };
+  const room = { left: 62, right: 14, top: 10, bottom: 36 };
+  // Rewards of 0 and 1 would lie on top of each other: each point is moved a little, always the same way.
+  points.forEach((point, i) => { const turn = i * 2.39996; const far = 10 * Math.sqrt((i * 0.7548776) % 1); point.dx = far * Math.cos(turn); point.dy = far * Math.sin(turn); });
   let near = null;
   const at = (width, height) => [
     (value) => room.left + ((value - ranges[0][0]) / (ranges[0][1] - ranges[0][0])) * (width - room.left - room.right),
@@ -196,17 +207,16 @@ function scatter(points, { x: xLabel, y: yLabel, choose }) {
     context.font = "11px system-ui, sans-serif";
     context.strokeStyle = variable("--line");
     context.fillStyle = variable("--soft");
-    for (let i = 0; i <= 4; i++) {
-      const vx = ranges[0][0] + ((ranges[0][1] - ranges[0][0]) * i) / 4, vy = ranges[1][0] + ((ranges[1][1] - ranges[1][0]) * i) / 4;
+    for (const value of ticks(ranges[1])) {
       context.beginPath();
-      context.moveTo(room.left, y(vy));
-      context.lineTo(width - room.right, y(vy));
+      context.moveTo(room.left, y(value));
+      context.lineTo(width - room.right, y(value));
       context.stroke();
       context.textAlign = "right";
-      context.fillText(fmt(Number(vy.toPrecision(3))), room.left - 6, y(vy) + 4);
-      context.textAlign = "center";
-      context.fillText(fmt(Number(vx.toPrecision(3))), x(vx), height - room.bottom + 14);
+      context.fillText(fmt(value), room.left - 6, y(value) + 4);
     }
+    context.textAlign = "center";
+    for (const value of ticks(ranges[0])) context.fillText(fmt(value), x(value), height - room.bottom + 14);
     context.textAlign = "center";
     context.fillText(xLabel, room.left + (width - room.left - room.right) / 2, height - 5);
     context.save();
@@ -216,16 +226,16 @@ function scatter(points, { x: xLabel, y: yLabel, choose }) {
     context.restore();
     context.fillStyle = lineColour(0);
     context.globalAlpha = Math.max(0.2, Math.min(0.75, 90 / points.length));
-    for (const point of points) { context.beginPath(); context.arc(x(point.x), y(point.y), 3.2, 0, 7); context.fill(); }
+    for (const point of points) { context.beginPath(); context.arc(x(point.x) + point.dx, y(point.y) + point.dy, 3.2, 0, 7); context.fill(); }
     context.globalAlpha = 1;
-    if (near) { context.strokeStyle = variable("--ink"); context.lineWidth = 2; context.beginPath(); context.arc(x(near.x), y(near.y), 6, 0, 7); context.stroke(); }
+    if (near) { context.strokeStyle = variable("--ink"); context.lineWidth = 2; context.beginPath(); context.arc(x(near.x) + near.dx, y(near.y) + near.dy, 6, 0, 7); context.stroke(); }
   });
   const find = (event) => {
     const box = picture.getBoundingClientRect();
     const [x, y] = at(box.width, box.height);
     let best = null, gap = 400;
     for (const point of points) {
-      const distance = (x(point.x) - event.clientX + box.left) ** 2 + (y(point.y) - event.clientY + box.top) ** 2;
+      const distance = (x(point.x) + point.dx - event.clientX + box.left) ** 2 + (y(point.y) + point.dy - event.clientY + box.top) ** 2;
       if (distance < gap) { gap = distance; best = point; }
     }
     return best;

@@ -72,9 +72,8 @@ function stepBar(run, kind, step, curves) {
   const follows = here.step === undefined && run.state === "live";
   return h("section", { class: "panel steps" },
     h("div", { class: "line" },
-      button("earlier step", steps[at - 1], "←"),
       h("h1", {}, kind === "evaluation" ? "Held out, after step " : "Step ", h("b", { text: step.step }), h("span", { class: "of", text: run.planned && run.state !== "file" ? ` of ${run.planned}` : "" })),
-      button("later step", steps[at + 1], "→"),
+      h("span", { class: "arrows" }, button("earlier step", steps[at - 1], "←"), button("later step", steps[at + 1], "→")),
       h("span", { class: "facts" },
         h("span", { class: "fact", text: `reward ${fmt(step.reward)}` }),
         h("span", { class: "fact", text: many(step.all || step.groups.length, "group") }),
@@ -86,6 +85,8 @@ function stepBar(run, kind, step, curves) {
     metric && curves.steps.length > 1 ? scrubber(curves, metric, steps, step.step, jump) : null);
 }
 
+const SHARES = new Set(["frac_reward_zero_std", "completions/clipped_ratio", "eval/greedy", "eval/sampled", "accuracy"]);
+
 /** The few curves, the flags, the groups of the step. */
 async function rail(run, step, chosen, curves) {
   const health = await ask("health", { run: run.run }, run.state === "live");
@@ -96,9 +97,10 @@ async function rail(run, step, chosen, curves) {
   const figures = health.figures.filter((figure) => (curves.values[figure.metric] || []).some((value) => value !== null)).map((figure) => {
     const values = curves.values[figure.metric];
     const known = values.filter((value) => value !== null);
-    const moved = known.length > 1 ? `from ${fmt(known[0])}` : "";
+    const show = SHARES.has(figure.metric) ? percent : fmt;
+    const moved = known.length > 1 ? `from ${show(known[0])}` : "";
     return h("a", { class: "figure", href: linkTo({ view: "curves", metric: figure.metric }), title: figure.meaning },
-      h("span", { class: "label", text: figure.label }), h("span", { class: "value", text: fmt(known[known.length - 1]) }),
+      h("span", { class: "label", text: figure.label }), h("span", { class: "value", text: show(known[known.length - 1]) }),
       h("span", { class: "moved", text: moved }), sparkline(`${figure.label} over ${many(curves.steps.length, "step")}`, curves.steps, values));
   });
   return h("aside", { class: "rail", "aria-label": "how the run stands" },
@@ -131,15 +133,15 @@ async function showGroup(element, run, kind, step, chosen, still, side = "") {
   const place = step.groups ? step.groups.indexOf(chosen) : -1;
   const near = (i) => step.groups[i] && (() => go({ step: step.step, group: step.groups[i].group, c: null }));
   const move = (label, key, run_) => h("button", { type: "button", class: "icon", disabled: !run_, onclick: run_ || undefined, title: `${label} (${key})`, "aria-label": label, text: key });
-  const rank = place === 0 ? "the most informative of the step" : place > 0 ? `number ${place + 1} of ${step.groups.length} by spread of rewards` : "";
+  const rank = place === 0 && !chosen.spread ? "in every group of this step all rewards are equal: it taught nothing" : place === 0 ? "the most informative of the step" : place > 0 ? `number ${place + 1} of ${step.groups.length} by spread of rewards` : "";
   const strip = h("div", { class: "strip-place" });
   const cards = cardsOf(group, { run: run.run, step: step.step, group: chosen.group, kind, side });
   fill(element,
     h("section", { class: "panel group-head" },
       h("div", { class: "line" },
-        step.groups ? move("previous group", "↑", near(place - 1)) : null,
-        h("h2", {}, `Group ${chosen.group}`, h("span", { class: "of", text: rank ? `  ${rank}` : "" })),
-        step.groups ? move("next group", "↓", near(place + 1)) : null,
+        h("h2", {}, `Group ${chosen.group}`),
+        step.groups ? h("span", { class: "arrows" }, move("previous group", "↑", near(place - 1)), move("next group", "↓", near(place + 1))) : null,
+        h("span", { class: place === 0 && !chosen.spread ? "of lonely" : "of", text: rank }),
         h("span", { class: "push" }),
         side || ANSWERS ? null : h("a", { class: "button", href: linkTo({ view: "compare", step: step.step, kind: here.kind, key: group.key }), text: "Compare" })),
       promptBox(group), strip),
@@ -173,7 +175,7 @@ async function showStrip(element, run, kind, step, key, still) {
   }
   const flat = found.visits.flatMap((visit) => visit.rewards).filter((value) => value !== null);
   const low = Math.min(...flat), high = Math.max(...flat);
-  const y = (value) => 40 - ((value - low) / Math.max(high - low, 1e-9)) * 34;
+  const y = (value) => (high > low ? 40 - ((value - low) / (high - low)) * 34 : 23);
   const shown = found.visits.length > 120 ? found.visits.filter((_, i) => i % Math.ceil(found.visits.length / 120) === 0 ) : found.visits;
   fill(element, h("h3", { text: "This prompt through training" }), h("p", { class: "hint", text: `${many(found.visits.length, "visit")}${reading}; a dot is a completion, the bar their mean reward (${fmt(low)} to ${fmt(high)})` }),
     h("ol", { class: "strip" }, shown.map((visit) => {
@@ -206,8 +208,8 @@ function quantityBar(group) {
           QUANTITIES.map((one, i) => h("button", { type: "button", "aria-pressed": String(one.id === by), disabled: !scales[one.id], title: scales[one.id] ? one.says : "not recorded in this run", onclick: () => colourBy(one.id) }, h("kbd", { text: i + 1 }), one.label)),
           h("button", { type: "button", "aria-pressed": String(!by), onclick: () => colourBy("none") }, h("kbd", { text: "0" }), "None")),
         h("span", { class: "push" }),
-        h("button", { type: "button", "aria-pressed": String(here.blanks === "1"), onclick: () => go({ blanks: here.blanks === "1" ? null : "1" }, true), title: "spaces, ends of lines and special tokens" }, h("kbd", { text: "w" }), "Show blanks")),
-      h("div", { class: "line legend" }, quantity ? scaleBar(quantity, scales[by]) : null, h("p", { class: "says", text: quantity ? quantity.says : "Tokens are not coloured." })));
+        h("button", { type: "button", "aria-pressed": String(here.blanks === "1"), onclick: () => go({ blanks: here.blanks === "1" ? null : "1" }, true), title: "spaces, ends of lines and special tokens" }, h("kbd", { text: "w" }), "Blanks")),
+      h("div", { class: "line legend" }, quantity ? scaleBar(quantity, scales[by]) : null, h("p", { class: "says" }, quantity ? quantity.says : "Tokens are not coloured.", quantity && (by === "push" || by === "gradient") ? [" ", h("span", { class: "hatched", role: "img", "aria-label": "hatched" })] : null)));
   };
   paint();
   bar.repaint = paint;
@@ -232,6 +234,12 @@ function cardsOf(group, context) {
   const scales = group.quantities;
   const sorted = [...group.completions].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity) || a.index - b.index);
   const rewards = group.completions.map((one) => one.reward);
+  const said = new Map();
+  for (const one of sorted) {
+    const text = one.tokens ? one.tokens.join("") + one.length : one.text;
+    if (said.has(text)) one.same = said.get(text);
+    else said.set(text, one.index);
+  }
   const shared = { ...context, scales, rewards, wanted: here.text, by: () => chosenQuantity(scales) };
   const grid = h("div", { class: "cards" });
   const show = (from) => {
@@ -258,7 +266,8 @@ const FIRST_NAMES = ["reward", "reward_std", "frac_reward_zero_std", "entropy", 
 
 /** The runs whose curves are drawn: the one that is looked at, and those laid over it. */
 function overlaid() {
-  const chosen = here.overlay === undefined ? RUNS.map((run) => run.run) : here.overlay.split(",").filter(Boolean).map(Number);
+  const alike = RUNS.filter((run) => run.metrics.includes("reward") === runHere().metrics.includes("reward"));
+  const chosen = here.overlay === undefined ? alike.map((run) => run.run) : here.overlay.split(",").filter(Boolean).map(Number);
   return RUNS.filter((run) => chosen.includes(run.run) || run === runHere());
 }
 
@@ -516,7 +525,8 @@ VIEWS.lenses = async (main) => {
   const place = (i) => [points.step[i], points.group[i], points.index[i]];
   const link = ([step, group, index]) => linkTo({ step, group, c: index });
   const plotted = points.reward.map((y, i) => ({ x: columns[across][i], y, place: place(i) })).filter((point) => point.x !== null && point.y !== null);
-  const ranked = plotted.map((point) => point).sort((a, b) => b.y - a.y || b.x - a.x).slice(0, 6);
+  const seen = new Set();
+  const ranked = [...plotted].sort((a, b) => b.y - a.y || b.x - a.x).filter(({ place: [step, group] }) => !seen.has(`${step}/${group}`) && seen.add(`${step}/${group}`)).slice(0, 6);
   const sentence = (name) => {
     const value = found.correlations[name];
     return h("li", {}, h("a", { href: addressOf({ ...here, across: name }), text: name }), relation(value));
