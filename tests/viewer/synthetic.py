@@ -54,7 +54,7 @@ def make_step(
     for g in range(groups):
         asked = (number * groups + g) % prompts
         prompt = Prompt(id=f"{number}/{g}", tokens=np.array([65, 66]), text=f"What is {asked} + {asked}?", row={"answer": str(2 * asked)})
-        rewards = np.clip(np.round(chance.random((size, 2)) + 0.02 * number - 0.3), 0, 1)
+        rewards = np.clip(np.round(chance.random((size, 2)) + 0.01 * number - 0.3), 0, 1)
         if g == 0:
             rewards[:] = 1.0  # a dead group
         rollouts = []

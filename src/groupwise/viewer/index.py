@@ -47,6 +47,8 @@ class Index:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.total = 0
+        self.asked = 0
+        """Pages that are being answered; reading on waits for them."""
 
     def start(self) -> None:
         """Read on in a thread, for as long as the viewer runs."""
@@ -69,12 +71,14 @@ class Index:
         """Read every step that is not here yet; forget those that a resumed run has taken away."""
         present = self.source.steps()
         self.total = len(present)
-        for step in [step for step in self._entries if step not in set(present)] if len(self._entries) > len(present) else ():
+        for step in self._entries.keys() - set(present):
             self._forget(step)
         for step in reversed(present):
             if self._stop.is_set():
                 return
             if step not in self._entries:
+                while self.asked and not self._stop.wait(0.01):
+                    pass
                 try:
                     self.add(step)
                 except DataError:

@@ -43,7 +43,14 @@ class Pages:
 
     def answer(self, name: str, parameters: Parameters) -> Json:
         """The JSON of an address.  Raises KeyError for one that is not there, DataError for what cannot be answered."""
-        return self.known[name](parameters)
+        answer = self.known[name]
+        for index in self.indexes:
+            index.asked += 1
+        try:
+            return answer(parameters)
+        finally:
+            for index in self.indexes:
+                index.asked -= 1
 
     def start(self) -> None:
         """Begin to gather what pages about whole runs need."""

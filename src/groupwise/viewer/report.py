@@ -91,9 +91,19 @@ def _answers(pages: Pages, count: int) -> dict[str, Any]:
                 answer["all"] = len(answer["groups"])
                 answer["groups"] = answer["groups"][:count]
                 for group in answer["groups"]:
-                    ask("group", run=i, kind=kind, step=step, group=group["group"])
+                    for completion in ask("group", run=i, kind=kind, step=step, group=group["group"]).get("completions", ()):
+                        _shorten(completion)
                     found[address("visits", {"run": i, "key": group["key"]})] = {"visits": [], "read": 0, "total": 0}
     return found
+
+
+def _shorten(completion: dict[str, Any]) -> None:
+    """A column that says one number everywhere says it once; the application writes it out again."""
+    columns = completion.get("columns", {})
+    columns.pop("behavior", None)
+    for name, values in columns.items():
+        if len(values) > 1 and len(set(values)) == 1:
+            columns[name] = values[:1]
 
 
 def _telling(source: Source, change: dict[str, Any]) -> list[int]:

@@ -144,6 +144,8 @@ class Run:
         self._files = _Files()
         self._vocabulary: Vocabulary | None = None
         self._lock = threading.Lock()
+        self._listed: dict[str, tuple[int, dict[int, recorded.Place]]] = {}
+        self._config: tuple[int, dict[str, Any]] = (-1, {})
 
     def state(self) -> dict[str, Any]:
         steps = self.metrics().steps
@@ -153,8 +155,15 @@ class Run:
         return {"state": state, "last": last, "planned": self.config().get("steps")}
 
     def places(self, kind: str = TRAINING) -> dict[int, recorded.Place]:
-        """Where each step lies."""
-        return recorded.places(self.path / (recorded.ROLLOUTS if kind == TRAINING else recorded.EVALUATIONS))
+        """Where each step lies; the folder is listed again when it has changed."""
+        folder = self.path / (recorded.ROLLOUTS if kind == TRAINING else recorded.EVALUATIONS)
+        try:
+            changed = folder.stat().st_mtime_ns
+        except OSError:
+            return {}
+        if kind not in self._listed or self._listed[kind][0] != changed:
+            self._listed[kind] = changed, recorded.places(folder)
+        return self._listed[kind][1]
 
     def steps(self, kind: str = TRAINING) -> list[int]:
         return list(self.places(kind))
@@ -167,7 +176,11 @@ class Run:
 
     def _read(self, step: int, kind: str, read: Callable[[pq.ParquetFile, int | None], Any]) -> Any:
         for attempt in (1, 2):  # between looking and reading, a running process may have put the step elsewhere
+            if attempt == 2:
+                self._listed.pop(kind, None)
             place = self.places(kind).get(step)
+            if place is None and attempt == 1:
+                continue
             if place is None:
                 raise DataError(f"{self.name} holds no completions of step {step}")
             try:
@@ -183,11 +196,15 @@ class Run:
         return self._metrics.refresh()
 
     def config(self) -> dict[str, Any]:
+        path = self.path / runlog.CONFIG
         try:
-            found = yaml.safe_load((self.path / runlog.CONFIG).read_text(encoding="utf-8"))
+            changed = path.stat().st_mtime_ns
+            if self._config[0] != changed:
+                found = yaml.safe_load(path.read_text(encoding="utf-8"))
+                self._config = changed, dict(_flat(found)) if isinstance(found, dict) else {}
         except (OSError, yaml.YAMLError, UnicodeDecodeError):
             return {}
-        return dict(_flat(found)) if isinstance(found, dict) else {}
+        return self._config[1]
 
     def environment(self) -> dict[str, Any]:
         try:
@@ -223,7 +240,8 @@ class File:
         self._metrics = Metrics(None)
         self._steps: dict[int, pa.Table] = {}
         for step, rows in sorted(_by_step(_rows_of(path)).items()):
-            self._steps[step] = pa.Table.from_pylist(_filled(rows))
+            together = sorted(rows, key=lambda row: (row["group"], row["index"]))
+            self._steps[step] = pa.Table.from_pylist(_filled(together))
         self._add_metrics()
 
     def _add_metrics(self) -> None:

@@ -113,7 +113,7 @@ async function arrive() {
   } catch (error) {
     if (still()) fill(main, panel("This cannot be shown", failed(error)));
   }
-  if (!still()) return;
+  if (!still() && here.view !== "search") return;
   main.dataset.ready = here.view;
   if (here.view === "search" && event_wasKey) $("search-text")?.focus();
   event_wasKey = false;

@@ -64,6 +64,8 @@ const CHUNK = 600;
 class Card {
   constructor(completion, context) {
     this.completion = completion;
+    // A report says a number that is the same for all tokens once.
+    for (const [name, values] of Object.entries(completion.columns || {})) if (values.length === 1) completion.columns[name] = Array(completion.tokens.length).fill(values[0]);
     this.context = context;
     this.shown = 0;
     this.spans = [];

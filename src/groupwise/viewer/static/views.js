@@ -337,7 +337,7 @@ VIEWS.curves = async (main) => {
 // ---------------------------------------------------------------- search
 
 VIEWS.search = async (main) => {
-  const run = runHere(), kind = kindHere();
+  const run = runHere();
   if (ANSWERS) { fill(main, panel("Search", empty("A report holds some groups only. Open the run to search all of it: groupwise view RUN"))); return; }
   const field = (name, label, attributes = {}) => h("label", {}, label, h("input", { name, value: here[name] ?? "", ...attributes }));
   const functions = run.metrics.filter((name) => /^rewards\/.*\/mean$/.test(name)).map((name) => name.slice(8, -5));
@@ -353,9 +353,12 @@ VIEWS.search = async (main) => {
     h("button", { type: "submit", class: "main", text: "Search" }));
   const submit = (event) => {
     event?.preventDefault();
-    const values = Object.fromEntries(new FormData(form));
-    go({ ...values, c: null });
-    if (event) $("search-text").focus();
+    const changed = Object.fromEntries([...new FormData(form)].map(([key, value]) => [key, value || undefined]));
+    if (Object.keys(changed).every((key) => here[key] === changed[key])) return;
+    Object.assign(here, changed);
+    delete here.c;
+    history.pushState(null, "", addressOf(here));
+    begin();
   };
   form.addEventListener("submit", submit);
   form.addEventListener("change", () => submit());
@@ -363,16 +366,25 @@ VIEWS.search = async (main) => {
   const list = h("ol", { class: "found" });
   const more = h("button", { type: "button", class: "more wide", hidden: true, text: "More" });
   fill(main, form, h("section", { class: "panel" }, h("h2", { text: "Completions" }), count, list, more));
-  const still = staying();
   const keys = ["text", "prompt", "low", "high", "function", "finish", "first", "last"];
-  const asked = Object.fromEntries(keys.map((key) => [key, here[key]]));
-  let cursor = "", seen = 0, total = 0, wanted = 60;
+  let still, asked, cursor, seen, total, wanted;
+  const begin = () => {
+    token += 1;
+    still = staying();
+    asked = Object.fromEntries(keys.map((key) => [key, here[key]]));
+    cursor = "";
+    seen = total = 0;
+    wanted = 60;
+    list.replaceChildren();
+    return read();
+  };
   const read = async () => {
+    const kind = kindHere(), still_ = still;
     more.hidden = true;
     try {
-      while (still() && cursor !== null && total < wanted) {
+      while (still_() && cursor !== null && total < wanted) {
         const answer = await ask("search", { ...asked, run: run.run, kind, cursor }, true);
-        if (!still()) return;
+        if (!still_()) return;
         list.append(...answer.found.map(foundRow));
         total += answer.found.length;
         seen += answer.seen;
@@ -380,12 +392,12 @@ VIEWS.search = async (main) => {
         count.textContent = `${many(total, "completion")} in the ${many(seen, "newest step", "newest steps")}` + (answer.left ? `, ${answer.left.toLocaleString("en")} steps not looked at yet` : "; that is all");
       }
     } catch (error) {
-      if (still()) count.textContent = error.message;
+      if (still_()) count.textContent = error.message;
     }
-    more.hidden = cursor === null;
+    if (still_()) more.hidden = cursor === null;
   };
   more.addEventListener("click", () => { wanted = total + 60; read(); });
-  await read();
+  await begin();
 };
 
 function foundRow(one) {
