@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from groupwise import recorded
+from groupwise.data.rollout_table import columns_of, groups_of
 from groupwise.errors import DataError
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
-from groupwise.tables import columns_of, groups_of
 
 
 def step(number: int, *, signal: bool = False) -> Step:
@@ -140,8 +140,8 @@ def test_no_crash_loses_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         recorded.pack(tmp_path, 4)
     left, real_replace, real_unlink = [at], os.replace, Path.unlink
 
-    def dying(real):  # noqa: ANN001, ANN202
-        def call(*given, **how):  # noqa: ANN002, ANN003, ANN202
+    def dying(real):
+        def call(*given, **how):
             if left[0] == 0:
                 raise Killed
             left[0] -= 1

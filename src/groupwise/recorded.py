@@ -21,9 +21,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from groupwise.data.rollout_table import table_of
 from groupwise.errors import DataError
 from groupwise.records import Step
-from groupwise.tables import table_of
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ def _write_pack(folder: Path, steps: Sequence[int], tables: Iterator[pa.Table], 
             writer.write_table(found, row_group_size=max(len(found), 1))
 
 
-class _appearing:  # noqa: N801 - used as a function
+class _appearing:
     """A file that appears under its name when it is whole.   keep: it must outlive a power cut before others are removed."""
 
     def __init__(self, path: Path, *, keep: bool = False) -> None:

@@ -67,7 +67,9 @@ def from_json(tokenizer: Mapping[str, Any]) -> Vocabulary:
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise DataError(f"a tokenizer.json without a vocabulary ({type(error).__name__}: {error})") from error
     kinds = json.dumps([tokenizer.get("decoder"), tokenizer.get("pre_tokenizer")])
-    bytes_of = _byte_level if '"ByteLevel"' in kinds else _sentence_piece if "\\u2581" in kinds or "ByteFallback" in kinds else _plain
+    bytes_of = (
+        _byte_level if '"ByteLevel"' in kinds else _sentence_piece if "\\u2581" in kinds or "ByteFallback" in kinds else _plain
+    )
     pieces: list[bytes | None] = [None] * (max([*named, *added], default=-1) + 1)
     for i, name in named.items():
         pieces[i] = bytes_of(name)

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from groupwise.algorithms import ALGORITHMS, Algorithm, resolve
+from groupwise.algorithms.registry import ALGORITHMS, Algorithm, resolve
+from groupwise.config.settings import GroupSettings
+from groupwise.data.packing import pack
 from groupwise.models.policy import Policy
-from groupwise.online import policy_loss, weigh, with_reference
-from groupwise.packing import pack
 from groupwise.records import Sample, Scored
-from groupwise.settings import GroupSettings
+from groupwise.training.online import policy_loss, weigh, with_reference
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}
 

@@ -39,7 +39,9 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another run, with another configuration, of the same prompts."""
-    return synthetic.make_run(tmp_path_factory.mktemp("more") / "beta", 30, config="steps: 30\ngroup: {beta: 0.0}\n", evaluated=False)
+    return synthetic.make_run(
+        tmp_path_factory.mktemp("more") / "beta", 30, config="steps: 30\ngroup: {beta: 0.0}\n", evaluated=False
+    )
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from groupwise import recorded, runlog, vocabulary
+from groupwise import recorded, vocabulary
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
+from groupwise.runs import folder as runlog
 from groupwise.vocabulary import Vocabulary
 
 HOSTILE = (
@@ -53,13 +54,17 @@ def make_step(
     advantages, current = [], []
     for g in range(groups):
         asked = (number * groups + g) % prompts
-        prompt = Prompt(id=f"{number}/{g}", tokens=np.array([65, 66]), text=f"What is {asked} + {asked}?", row={"answer": str(2 * asked)})
+        prompt = Prompt(
+            id=f"{number}/{g}", tokens=np.array([65, 66]), text=f"What is {asked} + {asked}?", row={"answer": str(2 * asked)}
+        )
         rewards = np.clip(np.round(chance.random((size, 2)) + 0.01 * number - 0.3), 0, 1)
         if g == 0:
             rewards[:] = 1.0  # a dead group
         rollouts = []
         for i in range(size):
-            text = texts[(g * size + i) % len(texts)] if texts else ("therefore " if number > 20 else "so ") + "7" * (1 + i % length)
+            text = (
+                texts[(g * size + i) % len(texts)] if texts else ("therefore " if number > 20 else "so ") + "7" * (1 + i % length)
+            )
             ids = np.frombuffer(text.encode("utf-8", "backslashreplace"), np.uint8).astype(np.int64)
             ids = np.concatenate([ids, [256]])
             rollouts.append(
@@ -80,7 +85,14 @@ def make_step(
         advantage = (reward - reward.mean()) / (reward.std() + 1e-6)
         signals = {"reference_logp": tuple(-chance.random(len(r)).astype(np.float32) for r in rollouts)} if reference else {}
         found.append(
-            Scored(rollouts=tuple(rollouts), names=("accuracy", "format"), rewards=rewards, reward=reward, weights=(1.0, 0.5), signals=signals)
+            Scored(
+                rollouts=tuple(rollouts),
+                names=("accuracy", "format"),
+                rewards=rewards,
+                reward=reward,
+                weights=(1.0, 0.5),
+                signals=signals,
+            )
         )
         advantages.append([np.full(len(r), a) for r, a in zip(rollouts, advantage, strict=True)])
         current.append([r.behavior_logp + np.float32(1e-4) for r in rollouts])
@@ -89,7 +101,12 @@ def make_step(
         columns["clipped"].append([(chance.random(len(r)) < 0.1 * clipped).astype(np.float32) for r in rollouts])
         columns["last_logp"].append([r.behavior_logp + chance.normal(0, 0.1, len(r)).astype(np.float32) for r in rollouts])
     every = np.concatenate([group.reward for group in found])
-    metrics = {"reward": float(every.mean()), "entropy": 1.0 / number, "frac_reward_zero_std": 1 / groups, "completions/mean_length": 5.0}
+    metrics = {
+        "reward": float(every.mean()),
+        "entropy": 1.0 / number,
+        "frac_reward_zero_std": 1 / groups,
+        "completions/mean_length": 5.0,
+    }
     return Step(
         number=number,
         metrics={**metrics, "tokens/sampled": 100.0, "kl": math.nan if number == 1 else 0.01 * number},
@@ -101,7 +118,9 @@ def make_step(
     )
 
 
-def make_run(folder: Path, steps: int = 12, *, config: str = "steps: 40\ngroup: {beta: 0.01}\n", evaluated: bool = True, **how: object) -> Path:
+def make_run(
+    folder: Path, steps: int = 12, *, config: str = "steps: 40\ngroup: {beta: 0.01}\n", evaluated: bool = True, **how: object
+) -> Path:
     """A finished run folder of small steps."""
     folder.mkdir(parents=True)
     (folder / runlog.CONFIG).write_text(config, encoding="utf-8")
@@ -144,11 +163,20 @@ def make_large(folder: Path, steps: int = 10_000, *, groups: int = 8, size: int 
             for step in range(begin, begin + recorded.PACK):
                 writer.write_table(_rows(step, schema, chance, texts, groups, rows, tokens), row_group_size=rows)
     for step in range(singles + 1, steps + 1):
-        pq.write_table(_rows(step, schema, chance, texts, groups, rows, tokens), first / recorded.ROLLOUTS / f"{step:06d}.parquet", compression="zstd")
+        pq.write_table(
+            _rows(step, schema, chance, texts, groups, rows, tokens),
+            first / recorded.ROLLOUTS / f"{step:06d}.parquet",
+            compression="zstd",
+        )
     names = [f"metric/{i}" for i in range(34)]
     with open(first / runlog.METRICS, "w", encoding="utf-8") as file:
         for step in range(1, steps + 1):
-            line = {"step": step, "reward": 0.5 + step / steps / 3, "entropy": 1 / step, **dict(zip(names, chance.random(34).round(6), strict=True))}
+            line = {
+                "step": step,
+                "reward": 0.5 + step / steps / 3,
+                "entropy": 1 / step,
+                **dict(zip(names, chance.random(34).round(6), strict=True)),
+            }
             file.write(json.dumps({**line, "tokens/sampled": rows * tokens, "wall": 1.7e9 + step}) + "\n")
     (first / runlog.DONE).write_text(json.dumps({"step": steps}), encoding="utf-8")
     return first
@@ -190,7 +218,9 @@ def _rows(
         elif field.name == "completion_ids":
             columns.append(per_token(chance.integers(97, 122, flat), pa.int64()))
         elif field.name in ("trained", "version", "advantages", "update/weight", "update/clipped"):
-            constant = np.repeat(reward, tokens) if field.name == "advantages" else np.full(flat, step if field.name == "version" else 1)
+            constant = (
+                np.repeat(reward, tokens) if field.name == "advantages" else np.full(flat, step if field.name == "version" else 1)
+            )
             columns.append(per_token(constant.astype(bool) if field.name == "trained" else constant, field.type.value_type))
         else:
             columns.append(per_token(-numbers, field.type.value_type))

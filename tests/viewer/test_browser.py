@@ -73,7 +73,9 @@ def test_the_colour_says_the_sign_and_clipped_tokens_are_hatched(viewer: Callabl
     for completion in group["completions"]:
         spans = page.locator(f"#c{completion['index']} .t")
         found = spans.evaluate_all("all => all.map((one) => [one.style.backgroundColor, getComputedStyle(one).backgroundImage])")
-        for (colour, image), push, clipped in zip(found, completion["columns"]["push"], completion["columns"]["clipped"], strict=True):
+        for (colour, image), push, clipped in zip(
+            found, completion["columns"]["push"], completion["columns"]["clipped"], strict=True
+        ):
             if abs(push) > 0.05:
                 assert colour.startswith("rgba(37, 99, 235" if push > 0 else "rgba(234, 88, 12"), (colour, push)
             assert ("repeating" in image) == (clipped > 0)
@@ -142,7 +144,11 @@ def test_everything_can_be_reached_with_tab_alone(viewer: Callable, run_folder: 
     reached = set()
     for _ in range(90):
         page.keyboard.press("Tab")
-        reached.add(page.evaluate("(document.activeElement.closest('nav') && 'nav') || document.activeElement.closest('[class]')?.className.split(' ')[0]"))
+        reached.add(
+            page.evaluate(
+                "(document.activeElement.closest('nav') && 'nav') || document.activeElement.closest('[class]')?.className.split(' ')[0]"
+            )
+        )
     assert {"skip", "nav", "icon", "prompt-text", "text", "figure"} <= reached, reached
     assert page.locator(".group-list a").first.evaluate("one => { one.focus(); return document.activeElement === one; }")
 
@@ -183,7 +189,9 @@ def test_two_runs_are_compared_on_the_same_prompts(viewer: Callable, run_folder:
     assert colours(page) != before
 
 
-def test_curves_lie_over_each_other_by_step_tokens_and_time(viewer: Callable, run_folder: Path, other_folder: Path, tab: Tab) -> None:
+def test_curves_lie_over_each_other_by_step_tokens_and_time(
+    viewer: Callable, run_folder: Path, other_folder: Path, tab: Tab
+) -> None:
     page = tab(viewer(run_folder, other_folder).address + "#view=curves&metric=rew")
     page.wait_for_selector(".chart .uplot canvas")
     assert page.locator(".chart").first.get_attribute("aria-label") == "reward"
@@ -238,11 +246,22 @@ def test_held_out_completions_stand_beside_those_of_training(viewer: Callable, r
 
 
 @pytest.mark.parametrize("where", ["server", "report"])
-def test_hostile_completions_are_text(viewer: Callable, hostile_folder: Path, tab: Tab, tmp_path: Path, made: Any, where: str) -> None:
+def test_hostile_completions_are_text(
+    viewer: Callable, hostile_folder: Path, tab: Tab, tmp_path: Path, made: Any, where: str
+) -> None:
     """Nothing runs, nothing is asked of another host (`tab` watches), nothing moves or hides other text; what was written is there."""
     if where == "server":
         address = viewer(hostile_folder).address
-        views = ["", "#step=1", "#step=1&blanks=1", "#view=search&text=script", "#view=why", "#view=lenses", "#view=curves", "#view=config"]
+        views = [
+            "",
+            "#step=1",
+            "#step=1&blanks=1",
+            "#view=search&text=script",
+            "#view=why",
+            "#view=lenses",
+            "#view=curves",
+            "#view=config",
+        ]
     else:
         address = export([hostile_folder], tmp_path / "report.html").as_uri()
         views = ["", "#view=why", "#view=lenses"]
@@ -250,12 +269,23 @@ def test_hostile_completions_are_text(viewer: Callable, hostile_folder: Path, ta
         page = tab(address + hash_)
         page.wait_for_timeout(200)
         assert page.evaluate("window.pwned") is None
-        inside = page.evaluate("['main script', 'main img', 'main iframe', 'main style', 'main base', 'main meta', 'a[href^=javascript]'].map((one) => document.querySelectorAll(one).length)")
+        inside = page.evaluate(
+            "['main script', 'main img', 'main iframe', 'main style', 'main base', 'main meta', 'a[href^=javascript]'].map((one) => document.querySelectorAll(one).length)"
+        )
         assert inside == [0] * 7
         if not hash_:
             page.wait_for_selector(".card")
             text = page.evaluate("[...document.querySelectorAll('.card .text')].map((one) => one.textContent).join('|')")
-            for wanted in ("<script>window.pwned = 1</script>", "onerror=", "␛[31mred", "[/oops]", "U+202E", "U+200B", "nul␀byte", "&lt;script&gt;"):
+            for wanted in (
+                "<script>window.pwned = 1</script>",
+                "onerror=",
+                "␛[31mred",
+                "[/oops]",
+                "U+202E",
+                "U+200B",
+                "nul␀byte",
+                "&lt;script&gt;",
+            ):
                 assert wanted in text, wanted
             assert "\u202e" not in text
             assert "\u200b" not in text
@@ -263,7 +293,9 @@ def test_hostile_completions_are_text(viewer: Callable, hostile_folder: Path, ta
         assert page.evaluate("document.documentElement.scrollWidth") <= 1280
 
 
-def test_a_completion_of_100_000_characters_is_shown_piece_by_piece(viewer: Callable, hostile_folder: Path, tab: Tab, made: Any) -> None:
+def test_a_completion_of_100_000_characters_is_shown_piece_by_piece(
+    viewer: Callable, hostile_folder: Path, tab: Tab, made: Any
+) -> None:
     page = tab(viewer(hostile_folder).address)
     page.wait_for_selector(".card")
     card = f"#c{len(made.HOSTILE) - 1}"
@@ -307,7 +339,9 @@ def test_a_bad_page_says_so_and_the_next_one_works(viewer: Callable, made: Any, 
 def test_no_view_is_wider_than_its_window(viewer: Callable, run_folder: Path, tab: Tab, width: int, scheme: str, view: str) -> None:
     page = tab(viewer(run_folder).address + f"#view={view}", width=width, scheme=scheme)
     page.wait_for_timeout(150)
-    wide = page.evaluate("[...document.querySelectorAll('main *')].filter((one) => one.getBoundingClientRect().right > innerWidth + 1 && !one.closest('.scroll, .strip, svg, nav')).map((one) => one.className || one.tagName).slice(0, 5)")
+    wide = page.evaluate(
+        "[...document.querySelectorAll('main *')].filter((one) => one.getBoundingClientRect().right > innerWidth + 1 && !one.closest('.scroll, .strip, svg, nav')).map((one) => one.className || one.tagName).slice(0, 5)"
+    )
     assert wide == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
@@ -323,6 +357,10 @@ def test_axe_finds_nothing_serious(viewer: Callable, run_folder: Path, chromium:
     page.wait_for_timeout(300)
     page.add_script_tag(path=os.environ["GROUPWISE_AXE"])
     found = page.evaluate("axe.run()")
-    serious = [(rule["id"], [node["html"][:160] for node in rule["nodes"]][:3]) for rule in found["violations"] if rule["impact"] in ("serious", "critical")]
+    serious = [
+        (rule["id"], [node["html"][:160] for node in rule["nodes"]][:3])
+        for rule in found["violations"]
+        if rule["impact"] in ("serious", "critical")
+    ]
     context.close()
     assert not serious, serious

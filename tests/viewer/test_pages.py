@@ -12,9 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from groupwise import recorded, runlog
+from groupwise import recorded
 from groupwise.errors import DataError
-from groupwise.progress import FLAGS
+from groupwise.runs import folder as runlog
+from groupwise.runs.progress import FLAGS
 from groupwise.viewer import health, questions
 from groupwise.viewer.groups import token_columns
 from groupwise.viewer.pages import Pages
@@ -56,7 +57,9 @@ def test_a_group_holds_every_token_with_its_numbers(pages: Pages, made: Any) -> 
         columns = completion["columns"]
         ratio = np.exp(written.columns["last_logp"][1][i] - rollout.behavior_logp)
         np.testing.assert_allclose(columns["push"], written.advantages[1][i] * ratio, rtol=2e-3)
-        np.testing.assert_allclose(columns["kl"], written.current_logp[1][i] - group.signals["reference_logp"][i], rtol=2e-2, atol=1e-4)
+        np.testing.assert_allclose(
+            columns["kl"], written.current_logp[1][i] - group.signals["reference_logp"][i], rtol=2e-2, atol=1e-4
+        )
         np.testing.assert_allclose(columns["mismatch"], 1e-4, atol=1e-6)
         np.testing.assert_allclose(columns["entropy"], written.columns["entropy"][1][i], rtol=1e-3)
         assert columns["version"] == [7] * len(rollout)
@@ -80,8 +83,8 @@ def test_what_was_not_recorded_is_not_made_up() -> None:
 def test_the_shares_of_the_gradient_are_those_of_autograd(made: Any) -> None:
     """The closed form against the library's own loss: the clipped surrogate, differentiated by torch."""
     torch = pytest.importorskip("torch")
-    from groupwise.algorithms import ALGORITHMS
-    from groupwise.objective.losses import Terms
+    from groupwise.algorithms.losses import Terms
+    from groupwise.algorithms.registry import ALGORITHMS
     from groupwise.viewer.groups import _gradient
 
     chance = np.random.default_rng(0)
@@ -98,7 +101,13 @@ def test_the_shares_of_the_gradient_are_those_of_autograd(made: Any) -> None:
     ALGORITHMS["grpo"].total(terms, torch.tensor(weight)).backward()
     ratio = np.exp(last - behavior)
     cut = ((ratio < 0.8) & (advantage < 0)) | ((ratio > 1.2) & (advantage > 0))
-    row = {"behavior_logp": behavior, "update/last_logp": list(last), "advantages": list(advantage), "update/weight": list(weight), "update/clipped": list(cut.astype(float))}
+    row = {
+        "behavior_logp": behavior,
+        "update/last_logp": list(last),
+        "advantages": list(advantage),
+        "update/weight": list(weight),
+        "update/clipped": list(cut.astype(float)),
+    }
     assert cut.any()
     np.testing.assert_allclose(_gradient(row), logp.grad.abs().numpy(), rtol=1e-9, atol=1e-12)
 
@@ -184,12 +193,19 @@ def search(pages: Pages, **asked: Any) -> list[dict[str, Any]]:
 
 
 def test_search_finds_all_of_it_and_nothing_else(pages: Pages, made: Any) -> None:
-    every = [(n, g, i, r, group.reward[i]) for n in range(1, 41) for g, group in enumerate(made.make_step(n).groups) for i, r in enumerate(group.rollouts)]
+    every = [
+        (n, g, i, r, group.reward[i])
+        for n in range(1, 41)
+        for g, group in enumerate(made.make_step(n).groups)
+        for i, r in enumerate(group.rollouts)
+    ]
     place = lambda rows: sorted((row["step"], row["group"], row["index"]) for row in rows)  # noqa: E731
     assert place(search(pages)) == sorted(row[:3] for row in every)
     assert place(search(pages, text="THEREFORE 777")) == sorted(row[:3] for row in every if "therefore 777" in row[3].text)
     assert place(search(pages, low=0.5, high=1.0)) == sorted(row[:3] for row in every if 0.5 <= row[4] <= 1.0)
-    assert place(search(pages, prompt="3 + 3", first=5, last=9)) == sorted(row[:3] for row in every if "3 + 3" in row[3].prompt.text and 5 <= row[0] <= 9)
+    assert place(search(pages, prompt="3 + 3", first=5, last=9)) == sorted(
+        row[:3] for row in every if "3 + 3" in row[3].prompt.text and 5 <= row[0] <= 9
+    )
     assert search(pages, finish="length") == []
     assert search(pages, text=".*") == [], "a text, not a pattern"
     assert all(row["value"] == 1.0 for row in search(pages, function="format", low=1, first=30))
@@ -267,9 +283,19 @@ def test_every_answer_is_json(pages: Pages) -> None:
 
 
 def test_verifiers_traces_become_groups_of_conversations(tmp_path: Path) -> None:
-    said = [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}, {"role": "tool", "content": "2"}]
+    said = [
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]},
+        {"role": "tool", "content": "2"},
+    ]
     rows = [
-        {"example_id": n % 2, "prompt": [{"role": "user", "content": f"q{n % 2}"}], "completion": said, "reward": n / 4, "metrics": {"exact": n / 4, "length": 3.0}, "is_truncated": n == 3}
+        {
+            "example_id": n % 2,
+            "prompt": [{"role": "user", "content": f"q{n % 2}"}],
+            "completion": said,
+            "reward": n / 4,
+            "metrics": {"exact": n / 4, "length": 3.0},
+            "is_truncated": n == 3,
+        }
         for n in range(4)
     ]
     path = tmp_path / "traces.jsonl"
@@ -286,7 +312,10 @@ def test_verifiers_traces_become_groups_of_conversations(tmp_path: Path) -> None
 
 
 def test_any_parquet_of_completions_is_shown(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"global_step": [1, 1, 2], "input": ["p", "p", "q"], "output": ["a", "b", "c"], "score": [0.0, 1.0, 0.5]}), tmp_path / "verl.parquet")
+    pq.write_table(
+        pa.table({"global_step": [1, 1, 2], "input": ["p", "p", "q"], "output": ["a", "b", "c"], "score": [0.0, 1.0, 0.5]}),
+        tmp_path / "verl.parquet",
+    )
     pages = pages_of(tmp_path / "verl.parquet")
     assert pages.answer("runs", {})["runs"][0]["newest"] == 2
     step = pages.answer("step", {"run": "0", "step": "1"})

@@ -22,7 +22,10 @@ Start = Callable[..., Viewer]
 def get(viewer: Viewer, path: str, method: str = "GET", **headers: str) -> tuple[int, http.client.HTTPMessage, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", viewer.port, timeout=30)
     connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
-    for name, value in {"Host": f"127.0.0.1:{viewer.port}", **{key.replace("_", "-"): value for key, value in headers.items()}}.items():
+    for name, value in {
+        "Host": f"127.0.0.1:{viewer.port}",
+        **{key.replace("_", "-"): value for key, value in headers.items()},
+    }.items():
         connection.putheader(name, value)
     connection.endheaders()
     answer = connection.getresponse()
@@ -69,7 +72,12 @@ def test_loopback_names_are_answered(viewer: Start, run_folder: Path) -> None:
 
 def test_requests_from_other_sites_are_refused(viewer: Start, run_folder: Path) -> None:
     own = viewer(run_folder)
-    for headers in ({"Origin": "http://evil.example"}, {"Origin": "null"}, {"Sec_Fetch_Site": "cross-site"}, {"Sec_Fetch_Site": "same-site"}):
+    for headers in (
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Sec_Fetch_Site": "cross-site"},
+        {"Sec_Fetch_Site": "same-site"},
+    ):
         assert get(own, "/api/runs", **headers)[0] == 403, headers
     assert get(own, "/api/runs", Origin=f"http://127.0.0.1:{own.port}", Sec_Fetch_Site="same-origin")[0] == 200
     assert get(own, "/", Sec_Fetch_Site="cross-site")[0] == 200, "a link in a mail may open the application"
@@ -100,14 +108,16 @@ def test_no_address_is_a_path(viewer: Start, run_folder: Path, path: str) -> Non
     assert b"import" not in body
 
 
-@pytest.mark.parametrize("query", ["run=9", "run=-1", "run=0&step=x&group=1", "run=0&step=1&group=77", "run=0&step=1", "run=1e9", "run=nan"])
+@pytest.mark.parametrize(
+    "query", ["run=9", "run=-1", "run=0&step=x&group=1", "run=0&step=1&group=77", "run=0&step=1", "run=1e9", "run=nan"]
+)
 def test_what_is_not_there_is_said_and_not_guessed(viewer: Start, run_folder: Path, query: str) -> None:
     status, _, body = get(viewer(run_folder), f"/api/group?{query}")
     assert status == 422
     assert json.loads(body)["error"]
 
 
-def test_a_link_out_of_the_folder_is_only_a_damaged_step(viewer: Start, made, tmp_path: Path) -> None:  # noqa: ANN001
+def test_a_link_out_of_the_folder_is_only_a_damaged_step(viewer: Start, made, tmp_path: Path) -> None:
     folder = made.make_run(tmp_path / "linked", 2)
     (folder / "rollouts/000003.parquet").symlink_to("/etc/passwd")
     status, _, body = get(viewer(folder), "/api/step?run=0&step=3")
@@ -126,7 +136,9 @@ def test_it_listens_on_the_loopback_interface_only(viewer: Start, run_folder: Pa
 
 
 def test_the_viewer_imports_no_torch() -> None:
-    code = "import sys, groupwise.viewer; print([m for m in ('torch', 'transformers', 'datasets', 'tokenizers') if m in sys.modules])"
+    code = (
+        "import sys, groupwise.viewer; print([m for m in ('torch', 'transformers', 'datasets', 'tokenizers') if m in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 

@@ -10,14 +10,14 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from groupwise.ahead import Ahead
-from groupwise.algorithms import corrected, resolve
+from groupwise.algorithms.registry import corrected, resolve
+from groupwise.config.settings import GroupSettings, OptimizerSettings
 from groupwise.models.policy import Policy
-from groupwise.online import train_online
-from groupwise.optim import Optimizer
 from groupwise.records import Prompt, Rollout, Sampling, Scored, Step
-from groupwise.rollout.native import NativeEngine
-from groupwise.settings import GroupSettings, OptimizerSettings
+from groupwise.rollout.asynchronous import Ahead
+from groupwise.rollout.native.engine import NativeEngine
+from groupwise.training.online import train_online
+from groupwise.training.optimizer import Optimizer
 
 EOS = 0
 

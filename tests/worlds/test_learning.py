@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from groupwise.algorithms import ALGORITHMS
+from groupwise.algorithms.registry import ALGORITHMS
 from groupwise.models.policy import Policy
-from groupwise.rollout.native import NativeEngine
-from groupwise.scoring import sample_of, score
+from groupwise.rollout.native.engine import NativeEngine
+from groupwise.training.scoring import sample_of, score
 
 SIZE = {"prompts_per_step": 8, "group_size": 16}
 

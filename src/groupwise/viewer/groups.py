@@ -93,7 +93,14 @@ def overview(source: Source, step: int, kind: str = TRAINING) -> Json:
         )
     groups.sort(key=lambda group: (-(group["spread"] or 0.0), -group["distinct"], group["group"]))
     by_function = {name: mean(numbers(table, f"rewards/{name}")) for name in names}
-    return {"step": step, "kind": kind, "groups": groups, "functions": by_function, "reward": mean(reward), "completions": len(place)}
+    return {
+        "step": step,
+        "kind": kind,
+        "groups": groups,
+        "functions": by_function,
+        "reward": mean(reward),
+        "completions": len(place),
+    }
 
 
 def group(source: Source, step: int, place: int, kind: str = TRAINING) -> Json:
@@ -174,7 +181,10 @@ def token_columns(row: Mapping[str, Any], total: float = math.nan) -> dict[str, 
 
     behavior, current, advantage = column("behavior_logp"), column("current_logp"), column("advantages")
     last, reference, clipped = column("update/last_logp"), column("signals/reference_logp"), column("update/clipped")
-    found: dict[str, np.ndarray | None] = {"logp": current if current is not None else behavior, "entropy": column("update/entropy")}
+    found: dict[str, np.ndarray | None] = {
+        "logp": current if current is not None else behavior,
+        "entropy": column("update/entropy"),
+    }
     if advantage is not None and behavior is not None:
         seen = last if last is not None else current
         ratio = np.exp(np.clip(seen - behavior, -20.0, 20.0)) if seen is not None else np.ones_like(behavior)

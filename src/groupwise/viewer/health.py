@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from groupwise.progress import FLAGS, RECENT
+from groupwise.runs.progress import FLAGS, RECENT
 
 
 class Words(NamedTuple):
@@ -57,7 +57,9 @@ WORDS = {
         "{value} tokens a step lie 20 nats or more from the reference.",
         "Lower optimizer.lr, or raise group.beta.",
     ),
-    "reward": Words("Nothing could be scored", "Every reward function said None to every completion.", "Try them: groupwise score."),
+    "reward": Words(
+        "Nothing could be scored", "Every reward function said None to every completion.", "Try them: groupwise score."
+    ),
 }
 
 SHARES = {"frac_reward_zero_std", "completions/clipped_ratio", "completions/duplicates"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from groupwise.errors import DataError
 from groupwise.viewer import groups, health, questions

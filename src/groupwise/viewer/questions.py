@@ -179,7 +179,12 @@ def why(source: Source, before: tuple[int, int], after: tuple[int, int]) -> Json
         _feature(name, np.concatenate([old["features"][name], new["features"][name]]), reward, late) for name in old["features"]
     ]
     functions = [
-        _feature(name, np.concatenate([old["functions"].get(name, _nothing(old)), new["functions"].get(name, _nothing(new))]), reward, late)
+        _feature(
+            name,
+            np.concatenate([old["functions"].get(name, _nothing(old)), new["functions"].get(name, _nothing(new))]),
+            reward,
+            late,
+        )
         for name in dict.fromkeys([*old["functions"], *new["functions"]])
     ]
     reasons = sorted({*old["finish"], *new["finish"]} - {""})
@@ -346,7 +351,9 @@ def lenses(source: Source, first: int, last: int) -> Json:
     for step in chosen:
         names = [f"rewards/{name}" for name in reward_names(source.columns(step))]
         table = source.table(step, ["group", "index", "completion_text", "reward", "finish", "trained", *names])
-        tables.append(table.slice(0, SCATTER // len(chosen)).append_column("at", pa.array([step] * min(len(table), SCATTER // len(chosen)))))
+        tables.append(
+            table.slice(0, SCATTER // len(chosen)).append_column("at", pa.array([step] * min(len(table), SCATTER // len(chosen))))
+        )
     table = pa.concat_tables(tables, promote_options="permissive")
     texts = [text or "" for text in table.column("completion_text").to_pylist()]
     reward, length = numbers(table, "reward"), lengths_of(table).astype(float)

@@ -128,7 +128,9 @@ def _page(pages: Pages, answers: dict[str, Any]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">\n'
         + "".join(f"<style>{text}</style>\n" for text in styles)
     )  # fmt: skip
-    body = f'<script type="application/json" id="answers">{data}</script>\n' + "".join(f"<script>{text}</script>\n" for text in scripts)
+    body = f'<script type="application/json" id="answers">{data}</script>\n' + "".join(
+        f"<script>{text}</script>\n" for text in scripts
+    )
     text = asset("index.html").decode().replace('<link rel="icon" href="/static/icon.svg">\n', "")
     text = text.replace("<!--summary-->", _summary(pages))
     text = text.replace("<title>groupwise</title>", f"<title>{html.escape(title)} · groupwise</title>")
@@ -156,7 +158,6 @@ def _summary(pages: Pages) -> str:
             for flag in health.flags(metrics.history())
         )
         parts.append(
-            f"<h1>{html.escape(source.name)}</h1><ul>{warned}</ul>"
-            f"<table><tr><th><td>first step<td>last step{''.join(rows)}</table>"
+            f"<h1>{html.escape(source.name)}</h1><ul>{warned}</ul><table><tr><th><td>first step<td>last step{''.join(rows)}</table>"
         )
     return "<noscript>" + "".join(parts) + "</noscript>"

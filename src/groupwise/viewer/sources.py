@@ -20,8 +20,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from groupwise import recorded, runlog, vocabulary
+from groupwise import recorded, vocabulary
 from groupwise.errors import DataError
+from groupwise.runs import folder as runlog
 from groupwise.vocabulary import Vocabulary
 
 TRAINING, HELD_OUT = "training", "evaluation"
@@ -365,7 +366,9 @@ def _rows_of(path: Path) -> list[dict[str, Any]]:
         if path.suffix == ".parquet":
             return pq.read_table(path).to_pylist()
         if path.stat().st_size > LARGEST_JSONL:
-            raise DataError(f"{path} has {path.stat().st_size >> 20} MiB: convert it to Parquet, or cut it to {LARGEST_JSONL >> 20}")
+            raise DataError(
+                f"{path} has {path.stat().st_size >> 20} MiB: convert it to Parquet, or cut it to {LARGEST_JSONL >> 20}"
+            )
         text = path.read_text(encoding="utf-8", errors="replace")
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path} cannot be read: {error}") from error

@@ -1,0 +1,102 @@
+"""What each process of a run holds of a policy: all of it, or a part that it alone reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from groupwise.config.settings import ModelSettings, Recipe
+from groupwise.distributed import comm
+from groupwise.errors import ConfigError
+from groupwise.models.fsdp import shard, shard_pieces
+from groupwise.models.lora import AdaptedPolicy
+from groupwise.models.policy import (
+    Blueprint,
+    Policy,
+    is_scorer,
+    make_policy,
+    probe_policy,
+    read_blueprint,
+    resolve_device,
+)
+from groupwise.models.reward_head import probe_scorer
+from groupwise.models.streaming import check_finite
+from groupwise.training.objectives import language_model
+
+
+def hold(
+    recipe: Recipe,
+    blueprint: Blueprint,
+    make: Callable[[Recipe, Blueprint], Policy] = language_model,
+    resume: Path | None = None,
+) -> Policy:
+    """The policy that `make` makes, as the processes of this run hold it, by `Recipe.parallel`.
+
+    A sharded one is read piece by piece where its checkpoint allows it; else every process reads all and keeps its part.
+    resume: where an adapter goes on from; other policies come from there by their blueprint.
+    """
+    spread = comm.Spread.of(recipe.parallel).decided(parameter_count(blueprint), comm.world().size)
+    if comm.world().size == 1 or not spread.sharded:
+        return _resumed(make(recipe, blueprint), resume)
+    device, pieces = resolve_device(recipe.model), blueprint.pieces()
+    if pieces is not None and blueprint.empty is not None and recipe.model.lora is None:
+        policy = make(recipe, replace(blueprint, load=blueprint.empty))
+        if pieces.fit(policy.model):
+            policy = shard_pieces(policy, spread, device, pieces)
+            check_finite(policy.model)
+            (probe_scorer if is_scorer(policy.model.config.to_dict()) else probe_policy)(policy)
+            policy.settle()
+            return policy
+    return shard(_resumed(make(recipe, blueprint), resume), spread, device)
+
+
+def _resumed(policy: Policy, folder: Path | None) -> Policy:
+    """The policy, whose adapter, where it has one, goes on from a checkpoint's; other policies are read from there."""
+    if folder is not None and isinstance(policy, AdaptedPolicy):
+        policy.restore(folder)
+    return policy
+
+
+def reference_of(recipe: Recipe, policy: Policy, folder: Path | None) -> Policy:
+    """The weights before the first step: a copy of the policy, or on resume what was saved then.  Never loaded by name."""
+    if folder is None or not folder.exists():
+        return policy.frozen_copy()
+    settings = replace(recipe.model, path=str(folder), scratch=None)
+    kept = hold(recipe, read_blueprint(settings), lambda _, blueprint: _unprobed(blueprint, settings))
+    kept.model.requires_grad_(False)
+    return kept
+
+
+def _unprobed(blueprint: Blueprint, settings: ModelSettings) -> Policy:
+    """A policy of a kind that was probed before."""
+    return make_policy(blueprint.load(), blueprint.tokenizer, settings, probe=False)
+
+
+def parameter_count(blueprint: Blueprint) -> int:
+    """Parameters of a model, counted without its weights."""
+    return sum(parameter.numel() for parameter in weightless(blueprint).parameters())
+
+
+def weightless(blueprint: Blueprint) -> PreTrainedModel:
+    """A language model's modules on the meta device, by its configuration alone."""
+    kept = {key: value for key, value in blueprint.config.items() if key != "model_type"}
+    config = AutoConfig.for_model(blueprint.config["model_type"], **kept)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def read_config(path: str | Path | None) -> dict[str, Any] | None:
+    """A model's `config.json` as a dictionary; None of None.  Raises ConfigError if it is none."""
+    if path is None:
+        return None
+    if not Path(path).exists():
+        raise ConfigError(f"--model-config: no such file {str(path)!r}: give the config.json of a model")
+    try:
+        return AutoConfig.from_pretrained(path).to_dict()
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"--model-config: {str(path)!r} is no config.json of a model: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,222 @@
+"""What a reinforcement-learning step is worth saying in numbers.  Reads the records; changes nothing.
+
+Names that users know from TRL keep their meaning: `reward`, `reward_std`, `frac_reward_zero_std`, `completions/mean_length`,
+`completions/clipped_ratio`, `entropy`, `kl`.  A quantity that was not computed has no key.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from groupwise.algorithms import diagnostics
+from groupwise.algorithms.losses import mismatch, token
+from groupwise.algorithms.registry import Algorithm, options
+from groupwise.records import Sample, Scored
+from groupwise.training.updating import Update, balance
+
+
+def measure(
+    groups: Sequence[Scored],
+    updates: Sequence[Update],
+    algorithm: Algorithm,
+    drawn: int,
+    *,
+    minibatches: int,
+    seconds: Mapping[str, float],
+    version: int | None = None,
+) -> dict[str, float]:
+    """All metrics of a step: rewards, completions, ratios over every update, KL and sampler mismatch at the first pass.
+
+    version: optimizer steps taken before this one; what older weights have drawn is left out of the mismatch and counted as stale.
+    """
+    found = reward_metrics(groups, drawn) | completion_metrics(groups)
+    found |= {} if version is None else staleness_metrics(groups, version)
+    tokens = sum(len(rollout) for group in groups for rollout in group.rollouts)
+    found["tokens/sampled"] = float(tokens)
+    found["tokens/trained"] = float(sum(np.count_nonzero(sample.weight) for taken in updates for sample in taken.samples))
+    found["tokens/per_second"] = tokens / max(sum(seconds.values()), 1e-9)
+    found["loss"] = float(np.mean([taken.loss for taken in updates]))
+    norms = [taken.taken.grad_norm for taken in updates if not taken.taken.skipped]
+    found["grad_norm"] = float(np.mean(norms)) if norms else math.nan
+    found["lr"] = updates[-1].taken.lr
+    found["skipped_updates"] = float(sum(taken.taken.skipped for taken in updates))
+    found |= balance(updates)
+    found |= ratio_metrics([pair for taken in updates for pair in zip(taken.samples, taken.seen, strict=True)], algorithm)
+    first = [pair for taken in updates[:minibatches] for pair in zip(taken.samples, taken.seen, strict=True)]
+    # Later minibatches of the first pass see a policy that has already moved; only the first must match the sampler.
+    sampler = list(zip(updates[0].samples, updates[0].seen, strict=True))
+    return found | kl_metrics(first, algorithm) | _mismatch(sampler, algorithm, _drawn_by(groups, version))
+
+
+def reward_metrics(groups: Sequence[Scored], drawn: int) -> dict[str, float]:
+    """Mean rewards, their spread within groups, and the share of prompts drawn that can teach nothing."""
+    rewards = np.concatenate([group.reward for group in groups])
+    spreads = [float(np.nanstd(group.reward, ddof=1)) for group in groups if np.count_nonzero(~np.isnan(group.reward)) > 1]
+    live = sum(not group.dead for group in groups)
+    found = {
+        "reward": _mean(rewards),
+        "reward_std": float(np.mean(spreads)) if spreads else 0.0,
+        "frac_reward_zero_std": 1.0 - live / drawn,
+        "prompts": float(drawn),
+    }
+    for k, name in enumerate(groups[0].names):
+        column = np.concatenate([group.rewards[:, k] for group in groups])
+        found[f"rewards/{name}/mean"] = _mean(column)
+        if np.isnan(column).any():
+            found[f"rewards/{name}/none"] = float(np.isnan(column).mean())
+    return found
+
+
+def completion_metrics(groups: Sequence[Scored]) -> dict[str, float]:
+    """Lengths in tokens, the truncated share, and the sampled estimate of the entropy (mean of -log p, nats)."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = np.array([len(rollout) for rollout in rollouts])
+    ended = np.array([not rollout.truncated for rollout in rollouts])
+    behavior = np.concatenate([rollout.behavior_logp[rollout.trained] for rollout in rollouts])
+    found = {
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(1.0 - ended.mean()),
+        "completions/duplicates": 1.0 - len({(r.prompt.id, r.tokens.tobytes()) for r in rollouts}) / len(rollouts),
+        "entropy": _mean(-behavior),
+    }
+    if ended.any():
+        found["completions/mean_terminated_length"] = float(lengths[ended].mean())
+    return found
+
+
+def staleness_metrics(groups: Sequence[Scored], version: int) -> dict[str, float]:
+    """How old, in optimizer steps, the tokens are that weights of `version` train on, and how many versions drew a completion.
+
+    Empty if all are new, as they are unless rollouts run ahead of training.
+    """
+    drawn = [rollout.version for group in groups for rollout in group.rollouts if len(rollout)]
+    ages = version - np.concatenate(drawn) if drawn else np.zeros(0)
+    if not ages.any():
+        return {}
+    several = [float(np.unique(versions).size) for versions in drawn]
+    return {
+        "staleness/mean": float(ages.mean()),
+        "staleness/max": float(ages.max()),
+        "staleness/versions": float(np.mean(several)),
+        "staleness/versions_max": max(several),
+    }
+
+
+Seen = Sequence[tuple[Sample, np.ndarray]]
+
+
+def ratio_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
+    """Importance ratios at the algorithm's level over all updates of the step, and `progress`."""
+    logp_N, behavior_N, advantage_N, segment_N = _columns([(_as_trained(sample, logp, algorithm), logp) for sample, logp in seen])
+    log_ratio_N = algorithm.ratio(logp_N, behavior_N, segment_N, len(seen))
+    found = diagnostics.ratio(log_ratio_N, advantage_N, algorithm.clip_range)
+    return found | diagnostics.progress(logp_N, advantage_N)
+
+
+def kl_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
+    """KL to the reference by the algorithm's estimator; empty without a reference."""
+    if not algorithm.needs_reference:
+        return {}
+    logp_N, behavior_N, _, segment_N = _columns([(_as_trained(sample, logp, algorithm), logp) for sample, logp in seen])
+    reference_N = _join([sample.reference_logp[sample.weight != 0] for sample, _ in seen if sample.reference_logp is not None])
+    log_ratio_N = token(logp_N, behavior_N, segment_N, len(seen))
+    return diagnostics.reference_kl(algorithm.kl(logp_N, reference_N, log_ratio_N), logp_N, reference_N)
+
+
+def token_columns(
+    groups: Sequence[Scored], updates: Sequence[Update], algorithm: Algorithm, *, minibatches: int
+) -> dict[str, list[list[np.ndarray]]]:
+    """What the updates of a step did to every token, for the record: the columns of `Step`.
+
+    `clipped` is the share of the updates that trained a token in which its ratio, at the algorithm's level, was beyond the clip range
+    on the side that its advantage pushes it to: what `clip/low` and `clip/high` count.  `last_logp` is left out where there was but
+    one pass over the rollout, because it would say what `current_logp` says.
+    """
+    first, last = updates[:minibatches], updates[-minibatches:]
+    found = {
+        "weight": by_completion(groups, [(sample, sample.weight) for taken in first for sample in taken.samples]),
+        "entropy": by_completion(groups, [pair for taken in first for pair in zip(taken.samples, taken.entropy, strict=True)]),
+    }
+    if len(updates) > minibatches:
+        pairs = [pair for taken in last for pair in zip(taken.samples, taken.seen, strict=True)]
+        found["last_logp"] = by_completion(groups, pairs)
+    if algorithm.clip_range is not None:
+        passes = len(updates) // minibatches
+        cut: dict[tuple[str, int], tuple[Sample, np.ndarray]] = {}
+        for taken in updates:
+            for sample, logp in zip(taken.samples, taken.seen, strict=True):
+                key = (sample.group, sample.index)
+                before = cut[key][1] if key in cut else np.zeros(sample.completion.size, np.float32)
+                cut[key] = sample, before + _clipped(sample, logp, algorithm) / np.float32(passes)
+        found["clipped"] = by_completion(groups, list(cut.values()))
+    return found
+
+
+def _clipped(sample: Sample, logp: np.ndarray, algorithm: Algorithm) -> np.ndarray:
+    """float32 (n,): 1 where the update cut a token's gradient."""
+    assert algorithm.clip_range is not None
+    logp_N, behavior_N, advantage_N, segment_N = _columns([(_as_trained(sample, logp, algorithm), logp)])
+    clipped = np.zeros(sample.completion.size, np.float32)
+    log_ratio_N = algorithm.ratio(logp_N, behavior_N, segment_N, 1)
+    clipped[sample.weight != 0] = diagnostics.clipped(log_ratio_N, advantage_N, algorithm.clip_range).numpy()
+    return clipped
+
+
+def by_completion(groups: Sequence[Scored], found: Seen) -> list[list[np.ndarray]]:
+    """Numbers per token of samples, in the order of the groups' completions; empty where there are none."""
+    numbers = {(sample.group, sample.index): values for sample, values in found}
+    nothing = np.zeros(0)
+    return [[numbers.get((group.prompt.id, rollout.index), nothing) for rollout in group.rollouts] for group in groups]
+
+
+def _as_trained(sample: Sample, logp: np.ndarray, algorithm: Algorithm) -> Sample:
+    """A sample with the log-probs that its ratios are taken to: with a correction the policy's own before its first update."""
+    return sample if algorithm.correction is None else replace(sample, behavior_logp=sample.extra.get("scored_logp", logp))
+
+
+def _drawn_by(groups: Sequence[Scored], version: int | None) -> dict[tuple[str, int], np.ndarray]:
+    """By a completion's group and index: which of its tokens weights of `version` drew; empty if all are taken to be."""
+    if version is None:
+        return {}
+    return {(group.prompt.id, r.index): r.version == version for group in groups for r in group.rollouts}
+
+
+def _mismatch(seen: Seen, algorithm: Algorithm, fresh: Mapping[tuple[str, int], np.ndarray]) -> dict[str, float]:
+    """Sampled against scored log-probs of tokens that the same weights drew and score; and of all tokens the share whose importance
+    weight the correction bounds or drops.
+    """
+    logp_N, sampler_N, _, segment_N = _columns(seen)
+    fresh_N = _join([fresh.get((s.group, s.index), np.ones(len(s.completion)))[s.weight != 0] for s, _ in seen]) != 0
+    found = diagnostics.mismatch(logp_N[fresh_N], sampler_N[fresh_N])
+    if algorithm.correction is not None and logp_N.numel():
+        level = options(algorithm.correction)["level"]
+        full_N = mismatch(logp_N, sampler_N, segment_N, len(seen), level=level, high=math.inf).weight_M
+        used_N = algorithm.correction(logp_N, sampler_N, segment_N, len(seen)).weight_M
+        found["mismatch/bounded"] = float((used_N != full_N).double().mean())
+    return found
+
+
+def _columns(seen: Seen) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    trained = [sample.weight != 0 for sample, _ in seen]
+    return (
+        _join([logp[rows] for (_, logp), rows in zip(seen, trained, strict=True)]),
+        _join([sample.behavior_logp[rows] for (sample, _), rows in zip(seen, trained, strict=True)]),
+        _join([sample.advantage[rows] for (sample, _), rows in zip(seen, trained, strict=True)]),
+        torch.repeat_interleave(torch.arange(len(seen)), torch.tensor([int(rows.sum()) for rows in trained], dtype=torch.int64)),
+    )
+
+
+def _join(columns: Sequence[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate(columns).astype(np.float64)) if columns else torch.zeros(0, dtype=torch.float64)
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(np.nanmean(values)) if values.size and not np.isnan(values).all() else math.nan
