@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -135,14 +136,26 @@ def test_completions_and_prompts_of_one_token(preset: str, run: Callable) -> Non
         assert step.metrics["mismatch/max"] < 1e-4
 
 
-def test_everything_truncated_and_masked_trains_nothing(run: Callable) -> None:
-    """With one token, only an EOS is a whole completion."""
-    policy, steps = run("grpo", sampling=Sampling(max_new_tokens=1), truncated="mask")
+class Endless(NativeEngine):
+    """Draws again until no completion of a request has ended by itself."""
+
+    def generate(self, prompts, *, group_size, sampling, seed):
+        for again in itertools.count():
+            groups = list(super().generate(prompts, group_size=group_size, sampling=sampling, seed=seed + 1000 * again))
+            if not any(rollout.finish is Finish.EOS for group in groups for rollout in group):
+                yield from groups
+                return
+
+
+def test_everything_truncated_and_masked_trains_nothing(run: Callable, tiny_policy: Callable) -> None:
+    policy = tiny_policy("llama", scale=2.0)
     before = weights_of(policy)
-    ended = [r for step in steps for group in step.groups for r in group.rollouts if r.finish is Finish.EOS]
-    if not ended:
-        assert torch.equal(weights_of(policy), before)
-    assert all(not rollout.truncated for rollout in ended)
+    endless = Endless(policy, max_rows=8)
+    _, steps = run("grpo", policy=policy, engine=endless, sampling=Sampling(max_new_tokens=1), truncated="mask")
+    for step in steps:
+        assert all(rollout.truncated for group in step.groups for rollout in group.rollouts)
+        assert step.metrics["tokens/trained"] == 0
+    assert torch.equal(weights_of(policy), before)
 
 
 class Mute:
@@ -269,7 +282,7 @@ def test_presets_that_need_no_siblings_are_the_ones_that_say_so() -> None:
 
 @pytest.mark.parametrize("preset", ["grpo", "gspo"])
 def test_a_step_says_the_entropy_and_the_weight_of_every_token(run: Callable, tiny_policy: Callable, preset: str) -> None:
-    """With a fused loss and without one: the entropies are those that scoring says before the step; the weights those of the loss."""
+    """With a fused loss and without one: the entropies are those that scoring says before the step, the weights the loss's."""
     before = tiny_policy("llama", scale=2.0)
     _, steps = run(preset, steps=1)
     step = next(steps)

@@ -11,10 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from groupwise import recorded, vocabulary
+from groupwise.data import vocabulary
+from groupwise.data.vocabulary import Vocabulary
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
 from groupwise.runs import folder as runlog
-from groupwise.vocabulary import Vocabulary
+from groupwise.runs import recorded
 
 HOSTILE = (
     "<script>window.pwned = 1</script>",
@@ -203,7 +204,8 @@ def _rows(
     reward = chance.random(rows).round(1)
     plain = {
         "step": np.full(rows, step), "group": place, "index": np.tile(np.arange(rows // groups), groups), "reward": reward,
-        "rewards/accuracy": reward, "rewards/format": np.ones(rows), "finish": ["eos"] * rows, "sampling": ["{}"] * rows, "row": ["{}"] * rows,
+        "rewards/accuracy": reward, "rewards/format": np.ones(rows), "finish": ["eos"] * rows,
+        "sampling": ["{}"] * rows, "row": ["{}"] * rows,
         "prompt_id": [f"{step}/{group}" for group in place], "prompt_text": [prompts[group] for group in place],
         "completion_text": [texts[i] for i in chance.integers(0, len(texts), rows)], "run": ["large"] * rows,
     }  # fmt: skip

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from groupwise import recorded
 from groupwise.errors import DataError
 from groupwise.runs import folder as runlog
+from groupwise.runs import recorded
 from groupwise.runs.progress import FLAGS
 from groupwise.viewer import health, questions
 from groupwise.viewer.groups import token_columns

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from groupwise import recorded
 from groupwise.config.settings import RewardSettings
 from groupwise.data.sources import Rows, read_rows
 from groupwise.errors import DataError
 from groupwise.rewards.compose import as_messages, build_rewards, combine
 from groupwise.rewards.find import Completions
+from groupwise.runs import recorded
 
 TOKEN_COLUMNS = {"prompt_ids": "prompt_ids", "completion_ids": "completion_ids", "finish_reason": "finish_reasons"}
 """Columns of the file that reach a function under the name that it asks for: a recorded run has them."""

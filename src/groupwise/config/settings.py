@@ -76,7 +76,7 @@ ENGINES: Mapping[str, tuple[str, ...]] = {
     "vllm": ("servers", "colocated", "dtype", "ahead", "correct"),
 }
 """Rollout engines, and what a mapping that names one may say beside it."""
-TASKS = ("addition", "sums", "countdown", "sorting", "gsm8k_arithmetic")
+TASKS = ("addition", "sums", "countdown", "sorting", "arithmetic", "gsm8k_arithmetic", "preferences")
 """Built-in generated tasks."""
 
 
@@ -348,7 +348,8 @@ class RewardModelSettings:
     known too."""
     replay: Mapping[str, Any] | None = None
     """Continued training on new pairs: `{path: old.jsonl, share: 0.1}` mixes in pairs of an older file with the same columns as
-    `data.path`, so many that they make up `share` of all (default: a tenth, as in DeepSeekMath 2402.03300, Algorithm 1)."""
+    `data.path`, or of a built-in task (`{task: preferences}`), so many that they make up `share` of all (default: a tenth, as in
+    DeepSeekMath 2402.03300, Algorithm 1)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

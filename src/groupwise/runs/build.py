@@ -36,7 +36,7 @@ from groupwise.rewards.model import POSITIONS
 from groupwise.rewards.registry import MAKERS
 from groupwise.rollout.asynchronous import Ahead, Begun
 from groupwise.rollout.engine import Engine
-from groupwise.runs.engines import agreeing, closing_of, engine_lines, make_ahead, make_engine, sampled_elsewhere
+from groupwise.runs.engines import agreeing, engine_lines, make_ahead, make_engine, sampled_elsewhere
 from groupwise.runs.plan import Lines, fitted, memory_lines, offline_plan, online_plan, scoring_memory
 from groupwise.runs.policies import hold, parameter_count, reference_of, weightless
 from groupwise.runs.sizing import H100, Load, rank, rank_lines
@@ -399,7 +399,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
         reference=anchor,
         engine=engine,
         ahead=ahead,
-        closing=[*closing_of(engine), rewards.close],
+        closing=[engine.close, rewards.close],
     )
 
 
@@ -454,5 +454,8 @@ def _dataset_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, r
         judge=judge,
         reference=anchor,
         engine=engine,
-        closing=[*([prepared.rewards.close] if prepared.rewards is not None else []), *closing_of(engine)],
+        closing=[
+            *([prepared.rewards.close] if prepared.rewards is not None else []),
+            *([engine.close] if engine is not None else []),
+        ],
     )

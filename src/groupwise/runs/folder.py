@@ -32,12 +32,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-from groupwise import recorded, vocabulary
 from groupwise.config.recipes import changes, dump, redacted, run_folder
 from groupwise.config.settings import Recipe
+from groupwise.data import vocabulary
 from groupwise.data.rollout_table import columns_of, groups_of, jsonable
 from groupwise.errors import ConfigError, DataError
 from groupwise.records import Scored, Step
+from groupwise.runs import recorded
 
 log = logging.getLogger("groupwise")
 

@@ -25,9 +25,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from groupwise.data.vocabulary import Vocabulary
 from groupwise.errors import DataError
 from groupwise.viewer.sources import TRAINING, Source
-from groupwise.vocabulary import Vocabulary
 
 TOKENS, CHARACTERS = 1500, 6000
 """What one answer holds of a completion; the rest is asked for as it is scrolled to."""

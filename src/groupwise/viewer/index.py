@@ -1,7 +1,7 @@
 """A few numbers of every completion of a run, gathered in the background, newest step first.
 
-What a page needs of one step is read when it is asked for; what asks about all of them (the same prompt through training, which steps
-can hold what a search looks for) asks here.  640,000 completions take some 20 MB.
+What a page needs of one step is read when it is asked for; what asks about all of them (the same prompt through training, which
+steps can hold what a search looks for) asks here.  640,000 completions take some 20 MB.
 """
 
 from __future__ import annotations

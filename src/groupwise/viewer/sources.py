@@ -20,10 +20,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from groupwise import recorded, vocabulary
+from groupwise.data import vocabulary
+from groupwise.data.vocabulary import Vocabulary
 from groupwise.errors import DataError
 from groupwise.runs import folder as runlog
-from groupwise.vocabulary import Vocabulary
+from groupwise.runs import recorded
 
 TRAINING, HELD_OUT = "training", "evaluation"
 """The two kinds of completions that a run holds."""

@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from groupwise import recorded
 from groupwise.data.rollout_table import columns_of, groups_of
 from groupwise.errors import DataError
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
+from groupwise.runs import recorded
 
 
 def step(number: int, *, signal: bool = False) -> Step:
@@ -183,7 +183,7 @@ def test_a_step_that_is_not_there_and_one_that_is_damaged_are_named(tmp_path: Pa
     with pytest.raises(DataError, match="holds none"):
         recorded.table(tmp_path, 1)
     fill(tmp_path, range(1, 3))
-    with pytest.raises(DataError, match="step 9 .* holds steps 1 to 2"):
+    with pytest.raises(DataError, match=r"step 9 .* holds steps 1 to 2"):
         recorded.table(tmp_path, 9)
     (tmp_path / "000002.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(DataError, match="damaged"):

@@ -3,8 +3,8 @@
     rollouts/000312.parquet             one step, one row per completion: `tables.table_of`'s columns and `run`
     rollouts/000001-000100-1.parquet    steps 1, 2 ... 100 (first, last, stride), each a row group
 
-Every file appears whole, under its final name, by a rename; a step is in the new file before its old one goes.  So whatever moment a
-process is killed at, each step that was written can be read, and a step that stands twice says the same twice.
+Every file appears whole, under its final name, by a rename; a step is in the new file before its old one goes.  So whatever
+moment a process is killed at, each step that was written can be read, and a step that stands twice says the same twice.
 
 Importing this file does not import torch.
 """
@@ -105,8 +105,8 @@ def cut(folder: Path, done: int) -> None:
 def pack(folder: Path, size: int = PACK) -> None:
     """Put the oldest `size` steps that have files of their own together, once there are twice as many; else do nothing.
 
-    The newer half stays as it is, because a run that resumes takes the newest steps away.  Steps whose columns differ (a signal came
-    or went) are never put together.
+    The newer half stays as it is, because a run that resumes takes the newest steps away.  Steps whose columns differ (a signal
+    came or went) are never put together.
     """
     singles = sorted(int(match[1]) for entry in os.scandir(folder) if (match := _SINGLE.fullmatch(entry.name)))
     if len(singles) < 2 * size:
