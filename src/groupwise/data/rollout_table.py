@@ -37,8 +37,8 @@ def table_of(step: Step) -> pa.Table:
 
     Columns: step, group, prompt_id, prompt_text, prompt_ids, row (JSON), index, completion_text, completion_ids, behavior_logp,
     current_logp, advantages, trained, version, finish, eos_ids, sampling (JSON), support, `rewards/NAME` per function, reward,
-    `signals/NAME` per token signal (reference_logp ...), `update/NAME` per column of the step (weight, entropy ...).  Lists have one entry
-    per completion token; null: was not computed.
+    `signals/NAME` per token signal (reference_logp ...), `update/NAME` per column of the step (weight ...).  Lists have one
+    entry per completion token; null: was not computed.
     """
     names = step.groups[0].names if step.groups else ()
     assert all(group.names == names for group in step.groups), "the groups of a step share their reward functions"

@@ -62,8 +62,8 @@ def places(folder: Path) -> dict[int, Place]:
         if match := _SINGLE.fullmatch(entry.name):
             singles[int(match[1])] = Place(folder / entry.name, None)
         elif match := _PACK.fullmatch(entry.name):
-            steps = _steps_of(entry.name)
-            found |= {step: Place(folder / entry.name, i) for i, step in enumerate(steps)}
+            path = folder / entry.name
+            found |= {step: Place(path, i) for i, step in enumerate(_steps_of(entry.name))}
     return dict(sorted((found | singles).items()))
 
 

@@ -137,8 +137,8 @@ def token_columns(
     """What the updates of a step did to every token, for the record: the columns of `Step`.
 
     `clipped` is the share of the updates that trained a token in which its ratio, at the algorithm's level, was beyond the clip
-    range on the side that its advantage pushes it to: what `clip/low` and `clip/high` count.  `last_logp` is left out where there was but
-    one pass over the rollout, because it would say what `current_logp` says.
+    range on the side that its advantage pushes it to: what `clip/low` and `clip/high` count.  `last_logp` is left out where
+    there was but one pass over the rollout, because it would say what `current_logp` says.
     """
     first, last = updates[:minibatches], updates[-minibatches:]
     found = {

@@ -1,8 +1,7 @@
 """The run viewer: what the model says, token by token, beside how the run stands.
 
-Comes in: run folders (also while they are written), and any Parquet or JSONL file of completions.  Goes out: a local web
-application (`serve`), or one self-contained page (`export`).  It reads, and writes nothing but the page it is asked for; it never
-imports torch.
+In: run folders, also while they are written, and any Parquet or JSONL file of completions. Out: a local web application
+(`serve`), or one self-contained page (`export`). It writes nothing but the page it is asked for, and never imports torch.
 
     sources     run folders and files, as steps of groups of completions
     index       a few numbers of every completion of a run, gathered in the background

@@ -150,6 +150,7 @@ class Run:
         self._config: tuple[int, dict[str, Any]] = (-1, {})
 
     def state(self) -> dict[str, Any]:
+        """See `Source`."""
         steps = self.metrics().steps
         last = steps[-1] if len(steps) else 0
         done = runlog.finished(self.path)
@@ -168,12 +169,15 @@ class Run:
         return self._listed[kind][1]
 
     def steps(self, kind: str = TRAINING) -> list[int]:
+        """See `Source`."""
         return list(self.places(kind))
 
     def table(self, step: int, columns: Sequence[str] | None = None, kind: str = TRAINING) -> pa.Table:
+        """See `Source`."""
         return self._read(step, kind, lambda file, group: _read(file, group, columns))
 
     def columns(self, step: int, kind: str = TRAINING) -> list[str]:
+        """See `Source`."""
         return self._read(step, kind, lambda file, _: file.schema_arrow.names)
 
     def _read(self, step: int, kind: str, read: Callable[[pq.ParquetFile, int | None], Any]) -> Any:
@@ -195,9 +199,11 @@ class Run:
         raise AssertionError
 
     def metrics(self) -> Metrics:
+        """See `Source`."""
         return self._metrics.refresh()
 
     def config(self) -> dict[str, Any]:
+        """See `Source`."""
         path = self.path / runlog.CONFIG
         try:
             changed = path.stat().st_mtime_ns
@@ -209,6 +215,7 @@ class Run:
         return self._config[1]
 
     def environment(self) -> dict[str, Any]:
+        """See `Source`."""
         try:
             attempts = json.loads((self.path / runlog.ENVIRONMENT).read_text(encoding="utf-8"))["attempts"]
             return {**attempts[-1], "starts": len(attempts)}
@@ -216,6 +223,7 @@ class Run:
             return {}
 
     def vocabulary(self) -> Vocabulary | None:
+        """See `Source`."""
         with self._lock:
             if self._vocabulary is None:
                 places = (self.path / runlog.TOKENS, self.path / "final/tokenizer.json", self.path / "reference/tokenizer.json")
@@ -258,30 +266,38 @@ class File:
             metrics.values["completions/mean_length"].append(sum(lengths) / len(lengths))
 
     def state(self) -> dict[str, Any]:
+        """See `Source`."""
         return {"state": "file", "last": max(self._steps, default=0), "planned": None}
 
     def steps(self, kind: str = TRAINING) -> list[int]:
+        """See `Source`."""
         return list(self._steps) if kind == TRAINING else []
 
     def table(self, step: int, columns: Sequence[str] | None = None, kind: str = TRAINING) -> pa.Table:
+        """See `Source`."""
         if kind != TRAINING or step not in self._steps:
             raise DataError(f"{self.name} holds no step {step}")
         table = self._steps[step]
         return table if columns is None else table.select([name for name in columns if name in table.column_names])
 
     def columns(self, step: int, kind: str = TRAINING) -> list[str]:
+        """See `Source`."""
         return self.table(step, kind=kind).column_names
 
     def metrics(self) -> Metrics:
+        """See `Source`."""
         return self._metrics
 
     def config(self) -> dict[str, Any]:
+        """See `Source`."""
         return {}
 
     def environment(self) -> dict[str, Any]:
+        """See `Source`."""
         return {}
 
     def vocabulary(self) -> Vocabulary | None:
+        """See `Source`."""
         return None
 
 

@@ -17,12 +17,14 @@ function header() {
   const progress = run.state === "file" ? "" : ` · step ${run.last}${run.planned ? " of " + run.planned : ""}`;
   fill($("top"),
     h("a", { class: "brand", href: addressOf({ view: "groups", run: here.run }), "aria-label": "groupwise, to the newest step" }, h("span", { class: "mark", "aria-hidden": "true" }), h("span", { text: "groupwise" })),
-    picker, h("span", { class: `state ${run.state}`, id: "state", text: (ANSWERS ? "report" : STATES[run.state]) + progress }),
+    picker, h("span", { class: `state ${run.state}`, id: "state" }, ANSWERS ? "report" : STATES[run.state], h("span", { class: "progress", text: progress })),
     h("nav", { "aria-label": "views" }, TABS.map(([view, label, key]) => h("a", { href: view === "groups" ? linkTo(lastGroups) : linkTo({ view }), "aria-current": here.view === view ? "page" : undefined, title: `${label} (${key})`, text: label }))),
     h("span", { class: "tools" },
       h("button", { type: "button", class: "icon", title: "copy the link to this view (u)", "aria-label": "copy the link to this view", onclick: copyLink }, h("svg", { viewBox: "0 0 16 16", width: 15, height: 15, "aria-hidden": "true", fill: "none", stroke: "currentColor", "stroke-width": 1.6, "stroke-linecap": "round" }, h("path", { d: "M6.6 9.4 9.4 6.6M7.2 4.6l1.3-1.3a2.9 2.9 0 0 1 4.2 4.2l-1.3 1.3M8.8 11.4l-1.3 1.3a2.9 2.9 0 0 1-4.2-4.2l1.3-1.3" }))),
       h("button", { type: "button", class: "icon", title: "light or dark (t)", "aria-label": "light or dark", onclick: switchTheme }, h("svg", { viewBox: "0 0 16 16", width: 15, height: 15, "aria-hidden": "true" }, h("circle", { cx: 8, cy: 8, r: 6, fill: "none", stroke: "currentColor", "stroke-width": 1.6 }), h("path", { d: "M8 2a6 6 0 0 1 0 12z", fill: "currentColor" }))),
       h("button", { type: "button", class: "icon", title: "keys (?)", "aria-label": "keys", onclick: showHelp, text: "?" })));
+  const tabs = $("top").querySelector("nav"), current = tabs.querySelector("[aria-current]");
+  if (current) tabs.scrollLeft = current.offsetLeft - tabs.offsetLeft - 40;
 }
 
 async function copyLink() {

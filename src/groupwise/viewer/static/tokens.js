@@ -100,7 +100,7 @@ class Card {
         h("div", { class: "reward-line" },
           h("span", { class: "reward", text: fmt(completion.reward) }),
           h("span", { class: "meter", "aria-hidden": "true" }, h("span", { style: { width: `${100 * share}%` } })),
-          h("a", { class: "number", href: place, title: "link to this completion", text: completion.same === undefined ? `#${completion.index}` : `#${completion.index}, says what #${completion.same} says` })),
+          h("a", { class: "number", href: place, title: completion.same === undefined ? "link to this completion" : `word for word the same as #${completion.same}`, text: completion.same === undefined ? `#${completion.index}` : `#${completion.index} = #${completion.same}` })),
         h("div", { class: "facts" }, facts), parts),
       completion.messages ? conversation(completion.messages) : this.text);
   }
