@@ -2,8 +2,8 @@
 
     python benchmarks/viewer.py [--steps 10000] [--folder DIR]
 
-Makes the run once (70 MB for every 1,000 steps; `--folder` keeps it), serves it in a process of its own, and asks as a browser does:
-first the pages of the first view, then pages of random steps while the index is being read, then again with the whole index.
+Makes the run once (60 KB a step; `--folder` keeps it), serves it in a process of its own, and asks as a browser does: first
+the pages of the first view, then pages of random steps while the index is being read, then again with the whole index.
 """
 
 from __future__ import annotations
