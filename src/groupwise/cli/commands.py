@@ -285,7 +285,6 @@ def _train(given: argparse.Namespace) -> int:
     if given.nproc > 1 and not given.dry_run:
         _become_torchrun(given)
     from groupwise.runs.run import train_recipe
-    from groupwise.viewer import export
 
     return train_recipe(
         given.recipe,
@@ -296,8 +295,15 @@ def _train(given: argparse.Namespace) -> int:
         timeout=given.timeout,
         world=given.world or (given.nproc if given.nproc > 1 else None),
         model_config=given.model_config,
-        report=lambda folder: export([folder], folder / REPORT),
+        report=_report,
     )
+
+
+def _report(folder: Path) -> None:
+    """The one page that stands in the folder of every finished run."""
+    from groupwise.viewer import export
+
+    export([folder], folder / REPORT)
 
 
 def _become_torchrun(given: argparse.Namespace) -> NoReturn:
