@@ -119,10 +119,10 @@ def _parser() -> argparse.ArgumentParser:
     chat = add("chat", _chat, "talk to a checkpoint")
     chat.add_argument("checkpoint", metavar="CHECKPOINT", help="a run, a checkpoint or a model folder")
 
-    recipes = add("recipes", _recipes, "list the bundled recipes, or copy one to edit it")
-    recipes.add_argument("action", nargs="?", choices=("list", "copy", "show"), default="list", help="default: list")
-    recipes.add_argument("name", nargs="?", metavar="NAME", help="a bundled recipe")
-    recipes.add_argument("to", nargs="?", metavar="TO", help="where to copy it (default: NAME.yaml)")
+    recipes = add("recipes", _recipes, "list the bundled recipes, tell about one, or copy it to edit it")
+    recipes.add_argument("action", nargs="?", default="list", metavar="NAME | copy | show", help="a bundled recipe, to read of it")
+    recipes.add_argument("name", nargs="?", metavar="NAME", help="with copy or show: a bundled recipe")
+    recipes.add_argument("to", nargs="?", metavar="TO", help="with copy: where to (default: NAME.yaml)")
 
     config = add("config", _config, "what a key of a recipe means: type, range, default, TRL's name")
     config.add_argument("key", nargs="?", metavar="KEY", help="a key, a section or a TRL argument; without it all keys")
@@ -381,9 +381,14 @@ def _recipes(given: argparse.Namespace) -> int:
 
     bundled = bundled_recipes()
     if given.action == "list":
+        wide = max(map(len, bundled), default=0)
         for name, path in bundled.items():
-            first, *rest = header(path).splitlines() or ["(no header)"]
-            print("\n".join([f"{name}: {first}", *(f"    {line}" for line in rest)]))
+            print(f"{name:{wide}}  {header(path).partition(chr(10))[0]}")
+        return 0
+    if given.action not in ("copy", "show"):
+        if given.name is not None:
+            raise ConfigError(f"groupwise recipes takes the name of one recipe, or copy or show and a name; got {given.action!r}")
+        print(header(given.action))
         return 0
     if given.name is None:
         raise ConfigError(f"groupwise recipes {given.action} needs a NAME: one of {', '.join(bundled)}")

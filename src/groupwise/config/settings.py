@@ -80,6 +80,10 @@ TASKS = ("addition", "sums", "countdown", "sorting", "arithmetic", "gsm8k_arithm
 """Built-in generated tasks."""
 
 
+ControlTokens = Literal["warn", "plain", "drop", "error"]
+"""What becomes of control tokens in the text of messages."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScratchSettings:
     """A small model with random weights, for tasks that need no pretrained one."""
@@ -138,7 +142,7 @@ class DataSettings:
     split: str = "train"
     """Split of a hub data set."""
     task: str | None = None
-    """Instead of `path`: a built-in generated task (`groupwise recipes` lists the tasks)."""
+    """Instead of `path`: a built-in task (addition, sums, countdown, sorting, arithmetic, gsm8k_arithmetic, preferences)."""
     task_args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the task."""
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -151,6 +155,9 @@ class DataSettings:
     """Python format string that makes the prompt from the row's columns, or `alpaca` for instruction/input rows."""
     limit: Positive | None = None
     """Use only the first rows."""
+    control_tokens: ControlTokens = "warn"
+    """Text of the tokenizer's special tokens (`<|im_end|>`) inside the messages that rows bring, other than the assistant's: `warn`
+    (encoded as those tokens, counted, said before training), `plain` (encoded as text), `drop` (the row is left out), `error`."""
     max_prompt_tokens: Positive | None = None
     """Longest prompt; default: the context less `rollout.max_new_tokens`."""
     too_long: Literal["drop", "truncate_left", "error"] = "drop"
@@ -194,7 +201,8 @@ class RewardSettings:
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of a built-in, or extra keyword arguments of your own function."""
     timeout: Annotated[float, Gt(0.0)] | None = None
-    """Seconds after which a call is stopped and counts as None; more than a tenth of the calls end the run."""
+    """Seconds after which a call is stopped and counts as None; more than a tenth of the calls end the run.  Without it a call that
+    takes ten minutes (and 10 s for each of its completions) is stopped and ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -376,7 +384,8 @@ class Recipe:
     seed: Seed = 0
     """Of weights from scratch, data order and sampling."""
     threads: Annotated[int, Gt(0), Le(1024)] | None = None
-    """CPU threads of torch; default: torch's own choice."""
+    """CPU threads of torch; default: what OMP_NUM_THREADS says, else one for a model of less than a million parameters, else what
+    torch chooses."""
     parallel: Part = "auto"
     """What each of several processes holds (`--nproc`, torchrun): `ddp` everything; `zero3` a part of weights, gradients and
     optimizer state (FSDP2); `zero2` the same, but weights stay gathered from forward to backward; `auto` takes `zero3` from a

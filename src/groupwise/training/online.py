@@ -23,7 +23,7 @@ from groupwise.distributed import comm
 from groupwise.errors import RewardError
 from groupwise.models.policy import Policy
 from groupwise.records import Batch, Sample, Sampling, Scored, Step
-from groupwise.rewards.compose import Rewards
+from groupwise.rewards.compose import Judge
 from groupwise.rollout.asynchronous import Ahead
 from groupwise.rollout.collection import Draw, Source
 from groupwise.rollout.engine import Engine
@@ -39,7 +39,7 @@ def train_online(
     algorithm: Algorithm,
     *,
     engine: Engine,
-    rewards: Rewards,
+    rewards: Judge,
     draw: Draw,
     optimizer: Optimizer,
     group: GroupSettings,
