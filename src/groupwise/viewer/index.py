@@ -10,7 +10,6 @@ import threading
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow.compute as pc
 
 from groupwise.errors import DataError
 from groupwise.viewer.groups import key_of, lengths_of, numbers
@@ -92,7 +91,7 @@ class Index:
         place = numbers(table, "group").astype(np.int32)
         starts = np.flatnonzero(np.r_[True, place[1:] != place[:-1]]) if len(place) else np.zeros(0, np.int64)
         prompts = {int(place[start]): key_of(table.column("prompt_text")[int(start)].as_py() or "") for start in starts}
-        finish = frozenset(pc.unique(table.column("finish")).to_pylist()) if "finish" in table.column_names else frozenset()
+        finish = frozenset(table.column("finish").unique().to_pylist()) if "finish" in table.column_names else frozenset()
         entry = Entry(
             group=place,
             reward=numbers(table, "reward").astype(np.float32),

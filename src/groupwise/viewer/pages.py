@@ -126,8 +126,8 @@ class Pages:
 
     def more(self, asked: Parameters) -> Json:
         """A completion from token `begin` on."""
-        place = (_needed(asked, name) for name in ("step", "group", "index", "begin"))
-        return groups.more(self._source(asked), *place, self._kind(asked))
+        step, group, index, begin = (_needed(asked, name) for name in ("step", "group", "index", "begin"))
+        return groups.more(self._source(asked), step, group, index, begin, self._kind(asked))
 
     def visits(self, asked: Parameters) -> Json:
         """A prompt through training: every group it had, as far as the index has read."""
