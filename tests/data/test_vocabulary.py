@@ -33,7 +33,8 @@ def test_our_tokenizers(name: str) -> None:
 
 def test_pieces_of_a_sentence_with_bytes_for_what_it_does_not_know() -> None:
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁so", "▁it", "▁is", "s", "o"]
-    core = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True, unk_token="<unk>"))
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Metaspace()
     core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     known = vocabulary.of(PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>"))
