@@ -109,8 +109,16 @@ def test_light_commands_import_no_torch(arguments: list[str]) -> None:
 
 def test_train_passes_everything_on(calls: list) -> None:
     assert commands.main(["train", "r.yaml", "steps=4", "--dry-run", "--quiet"]) == 0
-    given = {"dry_run": True, "fresh": False, "quiet": True, "timeout": 1800, "world": None, "model_config": None}
-    given["report"] = commands._report
+    given = {
+        "dry_run": True,
+        "fresh": False,
+        "accept_changes": False,
+        "quiet": True,
+        "timeout": 1800,
+        "world": None,
+        "model_config": None,
+        "report": commands._report,
+    }
     assert calls == [("train", ("r.yaml", ["steps=4"]), given)]
 
 

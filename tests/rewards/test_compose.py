@@ -410,21 +410,24 @@ def test_r12_async_functions_run_side_by_side_and_in_order(functions, group):
     """Every call waits until all others have begun: one after the other they would wait for ever."""
     path = functions(
         """
-        import asyncio, sys, threading
-        begun = sys.modules.setdefault("calls that have begun", set())  # one for three functions, each loaded by itself
-        async def all_of_them(me):
-            begun.add(me)
-            while len(begun) < 64 + 1 + 1:
-                await asyncio.sleep(0.005)
+        import asyncio, pathlib
+        here = pathlib.Path(__file__).resolve().parent  # each function may be in a process of its own
+        def begin(me):
+            (here / f"{me}.begun").touch()
+        async def others():
+            while len(list(here.glob("*.begun"))) < 64 + 1 + 1:
+                await asyncio.sleep(0.02)
         async def single(completion):
-            await all_of_them(completion)
+            begin(completion)
+            await others()
             await asyncio.sleep(0.1 if completion == "7" else 0.0)
             return float(completion)
         async def batch(completions):
-            await all_of_them(tuple(completions))
+            begin("batch")
+            await others()
             return [2 * float(c) for c in completions]
         def plain(completions):
-            begun.add("plain")
+            begin("plain")
             return [3 * float(c) for c in completions]
         """
     )

@@ -208,7 +208,7 @@ def test_p05_a_step_says_more_than_a_loss_of_zero(recipe: Callable) -> None:
         ({"rewards": [{"function": "accuracy", "args": {"column": "gold"}}]}, ConfigError, "gold"),
         ({"rollout": {"max_new_tokens": 96}}, ConfigError, "96"),
         ({"group": {"group_size": 1}}, ConfigError, "group_size must be at least 2"),
-        ({"group": {"surrogate": {"name": "clipped", "hgih": 0.3}}}, ConfigError, "did you mean 'high'"),
+        ({"group": {"surrogate": {"name": "clipped", "hgih": 0.3}}}, ConfigError, "did you mean high"),
         ({"model": {"path": "./nowhere", "scratch": None}}, ConfigError, "no such folder"),
         ({"rewards": []}, ConfigError, "reward"),
         ({"data": {"task": "additon"}}, GroupwiseError, "addition"),

@@ -24,13 +24,13 @@ from groupwise.config.recipes import load_recipe
 from groupwise.distributed import comm
 from groupwise.errors import Ended, PeerError
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.runs import checkpoint
 from groupwise.runs.checkpoint import latest, step_of
 from groupwise.runs.folder import RunLog
 from groupwise.runs.run import train
 from groupwise.runs.signals import endings
 from groupwise.training import evaluate, online
 from groupwise.training.optimizer import Optimizer
+from groupwise.utils import files
 
 STEPS, AT = 4, 3
 """The signal comes in step `AT`."""
@@ -137,7 +137,7 @@ def test_c7_c8_a_signal_anywhere_leaves_the_last_whole_step(
             case "log":
                 each(RunLog, "write", now, patch)
             case "saving":
-                each(checkpoint, "fingerprint", lambda: steps[0] == AT - 1 and now(), patch)
+                each(files, "fingerprint", lambda: steps[0] == AT - 1 and now(), patch)
 
         def go() -> None:
             for step in train(load_recipe(broken)):

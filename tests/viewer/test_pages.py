@@ -16,6 +16,7 @@ from groupwise.errors import DataError
 from groupwise.runs import folder as runlog
 from groupwise.runs import recorded
 from groupwise.runs.progress import FLAGS
+from groupwise.utils import files
 from groupwise.viewer import health, questions
 from groupwise.viewer.groups import token_columns
 from groupwise.viewer.pages import Pages
@@ -152,7 +153,7 @@ def test_metrics_follow_a_file_that_grows_and_one_that_is_replaced(made: Any, tm
     assert list(metrics.refresh().steps) == [1, 2, 3, 4]
     assert math.isnan(metrics.values["entropy"][3])
     whole = (folder / runlog.METRICS).read_text().splitlines()[0]
-    runlog.write_atomically(folder / runlog.METRICS, (whole + "\n").encode())
+    files.write(folder / runlog.METRICS, (whole + "\n").encode())
     assert list(metrics.refresh().steps) == [1]
 
 

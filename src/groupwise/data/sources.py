@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.errors import DataError
+from groupwise.utils.files import digest
 
 READERS_OF = (".jsonl", ".ndjson", ".json", ".parquet")
 MAX_DEPTH = 100
@@ -235,16 +236,31 @@ def _read_parquet(file: Path, name: str) -> Rows:
         raise DataError(f"{name}: not a readable Parquet file (begins with {start!r}): {str(error).splitlines()[0]}") from None
 
 
-def _read_hub(name: str, split: str) -> Rows:
+def fingerprint(path: str, split: str = "train") -> dict[str, Any]:
+    """What stands for the content of `read_rows(path, split)`: size and xxh3-128 of a file, the fingerprint of a hub's data set.
+
+    Raises DataError, OSError.
+    """
+    file = Path(path).expanduser()
+    if file.exists() or _looks_like_a_path(path):
+        return {"size": file.stat().st_size, "xxh3_128": digest(file)}
+    return {"fingerprint": str(_load_hub(path, split)._fingerprint)}
+
+
+def _load_hub(name: str, split: str) -> Any:
     """Through `datasets`, with its cache.  Scripts of a data set are never run: `datasets` no longer can."""
     import datasets
 
     path, _, config = name.partition(":")
     try:
-        loaded = datasets.load_dataset(path, config or None, split=split)
+        return datasets.load_dataset(path, config or None, split=split)
     except (OSError, ValueError, RuntimeError) as error:  # not found, no connection, no such config or split
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(f"cannot load {name!r} (split {split!r}) from the hub, and no such file is here: {reason}") from error
+
+
+def _read_hub(name: str, split: str) -> Rows:
+    loaded = _load_hub(name, split)
     if not len(loaded):
         raise DataError(f"{name} (split {split}) holds no rows")
     return Rows(name, loaded.to_list())

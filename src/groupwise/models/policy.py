@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -345,8 +346,13 @@ def _load(kind: Any, path: str, dtype: torch.dtype, trust_remote_code: bool) -> 
         model, found = kind.from_pretrained(path, trust_remote_code=trust_remote_code, dtype=dtype, output_loading_info=True)
     except torch.OutOfMemoryError:
         raise
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        said = str(error).strip().splitlines()[0]
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            f"model.path: the weights in {path!r} are a pickle (pytorch_model.bin) that holds more than weights, or is damaged; "
+            "nothing of it was run. Take the checkpoint's .safetensors, or save it anew as such where you trust it"
+        ) from error
+    except (OSError, ValueError, RuntimeError, EOFError, SafetensorError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"model.path: the weights in {path!r} cannot be read: {said}; fetch or copy them again") from error
     if missing := sorted(found["missing_keys"]):  # transformers would leave them random
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
