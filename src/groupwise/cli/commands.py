@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,6 +26,8 @@ from groupwise.utils.allocator import prefer_large_pages
 from groupwise.utils.secrets import scrubbed
 from groupwise.utils.terminal import HARMLESS, escaped
 
+REPORT = "report.html"
+"""What a finished run's report is called, in its folder."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
@@ -174,6 +177,8 @@ def _parser() -> argparse.ArgumentParser:
     config.add_argument("key", nargs="?", metavar="KEY", help="a key, a section or a TRL argument; without it all keys")
     config.add_argument("--markdown", action="store_true", help="all keys as a Markdown page")
 
+    _add_view(add("view", _view, "look at runs in the browser, token by token, also while they go on"))
+
     _add_serve(add("serve", _serve, "start a vLLM server that training can sample from (rollout.engine: vllm)"))
     _add_install(add("install-vllm", _install_vllm, "install vLLM into an environment of its own"))
 
@@ -227,6 +232,15 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
     command.add_argument("--limit", type=_positive, metavar="N", help="first prompts only")
     command.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the samples (default %(default)s)")
     command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_view(command: argparse.ArgumentParser) -> None:
+    command.add_argument("paths", nargs="+", metavar="RUN", help="run folders, or Parquet or JSONL files of completions")
+    command.add_argument("--export", metavar="FILE", help="write one self-contained page, for example report.html, and stop")
+    port = "default: 8765, or any that is free"
+    command.add_argument("--port", type=int, metavar="N", help=port)
+    command.add_argument("--open", action="store_true", help="open it in the browser of this machine")
+    command.epilog = "From another machine: ssh -L 8765:127.0.0.1:8765 HOST, and open the address there."
 
 
 def _add_serve(command: argparse.ArgumentParser) -> None:
@@ -354,7 +368,15 @@ def _train(given: argparse.Namespace) -> int:
         timeout=given.timeout,
         world=given.world or (given.nproc if given.nproc > 1 else None),
         model_config=given.model_config,
+        report=_report,
     )
+
+
+def _report(folder: Path) -> None:
+    """The one page that stands in the folder of every finished run."""
+    from groupwise.viewer import export
+
+    export([folder], folder / REPORT)
 
 
 def _become_torchrun(given: argparse.Namespace) -> NoReturn:
@@ -505,6 +527,32 @@ def _replay(given: argparse.Namespace) -> int:
 
     reach = {} if given.reach is None else {"reach": given.reach}
     return replay_step(given.folder, given.step, given.changes, model=not given.no_model, as_json=given.json, **reach)
+
+
+def _view(given: argparse.Namespace) -> int:
+    from groupwise.viewer import export, serve
+
+    if given.export is not None:
+        print(export(given.paths, given.export))
+        return 0
+    try:
+        viewer = serve(given.paths, 8765 if given.port is None else given.port)
+    except ConfigError:
+        if given.port is not None:
+            raise
+        viewer = serve(given.paths, 0)
+    print(f"{viewer.address}  (Ctrl-C ends it)", flush=True)
+    if given.open:
+        import webbrowser
+
+        webbrowser.open(viewer.address)
+    try:
+        while True:
+            time.sleep(3600)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        viewer.close()
 
 
 def _runs(given: argparse.Namespace) -> int:

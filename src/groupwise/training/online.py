@@ -28,7 +28,7 @@ from groupwise.rewards.compose import Judge
 from groupwise.rollout.asynchronous import Ahead
 from groupwise.rollout.collection import Draw, Source
 from groupwise.rollout.engine import Engine
-from groupwise.training.metrics import measure
+from groupwise.training.metrics import by_completion, measure, token_columns
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.scoring import sample_of, score
 from groupwise.training.updating import Update, token_loss, update
@@ -93,6 +93,7 @@ def train_online(
             groups=groups,
             advantages=advantages,
             current_logp=first_pass(groups, updates[: len(parts)]),
+            columns=token_columns(groups, updates, algorithm, minibatches=len(parts)),
         )
 
 
@@ -213,7 +214,7 @@ def policy_loss(
     entropy_tokens, threshold: see `batch_loss`.
     """
     loss = batch_loss(algorithm, batch, entropy_tokens=entropy_tokens, threshold=threshold)
-    return token_loss(policy, batch, loss, separable=algorithm.token_level, entropy=algorithm.needs_entropy, as_is=True)
+    return token_loss(policy, batch, loss, separable=algorithm.token_level, entropy=True, as_is=True)
 
 
 def batch_loss(algorithm: Algorithm, batch: Batch, *, entropy_tokens: float, threshold: Tensor | None = None) -> TokenLoss:
@@ -266,9 +267,6 @@ def refresh(reference: Policy, policy: Policy, share: float) -> None:
 
 def first_pass(groups: Sequence[Scored], updates: Sequence[Update]) -> list[list[np.ndarray]]:
     """Per group and completion (n_i,): the log-probs that its first update saw; empty where nothing was computed."""
-    seen: dict[tuple[str, int], np.ndarray] = {}
-    for taken in updates:
-        for sample, logp in zip(taken.samples, taken.seen, strict=True):
-            seen[sample.group, sample.index] = logp
-    nothing = np.zeros(0)
-    return [[seen.get((group.prompt.id, rollout.index), nothing) for rollout in group.rollouts] for group in groups]
+    return by_completion(
+        groups, [(sample, logp) for taken in updates for sample, logp in zip(taken.samples, taken.seen, strict=True)]
+    )
