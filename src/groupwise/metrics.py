@@ -16,7 +16,7 @@ from torch import Tensor
 
 from groupwise.algorithms import Algorithm, options
 from groupwise.objective import diagnostics
-from groupwise.objective.losses import mismatch, token
+from groupwise.objective.losses import Terms, mismatch, off_policy_keep, token
 from groupwise.records import Sample, Scored
 from groupwise.updating import Update, balance
 
@@ -47,7 +47,8 @@ def measure(
     found["lr"] = updates[-1].taken.lr
     found["skipped_updates"] = float(sum(taken.taken.skipped for taken in updates))
     found |= balance(updates)
-    found |= ratio_metrics([pair for taken in updates for pair in zip(taken.samples, taken.seen, strict=True)], algorithm)
+    every = [pair for taken in updates for pair in zip(taken.samples, taken.seen, strict=True)]
+    found |= ratio_metrics(every, algorithm) | off_policy_metrics(every, algorithm)
     first = [pair for taken in updates[:minibatches] for pair in zip(taken.samples, taken.seen, strict=True)]
     # Later minibatches of the first pass see a policy that has already moved; only the first must match the sampler.
     sampler = list(zip(updates[0].samples, updates[0].seen, strict=True))
@@ -119,6 +120,16 @@ def ratio_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
     log_ratio_N = algorithm.ratio(logp_N, behavior_N, segment_N, len(seen))
     found = diagnostics.ratio(log_ratio_N, advantage_N, algorithm.clip_range)
     return found | diagnostics.progress(logp_N, advantage_N)
+
+
+def off_policy_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
+    """`off_policy/dropped`: share of tokens that the off-policy mask takes out of the loss; empty without one."""
+    logp_N, sampler_N, advantage_N, segment_N = _columns(seen)
+    if algorithm.off_policy_delta is None or not logp_N.numel():
+        return {}
+    columns = {"logp_M": logp_N, "behavior_logp_M": sampler_N, "advantage_M": advantage_N, "segment_M": segment_N}
+    terms = Terms(**columns, segments=len(seen))
+    return {"off_policy/dropped": diagnostics.dropped(off_policy_keep(terms, delta=algorithm.off_policy_delta))}
 
 
 def kl_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:

@@ -204,6 +204,7 @@ def policy_loss(
         terms = Terms(
             logp_M=logp_C,
             behavior_logp_M=behavior_C,
+            sampler_logp_M=batch.behavior_logp_P[rows_C],
             mismatch=mismatch,
             advantage_M=batch.advantage_P[rows_C],
             segment_M=batch.segment_P[rows_C],

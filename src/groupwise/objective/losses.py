@@ -61,7 +61,7 @@ class Terms:
     entropy_threshold: Tensor | None = None
     """Scalar, one for the whole step: only with a high-entropy mask."""
     sampler_logp_M: Tensor | None = None
-    """Only when the engine that sampled is not the one that scored b: its own log-probs."""
+    """The log-probs of the engine that sampled.  None: they are b."""
     mismatch: Mismatch | None = None
     """Only then: what corrects for it."""
 
