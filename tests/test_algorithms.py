@@ -50,6 +50,7 @@ PAPER = {
     "rloo": ("leave_one_out", "sequence_sum", "clipped(low=0.2, high=0.2)", "sequence_mean"),
     "reinforce_pp": ("whitened", "token", "clipped(low=0.2, high=0.2)", "token_mean"),
     "gdpo": ("decoupled", "token", "clipped(low=0.2, high=0.2)", "sequence_mean"),
+    "ppo": ("gae", "token", "clipped(low=0.2, high=0.2)", "token_mean"),
 }
 
 
@@ -72,7 +73,8 @@ def test_the_table_holds_what_the_settings_promise():
 def test_dapo_resamples_dead_groups_and_masks_truncated_completions():
     assert [name for name, row in ALGORITHMS.items() if row.dead_groups == "refill"] == ["dapo"]
     assert [name for name, row in ALGORITHMS.items() if row.truncated == "mask"] == ["dapo"]
-    assert {name for name, row in ALGORITHMS.items() if row.kl_place == "reward"} == {"rloo", "reinforce_pp"}
+    assert {name for name, row in ALGORITHMS.items() if row.kl_place == "reward"} == {"rloo", "reinforce_pp", "ppo"}
+    assert tuple(name for name, row in ALGORITHMS.items() if row.needs_value) == settings.VALUED
 
 
 def test_token_level_is_what_a_fused_head_may_use():
@@ -193,7 +195,7 @@ def test_p26_every_preset_stays_finite_with_a_gap_of_100_nats():
 
 def test_dead_completions_have_no_gradient_exactly_when_they_are_skipped():
     for row in ALGORITHMS.values():
-        assert row.skips_dead
+        assert row.skips_dead != row.needs_value  # a critic learns from all of them
         terms = replace(terms_of(), advantage_M=torch.zeros(8, dtype=torch.float64))
         (slope,) = torch.autograd.grad(row.loss(terms).sum(), terms.logp_M)
         assert not slope.any()
@@ -333,6 +335,9 @@ def test_clip_ranges():
         ("rloo", {"group_size": 1}, "leave_one_out"),
         ("reinforce_pp", {"group_size": 1, "credit": {"baseline": True}}, "compare siblings"),
         ("rloo", {"kl": "k3", "beta": 0.1}, "as k1"),
+        ("ppo", {"kl": "k2", "beta": 0.1}, "as k1 or k3"),
+        ("ppo", {"credit": {"lam": 1.5}}, "less than or equal to 1"),
+        ("ppo", {"kl": "k3", "beta": 0.1, "credit": {"kl": "k1"}}, "group.kl"),
         ("rloo", {"beta": 0.1, "credit": "centered"}, "cannot do"),
         ("rloo", {"credit": {"beta": 0.1}}, "group.beta"),
     ],

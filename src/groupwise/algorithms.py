@@ -49,7 +49,7 @@ class Algorithm:
     """Weight of the KL to the reference; 0: there is no reference."""
     kl: KL = losses.k3
     kl_place: Literal["loss", "reward"] = "loss"
-    """In the reward it is k1, subtracted by `credit`."""
+    """In the reward it is subtracted by `credit`: k1, unless the credit knows others."""
     entropy_bonus: float = 0.0
     entropy_quantile: float = 0.0
     off_policy_delta: float | None = None
@@ -60,6 +60,11 @@ class Algorithm:
     def needs_reference(self) -> bool:
         """True if log-probs of a reference must be computed."""
         return self.beta > 0.0
+
+    @property
+    def needs_value(self) -> bool:
+        """True if a critic must say what states are worth, and be trained beside the policy."""
+        return credit.needs_value(self.credit)
 
     @property
     def needs_entropy(self) -> bool:
@@ -79,15 +84,15 @@ class Algorithm:
     @property
     def skips_dead(self) -> bool:
         """True if a completion whose advantages are all 0 has no gradient: its forward and backward can be left out, exactly."""
-        return self.loss_beta == 0.0 and self.entropy_bonus == 0.0
+        return self.loss_beta == 0.0 and self.entropy_bonus == 0.0 and not self.needs_value
 
     def teaches(self, group: Scored) -> bool:
         """False if the group's rewards give an advantage of exactly 0 to every completion.
 
-        The credit decides: GDPO learns from rewards that differ while their sum does not.  Where the KL is a part of the reward,
-        and not known yet, the sum does.
+        The credit decides: GDPO learns from rewards that differ while their sum does not.  Where it reads what is not known yet
+        (a KL in the reward, values), the sum does.
         """
-        if self.beta > 0.0 and self.kl_place == "reward":
+        if self.needs_value or (self.beta > 0.0 and self.kl_place == "reward"):
             return not group.dead
         return not credit.is_dead(self.credit([group])[0])
 
@@ -248,6 +253,16 @@ _ROWS = (
         equation="GRPO's,  A_i = standardized over the batch(sum_k w_k standardized in the group(r_ik))",
         credit=credit.decoupled,
     ),
+    Algorithm(
+        name="ppo",
+        summary="A critic says what every token was worth; advantages by GAE, whitened; KL and reward are paid per token.",
+        paper="1707.06347",
+        equation="-1/N sum_i sum_t min(rho A_it, clip(rho) A_it),  A_it = whitened(sum_k (gamma lam)^k delta_{t+k}); "
+        "critic: c/N sum_i sum_t 1/2 max((V - R)^2, (clip(V, V_old -+ 0.2) - R)^2)",
+        credit=credit.gae,
+        weights=weights.token_mean,
+        kl_place="reward",
+    ),
 )
 
 ALGORITHMS: dict[str, Algorithm] = {row.name: row for row in _ROWS}
@@ -260,7 +275,7 @@ def _by_name(*functions: Callable) -> dict[str, Callable]:
 
 PARTS: dict[str, dict[str, Callable]] = {
     "credit": _by_name(
-        credit.standardized, credit.centered, credit.leave_one_out, credit.decoupled, credit.whitened, credit.process
+        credit.standardized, credit.centered, credit.leave_one_out, credit.decoupled, credit.whitened, credit.process, credit.gae
     ),
     "ratio": _by_name(losses.token, losses.sequence_mean, losses.sequence_sum, losses.sequence_token),
     "surrogate": _by_name(losses.clipped, losses.cispo, losses.sapo, losses.vespo, losses.geometric, losses.reinforce),
@@ -287,14 +302,11 @@ def resolve(objective: str, group: GroupSettings, max_new_tokens: int) -> Algori
         raise ConfigError(f"there is no online algorithm {objective!r}{near}; there are {', '.join(ALGORITHMS)}")
     row = ALGORITHMS[objective]
     beta = row.beta if group.beta is None else group.beta
-    if row.kl_place == "reward" and group.kl not in (None, "k1"):
-        raise ConfigError(
-            f"group.kl: {objective!r} takes the KL from the reward, as k1, so it cannot be {group.kl!r}; "
-            f"for a KL in the loss use objective: grpo with group.credit: {_function(row.credit).__name__}"
-        )
+    estimator = {"kl": group.kl} if group.kl in _KLS_IN_REWARD else {}
+    in_reward = {"beta": beta, **estimator} if row.kl_place == "reward" else {"beta": 0.0}
     chosen = replace(
         row,
-        credit=_part("credit", group.credit, row.credit, {"beta": beta if row.kl_place == "reward" else 0.0}),
+        credit=_part("credit", group.credit, row.credit, in_reward),
         ratio=_part("ratio", group.ratio, row.ratio),
         surrogate=_part("surrogate", group.surrogate, row.surrogate),
         weights=_part("weights", group.weights, row.weights, {"length": max_new_tokens}),
@@ -311,6 +323,12 @@ def resolve(objective: str, group: GroupSettings, max_new_tokens: int) -> Algori
             f"group.beta: {objective!r} subtracts the KL from the reward, which the credit {describe(chosen.credit)} cannot do; "
             "use beta: 0, or objective: grpo with this credit"
         )
+    known = _KLS_IN_REWARD if "kl" in options(chosen.credit) else ("k1",)
+    if row.kl_place == "reward" and group.kl not in (None, *known):
+        raise ConfigError(
+            f"group.kl: {objective!r} takes the KL from the reward, as {' or '.join(known)}, so it cannot be {group.kl!r}; "
+            f"for a KL in the loss use objective: grpo with group.credit: {_function(row.credit).__name__}"
+        )
     own = losses.OWN_RATIO.get(_function(chosen.surrogate))
     if own is not None and group.ratio is not None and _function(chosen.ratio) is not own:
         raise ConfigError(
@@ -323,6 +341,10 @@ def resolve(objective: str, group: GroupSettings, max_new_tokens: int) -> Algori
             f"siblings), got {group.group_size}"
         )
     return chosen
+
+
+_KLS_IN_REWARD = ("k1", "k3")
+"""Estimators that a credit with the keyword `kl` can subtract from the reward."""
 
 
 def corrected(algorithm: Algorithm, keywords: Mapping[str, Any]) -> Algorithm:
@@ -362,8 +384,8 @@ def _part(kind: str, part: Part | None, preset: Callable, supplied: Mapping[str,
         keywords = (preset.keywords if isinstance(preset, partial) else {}) | keywords
     parameters = _parameters(function)
     for name, value in (supplied or {}).items():
-        if name in keywords and name == "beta":
-            raise ConfigError(f"group.{kind}: beta is a setting of its own, group.beta; got {keywords[name]!r} here")
+        if name in keywords.keys() & _SET_APART:
+            raise ConfigError(f"group.{kind}: {name} is a setting of its own, group.{name}; got {keywords[name]!r} here")
         if name in parameters:
             keywords.setdefault(name, value)
     hints = get_type_hints(function, include_extras=True)
@@ -373,6 +395,10 @@ def _part(kind: str, part: Part | None, preset: Callable, supplied: Mapping[str,
     if missing:
         raise ConfigError(f"group.{kind}: {function.__name__} needs a value for {', '.join(missing)}")
     return partial(function, **keywords) if keywords else function
+
+
+_SET_APART = {"beta", "kl"}
+"""Keywords of parts that are settings of their own."""
 
 
 def _checked(label: str, value: Any, name: str, parameters: Mapping[str, inspect.Parameter], hints: Mapping[str, Any]) -> Any:

@@ -11,8 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from groupwise import parallel
+from groupwise.critics import Critic
+from groupwise.data.tokenizers import check_same_tokens
 from groupwise.errors import ConfigError
-from groupwise.models.heads import probe_scorer
+from groupwise.models.heads import make_scorer, probe_scorer
 from groupwise.models.lora import AdaptedPolicy
 from groupwise.models.pieces import check_finite
 from groupwise.models.policy import (
@@ -70,6 +72,31 @@ def reference_of(recipe: Recipe, policy: Policy, folder: Path | None) -> Policy:
     kept = hold(recipe, read_blueprint(settings), lambda _, blueprint: _unprobed(blueprint, settings))
     kept.model.requires_grad_(False)
     return kept
+
+
+def critic_of(recipe: Recipe, policy: Policy, updates: int) -> Critic:
+    """The critic that `Recipe.critic` describes, new or from its checkpoint.   updates: optimizer steps of the run.
+
+    Raises ConfigError if its model has other tokens than the policy, or if its head would lie beside weights that are spread.
+    """
+    settings = recipe.critic
+    if settings.path is None:
+        if policy.sharded:
+            raise ConfigError(
+                "critic.path: the weights are spread over processes, and a head on the policy's backbone is not: give the critic a "
+                "backbone of its own (critic.path), or set parallel: ddp"
+            )
+        return Critic.on(policy, settings, recipe.optimizer, updates)
+    model = replace(recipe.model, path=settings.path, scratch=None, lora=None)
+    blueprint = read_blueprint(model)
+    check_same_tokens(policy.tokenizer, blueprint.tokenizer, f"critic.path: {settings.path}")
+    pooling = blueprint.config.get("pooling", "last") if is_scorer(blueprint.config) else "last"
+    scorer = hold(
+        replace(recipe, model=model),
+        blueprint,
+        lambda recipe, blueprint: make_scorer(blueprint, recipe.model, pooling=pooling, seed=recipe.seed),
+    )
+    return Critic.of(scorer, settings, recipe.optimizer, updates)
 
 
 def _unprobed(blueprint: Blueprint, settings: ModelSettings) -> Policy:

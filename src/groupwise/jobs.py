@@ -19,6 +19,7 @@ from torch import Tensor
 from groupwise import parallel
 from groupwise.ahead import Ahead, Begun
 from groupwise.algorithms import ALGORITHMS, Algorithm, describe, resolve
+from groupwise.critics import Critic
 from groupwise.data.load import Data, load_data, load_texts
 from groupwise.data.order import Order
 from groupwise.data.prompts import visit
@@ -26,7 +27,7 @@ from groupwise.data.tokenizers import make_tokenizer
 from groupwise.engines import agreeing, closing_of, engine_lines, make_ahead, make_engine, sampled_elsewhere
 from groupwise.errors import ConfigError
 from groupwise.evaluate import Evaluation, evaluate
-from groupwise.holding import hold, parameter_count, reference_of, weightless
+from groupwise.holding import critic_of, hold, parameter_count, reference_of, weightless
 from groupwise.kernels.library import absence
 from groupwise.models.lora import adapter_size, bare
 from groupwise.models.policy import Blueprint, Policy, context_length, read_blueprint, resolve_device
@@ -44,6 +45,7 @@ from groupwise.rewards.registry import MAKERS
 from groupwise.rollout.engine import Engine
 from groupwise.settings import ModelSettings, Recipe, RolloutSettings
 from groupwise.sizing import H100, Load, rank, rank_lines
+from groupwise.validation import STAGE
 
 Judged = Evaluation | Validation
 """What a policy does on held-out prompts, or what an objective says of held-out rows."""
@@ -68,6 +70,7 @@ class Job:
     """Evaluates on what is held out: all of it if True, else as much as `eval` says, of the validation part where there is one.
     None if nothing is held out."""
     reference: Policy | None = None
+    critic: Critic | None = None
     engine: Engine | None = None
     """What samples, where the objective or its evaluation does."""
     ahead: Ahead = field(default_factory=Ahead)
@@ -78,29 +81,46 @@ class Job:
         """Where the run stands in its data."""
         return self.order.state(), self.ahead.pending()
 
+    @property
+    def taken(self) -> int:
+        """Optimizer steps of everything that is trained: if it is another number, weights have changed."""
+        return self.optimizer.taken + (0 if self.critic is None else self.critic.optimizer.taken)
+
     def numbers(self, place: Place | None = None) -> dict[str, Any]:
         """What the next step depends on beside the weights and `tensors`.  place: if not the present one."""
         order, pending = place or self.place()
-        return {"optimizer": self.optimizer.numbers(), "order": order, "ahead": [begun.state() for begun in pending]}
+        found = {"optimizer": self.optimizer.numbers(), "order": order, "ahead": [begun.state() for begun in pending]}
+        return found if self.critic is None else found | {"critic": self.critic.optimizer.numbers()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The optimizer's tensors, and the weights of a reference that moves; as they are held, spread or whole."""
+        """The optimizer's tensors, and the weights of a reference that moves and of a critic; as they are held, spread or whole."""
         moved = self.reference is not None and self.recipe.group.reference_refresh > 0
         reference = dict(self.reference.model.named_parameters()) if moved and self.reference is not None else {}
-        return self.optimizer.tensors() | {f"reference.{name}": parameter.detach() for name, parameter in reference.items()}
+        found = self.optimizer.tensors() | {f"reference.{name}": parameter.detach() for name, parameter in reference.items()}
+        if self.critic is not None:
+            found |= {f"critic.{name}": parameter.detach() for name, parameter in self.critic.module.named_parameters()}
+            found |= _of_critic(self.critic.optimizer.tensors())
+        return found
 
     def restore(self, numbers: Mapping[str, Any], read: Callable[[Mapping[str, Tensor]], None]) -> None:
         """Continue from `numbers()` and `tensors()`, which `read` fills in; the policy's weights are loaded with the policy."""
         self.optimizer.restore(numbers["optimizer"], read)
         self.order.restore(numbers["order"])
         self.ahead.restore(numbers.get("ahead", ()))
+        if self.critic is not None:
+            self.critic.optimizer.restore(numbers["critic"], lambda tensors: read(_of_critic(tensors)))
         with torch.no_grad():
-            read({name: tensor for name, tensor in self.tensors().items() if name.startswith("reference.")})
+            read({name: tensor for name, tensor in self.tensors().items() if name.startswith(("reference.", "critic."))})
 
     def close(self) -> None:
         """End reward workers."""
         for close in self.closing:
             close()
+
+
+def _of_critic(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a critic's optimizer by names that are nobody else's."""
+    return {f"critic_optimizer.{name}": tensor for name, tensor in tensors.items()}
 
 
 def make_job(recipe: Recipe, *, resume: Path | None = None, reference: Path | None = None) -> Job:
@@ -212,7 +232,7 @@ class _Prepared:
             reference=algorithm.needs_reference,
             recompute=recipe.model.gradient_checkpointing,
             adapter=adapter_count(recipe, blueprint),
-            rewards=sum(scoring_memory(*one) for one in _scorers(recipe, scorers)),
+            rewards=sum(scoring_memory(*one) for one in _scorers(recipe, scorers)) + critic_memory(recipe, algorithm),
         )
         rewards = None
         if recipe.rewards or not scorers:
@@ -297,7 +317,16 @@ def algorithm_line(algorithm: Algorithm) -> str:
     """An algorithm as its four parts."""
     parts = [describe(part) for part in (algorithm.credit, algorithm.ratio, algorithm.surrogate, algorithm.weights)]
     kl = f", KL {algorithm.kl.__name__} x {algorithm.beta} in the {algorithm.kl_place}" if algorithm.needs_reference else ", no KL"
+    kl += "; a critic" if algorithm.needs_value else ""
     return f"{algorithm.name}: {' x '.join(parts)}{kl}; dead groups {algorithm.dead_groups}, truncated {algorithm.truncated}"
+
+
+def critic_memory(recipe: Recipe, algorithm: Algorithm) -> int:
+    """Bytes of a critic with a backbone of its own: weights, gradients and moments in float32; 0 where there is none yet."""
+    path = recipe.critic.path
+    if not algorithm.needs_value or path is None or path.startswith(STAGE):
+        return 0
+    return 16 * parameter_count(read_blueprint(ModelSettings(path=path)))
 
 
 def adapter_count(recipe: Recipe, blueprint: Blueprint) -> int:
@@ -360,8 +389,10 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
     if algorithm.needs_reference:
         anchor = bare(policy) if recipe.model.lora is not None else reference_of(recipe, policy, reference)
     engine = make_engine(policy, recipe.rollout)
-    updates = prepared.steps * recipe.group.updates_per_rollout * recipe.group.minibatches
-    optimizer = Optimizer(policy.model, recipe.optimizer, updates)
+    per_step = recipe.group.updates_per_rollout * recipe.group.minibatches
+    critic = critic_of(recipe, policy, prepared.steps * per_step) if algorithm.needs_value else None
+    waiting = 0 if critic is None else critic.settings.pretrain
+    optimizer = Optimizer(policy.model, recipe.optimizer, (prepared.steps - waiting) * per_step)
     order = Order(len(prompts.train), recipe.seed, recipe.data.shuffle)
     ahead = make_ahead(recipe.rollout, prompts.train)
 
@@ -380,6 +411,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
             steps=prepared.steps,
             done=done,
             reference=anchor,
+            critic=critic,
             ahead=ahead,
             checkpointing=recipe.model.gradient_checkpointing,
             seed=recipe.seed,
@@ -396,6 +428,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
         loop=loop,
         judge=_judge(recipe, engine, prepared),
         reference=anchor,
+        critic=critic,
         engine=engine,
         ahead=ahead,
         closing=[*closing_of(engine), rewards.close],

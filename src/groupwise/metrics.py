@@ -46,7 +46,7 @@ def measure(
     found["grad_norm"] = float(np.mean(norms)) if norms else math.nan
     found["lr"] = updates[-1].taken.lr
     found["skipped_updates"] = float(sum(taken.taken.skipped for taken in updates))
-    found |= balance(updates)
+    found |= balance(updates) | value_metrics(groups)
     every = [pair for taken in updates for pair in zip(taken.samples, taken.seen, strict=True)]
     found |= ratio_metrics(every, algorithm) | off_policy_metrics(every, algorithm)
     first = [pair for taken in updates[:minibatches] for pair in zip(taken.samples, taken.seen, strict=True)]
@@ -109,6 +109,23 @@ def staleness_metrics(groups: Sequence[Scored], version: int) -> dict[str, float
         "staleness/versions": float(np.mean(several)),
         "staleness/versions_max": max(several),
     }
+
+
+def value_metrics(groups: Sequence[Scored]) -> dict[str, float]:
+    """The critic before this step: its mean, its loss without clipping, and the share of the returns' variance that it explains.
+
+    `value/explained` is 1 - Var(return - value) / Var(return), and has no key where all returns are equal.  Empty without a critic.
+    """
+    if "value" not in groups[0].signals:
+        return {}
+    every = (np.concatenate([column for group in groups for column in group.signals[name]]) for name in ("value", "return"))
+    value_N, return_N = (column.astype(np.float64) for column in every)
+    value_N, return_N = value_N[~np.isnan(return_N)], return_N[~np.isnan(return_N)]
+    gap_N = return_N - value_N
+    found = {"value/mean": _mean(value_N), "value/return": _mean(return_N), "value/loss": 0.5 * _mean(np.square(gap_N))}
+    if return_N.size and return_N.max() > return_N.min():
+        found["value/explained"] = 1.0 - float(gap_N.var() / return_N.var())
+    return found
 
 
 Seen = Sequence[tuple[Sample, np.ndarray]]

@@ -9,7 +9,9 @@ R completions of an optimizer step   N their trained tokens   M trained position
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,18 +22,19 @@ from groupwise.ahead import Ahead
 from groupwise.algorithms import Algorithm
 from groupwise.clock import Clock
 from groupwise.collecting import Draw, Source
+from groupwise.critics import Critic, Together, with_values
 from groupwise.errors import RewardError
 from groupwise.metrics import measure
 from groupwise.models.policy import Policy
 from groupwise.objective.credit import Advantages, is_dead
 from groupwise.objective.losses import Mismatch, Terms, entropy_threshold
-from groupwise.optim import Optimizer
+from groupwise.optim import Optimizer, Taken
 from groupwise.records import Batch, Sample, Sampling, Scored, Step
 from groupwise.rewards.compose import Rewards
 from groupwise.rollout.engine import Engine
 from groupwise.scoring import sample_of, score
 from groupwise.settings import GroupSettings
-from groupwise.updating import Update, token_loss, update
+from groupwise.updating import Update, assess, token_loss, update
 
 
 def train_online(
@@ -48,6 +51,7 @@ def train_online(
     steps: int,
     done: int = 0,
     reference: Policy | None = None,
+    critic: Critic | None = None,
     ahead: Ahead | None = None,
     checkpointing: bool = False,
     seed: int = 0,
@@ -58,9 +62,9 @@ def train_online(
 
     budget: packed positions per forward and backward pass; it cannot change an update.   ahead: what has been sampled already.
     steps: the last step's number; done: those taken before.   reference: frozen, given exactly when `algorithm.needs_reference`.
-    Raises Diverged, RewardError, EngineError.
+    critic: given exactly when `algorithm.needs_value`.   Raises Diverged, RewardError, EngineError.
     """
-    assert (reference is not None) == algorithm.needs_reference
+    assert (reference is not None, critic is not None) == (algorithm.needs_reference, algorithm.needs_value)
     how = {"algorithm": algorithm, "group": group, "sampling": sampling, "seed": seed}
     source, ahead, silent = Source(engine=engine, rewards=rewards, draw=draw, **how), ahead or Ahead(), 0
     for number in range(done + 1, steps + 1):
@@ -70,16 +74,16 @@ def train_online(
         silent = _silent(groups, silent)
         with clock.phase("reference"):
             groups = with_reference(groups, reference, budget)
-            if algorithm.correction is not None and group.updates_per_rollout * len(minibatches(groups, group)) > 1:
-                groups = with_scores(groups, policy, budget)
-        advantages = algorithm.credit(groups)
-        parts = minibatches(groups, group)
+            groups = with_scores(groups, policy, budget) if _scores_first(algorithm, groups, group) else groups
+            groups = with_values(groups, critic, algorithm, budget)
+        advantages, parts = algorithm.credit(groups), minibatches(groups, group)
         updates: list[Update] = []
-        with clock.phase("update"), policy.checkpointing(checkpointing):
+        learn = critic is None or number > critic.settings.pretrain
+        with clock.phase("update"), recomputing(checkpointing, policy, critic):
             for _ in range(group.updates_per_rollout):
                 for part in parts:
                     samples = weigh([groups[i] for i in part], [advantages[i] for i in part], algorithm)
-                    updates.append(improve(policy, algorithm, samples, optimizer, budget=budget))
+                    updates.append(improve(policy, algorithm, samples, optimizer, budget=budget, critic=critic, learn=learn))
                     budget = updates[-1].budget
         with clock.phase("sync"):
             engine.set_version(optimizer.taken)
@@ -109,6 +113,18 @@ def _silent(groups: Sequence[Scored], before: int) -> int:
             "can be learnt; try them with `groupwise score` on completions that they should reward"
         )
     return before + 1
+
+
+def _scores_first(algorithm: Algorithm, groups: Sequence[Scored], group: GroupSettings) -> bool:
+    """True if the policy must score the completions before its first update: another has sampled, and several updates follow."""
+    return algorithm.correction is not None and group.updates_per_rollout * len(minibatches(groups, group)) > 1
+
+
+@contextmanager
+def recomputing(on: bool, policy: Policy, critic: Critic | None) -> Iterator[None]:
+    """Recompute activations of all that is trained while inside (`Policy.checkpointing`)."""
+    with policy.checkpointing(on), nullcontext() if critic is None else critic.checkpointing(on):
+        yield
 
 
 def with_reference(groups: Sequence[Scored], reference: Policy | None, budget: int) -> list[Scored]:
@@ -151,20 +167,36 @@ def weigh(groups: Sequence[Scored], advantages: Advantages, algorithm: Algorithm
     prompt_R = np.array([i for i, group in enumerate(groups) for _ in group.rollouts], dtype=np.int64)
     weight_R = algorithm.weights(tokens_R, prompt_R) if rollouts else np.zeros(0)
     credit = [advantage for group in advantages for advantage in group]
-    reference, scored = (
-        [logp for group in groups for logp in group.signals.get(name, [None] * len(group.rollouts))]
-        for name in ("reference_logp", "scored_logp")
-    )
-    columns = zip(rollouts, weight_R, credit, reference, scored, tokens_R, strict=True)
+    signals = [{name: column[i] for name, column in group.signals.items()} for group in groups for i in range(len(group.rollouts))]
+    columns = zip(rollouts, weight_R, credit, signals, tokens_R, strict=True)
     return [
-        sample_of(rollout, weight=float(weight), advantage=advantage, reference_logp=anchor, scored_logp=own)
-        for rollout, weight, advantage, anchor, own, tokens in columns
+        sample_of(
+            rollout,
+            weight=float(weight),
+            advantage=advantage,
+            reference_logp=found.get("reference_logp"),
+            extra={name: found[name] for name in TRAVELLING if name in found},
+        )
+        for rollout, weight, advantage, found, tokens in columns
         if tokens > 0
     ]
 
 
-def improve(policy: Policy, algorithm: Algorithm, samples: Sequence[Sample], optimizer: Optimizer, *, budget: int) -> Update:
-    """One optimizer step on weighted samples.
+TRAVELLING = ("scored_logp", "value", "return")
+"""Signals of completions that a loss reads, beside the reference's."""
+
+
+def improve(
+    policy: Policy,
+    algorithm: Algorithm,
+    samples: Sequence[Sample],
+    optimizer: Optimizer,
+    *,
+    budget: int,
+    critic: Critic | None = None,
+    learn: bool = True,
+) -> Update:
+    """One optimizer step on weighted samples, of the policy and of a critic.   learn: False leaves the policy as it is.
 
     Samples whose advantages are all 0 are left out where nothing else gives them a gradient: exactly the same step for less
     work.  A high-entropy mask needs its threshold before the first micro-batch, and so a pass of its own.
@@ -178,15 +210,33 @@ def improve(policy: Policy, algorithm: Algorithm, samples: Sequence[Sample], opt
         threshold = entropy_threshold(entropy_N, algorithm.entropy_quantile)
         tokens = float((entropy_N >= threshold).sum())
     worked = [sample for sample in samples if sample.advantage.any() or not algorithm.skips_dead]
+    joined = critic if critic is not None and critic.shared and learn else None
 
     def loss(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
-        return policy_loss(policy, algorithm, batch, entropy_tokens=tokens, threshold=threshold)
+        return policy_loss(policy, algorithm, batch, entropy_tokens=tokens, threshold=threshold, critic=joined)
 
-    return update(policy, loss, worked, optimizer, budget=budget)
+    if learn:
+        stepper = optimizer if joined is None else Together(optimizer, joined.optimizer)
+        found = update(policy, loss, worked, stepper, budget=budget)
+    else:
+        seen = assess(policy, loss, worked, budget=budget)
+        unmoved = Taken(grad_norm=0.0, lr=0.0, skipped=False)
+        found = Update(
+            samples=seen.samples, seen=seen.seen, loss=seen.loss, positions=seen.positions, taken=unmoved, budget=budget
+        )
+    if critic is not None and joined is None:
+        critic.improve(samples, found.budget)
+    return found
 
 
 def policy_loss(
-    policy: Policy, algorithm: Algorithm, batch: Batch, *, entropy_tokens: float, threshold: Tensor | None = None
+    policy: Policy,
+    algorithm: Algorithm,
+    batch: Batch,
+    *,
+    entropy_tokens: float,
+    threshold: Tensor | None = None,
+    critic: Critic | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The algorithm's loss of a packed batch, differentiable, and the log-probs (M,) of its trained tokens.
 
@@ -194,6 +244,7 @@ def policy_loss(
     `sum over tokens of weight x (-min(rho A, clip(rho, 1 - e, 1 + e) A) + beta KL)`; the parts stand in `objective/losses.py`.
 
     entropy_tokens: tokens of the whole step over which the entropy bonus is a mean.   threshold: of a high-entropy mask.
+    critic: on the policy's own backbone, whose loss is added.
     """
     rows_M, reference_P = batch.trained_M, batch.reference_logp_P
 
@@ -215,7 +266,9 @@ def policy_loss(
         )
         return algorithm.total(terms, weight_C, entropy_tokens)
 
-    return token_loss(policy, batch, loss, separable=algorithm.token_level, entropy=algorithm.needs_entropy, as_is=True)
+    beside = None if critic is None else partial(critic.beside, batch)
+    how = {"separable": algorithm.token_level, "entropy": algorithm.needs_entropy, "as_is": True}
+    return token_loss(policy, batch, loss, beside=beside, **how)
 
 
 def behavior(algorithm: Algorithm, batch: Batch, rows_C: Tensor, logp_C: Tensor) -> tuple[Tensor, Mismatch | None]:

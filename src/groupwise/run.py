@@ -105,7 +105,7 @@ class Run:
                 self.job.restore(checkpoint.load(newest, verify=False), reader(newest))
             self.saver = Saver(folder, self.job, recipe.save.keep)
             # The last whole step: its number, the optimizer steps taken by then, and where the data stood.
-            self._whole = (self.done, self.job.optimizer.taken, self.job.place())
+            self._whole = (self.done, self.job.taken, self.job.place())
             self._judging = self._saving = False
         except BaseException:
             if "job" in vars(self):
@@ -155,7 +155,7 @@ class Run:
                     if last or (recipe.eval.every and step.number % recipe.eval.every == 0):
                         step, told = self._judged(step, last)
                     log.write(step)
-                    self._whole = (step.number, job.optimizer.taken, job.place())
+                    self._whole = (step.number, job.taken, job.place())
                     self.done = step.number
                     if last or (recipe.save.every and step.number % recipe.save.every == 0):
                         log.sync()
@@ -192,7 +192,7 @@ class Run:
         alone: see `Saver.save`.
         """
         number, taken, place = self._whole
-        if number and taken == self.job.optimizer.taken:
+        if number and taken == self.job.taken:
             self._saving = True
             try:
                 self.saver.save(number, self.job.numbers(place), alone=alone)
@@ -213,7 +213,7 @@ class Run:
     def _may_end(self) -> bool:
         """True while the last whole step can be saved from any point of the program."""
         apart = not self.job.policy.sharded or parallel.world().size == 1
-        return apart and not self._saving and (self._judging or self._whole[1] == self.job.optimizer.taken)
+        return apart and not self._saving and (self._judging or self._whole[1] == self.job.taken)
 
 
 class Unwritten:
@@ -249,11 +249,12 @@ def resolved(recipe: Recipe) -> Recipe:
         folder = Path(_folder_of(f"{STAGE}{stage}", recipe, "data.path")).parent
         pairs = parallel.from_first(lambda: str(recorded_pairs(folder, judge or None)))
         recipe = replace(recipe, data=replace(recipe.data, path=pairs))
+    critic = replace(recipe.critic, path=_folder_of(recipe.critic.path, recipe, "critic.path"))
     rewards = [
         replace(reward, args={key: _folder_of(value, recipe, f"rewards.{place}.args.{key}") for key, value in reward.args.items()})
         for place, reward in enumerate(recipe.rewards)
     ]
-    return replace(recipe, rewards=tuple(rewards))
+    return replace(recipe, rewards=tuple(rewards), critic=critic)
 
 
 def _folder_of(value: Any, recipe: Recipe, key: str) -> Any:

@@ -41,15 +41,18 @@ ONLINE = (
     "rloo",
     "reinforce_pp",
     "gdpo",
+    "ppo",
 )
 """Objectives that sample their own completions: the rows of `algorithms.ALGORITHMS` (a test compares them)."""
-ALONE = ("reinforce_pp",)
+ALONE = ("reinforce_pp", "ppo")
 """Those of them whose advantages compare no siblings: one completion per prompt is enough (a test asks the table)."""
+VALUED = ("ppo",)
+"""Those whose credit asks a critic (a test asks the table); `group.credit: gae` makes one of any."""
 DATASET = ("sft", "reward", "dpo", "prm")
 """Objectives that learn from a data set."""
 OBJECTIVES = DATASET + ONLINE
 PARTS = {
-    "credit": ("standardized", "centered", "leave_one_out", "decoupled", "whitened", "process"),
+    "credit": ("standardized", "centered", "leave_one_out", "decoupled", "whitened", "process", "gae"),
     "ratio": ("token", "sequence_mean", "sequence_sum", "sequence_token"),
     "surrogate": ("clipped", "cispo", "sapo", "vespo", "geometric", "reinforce"),
     "weights": ("sequence_mean", "token_mean", "constant", "sequence_sum", "prompt_mean"),
@@ -247,7 +250,7 @@ class GroupSettings:
     kl: Literal["k1", "k2", "k3", "k3_ratio"] | None = None
     """KL estimator in the loss.  Default: the preset's (k3)."""
     credit: Part | None = None
-    """Rewards -> advantages: standardized, centered, leave_one_out, decoupled, whitened, process."""
+    """Rewards -> advantages: standardized, centered, leave_one_out, decoupled, whitened, process, gae."""
     ratio: Part | None = None
     """Level of the importance ratio: token, sequence_mean, sequence_sum, sequence_token."""
     surrogate: Part | None = None
@@ -271,6 +274,23 @@ class GroupSettings:
     """Every this many steps the reference moves to the policy; 0: never."""
     reference_mix: Annotated[float, Gt(0.0), Le(1.0)] = 1.0
     """Share of the policy in a refreshed reference (TR-DPO's alpha)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticSettings:
+    """The value function of algorithms that train one (`ppo`, or any other with `group.credit: gae`)."""
+
+    path: str | None = None
+    """A backbone of its own: a checkpoint, a reward model whose head it goes on with, or `stage:NAME`.  null: a new head on the
+    policy's backbone, which then learns from both losses."""
+    lr: Annotated[float, Gt(0.0), Lt(1.0)] = 1e-5
+    """Peak learning rate of the head, and of a backbone of its own; all else is as in `optimizer`."""
+    coefficient: Annotated[float, Gt(0.0)] = 0.1
+    """Weight of the value loss."""
+    clip: Annotated[float, Gt(0.0)] | None = 0.2
+    """How far a value may move from what it was when the rollout was scored; null: as far as it wants."""
+    pretrain: Count = 0
+    """Train only the critic in the first so many steps; the policy stays as it is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -367,7 +387,7 @@ class Recipe:
 
     objective: Annotated[str, MinLen(1)]
     """`sft`, `reward`, `dpo`, `prm` (a process reward model), or an online algorithm: grpo, dr_grpo, dapo, bnpo, gspo, luspo,
-    cispo, sapo, vespo, gmpo, rloo, reinforce_pp, gdpo."""
+    cispo, sapo, vespo, gmpo, rloo, reinforce_pp, gdpo, ppo."""
     name: str = "run"
     """The run folder is `runs`/`name`."""
     runs: str = "runs"
@@ -392,6 +412,7 @@ class Recipe:
     rewards: tuple[RewardSettings, ...] = ()
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     group: GroupSettings = field(default_factory=GroupSettings)
+    critic: CriticSettings = field(default_factory=CriticSettings)
     reward_model: RewardModelSettings = field(default_factory=RewardModelSettings)
     pairs: PairSettings = field(default_factory=PairSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)

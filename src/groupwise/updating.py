@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
 from groupwise.objective.inplace import summed_in_place
 from groupwise.objective.logprobs import TokenLoss, chosen_logprobs, fused_loss
-from groupwise.optim import Optimizer, Taken
+from groupwise.optim import Taken
 from groupwise.packing import unpack
 from groupwise.records import Batch, Sample
 from groupwise.scoring import batches_of, support_of
@@ -59,8 +59,20 @@ class Update(Assessment):
     """Packed positions at a time that fitted into memory."""
 
 
+class Stepper(Protocol):
+    """What a step needs of an optimizer."""
+
+    def clear(self) -> None:
+        """See `Optimizer`."""
+        ...
+
+    def step(self) -> Taken:
+        """See `Optimizer`."""
+        ...
+
+
 def update(
-    policy: Policy, loss: BatchLoss, samples: Sequence[Sample], optimizer: Optimizer, *, budget: int, whole_groups: bool = False
+    policy: Policy, loss: BatchLoss, samples: Sequence[Sample], optimizer: Stepper, *, budget: int, whole_groups: bool = False
 ) -> Update:
     """Forward and backward over the samples, at most `budget` positions at a time, and one optimizer step.
 
@@ -148,7 +160,14 @@ def balance(updates: Sequence[Update]) -> dict[str, float]:
 
 
 def token_loss(
-    policy: Policy, batch: Batch, loss: TokenLoss, *, separable: bool, entropy: bool = False, as_is: bool = False
+    policy: Policy,
+    batch: Batch,
+    loss: TokenLoss,
+    *,
+    separable: bool,
+    entropy: bool = False,
+    as_is: bool = False,
+    beside: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`loss` of a batch's trained tokens, differentiable with respect to the policy, and their log-probs (M,).
 
@@ -156,6 +175,7 @@ def token_loss(
     separable: a token's loss depends on no other token; the head's gradient is then taken while its logits are at hand.
     entropy: the loss reads entropies.
     as_is: what is returned is what is differentiated, multiplied by nothing: `update` then keeps one gradient of the head, not two.
+    beside: of the hidden states (M, D), another part of the loss.
     """
     rows_M = batch.trained_M
     outputs = policy.forward(batch)
@@ -166,4 +186,6 @@ def token_loss(
         else:
             logp_M, entropy_M = chosen_logprobs(*inputs, support_of(batch), entropy=entropy)
             value = loss(logp_M, entropy_M, slice(0, rows_M.shape[0]))
+    if beside is not None:
+        value = value + beside(inputs[0])
     return value + outputs.router_loss, logp_M

@@ -24,6 +24,8 @@ from groupwise.settings import (
     PARTS,
     REWARDS,
     TASKS,
+    VALUED,
+    CriticSettings,
     Part,
     Recipe,
 )
@@ -341,6 +343,21 @@ def _group(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
         yield ("group.kl", "group.beta"), f"group.kl is {group.kl!r}, but with group.beta 0 no KL is in the loss"
 
 
+def _critic(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
+    critic, given = recipe.critic, recipe.group.credit
+    credit = given.get("name") if isinstance(given, Mapping) else given
+    valued = recipe.objective in ONLINE and (recipe.objective in VALUED if credit is None else credit == "gae" or ":" in credit)
+    if not valued:
+        if critic != CriticSettings():
+            yield ("critic",), f"critic is for credits that ask one: objective {', '.join(VALUED)}, or group.credit: gae"
+        return
+    if critic.path is not None and (wrong := wrong_model(critic.path, earlier)):
+        yield ("critic.path",), f"critic.path: {wrong}"
+    if recipe.steps is not None and critic.pretrain >= recipe.steps:
+        message = f"critic.pretrain ({critic.pretrain}) leaves none of the {recipe.steps} steps to train the policy: raise steps"
+        yield ("critic.pretrain", "steps"), message
+
+
 def _wrong_part(part: Part, names: Sequence[str]) -> str | None:
     name = part.get("name") if isinstance(part, Mapping) else part
     if not isinstance(name, str):
@@ -427,5 +444,6 @@ _CHECKS: tuple[Callable[[Recipe, Sequence[str]], Iterator[Finding]], ...] = (
     _rewards,
     _rollout,
     _group,
+    _critic,
     _parallel,
 )

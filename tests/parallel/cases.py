@@ -18,6 +18,7 @@ from torch import nn
 from groupwise import checkpoint, parallel, shards
 from groupwise.algorithms import resolve
 from groupwise.config import load_recipe
+from groupwise.critics import Critic
 from groupwise.data.order import Order
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import StorageError
@@ -25,6 +26,7 @@ from groupwise.holding import hold
 from groupwise.jobs import make_engine
 from groupwise.models import sharded
 from groupwise.models.attention import PackedAttention
+from groupwise.models.heads import add_head, wrap_scorer
 from groupwise.models.lora import adapt, bare
 from groupwise.models.pieces import Pieces
 from groupwise.models.policy import Policy, make_policy, read_blueprint
@@ -38,6 +40,7 @@ from groupwise.records import Layout, Prompt, Rollout, Sampling, Scored
 from groupwise.run import Run, train
 from groupwise.saving import reader
 from groupwise.settings import (
+    CriticSettings,
     GroupSettings,
     ModelSettings,
     OptimizerSettings,
@@ -118,6 +121,7 @@ def online(
     budget: int = 150,
     engine: str = "native",
     lora: bool = False,
+    critic: str = "head",
     **group: Any,
 ) -> dict[str, Any]:
     """Train and return, on every rank, each step's metrics and gradient and the last weights."""
@@ -135,6 +139,7 @@ def online(
         policy = spread(policy, mode)
     updates = steps * settings.updates_per_rollout * settings.minibatches
     optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-3, clip_norm=0.5, weight_decay=0.1), updates)
+    judge = critic_of(critic, policy, family, dtype, mode, updates) if algorithm.needs_value else None
     rows = prompts()
     order = Order(len(rows), seed=0)
     gradients = watch(optimizer)
@@ -156,11 +161,26 @@ def online(
             budget=budget,
             steps=steps,
             reference=reference,
+            critic=judge,
             checkpointing=recompute,
             seed=7,
         )
     ]
-    return {"steps": found, "gradients": gradients, "weights": weights(policy)}
+    kept = weights(policy)
+    if judge is not None:
+        own = judge.head.named_parameters() if judge.shared else weights(judge.policy).items()
+        kept |= {f"critic.{name}": np.array(parallel.whole(torch.as_tensor(p).detach()).double()) for name, p in own}
+    return {"steps": found, "gradients": gradients, "weights": kept}
+
+
+def critic_of(kind: str, policy: Policy, family: str, dtype: str, mode: str | dict[str, Any], updates: int) -> Critic:
+    """A head on the policy's backbone, or a backbone of its own, held as the policy is."""
+    settings, optimizer = CriticSettings(lr=1e-3, coefficient=0.5), OptimizerSettings(clip_norm=0.5)
+    if kind == "head":
+        return Critic.on(policy, settings, optimizer, updates)
+    causal = make(family, dtype, seed=2)
+    model = add_head(causal.model, causal.tokenizer, causal.eos_ids, "last", 0)
+    return Critic.of(spread(wrap_scorer(model, causal.tokenizer), mode), settings, optimizer, updates)
 
 
 def rename(prompt: Prompt, epoch: int) -> Prompt:

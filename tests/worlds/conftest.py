@@ -12,12 +12,13 @@ from transformers import PreTrainedTokenizerFast
 
 from groupwise.ahead import Ahead
 from groupwise.algorithms import corrected, resolve
+from groupwise.critics import Critic
 from groupwise.models.policy import Policy
 from groupwise.online import train_online
 from groupwise.optim import Optimizer
 from groupwise.records import Prompt, Rollout, Sampling, Scored, Step
 from groupwise.rollout.native import NativeEngine
-from groupwise.settings import GroupSettings, OptimizerSettings
+from groupwise.settings import CriticSettings, GroupSettings, OptimizerSettings
 
 EOS = 0
 
@@ -53,6 +54,7 @@ class World:
     rule: Callable[[Rollout], float | None]
     sampling: Sampling
     lr: float = 3e-3
+    scorer: Policy | None = None
     drawn: int = field(default=0, init=False)
 
     def draw(self, count: int) -> list[Prompt]:
@@ -89,8 +91,17 @@ class World:
             budget=4096,
             steps=steps,
             reference=reference,
+            critic=self.critic(updates) if algorithm.needs_value else None,
             ahead=Ahead(ahead),
         )
+
+
+    def critic(self, updates: int) -> Critic:
+        """On the policy's backbone, or on that of `scorer`."""
+        settings, optimizer = CriticSettings(lr=self.lr, coefficient=0.5), OptimizerSettings(betas=(0.9, 0.99))
+        if self.scorer is None:
+            return Critic.on(self.policy, settings, optimizer, updates)
+        return Critic.of(self.scorer, settings, optimizer, updates)
 
 
 @pytest.fixture

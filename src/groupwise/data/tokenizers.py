@@ -76,6 +76,25 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
+def check_same_tokens(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase, whose: str) -> None:
+    """Raises ConfigError, with the tokens that differ, unless every id means the same to both; one may know further tokens.
+
+    whose: of the other tokenizer, for the message.
+    """
+    tokens, others = ours.get_vocab(), theirs.get_vocab()
+    smaller, larger = sorted((tokens, others), key=len)
+    different = [token for token, id in smaller.items() if larger.get(token) != id]
+    if different:
+        shown = ", ".join(
+            f"{token!r} is {tokens.get(token, 'unknown')} to the policy and {others.get(token, 'unknown')} to it"
+            for token in sorted(different, key=lambda token: smaller[token])[:3]
+        )
+        raise ConfigError(
+            f"{whose} has another vocabulary than the policy ({len(different):,} of {len(smaller):,} tokens differ: {shown}): "
+            "take a model of the same family, with the same tokenizer"
+        )
+
+
 def arithmetic_tokenizer() -> PreTrainedTokenizerFast:
     r"""One token per character, for the built-in tasks; `\boxed{`, `<think>` and `</think>` are single tokens.
 

@@ -290,6 +290,21 @@ def token_mismatch(weight_M: Tensor, segment_M: Tensor, segments: int) -> Mismat
     return Mismatch(weight_M, segment_sum(_log_weight(weight_M), segment_M, segments))
 
 
+# ---- value function ----------------------------------------------------------------------------------------------------------
+
+
+def clipped_value(value_M: Tensor, before_M: Tensor, return_M: Tensor, *, clip: NotNegative | None = 0.2) -> Tensor:
+    """`0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)`: the value moves at most `clip` from where it was (PPO).
+
+    The pessimistic bound of the policy's surrogate, as in OpenAI's baselines and TRL.  None: `0.5 (V - R)^2`.
+    """
+    error_M = (value_M - return_M).square()
+    if clip is not None:
+        bounded_M = torch.minimum(torch.maximum(value_M, before_M - clip), before_M + clip)
+        error_M = torch.maximum(error_M, (bounded_M - return_M).square())
+    return 0.5 * error_M
+
+
 # ---- entropy bonus -----------------------------------------------------------------------------------------------------------
 
 
