@@ -16,6 +16,7 @@ from groupwise.errors import ConfigError
 from groupwise.objective import credit, losses, weights
 from groupwise.objective.losses import Terms
 from groupwise.settings import GroupSettings
+from groupwise.validation import MIXED
 
 
 def terms_of(lengths=(3, 1, 4), *, seed=0, spread=0.4, requires_grad=True, **columns) -> Terms:
@@ -50,6 +51,9 @@ PAPER = {
     "rloo": ("leave_one_out", "sequence_sum", "clipped(low=0.2, high=0.2)", "sequence_mean"),
     "reinforce_pp": ("whitened", "token", "clipped(low=0.2, high=0.2)", "token_mean"),
     "gdpo": ("decoupled", "token", "clipped(low=0.2, high=0.2)", "sequence_mean"),
+    "distill": ("nothing", "token", "silent", "token_mean"),
+    "distill_sampled": ("reverse_kl", "token", "importance(drop=0.2)", "token_mean"),
+    "minillm": ("reverse_kl", "token", "clipped(low=0.2, high=0.2)", "token_mean"),
     "ppo": ("gae", "token", "clipped(low=0.2, high=0.2)", "token_mean"),
 }
 
@@ -75,6 +79,9 @@ def test_dapo_resamples_dead_groups_and_masks_truncated_completions():
     assert [name for name, row in ALGORITHMS.items() if row.truncated == "mask"] == ["dapo"]
     assert {name for name, row in ALGORITHMS.items() if row.kl_place == "reward"} == {"rloo", "reinforce_pp", "ppo"}
     assert tuple(name for name, row in ALGORITHMS.items() if row.needs_value) == settings.VALUED
+    assert tuple(name for name, row in ALGORITHMS.items() if row.needs_teacher) == settings.TAUGHT
+    assert tuple(name for name, row in ALGORITHMS.items() if not row.needs_reward) == settings.TAUGHT
+    assert tuple(name for name, row in ALGORITHMS.items() if row.mix) == MIXED
 
 
 def test_token_level_is_what_a_fused_head_may_use():
@@ -195,7 +202,7 @@ def test_p26_every_preset_stays_finite_with_a_gap_of_100_nats():
 
 def test_dead_completions_have_no_gradient_exactly_when_they_are_skipped():
     for row in ALGORITHMS.values():
-        assert row.skips_dead != row.needs_value  # a critic learns from all of them
+        assert row.skips_dead == (not row.needs_value and row.divergence is None)  # these learn from all of them
         terms = replace(terms_of(), advantage_M=torch.zeros(8, dtype=torch.float64))
         (slope,) = torch.autograd.grad(row.loss(terms).sum(), terms.logp_M)
         assert not slope.any()

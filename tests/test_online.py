@@ -20,6 +20,7 @@ from groupwise.optim import Optimizer
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
 from groupwise.rollout.native import NativeEngine
 from groupwise.settings import ALONE, CriticSettings, GroupSettings, ModelSettings, OptimizerSettings
+from groupwise.teachers import Teacher
 
 Rule = Callable[[Rollout], "tuple[float, ...] | float | None"]
 
@@ -82,6 +83,7 @@ def run(tiny_policy: Callable) -> Callable[..., tuple[Policy, Iterator[Step]]]:
             steps=steps,
             reference=policy.frozen_copy() if algorithm.needs_reference else None,
             critic=Critic.on(policy, CriticSettings(lr=1e-3), OptimizerSettings(), 100) if algorithm.needs_value else None,
+            teacher=Teacher(policy=tiny_policy("llama", scale=1.7)) if algorithm.needs_teacher else None,
             checkpointing=checkpointing,
         )
 
@@ -95,7 +97,7 @@ def weights_of(policy: Policy) -> torch.Tensor:
 PRESETS = pytest.mark.parametrize("preset", ALGORITHMS)
 
 
-@pytest.mark.parametrize("preset", [name for name, row in ALGORITHMS.items() if not row.needs_value])
+@pytest.mark.parametrize("preset", [name for name, row in ALGORITHMS.items() if row.needs_reward and not row.needs_value])
 @pytest.mark.parametrize("value", [1.0, None, 0.1])
 def test_p61_rewards_without_differences_change_nothing(preset: str, value: float | None, run: Callable) -> None:
     """All equal, or all None: every metric is finite or left out, and the weights stay as they are."""

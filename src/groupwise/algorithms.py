@@ -23,6 +23,7 @@ from torch import Tensor
 
 from groupwise.errors import ConfigError
 from groupwise.objective import credit, losses, weights
+from groupwise.objective.divergence import Divergence, jsd
 from groupwise.objective.losses import KL, RatioLevel, Surrogate, Terms
 from groupwise.records import Scored
 from groupwise.settings import GroupSettings, Part
@@ -53,6 +54,12 @@ class Algorithm:
     entropy_bonus: float = 0.0
     entropy_quantile: float = 0.0
     off_policy_delta: float | None = None
+    divergence: Divergence | None = None
+    """Of the policy's next token from a teacher's, added to every token's loss; None: there is none."""
+    importance: bool = False
+    """The divergence counts by how likely the policy finds the token, over how likely it was drawn."""
+    mix: float = 0.0
+    """Share of the teacher in the distribution that completions are drawn from."""
     correction: Callable[..., losses.Mismatch] | None = None
     """Importance weight for an engine that computes other probabilities than the trainer; None: what sampled is what scores."""
 
@@ -65,6 +72,31 @@ class Algorithm:
     def needs_value(self) -> bool:
         """True if a critic must say what states are worth, and be trained beside the policy."""
         return credit.needs_value(self.credit)
+
+    @property
+    def needs_teacher(self) -> bool:
+        """True if a teacher is asked: for its distributions, or for its log-probs of what was drawn."""
+        return self.divergence is not None or self.reads_teacher or self.mix > 0.0
+
+    @property
+    def reads_teacher(self) -> bool:
+        """True if the credit reads the teacher's log-probs of what was drawn."""
+        return credit.needs_teacher(self.credit)
+
+    @property
+    def needs(self) -> list[bool]:
+        """Whether a reference, a critic, a teacher are needed."""
+        return [self.needs_reference, self.needs_value, self.needs_teacher]
+
+    @property
+    def reads_tokens(self) -> bool:
+        """True if the loss of a token depends on its log-prob or its entropy, and not on a divergence alone."""
+        return _function(self.surrogate) is not losses.silent or self.loss_beta > 0.0 or self.entropy_bonus != 0.0
+
+    @property
+    def needs_reward(self) -> bool:
+        """False if nothing is learnt from rewards: none must be given."""
+        return credit.needs_reward(self.credit)
 
     @property
     def needs_entropy(self) -> bool:
@@ -84,7 +116,7 @@ class Algorithm:
     @property
     def skips_dead(self) -> bool:
         """True if a completion whose advantages are all 0 has no gradient: its forward and backward can be left out, exactly."""
-        return self.loss_beta == 0.0 and self.entropy_bonus == 0.0 and not self.needs_value
+        return self.loss_beta == 0.0 and self.entropy_bonus == 0.0 and not self.needs_value and self.divergence is None
 
     def teaches(self, group: Scored) -> bool:
         """False if the group's rewards give an advantage of exactly 0 to every completion.
@@ -92,6 +124,8 @@ class Algorithm:
         The credit decides: GDPO learns from rewards that differ while their sum does not.  Where it reads what is not known yet
         (a KL in the reward, values), the sum does.
         """
+        if not self.needs_reward:
+            return True
         if self.needs_value or (self.beta > 0.0 and self.kl_place == "reward"):
             return not group.dead
         return not credit.is_dead(self.credit([group])[0])
@@ -263,6 +297,37 @@ _ROWS = (
         weights=weights.token_mean,
         kl_place="reward",
     ),
+    Algorithm(
+        name="distill",
+        summary="On-policy distillation: the divergence from a teacher, over the whole vocabulary, at every token the policy drew.",
+        paper="2306.13649",
+        equation="1/N sum_i sum_t beta KL(p || m) + (1 - beta) KL(q || m),  m = (1 - beta) q + beta p; beta 0: KL(p || q), 1: KL(q || p)",
+        credit=credit.nothing,
+        surrogate=losses.silent,
+        weights=weights.token_mean,
+        divergence=jsd,
+    ),
+    Algorithm(
+        name="distill_sampled",
+        summary="On-policy distillation by drawn tokens alone: how much likelier the teacher finds a token is its advantage.",
+        paper="",
+        equation="-1/N sum_i sum_t [q - q_old >= -0.2] rho (log p - log q_old)",
+        credit=partial(credit.reverse_kl, gamma=0.0),
+        surrogate=losses.importance,
+        weights=weights.token_mean,
+    ),
+    Algorithm(
+        name="minillm",
+        summary="Reverse KL to a teacher: exact for the token at hand, policy gradient for all that follows it; the teacher helps to sample.",
+        paper="2306.08543",
+        equation="1/N sum_i sum_t sg[w] KL(q || p) - min(w A_it, clip(w) A_it),  w = q / (0.2 p + 0.8 q_old),  "
+        "A_it = mean_{s > t} log(p / q_old)_s",
+        credit=partial(credit.reverse_kl, own=False, normalize=True),
+        weights=weights.token_mean,
+        divergence=jsd,
+        importance=True,
+        mix=0.2,
+    ),
 )
 
 ALGORITHMS: dict[str, Algorithm] = {row.name: row for row in _ROWS}
@@ -275,13 +340,16 @@ def _by_name(*functions: Callable) -> dict[str, Callable]:
 
 PARTS: dict[str, dict[str, Callable]] = {
     "credit": _by_name(
-        credit.standardized, credit.centered, credit.leave_one_out, credit.decoupled, credit.whitened, credit.process, credit.gae
+        credit.standardized, credit.centered, credit.leave_one_out, credit.decoupled, credit.whitened, credit.process, credit.gae,
+        credit.reverse_kl, credit.nothing,
     ),
     "ratio": _by_name(losses.token, losses.sequence_mean, losses.sequence_sum, losses.sequence_token),
-    "surrogate": _by_name(losses.clipped, losses.cispo, losses.sapo, losses.vespo, losses.geometric, losses.reinforce),
+    "surrogate": _by_name(losses.clipped, losses.cispo, losses.sapo, losses.vespo, losses.geometric, losses.reinforce,
+                          losses.importance, losses.silent),
     "weights": _by_name(
         weights.sequence_mean, weights.token_mean, weights.constant, weights.sequence_sum, weights.prompt_mean
     ),
+    "divergence": _by_name(jsd),
     "kl": _by_name(losses.k1, losses.k2, losses.k3, losses.k3_ratio),
 }  # fmt: skip
 """What the parts of a recipe's `group` may name."""
@@ -311,6 +379,8 @@ def resolve(objective: str, group: GroupSettings, max_new_tokens: int) -> Algori
         surrogate=_part("surrogate", group.surrogate, row.surrogate),
         weights=_part("weights", group.weights, row.weights, {"length": max_new_tokens}),
         kl=_part("kl", group.kl, row.kl),
+        divergence=None if (row.divergence or group.divergence) is None else _part("divergence", group.divergence, row.divergence or jsd),
+        mix=row.mix if group.mix is None else group.mix,
         beta=beta,
         dead_groups=group.dead_groups or row.dead_groups,
         truncated=group.truncated or row.truncated,

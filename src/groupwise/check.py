@@ -90,9 +90,10 @@ def check_stage(recipe: Recipe) -> Iterator[Finding]:
             max_new_tokens=recipe.rollout.max_new_tokens,
             seed=recipe.seed,
         )
-        rewards = build_rewards(recipe.rewards, columns=list(data.train[0].row), tokenizer=job.policy.tokenizer)
+        columns = list(data.train[0].row)
+        rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=job.policy.tokenizer) if recipe.rewards else Rewards([], [])
         with rewards:
-            yield from _golds(rewards, data.train[:64])
+            yield from _golds(rewards, data.train[:64]) if rewards.names else ()
             yield from _samples(recipe, job, rewards, data.train[:PROMPTS])
     except GroupwiseError as error:
         yield Finding(type(error).__name__, False, str(error))
@@ -194,7 +195,7 @@ def _samples(recipe: Recipe, job: Job, rewards: Rewards, prompts: Sequence[Promp
         f"{ended:.0%} of {len(rollouts)} completions ended within {sampling.max_new_tokens} tokens"
         + ("" if ended else ": EOS was never sampled; warm the model up with SFT, or raise rollout.max_new_tokens"),
     )
-    yield from _spread(rewards.score(groups))
+    yield from _spread(rewards.score(groups)) if rewards.names else ()
 
 
 def _agree(name: str, found: Sequence[np.ndarray], expected: Sequence[np.ndarray], limit: float, says: str, what: str) -> Finding:

@@ -79,10 +79,6 @@ class Critic:
         loss_M = clipped_value(value_M, before_M, torch.where(known_M, return_M, before_M), clip=self.settings.clip)
         return self.settings.coefficient * (batch.weight_P[rows_M] * known_M * loss_M).sum()
 
-    def beside(self, batch: Batch, hidden_MD: Tensor) -> Tensor:
-        """The same, of the hidden states that the policy's own loss is read from."""
-        return self.loss(batch, self.values(hidden_MD))
-
     def improve(self, samples: Sequence[Sample], budget: int) -> None:
         """One optimizer step of the critic alone: of a backbone of its own, or of the head on a policy that stays as it is."""
         update(self.policy, partial(_alone, self), samples, self.optimizer, budget=budget)

@@ -9,12 +9,13 @@ from typing import Any
 from groupwise.ahead import Ahead
 from groupwise.algorithms import Algorithm, corrected
 from groupwise.data.prompts import visit
-from groupwise.errors import EngineError
+from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
 from groupwise.models.sharded import GatheredEngine, ShardedPolicy
 from groupwise.plan import Lines
 from groupwise.records import Prompt, Step
 from groupwise.rollout.engine import Engine
+from groupwise.rollout.mixed import MixedEngine
 from groupwise.rollout.native import NativeEngine
 from groupwise.rollout.transformers import TransformersEngine
 from groupwise.rollout.vllm import VllmEngine
@@ -38,6 +39,18 @@ def engine_of(settings: RolloutSettings) -> tuple[str, dict[str, Any]]:
     """The name of a recipe's engine, and what the recipe says beside it."""
     given = {"name": settings.engine} if isinstance(settings.engine, str) else dict(settings.engine)
     return str(given.pop("name")), given
+
+
+def mixed_engine(policy: Policy, teacher: Policy, mix: float, settings: RolloutSettings) -> Engine:
+    """An engine whose completions a teacher helps to write.  Raises ConfigError for a teacher that is spread over processes."""
+    if teacher.sharded:
+        raise ConfigError(
+            "group.mix: a teacher that is spread over processes cannot help to sample: set parallel: ddp, or group.mix: 0"
+        )
+    how: dict[str, Any] = {"max_rows": settings.max_rows, "keep_special_tokens": settings.keep_special_tokens}
+    if isinstance(policy, ShardedPolicy):
+        return GatheredEngine(policy, lambda plain: MixedEngine(plain, teacher, mix, **how))
+    return MixedEngine(policy, teacher, mix, **how)
 
 
 def sampled_elsewhere(algorithm: Algorithm, settings: RolloutSettings) -> Algorithm:

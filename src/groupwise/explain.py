@@ -102,6 +102,8 @@ def work(
     if any(reward is not None and not np.isfinite(reward) for reward in rewards):
         raise ConfigError(f"a reward is a finite number or none, got {', '.join(map(str, rewards))}")
     algorithm = resolve(preset, GroupSettings(group_size=len(rewards), updates_per_rollout=mu, beta=beta), longest)
+    if algorithm.divergence is not None:
+        raise ConfigError(f"{preset!r} learns from whole distributions, which do not fit a table of tokens: explain distill_sampled")
     group = _group(rewards, given, longest)
     ((advantages),) = algorithm.credit([group])
     samples = weigh([group], [advantages], algorithm)
@@ -132,7 +134,7 @@ def _group(rewards: Sequence[float | None], lengths: Sequence[int], longest: int
         references.append(np.log([REFERENCE[place % len(REFERENCE)] for place in places]))
         values.append(np.array([VALUES[place % len(VALUES)] for place in places]))
     reward = np.array([np.nan if r is None else r for r in rewards], dtype=np.float64)
-    signals = {"reference_logp": tuple(references), "value": tuple(values)}
+    signals = {"reference_logp": tuple(references), "value": tuple(values), "teacher_logp": tuple(references)}
     return Scored(rollouts=tuple(rollouts), names=("reward",), rewards=reward[:, None], reward=reward, signals=signals)
 
 

@@ -7,15 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from groupwise import parallel
 from groupwise.critics import Critic
+from groupwise.data.load import load_demonstrations
 from groupwise.data.tokenizers import check_same_tokens
 from groupwise.errors import ConfigError
 from groupwise.models.heads import make_scorer, probe_scorer
-from groupwise.models.lora import AdaptedPolicy
+from groupwise.models.lora import AdaptedPolicy, bare
 from groupwise.models.pieces import check_finite
 from groupwise.models.policy import (
     Blueprint,
@@ -28,7 +30,9 @@ from groupwise.models.policy import (
 )
 from groupwise.models.sharded import shard, shard_pieces
 from groupwise.objectives import language_model
+from groupwise.records import Prompt
 from groupwise.settings import ModelSettings, Recipe
+from groupwise.teachers import Demonstrations, Teacher
 
 
 def hold(
@@ -89,7 +93,7 @@ def critic_of(recipe: Recipe, policy: Policy, updates: int) -> Critic:
         return Critic.on(policy, settings, recipe.optimizer, updates)
     model = replace(recipe.model, path=settings.path, scratch=None, lora=None)
     blueprint = read_blueprint(model)
-    check_same_tokens(policy.tokenizer, blueprint.tokenizer, f"critic.path: {settings.path}")
+    check_same_tokens(policy.tokenizer, blueprint.tokenizer, f"critic.path: {settings.path}", further=True)
     pooling = blueprint.config.get("pooling", "last") if is_scorer(blueprint.config) else "last"
     scorer = hold(
         replace(recipe, model=model),
@@ -97,6 +101,49 @@ def critic_of(recipe: Recipe, policy: Policy, updates: int) -> Critic:
         lambda recipe, blueprint: make_scorer(blueprint, recipe.model, pooling=pooling, seed=recipe.seed),
     )
     return Critic.of(scorer, settings, recipe.optimizer, updates)
+
+
+def teacher_of(recipe: Recipe, policy: Policy) -> Teacher:
+    """The teacher that `Recipe.teacher` describes: a checkpoint, or the policy, as it is now or as it will be.
+
+    Raises ConfigError or DataError, for a model with other tokens than the policy too.
+    """
+    settings = recipe.teacher
+    model = replace(recipe.model, path=settings.path, scratch=None, lora=None)
+    if settings.path is not None:
+        blueprint = read_blueprint(model)
+        check_same_tokens(policy.tokenizer, blueprint.tokenizer, f"teacher.path: {settings.path}")
+        kept = hold(replace(recipe, model=model), blueprint)
+        kept.model.requires_grad_(False)
+    elif settings.ema == 1.0:
+        kept = policy
+    else:
+        kept = bare(policy) if recipe.model.lora is not None else policy.frozen_copy()
+    return Teacher(policy=kept, hint=_hint(settings.hint, policy), ema=settings.ema, demonstrations=_shown(recipe, policy))
+
+
+def _hint(text: str | None, policy: Policy) -> Callable[[Prompt], np.ndarray] | None:
+    """The ids of a hint, by the prompt's row.  Raises ConfigError for a column that the rows do not have."""
+
+    def ids(prompt: Prompt) -> np.ndarray:
+        try:
+            said = str(text).format_map(dict(prompt.row))
+        except (KeyError, IndexError, ValueError) as error:
+            columns = ", ".join(map(str, prompt.row)) or "none"
+            raise ConfigError(f"teacher.hint: {text!r} does not fit the rows, whose columns are {columns}: {error!r}") from error
+        return np.asarray(policy.tokenizer(said, add_special_tokens=False)["input_ids"], dtype=np.int64)
+
+    return None if text is None else ids
+
+
+def _shown(recipe: Recipe, policy: Policy) -> Demonstrations | None:
+    given = recipe.teacher.demonstrations
+    if given is None:
+        return None
+    data = replace(recipe.data, path=given["path"], task=None, task_args={}, eval_path=None, eval_fraction=0.0, limit=None)
+    rows = load_demonstrations(data, policy.tokenizer, context=policy.context, eos_ids=policy.eos_ids, seed=recipe.seed).train
+    weights = {"lm": float(given.get("lm", 1.0)), "divergence": float(given.get("divergence", 0.0))}
+    return Demonstrations(rows=rows, count=given.get("rows", 8), seed=recipe.seed, **weights)
 
 
 def _unprobed(blueprint: Blueprint, settings: ModelSettings) -> Policy:

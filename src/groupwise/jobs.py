@@ -24,10 +24,18 @@ from groupwise.data.load import Data, load_data, load_texts
 from groupwise.data.order import Order
 from groupwise.data.prompts import visit
 from groupwise.data.tokenizers import make_tokenizer
-from groupwise.engines import agreeing, closing_of, engine_lines, make_ahead, make_engine, sampled_elsewhere
+from groupwise.engines import (
+    agreeing,
+    closing_of,
+    engine_lines,
+    make_ahead,
+    make_engine,
+    mixed_engine,
+    sampled_elsewhere,
+)
 from groupwise.errors import ConfigError
 from groupwise.evaluate import Evaluation, evaluate
-from groupwise.holding import critic_of, hold, parameter_count, reference_of, weightless
+from groupwise.holding import critic_of, hold, parameter_count, reference_of, teacher_of, weightless
 from groupwise.kernels.library import absence
 from groupwise.models.lora import adapter_size, bare
 from groupwise.models.policy import Blueprint, Policy, context_length, read_blueprint, resolve_device
@@ -45,6 +53,7 @@ from groupwise.rewards.registry import MAKERS
 from groupwise.rollout.engine import Engine
 from groupwise.settings import ModelSettings, Recipe, RolloutSettings
 from groupwise.sizing import H100, Load, rank, rank_lines
+from groupwise.teachers import Teacher
 from groupwise.validation import STAGE
 
 Judged = Evaluation | Validation
@@ -71,6 +80,7 @@ class Job:
     None if nothing is held out."""
     reference: Policy | None = None
     critic: Critic | None = None
+    teacher: Teacher | None = None
     engine: Engine | None = None
     """What samples, where the objective or its evaluation does."""
     ahead: Ahead = field(default_factory=Ahead)
@@ -93,14 +103,21 @@ class Job:
         return found if self.critic is None else found | {"critic": self.critic.optimizer.numbers()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The optimizer's tensors, and the weights of a reference that moves and of a critic; as they are held, spread or whole."""
+        """The optimizer's tensors, and the weights of a reference that moves of a critic and of a policy's former self; as they are held, spread or whole."""
         moved = self.reference is not None and self.recipe.group.reference_refresh > 0
         reference = dict(self.reference.model.named_parameters()) if moved and self.reference is not None else {}
         found = self.optimizer.tensors() | {f"reference.{name}": parameter.detach() for name, parameter in reference.items()}
+        found |= {f"teacher.{name}": parameter.detach() for name, parameter in self._taught_by_itself()}
         if self.critic is not None:
             found |= {f"critic.{name}": parameter.detach() for name, parameter in self.critic.module.named_parameters()}
             found |= _of_critic(self.critic.optimizer.tensors())
         return found
+
+    def _taught_by_itself(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights of a teacher that are the policy's of some time: they are in no checkpoint of their own."""
+        teacher = self.teacher
+        if teacher is not None and self.recipe.teacher.path is None and teacher.policy.model is not self.policy.model:
+            yield from teacher.policy.model.named_parameters()
 
     def restore(self, numbers: Mapping[str, Any], read: Callable[[Mapping[str, Tensor]], None]) -> None:
         """Continue from `numbers()` and `tensors()`, which `read` fills in; the policy's weights are loaded with the policy."""
@@ -110,7 +127,7 @@ class Job:
         if self.critic is not None:
             self.critic.optimizer.restore(numbers["critic"], lambda tensors: read(_of_critic(tensors)))
         with torch.no_grad():
-            read({name: tensor for name, tensor in self.tensors().items() if name.startswith(("reference.", "critic."))})
+            read({name: tensor for name, tensor in self.tensors().items() if name.startswith(("reference.", "critic.", "teacher."))})
 
     def close(self) -> None:
         """End reward workers."""
@@ -235,7 +252,9 @@ class _Prepared:
             rewards=sum(scoring_memory(*one) for one in _scorers(recipe, scorers)) + critic_memory(recipe, algorithm),
         )
         rewards = None
-        if recipe.rewards or not scorers:
+        if not recipe.rewards and not algorithm.needs_reward:
+            rewards = Rewards([], [])
+        elif recipe.rewards or not scorers:
             rewards = build_rewards(recipe.rewards, columns=list(prompts.train[0].row), tokenizer=blueprint.tokenizer)
             _check_credit(algorithm, rewards)
         assert recipe.steps is not None
@@ -318,6 +337,8 @@ def algorithm_line(algorithm: Algorithm) -> str:
     parts = [describe(part) for part in (algorithm.credit, algorithm.ratio, algorithm.surrogate, algorithm.weights)]
     kl = f", KL {algorithm.kl.__name__} x {algorithm.beta} in the {algorithm.kl_place}" if algorithm.needs_reference else ", no KL"
     kl += "; a critic" if algorithm.needs_value else ""
+    kl += f"; {describe(algorithm.divergence)} from a teacher" if algorithm.divergence is not None else ""
+    kl += f"; the teacher's share in sampling {algorithm.mix:g}" if algorithm.mix else ""
     return f"{algorithm.name}: {' x '.join(parts)}{kl}; dead groups {algorithm.dead_groups}, truncated {algorithm.truncated}"
 
 
@@ -373,7 +394,7 @@ def _judge(recipe: Recipe, engine: Engine, prepared: _Prepared) -> Callable[[boo
 
     def judge(whole: bool) -> Judged | None:
         judged = () if prompts is None else prompts.held_out if whole else prompts.watched[: settings.prompts]
-        if not judged or rewards is None:
+        if not judged or rewards is None or not rewards.names:
             return None
         return evaluate(engine, rewards, judged, k=settings.k, sampling=sampling, seed=recipe.seed)
 
@@ -391,17 +412,23 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
     engine = make_engine(policy, recipe.rollout)
     per_step = recipe.group.updates_per_rollout * recipe.group.minibatches
     critic = critic_of(recipe, policy, prepared.steps * per_step) if algorithm.needs_value else None
+    teacher = teacher_of(recipe, policy) if algorithm.needs_teacher else None
+    sampler = engine if teacher is None or not algorithm.mix else mixed_engine(policy, teacher.policy, algorithm.mix, recipe.rollout)
     waiting = 0 if critic is None else critic.settings.pretrain
     optimizer = Optimizer(policy.model, recipe.optimizer, (prepared.steps - waiting) * per_step)
     order = Order(len(prompts.train), recipe.seed, recipe.data.shuffle)
     ahead = make_ahead(recipe.rollout, prompts.train)
 
+    def judge(whole: bool) -> Judged | None:
+        engine.set_version(optimizer.taken)  # it is not told where another one samples for training
+        return _judge(recipe, engine, prepared)(whole)
+
     def loop(done: int) -> Iterator[Step]:
-        engine.set_version(optimizer.taken)
+        sampler.set_version(optimizer.taken)
         steps = train_online(
             policy,
             algorithm,
-            engine=engine,
+            engine=sampler,
             rewards=rewards,
             draw=lambda k: [visit(prompts.train[row], epoch) for epoch, row in order.take(k)],
             optimizer=optimizer,
@@ -412,6 +439,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
             done=done,
             reference=anchor,
             critic=critic,
+            teacher=teacher,
             ahead=ahead,
             checkpointing=recipe.model.gradient_checkpointing,
             seed=recipe.seed,
@@ -426,9 +454,10 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
         optimizer=optimizer,
         order=order,
         loop=loop,
-        judge=_judge(recipe, engine, prepared),
+        judge=judge,
         reference=anchor,
         critic=critic,
+        teacher=teacher,
         engine=engine,
         ahead=ahead,
         closing=[*closing_of(engine), rewards.close],

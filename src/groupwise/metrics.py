@@ -47,12 +47,14 @@ def measure(
     found["lr"] = updates[-1].taken.lr
     found["skipped_updates"] = float(sum(taken.taken.skipped for taken in updates))
     found |= balance(updates) | value_metrics(groups)
-    every = [pair for taken in updates for pair in zip(taken.samples, taken.seen, strict=True)]
+    every = _rollouts(updates)
     found |= ratio_metrics(every, algorithm) | off_policy_metrics(every, algorithm)
-    first = [pair for taken in updates[:minibatches] for pair in zip(taken.samples, taken.seen, strict=True)]
+    first = _rollouts(updates[:minibatches])
     # Later minibatches of the first pass see a policy that has already moved; only the first must match the sampler.
-    sampler = list(zip(updates[0].samples, updates[0].seen, strict=True))
-    return found | kl_metrics(first, algorithm) | _mismatch(sampler, algorithm, _drawn_by(groups, version))
+    found |= kl_metrics(first, algorithm) | teacher_metrics(groups)
+    if algorithm.mix > 0.0:  # what sampled is not the policy, and is not meant to be
+        return found
+    return found | _mismatch(_rollouts(updates[:1]), algorithm, _drawn_by(groups, version))
 
 
 def reward_metrics(groups: Sequence[Scored], drawn: int) -> dict[str, float]:
@@ -60,6 +62,8 @@ def reward_metrics(groups: Sequence[Scored], drawn: int) -> dict[str, float]:
     rewards = np.concatenate([group.reward for group in groups])
     spreads = [float(np.nanstd(group.reward, ddof=1)) for group in groups if np.count_nonzero(~np.isnan(group.reward)) > 1]
     live = sum(not group.dead for group in groups)
+    if not groups[0].names:
+        return {"prompts": float(drawn)}
     found = {
         "reward": _mean(rewards),
         "reward_std": float(np.mean(spreads)) if spreads else 0.0,
@@ -128,7 +132,32 @@ def value_metrics(groups: Sequence[Scored]) -> dict[str, float]:
     return found
 
 
+def teacher_metrics(groups: Sequence[Scored]) -> dict[str, float]:
+    """`teacher/kl`: mean of log q - log p over the tokens that were drawn, which estimates KL(policy || teacher) where the policy
+    drew them.  Empty where a teacher is not asked for them.
+    """
+    if "teacher_logp" not in groups[0].signals:
+        return {}
+    gaps = [
+        (own - theirs)[rollout.trained]
+        for group in groups
+        for rollout, own, theirs in zip(
+            group.rollouts,
+            group.signals.get("scored_logp") or tuple(rollout.behavior_logp for rollout in group.rollouts),
+            group.signals["teacher_logp"],
+            strict=True,
+        )
+    ]
+    return {"teacher/kl": _mean(np.concatenate(gaps))}
+
+
 Seen = Sequence[tuple[Sample, np.ndarray]]
+
+
+def _rollouts(updates: Sequence[Update]) -> list[tuple[Sample, np.ndarray]]:
+    """What updates saw of rollouts; demonstrations, which nobody sampled, are left out."""
+    return [pair for taken in updates for pair in zip(taken.samples, taken.seen, strict=True) if pair[0].index >= 0]
+
 
 
 def ratio_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:

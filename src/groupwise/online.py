@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -34,6 +33,7 @@ from groupwise.rewards.compose import Rewards
 from groupwise.rollout.engine import Engine
 from groupwise.scoring import sample_of, score
 from groupwise.settings import GroupSettings
+from groupwise.teachers import Teacher, with_demonstrations, with_teacher
 from groupwise.updating import Update, assess, token_loss, update
 
 
@@ -52,19 +52,19 @@ def train_online(
     done: int = 0,
     reference: Policy | None = None,
     critic: Critic | None = None,
+    teacher: Teacher | None = None,
     ahead: Ahead | None = None,
     checkpointing: bool = False,
     seed: int = 0,
 ) -> Iterator[Step]:
     """Train `policy` in place; yield a `Step` after every rollout and its updates.
 
-    The same algorithm from scratch and without packing: docs/grpo_in_one_file.py; one step in numbers: `groupwise explain`.
-
+    The same from scratch and without packing: docs/grpo_in_one_file.py; one step in numbers: `groupwise explain`.
     budget: packed positions per forward and backward pass; it cannot change an update.   ahead: what has been sampled already.
     steps: the last step's number; done: those taken before.   reference: frozen, given exactly when `algorithm.needs_reference`.
-    critic: given exactly when `algorithm.needs_value`.   Raises Diverged, RewardError, EngineError.
+    critic, teacher: given exactly when the algorithm needs them.   Raises Diverged, RewardError, EngineError.
     """
-    assert (reference is not None, critic is not None) == (algorithm.needs_reference, algorithm.needs_value)
+    assert [one is not None for one in (reference, critic, teacher)] == algorithm.needs
     how = {"algorithm": algorithm, "group": group, "sampling": sampling, "seed": seed}
     source, ahead, silent = Source(engine=engine, rewards=rewards, draw=draw, **how), ahead or Ahead(), 0
     for number in range(done + 1, steps + 1):
@@ -73,9 +73,8 @@ def train_online(
             groups, drawn = ahead.take(number, steps, source)
         silent = _silent(groups, silent)
         with clock.phase("reference"):
-            groups = with_reference(groups, reference, budget)
-            groups = with_scores(groups, policy, budget) if _scores_first(algorithm, groups, group) else groups
-            groups = with_values(groups, critic, algorithm, budget)
+            asked = None if teacher is None else teacher.before(groups)
+            groups = with_signals(groups, algorithm, group, policy, reference, critic, asked, budget)
         advantages, parts = algorithm.credit(groups), minibatches(groups, group)
         updates: list[Update] = []
         learn = critic is None or number > critic.settings.pretrain
@@ -83,12 +82,12 @@ def train_online(
             for _ in range(group.updates_per_rollout):
                 for part in parts:
                     samples = weigh([groups[i] for i in part], [advantages[i] for i in part], algorithm)
-                    updates.append(improve(policy, algorithm, samples, optimizer, budget=budget, critic=critic, learn=learn))
+                    beside = {"critic": critic, "teacher": asked, "learn": learn}
+                    updates.append(improve(policy, algorithm, samples, optimizer, budget=budget, **beside))
                     budget = updates[-1].budget
         with clock.phase("sync"):
             engine.set_version(optimizer.taken)
-            if reference is not None and group.reference_refresh and number % group.reference_refresh == 0:
-                refresh(reference, policy, group.reference_mix)
+            follow(number, group, policy, reference, teacher)
         yield Step(
             number=number,
             metrics=measure(groups, updates, algorithm, drawn, minibatches=len(parts), seconds=clock.seconds, version=version),
@@ -105,7 +104,7 @@ SILENT_STEPS = 3
 
 def _silent(groups: Sequence[Scored], before: int) -> int:
     """Steps in a row, this one included, of which no completion had a reward.  Raises RewardError after SILENT_STEPS of them."""
-    if not all(np.isnan(group.reward).all() for group in groups):
+    if not groups[0].names or not all(np.isnan(group.reward).all() for group in groups):
         return 0
     if before + 1 >= SILENT_STEPS:
         raise RewardError(
@@ -116,8 +115,28 @@ def _silent(groups: Sequence[Scored], before: int) -> int:
 
 
 def _scores_first(algorithm: Algorithm, groups: Sequence[Scored], group: GroupSettings) -> bool:
-    """True if the policy must score the completions before its first update: another has sampled, and several updates follow."""
-    return algorithm.correction is not None and group.updates_per_rollout * len(minibatches(groups, group)) > 1
+    """True if the policy must score the completions before its first update: another has sampled, and several updates follow, or
+    a credit asks.
+    """
+    several = group.updates_per_rollout * len(minibatches(groups, group)) > 1
+    return algorithm.mix > 0.0 or (algorithm.correction is not None and (several or algorithm.reads_teacher))
+
+
+def with_signals(
+    groups: Sequence[Scored],
+    algorithm: Algorithm,
+    group: GroupSettings,
+    policy: Policy,
+    reference: Policy | None,
+    critic: Critic | None,
+    teacher: Teacher | None,
+    budget: int,
+) -> list[Scored]:
+    """The groups with every further column that credit and loss read: `records.Scored.signals`."""
+    groups = with_reference(groups, reference, budget)
+    groups = with_scores(groups, policy, budget) if _scores_first(algorithm, groups, group) else groups
+    groups = with_teacher(groups, teacher, budget) if algorithm.reads_teacher else groups
+    return with_values(groups, critic, algorithm, budget)
 
 
 @contextmanager
@@ -194,14 +213,19 @@ def improve(
     *,
     budget: int,
     critic: Critic | None = None,
+    teacher: Teacher | None = None,
     learn: bool = True,
 ) -> Update:
-    """One optimizer step on weighted samples, of the policy and of a critic.   learn: False leaves the policy as it is.
+    """One optimizer step on weighted samples, of the policy and of a critic; a teacher's demonstrations are mixed in.
+
+    learn: False leaves the policy as it is.
 
     Samples whose advantages are all 0 are left out where nothing else gives them a gradient: exactly the same step for less
     work.  A high-entropy mask needs its threshold before the first micro-batch, and so a pass of its own.
     """
     threshold: Tensor | None = None
+    if teacher is not None and teacher.demonstrations is not None:
+        samples = with_demonstrations(samples, teacher.demonstrations.of(optimizer.taken))
     tokens = float(sum(np.count_nonzero(sample.weight) for sample in samples))
     if algorithm.needs_threshold:
         entropies = score(policy, samples, budget=budget, entropy=True).entropy
@@ -209,11 +233,12 @@ def improve(
         entropy_N = torch.from_numpy(np.concatenate(trained)) if trained else torch.zeros(0)
         threshold = entropy_threshold(entropy_N, algorithm.entropy_quantile)
         tokens = float((entropy_N >= threshold).sum())
-    worked = [sample for sample in samples if sample.advantage.any() or not algorithm.skips_dead]
+    worked = [sample for sample in samples if sample.advantage.any() or not algorithm.skips_dead or sample.index < 0]
     joined = critic if critic is not None and critic.shared and learn else None
 
     def loss(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
-        return policy_loss(policy, algorithm, batch, entropy_tokens=tokens, threshold=threshold, critic=joined)
+        how = {"entropy_tokens": tokens, "threshold": threshold, "critic": joined, "teacher": teacher, "samples": worked}
+        return policy_loss(policy, algorithm, batch, **how)
 
     if learn:
         stepper = optimizer if joined is None else Together(optimizer, joined.optimizer)
@@ -237,6 +262,8 @@ def policy_loss(
     entropy_tokens: float,
     threshold: Tensor | None = None,
     critic: Critic | None = None,
+    teacher: Teacher | None = None,
+    samples: Sequence[Sample] = (),
 ) -> tuple[Tensor, Tensor]:
     """The algorithm's loss of a packed batch, differentiable, and the log-probs (M,) of its trained tokens.
 
@@ -244,9 +271,9 @@ def policy_loss(
     `sum over tokens of weight x (-min(rho A, clip(rho, 1 - e, 1 + e) A) + beta KL)`; the parts stand in `objective/losses.py`.
 
     entropy_tokens: tokens of the whole step over which the entropy bonus is a mean.   threshold: of a high-entropy mask.
-    critic: on the policy's own backbone, whose loss is added.
+    critic: on the policy's own backbone, whose loss is added.   teacher: with what the batch was packed from, the samples.
     """
-    rows_M, reference_P = batch.trained_M, batch.reference_logp_P
+    rows_M, reference_P, lm_P = batch.trained_M, batch.reference_logp_P, batch.extra_P.get("lm")
 
     def loss(logp_C: Tensor, entropy_C: Tensor | None, part: slice) -> Tensor:
         rows_C = rows_M[part]
@@ -264,11 +291,20 @@ def policy_loss(
             entropy_M=entropy_C,
             entropy_threshold=None if threshold is None else threshold.to(weight_C),
         )
-        return algorithm.total(terms, weight_C, entropy_tokens)
+        value = algorithm.total(terms, weight_C, entropy_tokens)
+        return value if lm_P is None else value - (weight_C * lm_P[rows_C] * logp_C).sum()
 
-    beside = None if critic is None else partial(critic.beside, batch)
+    def beside(hidden_MD: Tensor, logp_M: Tensor) -> Tensor:
+        value = hidden_MD.new_zeros((), dtype=logp_M.dtype)
+        if critic is not None:
+            value = value + critic.loss(batch, critic.values(hidden_MD))
+        if teacher is not None and algorithm.divergence is not None:
+            value = value + teacher.loss(policy, algorithm, batch, samples, hidden_MD, logp_M)
+        return value
+
     how = {"separable": algorithm.token_level, "entropy": algorithm.needs_entropy, "as_is": True}
-    return token_loss(policy, batch, loss, beside=beside, **how)
+    learn = algorithm.reads_tokens or lm_P is not None
+    return token_loss(policy, batch, loss, learn=learn, beside=beside if critic or teacher else None, **how)
 
 
 def behavior(algorithm: Algorithm, batch: Batch, rows_C: Tensor, logp_C: Tensor) -> tuple[Tensor, Mismatch | None]:
@@ -283,6 +319,14 @@ def behavior(algorithm: Algorithm, batch: Batch, rows_C: Tensor, logp_C: Tensor)
     scored_P = batch.extra_P.get("scored_logp")
     own_C = logp_C.detach() if scored_P is None else scored_P[rows_C]
     return own_C, algorithm.correction(own_C, sampler_C, batch.segment_P[rows_C], batch.layout.segments)
+
+
+def follow(number: int, group: GroupSettings, policy: Policy, reference: Policy | None, teacher: Teacher | None) -> None:
+    """After step `number`: what follows the policy moves, a reference every so many steps, a teacher after each."""
+    if reference is not None and group.reference_refresh and number % group.reference_refresh == 0:
+        refresh(reference, policy, group.reference_mix)
+    if teacher is not None and teacher.ema and teacher.policy.model is not policy.model:
+        refresh(teacher.policy, policy, teacher.ema)
 
 
 def refresh(reference: Policy, policy: Policy, share: float) -> None:

@@ -254,7 +254,8 @@ def resolved(recipe: Recipe) -> Recipe:
         replace(reward, args={key: _folder_of(value, recipe, f"rewards.{place}.args.{key}") for key, value in reward.args.items()})
         for place, reward in enumerate(recipe.rewards)
     ]
-    return replace(recipe, rewards=tuple(rewards), critic=critic)
+    teacher = replace(recipe.teacher, path=_folder_of(recipe.teacher.path, recipe, "teacher.path"))
+    return replace(recipe, rewards=tuple(rewards), critic=critic, teacher=teacher)
 
 
 def _folder_of(value: Any, recipe: Recipe, key: str) -> Any:

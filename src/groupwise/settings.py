@@ -42,20 +42,26 @@ ONLINE = (
     "reinforce_pp",
     "gdpo",
     "ppo",
+    "distill",
+    "distill_sampled",
+    "minillm",
 )
 """Objectives that sample their own completions: the rows of `algorithms.ALGORITHMS` (a test compares them)."""
-ALONE = ("reinforce_pp", "ppo")
+ALONE = ("reinforce_pp", "ppo", "distill", "distill_sampled", "minillm")
 """Those of them whose advantages compare no siblings: one completion per prompt is enough (a test asks the table)."""
 VALUED = ("ppo",)
 """Those whose credit asks a critic (a test asks the table); `group.credit: gae` makes one of any."""
+TAUGHT = ("distill", "distill_sampled", "minillm")
+"""Those that learn from a teacher and need no reward (a test asks the table)."""
 DATASET = ("sft", "reward", "dpo", "prm")
 """Objectives that learn from a data set."""
 OBJECTIVES = DATASET + ONLINE
 PARTS = {
-    "credit": ("standardized", "centered", "leave_one_out", "decoupled", "whitened", "process", "gae"),
+    "credit": ("standardized", "centered", "leave_one_out", "decoupled", "whitened", "process", "gae", "reverse_kl", "nothing"),
     "ratio": ("token", "sequence_mean", "sequence_sum", "sequence_token"),
-    "surrogate": ("clipped", "cispo", "sapo", "vespo", "geometric", "reinforce"),
+    "surrogate": ("clipped", "cispo", "sapo", "vespo", "geometric", "reinforce", "importance", "silent"),
     "weights": ("sequence_mean", "token_mean", "constant", "sequence_sum", "prompt_mean"),
+    "divergence": ("jsd",),
 }
 """Functions that the parts of `group` may name, so that a misspelt one is refused before torch is imported."""
 PARALLEL = ("auto", "ddp", "zero2", "zero3")
@@ -250,13 +256,19 @@ class GroupSettings:
     kl: Literal["k1", "k2", "k3", "k3_ratio"] | None = None
     """KL estimator in the loss.  Default: the preset's (k3)."""
     credit: Part | None = None
-    """Rewards -> advantages: standardized, centered, leave_one_out, decoupled, whitened, process, gae."""
+    """Rewards -> advantages: standardized, centered, leave_one_out, decoupled, whitened, process, gae, reverse_kl, nothing."""
     ratio: Part | None = None
     """Level of the importance ratio: token, sequence_mean, sequence_sum, sequence_token."""
     surrogate: Part | None = None
-    """Per-token policy loss: clipped, cispo, sapo, vespo, geometric, reinforce."""
+    """Per-token policy loss: clipped, cispo, sapo, vespo, geometric, reinforce, importance, silent."""
     weights: Part | None = None
     """Normalisation: sequence_mean, token_mean, constant, sequence_sum, prompt_mean."""
+    divergence: Part | None = None
+    """Distance of the policy's next token from the teacher's, added to the loss: jsd (`beta` 0: KL(teacher || policy), 1, the
+    default: KL(policy || teacher), and between; `top_k`: over the policy's likeliest tokens and one for the rest).  Default: the
+    preset's; any other preset has none."""
+    mix: Share | None = None
+    """Share of the teacher in the distribution that completions are drawn from.  Default: the preset's (0 for most)."""
     dead_groups: Literal["exact", "drop", "refill"] | None = None
     """Groups without reward differences: `exact` (skipped, still in the denominators), `drop` (leave the denominators),
     `refill` (sample on until the step is full of live groups).  Default: the preset's."""
@@ -291,6 +303,21 @@ class CriticSettings:
     """How far a value may move from what it was when the rollout was scored; null: as far as it wants."""
     pretrain: Count = 0
     """Train only the critic in the first so many steps; the policy stays as it is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TeacherSettings:
+    """Who teaches (`distill`, `distill_sampled`, `minillm`, or any other preset with `group.divergence`)."""
+
+    path: str | None = None
+    """A checkpoint with the policy's vocabulary, or `stage:NAME`.  null: the policy itself, as it was before its first step."""
+    ema: Fraction = 0.0
+    """Of a policy that is its own teacher: share of the policy that moves into the teacher after every step; 1: it is the policy."""
+    hint: str | None = None
+    """What only the teacher reads, before the prompt: a Python format string over the row's columns, e.g. `Answer: {answer}\n`."""
+    demonstrations: Mapping[str, Any] | None = None
+    """Mixes demonstrations into every optimizer step: `{path: demos.jsonl, rows: 8, lm: 1, divergence: 0}`, with the columns of
+    `data`; `lm` is the weight of their language-model loss, `divergence` that of the distance from the teacher on them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -387,7 +414,7 @@ class Recipe:
 
     objective: Annotated[str, MinLen(1)]
     """`sft`, `reward`, `dpo`, `prm` (a process reward model), or an online algorithm: grpo, dr_grpo, dapo, bnpo, gspo, luspo,
-    cispo, sapo, vespo, gmpo, rloo, reinforce_pp, gdpo, ppo."""
+    cispo, sapo, vespo, gmpo, rloo, reinforce_pp, gdpo, ppo, distill, distill_sampled, minillm."""
     name: str = "run"
     """The run folder is `runs`/`name`."""
     runs: str = "runs"
@@ -413,6 +440,7 @@ class Recipe:
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     group: GroupSettings = field(default_factory=GroupSettings)
     critic: CriticSettings = field(default_factory=CriticSettings)
+    teacher: TeacherSettings = field(default_factory=TeacherSettings)
     reward_model: RewardModelSettings = field(default_factory=RewardModelSettings)
     pairs: PairSettings = field(default_factory=PairSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)

@@ -167,7 +167,8 @@ def token_loss(
     separable: bool,
     entropy: bool = False,
     as_is: bool = False,
-    beside: Callable[[Tensor], Tensor] | None = None,
+    learn: bool = True,
+    beside: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`loss` of a batch's trained tokens, differentiable with respect to the policy, and their log-probs (M,).
 
@@ -175,17 +176,22 @@ def token_loss(
     separable: a token's loss depends on no other token; the head's gradient is then taken while its logits are at hand.
     entropy: the loss reads entropies.
     as_is: what is returned is what is differentiated, multiplied by nothing: `update` then keeps one gradient of the head, not two.
-    beside: of the hidden states (M, D), another part of the loss.
+    learn: False where `loss` has no gradient: log-probs are then computed for the log alone.
+    beside: of the hidden states (M, D) and the log-probs (M,), another part of the loss.
     """
     rows_M = batch.trained_M
     outputs = policy.forward(batch)
     inputs = (outputs.hidden_PD[rows_M], policy.head, batch.target_P[rows_M], batch.temperature_P[rows_M])
     with policy.precision():
-        if separable and torch.is_grad_enabled():
+        if not learn:
+            with torch.no_grad():
+                logp_M, entropy_M = chosen_logprobs(*inputs, support_of(batch), entropy=entropy)
+                value = loss(logp_M, entropy_M, slice(0, rows_M.shape[0]))
+        elif separable and torch.is_grad_enabled():
             value, logp_M, _ = fused_loss(*inputs, loss, support_of(batch), entropy=entropy, as_is=as_is)
         else:
             logp_M, entropy_M = chosen_logprobs(*inputs, support_of(batch), entropy=entropy)
             value = loss(logp_M, entropy_M, slice(0, rows_M.shape[0]))
     if beside is not None:
-        value = value + beside(inputs[0])
+        value = value + beside(inputs[0], logp_M)
     return value + outputs.router_loss, logp_M

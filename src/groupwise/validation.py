@@ -24,9 +24,11 @@ from groupwise.settings import (
     PARTS,
     REWARDS,
     TASKS,
+    TAUGHT,
     VALUED,
     CriticSettings,
     Part,
+    TeacherSettings,
     Recipe,
 )
 
@@ -38,6 +40,9 @@ STAGE = "stage:"
 
 COMPARES_SIBLINGS = ("standardized", "centered", "leave_one_out", "decoupled")
 """Credits that need at least two completions per prompt."""
+
+MIXED = ("minillm",)
+"""Presets whose completions a teacher helps to sample (a test asks the table)."""
 
 PAIRED = ("reward", "dpo")
 """Objectives that learn from pairs, which an earlier stage can have sampled."""
@@ -279,7 +284,7 @@ def _wrong_template(template: str) -> str | None:
 
 
 def _rewards(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
-    if recipe.objective in ONLINE and not recipe.rewards:
+    if recipe.objective in ONLINE and recipe.objective not in TAUGHT and not recipe.rewards:
         yield ("rewards",), f"rewards is missing: {recipe.objective!r} needs at least one, e.g. [{{function: accuracy}}]"
     names: dict[str, int] = {}
     for place, reward in enumerate(recipe.rewards):
@@ -319,9 +324,7 @@ def _wrong_function(function: str) -> str | None:
 def _group(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     group = recipe.group
     for place, names in PARTS.items():
-        part: Part | None = {"credit": group.credit, "ratio": group.ratio, "surrogate": group.surrogate, "weights": group.weights}[
-            place
-        ]
+        part: Part | None = getattr(group, place)
         if part is not None and (wrong := _wrong_part(part, names)):
             yield (f"group.{place}",), f"group.{place}: {wrong}"
     if recipe.objective not in ONLINE:
@@ -356,6 +359,68 @@ def _critic(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
     if recipe.steps is not None and critic.pretrain >= recipe.steps:
         message = f"critic.pretrain ({critic.pretrain}) leaves none of the {recipe.steps} steps to train the policy: raise steps"
         yield ("critic.pretrain", "steps"), message
+
+
+def _teacher(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
+    teacher, group = recipe.teacher, recipe.group
+    credit = group.credit.get("name") if isinstance(group.credit, Mapping) else group.credit
+    asked = recipe.objective in TAUGHT or group.divergence is not None or credit == "reverse_kl" or bool(group.mix)
+    if recipe.objective not in ONLINE or not asked:
+        if teacher != TeacherSettings():
+            yield ("teacher",), f"teacher is for those that learn from one: {', '.join(TAUGHT)}, or group.divergence"
+        return
+    if teacher.path is not None and (wrong := wrong_model(teacher.path, earlier)):
+        yield ("teacher.path",), f"teacher.path: {wrong}"
+    if teacher.path is not None and teacher.ema:
+        yield ("teacher.ema", "teacher.path"), "teacher.ema moves a policy that teaches itself; a checkpoint (teacher.path) stays"
+    if teacher.path is None and not teacher.ema and teacher.hint is None:
+        message = "teacher.path is missing: the policy would learn from itself as it is; give a checkpoint, a teacher.hint or an ema"
+        yield ("teacher.path", "teacher"), message
+    if recipe.model.lora is not None and 0 < teacher.ema < 1:
+        yield ("teacher.ema", "model.lora"), "teacher.ema must be 0 or 1 with model.lora: what lies under an adapter cannot move"
+    if teacher.hint is not None and (wrong := _wrong_template(teacher.hint)):
+        yield ("teacher.hint",), f"teacher.hint: {wrong}"
+    yield from _mixing(recipe)
+    yield from _shown(recipe)
+
+
+def _mixing(recipe: Recipe) -> Iterator[Finding]:
+    rollout = recipe.rollout
+    if not (recipe.group.mix or (recipe.group.mix is None and recipe.objective in MIXED)):
+        return
+    if rollout.top_k or rollout.top_p < 1 or rollout.min_p:
+        yield ("rollout.top_k", "rollout.top_p", "rollout.min_p", "group.mix"), (
+            "the teacher helps to sample (group.mix), from the whole distribution: leave rollout.top_k, top_p and min_p out, or set "
+            "group.mix: 0"
+        )
+    if rollout.engine != "native":
+        message = f"the teacher helps to sample (group.mix) in the trainer's process: leave rollout.engine out, got {show(rollout.engine)}"
+        yield ("rollout.engine", "group.mix"), f"{message}, or set group.mix: 0"
+
+
+SHOWN = ("path", "rows", "lm", "divergence")
+"""What a teacher's demonstrations may say."""
+
+
+def _shown(recipe: Recipe) -> Iterator[Finding]:
+    given, at = recipe.teacher.demonstrations, "teacher.demonstrations"
+    if given is None:
+        return
+    for key, value in given.items():
+        if key not in SHOWN:
+            yield (f"{at}.{key}", at), f"{at} has no key {key!r}: it takes {', '.join(SHOWN)}{closest(key, SHOWN)}"
+        elif key == "rows" and (type(value) is not int or value < 1):
+            yield (f"{at}.rows", at), f"{at}.rows must be a whole number above 0, got {value!r}"
+        elif key in ("lm", "divergence") and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+            yield (f"{at}.{key}", at), f"{at}.{key} must be a number from 0, got {value!r}"
+    if not isinstance(path := given.get("path"), str):
+        yield (f"{at}.path", at), f"{at} needs the path of a file: {{path: demos.jsonl, rows: 8, lm: 1, divergence: 0}}"
+    elif wrong := _wrong_data(path):
+        yield (f"{at}.path", at), f"{at}.path: {wrong}"
+    if not given.get("lm", 1) and not given.get("divergence", 0):
+        yield (at,), f"{at}: with lm 0 and divergence 0 nothing is learnt from them"
+    if recipe.group.beta:
+        yield (at, "group.beta"), f"{at}: nothing ties demonstrations to a reference: leave group.beta out"
 
 
 def _wrong_part(part: Part, names: Sequence[str]) -> str | None:
@@ -445,5 +510,6 @@ _CHECKS: tuple[Callable[[Recipe, Sequence[str]], Iterator[Finding]], ...] = (
     _rollout,
     _group,
     _critic,
+    _teacher,
     _parallel,
 )

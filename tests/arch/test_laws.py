@@ -23,7 +23,7 @@ LAYERS: list[set[str]] = [
     {"strict_yaml", "schema", "validation", "config", "tables", "watch", "parallel"},
     {"data", "models", "packing", "optim", "checkpoint", "shards", "runlog", "plan", "sizing", "rollout", "rewards", "ending"},
     {"algorithms", "scoring"},
-    {"updating", "metrics", "collecting", "ahead", "critics"},
+    {"updating", "metrics", "collecting", "ahead", "critics", "teachers"},
     {"online", "offline", "evaluate"},
     {"preferences", "baselines", "objectives", "explain", "progress"},
 ]

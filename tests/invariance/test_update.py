@@ -21,6 +21,7 @@ from groupwise.online import policy_loss, weigh, with_reference
 from groupwise.packing import pack
 from groupwise.records import Sample, Scored
 from groupwise.settings import CriticSettings, GroupSettings, OptimizerSettings
+from groupwise.teachers import Teacher, with_teacher
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}
 
@@ -52,7 +53,8 @@ def gradient(policy: Policy, algorithm: Algorithm, samples: Sequence[Sample], **
         with torch.no_grad():
             critic.head.bias.add_(0.04)
     for batch in pack(samples, dtype=policy.dtype, **settings):  # type: ignore[arg-type]
-        policy_loss(policy, algorithm, batch, entropy_tokens=tokens, critic=critic)[0].backward()
+        taught = {"teacher": teacher_of(policy, algorithm), "samples": samples}
+        policy_loss(policy, algorithm, batch, entropy_tokens=tokens, critic=critic, **taught)[0].backward()
     heads = {} if critic is None else {f"critic.{name}": p.grad.clone() for name, p in critic.head.named_parameters()}
     return heads | {name: p.grad.clone() for name, p in policy.model.named_parameters()}
 
@@ -76,6 +78,17 @@ def critic_on(policy: Policy, algorithm: Algorithm) -> Critic | None:
     return critic
 
 
+def teacher_of(policy: Policy, algorithm: Algorithm) -> Teacher | None:
+    """Other weights of the same model, where the algorithm asks for a teacher."""
+    if not algorithm.needs_teacher:
+        return None
+    other = policy.frozen_copy()
+    with torch.no_grad():
+        for parameter in other.model.parameters():
+            parameter.mul_(1.2)
+    return Teacher(policy=other)
+
+
 def prepare(policy: Policy, groups: list[Scored], algorithm: Algorithm) -> list[Sample]:
     critic = critic_on(policy, algorithm)
     reference = policy.frozen_copy() if algorithm.needs_reference else None
@@ -84,6 +97,7 @@ def prepare(policy: Policy, groups: list[Scored], algorithm: Algorithm) -> list[
             for parameter in reference.model.parameters():
                 parameter.mul_(0.9)
     groups = with_values(with_reference(groups, reference, 10_000), critic, algorithm, 10_000)
+    groups = with_teacher(groups, teacher_of(policy, algorithm), 10_000)
     return weigh(groups, algorithm.credit(groups), algorithm)
 
 
@@ -118,20 +132,20 @@ def test_the_cut_the_order_and_the_layout_change_nothing(
         assert_same(found, expected, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("preset", [name for name, row in ALGORITHMS.items() if not row.needs_value])
+@pytest.mark.parametrize("preset", [name for name, row in ALGORITHMS.items() if row.skips_dead])
 def test_skipping_what_has_no_advantage_is_exact(preset: str, policies: dict, groups: list[Scored]) -> None:
     """P61: the constant group costs nothing and stays in the denominators."""
     policy = policies["llama", torch.float64]
     algorithm = resolve(preset, VARIANTS["plain"], max_new_tokens=12)
     samples = prepare(policy, groups, algorithm)
     live = [sample for sample in samples if sample.advantage.any()]
-    if "whitened" not in describe(algorithm.credit):  # over the batch: no advantage is 0
+    if algorithm.needs_reward and "whitened" not in describe(algorithm.credit):  # over the batch: no advantage is 0
         assert len(live) < len(samples)
     assert algorithm.skips_dead
     assert_same(gradient(policy, algorithm, live), gradient(policy, algorithm, samples), 1e-12)
 
 
-@pytest.mark.parametrize("preset", ["grpo", "dapo", "gspo", "rloo", "ppo"])
+@pytest.mark.parametrize("preset", ["grpo", "dapo", "gspo", "rloo", "ppo", "minillm"])
 def test_gradient_checkpointing_changes_nothing(preset: str, policies: dict, groups: list[Scored]) -> None:
     policy = policies["gpt2", torch.float64]
     algorithm = resolve(preset, VARIANTS["kl"], max_new_tokens=12)

@@ -16,7 +16,7 @@ from groupwise.scoring import sample_of, score
 SIZE = {"prompts_per_step": 8, "group_size": 16}
 
 
-@pytest.mark.parametrize("preset", [pytest.param(name, marks=[] if name == "grpo" else pytest.mark.slow) for name in ALGORITHMS])
+@pytest.mark.parametrize("preset", [pytest.param(name, marks=[] if name == "grpo" else pytest.mark.slow) for name, row in ALGORITHMS.items() if row.needs_reward])
 def test_every_preset_learns_the_answers(preset: str, say: Callable) -> None:
     """Two passes over each rollout, so that ratios leave 1.  Thirty steps take every preset from 0.06 to more than 0.97."""
     rewards = [step.metrics["reward"] for step in say(lr=1e-2).train(preset, 30, updates_per_rollout=2, **SIZE)]
@@ -72,4 +72,5 @@ def test_ppo_learns_without_siblings(seed: int, own: bool, say: Callable, tiny_p
     rewards = [step.metrics["reward"] for step in steps]
     assert rewards[0] < 0.2
     assert np.mean(rewards[-5:]) > 0.9
-    assert max(step.metrics.get("value/explained", 0.0) for step in steps) > 0.1, "most of the variance is the token that is drawn next"
+    expected, earned = (np.mean([step.metrics[f"value/{name}"] for step in steps[-5:]]) for name in ("mean", "return"))
+    assert abs(expected - earned) < 0.1

@@ -201,6 +201,41 @@ def process(groups: Sequence[Scored], *, ddof: Freedom = 1, eps: NotNegative = 1
     return advantages
 
 
+def reverse_kl(
+    groups: Sequence[Scored], *, gamma: Share = 1.0, own: bool = True, normalize: bool = False
+) -> Advantages:
+    """`A_t = sum_{s >= t} gamma^(s - t) R_s`, `R = log p - log q`: the policy gradient of KL(student q || teacher p), the rewards'
+    place taken by a teacher (signal `teacher_logp`).
+
+    With `gamma` 0 it is the token's own log-ratio: on-policy distillation by sampled tokens.  `own` False begins behind the token,
+    and `normalize` divides by the sum of the powers of gamma: the long part of MiniLLM (2306.08543, eq. 4 and 6), of which a last
+    token has none.  q is what the policy said before its first update: `scored_logp` where another engine or a teacher helped to
+    sample, else `b`.  Tokens that the policy did not write are passed over.
+    """
+    advantages = []
+    for group in groups:
+        teacher = _signal(group, "teacher_logp")
+        student = group.signals.get("scored_logp") or tuple(rollout.behavior_logp for rollout in group.rollouts)
+        found = []
+        for rollout, p_n, q_n in zip(group.rollouts, teacher, student, strict=True):
+            places = np.flatnonzero(rollout.trained)
+            ratio_k = (_float64(p_n) - _float64(q_n))[places]
+            advantage_n, total, powers = np.zeros(len(rollout)), 0.0, 0.0
+            for k in range(places.size - 1, -1, -1):
+                with_own = ratio_k[k] + gamma * total, 1.0 + gamma * powers
+                total_here, powers_here = with_own if own else (total, powers)
+                advantage_n[places[k]] = total_here / powers_here if normalize and powers_here else total_here
+                total, powers = with_own
+            found.append(advantage_n)
+        advantages.append(found)
+    return advantages
+
+
+def nothing(groups: Sequence[Scored]) -> Advantages:
+    """0 everywhere: what is learnt comes from a teacher's distributions, not from what was drawn."""
+    return [[np.zeros(len(rollout)) for rollout in group.rollouts] for group in groups]
+
+
 def is_dead(advantages: Sequence[np.ndarray]) -> bool:
     """True if the policy gradient of a group is exactly zero, whatever the surrogate: all its advantages are 0."""
     return not any(np.any(advantage_n) for advantage_n in advantages)
@@ -219,6 +254,16 @@ def needs_value(credit: Callable) -> bool:
 
 VALUE_BASED: set[Callable] = {gae}
 """Credits that read the signal `value` and take the keyword `whiten`.  Add your own if that holds for it."""
+def needs_teacher(credit: Callable) -> bool:
+    """True if `credit` reads the signal `teacher_logp`."""
+    return (credit.func if isinstance(credit, partial) else credit) is reverse_kl
+
+
+def needs_reward(credit: Callable) -> bool:
+    """False if `credit` never looks at a reward."""
+    return (credit.func if isinstance(credit, partial) else credit) not in (reverse_kl, nothing)
+
+
 _COMPARES_SIBLINGS = {standardized, centered, leave_one_out, decoupled}
 
 

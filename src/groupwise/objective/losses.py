@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
 import torch
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -178,11 +178,25 @@ def reinforce(terms: Terms) -> Tensor:
     return -terms.advantage_M * terms.logp_M
 
 
-PER_TOKEN: set[Callable] = {token, clipped, cispo, sapo, reinforce}
+def importance(terms: Terms, *, drop: Annotated[float, Gt(0.0), Le(1.0)] = 0.2) -> Tensor:
+    """`-rho A`, dropped where the token's probability has fallen by more than `drop` since it was drawn: too stale to teach.
+
+    The unbiased policy gradient from samples of another distribution, and its staleness bound (prime-rl's distillation loss).
+    """
+    fresh_M = terms.logp_M.detach().exp() - terms.behavior_logp_M.exp() >= -drop
+    return -guarded_exp(terms.log_ratio_M) * terms.advantage_M * fresh_M
+
+
+def silent(terms: Terms) -> Tensor:
+    """0: nothing is learnt from advantages."""
+    return torch.zeros_like(terms.logp_M)
+
+
+PER_TOKEN: set[Callable] = {token, clipped, cispo, sapo, reinforce, importance, silent}
 """Ratio levels and surrogates whose loss of a token depends on that token alone, so that its gradient can be taken while the
 log-probs of the other tokens do not exist yet.  Add your own if that holds for it."""
 
-OWN_RATIO: dict[Callable, Callable] = {vespo: sequence_sum, geometric: token, reinforce: token}
+OWN_RATIO: dict[Callable, Callable] = {vespo: sequence_sum, geometric: token, reinforce: token, silent: token}
 """Surrogates that do not read `log_ratio_M`, and the level at which their ratio is looked at: naming another changes nothing, so a
 recipe may not."""
 

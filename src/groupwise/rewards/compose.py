@@ -106,6 +106,8 @@ class Rewards:
         rollouts = [rollout for group in groups for rollout in group]
         if not rollouts:
             return []
+        if not self._rewards:  # a teacher is learnt from
+            return [unjudged(group) for group in groups]
         with self._lock:  # rollouts ahead of training come from several threads, and a function need not bear that
             values = self.call(self._completions(rollouts))
         rewards = self.matrix(values)
@@ -184,6 +186,11 @@ class Rewards:
             parts = [step_signal(reward.name, column[index], len(rollout), label) for reward, column in columns]
             signals.append(combine(np.stack(parts, axis=1), tuple(reward.weight for reward, _ in columns)))
         return signals
+
+
+def unjudged(group: Sequence[Rollout]) -> Scored:
+    """A group that no reward function has looked at."""
+    return Scored(rollouts=tuple(group), names=(), rewards=np.zeros((len(group), 0)), reward=np.full(len(group), np.nan))
 
 
 def combine(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
