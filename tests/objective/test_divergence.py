@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from groupwise.objective.divergence import head_divergence, jsd, with_tail
 from groupwise.objective.logprobs import Head
 
-CASES = json.loads((Path(__file__).parents[1] / "fixtures" / "oracle" / "divergence_cases.json").read_text())["cases"]
+CASES = json.loads((Path(__file__).parents[1] / "fixtures" / "divergence_cases.json").read_text())["cases"]
 
 
 def head_of(width: int, vocabulary: int, seed: int, **options: object) -> Head:

@@ -21,6 +21,7 @@ from groupwise.config import load_recipe
 from groupwise.critics import Critic
 from groupwise.data.order import Order
 from groupwise.data.tokenizers import make_tokenizer
+from groupwise.engines import mixed_engine
 from groupwise.errors import StorageError
 from groupwise.holding import hold
 from groupwise.jobs import make_engine
@@ -48,6 +49,7 @@ from groupwise.settings import (
     RolloutSettings,
     ScratchSettings,
 )
+from groupwise.teachers import Teacher
 
 LONGEST = 12
 
@@ -139,6 +141,11 @@ def online(
         policy = spread(policy, mode)
     updates = steps * settings.updates_per_rollout * settings.minibatches
     optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-3, clip_norm=0.5, weight_decay=0.1), updates)
+    teacher = Teacher(policy=make(family, dtype, seed=3)) if algorithm.needs_teacher else None
+    settings_of_rollouts = RolloutSettings(engine=engine, max_rows=16)  # type: ignore[arg-type]
+    sampler = make_engine(policy, settings_of_rollouts)
+    if teacher is not None and algorithm.mix:
+        sampler = mixed_engine(policy, teacher.policy, algorithm.mix, settings_of_rollouts)
     judge = critic_of(critic, policy, family, dtype, mode, updates) if algorithm.needs_value else None
     rows = prompts()
     order = Order(len(rows), seed=0)
@@ -152,7 +159,7 @@ def online(
         for step in train_online(
             policy,
             algorithm,
-            engine=make_engine(policy, RolloutSettings(engine=engine, max_rows=16)),  # type: ignore[arg-type]
+            engine=sampler,
             rewards=Judge(),  # type: ignore[arg-type]
             draw=lambda k: [rename(rows[row], epoch) for epoch, row in order.take(k)],
             optimizer=optimizer,
@@ -162,6 +169,7 @@ def online(
             steps=steps,
             reference=reference,
             critic=judge,
+            teacher=teacher,
             checkpointing=recompute,
             seed=7,
         )

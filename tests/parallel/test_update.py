@@ -26,6 +26,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "dr_grpo": {"objective": "dr_grpo", "family": "qwen3", "dead_groups": "drop", "beta": 0.05},
     "grpo without KL": {"objective": "grpo", "minibatches": 2},
     "ppo": {"objective": "ppo", "minibatches": 2, "beta": 0.05, "critic": "own"},
+    "distill": {"objective": "distill", "minibatches": 2, "family": "gpt2"},
+    "minillm": {"objective": "minillm", "updates_per_rollout": 2},
 }
 
 

@@ -17,8 +17,10 @@ from groupwise.models.policy import Policy
 from groupwise.online import train_online
 from groupwise.optim import Optimizer
 from groupwise.records import Prompt, Rollout, Sampling, Scored, Step
+from groupwise.rollout.mixed import MixedEngine
 from groupwise.rollout.native import NativeEngine
 from groupwise.settings import CriticSettings, GroupSettings, OptimizerSettings
+from groupwise.teachers import Teacher
 
 EOS = 0
 
@@ -73,12 +75,23 @@ class World:
         ]
 
     def train(
-        self, preset: str, steps: int, *, engine: object = None, reference: Policy | None = None, ahead: int = 0, **group: object
+        self,
+        preset: str,
+        steps: int,
+        *,
+        engine: object = None,
+        reference: Policy | None = None,
+        teacher: Teacher | None = None,
+        ahead: int = 0,
+        **group: object,
     ) -> Iterator[Step]:
         """The steps of `train_online`, one after the other; with rollouts so many steps ahead, corrected for it."""
         settings = GroupSettings(**group)  # type: ignore[arg-type]
         updates = steps * settings.updates_per_rollout * settings.minibatches
         algorithm = resolve(preset, settings, self.sampling.max_new_tokens)
+        if engine is None and algorithm.mix:
+            assert teacher is not None
+            engine = MixedEngine(self.policy, teacher.policy, algorithm.mix, max_rows=256)
         yield from train_online(
             self.policy,
             corrected(algorithm, {}) if ahead else algorithm,
@@ -92,6 +105,7 @@ class World:
             steps=steps,
             reference=reference,
             critic=self.critic(updates) if algorithm.needs_value else None,
+            teacher=teacher,
             ahead=Ahead(ahead),
         )
 
@@ -117,9 +131,10 @@ def world(tiny_policy: Callable) -> Callable[..., World]:
         lr: float = 3e-3,
         seed: int = 0,
         family: str = "llama",
+        hidden: int = 32,
         **sampling: object,
     ) -> World:
-        policy = tiny_policy(family, tokenizer=word_tokenizer(words), seed=seed, context=16, layers=1)
+        policy = tiny_policy(family, tokenizer=word_tokenizer(words), seed=seed, context=16, layers=1, hidden=hidden)
         return World(policy, prompts, rule, Sampling(max_new_tokens=max_new_tokens, **sampling), lr)  # type: ignore[arg-type]
 
     return make

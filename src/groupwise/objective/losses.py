@@ -189,7 +189,7 @@ def importance(terms: Terms, *, drop: Annotated[float, Gt(0.0), Le(1.0)] = 0.2) 
 
 def silent(terms: Terms) -> Tensor:
     """0: nothing is learnt from advantages."""
-    return torch.zeros_like(terms.logp_M)
+    return 0.0 * terms.logp_M
 
 
 PER_TOKEN: set[Callable] = {token, clipped, cispo, sapo, reinforce, importance, silent}
