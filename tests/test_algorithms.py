@@ -51,6 +51,10 @@ PAPER = {
     "rloo": ("leave_one_out", "sequence_sum", "clipped(low=0.2, high=0.2)", "sequence_mean"),
     "reinforce_pp": ("whitened", "token", "clipped(low=0.2, high=0.2)", "token_mean"),
     "gdpo": ("decoupled", "token", "clipped(low=0.2, high=0.2)", "sequence_mean"),
+    "reinforce": ("batch_centered", "token", "reinforce", "sequence_sum"),
+    "reinforce_pp_baseline": ("whitened", "token", "clipped(low=0.2, high=0.2)", "token_mean"),
+    "maxrl": ("maxrl", "token", "clipped(low=0.2, high=0.2)", "sequence_sum"),
+    "gspo_token": ("standardized", "sequence_token", "clipped(low=0.0003, high=0.0004)", "sequence_mean"),
     "distill": ("nothing", "token", "silent", "token_mean"),
     "distill_sampled": ("reverse_kl", "token", "importance(drop=0.2)", "token_mean"),
     "minillm": ("reverse_kl", "token", "clipped(low=0.2, high=0.2)", "token_mean"),
@@ -85,7 +89,7 @@ def test_dapo_resamples_dead_groups_and_masks_truncated_completions():
 
 
 def test_token_level_is_what_a_fused_head_may_use():
-    assert {name for name, row in ALGORITHMS.items() if not row.token_level} == {"gspo", "luspo", "vespo", "gmpo", "rloo"}
+    assert {name for name, row in ALGORITHMS.items() if not row.token_level} == {"gspo", "gspo_token", "luspo", "vespo", "gmpo", "rloo"}
     assert not replace(ALGORITHMS["grpo"], off_policy_delta=0.1).token_level
     assert not replace(ALGORITHMS["grpo"], surrogate=lambda terms: terms.logp_M).token_level  # unknown functions: the safe answer
 

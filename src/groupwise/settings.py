@@ -40,6 +40,10 @@ ONLINE = (
     "gmpo",
     "rloo",
     "reinforce_pp",
+    "reinforce",
+    "reinforce_pp_baseline",
+    "maxrl",
+    "gspo_token",
     "gdpo",
     "ppo",
     "distill",
@@ -47,7 +51,7 @@ ONLINE = (
     "minillm",
 )
 """Objectives that sample their own completions: the rows of `algorithms.ALGORITHMS` (a test compares them)."""
-ALONE = ("reinforce_pp", "ppo", "distill", "distill_sampled", "minillm")
+ALONE = ("reinforce_pp", "reinforce", "ppo", "distill", "distill_sampled", "minillm")
 """Those of them whose advantages compare no siblings: one completion per prompt is enough (a test asks the table)."""
 VALUED = ("ppo",)
 """Those whose credit asks a critic (a test asks the table); `group.credit: gae` makes one of any."""
@@ -57,7 +61,8 @@ DATASET = ("sft", "reward", "dpo", "prm")
 """Objectives that learn from a data set."""
 OBJECTIVES = DATASET + ONLINE
 PARTS = {
-    "credit": ("standardized", "centered", "leave_one_out", "decoupled", "whitened", "process", "gae", "reverse_kl", "nothing"),
+    "credit": ("standardized", "centered", "leave_one_out", "decoupled", "whitened", "process", "gae", "reverse_kl", "nothing", "maxrl",
+               "batch_centered"),  # fmt: skip
     "ratio": ("token", "sequence_mean", "sequence_sum", "sequence_token"),
     "surrogate": ("clipped", "cispo", "sapo", "vespo", "geometric", "reinforce", "importance", "silent"),
     "weights": ("sequence_mean", "token_mean", "constant", "sequence_sum", "prompt_mean"),
@@ -256,7 +261,8 @@ class GroupSettings:
     kl: Literal["k1", "k2", "k3", "k3_ratio"] | None = None
     """KL estimator in the loss.  Default: the preset's (k3)."""
     credit: Part | None = None
-    """Rewards -> advantages: standardized, centered, leave_one_out, decoupled, whitened, process, gae, reverse_kl, nothing."""
+    """Rewards -> advantages: standardized, centered, leave_one_out, decoupled, whitened, process, gae, reverse_kl, nothing, maxrl,
+    batch_centered."""
     ratio: Part | None = None
     """Level of the importance ratio: token, sequence_mean, sequence_sum, sequence_token."""
     surrogate: Part | None = None
@@ -414,7 +420,8 @@ class Recipe:
 
     objective: Annotated[str, MinLen(1)]
     """`sft`, `reward`, `dpo`, `prm` (a process reward model), or an online algorithm: grpo, dr_grpo, dapo, bnpo, gspo, luspo,
-    cispo, sapo, vespo, gmpo, rloo, reinforce_pp, gdpo, ppo, distill, distill_sampled, minillm."""
+    cispo, sapo, vespo, gmpo, rloo, reinforce_pp, reinforce, reinforce_pp_baseline, maxrl, gspo_token, gdpo, ppo, distill,
+    distill_sampled, minillm."""
     name: str = "run"
     """The run folder is `runs`/`name`."""
     runs: str = "runs"

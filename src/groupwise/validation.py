@@ -38,7 +38,7 @@ Finding = tuple[tuple[str, ...], str]
 STAGE = "stage:"
 """Prefix of a path that means the final model of an earlier stage."""
 
-COMPARES_SIBLINGS = ("standardized", "centered", "leave_one_out", "decoupled")
+COMPARES_SIBLINGS = ("standardized", "centered", "leave_one_out", "decoupled", "maxrl")
 """Credits that need at least two completions per prompt."""
 
 MIXED = ("minillm",)

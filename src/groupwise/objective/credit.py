@@ -79,6 +79,26 @@ def leave_one_out(
     return _spread(groups, advantages)
 
 
+def maxrl(groups: Sequence[Scored]) -> Advantages:
+    """`A_i = (r_i - mean) / mean`: the gradient of log p(success), not of p(success), to the order that G samples allow (MaxRL,
+    2602.02710).
+
+    A prompt that is rarely solved counts for as much as one that often is.  For rewards from 0; a group without any teaches nothing.
+    """
+    advantages = []
+    for group in groups:
+        reward_G = _float64(group.reward)
+        mean = float(np.nanmean(reward_G)) if not np.isnan(reward_G).all() else 0.0
+        advantages.append(_deviation(reward_G) / mean if mean > 0.0 else np.zeros(reward_G.size))
+    return _spread(groups, advantages)
+
+
+def batch_centered(groups: Sequence[Scored]) -> Advantages:
+    """`A_i = r_i - mean over the batch`: REINFORCE's baseline (Williams 1992), which asks for no siblings."""
+    sizes = np.cumsum([group.reward.size for group in groups])[:-1]
+    return _spread(groups, np.split(_deviation(np.concatenate([_float64(group.reward) for group in groups])), sizes))
+
+
 def decoupled(groups: Sequence[Scored], *, ddof: Freedom = 1, eps: NotNegative = 1e-4) -> Advantages:
     """Standardize each reward function within the group, add them up weighted, divide by the batch's std (GDPO, 2601.05242).
 
@@ -264,7 +284,7 @@ def needs_reward(credit: Callable) -> bool:
     return (credit.func if isinstance(credit, partial) else credit) not in (reverse_kl, nothing)
 
 
-_COMPARES_SIBLINGS = {standardized, centered, leave_one_out, decoupled}
+_COMPARES_SIBLINGS = {standardized, centered, leave_one_out, decoupled, maxrl}
 
 
 def _float64(values: np.ndarray) -> np.ndarray:
