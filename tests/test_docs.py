@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from groupwise import cli
-from groupwise.algorithms import ALGORITHMS, corrected, resolve
+from groupwise.algorithms import corrected, resolve
 from groupwise.config import parse_stages
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.metrics import measure
@@ -34,7 +34,7 @@ from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native import NativeEngine
 from groupwise.rollout.sampling import stream_keys, uniforms
 from groupwise.schema import lookup, settings_table
-from groupwise.settings import GroupSettings, OptimizerSettings, RewardSettings, ScratchSettings
+from groupwise.settings import GroupSettings, OptimizerSettings, RewardSettings, ScratchSettings, is_online
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -110,7 +110,7 @@ def as_recipe(block: Block) -> None:
     else:
         block_text = block.text
     for recipe in parse_stages(block_text, "page").values():
-        if recipe.objective in ALGORITHMS:
+        if is_online(recipe.objective):
             resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens)
 
 
@@ -171,7 +171,7 @@ def test_every_code_block_of_a_page_is_true(
 def test_pages_have_code_to_check() -> None:
     """The test above would pass on pages whose blocks it does not see."""
     assert {path.name for path in PAGES if any(block.language == "python" for block in blocks(path))} >= {
-        "from-trl.md", "grpo.md", "monitoring.md", "own-loop.md", "packing.md", "rewards.md", "weights.md",
+        "from-trl.md", "grpo.md", "monitoring.md", "own-loop.md", "own-parts.md", "packing.md", "rewards.md", "weights.md",
     }  # fmt: skip
 
 

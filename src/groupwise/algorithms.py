@@ -40,6 +40,8 @@ class Algorithm:
     """arXiv number; empty where there is none."""
     equation: str
     """The loss in one line, as in the paper."""
+    notes: str = ""
+    """The settings of its paper, and what others do otherwise: a paragraph of the documentation."""
     credit: Callable[..., credit.Advantages] = credit.standardized
     ratio: RatioLevel = losses.token
     surrogate: Surrogate = losses.clipped
@@ -60,6 +62,8 @@ class Algorithm:
     """The divergence counts by how likely the policy finds the token, over how likely it was drawn."""
     mix: float = 0.0
     """Share of the teacher in the distribution that completions are drawn from."""
+    keeps: Callable[[Scored], bool] | None = None
+    """Which groups are worth training, where others can be sampled instead (`dead_groups: refill`); None: those that teach."""
     correction: Callable[..., losses.Mismatch] | None = None
     """Importance weight for an engine that computes other probabilities than the trainer; None: what sampled is what scores."""
 
@@ -122,8 +126,10 @@ class Algorithm:
         """False if the group's rewards give an advantage of exactly 0 to every completion.
 
         The credit decides: GDPO learns from rewards that differ while their sum does not.  Where it reads what is not known yet
-        (a KL in the reward, values), the sum does.
+        (a KL in the reward, values), the sum does.  `keeps`, where there is one, decides alone.
         """
+        if self.keeps is not None:
+            return bool(self.keeps(group))
         if not self.needs_reward:
             return True
         if self.needs_value or (self.beta > 0.0 and self.kl_place == "reward"):
@@ -327,6 +333,12 @@ _ROWS = (
         paper="1707.06347",
         equation="-1/N sum_i sum_t min(rho A_it, clip(rho) A_it),  A_it = whitened(sum_k (gamma lam)^k delta_{t+k}); "
         "critic: c/N sum_i sum_t 1/2 max((V - R)^2, (clip(V, V_old -+ 0.2) - R)^2)",
+        notes="Settings of language-model papers: gamma 1, lambda 0.95, clip 0.2, `group.beta` 0.05 with k1 (2009.01325) or 0.02 "
+        "(InstructGPT 2203.02155), a critic that begins as the reward model (`critic.path`). VC-PPO (2503.01491): `value_lam: 1` in "
+        "the credit, and `critic.pretrain`. By default the critic is a new head on the policy's backbone, as in the paper. Where the "
+        "length limit ended a completion nothing is bootstrapped: V behind the last token is 0, as in TRL. TRL (last in 1.12) always "
+        "trains a separate value model, at the policy's learning rate, and has a fixed fine for completions without an end, which here "
+        "is a reward's business.",
         credit=credit.gae,
         weights=weights.token_mean,
         kl_place="reward",
@@ -336,6 +348,13 @@ _ROWS = (
         summary="On-policy distillation: the divergence from a teacher, over the whole vocabulary, at every token the policy drew.",
         paper="2306.13649",
         equation="1/N sum_i sum_t beta KL(p || m) + (1 - beta) KL(q || m),  m = (1 - beta) q + beta p; beta 0: KL(p || q), 1: KL(q || p)",
+        notes="GKD samples from the student for a share of the steps and takes demonstrations for the rest: "
+        "`teacher.demonstrations`, `{divergence: 1, lm: 0}`, mixes them into every step. `group.divergence: {name: jsd, beta: 0}` is the "
+        "forward KL of Qwen3, `beta: 1` (the default) the reverse KL of DeepSeek-V4 and GLM-5; `top_k: 64` sums over the student's "
+        "likeliest tokens and one bucket for the rest, without which mass leaves them unseen. Both distributions are taken at the "
+        "rollout's temperature. TRL's divergences are the same to 1e-12. With `teacher: {hint: ...}` and no path the policy teaches "
+        "itself what it says when it is told more (SDFT, OPSD; `ema: 0.05` as in SDPO). Any other preset takes `group.divergence` too, "
+        "beside its rewards.",
         credit=credit.nothing,
         surrogate=losses.silent,
         weights=weights.token_mean,
@@ -346,6 +365,9 @@ _ROWS = (
         summary="On-policy distillation by drawn tokens alone: how much likelier the teacher finds a token is its advantage.",
         paper="",
         equation="-1/N sum_i sum_t [q - q_old >= -0.2] rho (log p - log q_old)",
+        notes="For teachers of which only the log-probs of given tokens are wanted. The teacher's distribution enters through the one "
+        "token that was drawn: unbiased, and noisier than `distill` for the same tokens. prime-rl adds 1e-3 (log rho)^2 and takes the "
+        "advantage anew at every update; here it is what it was before the first. TRL's `sampled_token` has no ratio.",
         credit=partial(credit.reverse_kl, gamma=0.0),
         surrogate=losses.importance,
         weights=weights.token_mean,
@@ -356,6 +378,12 @@ _ROWS = (
         paper="2306.08543",
         equation="1/N sum_i sum_t sg[w] KL(q || p) - min(w A_it, clip(w) A_it),  w = q / (0.2 p + 0.8 q_old),  "
         "A_it = mean_{s > t} log(p / q_old)_s",
+        notes="The paper's settings: the teacher's share in sampling 0.2 (`group.mix`), temperature 1, clip 0.2, a language-model loss on "
+        "its pre-training corpus beside (`teacher.demonstrations: {path: ..., lm: 1}`), a student that was fine-tuned before. w is both "
+        "the mixture's importance weight and the ratio to the policy before the step. Completions are sampled by a slower engine that "
+        "runs both models; `group.mix: 0` samples from the policy alone, by any engine. TRL (last in 1.14.2) differs in three places, "
+        "which are faults: without normalisation it leaves gamma^-t out, it lets gradients through the rewards, and its mask of padding "
+        "is always true.",
         credit=partial(credit.reverse_kl, own=False, normalize=True),
         weights=weights.token_mean,
         divergence=jsd,
@@ -384,6 +412,7 @@ PARTS: dict[str, dict[str, Callable]] = {
         weights.sequence_mean, weights.token_mean, weights.constant, weights.sequence_sum, weights.prompt_mean
     ),
     "divergence": _by_name(jsd),
+    "filter": {},
     "kl": _by_name(losses.k1, losses.k2, losses.k3, losses.k3_ratio),
 }  # fmt: skip
 """What the parts of a recipe's `group` may name."""
@@ -399,10 +428,15 @@ def resolve(objective: str, group: GroupSettings, max_new_tokens: int) -> Algori
     >>> describe(algorithm.surrogate), algorithm.beta, algorithm.token_level
     ('clipped(low=0.2, high=0.28)', 0.04, True)
     """
-    if objective not in ALGORITHMS:
+    if ":" in objective:
+        row = imported("objective", objective)
+        if not isinstance(row, Algorithm):
+            raise ConfigError(f"objective: {objective!r} is not an Algorithm but {type(row).__name__}")
+    elif objective not in ALGORITHMS:
         near = _closest(objective, ALGORITHMS)
         raise ConfigError(f"there is no online algorithm {objective!r}{near}; there are {', '.join(ALGORITHMS)}")
-    row = ALGORITHMS[objective]
+    else:
+        row = ALGORITHMS[objective]
     beta = row.beta if group.beta is None else group.beta
     estimator = {"kl": group.kl} if group.kl in _KLS_IN_REWARD else {}
     in_reward = {"beta": beta, **estimator} if row.kl_place == "reward" else {"beta": 0.0}
@@ -415,6 +449,7 @@ def resolve(objective: str, group: GroupSettings, max_new_tokens: int) -> Algori
         kl=_part("kl", group.kl, row.kl),
         divergence=None if (row.divergence or group.divergence) is None else _part("divergence", group.divergence, row.divergence or jsd),
         mix=row.mix if group.mix is None else group.mix,
+        keeps=row.keeps if group.filter is None else _part("filter", group.filter, row.teaches),
         beta=beta,
         dead_groups=group.dead_groups or row.dead_groups,
         truncated=group.truncated or row.truncated,
@@ -520,22 +555,25 @@ def _checked(label: str, value: Any, name: str, parameters: Mapping[str, inspect
 def _find(kind: str, name: Any) -> Callable:
     if name in PARTS[kind]:
         return PARTS[kind][name]
-    module, _, attribute = str(name).partition(":")
-    if not attribute:
-        raise ConfigError(
-            f"group.{kind}: there is no {name!r}{_closest(str(name), PARTS[kind])}; "
-            f"it is one of {', '.join(PARTS[kind])}, or module:function for one of your own"
-        )
-    if (here := os.getcwd()) not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # last, so that a file here cannot stand in for an installed module
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        looked = f"looked for among the installed modules and in {here}"
-        raise ConfigError(f"group.{kind}: cannot import {name!r} ({error}); {looked}") from error
+    if ":" not in str(name):
+        known = f"it is one of {', '.join(PARTS[kind])}, or module:function" if PARTS[kind] else "it is module:function"
+        raise ConfigError(f"group.{kind}: there is no {name!r}{_closest(str(name), PARTS[kind])}; {known} for one of your own")
+    function = imported(f"group.{kind}", str(name))
     if not callable(function):
         raise ConfigError(f"group.{kind}: {name!r} is not a function but {type(function).__name__}")
     return function
+
+
+def imported(key: str, name: str) -> Any:
+    """What `module:NAME` names, from an installed module or a file of the working directory.  Raises ConfigError, naming `key`."""
+    module, _, attribute = name.partition(":")
+    if (here := os.getcwd()) not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # last, so that a file here cannot stand in for an installed module
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        looked = f"looked for among the installed modules and in {here}"
+        raise ConfigError(f"{key}: cannot import {name!r} ({error}); {looked}") from error
 
 
 def _function(part: Callable) -> Callable:

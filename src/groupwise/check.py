@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from groupwise.algorithms import ALGORITHMS
 from groupwise.config import load_stages
 from groupwise.data.load import load_data
 from groupwise.data.templates import Template
@@ -81,7 +80,7 @@ def check_stage(recipe: Recipe) -> Iterator[Finding]:
         yield Finding("model", True, "packed and prompt-shared forward equals the model's own, one sequence at a time")
         yield from _tokenizer(job.policy)
         yield from _template(recipe, job.policy)
-        if job.engine is None or recipe.objective not in ALGORITHMS:
+        if job.engine is None or not is_online(recipe.objective):
             return
         data = load_data(
             recipe.data,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from groupwise import parallel
 from groupwise.ahead import Ahead, Begun
-from groupwise.algorithms import ALGORITHMS, Algorithm, describe, resolve
+from groupwise.algorithms import Algorithm, describe, resolve
 from groupwise.critics import Critic
 from groupwise.data.load import Data, load_data, load_texts
 from groupwise.data.order import Order
@@ -51,7 +51,7 @@ from groupwise.rewards.compose import Rewards, build_rewards
 from groupwise.rewards.model import POSITIONS
 from groupwise.rewards.registry import MAKERS
 from groupwise.rollout.engine import Engine
-from groupwise.settings import ModelSettings, Recipe, RolloutSettings
+from groupwise.settings import ModelSettings, Recipe, RolloutSettings, is_online
 from groupwise.sizing import H100, Load, rank, rank_lines
 from groupwise.teachers import Teacher
 from groupwise.validation import STAGE
@@ -148,7 +148,7 @@ def make_job(recipe: Recipe, *, resume: Path | None = None, reference: Path | No
     Raises ConfigError, DataError or Diverged before the first step.
     """
     blueprint = blueprint_of(recipe, resume if recipe.model.lora is None else None)
-    maker = _online_job if recipe.objective in ALGORITHMS else _dataset_job
+    maker = _online_job if is_online(recipe.objective) else _dataset_job
     return maker(fitted(recipe, shape_of(recipe, blueprint)), blueprint, reference, resume)
 
 
@@ -225,7 +225,7 @@ class _Prepared:
 
     @classmethod
     def of(cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint] = (), world: int | None = None) -> _Prepared:
-        if recipe.objective in ALGORITHMS:
+        if is_online(recipe.objective):
             return cls._online(recipe, blueprint, scorers, world)
         return cls._dataset(recipe, blueprint, world)
 

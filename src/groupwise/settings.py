@@ -60,6 +60,13 @@ TAUGHT = ("distill", "distill_sampled", "minillm")
 DATASET = ("sft", "reward", "dpo", "prm")
 """Objectives that learn from a data set."""
 OBJECTIVES = DATASET + ONLINE
+
+
+def is_online(objective: str) -> bool:
+    """True for objectives that sample their own completions; a `module:NAME` of one's own is such a one."""
+    return objective in ONLINE or ":" in objective
+
+
 PARTS = {
     "credit": ("standardized", "centered", "leave_one_out", "decoupled", "whitened", "process", "gae", "reverse_kl", "nothing", "maxrl",
                "batch_centered"),  # fmt: skip
@@ -67,6 +74,7 @@ PARTS = {
     "surrogate": ("clipped", "cispo", "sapo", "vespo", "geometric", "reinforce", "importance", "silent"),
     "weights": ("sequence_mean", "token_mean", "constant", "sequence_sum", "prompt_mean"),
     "divergence": ("jsd",),
+    "filter": (),
 }
 """Functions that the parts of `group` may name, so that a misspelt one is refused before torch is imported."""
 PARALLEL = ("auto", "ddp", "zero2", "zero3")
@@ -278,6 +286,9 @@ class GroupSettings:
     dead_groups: Literal["exact", "drop", "refill"] | None = None
     """Groups without reward differences: `exact` (skipped, still in the denominators), `drop` (leave the denominators),
     `refill` (sample on until the step is full of live groups).  Default: the preset's."""
+    filter: Part | None = None
+    """Which groups are worth training, for `dead_groups: refill`: `module:function` of your own, from a scored group to true or false.
+    Default: those whose rewards differ."""
     max_refills: Positive = 4
     """`refill` gives up after this many times `prompts_per_step` further prompts."""
     truncated: Literal["keep", "mask"] | None = None
@@ -421,7 +432,7 @@ class Recipe:
     objective: Annotated[str, MinLen(1)]
     """`sft`, `reward`, `dpo`, `prm` (a process reward model), or an online algorithm: grpo, dr_grpo, dapo, bnpo, gspo, luspo,
     cispo, sapo, vespo, gmpo, rloo, reinforce_pp, reinforce, reinforce_pp_baseline, maxrl, gspo_token, gdpo, ppo, distill,
-    distill_sampled, minillm."""
+    distill_sampled, minillm; or `module:NAME`, an `Algorithm` of your own."""
     name: str = "run"
     """The run folder is `runs`/`name`."""
     runs: str = "runs"
@@ -446,10 +457,10 @@ class Recipe:
     rewards: tuple[RewardSettings, ...] = ()
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     group: GroupSettings = field(default_factory=GroupSettings)
-    critic: CriticSettings = field(default_factory=CriticSettings)
-    teacher: TeacherSettings = field(default_factory=TeacherSettings)
     reward_model: RewardModelSettings = field(default_factory=RewardModelSettings)
     pairs: PairSettings = field(default_factory=PairSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    critic: CriticSettings = field(default_factory=CriticSettings)
+    teacher: TeacherSettings = field(default_factory=TeacherSettings)
     eval: EvalSettings = field(default_factory=EvalSettings)
     save: SaveSettings = field(default_factory=SaveSettings)

@@ -30,6 +30,7 @@ from groupwise.settings import (
     Part,
     TeacherSettings,
     Recipe,
+    is_online,
 )
 
 Finding = tuple[tuple[str, ...], str]
@@ -59,7 +60,8 @@ def validate_recipe(recipe: Recipe, earlier: Sequence[str] = ()) -> list[Finding
 
 
 def _objective(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
-    if recipe.objective not in OBJECTIVES:
+    own = re.fullmatch(r"[\w.]+:\w+", recipe.objective) is not None
+    if recipe.objective not in OBJECTIVES and not own:
         names = f"one of {', '.join(OBJECTIVES)}; got {recipe.objective!r}{closest(recipe.objective, OBJECTIVES)}"
         yield ("objective",), f"objective must be {names}"
     if not re.fullmatch(r"\w[\w.+-]*(/\w[\w.+-]*)?", recipe.name):
@@ -69,7 +71,7 @@ def _objective(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
 def _length(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     if recipe.steps is not None and recipe.epochs is not None:
         yield ("epochs", "steps"), f"say steps ({recipe.steps}) or epochs ({recipe.epochs:g}), not both"
-    if recipe.objective in ONLINE and recipe.steps is None:
+    if is_online(recipe.objective) and recipe.steps is None:
         instead = " (epochs are for data-set objectives)" if recipe.epochs is not None else ""
         yield ("steps", "epochs", "objective"), f"steps is missing: {recipe.objective!r} needs the number of rollouts{instead}"
     if recipe.objective in DATASET and recipe.steps is None and recipe.epochs is None:
@@ -82,7 +84,7 @@ def _length(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
 
 def _updates(recipe: Recipe) -> int:
     """Optimizer steps of the whole run; `steps` must be set."""
-    per_step = recipe.group.updates_per_rollout * recipe.group.minibatches if recipe.objective in ONLINE else 1
+    per_step = recipe.group.updates_per_rollout * recipe.group.minibatches if is_online(recipe.objective) else 1
     return (recipe.steps or 0) * per_step
 
 
@@ -202,7 +204,7 @@ def _scratch(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
         message = f"model.scratch.kv_heads ({scratch.kv_heads}) must divide model.scratch.heads ({scratch.heads})"
         yield (at + "kv_heads", at + "heads"), message
     prompt, new = recipe.data.max_prompt_tokens or 1, recipe.rollout.max_new_tokens
-    if recipe.objective in ONLINE and prompt + new > scratch.context:
+    if is_online(recipe.objective) and prompt + new > scratch.context:
         words = f"data.max_prompt_tokens ({prompt}) + rollout.max_new_tokens ({new})"
         keys = ("rollout.max_new_tokens", "data.max_prompt_tokens", at + "context")
         yield keys, f"{words} is {prompt + new}, more than model.scratch.context ({scratch.context})"
@@ -327,17 +329,20 @@ def _group(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
         part: Part | None = getattr(group, place)
         if part is not None and (wrong := _wrong_part(part, names)):
             yield (f"group.{place}",), f"group.{place}: {wrong}"
-    if recipe.objective not in ONLINE:
+    if not is_online(recipe.objective):
         return
     if group.minibatches > group.prompts_per_step:
         message = f"group.minibatches ({group.minibatches}) is more than group.prompts_per_step ({group.prompts_per_step})"
         yield ("group.minibatches", "group.prompts_per_step"), f"{message}: a minibatch holds at least one prompt"
     credit = group.credit.get("name") if isinstance(group.credit, Mapping) else group.credit
     compares = credit in COMPARES_SIBLINGS if credit is not None else recipe.objective not in ALONE
-    if group.group_size < 2 and compares:
+    if group.group_size < 2 and compares and ":" not in recipe.objective:
         why = f"for {recipe.objective!r} (its advantages compare siblings)"
         message = f"group.group_size must be at least 2 {why}, got {group.group_size}"
         yield ("group.group_size",), message
+    if group.filter is not None and group.dead_groups != "refill":
+        message = "group.filter says which groups are replaced, and only dead_groups: refill replaces any: set group.dead_groups: refill"
+        yield ("group.filter", "group.dead_groups"), message
     # No preset has a KL of its own, so a beta that is not set is 0 too (a test asks the table).
     if not group.beta and group.reference_refresh:
         message = f"group.reference_refresh is {group.reference_refresh}, but with group.beta 0 there is no reference to refresh"
@@ -349,7 +354,8 @@ def _group(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
 def _critic(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
     critic, given = recipe.critic, recipe.group.credit
     credit = given.get("name") if isinstance(given, Mapping) else given
-    valued = recipe.objective in ONLINE and (recipe.objective in VALUED if credit is None else credit == "gae" or ":" in credit)
+    by_name = recipe.objective in VALUED or ":" in recipe.objective
+    valued = is_online(recipe.objective) and (by_name if credit is None else credit == "gae" or ":" in credit)
     if not valued:
         if critic != CriticSettings():
             yield ("critic",), f"critic is for credits that ask one: objective {', '.join(VALUED)}, or group.credit: gae"
@@ -364,8 +370,8 @@ def _critic(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
 def _teacher(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
     teacher, group = recipe.teacher, recipe.group
     credit = group.credit.get("name") if isinstance(group.credit, Mapping) else group.credit
-    asked = recipe.objective in TAUGHT or group.divergence is not None or credit == "reverse_kl" or bool(group.mix)
-    if recipe.objective not in ONLINE or not asked:
+    asked = recipe.objective in TAUGHT or ":" in recipe.objective or group.divergence is not None or credit == "reverse_kl" or bool(group.mix)
+    if not is_online(recipe.objective) or not asked:
         if teacher != TeacherSettings():
             yield ("teacher",), f"teacher is for those that learn from one: {', '.join(TAUGHT)}, or group.divergence"
         return
@@ -373,7 +379,7 @@ def _teacher(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
         yield ("teacher.path",), f"teacher.path: {wrong}"
     if teacher.path is not None and teacher.ema:
         yield ("teacher.ema", "teacher.path"), "teacher.ema moves a policy that teaches itself; a checkpoint (teacher.path) stays"
-    if teacher.path is None and not teacher.ema and teacher.hint is None:
+    if teacher.path is None and not teacher.ema and teacher.hint is None and ":" not in recipe.objective:
         message = "teacher.path is missing: the policy would learn from itself as it is; give a checkpoint, a teacher.hint or an ema"
         yield ("teacher.path", "teacher"), message
     if recipe.model.lora is not None and 0 < teacher.ema < 1:
@@ -426,12 +432,13 @@ def _shown(recipe: Recipe) -> Iterator[Finding]:
 def _wrong_part(part: Part, names: Sequence[str]) -> str | None:
     name = part.get("name") if isinstance(part, Mapping) else part
     if not isinstance(name, str):
-        return "a mapping needs `name`, e.g. {name: " + names[0] + "}"
+        return "a mapping needs `name`, e.g. {name: " + (names[0] if names else "module:function") + "}"
     if name in names or (name.count(":") == 1 and all(piece.replace(".", "_").isidentifier() for piece in name.split(":"))):
         return None
     others = [f"group.{place}" for place, known in PARTS.items() if name in known]
     hint = f" (which is one of {' and '.join(others)})" if others else closest(name, names)
-    return f"must be one of {', '.join(names)} or module:function; got {name!r}{hint}"
+    known = f"one of {', '.join(names)} or module:function" if names else "module:function"
+    return f"must be {known}; got {name!r}{hint}"
 
 
 def _parallel(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
@@ -460,10 +467,10 @@ def _rollout(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     given = {"name": engine} if isinstance(engine, str) else dict(engine)
     if wrong := _wrong_engine(given):
         yield ("rollout.engine",), f"rollout.engine: {wrong}"
-    elif given.get("ahead") and recipe.objective not in ONLINE:
+    elif given.get("ahead") and not is_online(recipe.objective):
         message = f"rollout.engine: nothing is sampled ahead of training by {recipe.objective!r}, which learns from a data set"
         yield ("rollout.engine", "objective"), message
-    if recipe.objective in ONLINE and recipe.model.attention == "single" and given.get("name") == "native":
+    if is_online(recipe.objective) and recipe.model.attention == "single" and given.get("name") == "native":
         message = "model.attention is 'single', and the native engine needs packed streams; set rollout.engine to transformers"
         yield ("rollout.engine", "model.attention"), message
 
