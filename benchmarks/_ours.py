@@ -15,27 +15,28 @@ import torch
 from _machine import Meter, Peak
 from _workload import Workload, text_of
 
-from groupwise import online
-from groupwise.algorithms import resolve
-from groupwise.clock import Clock
+from groupwise.algorithms.registry import resolve
+from groupwise.config.settings import GroupSettings, ModelSettings, OptimizerSettings, RewardModelSettings, RewardSettings
 from groupwise.data.demonstrations import Demonstration
+from groupwise.data.packing import pack, unpack
 from groupwise.data.pairs import Pair
 from groupwise.data.tokenizers import load_tokenizer
-from groupwise.heap import prefer_large_pages
 from groupwise.models.fused import fused_modules
-from groupwise.models.heads import load_scorer
 from groupwise.models.policy import Policy, make_policy, read_blueprint
-from groupwise.offline import SFT, Objective, train_offline
-from groupwise.online import policy_loss, train_online, weigh, with_reference
-from groupwise.optim import Optimizer
-from groupwise.packing import pack, unpack
-from groupwise.plan import Shape, microbatch
-from groupwise.preferences import reward_objective
+from groupwise.models.reward_head import load_scorer
+from groupwise.models.shape import Shape
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored, Step
 from groupwise.rewards.compose import build_rewards
-from groupwise.rollout.native import NativeEngine
-from groupwise.settings import GroupSettings, ModelSettings, OptimizerSettings, RewardModelSettings, RewardSettings
-from groupwise.sizing import Load, rank
+from groupwise.rollout.native.engine import NativeEngine
+from groupwise.runs.plan import microbatch
+from groupwise.runs.sizing import Load, rank
+from groupwise.training import online
+from groupwise.training.offline import SFT, Objective, train_offline
+from groupwise.training.online import policy_loss, train_online, weigh, with_reference
+from groupwise.training.optimizer import Optimizer
+from groupwise.training.preferences import reward_objective
+from groupwise.utils.allocator import prefer_large_pages
+from groupwise.utils.clock import Clock
 
 prefer_large_pages()  # as the command does; TRL's steps take as long with them, and half as much memory more
 STEPS = 10**6

@@ -149,8 +149,8 @@ def model_folder(work: Workload, parent: Path) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    from groupwise.config.settings import ScratchSettings
     from groupwise.models.scratch import scratch_model
-    from groupwise.settings import ScratchSettings
 
     shape = [work.family, work.hidden, work.layers, work.heads, work.kv_heads, work.vocab, work.prompt, work.completion, work.seed]
     shape += [work.objective == "reward", work.inner]
@@ -172,7 +172,7 @@ def model_folder(work: Workload, parent: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, model_max_length=context)
     if work.objective == "reward":
-        from groupwise.models.heads import add_head
+        from groupwise.models.reward_head import add_head
 
         model = add_head(model, fast, (0,), "last", work.seed)
     model.save_pretrained(folder)

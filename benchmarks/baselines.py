@@ -31,21 +31,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from _machine import save
 
-from groupwise.config import load_stages
+from groupwise.config.recipes import load_stages
+from groupwise.config.settings import ModelSettings, Recipe
 from groupwise.data.demonstrations import Demonstration
 from groupwise.data.load import TASK_ROWS, load_data
 from groupwise.data.order import Order
 from groupwise.data.prompts import visit
-from groupwise.evaluate import Evaluation, evaluate
-from groupwise.jobs import make_job
 from groupwise.models.policy import load_policy
-from groupwise.offline import SFT, train_offline
-from groupwise.optim import Optimizer
-from groupwise.plan import Shape, microbatch
+from groupwise.models.shape import Shape
 from groupwise.records import Sampling, Scored, Step
 from groupwise.rewards.compose import build_rewards
-from groupwise.rollout.native import NativeEngine
-from groupwise.settings import ModelSettings, Recipe
+from groupwise.rollout.native.engine import NativeEngine
+from groupwise.runs.build import make_job
+from groupwise.runs.plan import microbatch
+from groupwise.training.evaluate import Evaluation, evaluate
+from groupwise.training.offline import SFT, train_offline
+from groupwise.training.optimizer import Optimizer
 
 REJECTION_LR = 1e-3
 """Peak learning rate of SFT on kept samples; cosine to 5 %.  The best of 3e-4, 1e-3 and 3e-3 on the demo's seed 0."""

@@ -52,8 +52,8 @@ def ceilings(work: Workload, rows: int, few: int, parameters: int) -> dict[str, 
     import torch
     from torch.nn import functional as F
 
-    from groupwise.kernels import matrices
-    from groupwise.rollout.pieces import product as prepared
+    from groupwise.ops import matmul
+    from groupwise.rollout.native.primitives import product as prepared
 
     dtype = getattr(torch, work.dtype)
     wide = 4 * work.hidden
@@ -67,11 +67,11 @@ def ceilings(work: Workload, rows: int, few: int, parameters: int) -> dict[str, 
     def product(m: int, k: int, n: int) -> float:
         """The fastest here: torch's, or the compiled kernel's."""
         x, w = randn(m, k, dtype=dtype), randn(n, k, dtype=dtype)
-        return max(torchs(m, k, n), 2e-9 * m * k * n / timed(lambda: matrices.product(x, w.T)))
+        return max(torchs(m, k, n), 2e-9 * m * k * n / timed(lambda: matmul.product(x, w.T)))
 
     def slopes(m: int, k: int, n: int) -> float:
         x, grad, total = randn(m, k, dtype=dtype), randn(m, n, dtype=dtype), torch.zeros(n, k, device=work.device)
-        return 2e-9 * m * k * n / timed(lambda: matrices.add_product(total, grad.T, x, fresh=False))
+        return 2e-9 * m * k * n / timed(lambda: matmul.add_product(total, grad.T, x, fresh=False))
 
     def packed(m: int, k: int, n: int) -> float:
         """The same with few rows, for which weights are packed beforehand."""
@@ -148,7 +148,7 @@ def first_tokens(work: Workload, side: Any) -> float:
     from _ours import prompts_of
 
     from groupwise.records import Sampling
-    from groupwise.rollout.native import NativeEngine
+    from groupwise.rollout.native.engine import NativeEngine
 
     engine = NativeEngine(side.policy, max_rows=work.prompts * work.group)
     meter = Meter(work.device)

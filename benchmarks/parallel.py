@@ -35,21 +35,21 @@ def worker(work: Workload, mode: str, folder: Path, steps: int, out: Path) -> No
     import torch
     from _ours import load, optimizer_settings
 
-    from groupwise import parallel
-    from groupwise.jobs import make_engine
-    from groupwise.models.sharded import shard
-    from groupwise.optim import Optimizer
-    from groupwise.plan import Shape
-    from groupwise.settings import RolloutSettings
+    from groupwise.config.settings import RolloutSettings
+    from groupwise.distributed import comm
+    from groupwise.models.fsdp import shard
+    from groupwise.runs.build import make_engine
+    from groupwise.runs.plan import Shape
+    from groupwise.training.optimizer import Optimizer
 
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
-    here = parallel.join(600.0, cuda=False)
+    here = comm.join(600.0, cuda=False)
     policy = load(work, folder)
     parameters = sum(parameter.numel() for parameter in policy.model.parameters())
     shape = Shape.of(policy.model.config.to_dict(), parameters, dtype="float32")
-    spread = parallel.Spread(mode).decided(parameters, here.size)
+    spread = comm.Spread(mode).decided(parameters, here.size)
     if here.size > 1 and spread.sharded:
         policy = shard(policy, spread, policy.device)
     rows = work.prompts * work.group
@@ -58,11 +58,11 @@ def worker(work: Workload, mode: str, folder: Path, steps: int, out: Path) -> No
     next(loop)
     found, wire = [], []
     for _ in range(steps):
-        parallel.wait()
+        comm.wait()
         before, processor = loopback(), time.process_time()
         step = next(loop)
         processor = time.process_time() - processor
-        parallel.wait()
+        comm.wait()
         wire.append(loopback() - before)
         found.append({**step.timings, "processor": processor, "imbalance": step.metrics.get("ranks/imbalance", 1.0)})
     with Counter() as counter:
@@ -81,7 +81,7 @@ def worker(work: Workload, mode: str, folder: Path, steps: int, out: Path) -> No
             "wire_bytes": significant(median(wire) / here.size),
         }
         out.write_text(json.dumps(result))
-    parallel.leave()
+    comm.leave()
 
 
 def scheduled(engine: Any, work: Workload) -> Any:
@@ -101,11 +101,11 @@ def run(work: Workload, policy: Any, engine: Any, optimizer: Any, size: int) -> 
     """Endless steps of size x P prompts."""
     from _ours import positions, prompts_of
 
-    from groupwise.algorithms import resolve
-    from groupwise.online import train_online
+    from groupwise.algorithms.registry import resolve
+    from groupwise.config.settings import GroupSettings, RewardSettings
     from groupwise.records import Sampling
     from groupwise.rewards.compose import build_rewards
-    from groupwise.settings import GroupSettings, RewardSettings
+    from groupwise.training.online import train_online
 
     visits = iter(range(10**6))
     group = GroupSettings(group_size=work.group, prompts_per_step=work.prompts)
@@ -128,11 +128,11 @@ def micro_batches(step: Any, work: Workload, policy: Any, size: int) -> int:
     """Micro-batches of each process in the step's update."""
     from _ours import positions
 
-    from groupwise.algorithms import resolve
-    from groupwise.online import weigh
-    from groupwise.packing import pack
-    from groupwise.parallel import World
-    from groupwise.settings import GroupSettings
+    from groupwise.algorithms.registry import resolve
+    from groupwise.config.settings import GroupSettings
+    from groupwise.data.packing import pack
+    from groupwise.distributed.comm import World
+    from groupwise.training.online import weigh
 
     algorithm = resolve("grpo", GroupSettings(group_size=work.group, prompts_per_step=work.prompts), work.completion)
     samples = [s for s in weigh(step.groups, step.advantages, algorithm) if s.advantage.any()]
@@ -140,8 +140,8 @@ def micro_batches(step: Any, work: Workload, policy: Any, size: int) -> int:
 
 
 def expected(shape: Any, mode: str, micro: int, size: int) -> float:
-    """Numbers that a process sends in a step with one update, by the formulas of `groupwise.sizing`, all four bytes wide."""
-    from groupwise.sizing import traffic
+    """Numbers that a process sends in a step with one update, by the formulas of `groupwise.runs.sizing`, all four bytes wide."""
+    from groupwise.runs.sizing import traffic
 
     sent = traffic(shape, sharded=mode, world=size, shards=size)
     return sum(part.all for part in (sent["micro-batch"].times(micro), sent["update"], sent["whole weights"])) / 4

@@ -28,16 +28,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 from _machine import save
 
-from groupwise.baselines import bag_of_words, texts_of
-from groupwise.config import load_stages
+from groupwise.config.recipes import load_stages
+from groupwise.config.settings import Recipe
 from groupwise.data.load import load_pairs
 from groupwise.data.sources import Rows, read_rows
 from groupwise.data.split import hash_share
 from groupwise.data.templates import Wording
-from groupwise.jobs import Job, make_job
-from groupwise.preferences import pooled, reward_objective
-from groupwise.settings import Recipe
-from groupwise.updating import assess
+from groupwise.runs.build import Job, make_job
+from groupwise.training.baselines import bag_of_words, texts_of
+from groupwise.training.preferences import pooled, reward_objective
+from groupwise.training.updating import assess
 
 RULE = "bag of words"
 

@@ -19,22 +19,23 @@ from typing import Any
 import numpy as np
 import yaml
 
-from groupwise.algorithms import ALGORITHMS, PARTS, Algorithm, describe, options, resolve
-from groupwise.explain import render, work
-from groupwise.packing import divide
-from groupwise.plan import Shape, size
+from groupwise.algorithms.registry import ALGORITHMS, PARTS, Algorithm, describe, options, resolve
+from groupwise.cli.explain import render, work
+from groupwise.config.schema import TRL, settings_table, show
+from groupwise.config.settings import GroupSettings
+from groupwise.data.packing import divide
+from groupwise.models.shape import Shape
 from groupwise.records import Sample
 from groupwise.rewards.registry import BUILTINS, MAKERS
-from groupwise.schema import TRL, settings_table, show
-from groupwise.settings import GroupSettings
-from groupwise.sizing import H100, Load, rank
+from groupwise.runs.plan import size
+from groupwise.runs.sizing import H100, Load, rank
 
 DOCS = Path(__file__).parent
 
 INTRO = """\
 # The algorithms
 
-Made by `make docs` from `groupwise.algorithms.ALGORITHMS`; `groupwise explain --preset NAME` works one step of any of them through
+Made by `make docs` from `groupwise.algorithms.registry.ALGORITHMS`; `groupwise explain --preset NAME` works one step of any of them through
 in numbers.
 
 An online algorithm is one row of a table: **credit** (rewards -> advantages) x **ratio** level x **surrogate** x **weights**

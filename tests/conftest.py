@@ -13,11 +13,11 @@ import yaml
 from hypothesis import settings
 from torch import nn
 
+from groupwise.config.settings import ModelSettings, ScratchSettings
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.models.policy import Policy, make_policy
 from groupwise.models.scratch import scratch_model
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
-from groupwise.settings import ModelSettings, ScratchSettings
 
 # The same examples in every run, so that a failure is a failure everywhere. `--hypothesis-profile=search` looks for new ones.
 settings.register_profile("same", derandomize=True, max_examples=80, deadline=None, print_blob=True)

@@ -15,21 +15,25 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from groupwise import critics, holding, metrics, validation
-from groupwise.algorithms import Algorithm, resolve
-from groupwise.config import load_recipe
+from groupwise import critics
+from groupwise.algorithms import advantages as credit
+from groupwise.algorithms import losses
+from groupwise.algorithms.registry import Algorithm, resolve
+from groupwise.config import validation
+from groupwise.config.recipes import load_recipe
+from groupwise.config.settings import CriticSettings, GroupSettings, ModelSettings, OptimizerSettings
 from groupwise.critics import Critic, with_values
+from groupwise.data.packing import pack
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
-from groupwise.models.heads import make_scorer
 from groupwise.models.policy import Policy, read_blueprint
-from groupwise.objective import credit, losses
-from groupwise.online import improve, policy_loss, weigh, with_reference
-from groupwise.optim import Optimizer
-from groupwise.packing import pack
+from groupwise.models.reward_head import make_scorer
 from groupwise.records import Scored
-from groupwise.run import train
-from groupwise.settings import CriticSettings, GroupSettings, ModelSettings, OptimizerSettings
+from groupwise.runs import policies
+from groupwise.runs.run import train
+from groupwise.training import metrics
+from groupwise.training.online import improve, policy_loss, weigh, with_reference
+from groupwise.training.optimizer import Optimizer
 
 
 def valued(group: Scored, *, seed: int = 0, reference: bool = True) -> Scored:
@@ -183,7 +187,9 @@ def test_a_step_with_a_shared_backbone_is_the_paper_s(tiny_policy: Callable, gro
     def gradients(loss: torch.Tensor) -> list[torch.Tensor]:
         return list(torch.autograd.grad(loss, parameters))
 
-    parts = [policy_loss(policy, algorithm, b, entropy_tokens=1.0, critic=critic)[0] for b in pack(samples, 60, dtype=torch.float64)]
+    parts = [
+        policy_loss(policy, algorithm, b, entropy_tokens=1.0, critic=critic)[0] for b in pack(samples, 60, dtype=torch.float64)
+    ]
     found = torch.stack(parts).sum()
     tokens = sum(int(rollout.trained.sum()) for group in groups for rollout in group.rollouts)
     expected = torch.zeros((), dtype=torch.float64)
@@ -332,7 +338,7 @@ def lines_of_code(source: str) -> int:
 
 def test_ppo_is_under_200_lines_of_its_own() -> None:
     parts = [critics, credit.gae, credit._discounted, credit.returns, credit._k3, credit.needs_value, losses.clipped_value]
-    parts += [CriticSettings, holding.critic_of, metrics.value_metrics, validation._critic]
+    parts += [CriticSettings, policies.critic_of, metrics.value_metrics, validation._critic]
     counts = {part.__name__: lines_of_code(inspect.getsource(part)) for part in parts}
-    print(f"PPO: {sum(counts.values())} lines of its own: {counts}")  # noqa: T201
+    print(f"PPO: {sum(counts.values())} lines of its own: {counts}")
     assert sum(counts.values()) < 200, counts

@@ -19,22 +19,22 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise import cli
-from groupwise.algorithms import corrected, resolve
-from groupwise.config import parse_stages
+from groupwise.algorithms.registry import corrected, resolve
+from groupwise.cli import commands
+from groupwise.config.recipes import parse_stages
+from groupwise.config.schema import lookup, settings_table
+from groupwise.config.settings import GroupSettings, OptimizerSettings, RewardSettings, ScratchSettings, is_online
 from groupwise.data.tokenizers import make_tokenizer
-from groupwise.metrics import measure
 from groupwise.models.policy import Policy, make_policy
 from groupwise.models.scratch import scratch_model
-from groupwise.online import improve, train_online, weigh, with_reference
-from groupwise.optim import Optimizer
-from groupwise.progress import FLAGS
 from groupwise.records import Prompt, Sampling, Scored
 from groupwise.rewards.compose import build_rewards
-from groupwise.rollout.native import NativeEngine
+from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.sampling import stream_keys, uniforms
-from groupwise.schema import lookup, settings_table
-from groupwise.settings import GroupSettings, OptimizerSettings, RewardSettings, ScratchSettings, is_online
+from groupwise.runs.progress import FLAGS
+from groupwise.training.metrics import measure
+from groupwise.training.online import improve, train_online, weigh, with_reference
+from groupwise.training.optimizer import Optimizer
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -98,7 +98,7 @@ def as_typed(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
         line, _, expected = said.partition("\n")
         name, *arguments = shlex.split(line)
         assert name == "groupwise", f"cannot run {line!r}"
-        assert cli.main(arguments) == 0
+        assert commands.main(arguments) == 0
         found = capsys.readouterr().out
         assert doctest.OutputChecker().check_output(expected, found, doctest.ELLIPSIS), f"{line} prints\n{found}"
 
@@ -137,7 +137,7 @@ def as_command(block: Block) -> None:
         if words[:1] == ["make"]:
             assert all(f"\n{target}:" in makefile for target in words[1:] if "=" not in target), line
         elif words[:1] == ["groupwise"]:
-            cli._parse(words[1:])
+            commands._parse(words[1:])
 
 
 @pytest.mark.parametrize("path", pages())

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.config import load_recipe
+from groupwise.config.recipes import load_recipe
 from groupwise.errors import ConfigError
-from groupwise.run import train
+from groupwise.runs.run import train
 
 PARTS = """
 from dataclasses import replace
 
-from groupwise.algorithms import ALGORITHMS
+from groupwise.algorithms.registry import ALGORITHMS
 
 looked_at = []
 

@@ -18,21 +18,21 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from groupwise.algorithms import resolve
-from groupwise.collecting import Source
-from groupwise.config import load_recipe
+from groupwise.algorithms.registry import resolve
+from groupwise.config.recipes import load_recipe
+from groupwise.config.settings import GroupSettings, OptimizerSettings
+from groupwise.data.packing import pack, unpack
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import ConfigError, MemoryExceeded
-from groupwise.jobs import plan_of
 from groupwise.models.policy import Policy, make_policy
-from groupwise.online import policy_loss, train_online, weigh
-from groupwise.optim import Optimizer
-from groupwise.packing import pack, unpack
 from groupwise.records import Batch, Prompt, Rollout, Sample, Sampling, Scored
-from groupwise.rollout.native import NativeEngine
-from groupwise.run import train
-from groupwise.settings import GroupSettings, OptimizerSettings
-from groupwise.updating import Update, token_loss, update
+from groupwise.rollout.collection import Source
+from groupwise.rollout.native.engine import NativeEngine
+from groupwise.runs.build import plan_of
+from groupwise.runs.run import train
+from groupwise.training.online import policy_loss, train_online, weigh
+from groupwise.training.optimizer import Optimizer
+from groupwise.training.updating import Update, token_loss, update
 
 
 def prompts_of(*sizes: int) -> list[Prompt]:
@@ -211,7 +211,7 @@ def test_p42_data_too_few_for_one_step_are_refused_before_weights_are_loaded(
     def loaded(*_: object, **__: object) -> Policy:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("groupwise.objectives.make_policy", loaded)
+    monkeypatch.setattr("groupwise.training.objectives.make_policy", loaded)
     with pytest.raises(ConfigError, match=r"prompts_per_step is 4, but the data has only 2 prompts"):
         list(train(load_recipe(recipe(data={"limit": 2}))))
 

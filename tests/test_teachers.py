@@ -14,24 +14,24 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from groupwise.algorithms import resolve
-from groupwise.config import load_recipe
+from groupwise.algorithms import advantages
+from groupwise.algorithms.registry import resolve
+from groupwise.config.recipes import load_recipe
+from groupwise.config.settings import GroupSettings, OptimizerSettings
 from groupwise.data.demonstrations import Demonstration
+from groupwise.data.packing import pack
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
-from groupwise.objective import credit
-from groupwise.online import improve, policy_loss, weigh, with_scores
-from groupwise.optim import Optimizer
-from groupwise.packing import pack
 from groupwise.records import Prompt, Sample, Sampling, Scored
 from groupwise.rewards.compose import unjudged
 from groupwise.rollout.mixed import MixedEngine
-from groupwise.rollout.native import NativeEngine
-from groupwise.run import train
-from groupwise.scoring import sample_of, score
-from groupwise.settings import GroupSettings, OptimizerSettings
+from groupwise.rollout.native.engine import NativeEngine
+from groupwise.runs.run import train
 from groupwise.teachers import Demonstrations, Teacher, with_demonstrations, with_teacher
+from groupwise.training.online import improve, policy_loss, weigh, with_scores
+from groupwise.training.optimizer import Optimizer
+from groupwise.training.scoring import sample_of, score
 
 F64 = torch.float64
 
@@ -86,7 +86,7 @@ def test_the_long_part_is_the_paper_s_and_has_none_of_trl_s_defects(groups: list
     signals = {"teacher_logp": tuple(rng.normal(size=len(r)) for r in groups[0].rollouts)}
     group = replace(groups[0], signals=signals)
     for gamma, normalize in ((1.0, True), (0.9, True), (0.9, False), (1.0, False)):
-        (found,) = credit.reverse_kl([group], gamma=gamma, own=False, normalize=normalize)
+        (found,) = advantages.reverse_kl([group], gamma=gamma, own=False, normalize=normalize)
         for rollout, teacher, advantage in zip(group.rollouts, signals["teacher_logp"], found, strict=True):
             places = [t for t in range(len(rollout)) if rollout.trained[t]]
             ratio = [teacher[t] - rollout.behavior_logp[t] for t in places]
@@ -97,12 +97,12 @@ def test_the_long_part_is_the_paper_s_and_has_none_of_trl_s_defects(groups: list
                 total = sum(power * r for power, r in zip(powers, later, strict=True))
                 expected[t] = total / sum(powers) if normalize and later else total
             np.testing.assert_allclose(advantage, expected, rtol=1e-12, atol=1e-12)
-    (whole,) = credit.reverse_kl([group])
+    (whole,) = advantages.reverse_kl([group])
     assert whole[2][0] == pytest.approx(sum(signals["teacher_logp"][2] - group.rollouts[2].behavior_logp))
-    (own,) = credit.reverse_kl([group], gamma=0.0)
+    (own,) = advantages.reverse_kl([group], gamma=0.0)
     np.testing.assert_allclose(own[2], signals["teacher_logp"][2] - group.rollouts[2].behavior_logp)
     scored = replace(group, signals={**signals, "scored_logp": tuple(0 * column for column in signals["teacher_logp"])})
-    np.testing.assert_allclose(credit.reverse_kl([scored], gamma=0.0)[0][2], signals["teacher_logp"][2])
+    np.testing.assert_allclose(advantages.reverse_kl([scored], gamma=0.0)[0][2], signals["teacher_logp"][2])
 
 
 # ---- steps
@@ -242,7 +242,9 @@ def test_completions_are_drawn_from_the_mixture_and_say_so(tiny_policy: Callable
         assert set(rollout.version) == {5}
     alone = MixedEngine(policy, other, 0.3, max_rows=1).generate(prompts[1:2], group_size=4, sampling=sampling, seed=1)
     assert [r.tokens.tolist() for r in next(alone)] == [r.tokens.tolist() for r in groups[1]], "streams are a completion's own"
-    (many,) = MixedEngine(policy, other, 0.3).generate(prompts[:1], group_size=4000, sampling=replace(sampling, max_new_tokens=1), seed=0)
+    (many,) = MixedEngine(policy, other, 0.3).generate(
+        prompts[:1], group_size=4000, sampling=replace(sampling, max_new_tokens=1), seed=0
+    )
     counts = np.bincount([int(r.tokens[0]) for r in many], minlength=policy.vocabulary)
     p = mixture(policy, other, 0.3, prompts[0].tokens, sample_of(many[0]))[0]
     assert np.abs(counts - 4000 * p).max() < 5 * math.sqrt(4000 * (p * (1 - p)).max())
@@ -268,7 +270,12 @@ def test_importance_weights_make_the_mixture_unbiased(tiny_policy: Callable) -> 
 # ---- runs
 
 
-TREE = {"objective": "distill", "steps": 4, "rewards": [], "group": {"prompts_per_step": 3, "group_size": 2, "updates_per_rollout": 2}}
+TREE = {
+    "objective": "distill",
+    "steps": 4,
+    "rewards": [],
+    "group": {"prompts_per_step": 3, "group_size": 2, "updates_per_rollout": 2},
+}
 
 
 @pytest.fixture
@@ -284,16 +291,21 @@ def final(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "minillm", "hint", "ema", "sampled"])
-def test_a_run_that_is_broken_off_goes_on_to_the_same_weights(kind: str, tmp_path: Path, write_recipe: Callable, larger: str) -> None:
+def test_a_run_that_is_broken_off_goes_on_to_the_same_weights(
+    kind: str, tmp_path: Path, write_recipe: Callable, larger: str
+) -> None:
     demos = tmp_path / "demos.jsonl"
     demos.write_text("".join(json.dumps({"prompt": f"{i}+1=", "completion": str(i + 1)}) + "\n" for i in range(9)))
-    changes = TREE | {
-        "checkpoint": {"teacher": {"path": larger, "demonstrations": {"path": str(demos), "rows": 2, "divergence": 0.5}}},
-        "minillm": {"objective": "minillm", "teacher": {"path": larger, "demonstrations": {"path": str(demos), "lm": 0.5}}},
-        "hint": {"teacher": {"hint": "{answer} "}},
-        "ema": {"teacher": {"hint": "{answer} ", "ema": 0.25}},
-        "sampled": {"objective": "distill_sampled", "teacher": {"path": larger}, "rewards": [{"function": "accuracy"}]},
-    }[kind]
+    changes = (
+        TREE
+        | {
+            "checkpoint": {"teacher": {"path": larger, "demonstrations": {"path": str(demos), "rows": 2, "divergence": 0.5}}},
+            "minillm": {"objective": "minillm", "teacher": {"path": larger, "demonstrations": {"path": str(demos), "lm": 0.5}}},
+            "hint": {"teacher": {"hint": "{answer} "}},
+            "ema": {"teacher": {"hint": "{answer} ", "ema": 0.25}},
+            "sampled": {"objective": "distill_sampled", "teacher": {"path": larger}, "rewards": [{"function": "accuracy"}]},
+        }[kind]
+    )
     whole = list(train(load_recipe(write_recipe(tmp_path, "whole", **changes))))
     assert all(step.metrics["grad_norm"] > 0 for step in whole)
     assert ("reward" in whole[0].metrics) == (kind == "sampled")
@@ -314,7 +326,9 @@ def test_a_teacher_with_other_tokens_is_refused_by_name(tmp_path: Path, write_re
     model = {"scratch": {"hidden": 32, "context": 96, "tokenizer": "bytes"}}
     list(train(load_recipe(write_recipe(tmp_path, "bytes", steps=1, model=model, rewards=[{"function": "accuracy"}]))))
     path = write_recipe(tmp_path, "run", **(TREE | {"teacher": {"path": str(tmp_path / "runs" / "bytes" / "final")}}))
-    with pytest.raises(ConfigError, match=r"teacher\.path: .* has another vocabulary .* is \d+ to the policy and (\d+|unknown) to it"):
+    with pytest.raises(
+        ConfigError, match=r"teacher\.path: .* has another vocabulary .* is \d+ to the policy and (\d+|unknown) to it"
+    ):
         list(train(load_recipe(path)))
 
 
@@ -336,7 +350,10 @@ def test_a_teacher_with_padding_rows_is_taken(tmp_path: Path, write_recipe: Call
     ("changes", "said"),
     [
         ({}, "teacher.path is missing: the policy would learn from itself as it is"),
-        ({"objective": "grpo", "teacher": {"hint": "{answer}"}, "rewards": [{"function": "accuracy"}]}, "teacher is for those that"),
+        (
+            {"objective": "grpo", "teacher": {"hint": "{answer}"}, "rewards": [{"function": "accuracy"}]},
+            "teacher is for those that",
+        ),
         ({"teacher": {"path": "./nowhere"}}, "teacher.path: no such folder"),
         ({"teacher": {"hint": "answer"}}, "teacher.hint: 'answer' names no column"),
         ({"teacher": {"hint": "{answer}", "demonstrations": {"path": "x.jsonl", "row": 3}}}, "has no key 'row'.*did you mean rows"),

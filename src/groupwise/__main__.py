@@ -2,7 +2,7 @@
 
 import sys
 
-from groupwise.cli import main
+from groupwise.cli.commands import main
 
 if __name__ == "__main__":
     sys.exit(main())

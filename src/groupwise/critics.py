@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from groupwise.algorithms import Algorithm
+from groupwise.algorithms.advantages import returns
+from groupwise.algorithms.losses import clipped_value
+from groupwise.algorithms.registry import Algorithm
+from groupwise.config.settings import CriticSettings, OptimizerSettings
 from groupwise.models.policy import Policy
-from groupwise.objective.credit import returns
-from groupwise.objective.losses import clipped_value
-from groupwise.optim import Optimizer, Taken
 from groupwise.records import Batch, Sample, Scored
-from groupwise.scoring import sample_of
-from groupwise.settings import CriticSettings, OptimizerSettings
-from groupwise.updating import assess, update
+from groupwise.training.optimizer import Optimizer, Taken
+from groupwise.training.scoring import sample_of
+from groupwise.training.updating import assess, update
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -17,16 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.algorithms import Algorithm
+from groupwise.algorithms.losses import guarded_exp
+from groupwise.algorithms.registry import Algorithm
 from groupwise.data.demonstrations import Demonstration
+from groupwise.data.packing import pack
 from groupwise.errors import ConfigError
 from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
 from groupwise.objective.divergence import head_divergence
-from groupwise.objective.losses import guarded_exp
-from groupwise.packing import pack
 from groupwise.records import Batch, Prompt, Sample, Scored
-from groupwise.scoring import sample_of, score
+from groupwise.training.scoring import sample_of, score
 
 UNBOUNDED = 1 << 60
 """Positions: everything in one batch."""
@@ -152,7 +152,9 @@ def with_teacher(groups: Sequence[Scored], teacher: Teacher | None, budget: int)
         return list(groups)
     samples = teacher.read([sample_of(rollout) for group in groups for rollout in group.rollouts])
     logp = iter(score(teacher.policy, samples, budget=budget).logp)
-    return [replace(group, signals={**group.signals, "teacher_logp": tuple(next(logp) for _ in group.rollouts)}) for group in groups]
+    return [
+        replace(group, signals={**group.signals, "teacher_logp": tuple(next(logp) for _ in group.rollouts)}) for group in groups
+    ]
 
 
 def with_demonstrations(samples: Sequence[Sample], shown: Sequence[Sample]) -> list[Sample]:

@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 
+from groupwise.config.settings import DataSettings
 from groupwise.data.load import load_data, load_demonstrations, load_pairs, load_texts
 from groupwise.data.prompts import visit
 from groupwise.data.split import part_of
 from groupwise.data.tokenizers import byte_tokenizer, make_tokenizer
 from groupwise.errors import ConfigError, DataError
-from groupwise.settings import DataSettings
 
 ROWS = [{"prompt": f"{i}+{i}", "completion": str(2 * i), "answer": str(2 * i)} for i in range(200)]
 SIZES = {"context": 64, "max_new_tokens": 16, "seed": 0}

@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.algorithms import resolve
+from groupwise.algorithms.registry import resolve
+from groupwise.config.settings import GroupSettings, OptimizerSettings
 from groupwise.data.demonstrations import Demonstration
 from groupwise.models.policy import Policy
-from groupwise.offline import SFT, train_offline
-from groupwise.online import train_online
-from groupwise.optim import Optimizer
 from groupwise.records import Prompt, Rollout, Sampling, Scored, Step
-from groupwise.rollout.native import NativeEngine
-from groupwise.settings import GroupSettings, OptimizerSettings
+from groupwise.rollout.native.engine import NativeEngine
+from groupwise.training.offline import SFT, train_offline
+from groupwise.training.online import train_online
+from groupwise.training.optimizer import Optimizer
 
 STEPS = 10
 SETTINGS = OptimizerSettings(lr=3e-3, schedule="cosine", warmup_steps=2, weight_decay=0.01)

@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from groupwise.algorithms import ALGORITHMS, Algorithm, describe, resolve
+from groupwise.algorithms.registry import ALGORITHMS, Algorithm, describe, resolve
+from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.critics import Critic, with_values
+from groupwise.data.packing import pack
 from groupwise.models.policy import Policy
-from groupwise.online import policy_loss, weigh, with_reference
-from groupwise.packing import pack
 from groupwise.records import Sample, Scored
-from groupwise.settings import CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.teachers import Teacher, with_teacher
+from groupwise.training.online import policy_loss, weigh, with_reference
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}
 

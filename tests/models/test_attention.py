@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from groupwise.config.settings import ModelSettings
+from groupwise.data.packing import pack
 from groupwise.errors import ConfigError
 from groupwise.models.attention import PackedAttention, explicit_attention, flex_block_mask, plain_attention
 from groupwise.models.policy import Policy, make_policy
-from groupwise.objective.logprobs import head_logits, reference_logprobs
-from groupwise.packing import pack
+from groupwise.ops.linear_cross_entropy import head_logits, reference_logprobs
 from groupwise.records import Layout, Sample
-from groupwise.settings import ModelSettings
 
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "gemma2", "mixtral")
 

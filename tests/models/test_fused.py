@@ -18,20 +18,20 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from groupwise.kernels import cpu
-from groupwise.models import attention, functions
-from groupwise.models.functions import AddNorm, RMSNorm, Rotary, gated_mlp
+from groupwise.config.settings import ModelSettings, OptimizerSettings
+from groupwise.data.packing import pack
+from groupwise.models import attention
 from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
-from groupwise.objective import logprobs
-from groupwise.objective.inplace import gradient_of, summed_in_place, summing
-from groupwise.objective.logprobs import Head, chosen_logprobs, fused_loss, reference_logprobs
-from groupwise.optim import Optimizer
-from groupwise.packing import pack
+from groupwise.ops import functional, linear_cross_entropy
+from groupwise.ops.cpu import kernels
+from groupwise.ops.functional import AddNorm, RMSNorm, Rotary, gated_mlp
+from groupwise.ops.grad_accum import gradient_of, summed_in_place, summing
+from groupwise.ops.linear_cross_entropy import Head, chosen_logprobs, fused_loss, reference_logprobs
 from groupwise.records import Batch
-from groupwise.scoring import score
-from groupwise.settings import ModelSettings, OptimizerSettings
-from groupwise.updating import assess, token_loss, update
+from groupwise.training.optimizer import Optimizer
+from groupwise.training.scoring import score
+from groupwise.training.updating import assess, token_loss, update
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -74,7 +74,7 @@ def test_rms_norm_takes_any_type_and_a_slope_that_is_one_number(dtype: torch.dty
     torch.testing.assert_close(weight.grad.double(), exact[1].grad, **tolerance)
 
 
-@pytest.mark.skipif(not cpu.fits(torch.zeros(1, 16)), reason="no compiled kernels")
+@pytest.mark.skipif(not kernels.fits(torch.zeros(1, 16)), reason="no compiled kernels")
 @pytest.mark.parametrize("read", ["both", "stream", "norm"])
 @pytest.mark.parametrize("added", [True, False])
 def test_a_stream_and_its_norm_are_told_by_whoever_reads_them(read: str, added: bool) -> None:
@@ -171,7 +171,7 @@ def test_an_mlp_that_is_not_of_the_known_kind_computes_what_it_says(
         assert relative(ours, theirs) < 1e-4
 
 
-@pytest.mark.parametrize("module", [functions, attention, logprobs], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [functional, attention, linear_cross_entropy], ids=lambda module: module.__name__)
 def test_no_operation_of_ours_has_a_second_derivative(module: Any) -> None:
     operations = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, torch.autograd.Function)]
     assert operations
@@ -204,7 +204,7 @@ def test_a_loss_that_somebody_keeps_keeps_no_copies_of_weights(
     policy = tiny_policy("llama", hidden=128, settings=ModelSettings(path="unused", dtype="autocast"))
     (batch,) = pack(random_samples(), 10_000)
     made: list[weakref.ref[Tensor]] = []
-    like = functions._like
+    like = functional._like
 
     def watched(weight: Tensor, x: Tensor, copies: Any) -> Tensor:
         found = like(weight, x, copies)
@@ -212,7 +212,7 @@ def test_a_loss_that_somebody_keeps_keeps_no_copies_of_weights(
             made.append(weakref.ref(found))
         return found
 
-    monkeypatch.setattr(functions, "_like", watched)
+    monkeypatch.setattr(functional, "_like", watched)
     with fused_modules(policy.model):
         kept = policy.forward(batch).hidden_PD.float().square().sum()
         assert any(copy() is not None for copy in made)
@@ -256,13 +256,13 @@ def test_nothing_of_a_head_outlives_its_outputs(
 ) -> None:
     """Without the garbage collector: what waits for it can be as large as the head, once for every micro-batch."""
     made: list[weakref.ref[Any]] = []
-    begin = logprobs._Visits.__init__
+    begin = linear_cross_entropy._Visits.__init__
 
     def watched(self: Any, *given: Any) -> None:
         begin(self, *given)
         made.extend((weakref.ref(self), weakref.ref(self.hidden_MD), weakref.ref(self.weight_VD)))
 
-    monkeypatch.setattr(logprobs._Visits, "__init__", watched)
+    monkeypatch.setattr(linear_cross_entropy._Visits, "__init__", watched)
     x, weight = torch.randn(5, 16, requires_grad=True), nn.Parameter(torch.randn(32, 16))
     given = (x, Head(weight_VD=weight), torch.arange(5), torch.ones(5))
     gc.disable()
@@ -416,7 +416,7 @@ def test_weights_get_their_lower_precision_once_and_only_while_inside(
     """Two passes over the same weights, forward and backward: as many copies as weights, the same bits as made anew each time."""
     policy = replace(tiny_policy(family, hidden=128), autocast=True)
     weights = [m.weight for n, m in policy.model.named_modules() if n.endswith(("proj", "c_attn", "c_fc"))]
-    matrices = [weight for weight in weights if min(weight.shape) >= cpu.LEAST_SIDE]  # smaller ones are left to torch
+    matrices = [weight for weight in weights if min(weight.shape) >= kernels.LEAST_SIDE]  # smaller ones are left to torch
     (batch,) = pack(random_samples(), 10_000)
 
     class Lowered(TorchDispatchMode):

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from groupwise.config.settings import ModelSettings
 from groupwise.errors import ConfigError
 from groupwise.models.policy import load_policy
-from groupwise.plan import Shape
-from groupwise.settings import ModelSettings
+from groupwise.models.shape import Shape
 
 
 def cut_off(file: Path) -> None:

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from groupwise.models import functions
-from groupwise.models.functions import GatedMLP, LastProduct, PlainMLP
+from groupwise.config.settings import ModelSettings
+from groupwise.data.packing import pack
 from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
-from groupwise.objective.inplace import summed_in_place
-from groupwise.packing import pack
+from groupwise.ops import functional
+from groupwise.ops.functional import GatedMLP, LastProduct, PlainMLP
+from groupwise.ops.grad_accum import summed_in_place
 from groupwise.records import Batch
-from groupwise.settings import ModelSettings
 
 LAYERS = 4
 
@@ -49,7 +49,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for kind, name in ((GatedMLP, "mlp"), (PlainMLP, "mlp"), (LastProduct, "last product")):
         monkeypatch.setattr(kind, "forward", staticmethod(counted(name, kind.forward)))
-    monkeypatch.setattr(functions, "add_product", counted("sum in place", functions.add_product))
+    monkeypatch.setattr(functional, "add_product", counted("sum in place", functional.add_product))
     return counts
 
 
@@ -88,7 +88,7 @@ def test_another_threads_backward_pass_takes_the_lower_precisions_that_were_made
     policy = tiny_policy("llama", hidden=128, settings=ModelSettings(path="unused", dtype="autocast"))
     (batch,) = pack(random_samples(), 10_000)
     made = []
-    like = functions._like
+    like = functional._like
 
     def counted(weight: Tensor, x: Tensor, copies: Any) -> Tensor:
         before = None if copies is None else len(copies)
@@ -97,7 +97,7 @@ def test_another_threads_backward_pass_takes_the_lower_precisions_that_were_made
             made.append(tuple(weight.shape))
         return found
 
-    monkeypatch.setattr(functions, "_like", counted)
+    monkeypatch.setattr(functional, "_like", counted)
     with policy.checkpointing(True) if again else nullcontext(), fused_modules(policy.model), summed_in_place():
         value = policy.forward(batch).hidden_PD.float().square().sum()
         first = list(made)

@@ -2,9 +2,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from groupwise.config.settings import ScratchSettings
 from groupwise.errors import ConfigError, MemoryExceeded
 from groupwise.models.scratch import scratch_model
-from groupwise.settings import ScratchSettings
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gpt2", "gemma2", "mixtral"]
 

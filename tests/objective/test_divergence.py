@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.objective.divergence import head_divergence, jsd, with_tail
-from groupwise.objective.logprobs import Head
+from groupwise.ops.linear_cross_entropy import Head
 
 CASES = json.loads((Path(__file__).parents[1] / "fixtures" / "divergence_cases.json").read_text())["cases"]
 
@@ -103,7 +103,7 @@ def test_two_whole_matrices_never_exist() -> None:
     largest: list[int] = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             out = function(*args, **(kwargs or {}))
             largest.extend(t.numel() for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, torch.Tensor))
             return out

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.compose import Rewards, build_rewards
-from groupwise.settings import RewardSettings
 
 FILES = itertools.count()
 """Names of modules: each is imported once in this process."""

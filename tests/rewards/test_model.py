@@ -15,17 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForSequenceClassification
 
+from groupwise.config.settings import ModelSettings, OptimizerSettings, RewardModelSettings, RewardSettings
 from groupwise.data.pairs import Pair
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import ConfigError, RewardError
-from groupwise.models.heads import Answer, add_head, load_scorer, score_tokens, wrap_scorer
 from groupwise.models.policy import Policy
-from groupwise.optim import Optimizer
-from groupwise.preferences import reward_objective
+from groupwise.models.reward_head import Answer, add_head, load_scorer, score_tokens, wrap_scorer
 from groupwise.records import Finish, Prompt, Rollout, Sampling
 from groupwise.rewards.compose import build_rewards
-from groupwise.settings import ModelSettings, OptimizerSettings, RewardModelSettings, RewardSettings
-from groupwise.updating import update
+from groupwise.training.optimizer import Optimizer
+from groupwise.training.preferences import reward_objective
+from groupwise.training.updating import update
 
 
 @pytest.fixture
@@ -200,7 +200,9 @@ def test_a_score_that_is_not_finite_ends_the_run(
     policy, path = tiny_policy(), folder()
     rewards, group = build(policy, path), group_of(policy, "15")
     rewards.score([group])
-    monkeypatch.setattr("groupwise.models.heads.score_tokens", lambda policy, answers, budget: [np.full(3, np.nan)] * len(answers))
+    monkeypatch.setattr(
+        "groupwise.models.reward_head.score_tokens", lambda policy, answers, budget: [np.full(3, np.nan)] * len(answers)
+    )
     with pytest.raises(RewardError, match="nan for completion 0/0#0"):
         rewards.score([group])
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.compose import build_rewards
 from groupwise.rewards.process import checked_steps, segment_steps
-from groupwise.settings import RewardSettings
 
 
 def text_of(ids):

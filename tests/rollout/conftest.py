@@ -8,10 +8,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from groupwise.config.settings import ModelSettings
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import make_policy
 from groupwise.records import Prompt
-from groupwise.settings import ModelSettings
 
 CHARACTERS = "0123456789+-*/=()ABCDEFGHIJKLMNOPQRSTUVWXYZ.#"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise import cli
+from groupwise.cli import commands
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SOURCE = str(Path(__file__).parents[2] / "src")
@@ -34,7 +34,7 @@ def test_what_is_sampled_in_the_same_process_is_what_is_scored(recipe: str, envi
         "PYTHONPATH": os.pathsep.join([SOURCE, str(tmp_path), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
     }
-    missing = subprocess.run([python, "-c", "import groupwise.run"], env=variables, capture_output=True, text=True)
+    missing = subprocess.run([python, "-c", "import groupwise.runs.run"], env=variables, capture_output=True, text=True)
     if missing.returncode:
         pytest.skip(f"the environment of vLLM does not hold what the trainer needs: {missing.stderr.strip().splitlines()[-1]}")
     command = [python, "-m", "groupwise", "train", recipe, "--quiet"]
@@ -51,7 +51,7 @@ def test_what_is_sampled_in_the_same_process_is_what_is_scored(recipe: str, envi
 
 
 def test_without_vllm_beside_the_trainer_it_says_what_to_do(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", recipe, "--quiet"]) == 2
+    assert commands.main(["train", recipe, "--quiet"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert f"colocated needs vLLM in the environment of the trainer ({sys.executable}), but No module named 'vllm'" in said
     assert "leave colocated out" in said

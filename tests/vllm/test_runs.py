@@ -19,11 +19,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from groupwise.config import load_recipe
-from groupwise.jobs import make_job
-from groupwise.run import train
-from groupwise.runlog import read_step
-from groupwise.settings import Recipe
+from groupwise.config.recipes import load_recipe
+from groupwise.config.settings import Recipe
+from groupwise.runs.build import make_job
+from groupwise.runs.folder import read_step
+from groupwise.runs.run import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 20

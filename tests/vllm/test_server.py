@@ -15,19 +15,19 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.engines import agreeing
 from groupwise.errors import EngineError, PeerError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Step
-from groupwise.rollout import flight
 from groupwise.rollout import sampling as draws
-from groupwise.rollout.flight import computed_tokens
-from groupwise.rollout.http import Wire
-from groupwise.rollout.native import NativeEngine
+from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.stopping import Stopping
-from groupwise.rollout.vllm import EXACT, VllmEngine
-from groupwise.scoring import sample_of, score
+from groupwise.rollout.vllm import request_pool
+from groupwise.rollout.vllm.client import Wire
+from groupwise.rollout.vllm.engine import EXACT, VllmEngine
+from groupwise.rollout.vllm.request_pool import computed_tokens
+from groupwise.runs.engines import agreeing
+from groupwise.training.scoring import sample_of, score
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SAMPLING = Sampling(temperature=0.7, max_new_tokens=24)
@@ -266,7 +266,7 @@ def test_p3_a_server_whose_engine_stands_still_is_named(
     serving: Any, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The HTTP server goes on answering; the process that computes is stopped."""
-    monkeypatch.setattr(flight, "STALLED", 4.0)
+    monkeypatch.setattr(request_pool, "STALLED", 4.0)
     engine = VllmEngine(serving.policy, servers=[serving.url])
     draw(engine, prompts)
     table = subprocess.run(["ps", "-ww", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout

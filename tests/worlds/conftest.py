@@ -10,17 +10,17 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from groupwise.ahead import Ahead
-from groupwise.algorithms import corrected, resolve
+from groupwise.algorithms.registry import corrected, resolve
+from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.critics import Critic
 from groupwise.models.policy import Policy
-from groupwise.online import train_online
-from groupwise.optim import Optimizer
 from groupwise.records import Prompt, Rollout, Sampling, Scored, Step
+from groupwise.rollout.asynchronous import Ahead
 from groupwise.rollout.mixed import MixedEngine
-from groupwise.rollout.native import NativeEngine
-from groupwise.settings import CriticSettings, GroupSettings, OptimizerSettings
+from groupwise.rollout.native.engine import NativeEngine
 from groupwise.teachers import Teacher
+from groupwise.training.online import train_online
+from groupwise.training.optimizer import Optimizer
 
 EOS = 0
 
@@ -108,7 +108,6 @@ class World:
             teacher=teacher,
             ahead=Ahead(ahead),
         )
-
 
     def critic(self, updates: int) -> Critic:
         """On the policy's backbone, or on that of `scorer`."""

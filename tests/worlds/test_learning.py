@@ -7,16 +7,19 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from groupwise.algorithms import ALGORITHMS
-from groupwise.models.heads import add_head, wrap_scorer
+from groupwise.algorithms.registry import ALGORITHMS
 from groupwise.models.policy import Policy
-from groupwise.rollout.native import NativeEngine
-from groupwise.scoring import sample_of, score
+from groupwise.models.reward_head import add_head, wrap_scorer
+from groupwise.rollout.native.engine import NativeEngine
+from groupwise.training.scoring import sample_of, score
 
 SIZE = {"prompts_per_step": 8, "group_size": 16}
 
 
-@pytest.mark.parametrize("preset", [pytest.param(name, marks=[] if name == "grpo" else pytest.mark.slow) for name, row in ALGORITHMS.items() if row.needs_reward])
+@pytest.mark.parametrize(
+    "preset",
+    [pytest.param(name, marks=[] if name == "grpo" else pytest.mark.slow) for name, row in ALGORITHMS.items() if row.needs_reward],
+)
 def test_every_preset_learns_the_answers(preset: str, say: Callable) -> None:
     """Two passes over each rollout, so that ratios leave 1.  Thirty steps take every preset from 0.06 to more than 0.97."""
     rewards = [step.metrics["reward"] for step in say(lr=1e-2).train(preset, 30, updates_per_rollout=2, **SIZE)]

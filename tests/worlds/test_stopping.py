@@ -16,7 +16,7 @@ import pytest
 
 from groupwise.records import Finish, Prompt, Rollout, Sampling
 from groupwise.rollout.engine import Engine
-from groupwise.rollout.native import NativeEngine
+from groupwise.rollout.native.engine import NativeEngine
 
 WORD, EOS = 1, 0
 

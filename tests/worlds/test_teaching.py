@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from groupwise.config.settings import OptimizerSettings
 from groupwise.data.demonstrations import Demonstration
 from groupwise.models.policy import Policy
-from groupwise.offline import SFT, train_offline
-from groupwise.optim import Optimizer
-from groupwise.rollout.native import NativeEngine
-from groupwise.scoring import sample_of, score
-from groupwise.settings import OptimizerSettings
+from groupwise.rollout.native.engine import NativeEngine
 from groupwise.teachers import Teacher
+from groupwise.training.offline import SFT, train_offline
+from groupwise.training.optimizer import Optimizer
+from groupwise.training.scoring import sample_of, score
 
 SEEDS = [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 
@@ -72,16 +72,20 @@ def test_distillation_comes_nearer_than_imitation_of_as_many_tokens(seed: int, w
         found.append(distance(student, master.policy))
     assert size(master.policy) > 3.5 * size(student.policy)
     imitator = world(**nobody, lr=1e-2, seed=seed)
-    drawn = NativeEngine(master.policy, max_rows=256).generate(
-        imitator.draw(320), group_size=5, sampling=imitator.sampling, seed=3
-    )
+    drawn = NativeEngine(master.policy, max_rows=256).generate(imitator.draw(320), group_size=5, sampling=imitator.sampling, seed=3)
     rows: Iterator[Demonstration] = (
         Demonstration(id=str(index), prompt=rollout.prompt.tokens, completion=rollout.tokens)
         for index, rollout in enumerate(rollout for group in drawn for rollout in group)
     )
     optimizer = Optimizer(imitator.policy.model, OptimizerSettings(lr=1e-2, betas=(0.9, 0.99)), 40)
     sft = train_offline(
-        imitator.policy, SFT, draw=lambda k: [next(rows) for _ in range(k)], optimizer=optimizer, budget=4096, batch_size=40, steps=40
+        imitator.policy,
+        SFT,
+        draw=lambda k: [next(rows) for _ in range(k)],
+        optimizer=optimizer,
+        budget=4096,
+        batch_size=40,
+        steps=40,
     )
     assert sum(step.metrics["tokens/trained"] for step in sft) > tokens
     assert max(found) < 0.7 * distance(imitator, master.policy)

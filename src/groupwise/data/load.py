@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from groupwise.config.settings import DataSettings
 from groupwise.data.demonstrations import Demonstration, encode_demonstrations
 from groupwise.data.pairs import Pair, encode_pairs, with_prompt
 from groupwise.data.prompts import encode_prompts, prompt_limit, visit
@@ -17,7 +18,6 @@ from groupwise.data.tasks import make_task
 from groupwise.data.templates import Template, Wording
 from groupwise.errors import ConfigError, DataError
 from groupwise.records import Prompt
-from groupwise.settings import DataSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

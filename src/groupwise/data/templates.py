@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from groupwise.config.settings import DataSettings
 from groupwise.data.sources import missing_column
 from groupwise.errors import ConfigError, DataError
-from groupwise.settings import DataSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

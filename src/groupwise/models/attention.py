@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from groupwise.errors import ConfigError
-from groupwise.kernels import cpu
-from groupwise.objective.guards import first_derivative
+from groupwise.ops.autograd import first_derivative
+from groupwise.ops.cpu import kernels
 from groupwise.records import Layout
 
 NAME = "groupwise"
@@ -103,7 +103,7 @@ class PackedAttention:
         self.families = tuple(_families(layout))
         before = [layout.length[prefix] if prefix >= 0 else 0 for prefix in layout.prefix]
         self.longest = max((own + prefix for own, prefix in zip(layout.length, before, strict=True)), default=0)
-        self.stretches = cpu.Families([family.stretches for family in self.families])
+        self.stretches = kernels.Families([family.stretches for family in self.families])
         self._flex: Any = None
 
     def __call__(
@@ -115,7 +115,7 @@ class PackedAttention:
             return explicit_attention(self.layout, query, key, value, scale, softcap, window)
         if query.is_cuda:
             return self._flex_attention(query, key, value, scale)
-        if cpu.worth_attention(self.longest, query, key, value):
+        if kernels.worth_attention(self.longest, query, key, value):
             return _Compiled.apply(query, key, value, self.stretches, scale)  # type: ignore[return-value]
         return _Shared.apply(query, key, value, self.families, scale)  # type: ignore[return-value]
 
@@ -171,8 +171,8 @@ class _Compiled(torch.autograd.Function):
     """By the compiled kernel (kernels/attention.cpp): all stretches in one call, with the arithmetic of `_Shared`."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, families: cpu.Families, scale: float) -> Tensor:
-        out, lse = cpu.attention(query, key, value, families, scale)
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, families: kernels.Families, scale: float) -> Tensor:
+        out, lse = kernels.attention(query, key, value, families, scale)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.families, ctx.scale = families, scale
         return out.transpose(1, 2)
@@ -184,7 +184,7 @@ class _Compiled(torch.autograd.Function):
         grad_out = grads[0].transpose(1, 2)
         if grad_out.stride(-1) != 1 or grad_out.dtype != query.dtype:
             grad_out = grad_out.to(query.dtype).contiguous()
-        return *cpu.attention_backward(grad_out, query, key, value, out, lse, ctx.families, ctx.scale), None, None
+        return *kernels.attention_backward(grad_out, query, key, value, out, lse, ctx.families, ctx.scale), None, None
 
 
 class _Shared(torch.autograd.Function):

@@ -30,9 +30,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2Decode
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
 from transformers.pytorch_utils import Conv1D
 
-from groupwise.kernels import cpu
 from groupwise.models.attention import NAME, packed_attention
-from groupwise.models.functions import AddNorm, Linear, RMSNorm, Rotary, Rows, copies_of_weights, gated_mlp, one_pass, plain_mlp
+from groupwise.ops.cpu import kernels
+from groupwise.ops.functional import AddNorm, Linear, RMSNorm, Rotary, Rows, copies_of_weights, gated_mlp, one_pass, plain_mlp
 
 _CALL_RECOMPUTES = "__call__" in vars(GradientCheckpointingLayer)
 """Before transformers 5.23 a block's `__call__` has it computed again, since then its `forward`."""
@@ -132,14 +132,14 @@ def _plain_mlp(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _linear(self: Any, input: Tensor) -> Tensor:
-    if min(self.weight.shape) < cpu.LEAST_SIDE:
+    if min(self.weight.shape) < kernels.LEAST_SIDE:
         return F.linear(input, self.weight, self.bias)
     out_TO = Linear.apply(_flat(input), self.weight, self.bias, False)
     return out_TO.view(*input.shape[:-1], self.weight.shape[0])  # type: ignore[union-attr]
 
 
 def _conv1d(self: Any, x: Tensor) -> Tensor:
-    if min(self.weight.shape) < cpu.LEAST_SIDE:
+    if min(self.weight.shape) < kernels.LEAST_SIDE:
         return Conv1D.forward(self, x)
     return Linear.apply(_flat(x), self.weight, self.bias, True).view(*x.shape[:-1], self.nf)  # type: ignore[union-attr]
 

@@ -32,16 +32,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils import logging as transformers_logging
 
-from groupwise import parallel
+from groupwise.config.settings import ModelSettings
 from groupwise.data.tokenizers import has_tokenizer, load_tokenizer
+from groupwise.distributed import comm
 from groupwise.errors import ConfigError, DataError
 from groupwise.models.attention import Attend, PackedAttention, plain_attention, use_packed_attention
-from groupwise.models.functions import shared_copies
-from groupwise.models.pieces import Pieces, check_finite, empty_model
-from groupwise.objective.logprobs import Head, head_logits
-from groupwise.objective.tiles import tiled
+from groupwise.models.streaming import Pieces, check_finite, empty_model
+from groupwise.ops.functional import shared_copies
+from groupwise.ops.linear_cross_entropy import Head, head_logits
+from groupwise.ops.tiles import tiled
 from groupwise.records import Batch, Layout
-from groupwise.settings import ModelSettings
 
 transformers_logging.disable_progress_bar()
 
@@ -244,7 +244,7 @@ class Policy:
 
     def export(self, folder: Path) -> None:
         """`save` by whoever has the weights: all processes call it, for a folder that they all see."""
-        if parallel.world().first:
+        if comm.world().first:
             self.save(folder)
 
 

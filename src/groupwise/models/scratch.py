@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from groupwise.config.settings import ScratchSettings
 from groupwise.errors import ConfigError, MemoryExceeded
-from groupwise.settings import ScratchSettings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

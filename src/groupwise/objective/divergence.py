@@ -17,8 +17,8 @@ from annotated_types import Ge, Gt, Le
 from torch import Tensor
 from torch.nn import functional as F
 
-from groupwise.objective.guards import first_derivative
-from groupwise.objective.logprobs import CHUNK_NUMBERS, Head, chunk_rows, head_logits
+from groupwise.ops.autograd import first_derivative
+from groupwise.ops.linear_cross_entropy import CHUNK_NUMBERS, Head, chunk_rows, head_logits
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
 """(log q (C, V), log p (C, V)) -> divergence of each row (C,), nats."""
@@ -79,9 +79,7 @@ def head_divergence(
     At least float32; float64 for float64 models.
     """
     teacher = (teacher_ME.detach(), teacher_head)
-    return _Divergence.apply(
-        hidden_MD, head.weight_VD, head.bias_V, head, *teacher, temperature_M, divergence, chunk_numbers
-    )  # type: ignore[return-value]
+    return _Divergence.apply(hidden_MD, head.weight_VD, head.bias_V, head, *teacher, temperature_M, divergence, chunk_numbers)  # type: ignore[return-value]
 
 
 class _Divergence(torch.autograd.Function):

@@ -13,13 +13,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, RewardError
 from groupwise.records import Rollout, Scored
 from groupwise.rewards.calls import describe_failure, described, start, worker_pool
 from groupwise.rewards.find import Completions, Reward, find_reward
 from groupwise.rewards.process import step_signal
 from groupwise.rewards.workers import Loop, Outcome
-from groupwise.settings import RewardSettings
 
 log = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.process import ProcessReward
 from groupwise.rewards.registry import BUILTINS, GOLD_COLUMNS, MAKERS
-from groupwise.settings import RewardSettings
 
 OFFERED = ("prompts", "completions", "prompt_ids", "completion_ids", "finish_reasons")
 """What a function may ask for by name, beside the columns of the data; these names win over columns of the same name."""

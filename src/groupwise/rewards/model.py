@@ -18,8 +18,8 @@ from groupwise.rewards.process import ProcessReward, Steps, segment_steps
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from groupwise.models.heads import Answer
     from groupwise.models.policy import Blueprint, Policy
+    from groupwise.models.reward_head import Answer
 
 By = Literal["newline", "regex", "tokens"]
 
@@ -51,8 +51,8 @@ def model_reward(
     Everything but the weights is checked here; they are loaded at the first call.
     Raises ConfigError for a model that cannot score, or steps that it cannot reward.
     """
+    from groupwise.config.settings import ModelSettings
     from groupwise.models.policy import read_blueprint
-    from groupwise.settings import ModelSettings
 
     if tokens_per_microbatch < 1:
         raise ConfigError(f"the reward 'model' needs tokens_per_microbatch >= 1, got {tokens_per_microbatch}")
@@ -92,7 +92,7 @@ def step_rewards(pooling: str, scores: np.ndarray, ends: Sequence[int]) -> Steps
     """
     if pooling == "steps":
         return [(end, float(1.0 / (1.0 + np.exp(-np.clip(scores[end], -50.0, 50.0))))) for end in ends]
-    from groupwise.models.heads import pool_weights
+    from groupwise.models.reward_head import pool_weights
 
     parts = pool_weights(pooling, scores.size) * scores  # type: ignore[arg-type]
     sums = np.add.reduceat(parts, [0, *(end + 1 for end in ends[:-1])]) if len(ends) else ()
@@ -103,7 +103,7 @@ class _Scorer:
     """A scoring model that is loaded when it is first asked."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, blueprint: Blueprint, settings: Any, budget: int) -> None:
-        from groupwise.models.heads import check_scorer
+        from groupwise.models.reward_head import check_scorer
 
         check_scorer(blueprint.config, settings.path)
         self.blueprint, self.settings, self.budget = blueprint, settings, budget
@@ -114,7 +114,7 @@ class _Scorer:
     @cached_property
     def policy(self) -> Policy:
         """The model itself, in eval mode."""
-        from groupwise.models.heads import load_scorer
+        from groupwise.models.reward_head import load_scorer
 
         policy = load_scorer(self.settings, self.blueprint)
         policy.model.requires_grad_(False)
@@ -136,14 +136,14 @@ class _Scorer:
 
     def tokens(self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """The head's number after every completion token."""
-        from groupwise.models.heads import reads_tokens, score_tokens
+        from groupwise.models.reward_head import reads_tokens, score_tokens
 
         if not reads_tokens(self.policy):
             raise RewardError(f"{self.settings.path} has no head for single tokens: leave steps out")
         return score_tokens(self.policy, self._answers(prompt_ids, completion_ids), budget=self.budget)
 
     def _answers(self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[Answer]:
-        from groupwise.models.heads import Answer
+        from groupwise.models.reward_head import Answer
 
         answers = []
         for prompt, completion in zip(prompt_ids, completion_ids, strict=True):
@@ -157,7 +157,7 @@ class _Scorer:
         return answers
 
     def _scores(self, answers: Sequence[Answer]) -> list[float | None]:
-        from groupwise.models.heads import pool_weights, reads_tokens, score_tokens, whole_scores
+        from groupwise.models.reward_head import pool_weights, reads_tokens, score_tokens, whole_scores
 
         asked = [answer for answer in answers if answer.completion.size]
         if not asked:

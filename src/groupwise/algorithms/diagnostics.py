@@ -1,0 +1,79 @@
+"""What is only looked at: numbers about a whole minibatch, read from the same vectors as the loss but never part of it.
+
+Every function returns flat metrics by name and waits for the device once.  A quantity that was not computed has no key, and empty
+vectors give no keys at all.  Minima and maxima are true ones, over tokens.
+
+N trained tokens of a minibatch   l, b, ref log-probs of policy, behaviour, reference, nats
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from groupwise.algorithms.losses import LIMIT, guarded_exp
+
+
+def ratio(log_ratio_N: Tensor, advantage_N: Tensor, clip_range: tuple[float, float] | None = None) -> dict[str, float]:
+    """The importance ratio at the algorithm's level: its range, its effective sample size, and how much of it is clipped.
+
+    `ratio/kl` estimates KL(behaviour || policy) as mean(rho - 1 - log rho).  `ratio/ess` is (sum rho)^2 / (N sum rho^2), 1 when
+    on-policy.  `clip/low` is the share of tokens below the clip range with A < 0, `clip/high` that of tokens above it with A > 0:
+    the ones whose gradient is cut.
+    """
+    if log_ratio_N.numel() == 0:
+        return {}
+    log_ratio_N, advantage_N = log_ratio_N.detach().double(), advantage_N.double()
+    ratio_N = guarded_exp(log_ratio_N)
+    values = {
+        "ratio/mean": ratio_N.mean(),
+        "ratio/min": ratio_N.min(),
+        "ratio/max": ratio_N.max(),
+        "ratio/kl": (ratio_N - 1 - log_ratio_N).mean(),
+        "ratio/ess": ratio_N.sum().square() / (ratio_N.square().sum() * ratio_N.numel()),
+    }
+    if clip_range is not None:
+        low, high = clip_range
+        values["clip/low"] = ((ratio_N < low) & (advantage_N < 0)).double().mean()
+        values["clip/high"] = ((ratio_N > high) & (advantage_N > 0)).double().mean()
+    return _floats(values)
+
+
+def progress(logp_N: Tensor, advantage_N: Tensor) -> dict[str, float]:
+    """`progress` = mean(A l): what the policy gradient raises.
+
+    The loss itself says nothing: on-policy its value is -mean(A), which is 0 for centred advantages, while its gradient is not.
+    """
+    if logp_N.numel() == 0:
+        return {}
+    return _floats({"progress": (advantage_N.double() * logp_N.detach().double()).mean()})
+
+
+def reference_kl(kl_N: Tensor, logp_N: Tensor, reference_logp_N: Tensor) -> dict[str, float]:
+    """`kl` and `kl/max`, by the estimator that made `kl_N`; `kl/guarded` counts the tokens whose gap is too wide for exp."""
+    if kl_N.numel() == 0:
+        return {}
+    kl_N = kl_N.detach().double()
+    guarded = ((reference_logp_N - logp_N.detach()).abs() > LIMIT).sum()
+    return _floats({"kl": kl_N.mean(), "kl/max": kl_N.max(), "kl/guarded": guarded})
+
+
+def mismatch(logp_N: Tensor, behavior_logp_N: Tensor) -> dict[str, float]:
+    """Is what was sampled what is scored?  At the first update after a rollout these are rounding errors, else something is wrong.
+
+    `mismatch/mean` and `mismatch/max` of |l - b|; `mismatch/kl` estimates KL(sampler || trainer).
+    """
+    if logp_N.numel() == 0:
+        return {}
+    gap_N = logp_N.detach().double() - behavior_logp_N.double()
+    kl = (guarded_exp(gap_N) - 1 - gap_N).mean()
+    return _floats({"mismatch/mean": gap_N.abs().mean(), "mismatch/max": gap_N.abs().max(), "mismatch/kl": kl})
+
+
+def dropped(factor_N: Tensor) -> float:
+    """Share of tokens that a mask or a correction (bool or number) takes out of the loss; NaN if there are none."""
+    return float((factor_N == 0).double().mean())
+
+
+def _floats(values: dict[str, Tensor]) -> dict[str, float]:
+    return dict(zip(values, torch.stack([value.double() for value in values.values()]).tolist(), strict=True))

@@ -1,0 +1,595 @@
+"""The table of online algorithms: one row = credit x ratio level x surrogate x weight, and how a recipe changes single parts of it.
+
+No code compares an algorithm's name.  Adding a loss is one pure function (`objective/losses.py`, or your own module) and one row.
+
+M trained tokens of one micro-batch, or of any part of it where `token_level` is true   R completions of the optimizer step
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from groupwise.algorithms import advantages as credit
+from groupwise.algorithms import loss_weights as weights
+from groupwise.algorithms import losses
+from groupwise.algorithms.losses import KL, RatioLevel, Surrogate, Terms
+from groupwise.config.settings import GroupSettings, Part
+from groupwise.errors import ConfigError
+from groupwise.objective.divergence import Divergence, jsd
+from groupwise.records import Scored
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Algorithm:
+    """One row of the table: what an online algorithm is, and nothing about how it is run."""
+
+    name: str
+    summary: str
+    """What sets it apart, in one sentence."""
+    paper: str
+    """arXiv number; empty where there is none."""
+    equation: str
+    """The loss in one line, as in the paper."""
+    notes: str = ""
+    """The settings of its paper, and what others do otherwise: a paragraph of the documentation."""
+    credit: Callable[..., credit.Advantages] = credit.standardized
+    ratio: RatioLevel = losses.token
+    surrogate: Surrogate = losses.clipped
+    weights: Callable[..., Any] = weights.sequence_mean
+    dead_groups: Literal["exact", "drop", "refill"] = "exact"
+    truncated: Literal["keep", "mask"] = "keep"
+    beta: float = 0.0
+    """Weight of the KL to the reference; 0: there is no reference."""
+    kl: KL = losses.k3
+    kl_place: Literal["loss", "reward"] = "loss"
+    """In the reward it is subtracted by `credit`: k1, unless the credit knows others."""
+    entropy_bonus: float = 0.0
+    entropy_quantile: float = 0.0
+    off_policy_delta: float | None = None
+    divergence: Divergence | None = None
+    """Of the policy's next token from a teacher's, added to every token's loss; None: there is none."""
+    importance: bool = False
+    """The divergence counts by how likely the policy finds the token, over how likely it was drawn."""
+    mix: float = 0.0
+    """Share of the teacher in the distribution that completions are drawn from."""
+    keeps: Callable[[Scored], bool] | None = None
+    """Which groups are worth training, where others can be sampled instead (`dead_groups: refill`); None: those that teach."""
+    correction: Callable[..., losses.Mismatch] | None = None
+    """Importance weight for an engine that computes other probabilities than the trainer; None: what sampled is what scores."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if log-probs of a reference must be computed."""
+        return self.beta > 0.0
+
+    @property
+    def needs_value(self) -> bool:
+        """True if a critic must say what states are worth, and be trained beside the policy."""
+        return credit.needs_value(self.credit)
+
+    @property
+    def needs_teacher(self) -> bool:
+        """True if a teacher is asked: for its distributions, or for its log-probs of what was drawn."""
+        return self.divergence is not None or self.reads_teacher or self.mix > 0.0
+
+    @property
+    def reads_teacher(self) -> bool:
+        """True if the credit reads the teacher's log-probs of what was drawn."""
+        return credit.needs_teacher(self.credit)
+
+    @property
+    def needs(self) -> list[bool]:
+        """Whether a reference, a critic, a teacher are needed."""
+        return [self.needs_reference, self.needs_value, self.needs_teacher]
+
+    @property
+    def reads_tokens(self) -> bool:
+        """True if the loss of a token depends on its log-prob or its entropy, and not on a divergence alone."""
+        return _function(self.surrogate) is not losses.silent or self.loss_beta > 0.0 or self.entropy_bonus != 0.0
+
+    @property
+    def needs_reward(self) -> bool:
+        """False if nothing is learnt from rewards: none must be given."""
+        return credit.needs_reward(self.credit)
+
+    @property
+    def needs_entropy(self) -> bool:
+        """True if the loss reads token entropies."""
+        return self.entropy_bonus != 0.0 or self.entropy_quantile > 0.0
+
+    @property
+    def needs_threshold(self) -> bool:
+        """True if `Terms.entropy_threshold` must be known before the first micro-batch (`losses.entropy_threshold`)."""
+        return self.entropy_quantile > 0.0
+
+    @property
+    def loss_beta(self) -> float:
+        """Weight of the KL in the loss."""
+        return self.beta if self.kl_place == "loss" else 0.0
+
+    @property
+    def skips_dead(self) -> bool:
+        """True if a completion whose advantages are all 0 has no gradient: its forward and backward can be left out, exactly."""
+        return self.loss_beta == 0.0 and self.entropy_bonus == 0.0 and not self.needs_value and self.divergence is None
+
+    def teaches(self, group: Scored) -> bool:
+        """False if the group's rewards give an advantage of exactly 0 to every completion.
+
+        The credit decides: GDPO learns from rewards that differ while their sum does not.  Where it reads what is not known yet
+        (a KL in the reward, values), the sum does.  `keeps`, where there is one, decides alone.
+        """
+        if self.keeps is not None:
+            return bool(self.keeps(group))
+        if not self.needs_reward:
+            return True
+        if self.needs_value or (self.beta > 0.0 and self.kl_place == "reward"):
+            return not group.dead
+        return not credit.is_dead(self.credit([group])[0])
+
+    @property
+    def token_level(self) -> bool:
+        """True if a token's loss depends on no other token: `loss` and `total` may then be called on any part of a micro-batch."""
+        alone = {_function(self.ratio), _function(self.surrogate)} <= losses.PER_TOKEN
+        by_token = self.correction is None or options(self.correction)["level"] == "token"
+        return alone and by_token and self.off_policy_delta is None
+
+    @property
+    def clip_range(self) -> tuple[float, float] | None:
+        """Importance ratios outside of which the surrogate cuts or caps, for the diagnostics; None if it names no such bounds."""
+        match options(self.surrogate):
+            case {"low": low, "high": high}:
+                return 1 - low, 1 + high
+            case {"cap": cap}:
+                return 0.0, cap
+            case {"clip": clip}:
+                return math.exp(-clip), math.exp(clip)
+        return None
+
+    def loss(self, terms: Terms) -> Tensor:
+        """Per-token loss (M,), unweighted: surrogate x off-policy mask x high-entropy mask x mismatch weight + beta KL.
+
+        The KL is never masked: what is not pushed by rewards must still not drift.  Its ratio is the token's at every level.
+        """
+        levelled = replace(terms, log_ratio_M=self.ratio(terms.logp_M, terms.behavior_logp_M, terms.segment_M, terms.segments))
+        loss_M = self.surrogate(levelled)
+        if self.off_policy_delta is not None:
+            loss_M = loss_M * losses.off_policy_keep(terms, delta=self.off_policy_delta)
+        if self.entropy_quantile > 0.0:
+            loss_M = loss_M * losses.high_entropy(terms)
+        if terms.mismatch is not None and _function(self.surrogate) not in losses.FOLDS_MISMATCH:
+            loss_M = loss_M * terms.mismatch.weight_M
+        if self.loss_beta > 0.0:
+            assert terms.reference_logp_M is not None, f"{self.name} with beta {self.beta} needs the reference's log-probs"
+            token_log_ratio_M = terms.logp_M - terms.behavior_logp_M
+            loss_M = loss_M + self.loss_beta * self.kl(terms.logp_M, terms.reference_logp_M, token_log_ratio_M)
+        return loss_M
+
+    def total(self, terms: Terms, weight_M: Tensor, entropy_tokens: Tensor | float | None = None) -> Tensor:
+        """Scalar part of the step's loss: `sum(weight x loss) - entropy_bonus x mean entropy`.
+
+        The entropy has a normalisation of its own, the same for every algorithm: `entropy_tokens`, the number of tokens that it is
+        the mean of, counted over the whole step and all ranks (all trained ones, or those above the entropy threshold).
+        """
+        value = (weight_M * self.loss(terms)).sum()
+        if self.entropy_bonus != 0.0:
+            assert terms.entropy_M is not None and entropy_tokens is not None, "an entropy bonus needs entropies and their count"
+            kept_M = losses.high_entropy(terms) if self.entropy_quantile > 0.0 else None
+            value = value - self.entropy_bonus * losses.mean_entropy(terms.entropy_M, entropy_tokens, kept_M)
+        return value
+
+
+_ROWS = (
+    Algorithm(
+        name="grpo",
+        summary="Rewards standardized within the group; PPO's clipped ratio per token; every completion counts the same.",
+        paper="2402.03300",
+        equation="-1/R sum_i 1/n_i sum_t min(rho A_i, clip(rho, 1 - e, 1 + e) A_i)",
+    ),
+    Algorithm(
+        name="dr_grpo",
+        summary="GRPO without its two biases: no division by the std, none by the completion's length.",
+        paper="2503.20783",
+        equation="-1/(R L) sum_i sum_t min(rho A_i, clip(rho) A_i),  A_i = r_i - mean",
+        credit=credit.centered,
+        weights=weights.constant,
+    ),
+    Algorithm(
+        name="dapo",
+        summary="Clip higher, mean over tokens, only prompts with signal, truncated ones masked; add the reward `soft_overlong`.",
+        paper="2503.14476",
+        equation="-1/N sum_i sum_t min(rho A_i, clip(rho, 1 - 0.2, 1 + 0.28) A_i),  0 < right answers < G",
+        surrogate=partial(losses.clipped, low=0.2, high=0.28),
+        weights=weights.token_mean,
+        dead_groups="refill",
+        truncated="mask",
+    ),
+    Algorithm(
+        name="bnpo",
+        summary="GRPO with the mean over all tokens of the minibatch.",
+        paper="",
+        equation="-1/N sum_i sum_t min(rho A_i, clip(rho) A_i)",
+        weights=weights.token_mean,
+    ),
+    Algorithm(
+        name="gspo",
+        summary="One ratio per completion, the geometric mean of its tokens', clipped far more tightly.",
+        paper="2507.18071",
+        equation="-1/R sum_i min(s_i A_i, clip(s_i, 1 - 3e-4, 1 + 4e-4) A_i),  s_i = exp(mean_t(l - b))",
+        ratio=losses.sequence_mean,
+        surrogate=partial(losses.clipped, low=3e-4, high=4e-4),
+    ),
+    Algorithm(
+        name="luspo",
+        summary="GSPO times the completion's length: long completions lose no weight.",
+        paper="2602.05261",
+        equation="-1/R sum_i n_i min(s_i A_i, clip(s_i, 1 - 2e-3, 1 + 2.5e-3) A_i)",
+        ratio=losses.sequence_mean,
+        surrogate=partial(losses.clipped, low=2e-3, high=2.5e-3),
+        weights=weights.sequence_sum,
+    ),
+    Algorithm(
+        name="cispo",
+        summary="REINFORCE with a capped importance weight: no token's gradient is clipped away.",
+        paper="2506.13585",
+        equation="-1/N sum_i sum_t sg[min(rho, cap)] A_i l",
+        surrogate=partial(losses.cispo, cap=5.0),
+        weights=weights.token_mean,
+    ),
+    Algorithm(
+        name="sapo",
+        summary="A sigmoid gate instead of the hard clip, tighter for negative advantages.",
+        paper="2511.20347",
+        equation="-1/R sum_i 1/n_i sum_t 4/tau sigmoid(tau (rho - 1)) A_i",
+        surrogate=losses.sapo,
+    ),
+    Algorithm(
+        name="vespo",
+        summary="REINFORCE weighed by a smooth bump of the completion's ratio: no clipping, far-off completions fade out.",
+        paper="2602.10693",
+        equation="-1/N sum_i sum_t sg[exp(lam + k s_i - lam exp(s_i))] A_i l,  s_i = sum_t(l - b)",
+        ratio=losses.sequence_sum,
+        surrogate=losses.vespo,
+        weights=weights.token_mean,
+    ),
+    Algorithm(
+        name="gmpo",
+        summary="The geometric mean of the clipped token ratios: robust to single outlying tokens.",
+        paper="2507.20673",
+        equation="-1/R sum_i A_i exp(mean_t clip(l - b, -0.4, 0.4 on the side of A_i))",
+        surrogate=losses.geometric,
+    ),
+    Algorithm(
+        name="rloo",
+        summary="The baseline is the mean reward of the other completions; one ratio per completion; the KL is part of the reward.",
+        paper="2402.14740",
+        equation="-1/R sum_i min(rho_i A_i, clip(rho_i) A_i),  A_i = r_i - mean of the others,  rho_i = exp(sum_t(l - b))",
+        credit=credit.leave_one_out,
+        ratio=losses.sequence_sum,
+        kl_place="reward",
+    ),
+    Algorithm(
+        name="reinforce_pp",
+        summary="Rewards less the KL still to come, whitened over all tokens of the batch; one completion per prompt is enough.",
+        paper="2501.03262",
+        equation="-1/N sum_i sum_t min(rho A_it, clip(rho) A_it),  A_it = whitened(r_i - beta sum_{s >= t}(b - ref)_s)",
+        credit=credit.whitened,
+        weights=weights.token_mean,
+        kl_place="reward",
+    ),
+    Algorithm(
+        name="reinforce",
+        summary="The plain policy gradient: no ratio, no group; the baseline is the batch's mean reward.",
+        paper="",
+        equation="-1/R sum_i sum_t (r_i - mean of the batch) l",
+        credit=credit.batch_centered,
+        surrogate=losses.reinforce,
+        weights=weights.sequence_sum,
+    ),
+    Algorithm(
+        name="reinforce_pp_baseline",
+        summary="REINFORCE++ with the group's mean as baseline: rewards less their group's mean, whitened over the batch; KL (k2) in the loss.",
+        paper="2501.03262",
+        equation="-1/N sum_i sum_t min(rho A_i, clip(rho) A_i),  A_i = whitened(r_i - mean)",
+        credit=partial(credit.whitened, baseline=True),
+        weights=weights.token_mean,
+        kl=losses.k2,
+    ),
+    Algorithm(
+        name="maxrl",
+        summary="Maximises the log of the pass rate: what is rarely solved counts as much as what often is.",
+        paper="2602.02710",
+        equation="-1/R sum_i sum_t min(rho A_i, clip(rho) A_i),  A_i = (r_i - mean) / mean",
+        credit=credit.maxrl,
+        weights=weights.sequence_sum,
+    ),
+    Algorithm(
+        name="gspo_token",
+        summary="GSPO whose gradient is each token's own, so that advantages may differ within a completion.",
+        paper="2507.18071",
+        equation="-1/R sum_i 1/n_i sum_t min(s_it A_it, clip(s_it, 1 - 3e-4, 1 + 4e-4) A_it),  s_it = sg[s_i] exp(l - sg[l])",
+        ratio=losses.sequence_token,
+        surrogate=partial(losses.clipped, low=3e-4, high=4e-4),
+    ),
+    Algorithm(
+        name="gdpo",
+        summary="Several rewards: each is standardized within the group on its own, then their weighted sum over the batch.",
+        paper="2601.05242",
+        equation="GRPO's,  A_i = standardized over the batch(sum_k w_k standardized in the group(r_ik))",
+        credit=credit.decoupled,
+    ),
+    Algorithm(
+        name="ppo",
+        summary="A critic says what every token was worth; advantages by GAE, whitened; KL and reward are paid per token.",
+        paper="1707.06347",
+        equation="-1/N sum_i sum_t min(rho A_it, clip(rho) A_it),  A_it = whitened(sum_k (gamma lam)^k delta_{t+k}); "
+        "critic: c/N sum_i sum_t 1/2 max((V - R)^2, (clip(V, V_old -+ 0.2) - R)^2)",
+        notes="Settings of language-model papers: gamma 1, lambda 0.95, clip 0.2, `group.beta` 0.05 with k1 (2009.01325) or 0.02 "
+        "(InstructGPT 2203.02155), a critic that begins as the reward model (`critic.path`). VC-PPO (2503.01491): `value_lam: 1` in "
+        "the credit, and `critic.pretrain`. By default the critic is a new head on the policy's backbone, as in the paper. Where the "
+        "length limit ended a completion nothing is bootstrapped: V behind the last token is 0, as in TRL. TRL (last in 1.12) always "
+        "trains a separate value model, at the policy's learning rate, and has a fixed fine for completions without an end, which here "
+        "is a reward's business.",
+        credit=credit.gae,
+        weights=weights.token_mean,
+        kl_place="reward",
+    ),
+    Algorithm(
+        name="distill",
+        summary="On-policy distillation: the divergence from a teacher, over the whole vocabulary, at every token the policy drew.",
+        paper="2306.13649",
+        equation="1/N sum_i sum_t beta KL(p || m) + (1 - beta) KL(q || m),  m = (1 - beta) q + beta p; beta 0: KL(p || q), 1: KL(q || p)",
+        notes="GKD samples from the student for a share of the steps and takes demonstrations for the rest: "
+        "`teacher.demonstrations`, `{divergence: 1, lm: 0}`, mixes them into every step. `group.divergence: {name: jsd, beta: 0}` is the "
+        "forward KL of Qwen3, `beta: 1` (the default) the reverse KL of DeepSeek-V4 and GLM-5; `top_k: 64` sums over the student's "
+        "likeliest tokens and one bucket for the rest, without which mass leaves them unseen. Both distributions are taken at the "
+        "rollout's temperature. TRL's divergences are the same to 1e-12. With `teacher: {hint: ...}` and no path the policy teaches "
+        "itself what it says when it is told more (SDFT, OPSD; `ema: 0.05` as in SDPO). Any other preset takes `group.divergence` too, "
+        "beside its rewards.",
+        credit=credit.nothing,
+        surrogate=losses.silent,
+        weights=weights.token_mean,
+        divergence=jsd,
+    ),
+    Algorithm(
+        name="distill_sampled",
+        summary="On-policy distillation by drawn tokens alone: how much likelier the teacher finds a token is its advantage.",
+        paper="",
+        equation="-1/N sum_i sum_t [q - q_old >= -0.2] rho (log p - log q_old)",
+        notes="For teachers of which only the log-probs of given tokens are wanted. The teacher's distribution enters through the one "
+        "token that was drawn: unbiased, and noisier than `distill` for the same tokens. prime-rl adds 1e-3 (log rho)^2 and takes the "
+        "advantage anew at every update; here it is what it was before the first. TRL's `sampled_token` has no ratio.",
+        credit=partial(credit.reverse_kl, gamma=0.0),
+        surrogate=losses.importance,
+        weights=weights.token_mean,
+    ),
+    Algorithm(
+        name="minillm",
+        summary="Reverse KL to a teacher: exact for the token at hand, policy gradient for all that follows it; the teacher helps to sample.",
+        paper="2306.08543",
+        equation="1/N sum_i sum_t sg[w] KL(q || p) - min(w A_it, clip(w) A_it),  w = q / (0.2 p + 0.8 q_old),  "
+        "A_it = mean_{s > t} log(p / q_old)_s",
+        notes="The paper's settings: the teacher's share in sampling 0.2 (`group.mix`), temperature 1, clip 0.2, a language-model loss on "
+        "its pre-training corpus beside (`teacher.demonstrations: {path: ..., lm: 1}`), a student that was fine-tuned before. w is both "
+        "the mixture's importance weight and the ratio to the policy before the step. Completions are sampled by a slower engine that "
+        "runs both models; `group.mix: 0` samples from the policy alone, by any engine. TRL (last in 1.14.2) differs in three places, "
+        "which are faults: without normalisation it leaves gamma^-t out, it lets gradients through the rewards, and its mask of padding "
+        "is always true.",
+        credit=partial(credit.reverse_kl, own=False, normalize=True),
+        weights=weights.token_mean,
+        divergence=jsd,
+        importance=True,
+        mix=0.2,
+    ),
+)
+
+ALGORITHMS: dict[str, Algorithm] = {row.name: row for row in _ROWS}
+"""The online algorithms by name."""
+
+
+def _by_name(*functions: Callable) -> dict[str, Callable]:
+    return {function.__name__: function for function in functions}
+
+
+PARTS: dict[str, dict[str, Callable]] = {
+    "credit": _by_name(
+        credit.standardized, credit.centered, credit.leave_one_out, credit.decoupled, credit.whitened, credit.process, credit.gae,
+        credit.reverse_kl, credit.nothing, credit.maxrl, credit.batch_centered,
+    ),
+    "ratio": _by_name(losses.token, losses.sequence_mean, losses.sequence_sum, losses.sequence_token),
+    "surrogate": _by_name(losses.clipped, losses.cispo, losses.sapo, losses.vespo, losses.geometric, losses.reinforce,
+                          losses.importance, losses.silent),
+    "weights": _by_name(
+        weights.sequence_mean, weights.token_mean, weights.constant, weights.sequence_sum, weights.prompt_mean
+    ),
+    "divergence": _by_name(jsd),
+    "filter": {},
+    "kl": _by_name(losses.k1, losses.k2, losses.k3, losses.k3_ratio),
+}  # fmt: skip
+"""What the parts of a recipe's `group` may name."""
+
+
+def resolve(objective: str, group: GroupSettings, max_new_tokens: int) -> Algorithm:
+    """The algorithm that a recipe asks for: the row `objective` with the parts and numbers that `group` replaces.
+
+    max_new_tokens: the longest completion, for weights that divide by it.
+    Raises ConfigError for an unknown name, part or keyword, a value out of range, and what cannot work together.
+
+    >>> algorithm = resolve("grpo", GroupSettings(surrogate={"high": 0.28}, beta=0.04), max_new_tokens=256)
+    >>> describe(algorithm.surrogate), algorithm.beta, algorithm.token_level
+    ('clipped(low=0.2, high=0.28)', 0.04, True)
+    """
+    if ":" in objective:
+        row = imported("objective", objective)
+        if not isinstance(row, Algorithm):
+            raise ConfigError(f"objective: {objective!r} is not an Algorithm but {type(row).__name__}")
+    elif objective not in ALGORITHMS:
+        near = _closest(objective, ALGORITHMS)
+        raise ConfigError(f"there is no online algorithm {objective!r}{near}; there are {', '.join(ALGORITHMS)}")
+    else:
+        row = ALGORITHMS[objective]
+    beta = row.beta if group.beta is None else group.beta
+    estimator = {"kl": group.kl} if group.kl in _KLS_IN_REWARD else {}
+    in_reward = {"beta": beta, **estimator} if row.kl_place == "reward" else {"beta": 0.0}
+    chosen = replace(
+        row,
+        credit=_part("credit", group.credit, row.credit, in_reward),
+        ratio=_part("ratio", group.ratio, row.ratio),
+        surrogate=_part("surrogate", group.surrogate, row.surrogate),
+        weights=_part("weights", group.weights, row.weights, {"length": max_new_tokens}),
+        kl=_part("kl", group.kl, row.kl),
+        divergence=None
+        if (row.divergence or group.divergence) is None
+        else _part("divergence", group.divergence, row.divergence or jsd),
+        mix=row.mix if group.mix is None else group.mix,
+        keeps=row.keeps if group.filter is None else _part("filter", group.filter, row.teaches),
+        beta=beta,
+        dead_groups=group.dead_groups or row.dead_groups,
+        truncated=group.truncated or row.truncated,
+        entropy_bonus=group.entropy_bonus,
+        entropy_quantile=group.entropy_quantile,
+        off_policy_delta=group.off_policy_delta,
+    )
+    if beta > 0.0 and row.kl_place == "reward" and "beta" not in options(chosen.credit):
+        raise ConfigError(
+            f"group.beta: {objective!r} subtracts the KL from the reward, which the credit {describe(chosen.credit)} cannot do; "
+            "use beta: 0, or objective: grpo with this credit"
+        )
+    known = _KLS_IN_REWARD if "kl" in options(chosen.credit) else ("k1",)
+    if row.kl_place == "reward" and group.kl not in (None, *known):
+        raise ConfigError(
+            f"group.kl: {objective!r} takes the KL from the reward, as {' or '.join(known)}, so it cannot be {group.kl!r}; "
+            f"for a KL in the loss use objective: grpo with group.credit: {_function(row.credit).__name__}"
+        )
+    own = losses.OWN_RATIO.get(_function(chosen.surrogate))
+    if own is not None and group.ratio is not None and _function(chosen.ratio) is not own:
+        raise ConfigError(
+            f"group.ratio: the surrogate {describe(chosen.surrogate)} does not use a ratio level, so {group.ratio!r} would change "
+            "nothing; leave it out, or use the surrogate clipped, cispo or sapo"
+        )
+    if credit.compares_siblings(chosen.credit) and group.group_size < 2:
+        raise ConfigError(
+            f"group.group_size must be at least 2 for {objective!r} (the advantages of {describe(chosen.credit)} compare "
+            f"siblings), got {group.group_size}"
+        )
+    return chosen
+
+
+_KLS_IN_REWARD = ("k1", "k3")
+"""Estimators that a credit with the keyword `kl` can subtract from the reward."""
+
+
+def corrected(algorithm: Algorithm, keywords: Mapping[str, Any]) -> Algorithm:
+    """The algorithm for completions whose sampler computes other probabilities than the trainer: `losses.mismatch(keywords)`.
+
+    Raises ConfigError for a keyword or value that `losses.mismatch` does not take.
+    """
+    parameters, hints = _parameters(losses.mismatch), get_type_hints(losses.mismatch, include_extras=True)
+    checked = {name: _checked("rollout.engine: correct", value, name, parameters, hints) for name, value in keywords.items()}
+    return replace(algorithm, correction=partial(losses.mismatch, **checked))
+
+
+def options(part: Callable) -> dict[str, Any]:
+    """The keyword arguments of a part with the values that it will be called with.
+
+    >>> options(ALGORITHMS["dapo"].surrogate)
+    {'low': 0.2, 'high': 0.28, 'delta': None, 'dual': None}
+    """
+    given = part.keywords if isinstance(part, partial) else {}
+    known = {name: parameter.default for name, parameter in _parameters(part).items() if parameter.default is not parameter.empty}
+    return known | given
+
+
+def describe(part: Callable) -> str:
+    """A part as one would write it, without what is off: `clipped(low=0.2, high=0.28)`."""
+    settings = ", ".join(f"{name}={value}" for name, value in options(part).items() if value is not None)
+    return f"{_function(part).__name__}({settings})" if settings else _function(part).__name__
+
+
+def _part(kind: str, part: Part | None, preset: Callable, supplied: Mapping[str, Any] | None = None) -> Callable:
+    """The function that a recipe's part names, with its keywords bound and checked; `supplied` come from other settings."""
+    keywords = {"name": part} if isinstance(part, str) else dict(part or {})
+    if "name" in keywords:
+        function = _find(kind, keywords.pop("name"))
+    else:  # keywords alone change the preset's own function
+        function = _function(preset)
+        keywords = (preset.keywords if isinstance(preset, partial) else {}) | keywords
+    parameters = _parameters(function)
+    for name, value in (supplied or {}).items():
+        if name in keywords.keys() & _SET_APART:
+            raise ConfigError(f"group.{kind}: {name} is a setting of its own, group.{name}; got {keywords[name]!r} here")
+        if name in parameters:
+            keywords.setdefault(name, value)
+    hints = get_type_hints(function, include_extras=True)
+    for name, value in keywords.items():
+        keywords[name] = _checked(f"group.{kind}: {name} of {function.__name__}", value, name, parameters, hints)
+    missing = [n for n, p in parameters.items() if p.default is p.empty and n not in keywords]
+    if missing:
+        raise ConfigError(f"group.{kind}: {function.__name__} needs a value for {', '.join(missing)}")
+    return partial(function, **keywords) if keywords else function
+
+
+_SET_APART = {"beta", "kl"}
+"""Keywords of parts that are settings of their own."""
+
+
+def _checked(label: str, value: Any, name: str, parameters: Mapping[str, inspect.Parameter], hints: Mapping[str, Any]) -> Any:
+    if name not in parameters:
+        allowed = f"it takes {', '.join(parameters)}" if parameters else "it takes none"
+        raise ConfigError(f"{label}: there is no such keyword ({allowed}){_closest(name, parameters)}")
+    if name not in hints:
+        return value
+    try:
+        return TypeAdapter(hints[name]).validate_python(value)
+    except ValidationError as error:
+        raise ConfigError(f"{label}: {error.errors()[0]['msg'].lower()}, got {value!r}") from None
+
+
+def _find(kind: str, name: Any) -> Callable:
+    if name in PARTS[kind]:
+        return PARTS[kind][name]
+    if ":" not in str(name):
+        known = f"it is one of {', '.join(PARTS[kind])}, or module:function" if PARTS[kind] else "it is module:function"
+        raise ConfigError(f"group.{kind}: there is no {name!r}{_closest(str(name), PARTS[kind])}; {known} for one of your own")
+    function = imported(f"group.{kind}", str(name))
+    if not callable(function):
+        raise ConfigError(f"group.{kind}: {name!r} is not a function but {type(function).__name__}")
+    return function
+
+
+def imported(key: str, name: str) -> Any:
+    """What `module:NAME` names, from an installed module or a file of the working directory.  Raises ConfigError, naming `key`."""
+    module, _, attribute = name.partition(":")
+    if (here := os.getcwd()) not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # last, so that a file here cannot stand in for an installed module
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        looked = f"looked for among the installed modules and in {here}"
+        raise ConfigError(f"{key}: cannot import {name!r} ({error}); {looked}") from error
+
+
+def _function(part: Callable) -> Callable:
+    return part.func if isinstance(part, partial) else part
+
+
+def _parameters(part: Callable) -> dict[str, inspect.Parameter]:
+    """What a recipe may set of a part: its keyword-only parameters, and those with a default."""
+    found = inspect.signature(_function(part)).parameters
+    return {n: p for n, p in found.items() if p.kind is p.KEYWORD_ONLY or p.default is not p.empty}
+
+
+def _closest(word: str, words: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(word, words, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,0 +1,236 @@
+"""`groupwise check`: is what we sample what we score?  A minute of real sampling and scoring before hours of it.
+
+Every check looks at the user's own model, tokenizer, data and rewards, says what it found, and what to do if that is not right.
+
+G completions of a prompt
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from groupwise.config.recipes import load_stages
+from groupwise.config.settings import Recipe, positions_of
+from groupwise.data.load import load_data
+from groupwise.data.templates import Template
+from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.models.attention import plain_attention
+from groupwise.models.policy import Policy, embedding_rows
+from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
+from groupwise.rewards.compose import Rewards, build_rewards
+from groupwise.runs.build import Job, make_job, sampling_of
+from groupwise.runs.progress import safe
+from groupwise.runs.run import resolved
+from groupwise.training.evaluate import RIGHT
+from groupwise.training.scoring import sample_of, score
+
+PROMPTS, COMPLETIONS, TOKENS = 8, 4, 96
+"""Size of the sample that is looked at: prompts, completions of each, longest completion in tokens."""
+GAP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25}
+"""Largest difference of a log-prob, nats, that rounding explains, by the type in which products run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    good: bool | None
+    """None: nothing wrong, but something to know."""
+    says: str
+
+
+def check_recipe(path: str, overrides: Sequence[str] = (), *, console: Console | None = None) -> int:
+    """Check every stage of a recipe and print a line per check.  Returns 0 if nothing is wrong, else 1."""
+    console = console or Console(highlight=False)
+    wrong = 0
+    for name, recipe in load_stages(path, overrides).items():
+        console.print(Text(f"{name} ({recipe.objective})", style="bold"))
+        for finding in check_stage(recipe):
+            mark, style = {True: ("ok  ", "green"), False: ("FAIL", "red"), None: ("note", "yellow")}[finding.good]
+            console.print(Text.assemble((mark, style), "  ", (f"{finding.name:<12}", "bold"), safe(finding.says)))
+            wrong += finding.good is False
+    console.print("nothing is wrong" if not wrong else f"{wrong} of the checks failed", style="bold")
+    return 1 if wrong else 0
+
+
+def check_stage(recipe: Recipe) -> Iterator[Finding]:
+    """The findings of one run.  An error that would stop the run becomes the last finding."""
+    try:
+        try:
+            recipe = resolved(recipe)
+        except ConfigError as error:
+            yield Finding("model", None, f"{error}; the later checks need it: run that stage first")
+            return
+        job = make_job(recipe)
+    except GroupwiseError as error:
+        yield Finding("recipe", False, str(error))
+        return
+    try:
+        for label, text in job.plan:
+            if label in ("data", "in all", "memory"):
+                yield Finding(label, None, text)
+        yield Finding("model", True, "packed and prompt-shared forward equals the model's own, one sequence at a time")
+        yield from _tokenizer(job.policy)
+        yield from _template(recipe, job.policy)
+        if job.engine is None or not is_online(recipe.objective):
+            return
+        data = load_data(
+            recipe.data,
+            job.policy.tokenizer,
+            context=job.policy.context,
+            max_new_tokens=recipe.rollout.max_new_tokens,
+            seed=recipe.seed,
+        )
+        columns = list(data.train[0].row)
+        rewards = (
+            build_rewards(recipe.rewards, columns=columns, tokenizer=job.policy.tokenizer) if recipe.rewards else Rewards([], [])
+        )
+        with rewards:
+            yield from _golds(rewards, data.train[:64]) if rewards.names else ()
+            yield from _samples(recipe, job, rewards, data.train[:PROMPTS])
+    except GroupwiseError as error:
+        yield Finding(type(error).__name__, False, str(error))
+    finally:
+        job.close()
+
+
+def _tokenizer(policy: Policy) -> Iterator[Finding]:
+    tokenizer = policy.tokenizer
+    rows = embedding_rows(policy.model)
+    names = ", ".join(f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in policy.eos_ids)
+    yield Finding("EOS", True, f"a completion ends with {names}; it is sampled, scored and trained like every other token")
+    pad = tokenizer.pad_token_id
+    state = "has no PAD" if pad is None else "uses EOS as PAD" if pad in policy.eos_ids else f"has PAD {pad}"
+    yield Finding("PAD", True, f"the tokenizer {state}: no difference, nothing is ever padded")
+    if rows > policy.vocabulary:
+        text = f"{rows - policy.vocabulary} embedding rows belong to no token: they are never sampled and never scored"
+        yield Finding("vocabulary", None, text)
+
+
+def _template(recipe: Recipe, policy: Policy) -> Iterator[Finding]:
+    data = recipe.data
+    if data.path is None and not data.chat:
+        return
+    template = Template.build(data, policy.tokenizer)
+    if not (data.chat or policy.tokenizer.chat_template):
+        return
+    stable = template.is_stable({"prompt": [{"role": "user", "content": "1 + 1?"}]}, "The answer is 2.")
+    yield Finding(
+        "template",
+        stable,
+        "the prompt's ids begin the ids of the whole conversation"
+        if stable
+        else "the chat template writes a prompt otherwise once it is answered: several turns would be scored on other ids than "
+        "were sampled; use a template whose generation prompt is a prefix",
+    )
+
+
+def _golds(rewards: Rewards, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """Does the gold answer earn the reward it should?  In the forms in which models write answers."""
+    forms: tuple[Callable[[str], str], ...] = (str, lambda a: f"\\boxed{{{a}}}", lambda a: f"#### {a}")
+    column = next((c for c in ("answer", "solution") if prompts and c in prompts[0].row), None)
+    if column is None:
+        return
+    best = np.zeros(len(prompts))
+    for form in forms:
+        groups = [(_written(prompt, form(str(prompt.row[column]))),) for prompt in prompts]
+        best = np.maximum(best, [np.nan_to_num(found.rewards[0, 0]) for found in rewards.score(groups)])
+    missed = [prompt for prompt, value in zip(prompts, best, strict=True) if value < RIGHT]
+    says = f"the gold answers of the first {len(prompts)} prompts earn {rewards.names[0]} = 1"
+    if missed:
+        says = (
+            f"{len(missed)} of {len(prompts)} gold answers do not earn {rewards.names[0]} = 1, the first in row {missed[0].id}: "
+            f"{str(missed[0].row[column])[:80]!r}; no completion can be right there: look at `groupwise score` or drop these rows"
+        )
+    yield Finding("gold", not missed, says)
+
+
+def _written(prompt: Prompt, text: str) -> Rollout:
+    """A completion that was never sampled, for the reward functions to look at."""
+    nothing = np.zeros(0, dtype=np.int64)
+    return Rollout(
+        prompt=prompt,
+        index=0,
+        tokens=nothing,
+        behavior_logp=np.zeros(0),
+        finish=Finish.STOP,
+        eos_ids=(),
+        sampling=Sampling(),
+        text=text,
+    )  # fmt: skip
+
+
+def _samples(recipe: Recipe, job: Job, rewards: Rewards, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """Sample a little with the recipe's own settings, and score it in every way that must agree."""
+    policy, engine = job.policy, job.engine
+    assert engine is not None
+    sampling = sampling_of(recipe.rollout, max_new_tokens=min(recipe.rollout.max_new_tokens, TOKENS))
+    groups = list(engine.generate(prompts, group_size=COMPLETIONS, sampling=sampling, seed=recipe.seed))
+    rollouts = [rollout for group in groups for rollout in group]
+    samples = [sample_of(rollout) for rollout in rollouts]
+    budget = positions_of(job.recipe)
+    scored = score(policy, samples, budget=budget).logp
+    limit = GAP.get(torch.bfloat16 if policy.autocast else policy.dtype, 0.25)
+    how = f"temperature {sampling.temperature:g}" + (", over the truncated support" if sampling.truncates else "")
+    yield _agree(
+        "log-probs", [r.behavior_logp for r in rollouts], scored, limit, f"sampled = scored at {how}", "the engine and the scorer"
+    )
+    alone = [score(policy, [sample], budget=budget).logp[0] for sample in samples]
+    yield _agree("batching", alone, scored, limit, "scores do not depend on what else is in the batch", "batched and single scores")
+    unshared = score(replace(policy, attention="packed"), samples, budget=budget).logp if policy.attention == "shared" else alone
+    yield _agree("packing", unshared, scored, limit, "shared prompts = repeated prompts", "shared and repeated prompts")
+    own = [_own_forward(policy, sample) for sample in samples[:PROMPTS]]
+    yield _agree("positions", own, scored, limit, "= the model's own forward pass", "the packed and the model's own forward pass")
+    ended = np.mean([not rollout.truncated for rollout in rollouts])
+    yield Finding(
+        "endings",
+        None if ended == 0 and sampling.max_new_tokens < recipe.rollout.max_new_tokens else bool(ended > 0),
+        f"{ended:.0%} of {len(rollouts)} completions ended within {sampling.max_new_tokens} tokens"
+        + ("" if ended else ": EOS was never sampled; warm the model up with SFT, or raise rollout.max_new_tokens"),
+    )
+    yield from _spread(rewards.score(groups)) if rewards.names else ()
+
+
+def _agree(name: str, found: Sequence[np.ndarray], expected: Sequence[np.ndarray], limit: float, says: str, what: str) -> Finding:
+    gaps = np.concatenate([np.abs(a - b) for a, b in zip(found, expected, strict=False)] or [np.zeros(1)])
+    gap = float(gaps.max(initial=0.0))
+    if gap <= limit:
+        return Finding(name, True, f"{says} (largest difference {gap:.1e} nats over {gaps.size} tokens)")
+    return Finding(name, False, f"{what} differ by up to {gap:.2g} nats, more than rounding ({limit:g}): do not train; report it")
+
+
+@torch.no_grad()
+def _own_forward(policy: Policy, sample: Sample) -> np.ndarray:
+    """Log-probs by the model's own attention and head and a plain log_softmax."""
+    ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion])).to(policy.device)
+    with plain_attention(policy.model) as model, policy.precision():
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, sample.prompt.size - 1 : -1, : policy.vocabulary]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / sample.temperature
+    for row, support in enumerate(sample.support or ()):
+        outside = torch.ones(policy.vocabulary, dtype=torch.bool, device=logits.device)
+        outside[torch.from_numpy(support).to(logits.device)] = False
+        logits[row, outside] = -torch.inf
+    chosen = logits.log_softmax(-1).gather(1, ids[sample.prompt.size :, None])[:, 0]
+    return chosen.cpu().numpy()
+
+
+def _spread(groups: Sequence[Scored]) -> Iterator[Finding]:
+    rewards = np.concatenate([group.reward for group in groups])
+    dead = sum(group.dead for group in groups)
+    if np.isnan(rewards).all():
+        yield Finding("rewards", False, "every completion is unscorable: all reward functions said None")
+        return
+    spread = f"mean {np.nanmean(rewards):.3f}, from {np.nanmin(rewards):.3g} to {np.nanmax(rewards):.3g}"
+    says = f"{spread}; {dead} of {len(groups)} groups without differences"
+    if dead == len(groups):
+        says += (
+            ": nothing to learn from them; use easier (or harder) prompts, a better start, a larger group_size, or a finer reward"
+        )
+    yield Finding("rewards", None if dead == len(groups) else True, says)

@@ -1,0 +1,267 @@
+"""One step worked through in numbers: rewards -> advantages -> weights -> ratios -> loss -> gradient, by what training calls.
+
+No formula stands here: credit, weights, ratio level, surrogate and KL are the ones that training calls.  What is made up are the
+completions and the policy: every token has a policy of its own, one number z with p = sigmoid(z), so that a gradient step moves
+its log-prob and nothing else, and can be followed by hand.
+
+M trained tokens, one completion after the other   K reward functions (here 1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from groupwise.algorithms import diagnostics
+from groupwise.algorithms.losses import Terms
+from groupwise.algorithms.registry import Algorithm, describe, options, resolve
+from groupwise.config.settings import GroupSettings
+from groupwise.errors import ConfigError
+from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
+from groupwise.training.online import weigh
+
+PROBABILITIES = (0.5, 0.8, 0.6, 0.9, 0.3, 0.7)
+"""What the policy that sampled gave to the first token, the second, ... of all completions; then again from the first."""
+REFERENCE = (0.55, 0.7, 0.6, 0.9, 0.4, 0.65)
+"""The same under the reference."""
+VALUES = (0.4, 0.5, 0.6, 0.5, 0.3, 0.2)
+"""What a critic said of the first token, the second, ...; then again from the first."""
+EOS = 0
+MOST_PASSES = 100
+"""More than anyone reads."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Pass:
+    """One visit of all tokens; every column is (M,)."""
+
+    logp: np.ndarray
+    """Under the policy as it is now."""
+    ratio: np.ndarray
+    """To the policy that sampled, at the algorithm's level."""
+    kl: np.ndarray | None
+    """To the reference; None without a KL in the loss."""
+    loss: np.ndarray
+    """Before the weight."""
+    gradient: np.ndarray
+    """Of the step's loss, with respect to each log-prob."""
+    clipped: np.ndarray
+    """bool: rewards would push this token, but the surrogate lets nothing through."""
+    total: float
+    """The step's loss: sum(weight x loss)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Example:
+    """A step worked through."""
+
+    algorithm: Algorithm
+    group: Scored
+    advantages: list[np.ndarray]
+    samples: list[Sample]
+    """Of every completion that has tokens to train, weights final."""
+    passes: tuple[Pass, ...]
+    lr: float
+
+    def column(self, name: str) -> np.ndarray:
+        """A column of the samples over all M tokens: `weight`, `advantage`, `behavior_logp`."""
+        return np.concatenate([getattr(sample, name) for sample in self.samples])
+
+
+def work(
+    rewards: Sequence[float | None] = (1.0, 0.0, 0.5),
+    lengths: Sequence[int] | None = None,
+    *,
+    preset: str = "grpo",
+    mu: int = 2,
+    beta: float | None = None,
+    lr: float = 5.0,
+    longest: int = 8,
+) -> Example:
+    """Work a step of `preset` through, on one group.
+
+    rewards: one per completion, None = unscorable.   lengths: tokens of each, EOS included; default 2, 3, 4 and so on in turn.
+    mu: passes over the rollout, each with a gradient step of size `lr` on the toy policy.   beta: weight of the KL.
+    longest: what Dr. GRPO divides by.   Raises ConfigError for what the algorithm refuses, and for lengths that do not fit.
+    """
+    given = tuple(lengths) if lengths is not None else tuple(2 + i % 3 for i in range(len(rewards)))
+    if len(given) != len(rewards) or not all(1 <= n <= longest for n in given):
+        raise ConfigError(f"{len(rewards)} rewards need as many lengths, each 1 to {longest}, got {', '.join(map(str, given))}")
+    if not 1 <= mu <= MOST_PASSES:
+        raise ConfigError(f"mu must be at least 1 and at most {MOST_PASSES}, got {mu}")
+    if not 0 < lr < np.inf:
+        raise ConfigError(f"lr must be a finite number greater than 0, got {lr:g}")
+    if beta is not None and not beta >= 0:
+        raise ConfigError(f"beta must be at least 0, got {beta:g}")
+    if any(reward is not None and not np.isfinite(reward) for reward in rewards):
+        raise ConfigError(f"a reward is a finite number or none, got {', '.join(map(str, rewards))}")
+    algorithm = resolve(preset, GroupSettings(group_size=len(rewards), updates_per_rollout=mu, beta=beta), longest)
+    if algorithm.divergence is not None:
+        raise ConfigError(
+            f"{preset!r} learns from whole distributions, which do not fit a table of tokens: explain distill_sampled"
+        )
+    group = _group(rewards, given, longest)
+    ((advantages),) = algorithm.credit([group])
+    samples = weigh([group], [advantages], algorithm)
+    return Example(
+        algorithm=algorithm, group=group, advantages=advantages, samples=samples, passes=_passes(algorithm, samples, mu, lr), lr=lr
+    )
+
+
+def _group(rewards: Sequence[float | None], lengths: Sequence[int], longest: int) -> Scored:
+    prompt = Prompt(id="example", tokens=np.array([1, 2]), text="")
+    rollouts, references, values, begin = [], [], [], 0
+    for index, n in enumerate(lengths):
+        tokens = np.arange(1, n + 1)
+        tokens[-1] = EOS
+        places = range(begin, begin := begin + n)
+        rollouts.append(
+            Rollout(
+                prompt=prompt,
+                index=index,
+                tokens=tokens,
+                behavior_logp=np.log([PROBABILITIES[place % len(PROBABILITIES)] for place in places]),
+                finish=Finish.EOS,
+                eos_ids=(EOS,),
+                sampling=Sampling(max_new_tokens=longest),
+                text="",
+            )
+        )
+        references.append(np.log([REFERENCE[place % len(REFERENCE)] for place in places]))
+        values.append(np.array([VALUES[place % len(VALUES)] for place in places]))
+    reward = np.array([np.nan if r is None else r for r in rewards], dtype=np.float64)
+    signals = {"reference_logp": tuple(references), "value": tuple(values), "teacher_logp": tuple(references)}
+    return Scored(rollouts=tuple(rollouts), names=("reward",), rewards=reward[:, None], reward=reward, signals=signals)
+
+
+def _passes(algorithm: Algorithm, samples: Sequence[Sample], mu: int, lr: float) -> tuple[Pass, ...]:
+    def column(name: str) -> Tensor:
+        return torch.from_numpy(np.concatenate([getattr(sample, name) for sample in samples]))
+
+    if not samples:
+        return ()
+    behavior_M, weight_M, reference_M = column("behavior_logp"), column("weight"), column("reference_logp")
+    segment_M = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor([sample.weight.size for sample in samples]))
+    z_M = torch.logit(behavior_M.exp())
+    passes = []
+    for _ in range(mu):
+        logp_M = logsigmoid(z_M).requires_grad_()
+        terms = Terms(
+            logp_M=logp_M,
+            behavior_logp_M=behavior_M,
+            advantage_M=column("advantage"),
+            segment_M=segment_M,
+            segments=len(samples),
+            reference_logp_M=reference_M if algorithm.loss_beta else None,
+        )
+        total = algorithm.total(terms, weight_M)
+        (gradient_M,) = torch.autograd.grad(total, logp_M, retain_graph=True)
+        (push_M,) = torch.autograd.grad(replace(algorithm, beta=0.0).total(terms, weight_M), logp_M)
+        with torch.no_grad():
+            log_ratio_M = algorithm.ratio(logp_M, behavior_M, segment_M, len(samples))
+            kl_M = algorithm.kl(logp_M, reference_M, logp_M - behavior_M) if algorithm.loss_beta else None
+            passes.append(
+                Pass(
+                    logp=logp_M.numpy().copy(),
+                    ratio=log_ratio_M.exp().numpy(),
+                    kl=None if kl_M is None else kl_M.numpy(),
+                    loss=algorithm.loss(terms).numpy(),
+                    gradient=gradient_M.numpy(),
+                    clipped=((push_M == 0) & (terms.advantage_M * weight_M != 0)).numpy(),
+                    total=float(total),
+                )
+            )
+            z_M = z_M - lr * gradient_M * (1 - logp_M.exp())  # d log sigmoid(z) / dz = 1 - p
+    return tuple(passes)
+
+
+# ---------------------------------------------------------------- as text
+
+
+def render(example: Example) -> str:
+    """A worked example as plain text."""
+    algorithm = example.algorithm
+    parts = (algorithm.credit, algorithm.ratio, algorithm.surrogate, algorithm.weights)
+    lines = [
+        f"{algorithm.name}: {algorithm.summary}",
+        f"  {' x '.join(describe(part) for part in parts)}",
+        f"  loss = {algorithm.equation}" + (f"  (arXiv {algorithm.paper})" if algorithm.paper else ""),
+        "",
+        "1. Rewards of one group",
+        _row("reward", ["None" if np.isnan(r) else f"{r:g}" for r in example.group.reward]),
+        _row("tokens", [str(len(rollout)) for rollout in example.group.rollouts]),
+        "",
+        f"2. Advantages: {describe(algorithm.credit)}",
+        *_advantage_rows(example),
+        "",
+        f"3. Weight of each token: {describe(algorithm.weights)}",
+        _row("weight", _weights(example)),
+    ]
+    for number, seen in enumerate(example.passes, 1):
+        lines += ["", *_pass(example, number, seen)]
+    if not example.passes:
+        lines += ["", "Nothing is left to train."]
+    return "\n".join(lines)
+
+
+def _row(label: str, cells: Sequence[str]) -> str:
+    return f"  {label:<22}" + "".join(f"{cell:>10}" for cell in cells)
+
+
+def _number(value: float) -> str:
+    return f"{value + 0.0:+.4f}" if abs(value) >= 5e-5 else "0"
+
+
+def _advantage_rows(example: Example) -> list[str]:
+    """One number per completion, or where its tokens differ the first and the last."""
+
+    def shown(advantages: Sequence[np.ndarray]) -> list[str]:
+        return [_number(a[0]) if np.ptp(a) == 0 else f"{_number(a[0])}.." for a in advantages]
+
+    rows = [_row("advantage", shown(example.advantages))]
+    known = options(example.algorithm.credit)
+    if known.get("ddof") == 1:
+        other = partial(example.algorithm.credit, ddof=0, eps=0.0)
+        rows.append(_row("with ddof 0, eps 0", shown(other([example.group])[0])))
+    if any(np.ptp(a) > 0 for a in example.advantages):
+        rows.append("  (.. = the first token's; those of later tokens differ and stand below)")
+    return rows
+
+
+def _weights(example: Example) -> list[str]:
+    found = {id(sample.completion): float(sample.weight.max()) for sample in example.samples}
+    return [f"{found.get(id(rollout.tokens), 0.0):.4f}" for rollout in example.group.rollouts]
+
+
+def _pass(example: Example, number: int, seen: Pass) -> list[str]:
+    algorithm = example.algorithm
+    weight, advantage, behavior = (example.column(name) for name in ("weight", "advantage", "behavior_logp"))
+    first = "the policy is still the one that sampled: every ratio is 1"
+    moved = f"after {number - 1} gradient step{'s' if number > 2 else ''} of size {example.lr:g}"
+    names = ["b", "l", "ratio", "A", *(["KL"] if seen.kl is not None else []), "loss", "weight", "dloss/dl"]
+    lines = [
+        f"{number + 3}. Pass {number}: {first if number == 1 else moved}",
+        "  completion token" + "".join(f"{name:>10}" for name in names),
+    ]
+    owners = [(i, t) for i, sample in enumerate(example.samples) for t in range(sample.weight.size)]
+    places = {id(rollout.tokens): rollout.index + 1 for rollout in example.group.rollouts}
+    for m, (i, t) in enumerate(owners):
+        values = [behavior[m], seen.logp[m], seen.ratio[m], advantage[m]]
+        values += [] if seen.kl is None else [seen.kl[m]]
+        values += [seen.loss[m], weight[m], seen.gradient[m]]
+        cells = "".join(f"{_number(value):>10}" for value in values)
+        lines.append(
+            f"  {places[id(example.samples[i].completion)]:>10} {t + 1:>5}{cells}" + ("  clipped" if seen.clipped[m] else "")
+        )
+    advantage_M = torch.from_numpy(advantage)
+    found = diagnostics.ratio(torch.from_numpy(np.log(seen.ratio)), advantage_M, algorithm.clip_range)
+    found |= diagnostics.progress(torch.from_numpy(seen.logp), advantage_M)
+    shown = [f"{name} {found[name]:.4f}" for name in ("clip/low", "clip/high", "progress") if name in found]
+    lines.append(f"  loss = sum(weight x loss) = {_number(seen.total)};  " + ", ".join(shown))
+    return lines

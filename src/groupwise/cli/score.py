@@ -1,0 +1,196 @@
+"""Reward functions over completions that exist already: what `groupwise score` does, before any compute is spent.
+
+N rows   K reward functions
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from groupwise.config.settings import RewardSettings
+from groupwise.data.sources import Rows, read_rows
+from groupwise.errors import DataError
+from groupwise.rewards.compose import as_messages, build_rewards, combine
+from groupwise.rewards.find import Completions
+from groupwise.runs.folder import list_rollouts
+
+TOKEN_COLUMNS = {"prompt_ids": "prompt_ids", "completion_ids": "completion_ids", "finish_reason": "finish_reasons"}
+"""Columns of the file that reach a function under the name that it asks for: a recorded run has them."""
+RECORDED = {"prompt_text", "completion_text", "row", "finish"}
+"""Columns by which a recorded step is known."""
+BARS = 40
+"""Width of a histogram in characters."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreReport:
+    """What the functions said of each row."""
+
+    names: tuple[str, ...]
+    """K."""
+    rewards: np.ndarray
+    """float64 (N, K), NaN where a function says None."""
+    reward: np.ndarray
+    """float64 (N,): the weighted sum."""
+    rows: tuple[str, ...]
+    """N names of the rows, as `file:row`."""
+    texts: tuple[str, ...]
+    """N completions."""
+    seconds: tuple[float, ...]
+    """N: how long the call took that scored the row (rows of one prompt, side by side in the file, are one call)."""
+
+    def render(self, *, rows: int = 10) -> str:
+        """Plain text: per function mean, spread, share of None and histogram; the first `rows` rows; the slowest.
+
+        Control characters of completions are shown as escapes: what a model wrote must not steer a terminal.
+        """
+        lines = [f"{len(self.rows)} completions"]
+        for name, column in [*zip(self.names, self.rewards.T, strict=True), ("reward (weighted sum)", self.reward)]:
+            lines += ["", *_summary(name, column)]
+        if rows:
+            lines += ["", "row  " + "  ".join(f"{visible(name, 12):>12}" for name in self.names) + "  completion"]
+        for n in range(min(rows, len(self.rows))):
+            values = "  ".join(f"{'None' if math.isnan(v) else format(v, '.4g'):>12}" for v in self.rewards[n])
+            lines.append(f"{n + 1:<5}{values}  {visible(self.texts[n], 60)}")
+        slow = [n for n in np.argsort(self.seconds)[::-1][:3] if self.seconds[n] >= 0.01]
+        lines += (
+            ["", *(f"slow: {self.rows[n]} took {self.seconds[n]:.2f} s: {visible(self.texts[n], 60)}" for n in slow)]
+            if slow
+            else []
+        )
+        return "\n".join(lines)
+
+
+def score_file(
+    functions: Sequence[str | RewardSettings],
+    path: str | Path,
+    *,
+    columns: Mapping[str, str] | None = None,
+    limit: int | None = None,
+) -> ScoreReport:
+    """Run reward functions, by name or with their settings, over the rows of a JSONL, JSON or Parquet file, or over the
+    completions that a run recorded (its folder: the newest step; or one of its `rollouts/*.parquet`).
+
+    A row has `prompt` (a string or messages), `completion` (a string or one assistant message) and the columns that the functions
+    ask for; `columns` renames them, ours: theirs.  Columns `prompt_ids`, `completion_ids` and `finish_reason` are passed on under
+    the names that functions know.  Neighbouring rows with the same prompt are scored in one call, like a group in training.
+
+    Raises DataError for a bad file or row, ConfigError for functions that the columns cannot serve, RewardError for bad results.
+    """
+    found = _rows(Path(path)).renamed(columns or {}).first(limit)
+    rows, names = list(found), [found.where(i) for i in range(len(found))]
+    for name, row in zip(names, rows, strict=True):
+        _check(name, row)
+    present = list(dict.fromkeys(column for row in rows for column in row))
+    settings = [RewardSettings(function=one) if isinstance(one, str) else one for one in functions]
+    rewards, seconds = [], []
+    with build_rewards(settings, columns=[column for column in present if column not in TOKEN_COLUMNS]) as scorer:
+        for begin, end in _groups(rows):
+            began = time.monotonic()
+            batch = _completions(rows[begin:end], names[begin:end], present)
+            rewards.append(scorer.matrix(scorer.call(batch)))
+            seconds += [time.monotonic() - began] * (end - begin)
+        matrix = np.concatenate(rewards)
+        return ScoreReport(
+            names=scorer.names,
+            rewards=matrix,
+            reward=combine(matrix, scorer.weights),
+            rows=tuple(names),
+            texts=tuple(_text(row["completion"]) for row in rows),
+            seconds=tuple(seconds),
+        )
+
+
+def visible(text: str, width: int) -> str:
+    r"""A text on one line, at most `width` characters, control and invisible characters as escapes.
+
+    >>> visible("a\x1b[31mred\n", 20)
+    'a\\x1b[31mred\\n'
+    """
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: 4 * width])
+    return shown if len(shown) <= width and len(text) <= 4 * width else shown[: max(0, width - 3)] + "..."
+
+
+def _summary(name: str, column: np.ndarray) -> list[str]:
+    values = column[~np.isnan(column)]
+    none = f"None {np.isnan(column).mean():.1%}"
+    if not values.size:
+        return [f"{visible(name, 60)}: {none}"]
+    stats = f"mean {values.mean():.4g}, std {values.std():.4g}, min {values.min():.4g}, max {values.max():.4g}, {none}"
+    distinct = np.unique(values)
+    if distinct.size <= 10:
+        bins = [(f"{value:.4g}", int((values == value).sum())) for value in distinct]
+    else:
+        counts, edges = np.histogram(values, bins=10)
+        bins = [(f"{low:.3g} .. {high:.3g}", int(c)) for low, high, c in zip(edges, edges[1:], counts, strict=False)]
+    width = max(len(label) for label, _ in bins)
+    bars = [f"  {label:>{width}}  {count:>6}  {'#' * math.ceil(BARS * count / values.size)}" for label, count in bins]
+    return [f"{visible(name, 60)}: {stats}", *bars]
+
+
+def _rows(path: Path) -> Rows:
+    """Rows of a file; of a run folder, or of one of its recorded steps, the completions as they were sampled."""
+    if path.is_dir() and (steps := list_rollouts(path)):
+        return _recorded(read_rows(str(path / "rollouts" / f"{steps[-1]:06d}.parquet")))
+    rows = read_rows(str(path))
+    return _recorded(rows) if len(rows) and set(rows[0]) >= RECORDED else rows
+
+
+def _recorded(rows: Rows) -> Rows:
+    """A run's record as rows: the data row's columns, and what was asked and answered under the usual names."""
+    named = [
+        {
+            **json.loads(row["row"]),
+            "prompt": json.loads(row["row"]).get("prompt", row["prompt_text"]),
+            "completion": row["completion_text"],
+            **{column: row[column] for column in ("prompt_ids", "completion_ids")},
+            "finish_reason": row["finish"],
+        }
+        for row in rows
+    ]
+    return replace(rows, rows=named)
+
+
+def _check(name: str, row: Any) -> None:
+    if not isinstance(row, dict):
+        raise DataError(f"{name}: a row is an object with prompt and completion, not a {type(row).__name__}")
+    for column in ("prompt", "completion"):
+        if column not in row:
+            raise DataError(f"{name}: no {column!r}; columns: {', '.join(map(repr, row))}; name yours by --column {column}=YOURS")
+        value = row[column]
+        messages = (
+            isinstance(value, list) and value and all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in value)
+        )
+        if not isinstance(value, str) and not messages:
+            raise DataError(f"{name}: {column!r} is {visible(repr(value), 60)}, expected a string or messages with a content")
+
+
+def _text(value: str | list[dict[str, str]]) -> str:
+    return value if isinstance(value, str) else value[-1]["content"]
+
+
+def _groups(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    starts = [n for n, row in enumerate(rows) if n == 0 or row["prompt"] != rows[n - 1]["prompt"]]
+    return list(zip(starts, [*starts[1:], len(rows)], strict=True))
+
+
+def _completions(rows: Sequence[Mapping[str, Any]], names: Sequence[str], present: Sequence[str]) -> Completions:
+    texts = [_text(row["completion"]) for row in rows]
+    tokens = {ours: [row.get(theirs) for row in rows] for theirs, ours in TOKEN_COLUMNS.items() if theirs in present}
+    return Completions(
+        labels=names,
+        prompts=[row["prompt"] for row in rows],
+        prompt_texts=[_text(row["prompt"]) for row in rows],
+        completions=[as_messages(t) if isinstance(r["prompt"], list) else t for t, r in zip(texts, rows, strict=True)],
+        texts=texts,
+        columns={column: [row.get(column) for row in rows] for column in present},
+        **tokens,  # type: ignore[arg-type]
+    )

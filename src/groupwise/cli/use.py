@@ -1,0 +1,167 @@
+"""Using a trained model: evaluate a checkpoint on prompts, chat with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from groupwise.config.settings import DataSettings, ModelSettings, RewardSettings
+from groupwise.config.validation import wrong_model
+from groupwise.data.load import load_data
+from groupwise.data.prompts import encode_prompts, prompt_limit, visit
+from groupwise.data.sources import read_rows
+from groupwise.data.templates import Template
+from groupwise.errors import ConfigError
+from groupwise.models.policy import Policy, load_policy
+from groupwise.records import Prompt, Sampling
+from groupwise.rewards.compose import build_rewards
+from groupwise.rollout.native.engine import NativeEngine
+from groupwise.runs.checkpoint import policy_folder
+from groupwise.training.evaluate import Evaluation, evaluate
+
+
+@dataclass(frozen=True, slots=True)
+class EvalReport:
+    """An evaluation, for people and for programs."""
+
+    checkpoint: str
+    evaluation: Evaluation
+
+    def render(self) -> str:
+        """Plain text."""
+        found = self.evaluation
+        lines = [
+            f"{self.checkpoint}: {found.prompts} prompts, {found.k} samples each (± is half of a 95 % interval)",
+            f"  greedy accuracy   {found.greedy}",
+            f"  sampled accuracy  {found.sampled}",
+            f"  {f'pass@{found.k}':16}  {found.pass_at_k}",
+            f"  mean reward       {found.reward}",
+            f"  mean length       {found.length:.1f} tokens, {found.truncated:.1%} truncated",
+        ]
+        for column, shares in found.by_column.items():
+            lines.append(f"  greedy by {column}: " + ", ".join(f"{value} {share:.3f}" for value, share in shares.items()))
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """One JSON object."""
+        found = {"checkpoint": self.checkpoint, "prompts": self.evaluation.prompts, "k": self.evaluation.k}
+        return json.dumps(found | self.evaluation.metrics(), indent=1)
+
+
+def model_folder(path: str) -> str:
+    """The model meant by a path: a hub name as it is, else the Hugging Face folder in it (see `checkpoint.policy_folder`).
+
+    Raises ConfigError or CheckpointError if there is none.
+    """
+    if Path(path).expanduser().is_dir():
+        return str(policy_folder(path))
+    if wrong := wrong_model(path):
+        raise ConfigError(wrong)
+    return path
+
+
+def evaluate_checkpoint(
+    path: str,
+    *,
+    data: str | None = None,
+    task: str | None = None,
+    task_args: Mapping[str, Any] | None = None,
+    reward: str = "accuracy",
+    k: int = 8,
+    temperature: float = 1.0,
+    max_new_tokens: int = 256,
+    limit: int | None = None,
+    seed: int = 0,
+    columns: Mapping[str, str] | None = None,
+    template: str | None = None,
+    system: str | None = None,
+    chat: bool = False,
+    split: str = "test",
+    dtype: str = "float32",
+) -> EvalReport:
+    """Greedy accuracy, sampled accuracy and pass@k of a checkpoint.
+
+    data: a file or hub name, all of whose rows are used; or task: a built-in task, whose held-out prompts are used.
+    reward: the function that says what is right.   k: samples per prompt.   limit: first rows only.
+    Raises ConfigError, DataError, RewardError.
+    """
+    if (data is None) == (task is None):
+        raise ConfigError("say what to evaluate on: --data FILE or --task NAME")
+    policy = load_policy(ModelSettings(path=model_folder(path), dtype=dtype))  # type: ignore[arg-type]
+    prompts = _prompts(
+        policy, data, task, task_args or {}, max_new_tokens, limit, seed, columns or {}, template, system, chat, split
+    )
+    functions = build_rewards([RewardSettings(function=reward)], columns=list(prompts[0].row), tokenizer=policy.tokenizer)
+    sampling = Sampling(temperature=temperature, max_new_tokens=max_new_tokens)
+    with functions:
+        found = evaluate(NativeEngine(policy, max_rows=256), functions, prompts, k=k, sampling=sampling, seed=seed)
+    return EvalReport(path, found)
+
+
+def _prompts(
+    policy: Policy,
+    data: str | None,
+    task: str | None,
+    task_args: Mapping[str, Any],
+    max_new_tokens: int,
+    limit: int | None,
+    seed: int,
+    columns: Mapping[str, str],
+    template: str | None,
+    system: str | None,
+    chat: bool,
+    split: str,
+) -> tuple[Prompt, ...]:
+    settings = DataSettings(
+        path=data, task=task, task_args=task_args, columns=columns, template=template, system=system, chat=chat,
+        split=split, eval_limit=limit, limit=1 if task else limit,
+    )  # fmt: skip
+    if task is not None:
+        return load_data(
+            settings, policy.tokenizer, context=policy.context, max_new_tokens=max_new_tokens, seed=seed
+        ).held_out  # fmt: skip
+    assert data is not None
+    rows = read_rows(data, split).renamed(columns).first(limit)
+    room = prompt_limit(policy.context, max_new_tokens, None)
+    found, _ = encode_prompts(rows, Template.build(settings, policy.tokenizer), max_tokens=room)
+    return tuple(visit(prompt, "eval") for prompt in found)
+
+
+def chat(path: str, *, temperature: float = 1.0, max_new_tokens: int = 256, seed: int = 0) -> int:
+    """Talk to a checkpoint in the terminal; an empty line or end of input ends it.  Returns the exit status.
+
+    With a chat template the conversation so far is the prompt; without one every line is a prompt of its own.
+    """
+    from rich.console import Console
+
+    from groupwise.runs.progress import safe
+
+    console = Console(highlight=False)
+    policy = load_policy(ModelSettings(path=model_folder(path)))
+    engine = NativeEngine(policy, max_rows=1)
+    messages: list[dict[str, str]] = []
+    console.print(f"{path}: an empty line ends the conversation", style="dim", markup=False)
+    turn = 0
+    while True:
+        try:
+            said = input("> ").strip()
+        except EOFError:
+            console.print()  # Ctrl-D leaves the cursor behind the prompt
+            return 0
+        if not said:
+            return 0
+        messages.append({"role": "user", "content": said})
+        templated = bool(policy.tokenizer.chat_template)
+        text = policy.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) if templated else said
+        ids = policy.tokenizer(str(text), add_special_tokens=not templated)["input_ids"]
+        sampling = Sampling(temperature=temperature, max_new_tokens=max_new_tokens)
+        prompt = Prompt(id=f"chat/{turn}", tokens=np.asarray(ids, dtype=np.int64), text=str(text))
+        ((rollout,),) = engine.generate([prompt], group_size=1, sampling=sampling, seed=seed)
+        messages.append({"role": "assistant", "content": rollout.text})
+        console.print(safe(rollout.text))
+        turn += 1

@@ -1,0 +1,498 @@
+"""Recipes in and out: strict YAML and dotted overrides <-> the dataclasses of `settings.py`.
+
+A recipe is checked as a whole before anything is loaded: every mistake in it is listed at once, each with its line and, where one
+is near, what was probably meant.  A recipe may hold `stages`: runs that follow one another, each an overlay on the keys above them.
+
+Precedence, low to high: the defaults, the file's own keys, the stage's keys, `key=value`, `stages.NAME.key=value`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from groupwise.config import schema
+from groupwise.config.settings import Recipe
+from groupwise.config.strict_yaml import Node, Problem, parse, parse_value
+from groupwise.config.strict_yaml import dump as dump_yaml
+from groupwise.config.validation import STAGE, validate_recipe
+from groupwise.errors import ConfigError
+
+ALTERNATIVES = {
+    "model.path": ("model.scratch",),
+    "model.scratch": ("model.path",),
+    "data.path": ("data.task", "data.task_args"),
+    "data.task": ("data.path",),
+    "steps": ("epochs",),
+    "epochs": ("steps",),
+}
+"""Keys of which one at most is set: an overlay that sets the first takes the others away."""
+
+DATA = (("data", "path"), ("data", "task"))
+SOURCES = (("model", "path"), ("model", "scratch"), *DATA)
+"""Where a stage starts from: an override that is meant for all stages leaves one that starts from an earlier stage alone."""
+
+NEUTRAL = ("save.", "parallel", "runs", "name", "threads")
+"""Keys that may change when a run is resumed: they do not say what is computed."""
+
+REDACTED = "[redacted]"
+_SECRET_KEY = re.compile(r"(?:^|[_-])(token|secret|password|passwd|api[_-]?key|authorization)$", re.IGNORECASE)
+_SECRET_VALUE = re.compile(
+    r"\b(hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{8,}|AKIA[0-9A-Z]{12,}|gh[pousr]_[A-Za-z0-9]{16,}|Bearer\s+\S{8,})|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
+)
+
+
+# ---------------------------------------------------------------- loading
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The one run of a recipe file (or of a bundled recipe's name).
+
+    overrides: `key.sub=value`, each value written as in YAML.
+    Raises ConfigError with every mistake at once, also if the recipe holds several stages.
+    """
+    recipes = load_stages(path, overrides)
+    if _is_staged(recipes):
+        raise ConfigError(f"{path} holds the stages {', '.join(recipes)}, where a recipe with one run is needed")
+    return next(iter(recipes.values()))
+
+
+def load_stages(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Recipe]:
+    """The runs of a recipe file, in order.
+
+    A recipe without `stages` gives one entry, called by its objective.  With stages each entry's `name` is `NAME/STAGE`, so that
+    its run folder is runs/NAME/STAGE; a top-level override holds for every stage, except that a model that comes from an earlier
+    stage keeps coming from there, and so do data; data that a stage names itself must be overridden in that stage.
+    Raises ConfigError with every mistake at once.
+    """
+    file = find_recipe(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the recipe {file}: {error}") from error
+    return parse_stages(text, str(path) if Path(path).is_file() else file.name, overrides)
+
+
+def parse_stages(text: str, name: str, overrides: Sequence[str] = ()) -> dict[str, Recipe]:
+    """`load_stages` from text; `name` is what its lines are called in messages."""
+    root, problems = parse(text, name)
+    if not isinstance(root.value, dict):
+        problems.append(Problem(root.where, f"a recipe is a mapping of keys to values, got {schema.show(root.plain())}"))
+        root.value = {}
+    if not root.value and problems:
+        _refuse(name, problems)
+    changes = _read_overrides(overrides, problems)
+    trees = _stage_trees(root, changes, problems)
+    found: dict[str, Recipe] = {}
+    for stage, tree in trees.items():
+        recipe, wrong = _build(tree, tuple(found) if "stages" in root.value else (), stage if len(trees) > 1 else None)
+        problems += [problem for problem in wrong if problem not in problems]
+        found[stage] = recipe
+    if problems:
+        _refuse(name, problems)
+    if "stages" not in root.value:
+        return {recipe.objective: recipe for recipe in found.values()}
+    return {stage: dataclasses.replace(recipe, name=f"{recipe.name}/{stage}") for stage, recipe in found.items()}
+
+
+def _is_staged(recipes: Mapping[str, Recipe]) -> bool:
+    return any(recipe.name.endswith(f"/{stage}") for stage, recipe in recipes.items())
+
+
+def _refuse(name: str, problems: Sequence[Problem]) -> None:
+    if len(problems) == 1:
+        raise ConfigError(str(problems[0]))
+
+    def place(problem: Problem) -> tuple[int, str]:
+        line = problem.where.rpartition(":")[2]
+        return (int(line), "") if line.isdigit() else (sys.maxsize, problem.where)
+
+    lines = "\n".join(f"  {problem}" for problem in sorted(problems, key=place))
+    raise ConfigError(f"{len(problems)} problems in {name}:\n{lines}")
+
+
+def _read_overrides(overrides: Iterable[str], problems: list[Problem]) -> list[tuple[tuple[str, ...], Node]]:
+    """`a.b=1` -> (("a", "b"), node).  Later ones win."""
+    found = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        key = key.strip().removeprefix("--")
+        where = f"override {key}={text}" if equals else f"override {override}"
+        if not equals or not key:
+            problems.append(Problem(where, "an override is written key=value, e.g. optimizer.lr=1e-5"))
+            continue
+        node, wrong = parse_value(text, where)
+        problems += wrong
+        if not wrong:
+            found.append((tuple(key.split(".")), node))
+    return found
+
+
+def _stage_trees(root: Node, changes: Sequence[tuple[tuple[str, ...], Node]], problems: list[Problem]) -> dict[str, Node]:
+    """The tree of each stage with its overlay and the overrides in it; one tree, called "", without stages."""
+    assert isinstance(root.value, dict)
+    base = Node({key: node for key, node in root.value.items() if key != "stages"}, root.where)
+    stages = root.value.get("stages")
+    trees: dict[str, Node] = {}
+    if stages is None:
+        trees[""] = base.copy()
+    elif not isinstance(stages.value, dict) or not stages.value:
+        problems.append(Problem(stages.where, "stages must be a mapping of a stage's name to its keys"))
+        return {}
+    else:
+        for stage, overlay in stages.value.items():
+            if not re.fullmatch(r"\w[\w+-]*", stage):
+                problems.append(Problem(overlay.where, f"a stage's name is made of letters, digits, _ + and -; got {stage!r}"))
+            if overlay.value is None:
+                overlay = Node({}, overlay.where)
+            if not isinstance(overlay.value, dict):
+                problems.append(
+                    Problem(
+                        overlay.where, f"stages.{stage} must be a mapping of keys to values, got {schema.show(overlay.plain())}"
+                    )
+                )
+                overlay = Node({}, overlay.where)
+            trees[stage] = _overlaid(base.copy(), overlay)
+        _check_own_data(stages.value, changes, problems)
+    for path, node in sorted(changes, key=lambda change: change[0][0] == "stages"):
+        if path[0] != "stages":
+            for tree in trees.values():
+                _set(tree, path, node, problems, every=stages is not None)
+        elif stages is None:
+            problems.append(Problem(node.where, "this recipe holds no stages"))
+        elif len(path) < 3 or path[1] not in trees:
+            near = schema.closest(path[1], list(trees)) if len(path) > 1 else ""
+            problems.append(Problem(node.where, f"write stages.NAME.key=value with one of the stages {', '.join(trees)}{near}"))
+        else:
+            _set(trees[path[1]], path[2:], node, problems)
+    return trees
+
+
+def _overlaid(base: Node, overlay: Node, prefix: str = "") -> Node:
+    """`overlay` on `base`: sections are merged key by key, everything else is replaced."""
+    assert isinstance(base.value, dict) and isinstance(overlay.value, dict)
+    _take_away(base, overlay, prefix)
+    merged = dict(base.value)
+    for key, node in overlay.value.items():
+        below, setting = merged.get(key), schema.settings_table().get(prefix + key)
+        is_section = setting is not None and setting.section is not None
+        if is_section and below is not None and isinstance(below.value, dict) and isinstance(node.value, dict):
+            node = _overlaid(below, node, f"{prefix}{key}.")
+        merged[key] = node
+    return Node(merged, base.where)
+
+
+def _take_away(base: Node, overlay: Node, prefix: str) -> None:
+    """Removes from `base` the alternatives of what `overlay` sets."""
+    assert isinstance(base.value, dict) and isinstance(overlay.value, dict)
+    for key, node in overlay.value.items():
+        for other in ALTERNATIVES.get(prefix + key, ()) if node.value is not None else ():
+            name = other.removeprefix(prefix)
+            if name not in overlay.value:
+                base.value.pop(name, None)
+
+
+def _check_own_data(stages: Mapping[str, Node], changes: Sequence[tuple[tuple[str, ...], Node]], problems: list[Problem]) -> None:
+    """Adds a problem for every override of all stages' data that would replace what a stage says of its own."""
+    said = {path[1] for path, _ in changes if path[0] == "stages" and path[2:] in DATA}
+    own = {}
+    for stage, overlay in stages.items():
+        source = next((found for path in DATA if isinstance((found := overlay.find(path)).value, str)), None)
+        if source is not None and stage not in said and not _from_stage(source):
+            own[stage] = source.plain()
+    theirs = ", ".join(f"{stage} ({source})" for stage, source in own.items())
+    for key, node in ((".".join(path), node) for path, node in changes if own and path in DATA):
+        message = f"{key} of every stage would replace the data that stages have of their own: {theirs}"
+        problems.append(Problem(node.where, f"{message}; say it of single stages: stages.{next(iter(own))}.{key}=..."))
+
+
+def _from_stage(source: Node) -> bool:
+    """True for a model or data that come from an earlier stage."""
+    return isinstance(source.value, str) and source.value.startswith(STAGE)
+
+
+def _set(tree: Node, path: tuple[str, ...], node: Node, problems: list[Problem], every: bool = False) -> None:
+    """Puts an override into a tree, making the sections on the way.  every: it was meant for all stages."""
+    dotted = ".".join(path)
+    if every and path[:2] in SOURCES and _from_stage(tree.find((path[0], "path"))):
+        return
+    here = tree
+    for depth, key in enumerate(path):
+        last, prefix = depth == len(path) - 1, ".".join(path[:depth])
+        if here.value is None:
+            here.value = {}
+        if isinstance(here.value, dict):
+            if node.value is not None:
+                _take_away(here, Node({key: node}, node.where), f"{prefix}." if prefix else "")
+            if last:
+                here.value[key] = node.copy()
+                return
+            here = here.value.setdefault(key, Node({}, node.where))
+        elif isinstance(here.value, list) and key.isdigit() and int(key) < len(here.value):
+            if last:
+                here.value[int(key)] = node.copy()
+                return
+            here = here.value[int(key)]
+        elif isinstance(here.value, list):
+            problems.append(
+                Problem(node.where, f"{prefix} is a list of {len(here.value)} (from 0); {key!r} is not one of its places")
+            )
+            return
+        else:
+            problems.append(Problem(node.where, f"{prefix} is {schema.show(here.plain())}, there is no {dotted} in it"))
+            return
+
+
+# ---------------------------------------------------------------- building
+
+
+@cache
+def _adapter() -> TypeAdapter[tuple[Recipe]]:
+    # A tuple, because pydantic takes a configuration for everything but a dataclass itself, and hands it on to those inside.
+    return TypeAdapter(tuple[Recipe], config=ConfigDict(extra="forbid", allow_inf_nan=False))
+
+
+def _validated(data: Mapping[str, Any]) -> tuple[Recipe | None, list[tuple[tuple[str | int, ...], str, Any]]]:
+    """The recipe, or the path, kind and value of everything wrong in it.
+
+    JSON's strict mode: a list is a tuple and a mapping a section, but no number is made from text or from true.
+    """
+    try:
+        return _adapter().validate_json(json.dumps([data]), strict=True)[0], []
+    except ValidationError as error:
+        return None, [(tuple(item["loc"][1:]), item["type"], item["input"]) for item in error.errors(include_url=False)]
+
+
+def _build(tree: Node, earlier: tuple[str, ...], stage: str | None) -> tuple[Recipe, list[Problem]]:
+    """The recipe of a tree and its problems.
+
+    Wrong values are taken out and the rest is checked on, so that all mistakes are found at once; a recipe with problems is only a
+    stand-in.
+    """
+    pruned = tree.copy()
+    problems: list[Problem] = []
+    wrong_keys: set[str] = set()
+    recipe: Recipe | None = None
+    while recipe is None:
+        recipe, errors = _validated(pruned.plain())
+        before = pruned.plain()
+        for path, kind, value in errors:
+            path = _known_path(tree, path)
+            key = ".".join(map(str, path))
+            if key not in wrong_keys:
+                wrong_keys.add(key)
+                found = tree.find(path)
+                problems.append(Problem(found.where, _message(key, kind, found.plain() if kind == "missing" else value)))
+            _prune(pruned, path)
+        assert recipe is not None or pruned.plain() != before, f"cannot take out {errors}"
+    for keys, message in validate_recipe(recipe, earlier):
+        if not any(key == wrong or key.startswith(wrong + ".") for key in keys for wrong in wrong_keys):
+            problems.append(Problem(_where(tree, keys), f"{message}" if stage is None else f"stage {stage}: {message}"))
+    return recipe, problems
+
+
+def _known_path(tree: Node, path: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """A path of pydantic's without the names of the union members that it tried, which are no keys."""
+    known: list[str | int] = []
+    for key in path:
+        dotted = schema.normal(".".join(map(str, [*known, key])))
+        if isinstance(key, int) or dotted in schema.settings_table() or key in _keys(tree.find(tuple(known))):
+            known.append(key)
+    while (
+        known and isinstance(known[-1], int) and (setting := schema.lookup(".".join(map(str, known[:-1])))) and not setting.section
+    ):
+        known.pop()
+    return tuple(known)
+
+
+def _keys(node: Node) -> Iterable[str]:
+    return node.value if isinstance(node.value, dict) else ()
+
+
+def _prune(tree: Node, path: tuple[str | int, ...]) -> None:
+    """Takes out what is wrong at `path`; what must be there is replaced by a stand-in."""
+    assert isinstance(tree.value, dict)
+    if path == ("objective",):
+        tree.value["objective"] = Node("sft", "")
+        return
+    if path and path[0] == "rewards" and path[-1] == "function" and isinstance(path[1], int):
+        rewards = tree.value["rewards"].value
+        assert isinstance(rewards, list)
+        item = rewards[path[1]].value
+        assert isinstance(item, dict)
+        item["function"] = Node("exact", "")
+        return
+    parent, last = tree.find(path[:-1]), path[-1]
+    if isinstance(parent.value, dict):
+        parent.value.pop(str(last), None)
+    elif isinstance(parent.value, list) and isinstance(last, int):
+        parent.value[last] = Node({"function": Node("exact", "")}, "")
+
+
+def _where(tree: Node, keys: Sequence[str]) -> str:
+    """The place of the first of the keys that the file holds, or of the section that lacks it."""
+    paths = [tuple(int(part) if part.isdigit() else part for part in key.split(".")) for key in keys]
+    for path in paths:
+        if tree.find(path) is not tree.find(path[:-1]):
+            return tree.find(path).where
+    return tree.find(paths[0]).where
+
+
+def _message(key: str, kind: str, value: Any) -> str:
+    """One line about a value that pydantic refused."""
+    setting = schema.lookup(key)
+    if setting is None and key.rpartition(".")[2].isdigit():
+        return f"{key} must be a section (a mapping); got {schema.show(value)}"
+    if kind == "unexpected_keyword_argument" or setting is None:
+        return f"unknown key {key!r}{schema.suggestion(key)}"
+    if kind == "missing" and setting.default is dataclasses.MISSING:
+        return f"{key} is missing. {setting.meaning}"
+    got = f"{key} must be {setting.expected}; got {schema.show(value)}"
+    if kind == "string_type" and isinstance(value, (int, float)):
+        return f'{got} (write it in quotes: "{value}")'
+    if kind == "string_type" and isinstance(value, (Mapping, list)):
+        return f"{got} (braces and brackets have a meaning in YAML: write the text in quotes)"
+    if isinstance(value, str) and setting.expected.startswith("one of "):
+        choices = setting.expected.removeprefix("one of ").removesuffix(", or null").split(", ")
+        return got + schema.closest(value, choices)
+    return got
+
+
+def check(recipe: Recipe, earlier: Sequence[str] = ()) -> Recipe:
+    """The recipe itself, for recipes made in Python.  Raises ConfigError with everything that is wrong in it."""
+    _, errors = _validated(dataclasses.asdict(recipe))
+    found = [_message(".".join(map(str, path)), kind, value) for path, kind, value in errors]
+    found += [message for _, message in validate_recipe(recipe, earlier)] if not found else []
+    if found:
+        _refuse("the recipe", [Problem("", message) for message in found])
+    return recipe
+
+
+# ---------------------------------------------------------------- writing
+
+
+def dump(recipe: Recipe) -> str:
+    """The recipe as YAML with every key in it; secrets are replaced by `[redacted]`.
+
+    What it prints is read back as the same recipe (unless something was redacted).
+    """
+    return dump_yaml(redacted(_plain(recipe)))
+
+
+def dump_stages(stages: Mapping[str, Recipe]) -> str:
+    """What `load_stages` reads back as the same stages."""
+    if not _is_staged(stages):
+        return dump(next(iter(stages.values())))
+    plain = {stage: redacted(_plain(recipe)) for stage, recipe in stages.items()}
+    for stage, keys in plain.items():
+        keys["name"] = keys["name"].removesuffix(f"/{stage}")
+    return dump_yaml({"stages": plain})
+
+
+def _plain(recipe: Recipe) -> dict[str, Any]:
+    """Dicts, lists and scalars only."""
+    return json.loads(json.dumps(dataclasses.asdict(recipe)))
+
+
+def redacted(value: Any, key: str = "") -> Any:
+    """A copy without secrets: text under keys that end in token, secret, password, api_key or authorization, and text that looks
+    like a key of Hugging Face, OpenAI, AWS or GitHub, a bearer token or a password in an address.
+
+    >>> redacted({"hub_token": "abc", "max_new_tokens": 8, "url": "https://me:pw@host/"})
+    {'hub_token': '[redacted]', 'max_new_tokens': 8, 'url': 'https://[redacted]@host/'}
+    """
+    match value:
+        case str() if value and _SECRET_KEY.search(key):
+            return REDACTED
+        case str():
+            return _SECRET_VALUE.sub(REDACTED, value)
+        case Mapping():
+            return {name: redacted(inner, str(name)) for name, inner in value.items()}
+        case list() | tuple():
+            return [redacted(inner, key) for inner in value]
+    return value
+
+
+# ---------------------------------------------------------------- resuming
+
+
+def changes(old: str, new: Recipe) -> list[str]:
+    """What differs between a saved config.yaml and a recipe, one line a key: `optimizer.lr: 1e-06 -> 2e-06`.
+
+    Keys that do not say what is computed (`save`, `parallel`, `runs`, `name`, `threads`) may differ; so may `steps` where the
+    learning rate does not depend on it (`optimizer.schedule: constant`).
+    """
+    tree, problems = parse(old, "config.yaml")
+    if problems:
+        raise ConfigError(f"the run's config.yaml cannot be read: {problems[0]}")
+    before, after = _flat(tree.plain()), _flat(redacted(_plain(new)))
+    neutral = NEUTRAL + (("steps",) if new.optimizer.schedule == "constant" else ())
+    return [
+        f"{key}: {schema.show(before.get(key))} -> {schema.show(after.get(key))}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+        and not any(key == name or (name[-1] == "." and key.startswith(name)) for name in neutral)
+    ]
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> scalar; empty mappings and null sections vanish."""
+    if isinstance(value, Mapping):
+        return {key: inner for name, below in value.items() for key, inner in _flat(below, f"{prefix}.{name}".lstrip(".")).items()}
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        return _flat({str(place): item for place, item in enumerate(value)}, prefix)
+    return {} if value is None else {prefix: value}
+
+
+# ---------------------------------------------------------------- bundled recipes and run folders
+
+
+def recipe_folder() -> Path:
+    """Where the recipes that come with Groupwise lie: `recipes/` of a checkout, else of the installed distribution."""
+    checkout = Path(__file__).resolve().parents[2] / "recipes"
+    return checkout if checkout.is_dir() else Path(sys.prefix) / "share" / "groupwise" / "recipes"
+
+
+def bundled_recipes() -> dict[str, Path]:
+    """Name -> file of the recipes that come with Groupwise."""
+    return {file.stem: file for file in sorted(recipe_folder().glob("*.yaml"))}
+
+
+def find_recipe(path: str | Path) -> Path:
+    """The file of a recipe, by path or by the name of a bundled one.  Raises ConfigError with what is near."""
+    file = Path(path).expanduser()
+    if file.is_file():
+        return file
+    bundled = bundled_recipes()
+    if str(path) in bundled:
+        return bundled[str(path)]
+    if file.is_dir():
+        raise ConfigError(f"{str(path)!r} is a folder; a recipe is a .yaml file")
+    near = schema.closest(str(path), list(bundled))
+    raise ConfigError(f"no such recipe {str(path)!r}: neither a file nor one of {', '.join(bundled) or 'the bundled ones'}{near}")
+
+
+def header(path: str | Path) -> str:
+    """The comment lines at the top of a recipe: what it does, its expected result and its cost."""
+    lines = []
+    for line in find_recipe(path).read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.removeprefix("#").removeprefix(" "))
+    return "\n".join(lines).strip()
+
+
+def run_folder(recipe: Recipe) -> Path:
+    """runs/NAME, or runs/NAME/STAGE."""
+    return Path(recipe.runs) / recipe.name
+
+
+describe = schema.describe

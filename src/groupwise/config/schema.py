@@ -1,0 +1,367 @@
+"""What can be set: every key of a recipe with its meaning, type, range, default and TRL's name for it.
+
+Nothing is written down twice: keys, types, ranges and defaults come from the dataclasses in `settings.py`, meanings from the text
+below each field there.  Only TRL's names stand here.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Union
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+
+from groupwise.config import settings
+from groupwise.errors import ConfigError
+
+TRL: dict[str, tuple[str, str]] = {
+    "adam_beta1": ("optimizer.betas", "[adam_beta1, adam_beta2]"),
+    "adam_beta2": ("optimizer.betas", "[adam_beta1, adam_beta2]"),
+    "adam_epsilon": ("optimizer.eps", ""),
+    "attn_implementation": ("model.attention", "shared, packed or single"),
+    "beta": ("group.beta", ""),
+    "bf16": ("model.dtype", "autocast"),
+    "chat_template_path": ("model.chat_template", ""),
+    "completion_only_loss": ("data.train_on", "completion or all"),
+    "dataset_name": ("data.path", ""),
+    "dataset_test_split": ("data.eval_split", ""),
+    "dataset_train_split": ("data.split", ""),
+    "delta": ("group.surrogate", "{name: clipped, delta: ...}"),
+    "dtype": ("model.dtype", ""),
+    "entropy_coef": ("group.entropy_bonus", ""),
+    "epsilon": ("group.surrogate", "{name: clipped, low: ..., high: ...}"),
+    "epsilon_high": ("group.surrogate", "{name: clipped, low: ..., high: ...}"),
+    "eval_steps": ("eval.every", ""),
+    "gradient_accumulation_steps": (
+        "group.prompts_per_step",
+        "prompts per step; the micro-batches follow from optimizer.tokens_per_microbatch",
+    ),
+    "gradient_checkpointing": ("model.gradient_checkpointing", ""),
+    "importance_sampling_level": ("group.ratio", "token or sequence_mean"),
+    "learning_rate": ("optimizer.lr", ""),
+    "log_completions": ("save.rollouts_every", "every completion is written every this many steps"),
+    "loss_type": ("objective", "the preset's name, but bnpo for TRL's dapo, which is only its mean over tokens"),
+    "lora_alpha": ("model.lora", "{alpha: ...}"),
+    "lora_r": ("model.lora", "{rank: ...}"),
+    "lora_target_modules": ("model.lora", "{targets: ...}"),
+    "lr_scheduler_type": ("optimizer.schedule", ""),
+    "mask_truncated_completions": ("group.truncated", "keep or mask"),
+    "max_completion_length": ("rollout.max_new_tokens", ""),
+    "max_grad_norm": ("optimizer.clip_norm", ""),
+    "max_length": ("data.max_prompt_tokens", ""),
+    "max_prompt_length": ("data.max_prompt_tokens", ""),
+    "max_steps": ("steps", ""),
+    "min_p": ("rollout.min_p", ""),
+    "model_name_or_path": ("model.path", ""),
+    "num_generations": ("group.group_size", ""),
+    "num_generations_eval": ("eval.k", ""),
+    "num_iterations": ("group.updates_per_rollout", ""),
+    "num_train_epochs": ("epochs", "or steps"),
+    "off_policy_mask_threshold": ("group.off_policy_delta", ""),
+    "output_dir": ("name", "the run folder is runs/NAME"),
+    "per_device_train_batch_size": (
+        "group.prompts_per_step",
+        "counts prompts; TRL's counts completions, all devices together divide by num_generations",
+    ),
+    "ref_model_mixup_alpha": ("group.reference_mix", ""),
+    "ref_model_sync_steps": ("group.reference_refresh", ""),
+    "report_to": ("save.tensorboard", "true; metrics.jsonl is always written"),
+    "reward_funcs": ("rewards", "a list of {function: ..., weight: ...}"),
+    "reward_weights": ("rewards.N.weight", "one in each entry of rewards"),
+    "save_steps": ("save.every", ""),
+    "save_total_limit": ("save.keep", ""),
+    "scale_rewards": ("group.credit", "{name: standardized, scale: group, batch or none}"),
+    "seed": ("seed", ""),
+    "shuffle_dataset": ("data.shuffle", ""),
+    "steps_per_generation": ("group.minibatches", "steps_per_generation / gradient_accumulation_steps: updates per pass"),
+    "stop": ("rollout.stop", ""),
+    "temperature": ("rollout.temperature", ""),
+    "top_entropy_quantile": ("group.entropy_quantile", "1 - top_entropy_quantile"),
+    "top_k": ("rollout.top_k", ""),
+    "top_p": ("rollout.top_p", ""),
+    "trust_remote_code": ("model.trust_remote_code", ""),
+    "use_bias_correction_kl": ("group.kl", "k3_ratio where it is true (TRL's default), k3 where it is false"),
+    "use_peft": ("model.lora", "{}, or with rank, alpha and targets"),
+    "use_vllm": ("rollout.engine", "vllm; the default, native, samples in the trainer's process"),
+    "vllm_importance_sampling_correction": ("rollout.engine", "{name: vllm, correct: {...}}, or correct: null for none"),
+    "vllm_mode": ("rollout.engine", "{name: vllm, colocated: true} for colocate; servers otherwise"),
+    "vllm_server_base_url": ("rollout.engine", "{name: vllm, servers: [...]}"),
+    "warmup_steps": ("optimizer.warmup_steps", ""),
+    "weight_decay": ("optimizer.weight_decay", ""),
+}
+"""TRL's argument -> our key, and what to write where the values differ."""
+
+STAGES = "Several runs in one file, in order: each entry overlays the keys above it (`stages: {sft: {...}, grpo: {...}}`)."
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """One key of a recipe, or a section of them."""
+
+    key: str
+    """Dotted name; an entry of `rewards` is written `N`."""
+    hint: Any
+    default: Any
+    """`dataclasses.MISSING` where a recipe must say it."""
+    meaning: str
+
+    @property
+    def section(self) -> type | None:
+        """The dataclass that holds its keys, if it is a section or a list of them."""
+        return _dataclass_in(self.hint)
+
+    @property
+    def expected(self) -> str:
+        """What a value must be, in words."""
+        return expected(self.hint)
+
+    @property
+    def trl(self) -> tuple[str, ...]:
+        """TRL's names for it."""
+        return tuple(name for name, (key, _) in TRL.items() if key == self.key)
+
+
+def _members(hint: Any) -> tuple[list[Any], bool]:
+    """The alternatives of a type, and whether None is one of them."""
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        inner = typing.get_args(hint)
+        return [member for member in inner if member is not type(None)], type(None) in inner
+    return [hint], False
+
+
+def _dataclass_in(hint: Any) -> type | None:
+    for member in _members(hint)[0]:
+        inner = typing.get_args(member)[0] if typing.get_origin(member) is tuple else member
+        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
+            return inner
+    return None
+
+
+def _range(bounds: Sequence[Any]) -> str:
+    words = []
+    for bound in bounds:
+        match bound:
+            case Gt(gt):
+                words.append(f"greater than {gt:g}")
+            case Ge(ge):
+                words.append(f"at least {ge:g}")
+            case Lt(lt):
+                words.append(f"less than {lt}" if isinstance(lt, int) else f"less than {lt:g}")
+            case Le(le):
+                words.append(f"at most {le}" if isinstance(le, int) else f"at most {le:g}")
+    return " and ".join(words)
+
+
+def expected(hint: Any) -> str:
+    """A type and its range in words.
+
+    >>> expected(settings.Positive | None), expected(settings.Fraction)
+    ('a whole number at least 1, or null', 'a number at least 0 and at most 1')
+    """
+    if hint == settings.Part:
+        return "a name, or a mapping with `name` and its arguments"
+    members, optional = _members(hint)
+    if optional:
+        inner = Union[tuple(members)]  # noqa: UP007 - the members are only known at run time
+        return f"{expected(inner)}, or null"
+    if typing.get_origin(hint) is typing.Annotated:
+        base, *bounds = typing.get_args(hint)
+        if base is int:
+            bounds = [Ge(int(bound.gt) + 1) if isinstance(bound, Gt) else bound for bound in bounds]  # type: ignore[arg-type]
+        if any(isinstance(bound, MinLen) for bound in bounds):
+            return f"{expected(base)}, not empty"
+        return f"{expected(base)} {_range(bounds)}"
+    if len(members) > 1:
+        return " or ".join(expected(member) for member in members)
+    arguments = typing.get_args(hint)
+    match typing.get_origin(hint):
+        case typing.Literal:
+            return "one of " + ", ".join(map(str, arguments))
+        case origin if origin is tuple and arguments[-1] is Ellipsis:
+            return "a list of sections" if _dataclass_in(hint) else f"a list, each {expected(arguments[0])}"
+        case origin if origin is tuple:
+            return f"a list of {len(arguments)}, each {expected(arguments[0])}"
+        case origin if origin is not None and issubclass(origin, Mapping):
+            return "a mapping"
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    return names.get(hint, "a section (a mapping)")
+
+
+@cache
+def _meanings() -> dict[tuple[str, str], str]:
+    """(class, field) -> the text below the field in settings.py; (class, "") -> the class's docstring."""
+    found: dict[tuple[str, str], str] = {}
+    tree = ast.parse(Path(settings.__file__).read_text(encoding="utf-8"))
+    for part in tree.body:
+        if not isinstance(part, ast.ClassDef):
+            continue
+        found[part.name, ""] = ast.get_docstring(part) or ""
+        for line, below in zip(part.body, part.body[1:], strict=False):
+            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(below, ast.Expr):
+                text = below.value.value if isinstance(below.value, ast.Constant) else ""
+                found[part.name, line.target.id] = " ".join(str(text).split())
+    return found
+
+
+def fields_of(section: type) -> dict[str, Setting]:
+    """The keys of one section, by their own (not dotted) names."""
+    hints = typing.get_type_hints(section, include_extras=True)
+    found = {}
+    for field in dataclasses.fields(section):
+        default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        inner = _dataclass_in(hints[field.name])
+        meaning = _meanings().get((section.__name__, field.name)) or (_meanings()[inner.__name__, ""] if inner else "")
+        found[field.name] = Setting(field.name, hints[field.name], default, " ".join(meaning.split()))
+    return found
+
+
+@cache
+def settings_table() -> dict[str, Setting]:
+    """Every key of a recipe by dotted name, sections included, in the order of settings.py."""
+
+    def walk(section: type, prefix: str) -> Iterator[Setting]:
+        for name, setting in fields_of(section).items():
+            key = prefix + name
+            yield dataclasses.replace(setting, key=key)
+            if setting.section:
+                many = typing.get_origin(setting.hint) is tuple
+                yield from walk(setting.section, f"{key}.N." if many else f"{key}.")
+
+    return {setting.key: setting for setting in walk(settings.Recipe, "")}
+
+
+def knobs() -> list[str]:
+    """The dotted names that hold a value (no sections): what a user can set."""
+    return [key for key, setting in settings_table().items() if setting.section is None]
+
+
+def normal(key: str) -> str:
+    """A key as the table writes it: list positions become N.
+
+    >>> normal("rewards.0.weight")
+    'rewards.N.weight'
+    """
+    return ".".join("N" if part.isdigit() else part for part in key.split("."))
+
+
+def lookup(key: str) -> Setting | None:
+    """The setting of a dotted name; positions in lists, and whatever lies inside a free mapping, are understood."""
+    table, parts = settings_table(), normal(key).split(".")
+    if (setting := table.get(".".join(parts))) is not None:
+        return setting
+    for end in range(len(parts) - 1, 0, -1):
+        if (setting := table.get(".".join(parts[:end]))) is not None:
+            return setting if setting.section is None and "mapping" in setting.expected else None
+    return None
+
+
+def suggestion(key: str) -> str:
+    """What an unknown dotted key may have meant: ` (did you mean ...?)`, or where the keys that exist are listed.
+
+    >>> suggestion("num_generations"), suggestion("group.lr"), suggestion("optimizer.learing_rate")
+    (' (TRL name; here it is group.group_size)', ' (did you mean optimizer.lr?)', ' (did you mean optimizer.lr?)')
+    """
+    leaf = key.rsplit(".", 1)[-1].lower()
+    section = key.rpartition(".")[0]
+    table = settings_table()
+    here = {name.rsplit(".", 1)[-1]: name for name in table if name.rpartition(".")[0] == normal(section)}
+    everywhere = {name.rsplit(".", 1)[-1]: name for name in reversed(table)}
+    if leaf in TRL and TRL[leaf][0] != normal(key) and leaf not in everywhere:
+        ours, how = TRL[leaf]
+        return f" (TRL name; here it is {ours}{': ' + how if how else ''})"
+    if leaf in everywhere:
+        return f" (did you mean {everywhere[leaf]}?)"
+    for names in (here, everywhere, {name: ours for name, (ours, _) in TRL.items()}):
+        if close := difflib.get_close_matches(leaf, names, n=1, cutoff=0.7):
+            return f" (did you mean {names[close[0]]}?)"
+    inside = normal(section).removesuffix(".N") if here else ""
+    return f" (`groupwise config {inside}` lists the keys)" if inside else " (`groupwise config` lists all keys)"
+
+
+def closest(word: str, words: Sequence[str]) -> str:
+    """` (did you mean ...?)` for a misspelt choice, or an empty string."""
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def first_sentence(text: str) -> str:
+    """For one line of a list."""
+    end = text.find(". ")
+    return text if end < 0 else text[: end + 1]
+
+
+def show(value: Any) -> str:
+    """A default or a wrong value as one would write it in YAML."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case float():
+            return f"{value:g}"
+        case str():
+            return repr(value) if len(value) <= 80 else repr(value[:77]) + "..."
+        case list() | tuple():
+            return "[" + ", ".join(map(show, value)) + "]"
+        case Mapping():
+            return "{" + ", ".join(f"{key}: {show(inner)}" for key, inner in value.items()) + "}"
+    return str(value)
+
+
+def describe(key: str) -> str:
+    """What a key means: type, range, default and TRL's name; for a section also the keys in it.
+
+    key: a dotted name (`group.group_size`), a section (`group`), or a name of TRL's (`num_generations`).
+    Raises ConfigError for an unknown one, with a suggestion.
+    """
+    if key == "stages" or key.startswith("stages."):
+        return f"stages\n  {STAGES}"
+    setting = lookup(key)
+    if setting is None and key in TRL:
+        setting = settings_table()[TRL[key][0]]
+    if setting is None:
+        raise ConfigError(f"there is no setting {key!r}{suggestion(key)}")
+    lines = [setting.key, f"  {setting.meaning}"]
+    if setting.section:
+        start = setting.key + (".N." if typing.get_origin(setting.hint) is tuple else ".")
+        inside = {name: inner for name, inner in settings_table().items() if name.startswith(start)}
+        width = max(map(len, inside))
+        return "\n".join(lines + [f"    {name:{width}}  {first_sentence(inner.meaning)}" for name, inner in inside.items()])
+    default = "none, it must be said" if setting.default is dataclasses.MISSING else show(setting.default)
+    lines += [f"  value    {setting.expected}", f"  default  {default}"]
+    for name in setting.trl:
+        how = TRL[name][1]
+        lines.append(f"  TRL      {name}" + (f" ({how})" if how else ""))
+    return "\n".join(lines)
+
+
+def reference() -> str:
+    """All settings as a Markdown page."""
+    lines = ["# Settings", "", "Made by `groupwise config --markdown` from `settings.py`.", ""]
+    lines += [f"`stages`: {STAGES}"]
+    top = ["", "| key | meaning | value | default | TRL |", "|---|---|---|---|---|"]
+    section = None
+    for key, setting in settings_table().items():
+        if setting.section:
+            continue
+        prefix = key.rpartition(".")[0]
+        if prefix != section:
+            section = prefix
+            title = f"## {prefix}" if prefix else "## The recipe"
+            meaning = (
+                settings_table()[prefix.removesuffix(".N")].meaning
+                if prefix
+                else "One run: an objective, a model, data, and how long."
+            )
+            lines += ["", title, "", meaning, *top]
+        default = "(required)" if setting.default is dataclasses.MISSING else f"`{show(setting.default)}`"
+        cells = [f"`{key}`", setting.meaning, setting.expected, default, ", ".join(f"`{name}`" for name in setting.trl)]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,484 @@
+"""Every setting of a recipe, with its meaning, default and range: the one place to read them.
+
+Plain frozen dataclasses; importing this file imports neither torch nor transformers, so that a recipe is checked, explained and
+refused in a fraction of a second.  `config.py` turns YAML and dotted overrides into a `Recipe` and back; the components take the
+sections they need.  The text below a field is its documentation: `groupwise config KEY` prints it.
+
+The number of settings is kept small on purpose.  Batch sizes are said in prompts and completions per prompt; everything else
+(completions, updates, epochs, micro-batches) is derived and printed as a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+
+Positive = Annotated[int, Gt(0)]
+Count = Annotated[int, Ge(0)]
+Siblings = Annotated[int, Gt(0), Le(1_000_000)]
+"""Completions of one prompt, which exist at the same time."""
+Seed = Annotated[int, Ge(0), Lt(1 << 63)]
+Fraction = Annotated[float, Ge(0.0), Le(1.0)]
+Share = Annotated[float, Ge(0.0), Lt(1.0)]
+Part = str | Mapping[str, Any]
+"""A function by name, or a mapping with `name` and its keyword arguments: `{name: clipped, low: 0.2, high: 0.28}`.
+`module:function` names one of your own."""
+
+ONLINE = (
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "bnpo",
+    "gspo",
+    "luspo",
+    "cispo",
+    "sapo",
+    "vespo",
+    "gmpo",
+    "rloo",
+    "reinforce_pp",
+    "reinforce",
+    "reinforce_pp_baseline",
+    "maxrl",
+    "gspo_token",
+    "gdpo",
+    "ppo",
+    "distill",
+    "distill_sampled",
+    "minillm",
+)
+"""Objectives that sample their own completions: the rows of `algorithms.ALGORITHMS` (a test compares them)."""
+ALONE = ("reinforce_pp", "reinforce", "ppo", "distill", "distill_sampled", "minillm")
+"""Those of them whose advantages compare no siblings: one completion per prompt is enough (a test asks the table)."""
+VALUED = ("ppo",)
+"""Those whose credit asks a critic (a test asks the table); `group.credit: gae` makes one of any."""
+TAUGHT = ("distill", "distill_sampled", "minillm")
+"""Those that learn from a teacher and need no reward (a test asks the table)."""
+DATASET = ("sft", "reward", "dpo", "prm")
+"""Objectives that learn from a data set."""
+OBJECTIVES = DATASET + ONLINE
+
+
+def is_online(objective: str) -> bool:
+    """True for objectives that sample their own completions; a `module:NAME` of one's own is such a one."""
+    return objective in ONLINE or ":" in objective
+
+
+PARTS = {
+    "credit": (
+        "standardized",
+        "centered",
+        "leave_one_out",
+        "decoupled",
+        "whitened",
+        "process",
+        "gae",
+        "reverse_kl",
+        "nothing",
+        "maxrl",
+        "batch_centered",
+    ),  # fmt: skip
+    "ratio": ("token", "sequence_mean", "sequence_sum", "sequence_token"),
+    "surrogate": ("clipped", "cispo", "sapo", "vespo", "geometric", "reinforce", "importance", "silent"),
+    "weights": ("sequence_mean", "token_mean", "constant", "sequence_sum", "prompt_mean"),
+    "divergence": ("jsd",),
+    "filter": (),
+}
+"""Functions that the parts of `group` may name, so that a misspelt one is refused before torch is imported."""
+PARALLEL = ("auto", "ddp", "zero2", "zero3")
+"""What `parallel` may name."""
+REWARDS = (
+    "accuracy",
+    "exact",
+    "number",
+    "think_format",
+    "tags",
+    "soft_overlong",
+    "cosine_length",
+    "repetition",
+    "regex",
+    "model",
+)
+"""Built-in reward functions."""
+ENGINES: Mapping[str, tuple[str, ...]] = {
+    "native": ("ahead", "correct"),
+    "transformers": ("ahead", "correct"),
+    "vllm": ("servers", "colocated", "dtype", "ahead", "correct"),
+}
+"""Rollout engines, and what a mapping that names one may say beside it."""
+TASKS = ("addition", "sums", "countdown", "sorting", "gsm8k_arithmetic")
+"""Built-in generated tasks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScratchSettings:
+    """A small model with random weights, for tasks that need no pretrained one."""
+
+    family: Literal["llama", "qwen2", "qwen3", "gpt2", "gemma2", "mixtral"] = "llama"
+    """Architecture."""
+    hidden: Positive = 128
+    """Width of the residual stream."""
+    layers: Positive = 2
+    """Number of blocks."""
+    heads: Positive = 4
+    """Attention heads; must divide `hidden`."""
+    kv_heads: Positive | None = None
+    """Key-value heads; default: as many as `heads`."""
+    context: Positive = 512
+    """Longest sequence, prompt and completion together."""
+    tokenizer: str = "arithmetic"
+    """`arithmetic` (the project's character tokenizer), `bytes` (256 bytes), `bpe:N` (byte-pair, N tokens, trained on
+    the stage's own data), or the path of a tokenizer folder."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSettings:
+    """The policy: where it comes from and in which numbers it computes."""
+
+    path: str | None = None
+    """A Hugging Face checkpoint folder, a hub name, or `stage:NAME` for the final model of an earlier stage."""
+    scratch: ScratchSettings | None = None
+    """Instead of `path`: start from random weights."""
+    dtype: Literal["float32", "bfloat16", "autocast"] = "float32"
+    """`float32`; `autocast` (float32 master weights, bfloat16 products); `bfloat16` (bfloat16 weights, float32 optimizer state)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes a GPU if there is one."""
+    attention: Literal["shared", "packed", "single"] = "shared"
+    """How a batch is computed: `shared` (packed, each prompt once per group), `packed` (packed, prompt repeated),
+    `single` (one sequence per forward, the model's own attention: for models that cannot be packed)."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory; a fifth to a third more compute, with an adapter up to a half."""
+    lora: Mapping[str, Any] | None = None
+    """Train a low-rank adapter (peft) and not the weights, which then are the reference: `{rank: 16, alpha: 32, targets:
+    all-linear}` (the defaults; `targets` may be a list of layer names).  `final/` holds the merged model, `final/adapter/` the
+    adapter alone."""
+    chat_template: str | None = None
+    """Replaces the tokenizer's chat template: a Jinja string or the path of a `.jinja` file."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a checkpoint.  Never implied."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSettings:
+    """Where rows come from and how they become prompts."""
+
+    path: str | None = None
+    """A JSONL, JSON or Parquet file, or a hub name.  For pairs also `stage:NAME`: the best and the worst of every group that an
+    earlier stage sampled, by its reward, or by one of its reward functions (`stage:NAME:FUNCTION`)."""
+    split: str = "train"
+    """Split of a hub data set."""
+    task: str | None = None
+    """Instead of `path`: a built-in generated task (`groupwise recipes` lists the tasks)."""
+    task_args: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the task."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Renames columns, ours: yours, e.g. `{prompt: question}`."""
+    system: str | None = None
+    """System message put before every prompt (chat data)."""
+    chat: bool = False
+    """Wrap string prompts as user messages and apply the chat template."""
+    template: str | None = None
+    """Python format string that makes the prompt from the row's columns, or `alpaca` for instruction/input rows."""
+    limit: Positive | None = None
+    """Use only the first rows."""
+    max_prompt_tokens: Positive | None = None
+    """Longest prompt; default: the context less `rollout.max_new_tokens`."""
+    too_long: Literal["drop", "truncate_left", "error"] = "drop"
+    """What happens to a longer one.  It is counted and reported."""
+    shuffle: bool = True
+    """Visit rows in a seeded random order, another one each epoch."""
+    eval_path: str | None = None
+    """A file or hub name of held-out rows."""
+    eval_split: str = "test"
+    """Split of a hub data set for evaluation."""
+    eval_fraction: Share | Mapping[str, Share] = 0.0
+    """Hold out this share of `path` by a hash of the prompt (the same rows whatever the seed).  `{test: 0.2, validation: 0.1}`
+    holds out two parts: what is measured while training is measured on `validation`, what is reported at the end on `test`."""
+    eval_limit: Positive | None = None
+    """Evaluate on the first rows only."""
+    train_on: Literal["completion", "all"] = "completion"
+    """Tokens that SFT trains: the completion, or the prompt too."""
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The held-out shares by name, `test` first: it keeps its rows whatever `validation` is.  Empty if nothing is held out.
+
+        >>> DataSettings(eval_fraction=0.2).parts, DataSettings(eval_fraction={"validation": 0.1, "test": 0.2}).parts
+        ({'test': 0.2}, {'test': 0.2, 'validation': 0.1})
+        """
+        shares = self.eval_fraction if isinstance(self.eval_fraction, Mapping) else {"test": self.eval_fraction}
+        return {name: shares[name] for name in sorted(shares) if shares[name]}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardSettings:
+    """One reward function."""
+
+    function: str
+    """A built-in (`accuracy`, `exact`, `number`, `think_format`, `tags`, `soft_overlong`, `cosine_length`, `repetition`,
+    `regex`, `model`), `module:function`, or `path/to/file.py:function`."""
+    weight: float = 1.0
+    """Factor in the sum."""
+    name: str | None = None
+    """Name in the log; default: the function's."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of a built-in, or extra keyword arguments of your own function."""
+    timeout: Annotated[float, Gt(0.0)] | None = None
+    """Seconds after which a call is stopped and counts as None; more than a tenth of the calls end the run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutSettings:
+    """How completions are sampled in training."""
+
+    engine: Part = "native"
+    """`native` (in-process, on the training weights), `transformers` (plain `generate`: slow, the reference) or `vllm` (a server
+    that the run starts for itself).  `{name: vllm, servers: [http://host:port]}` uses running ones, `colocated: true` runs
+    vLLM in the trainer's process, in turn with training (both need one environment); `dtype` is that of a server of its own;
+    `correct` weighs what it computes otherwise than the trainer (default `{level: token, high: 2}`; null: not at all).
+    `{name: vllm, ahead: 1}` samples for the next step while this one is trained, and so with weights that are up to one step older
+    (0, the default: none); other engines do the same in turn, which saves no time."""
+    temperature: Annotated[float, Ge(0.01)] = 1.0
+    """Logits are divided by it, when sampling and when scoring."""
+    top_k: Count = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: Annotated[float, Gt(0.0), Le(1.0)] = 1.0
+    """Keep the smallest set of most likely tokens that holds this probability."""
+    min_p: Fraction = 0.0
+    """Keep tokens at least this fraction as likely as the most likely one."""
+    max_new_tokens: Positive = 256
+    """Longest completion in tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion."""
+    max_rows: Positive = 256
+    """Completions decoded at the same time; finished ones make room for waiting ones."""
+    keep_special_tokens: bool = False
+    """Show special tokens to the reward functions."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupSettings:
+    """The reinforcement-learning part: how a step is made up and what its loss is.
+
+    `objective` names a preset: one row of the algorithm table.  `credit`, `ratio`, `surrogate` and `weights` replace single
+    parts of it.
+    """
+
+    prompts_per_step: Positive = 16
+    """Prompts whose completions make one rollout."""
+    group_size: Siblings = 8
+    """Completions per prompt (G)."""
+    updates_per_rollout: Positive = 1
+    """Passes over each rollout (mu in the paper)."""
+    minibatches: Positive = 1
+    """Optimizer steps per pass: the prompts are cut into this many parts."""
+    beta: Annotated[float, Ge(0.0)] | None = None
+    """Weight of the KL to the reference; 0: no reference is loaded.  Default: the preset's (0 for most)."""
+    kl: Literal["k1", "k2", "k3", "k3_ratio"] | None = None
+    """KL estimator in the loss.  Default: the preset's (k3)."""
+    credit: Part | None = None
+    """Rewards -> advantages: standardized, centered, leave_one_out, decoupled, whitened, process, gae, reverse_kl, nothing, maxrl,
+    batch_centered."""
+    ratio: Part | None = None
+    """Level of the importance ratio: token, sequence_mean, sequence_sum, sequence_token."""
+    surrogate: Part | None = None
+    """Per-token policy loss: clipped, cispo, sapo, vespo, geometric, reinforce, importance, silent."""
+    weights: Part | None = None
+    """Normalisation: sequence_mean, token_mean, constant, sequence_sum, prompt_mean."""
+    divergence: Part | None = None
+    """Distance of the policy's next token from the teacher's, added to the loss: jsd (`beta` 0: KL(teacher || policy), 1, the
+    default: KL(policy || teacher), and between; `top_k`: over the policy's likeliest tokens and one for the rest).  Default: the
+    preset's; any other preset has none."""
+    mix: Share | None = None
+    """Share of the teacher in the distribution that completions are drawn from.  Default: the preset's (0 for most)."""
+    dead_groups: Literal["exact", "drop", "refill"] | None = None
+    """Groups without reward differences: `exact` (skipped, still in the denominators), `drop` (leave the denominators),
+    `refill` (sample on until the step is full of live groups).  Default: the preset's."""
+    filter: Part | None = None
+    """Which groups are worth training, for `dead_groups: refill`: `module:function` of your own, from a scored group to true or false.
+    Default: those whose rewards differ."""
+    max_refills: Positive = 4
+    """`refill` gives up after this many times `prompts_per_step` further prompts."""
+    truncated: Literal["keep", "mask"] | None = None
+    """Completions that hit the length limit: trained, or left out of the loss.  Default: the preset's."""
+    entropy_bonus: float = 0.0
+    """Coefficient of the mean token entropy, subtracted from the loss."""
+    entropy_quantile: Annotated[float, Ge(0.0), Lt(1.0)] = 0.0
+    """Train only tokens whose entropy is at or above this quantile (2506.01939 uses 0.8)."""
+    off_policy_delta: Annotated[float, Gt(0.0)] | None = None
+    """Drop completions with negative advantage whose mean log-ratio to the sampler exceeds it (nats; 2512.02556)."""
+    reference_refresh: Count = 0
+    """Every this many steps the reference moves to the policy; 0: never."""
+    reference_mix: Annotated[float, Gt(0.0), Le(1.0)] = 1.0
+    """Share of the policy in a refreshed reference (TR-DPO's alpha)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticSettings:
+    """The value function of algorithms that train one (`ppo`, or any other with `group.credit: gae`)."""
+
+    path: str | None = None
+    """A backbone of its own: a checkpoint, a reward model whose head it goes on with, or `stage:NAME`.  null: a new head on the
+    policy's backbone, which then learns from both losses."""
+    lr: Annotated[float, Gt(0.0), Lt(1.0)] = 1e-5
+    """Peak learning rate of the head, and of a backbone of its own; all else is as in `optimizer`."""
+    coefficient: Annotated[float, Gt(0.0)] = 0.1
+    """Weight of the value loss."""
+    clip: Annotated[float, Gt(0.0)] | None = 0.2
+    """How far a value may move from what it was when the rollout was scored; null: as far as it wants."""
+    pretrain: Count = 0
+    """Train only the critic in the first so many steps; the policy stays as it is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TeacherSettings:
+    """Who teaches (`distill`, `distill_sampled`, `minillm`, or any other preset with `group.divergence`)."""
+
+    path: str | None = None
+    """A checkpoint with the policy's vocabulary, or `stage:NAME`.  null: the policy itself, as it was before its first step."""
+    ema: Fraction = 0.0
+    """Of a policy that is its own teacher: share of the policy that moves into the teacher after every step; 1: it is the policy."""
+    hint: str | None = None
+    """What only the teacher reads, before the prompt: a Python format string over the row's columns, e.g. `Answer: {answer}\n`."""
+    demonstrations: Mapping[str, Any] | None = None
+    """Mixes demonstrations into every optimizer step: `{path: demos.jsonl, rows: 8, lm: 1, divergence: 0}`, with the columns of
+    `data`; `lm` is the weight of their language-model loss, `divergence` that of the distance from the teacher on them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSettings:
+    """AdamW, its schedule, and how a step is cut into micro-batches."""
+
+    lr: Annotated[float, Gt(0.0), Lt(1.0)] = 1e-6
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up."""
+    min_lr_ratio: Fraction = 0.0
+    """Where linear and cosine end, as a share of `lr`."""
+    warmup_steps: Count = 0
+    """Optimizer steps of linear warm-up."""
+    betas: tuple[Annotated[float, Ge(0.0), Lt(1.0)], Annotated[float, Ge(0.0), Lt(1.0)]] = (0.9, 0.999)
+    """Decay rates of AdamW's moments."""
+    eps: Annotated[float, Gt(0.0)] = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: Annotated[float, Ge(0.0)] = 0.0
+    """Decoupled weight decay of matrices; vectors are not decayed."""
+    clip_norm: Annotated[float, Gt(0.0)] | None = 1.0
+    """Gradient norm above which the gradient is scaled down; null: never."""
+    tokens_per_microbatch: Positive | None = None
+    """Packed positions per forward and backward.  It cannot change the update, only memory and speed.  null: from the model's size,
+    so that what is kept for the backward pass stays in proportion to weights, gradients and moments (see the plan)."""
+    max_nonfinite_steps: Positive = 5
+    """Stop after this many steps in a row whose loss or gradient was not finite (each such step is skipped)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalSettings:
+    """Evaluation on held-out prompts, inside and outside training."""
+
+    every: Count = 0
+    """Evaluate every this many steps; 0: only before the first and after the last."""
+    at_start: bool = True
+    """Evaluate before the first step."""
+    prompts: Positive | None = None
+    """Use the first held-out prompts only while training; default: all."""
+    k: Siblings = 8
+    """Sampled completions per prompt, for pass@k and sampled accuracy."""
+    temperature: Annotated[float, Gt(0.0)] = 1.0
+    """Temperature of those samples."""
+    max_new_tokens: Positive | None = None
+    """Longest completion; default: `rollout.max_new_tokens`."""
+    batches: Positive | None = None
+    """Data-set objectives: evaluate over at most this many batches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveSettings:
+    """Checkpoints and the log."""
+
+    every: Count = 50
+    """Checkpoint every this many steps, and after the last; 0: only after the last."""
+    keep: Annotated[int, Ge(2)] = 2
+    """Newest checkpoints to keep."""
+    rollouts_every: Count = 1
+    """Write every group of every this many steps to `rollouts/`; 0: never."""
+    tensorboard: bool = False
+    """Write the metrics for TensorBoard too."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardModelSettings:
+    """`objective: reward`: a Bradley-Terry reward model from pairs."""
+
+    pooling: Literal["last", "mean", "sum"] = "last"
+    """The score is read at the completion's last token, or is the mean over its tokens, or their sum over 32: a word that decides
+    then counts as much in a long answer as in a short one."""
+    centering: Annotated[float, Ge(0.0)] = 0.0
+    """Coefficient of (score_chosen + score_rejected)^2."""
+    lm_coefficient: Annotated[float, Ge(0.0)] = 0.0
+    """Weight of the language-model loss on both completions of a pair, which shares the backbone: what makes a side worse must be
+    known too."""
+    replay: Mapping[str, Any] | None = None
+    """Continued training on new pairs: `{path: old.jsonl, share: 0.1}` mixes in pairs of an older file with the same columns as
+    `data.path`, so many that they make up `share` of all (default: a tenth, as in DeepSeekMath 2402.03300, Algorithm 1)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairSettings:
+    """`objective: dpo`: policy against reference on pairs."""
+
+    beta: Annotated[float, Gt(0.0)] = 0.1
+    """Strength of the tie to the reference."""
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    """DPO's logistic loss, or IPO's squared one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """One run: an objective, a model, data, and how long."""
+
+    objective: Annotated[str, MinLen(1)]
+    """`sft`, `reward`, `dpo`, `prm` (a process reward model), or an online algorithm: grpo, dr_grpo, dapo, bnpo, gspo, luspo,
+    cispo, sapo, vespo, gmpo, rloo, reinforce_pp, reinforce, reinforce_pp_baseline, maxrl, gspo_token, gdpo, ppo, distill,
+    distill_sampled, minillm; or `module:NAME`, an `Algorithm` of your own."""
+    name: str = "run"
+    """The run folder is `runs`/`name`."""
+    runs: str = "runs"
+    """Folder of run folders."""
+    seed: Seed = 0
+    """Of weights from scratch, data order and sampling."""
+    threads: Annotated[int, Gt(0), Le(1024)] | None = None
+    """CPU threads of torch; default: torch's own choice."""
+    parallel: Part = "auto"
+    """What each of several processes holds (`--nproc`, torchrun): `ddp` everything; `zero3` a part of weights, gradients and
+    optimizer state (FSDP2); `zero2` the same, but weights stay gathered from forward to backward; `auto` takes `zero3` from a
+    billion parameters on.  `{name: zero3, shards: 8, offload: true}`: 8 processes share a copy, of which there are several
+    (HSDP; default: one copy), and the parts live in host memory.  Neither this nor their number changes what is learnt."""
+    steps: Positive | None = None
+    """Optimizer steps for data-set objectives, rollouts for online ones."""
+    epochs: Annotated[float, Gt(0.0)] | None = None
+    """Instead of `steps`: passes over the data."""
+    batch_size: Positive = 32
+    """Rows (demonstrations or pairs) per optimizer step of a data-set objective.  Online ones use `group.prompts_per_step`."""
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    rewards: tuple[RewardSettings, ...] = ()
+    rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    group: GroupSettings = field(default_factory=GroupSettings)
+    reward_model: RewardModelSettings = field(default_factory=RewardModelSettings)
+    pairs: PairSettings = field(default_factory=PairSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    critic: CriticSettings = field(default_factory=CriticSettings)
+    teacher: TeacherSettings = field(default_factory=TeacherSettings)
+    eval: EvalSettings = field(default_factory=EvalSettings)
+    save: SaveSettings = field(default_factory=SaveSettings)
+
+
+def positions_of(recipe: Recipe) -> int:
+    """Positions per forward and backward of a recipe that was `fitted`."""
+    size = recipe.optimizer.tokens_per_microbatch
+    assert size is not None
+    return size

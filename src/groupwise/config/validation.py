@@ -1,0 +1,535 @@
+"""What the keys of a recipe must be together: checks that look at more than one value, at files and at names.
+
+Each check yields the dotted keys it looked at and a message; `config.py` adds the line of the file.  Nothing here imports torch or
+reads a weight, so that a recipe is refused in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from groupwise.config.schema import closest, show
+from groupwise.config.settings import (
+    ALONE,
+    DATASET,
+    ENGINES,
+    OBJECTIVES,
+    ONLINE,
+    PARALLEL,
+    PARTS,
+    REWARDS,
+    TASKS,
+    TAUGHT,
+    VALUED,
+    CriticSettings,
+    Part,
+    Recipe,
+    TeacherSettings,
+    is_online,
+)
+
+Finding = tuple[tuple[str, ...], str]
+"""The dotted keys that a check looked at, most telling first, and what is wrong with them."""
+
+STAGE = "stage:"
+"""Prefix of a path that means the final model of an earlier stage."""
+
+COMPARES_SIBLINGS = ("standardized", "centered", "leave_one_out", "decoupled", "maxrl")
+"""Credits that need at least two completions per prompt."""
+
+MIXED = ("minillm",)
+"""Presets whose completions a teacher helps to sample (a test asks the table)."""
+
+PAIRED = ("reward", "dpo")
+"""Objectives that learn from pairs, which an earlier stage can have sampled."""
+
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+
+
+def validate_recipe(recipe: Recipe, earlier: Sequence[str] = ()) -> list[Finding]:
+    """Everything wrong with a recipe whose single values are in range.
+
+    earlier: names of the stages that run before this one, which `stage:NAME` may refer to.
+    """
+    return [finding for check in _CHECKS for finding in check(recipe, earlier)]
+
+
+def _objective(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
+    own = re.fullmatch(r"[\w.]+:\w+", recipe.objective) is not None
+    if recipe.objective not in OBJECTIVES and not own:
+        names = f"one of {', '.join(OBJECTIVES)}; got {recipe.objective!r}{closest(recipe.objective, OBJECTIVES)}"
+        yield ("objective",), f"objective must be {names}"
+    if not re.fullmatch(r"\w[\w.+-]*(/\w[\w.+-]*)?", recipe.name):
+        yield ("name",), f"name must be a folder name (letters, digits, . _ + -), got {recipe.name!r}"
+
+
+def _length(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
+    if recipe.steps is not None and recipe.epochs is not None:
+        yield ("epochs", "steps"), f"say steps ({recipe.steps}) or epochs ({recipe.epochs:g}), not both"
+    if is_online(recipe.objective) and recipe.steps is None:
+        instead = " (epochs are for data-set objectives)" if recipe.epochs is not None else ""
+        yield ("steps", "epochs", "objective"), f"steps is missing: {recipe.objective!r} needs the number of rollouts{instead}"
+    if recipe.objective in DATASET and recipe.steps is None and recipe.epochs is None:
+        yield ("steps", "epochs", "objective"), f"steps is missing: say steps or epochs for {recipe.objective!r}"
+    if recipe.steps is not None and recipe.optimizer.warmup_steps > _updates(recipe):
+        warmup, updates = recipe.optimizer.warmup_steps, _updates(recipe)
+        message = f"optimizer.warmup_steps ({warmup}) is more than all {updates} optimizer steps: lower it, or raise steps"
+        yield ("optimizer.warmup_steps", "steps"), message
+
+
+def _updates(recipe: Recipe) -> int:
+    """Optimizer steps of the whole run; `steps` must be set."""
+    per_step = recipe.group.updates_per_rollout * recipe.group.minibatches if is_online(recipe.objective) else 1
+    return (recipe.steps or 0) * per_step
+
+
+def _model(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
+    model = recipe.model
+    if model.path is not None and model.scratch is not None:
+        yield ("model.scratch", "model.path"), "say model.path (a checkpoint) or model.scratch (random weights), not both"
+    if model.path is None and model.scratch is None:
+        yield ("model.path", "model"), "model.path is missing: a checkpoint folder, a hub name, or model.scratch for random weights"
+    if model.path is not None and (wrong := wrong_model(model.path, earlier)):
+        yield ("model.path",), f"model.path: {wrong}"
+    template = model.chat_template
+    if template is not None and template.endswith(".jinja") and not Path(template).is_file():
+        yield ("model.chat_template",), f"model.chat_template: no such file {template!r}"
+
+
+def wrong_model(path: str, earlier: Sequence[str] = ()) -> str | None:
+    """Why a model cannot come from `path` (a folder, a hub name or stage:NAME), or None.
+
+    A path that is no hub name, or that lies in a folder that exists, is never looked for on the hub.
+    """
+    if path.startswith(STAGE):
+        stage = path.removeprefix(STAGE)
+        if stage in earlier:
+            return None
+        known = f"earlier stages are {', '.join(earlier)}" if earlier else "there is no earlier stage"
+        return f"no stage {stage!r} runs before this one ({known}){closest(stage, earlier)}"
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        known = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+        return None if known else f"the folder {path!r} is not a model: it holds no config.json"
+    if folder.exists():
+        return f"{path!r} is a file; a model is a folder in Hugging Face's format"
+    if _means_local(path):
+        return f"no such folder {path!r}{_near(folder)}"
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE") and not _cached("models", path):
+        return f"no such folder {path!r}; as a hub name it is not in the cache, and HF_HUB_OFFLINE forbids fetching it"
+    return None
+
+
+def _means_local(path: str) -> bool:
+    """True if a path that does not exist cannot be a hub name (`name` or `owner/name`), or is unlikely to be one."""
+    first = path.split("/", 1)[0]
+    return not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) or first in (".", "..", "~") or Path(first).is_dir()
+
+
+def _near(path: Path) -> str:
+    """What exists beside a path that does not."""
+    if not path.parent.is_dir():
+        return ""
+    return closest(path.name, [entry.name for entry in sorted(path.parent.iterdir())])
+
+
+def _cached(kind: str, name: str) -> bool:
+    """True if Hugging Face's cache holds the repository (whether complete is for transformers to say)."""
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    cache = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
+    return (Path(cache).expanduser() / f"{kind}--{name.replace('/', '--')}").is_dir()
+
+
+LORA = ("rank", "alpha", "targets")
+"""What an adapter's mapping may say."""
+
+
+def _lora(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
+    lora, at = recipe.model.lora, "model.lora"
+    if lora is None:
+        return
+    for key, value in lora.items():
+        if key not in LORA:
+            yield (f"{at}.{key}", at), f"{at} has no key {key!r}: it takes {', '.join(LORA)}{closest(key, LORA)}"
+        elif key == "targets":
+            names = [value] if isinstance(value, str) else value
+            if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) and name for name in names):
+                yield (f"{at}.targets", at), f"{at}.targets must be all-linear or a list of layer names, got {value!r}"
+        elif isinstance(value, bool) or not isinstance(value, int if key == "rank" else int | float) or value <= 0:
+            kind = "whole number" if key == "rank" else "number"
+            yield (f"{at}.{key}", at), f"{at}.{key} must be a {kind} above 0, got {value!r}"
+    if recipe.model.scratch is not None:
+        yield (at, "model.scratch"), f"{at} trains beside weights that stay as they are; those of model.scratch are random"
+    if recipe.group.reference_refresh:
+        message = f"{at}: the reference is what lies under the adapter and cannot move: leave group.reference_refresh out"
+        yield (at, "group.reference_refresh"), message
+
+
+def _replay(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
+    replay, at = recipe.reward_model.replay, "reward_model.replay"
+    if replay is None:
+        return
+    for key in replay:
+        if key not in ("path", "share"):
+            yield (f"{at}.{key}", at), f"{at} has no key {key!r}: it takes path and share{closest(key, ('path', 'share'))}"
+    path, share = replay.get("path"), replay.get("share", 0.1)
+    if not isinstance(path, str):
+        yield (f"{at}.path", at), f"{at} needs the path of a file of older pairs: {{path: old.jsonl, share: 0.1}}"
+    elif wrong := _wrong_data(path):
+        yield (f"{at}.path", at), f"{at}.path: {wrong}"
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+        yield (f"{at}.share", at), f"{at}.share must be greater than 0 and less than 1, got {share!r}"
+
+
+def _scratch(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
+    scratch = recipe.model.scratch
+    if scratch is None:
+        return
+    at = "model.scratch."
+    if scratch.hidden % scratch.heads:
+        near = _nearest_multiples(scratch.hidden, scratch.heads)
+        message = f"model.scratch.heads ({scratch.heads}) must divide model.scratch.hidden ({scratch.hidden}; nearest: {near})"
+        yield (at + "heads", at + "hidden"), message
+    elif scratch.family != "gpt2" and (scratch.hidden // scratch.heads) % 2:
+        message = (
+            f"a head is {scratch.hidden // scratch.heads} wide; rotary positions need an even width (model.scratch.hidden / heads)"
+        )
+        yield (at + "heads", at + "hidden"), message
+    if scratch.kv_heads is not None and scratch.heads % scratch.kv_heads:
+        message = f"model.scratch.kv_heads ({scratch.kv_heads}) must divide model.scratch.heads ({scratch.heads})"
+        yield (at + "kv_heads", at + "heads"), message
+    prompt, new = recipe.data.max_prompt_tokens or 1, recipe.rollout.max_new_tokens
+    if is_online(recipe.objective) and prompt + new > scratch.context:
+        words = f"data.max_prompt_tokens ({prompt}) + rollout.max_new_tokens ({new})"
+        keys = ("rollout.max_new_tokens", "data.max_prompt_tokens", at + "context")
+        yield keys, f"{words} is {prompt + new}, more than model.scratch.context ({scratch.context})"
+    kind = scratch.tokenizer
+    known = kind in ("arithmetic", "bytes") or re.fullmatch(r"bpe:\d+", kind)
+    if not known and not Path(kind).expanduser().is_dir():
+        message = f"model.scratch.tokenizer: no such folder {kind!r}, and it is not arithmetic, bytes or bpe:N"
+        yield (at + "tokenizer",), message + closest(kind, ("arithmetic", "bytes"))
+
+
+def _nearest_multiples(value: int, of: int) -> str:
+    below = value // of * of
+    return f"{below} or {below + of}" if below else str(of)
+
+
+def _data(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
+    data = recipe.data
+    sampled = data.path is not None and data.path.startswith(STAGE)
+    if sampled and recipe.objective not in PAIRED:
+        yield ("data.path", "objective"), f"data.path: {data.path!r} means pairs, which {' and '.join(PAIRED)} learn from"
+    elif sampled and (wrong := wrong_model(STAGE + str(data.path).split(":")[1], earlier)):
+        yield ("data.path",), f"data.path: {wrong}"
+    if data.path is not None and data.task is not None:
+        yield ("data.task", "data.path"), "say data.path (a file or a hub name) or data.task (a generated task), not both"
+    if data.path is None and data.task is None:
+        yield ("data.path", "data"), "data.path is missing: a .jsonl, .json or .parquet file, a hub name, or data.task"
+    if data.task is not None and data.task not in TASKS:
+        message = f"data.task must be one of {', '.join(TASKS)}; got {data.task!r}{closest(data.task, TASKS)}"
+        yield ("data.task",), message
+    if data.task is None and data.task_args:
+        yield ("data.task_args",), "data.task_args belongs to data.task, which is not set"
+    for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
+        if path is not None and not (sampled and key == "data.path") and (wrong := _wrong_data(path)):
+            yield (key,), f"{key}: {wrong}"
+    if data.eval_path is not None and data.parts:
+        message = f"say data.eval_path or data.eval_fraction ({show(data.eval_fraction)}), not both"
+        yield ("data.eval_fraction", "data.eval_path"), message
+    if unknown := sorted(data.parts.keys() - {"test", "validation"}):
+        message = f"data.eval_fraction has parts test and validation, not {', '.join(unknown)}"
+        yield ("data.eval_fraction",), message
+    elif "validation" in data.parts and "test" not in data.parts:
+        yield (
+            ("data.eval_fraction",),
+            "data.eval_fraction holds out validation but no test: what is reported would be what was watched",
+        )
+    if sum(data.parts.values()) >= 1:
+        yield ("data.eval_fraction",), f"data.eval_fraction holds out everything: its parts sum to {sum(data.parts.values()):g}"
+    if data.template is not None and (wrong := _wrong_template(data.template)):
+        yield ("data.template",), f"data.template: {wrong}"
+
+
+def _wrong_data(path: str) -> str | None:
+    """Why rows cannot come from `path`, or None."""
+    file = Path(path).expanduser()
+    if file.is_dir():
+        return f"{path!r} is a folder: give one of its files ({', '.join(DATA_SUFFIXES)})"
+    if file.is_file():
+        return None if file.suffix.lower() in DATA_SUFFIXES else f"{path!r} is none of {', '.join(DATA_SUFFIXES)}"
+    repository = path.partition(":")[0]  # `owner/name:config`
+    if file.suffix in DATA_SUFFIXES or _means_local(repository):
+        return f"no such file {path!r}{_near(file)}"
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE") and not _cached("datasets", repository):
+        return f"no such file {path!r}; as a hub name it is not in the cache, and HF_HUB_OFFLINE forbids fetching it"
+    return None
+
+
+def _wrong_template(template: str) -> str | None:
+    if template == "alpaca":
+        return None
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        return f"not a Python format string ({error}); write {{{{ and }}}} for braces"
+    if not names:
+        return f"{template!r} names no column; write {{column}} where its text goes"
+    if "" in names:
+        return "{} names no column; write {column}"
+    return None
+
+
+def _rewards(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
+    if recipe.objective in ONLINE and recipe.objective not in TAUGHT and not recipe.rewards:
+        yield ("rewards",), f"rewards is missing: {recipe.objective!r} needs at least one, e.g. [{{function: accuracy}}]"
+    names: dict[str, int] = {}
+    for place, reward in enumerate(recipe.rewards):
+        at = f"rewards.{place}."
+        if wrong := _wrong_function(reward.function):
+            yield (at + "function",), f"rewards.{place}.function: {wrong}"
+        name = reward.name or reward.function.rpartition(":")[2]
+        if name in names:
+            message = f"two rewards are called {name!r}; give one of them another name"
+            yield (at + "name", at + "function"), message
+        names[name] = place
+        for key, value in reward.args.items():
+            if isinstance(value, str) and value.startswith(STAGE) and (wrong := wrong_model(value, earlier)):
+                yield (f"{at}args.{key}",), f"rewards.{place}.args.{key}: {wrong}"
+    if recipe.rewards and all(reward.weight == 0 for reward in recipe.rewards):
+        yield ("rewards.0.weight",), "every reward has weight 0: nothing would be learnt"
+
+
+def _wrong_function(function: str) -> str | None:
+    """Why a reward function cannot be found, or None.  Modules are not imported here."""
+    if ":" not in function:
+        if function in REWARDS:
+            return None
+        got = f"got {function!r}{closest(function, REWARDS)}"
+        return f"must be one of {', '.join(REWARDS)}, module:function or file.py:function; {got}"
+    place, _, name = function.rpartition(":")
+    if not name.isidentifier():
+        return f"{name!r} is not the name of a function (write module:function or file.py:function)"
+    if place.endswith(".py"):
+        file = Path(place).expanduser()
+        return None if file.is_file() else f"no such file {place!r}{_near(file)}"
+    if all(part.isidentifier() for part in place.split(".")):
+        return None
+    return f"{place!r} is neither a module nor a .py file"
+
+
+def _group(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
+    group = recipe.group
+    for place, names in PARTS.items():
+        part: Part | None = getattr(group, place)
+        if part is not None and (wrong := _wrong_part(part, names)):
+            yield (f"group.{place}",), f"group.{place}: {wrong}"
+    if not is_online(recipe.objective):
+        return
+    if group.minibatches > group.prompts_per_step:
+        message = f"group.minibatches ({group.minibatches}) is more than group.prompts_per_step ({group.prompts_per_step})"
+        yield ("group.minibatches", "group.prompts_per_step"), f"{message}: a minibatch holds at least one prompt"
+    credit = group.credit.get("name") if isinstance(group.credit, Mapping) else group.credit
+    compares = credit in COMPARES_SIBLINGS if credit is not None else recipe.objective not in ALONE
+    if group.group_size < 2 and compares and ":" not in recipe.objective:
+        why = f"for {recipe.objective!r} (its advantages compare siblings)"
+        message = f"group.group_size must be at least 2 {why}, got {group.group_size}"
+        yield ("group.group_size",), message
+    if group.filter is not None and group.dead_groups != "refill":
+        message = (
+            "group.filter says which groups are replaced, and only dead_groups: refill replaces any: set group.dead_groups: refill"
+        )
+        yield ("group.filter", "group.dead_groups"), message
+    # No preset has a KL of its own, so a beta that is not set is 0 too (a test asks the table).
+    if not group.beta and group.reference_refresh:
+        message = f"group.reference_refresh is {group.reference_refresh}, but with group.beta 0 there is no reference to refresh"
+        yield ("group.reference_refresh", "group.beta"), message
+    if not group.beta and group.kl is not None:
+        yield ("group.kl", "group.beta"), f"group.kl is {group.kl!r}, but with group.beta 0 no KL is in the loss"
+
+
+def _critic(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
+    critic, given = recipe.critic, recipe.group.credit
+    credit = given.get("name") if isinstance(given, Mapping) else given
+    by_name = recipe.objective in VALUED or ":" in recipe.objective
+    valued = is_online(recipe.objective) and (by_name if credit is None else credit == "gae" or ":" in credit)
+    if not valued:
+        if critic != CriticSettings():
+            yield ("critic",), f"critic is for credits that ask one: objective {', '.join(VALUED)}, or group.credit: gae"
+        return
+    if critic.path is not None and (wrong := wrong_model(critic.path, earlier)):
+        yield ("critic.path",), f"critic.path: {wrong}"
+    if recipe.steps is not None and critic.pretrain >= recipe.steps:
+        message = f"critic.pretrain ({critic.pretrain}) leaves none of the {recipe.steps} steps to train the policy: raise steps"
+        yield ("critic.pretrain", "steps"), message
+
+
+def _teacher(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
+    teacher, group = recipe.teacher, recipe.group
+    credit = group.credit.get("name") if isinstance(group.credit, Mapping) else group.credit
+    asked = (
+        recipe.objective in TAUGHT
+        or ":" in recipe.objective
+        or group.divergence is not None
+        or credit == "reverse_kl"
+        or bool(group.mix)
+    )
+    if not is_online(recipe.objective) or not asked:
+        if teacher != TeacherSettings():
+            yield ("teacher",), f"teacher is for those that learn from one: {', '.join(TAUGHT)}, or group.divergence"
+        return
+    if teacher.path is not None and (wrong := wrong_model(teacher.path, earlier)):
+        yield ("teacher.path",), f"teacher.path: {wrong}"
+    if teacher.path is not None and teacher.ema:
+        yield ("teacher.ema", "teacher.path"), "teacher.ema moves a policy that teaches itself; a checkpoint (teacher.path) stays"
+    if teacher.path is None and not teacher.ema and teacher.hint is None and ":" not in recipe.objective:
+        message = (
+            "teacher.path is missing: the policy would learn from itself as it is; give a checkpoint, a teacher.hint or an ema"
+        )
+        yield ("teacher.path", "teacher"), message
+    if recipe.model.lora is not None and 0 < teacher.ema < 1:
+        yield ("teacher.ema", "model.lora"), "teacher.ema must be 0 or 1 with model.lora: what lies under an adapter cannot move"
+    if teacher.hint is not None and (wrong := _wrong_template(teacher.hint)):
+        yield ("teacher.hint",), f"teacher.hint: {wrong}"
+    yield from _mixing(recipe)
+    yield from _shown(recipe)
+
+
+def _mixing(recipe: Recipe) -> Iterator[Finding]:
+    rollout = recipe.rollout
+    if not (recipe.group.mix or (recipe.group.mix is None and recipe.objective in MIXED)):
+        return
+    if rollout.top_k or rollout.top_p < 1 or rollout.min_p:
+        yield (
+            ("rollout.top_k", "rollout.top_p", "rollout.min_p", "group.mix"),
+            (
+                "the teacher helps to sample (group.mix), from the whole distribution: leave rollout.top_k, top_p and min_p out, or set "
+                "group.mix: 0"
+            ),
+        )
+    if rollout.engine != "native":
+        message = f"the teacher helps to sample (group.mix) in the trainer's process: leave rollout.engine out, got {show(rollout.engine)}"
+        yield ("rollout.engine", "group.mix"), f"{message}, or set group.mix: 0"
+
+
+SHOWN = ("path", "rows", "lm", "divergence")
+"""What a teacher's demonstrations may say."""
+
+
+def _shown(recipe: Recipe) -> Iterator[Finding]:
+    given, at = recipe.teacher.demonstrations, "teacher.demonstrations"
+    if given is None:
+        return
+    for key, value in given.items():
+        if key not in SHOWN:
+            yield (f"{at}.{key}", at), f"{at} has no key {key!r}: it takes {', '.join(SHOWN)}{closest(key, SHOWN)}"
+        elif key == "rows" and (type(value) is not int or value < 1):
+            yield (f"{at}.rows", at), f"{at}.rows must be a whole number above 0, got {value!r}"
+        elif key in ("lm", "divergence") and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+            yield (f"{at}.{key}", at), f"{at}.{key} must be a number from 0, got {value!r}"
+    if not isinstance(path := given.get("path"), str):
+        yield (f"{at}.path", at), f"{at} needs the path of a file: {{path: demos.jsonl, rows: 8, lm: 1, divergence: 0}}"
+    elif wrong := _wrong_data(path):
+        yield (f"{at}.path", at), f"{at}.path: {wrong}"
+    if not given.get("lm", 1) and not given.get("divergence", 0):
+        yield (at,), f"{at}: with lm 0 and divergence 0 nothing is learnt from them"
+    if recipe.group.beta:
+        yield (at, "group.beta"), f"{at}: nothing ties demonstrations to a reference: leave group.beta out"
+
+
+def _wrong_part(part: Part, names: Sequence[str]) -> str | None:
+    name = part.get("name") if isinstance(part, Mapping) else part
+    if not isinstance(name, str):
+        return "a mapping needs `name`, e.g. {name: " + (names[0] if names else "module:function") + "}"
+    if name in names or (name.count(":") == 1 and all(piece.replace(".", "_").isidentifier() for piece in name.split(":"))):
+        return None
+    others = [f"group.{place}" for place, known in PARTS.items() if name in known]
+    hint = f" (which is one of {' and '.join(others)})" if others else closest(name, names)
+    known = f"one of {', '.join(names)} or module:function" if names else "module:function"
+    return f"must be {known}; got {name!r}{hint}"
+
+
+def _parallel(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
+    given = recipe.parallel
+    name = given.get("name") if isinstance(given, Mapping) else given
+    if not isinstance(name, str) or name not in PARALLEL:
+        near = closest(name, PARALLEL) if isinstance(name, str) else ""
+        yield ("parallel",), f"parallel must be one of {', '.join(PARALLEL)}, or a mapping with one as `name`; got {name!r}{near}"
+        return
+    arguments = {key: value for key, value in given.items() if key != "name"} if isinstance(given, Mapping) else {}
+    if unknown := sorted(arguments.keys() - {"shards", "offload"}):
+        yield ("parallel",), f"parallel takes shards and offload beside name, got {', '.join(unknown)}"
+    if name == "ddp" and arguments:
+        yield ("parallel",), "parallel: shards and offload are for weights that are spread: name zero2 or zero3, not ddp"
+    shards, offload = arguments.get("shards", 2), arguments.get("offload", False)
+    if type(shards) is not int or shards < 2:
+        yield ("parallel",), f"parallel.shards must be a whole number at least 2, got {shards!r}"
+    if type(offload) is not bool:
+        yield ("parallel",), f"parallel.offload must be true or false, got {offload!r}"
+
+
+def _rollout(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
+    if "" in recipe.rollout.stop:
+        yield ("rollout.stop",), "rollout.stop holds an empty string, which would end every completion at once"
+    engine = recipe.rollout.engine
+    given = {"name": engine} if isinstance(engine, str) else dict(engine)
+    if wrong := _wrong_engine(given):
+        yield ("rollout.engine",), f"rollout.engine: {wrong}"
+    elif given.get("ahead") and not is_online(recipe.objective):
+        message = f"rollout.engine: nothing is sampled ahead of training by {recipe.objective!r}, which learns from a data set"
+        yield ("rollout.engine", "objective"), message
+    if is_online(recipe.objective) and recipe.model.attention == "single" and given.get("name") == "native":
+        message = "model.attention is 'single', and the native engine needs packed streams; set rollout.engine to transformers"
+        yield ("rollout.engine", "model.attention"), message
+
+
+def _wrong_engine(given: Mapping[str, Any]) -> str | None:
+    name = str(given.get("name"))
+    if name not in ENGINES:
+        return f"must be one of {', '.join(ENGINES)}; got {name!r}{closest(name, list(ENGINES))}"
+    for key in given:
+        if key not in ("name", *ENGINES[name]):
+            return f"{name} takes {', '.join(ENGINES[name])}; got {key!r}{closest(key, ENGINES[name])}"
+    ahead = given.get("ahead", 0)
+    if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
+        return f"ahead is a number of steps from 0, got {ahead!r}"
+    if name != "vllm" and "correct" in given and not ahead:
+        return f"{name} samples with the weights that are trained: there is nothing to correct, unless it is ahead of them"
+    servers = given.get("servers", [])
+    if not isinstance(servers, list | tuple) or not all(
+        isinstance(url, str) and re.fullmatch(r"http://[^/\s]+(:\d+)?/?", url) for url in servers
+    ):
+        return f"servers is a list of addresses like http://127.0.0.1:8000, got {servers!r}"
+    if not isinstance(colocated := given.get("colocated", False), bool):
+        return f"colocated is true or false, got {colocated!r}"
+    if colocated and (servers or ahead):
+        return "colocated samples in the trainer's process, in turn with training: leave servers and ahead out"
+    if servers and "dtype" in given:
+        return "dtype is that of a server which the run starts for itself; running servers have theirs"
+    if given.get("dtype", "float32") not in ("float32", "bfloat16"):
+        return f"dtype must be float32 or bfloat16, got {given['dtype']!r}"
+    if not isinstance(given.get("correct") or {}, Mapping):
+        return f"correct is a mapping like {{level: token, high: 2}}, or null, got {given['correct']!r}"
+    return None
+
+
+_CHECKS: tuple[Callable[[Recipe, Sequence[str]], Iterator[Finding]], ...] = (
+    _objective,
+    _length,
+    _model,
+    _lora,
+    _replay,
+    _scratch,
+    _data,
+    _rewards,
+    _rollout,
+    _group,
+    _critic,
+    _teacher,
+    _parallel,
+)

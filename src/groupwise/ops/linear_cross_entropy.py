@@ -1,0 +1,410 @@
+"""Log-probabilities and entropies of chosen tokens from hidden states, a chunk of rows at a time: (M, V) never exists.
+
+The head's logits are by far the largest tensor of a training step (M x V; a vocabulary of 150,000 makes 0.6 MB per token in
+float32).  Here they live for one chunk only.  `chosen_logprobs` recomputes them in its backward pass (4 products with the head
+per row); `fused_loss` asks for the loss of the chunk while its logits are at hand and takes the gradient in the same visit
+(3 products), which is possible whenever a token's loss depends on no other token.
+
+M rows   D width   V vocabulary   C rows of a chunk   E ids of all supports
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from groupwise.ops.autograd import first_derivative
+from groupwise.ops.cpu import kernels
+from groupwise.ops.grad_accum import gradient_of, summing
+from groupwise.ops.matmul import add_product, product
+from groupwise.ops.tiles import filled, tiled
+
+CHUNK_NUMBERS = 1 << 22
+"""Most logits of a chunk (rows x vocabulary) where that leaves it rows enough: 16 MB in float32."""
+MOST_ROWS = 512
+"""More rows to a chunk make no product faster."""
+MIN_ROWS = 128
+"""Every chunk reads the head twice and its gradient once: with fewer rows it would spend its time on that.  Above 32,768 ids a
+chunk is larger instead."""
+BLOCK_NUMBERS = 1 << 18
+"""What lies between a chunk's products is done on so many of its logits at a time: 1 MB in float32, which stays in a core's cache.
+A chunk exists once, in the type of the products; only a block of it is ever widened to float32."""
+NOTHING = -1e30
+"""Stands for -inf where it is multiplied by its probability 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Head:
+    """The map from hidden states to logits: `softcap * tanh(scale * (W h + b) / softcap)`.
+
+    `weight_VD` holds the vocabulary's rows only: embedding rows that pad a checkpoint's matrix are never sampled or scored.
+    """
+
+    weight_VD: Tensor
+    bias_V: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Support:
+    """Ids that could have been drawn, per row: `ids_E[begin_M[i]:begin_M[i + 1]]`; an empty stretch means all of them."""
+
+    ids_E: Tensor
+    begin_M: Tensor
+    """(M + 1,) on the host."""
+
+
+def chunk_rows(vocabulary: int, width: int, deep: int = 0, numbers: int = CHUNK_NUMBERS) -> int:
+    """Rows of a chunk whose logits have `width` bytes: `numbers` is meant for float32, a lower precision has more for its bytes.
+
+    deep: the width of a head that may be trained: its gradient is read and written once for every chunk, so where the chunk stays
+    below half of it, rows are added.  Scoring and a frozen head take the same chunks.
+
+    >>> chunk_rows(512, 4), chunk_rows(50257, 4), chunk_rows(50257, 2), chunk_rows(50257, 4, 768), chunk_rows(150_000, 4)
+    (512, 128, 166, 384, 128)
+    """
+    return max(MIN_ROWS, min(MOST_ROWS, max(numbers * 4 // max(width, 2) // vocabulary, deep // 2)))
+
+
+def head_logits(hidden_CD: Tensor, head: Head) -> Tensor:
+    """Logits (C, V) in the compute type of the head's product, before temperature."""
+    logits_CV = F.linear(hidden_CD, head.weight_VD, head.bias_V)
+    if head.scale != 1.0:
+        logits_CV = logits_CV * head.scale
+    if head.softcap is not None:
+        logits_CV = head.softcap * torch.tanh(logits_CV / head.softcap)
+    return logits_CV
+
+
+def reference_logprobs(
+    hidden_MD: Tensor, head: Head, target_M: Tensor, temperature_M: Tensor, support: Support | None = None
+) -> tuple[Tensor, Tensor]:
+    """The definition, with all logits at once and autograd's own backward: what the chunked forms are tested against.
+
+    Returns log-probabilities (M,) and entropies (M,), nats.
+    """
+    z_MV = head_logits(hidden_MD, head)
+    z_MV = z_MV.to(torch.promote_types(z_MV.dtype, torch.float32)) / temperature_M[:, None]
+    if support is not None:
+        z_MV = z_MV.masked_fill(_outside(support, 0, z_MV.shape[0], z_MV.shape[1], z_MV.device), -torch.inf)
+    logp_MV = torch.log_softmax(z_MV, -1)
+    entropy_M = -(logp_MV.exp() * logp_MV.clamp_min(NOTHING)).sum(-1)
+    return logp_MV.gather(1, target_M[:, None])[:, 0], entropy_M
+
+
+def chosen_logprobs(
+    hidden_MD: Tensor,
+    head: Head,
+    target_M: Tensor,
+    temperature_M: Tensor,
+    support: Support | None = None,
+    *,
+    entropy: bool = False,
+    chunk_numbers: int = CHUNK_NUMBERS,
+) -> tuple[Tensor, Tensor | None]:
+    """log softmax(logits / temperature)[target] of every row (M,), and its entropy (M,) if asked for; nats, differentiable.
+
+    With a support the softmax is over the ids of the row's support only (what top-k, top-p and min-p sampled from).
+    """
+    logp_M, entropy_M = _Chosen.apply(
+        hidden_MD, head.weight_VD, head.bias_V, head, target_M, temperature_M, support, entropy, chunk_numbers
+    )  # type: ignore[misc]
+    return logp_M, entropy_M if entropy else None
+
+
+TokenLoss = Callable[[Tensor, Tensor | None, slice], Tensor]
+"""(log-probs of a chunk (C,), entropies (C,) or None, which rows) -> weighted sum of their losses, a scalar."""
+
+
+def fused_loss(
+    hidden_MD: Tensor,
+    head: Head,
+    target_M: Tensor,
+    temperature_M: Tensor,
+    loss: TokenLoss,
+    support: Support | None = None,
+    *,
+    entropy: bool = False,
+    as_is: bool = False,
+    chunk_numbers: int = CHUNK_NUMBERS,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Sum of token losses, with the gradient taken in the forward visit.
+
+    as_is: the caller differentiates the loss as it is returned, multiplied by nothing; its gradient may then be summed in place.
+    It is differentiated once, even where the graph is kept (RuntimeError); `chosen_logprobs` may be as often as asked.
+
+    Returns the scalar loss (differentiable with respect to hidden states and head), the log-probs (M,) and, if asked for, the
+    entropies (M,), both detached.
+    """
+    total, logp_M, entropy_M = _Fused.apply(
+        hidden_MD, head.weight_VD, head.bias_V, head, target_M, temperature_M, support, loss, entropy, as_is, chunk_numbers
+    )  # type: ignore[misc]
+    return total, logp_M, entropy_M if entropy else None
+
+
+class _Chosen(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_MD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        head: Head,
+        target_M: Tensor,
+        temperature_M: Tensor,
+        support: Support | None,
+        entropy: bool,
+        chunk_numbers: int,
+    ) -> tuple[Tensor, Tensor]:
+        visits = _Visits(hidden_MD, head, target_M, temperature_M, support, entropy, chunk_numbers)
+        for rows, raw_CV in visits.products():
+            visits.measure(rows, raw_CV)
+        ctx.save_for_backward(visits.hidden_MD, visits.weight_VD, bias_V, visits.target_M, visits.temperature_M)
+        ctx.visits, ctx.summing = visits, summing()
+        return visits.logp_M.clone(), visits.entropy_M.clone()  # what is returned refers to ctx, and ctx to the visits
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_logp_M, grad_entropy_M = grads
+        visits: _Visits = ctx.visits
+        _ = ctx.saved_tensors  # what the visits read again: autograd sees whether it has changed
+        sums = _Gradients(visits, ctx.needs_input_grad, in_place=ctx.summing)
+        for rows, raw_CV in visits.products():
+            sums.add(rows, raw_CV, grad_logp_M[rows], grad_entropy_M[rows] if visits.entropy else None)
+        return *sums.found, None, None, None, None, None, None
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_MD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        head: Head,
+        target_M: Tensor,
+        temperature_M: Tensor,
+        support: Support | None,
+        loss: TokenLoss,
+        entropy: bool,
+        as_is: bool,
+        chunk_numbers: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        visits = _Visits(hidden_MD, head, target_M, temperature_M, support, entropy, chunk_numbers)
+        logp_M, entropy_M = visits.logp_M, visits.entropy_M
+        total = logp_M.new_zeros(())
+        sums = _Gradients(visits, ctx.needs_input_grad, in_place=as_is and summing())
+        for rows, raw_CV in visits.products():
+            visits.measure(rows, raw_CV)
+            with torch.enable_grad():
+                leaf_C = logp_M[rows].clone().requires_grad_()
+                entropy_C = entropy_M[rows].clone().requires_grad_() if entropy else None
+                value = loss(leaf_C, entropy_C, rows)
+                leaves = (leaf_C,) if entropy_C is None else (leaf_C, entropy_C)
+                slopes = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else (None, None)
+            total += value.detach()
+            sums.add(rows, raw_CV, torch.zeros_like(leaf_C) if slopes[0] is None else slopes[0], slopes[1] if entropy else None)
+        ctx.sums = sums
+        ctx.mark_non_differentiable(logp_M, entropy_M)
+        return total, logp_M, entropy_M
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        sums, ctx.sums = ctx.sums, None
+        if sums is None:
+            raise RuntimeError("a fused loss is differentiated once: its gradient was made with it, and has been given away")
+        scale, found = grads[0], sums.found
+        # The weight's gradient is as large as the head: the pass over it is left out where asking costs nothing.
+        if scale.is_cuda or float(scale) != 1.0:
+            if sums.in_place:
+                assert scale.is_cuda, "a loss that was to be differentiated as it is was multiplied"
+                scale = torch.where(scale == 1.0, scale, torch.nan)  # nobody waits for a GPU's answer, but the step is not taken
+            found = [None if grad is None else grad.mul_(scale) for grad in found]
+        return (*found, None, None, None, None, None, None, None, None)
+
+
+class _Visits:
+    """The rows of a batch, chunk by chunk: their logits, and what is read off them."""
+
+    def __init__(
+        self,
+        hidden_MD: Tensor,
+        head: Head,
+        target_M: Tensor,
+        temperature_M: Tensor,
+        support: Support | None,
+        entropy: bool,
+        numbers: int,
+    ) -> None:
+        self.hidden_MD, self.head, self.support = hidden_MD.detach(), head, support
+        self.target_M = target_M.to(torch.int64).contiguous()
+        if target_M.is_cpu and target_M.numel() and not 0 <= int(target_M.min()) <= int(target_M.max()) < head.weight_VD.shape[0]:
+            raise IndexError(f"targets {int(target_M.min())} to {int(target_M.max())} of a head of {head.weight_VD.shape[0]} ids")
+        self.weight_VD = head.weight_VD.detach()
+        if torch.is_autocast_enabled(hidden_MD.device.type):
+            lower = torch.get_autocast_dtype(hidden_MD.device.type)
+            self.hidden_MD, self.weight_VD = self.hidden_MD.to(lower), self.weight_VD.to(lower)
+        self.precision = torch.promote_types(self.weight_VD.dtype, torch.float32)
+        self.temperature_M = temperature_M.to(self.precision)
+        self.factor_M = head.scale / self.temperature_M
+        # Asking a GPU would cost a wait for it; dividing costs it little.
+        self.tempered = hidden_MD.is_cuda or bool((temperature_M != 1.0).any())
+        self.entropy = entropy
+        (vocabulary, deep), count = head.weight_VD.shape, target_M.shape[0]
+        if not hidden_MD.is_cuda and tiled(self.weight_VD.dtype):
+            self.hidden_MD = F.pad(self.hidden_MD, (0, 0, 0, filled(count) - count))
+        self.chunks = _slices(0, count, chunk_rows(vocabulary, self.weight_VD.dtype.itemsize, deep, numbers))
+        # float32 (float64 for float64 models), filled as the rows are measured; entropies stay 0 unless asked for.
+        self.lse_M, self.logp_M, self.entropy_M = torch.zeros(3, count, dtype=self.precision, device=target_M.device)
+
+    def products(self) -> Iterator[tuple[slice, Tensor]]:
+        """Every chunk and its logits (C, V) in the type of the head's product, before scale, soft cap and temperature.
+
+        Those of filler stand behind.  All lie in one buffer: new pages for each would cost as much as a tenth of its products.
+        """
+        vocabulary = self.weight_VD.shape[0]
+        bias_V = None if self.head.bias_V is None else self.head.bias_V.detach().to(self.weight_VD.dtype)
+        every = [self.with_filler(rows) for rows in self.chunks]
+        buffer_CV = self.weight_VD.new_empty(max((each.stop - each.start for each in every), default=0), vocabulary)
+        for rows, each in zip(self.chunks, every, strict=True):
+            hidden_CD, raw_CV = self.hidden_MD[each], buffer_CV[: each.stop - each.start]
+            yield rows, product(hidden_CD, self.weight_VD.T, bias_V, out=raw_CV)
+
+    def compiled(self, raw_CV: Tensor) -> bool:
+        """True if a kernel reads these logits, in one pass for what takes torch many."""
+        return self.head.softcap is None and self.support is None and kernels.fits(raw_CV, width=kernels.WIDTHS)
+
+    def with_filler(self, rows: slice) -> slice:
+        """The last chunk has the filler behind it."""
+        return slice(rows.start, self.hidden_MD.shape[0]) if rows.stop == self.target_M.shape[0] else rows
+
+    def blocks(self, rows: slice, raw_CV: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """(rows, logits (B, V), tempered logits (B, V) with -inf outside the support) of a chunk's blocks; on CUDA one block.
+
+        The tempered logits are the logits themselves where nothing was to be done to them.
+        """
+        size = rows.stop - rows.start if raw_CV.is_cuda else max(1, BLOCK_NUMBERS // raw_CV.shape[1])
+        for block in _slices(rows.start, rows.stop, size):
+            raw_BV = raw_CV[block.start - rows.start : block.stop - rows.start]
+            yield block, raw_BV, self._tempered(block, raw_BV)
+
+    def _tempered(self, rows: slice, raw_BV: Tensor) -> Tensor:
+        head = self.head
+        z_BV = raw_BV.to(self.precision)
+        if head.scale != 1.0:
+            z_BV = z_BV * head.scale
+        if head.softcap is not None:
+            z_BV = torch.tanh(z_BV / head.softcap).mul_(head.softcap)
+        if self.tempered:
+            z_BV = z_BV / self.temperature_M[rows, None]
+        if self.support is not None:
+            z_BV = z_BV.masked_fill(_outside(self.support, rows.start, *z_BV.shape, z_BV.device), -torch.inf)
+        return z_BV
+
+    def measure(self, rows: slice, raw_CV: Tensor) -> None:
+        """Fill the columns of a chunk: log-sum-exps, log-probs of the targets, entropies if they are asked for."""
+        if self.compiled(raw_CV):
+            found = self.lse_M[rows], self.logp_M[rows], self.entropy_M[rows] if self.entropy else None
+            kernels.read_logits(raw_CV[: rows.stop - rows.start], self.factor_M[rows], self.target_M[rows], *found)
+            return
+        for block, _, z_BV in self.blocks(rows, raw_CV):
+            self.lse_M[block] = torch.logsumexp(z_BV, -1)
+            self.logp_M[block] = z_BV.gather(1, self.target_M[block, None])[:, 0] - self.lse_M[block]
+            if self.entropy:
+                logp_BV = z_BV - self.lse_M[block, None]
+                self.entropy_M[block] = logp_BV.exp().mul_(logp_BV.clamp_min_(NOTHING)).sum(-1).neg_()
+
+
+def _slices(start: int, stop: int, size: int) -> list[slice]:
+    return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
+
+
+class _Gradients:
+    """Sums of gradients with respect to hidden states and head over the chunks of a batch."""
+
+    def __init__(self, visits: _Visits, needs: tuple[bool, ...], *, in_place: bool) -> None:
+        self.visits = visits
+        head, hidden_MD = visits.head, visits.hidden_MD
+        # The first chunk writes them, so nothing is cleared before; without any chunk there is nothing to write.
+        make = torch.empty_like if visits.chunks else torch.zeros_like
+        self.hidden_MD = make(hidden_MD) if needs[0] else None
+        self.weight_VD, self.fresh = gradient_of(head.weight_VD, in_place) if needs[1] and visits.chunks else (None, True)
+        self.in_place = self.weight_VD is not None
+        """The weight's gradient is where it belongs already."""
+        if needs[1] and not self.in_place:
+            self.weight_VD, self.fresh = make(visits.weight_VD, dtype=head.weight_VD.dtype), True
+        self.bias_V = torch.zeros_like(head.bias_V) if needs[2] and head.bias_V is not None else None
+
+    @property
+    def found(self) -> list[Tensor | None]:
+        """What autograd is to go on with, for hidden states, weight and bias."""
+        hidden_MD = None if self.hidden_MD is None else self.hidden_MD[: self.visits.target_M.shape[0]]
+        return [hidden_MD, None if self.in_place else self.weight_VD, self.bias_V]
+
+    def add(self, rows: slice, raw_CV: Tensor, grad_logp_C: Tensor, grad_entropy_C: Tensor | None) -> None:
+        """Add a measured chunk, given the slopes of the loss in its log-probs and entropies.  `raw_CV` is overwritten."""
+        visits = self.visits
+        own_CV = raw_CV[: rows.stop - rows.start]
+        if self.bias_V is None and visits.compiled(raw_CV):
+            read = visits.factor_M[rows], visits.target_M[rows], visits.lse_M[rows], visits.entropy_M[rows]
+            in_entropy_C = None if grad_entropy_C is None else grad_entropy_C.contiguous()
+            kernels.slope_of_logits(own_CV, *read, grad_logp_C.contiguous(), in_entropy_C)
+        else:
+            self._slopes(rows, own_CV, grad_logp_C, grad_entropy_C)
+        raw_CV[rows.stop - rows.start :] = 0.0
+        every = visits.with_filler(rows)
+        if self.hidden_MD is not None:
+            product(raw_CV, visits.weight_VD, out=self.hidden_MD[every])
+        if self.weight_VD is not None:
+            add_product(self.weight_VD, raw_CV.T, visits.hidden_MD[every], fresh=self.fresh)
+            self.fresh = False
+
+    def _slopes(self, rows: slice, raw_CV: Tensor, grad_logp_C: Tensor, grad_entropy_C: Tensor | None) -> None:
+        """`kernels.cpu.slope_of_logits`, of any head, in torch's operations; the bias is given its gradient, too."""
+        head = self.visits.head
+        for block, raw_BV, z_BV in self.visits.blocks(rows, raw_CV):
+            own = slice(block.start - rows.start, block.stop - rows.start)
+            slope_BV = None
+            if head.softcap is not None:
+                slope_BV = 1.0 - torch.tanh(raw_BV.to(z_BV.dtype) * (head.scale / head.softcap)).square()
+            grad_BV = self._block(block, z_BV, grad_logp_C[own], None if grad_entropy_C is None else grad_entropy_C[own])
+            if slope_BV is not None:
+                grad_BV.mul_(slope_BV)
+            if self.bias_V is not None:
+                self.bias_V += grad_BV.sum(0)
+            if grad_BV is not raw_BV:
+                raw_BV.copy_(grad_BV)
+
+    def _block(self, rows: slice, z_BV: Tensor, grad_logp_B: Tensor, grad_entropy_B: Tensor | None) -> Tensor:
+        """d logp / dz = onehot - p;  dH / dz = -p (log p + H).  In place of the tempered logits."""
+        visits = self.visits
+        factor_B = visits.factor_M[rows]
+        grad_logp_B = grad_logp_B * factor_B
+        logp_BV = z_BV.sub_(visits.lse_M[rows, None])
+        if grad_entropy_B is None:
+            grad_BV = logp_BV.exp_().mul_(-grad_logp_B[:, None])
+        else:
+            factor_BV = logp_BV.clamp_min(NOTHING).add_(visits.entropy_M[rows, None])
+            factor_BV.mul_((grad_entropy_B * factor_B)[:, None]).add_(grad_logp_B[:, None])
+            grad_BV = logp_BV.exp_().mul_(factor_BV).neg_()
+        index_B = torch.arange(grad_BV.shape[0], device=grad_BV.device)
+        grad_BV[index_B, visits.target_M[rows]] += grad_logp_B
+        return grad_BV
+
+
+def _outside(support: Support, start: int, rows: int, vocabulary: int, device: torch.device) -> Tensor:
+    """(C, V) True where a row's support does not reach; rows with an empty stretch have none."""
+    begin = support.begin_M[start : start + rows + 1]
+    lengths = begin.diff()
+    row = torch.repeat_interleave(torch.arange(rows), lengths).to(device)
+    outside = (lengths > 0).to(device)[:, None].expand(rows, vocabulary).clone()
+    outside[row, support.ids_E[int(begin[0]) : int(begin[-1])]] = False
+    return outside

@@ -1,0 +1,86 @@
+"""Where the scored groups of a step come from: prompts are drawn, sampled and scored, and what teaches nothing is replaced."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+from groupwise.algorithms.registry import Algorithm
+from groupwise.config.settings import GroupSettings
+from groupwise.distributed import comm
+from groupwise.records import Prompt, Rollout, Sampling, Scored
+from groupwise.rewards.compose import Rewards
+from groupwise.rollout.engine import Engine
+
+Draw = Callable[[int], Sequence[Prompt]]
+"""The next k prompts of the data's order."""
+Collected = tuple[list[Scored], int]
+"""The groups of a step, and the number of prompts that were drawn for them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """All that it takes to sample and score the groups of a step."""
+
+    engine: Engine
+    rewards: Rewards
+    draw: Draw
+    algorithm: Algorithm
+    group: GroupSettings
+    sampling: Sampling
+    seed: int = 0
+
+    def prompts(self) -> list[Prompt]:
+        """The prompts that a step begins with."""
+        return list(self.draw(self.group.prompts_per_step))
+
+    def sample(self, prompts: Sequence[Prompt]) -> list[Scored]:
+        """This process's share of the prompts as scored groups; finished ones are scored while others are still being sampled."""
+        finished: SimpleQueue[tuple[Rollout, ...] | None] = SimpleQueue()
+        scored: Future[list[Scored]] = Future()
+
+        def score() -> None:
+            try:
+                scored.set_result([one for rollouts in iter(finished.get, None) for one in self.rewards.score([rollouts])])
+            except BaseException as error:  # whatever it is, it belongs to the thread that waits
+                scored.set_exception(error)
+
+        # A daemon: a reward function that never returns must not keep a process from its end.
+        threading.Thread(target=score, name="rewards", daemon=True).start()
+        how: dict[str, Any] = {"group_size": self.group.group_size, "sampling": self.sampling, "seed": self.seed}
+        try:
+            for rollouts in self.engine.generate(comm.share(prompts), **how):
+                finished.put(rollouts)
+                if scored.done():  # it failed
+                    break
+        finally:
+            finished.put(None)
+        return scored.result()
+
+    def collect(self, prompts: Sequence[Prompt] = (), own: Callable[[], list[Scored]] | None = None) -> Collected:
+        """Scored groups for one step.  Of several processes each samples and scores its share, and each gets all groups.
+
+        With `dead_groups: refill` (dynamic sampling, 2503.14476) prompts whose rewards teach nothing are replaced by further ones,
+        at most `max_refills` x `prompts_per_step` of them; a step that stays short is trained as it is.
+
+        prompts: drawn for it already.   own: what `sample` gives for them, where that has been begun already.
+        """
+        refill = self.algorithm.dead_groups == "refill"
+        wanted = self.group.prompts_per_step
+        limit = wanted * (1 + self.group.max_refills) if refill else wanted
+        live: list[Scored] = []
+        dead: list[Scored] = []
+        prompts = prompts or self.prompts()
+        while True:
+            scored = comm.gather(self.sample(prompts) if own is None else own())
+            found = {one.prompt.id: one for one in scored}
+            for prompt in prompts:
+                (dead if refill and not self.algorithm.teaches(found[prompt.id]) else live).append(found[prompt.id])
+            more = min(wanted - len(live), limit - len(live) - len(dead))
+            if more <= 0:
+                return live or dead[:wanted], len(live) + len(dead)
+            prompts, own = self.draw(more), None

@@ -1,0 +1,31 @@
+"""Sampling with a policy whose weights are spread over processes: they are gathered once per rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from groupwise.models.fsdp import ShardedPolicy
+from groupwise.models.policy import Policy
+from groupwise.records import Prompt, Rollout, Sampling
+from groupwise.rollout.engine import Engine
+
+
+class GatheredEngine:
+    """Implements `engine.Engine` for a sharded policy: one gather of the weights per call of `generate`."""
+
+    def __init__(self, policy: ShardedPolicy, make: Callable[[Policy], Engine]) -> None:
+        """make: the engine to sample with, given a plain policy."""
+        self.policy, self.inner = policy, make(policy.plain)
+        self.version = self.inner.version
+
+    def set_version(self, version: int) -> None:
+        """See `engine.Engine`."""
+        self.version = version
+        self.inner.set_version(version)
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int
+    ) -> Iterator[tuple[Rollout, ...]]:
+        """See `engine.Engine`; every process must call it, also one that has no prompts."""
+        with self.policy.gathered():
+            yield from self.inner.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)

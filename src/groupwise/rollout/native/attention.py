@@ -1,0 +1,336 @@
+"""Attention of the rollout engine: the prefill that keeps keys and values, and the decode step over shared prompts.
+
+A decoded token attends to its prompt and to its own completion; a prompt's keys are never copied per row.  The compiled kernel
+(kernels/decoding.cpp) goes prompt by prompt.  Torch's operations, which take its place on GPUs, compute the two parts apart and
+merge them by their log-sum-exps, which is exact: a prompt's keys meet the queries of its whole group in one product, and key-value
+heads all the query heads that share them.
+
+R rows (completions being decoded)   P live prompts   N most rows of a prompt   H query heads   K key-value heads   D head width
+T own tokens   M prompt tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from groupwise.errors import EngineError
+from groupwise.models.attention import PackedAttention
+from groupwise.ops.cpu import decoding, kernels
+from groupwise.records import Layout
+from groupwise.rollout.native.kv_cache import Store
+
+HIDDEN = -1e30
+"""Score of a key that may not be seen: finite, so that a row which sees nothing of its prompt stays free of NaN."""
+
+
+class Prefill:
+    """Packed prompts attend to themselves; their keys and values are kept."""
+
+    def __init__(self, store: Store, lengths: Sequence[int]) -> None:
+        """Prompts of these lengths in one stream become the store's entries behind those that live."""
+        starts = [0]
+        for length in lengths:
+            starts.append(starts[-1] + length)
+        self.lengths, self.starts = lengths, starts
+        self.store, self.first = store, store.live
+        self._seen: set[int] = set()
+        self._packed = PackedAttention(
+            Layout(start=tuple(starts[:-1]), length=tuple(lengths), prefix=(-1,) * len(lengths), total=starts[-1])
+        )
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, window: int | None
+    ) -> Tensor:
+        """The protocol `models.attention.Attend`.  Raises EngineError for the second of two layers with one number."""
+        if layer in self._seen:
+            raise EngineError(
+                f"two attention layers of the model have the number {layer} (layer_idx), and keys and values are kept by number: "
+                "give each its own; a module that stands in two places has to be copied first"
+            )
+        self._seen.add(layer)
+        query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast rotary embeddings leave them in float32
+        key_TKD, value_TKD = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        slab = self.store.layer(layer, key_TKD, decoding.BLOCK if softcap is None and kernels.fits(key_TKD) else 1)
+        i = 0
+        while i < len(self.lengths):
+            j, length = i, self.lengths[i]
+            while j < len(self.lengths) and self.lengths[j] == length:
+                j += 1
+            stretch = slice(self.starts[i], self.starts[j])
+            shape = (j - i, length, *key_TKD.shape[1:])
+            slab.write(self.first + i, key_TKD[stretch].reshape(shape), value_TKD[stretch].reshape(shape))
+            i = j
+        return self._packed(layer, query, key, value, scale, softcap, window)
+
+    def rows(
+        self,
+        layer: int,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        """The same token by token: (T, H, D) queries, (T, K, D) keys and values -> (T, H, D)."""
+        query, key, value = (x.transpose(0, 1)[None] for x in (query_THD, key_TKD, value_TKD))
+        return self(layer, query, key, value, scale, softcap, window)[0]
+
+
+class Decode:
+    """New tokens of rows: a token's key and value are kept, then it attends to its prompt and its own completion."""
+
+    def __init__(self, prompts: Store, own: Store, device: torch.device) -> None:
+        assert device.type not in ALIGNS or not (prompts.most_tokens % ALIGNED or own.most_tokens % ALIGNED)
+        self.prompts, self.own, self.device = prompts, own, device
+
+    def arrange(self, prompt_length_P: Sequence[int], entry_R: Sequence[int], length_R: Sequence[int]) -> None:
+        """The live rows have changed: row r belongs to prompt entry `entry_R[r]` and has kept `length_R[r]` own tokens."""
+        self.prompt_length_P, self.length_R = list(prompt_length_P), list(length_R)
+        self.entry_R = list(entry_R)
+        self.rows_P: list[list[int]] = [[] for _ in prompt_length_P]
+        for row, entry in enumerate(entry_R):
+            self.rows_P[entry].append(row)
+        self.longest_prompt = self._room(max(prompt_length_P))
+        self._index: dict[int, tuple[Tensor, Tensor]] = {}
+        self._made: dict[str, Tensor] = {}
+        self._rows = decoding.Rows(self.rows_P, prompt_length_P)
+        self._length_R = torch.tensor(self.length_R, device=self.device)
+        position_R = [prompt_length_P[entry] + length - 1 for entry, length in zip(entry_R, length_R, strict=True)]
+        self.position_R = torch.tensor(position_R, device=self.device)
+        self._uniform = len(set(length_R)) == 1
+
+    def next(self) -> Tensor:
+        """Begin a step: every row has one token more.  Returns the positions (R,) of the new tokens."""
+        self.length_R = [length + 1 for length in self.length_R]
+        self.longest = max(self.length_R)
+        self.room = self._room(self.longest)
+        self.own.reserve(len(self.length_R), self.room)
+        self._length_R = self._length_R + 1
+        self.position_R = self.position_R + 1
+        self._own_bias: dict[int | None, Tensor | None] = {}
+        self._prompt_bias: dict[tuple[int | None, int], Tensor | None] = {}
+        return self.position_R
+
+    def _room(self, tokens: int) -> int:
+        """The room that is read for so many tokens."""
+        return whole(tokens) if self.device.type in ALIGNS else tokens
+
+    @property
+    def compiled(self) -> bool:
+        """True if the compiled kernels read what has been kept."""
+        return all(slab.block > 1 for slab in self.prompts.slabs.values())
+
+    def through(self, blocks: decoding.Blocks, x_RD: Tensor, rotary_RW: tuple[Tensor, Tensor] | None) -> Tensor:
+        """The new tokens pass all blocks; see `decoding.Blocks`."""
+        return blocks(x_RD, rotary_RW, self._slabs(len(blocks.blocks)), self._rows, self._length_R)
+
+    def draw(
+        self, decoder: decoding.Decoder, newest_R: Tensor, limit_R: Sequence[int], uniform_RT: Tensor, steps: int, **how: Any
+    ) -> decoding.Drawn:
+        """Several tokens for each row, whose newest are `newest_R`; see `decoding.Decoder`.  Rows are to be arranged again."""
+        self.own.reserve(len(self.length_R), min(max(self.length_R) + steps, self.own.most_tokens))
+        limit, prompt, prompt_length = (torch.tensor(column) for column in (limit_R, self.entry_R, self.prompt_length_P))
+        live = decoding.Live(newest_R, self._length_R, limit, prompt, prompt_length, uniform_RT)
+        return decoder(live, self._slabs(len(decoder.blocks.blocks)), steps, **how)
+
+    def _slabs(self, layers: int) -> list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]:
+        """Own and prompts' keys and values of each layer."""
+        slabs = []
+        for layer in range(layers):
+            prompt = self.prompts.slabs[layer]
+            own = self.own.layer(layer, prompt.like, prompt.block)
+            slabs.append(((own.key_EKTD, own.value_EKTD), (prompt.key_EKTD, prompt.value_EKTD)))
+        return slabs
+
+    @property
+    def drawn_R(self) -> Tensor:
+        """Which token of its completion each row draws in this step, from 0."""
+        return self._length_R
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, window: int | None
+    ) -> Tensor:
+        """The protocol `models.attention.Attend`: one token per row in the stream."""
+        query_RHD, key_RKD, value_RKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+        return self.rows(layer, query_RHD, key_RKD, value_RKD, scale, softcap, window)[None]
+
+    def rows(
+        self,
+        layer: int,
+        query_RHD: Tensor,
+        key_RKD: Tensor,
+        value_RKD: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        """The same row by row: (R, H, D) queries, (R, K, D) keys and values -> (R, H, D)."""
+        count, heads, width = query_RHD.shape
+        shared = key_RKD.shape[1]
+        if window is not None and window >= self.longest_prompt + self.longest:
+            window = None
+        prompt = self.prompts.slabs[layer]
+        own = self.own.layer(layer, key_RKD, prompt.block)
+        if prompt.block > 1:
+            assert kernels.fit_as_one(query_RHD, key_RKD, value_RKD)
+            slabs = (own.key_EKTD, own.value_EKTD), (prompt.key_EKTD, prompt.value_EKTD)
+            return decoding.decode_attention(query_RHD, key_RKD, value_RKD, *slabs, self._rows, self._length_R, scale, window)
+        own.append(self.longest - 1 if self._uniform else self._length_R - 1, key_RKD, value_RKD)
+
+        return over_both(
+            query_RHD.view(count, shared, heads // shared, width),
+            own.view(count, self.room),
+            prompt.view(len(self.rows_P), self.longest_prompt),
+            self._indices(shared),
+            scale,
+            softcap,
+            self._bias_of_own(window, query_RHD.dtype),
+            self._bias_of_prompt(window, heads // shared, query_RHD.dtype),
+        )
+
+    def _once(self, name: str, make: Callable[[], list[Any]]) -> Tensor:
+        """A tensor that holds until the next arrangement: on CUDA copying it from the host waits for the device."""
+        if name not in self._made:
+            self._made[name] = torch.tensor(make(), device=self.device)
+        return self._made[name]
+
+    def _member_PN(self) -> Tensor:
+        """The rows of each prompt.  Prompts with fewer live rows than others compute some row 0 again; nothing reads that."""
+        most = max(map(len, self.rows_P))
+        return self._once("members", lambda: [rows + [0] * (most - len(rows)) for rows in self.rows_P])
+
+    def _indices(self, shared: int) -> tuple[Tensor, Tensor]:
+        """Rows x heads -> prompts x heads x members, and back."""
+        if shared not in self._index:
+            head_K = torch.arange(shared, device=self.device)
+            member_PN = self._member_PN()
+            to_prompt = member_PN[:, None, :] * shared + head_K[None, :, None]
+            places = [(row, entry, place) for entry, rows in enumerate(self.rows_P) for place, row in enumerate(rows)]
+            _, entry_R, place_R = torch.tensor(sorted(places), device=self.device).T
+            from_prompt = (entry_R[:, None] * shared + head_K[None]) * member_PN.shape[1] + place_R[:, None]
+            self._index[shared] = (to_prompt.flatten(), from_prompt.flatten())
+        return self._index[shared]
+
+    def _bias_of_own(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        if window not in self._own_bias:
+            plain = self._uniform and self.room == self.longest and window is None
+            self._own_bias[window] = None if plain else own_bias(self._length_R, self.room, window, dtype)
+        return self._own_bias[window]
+
+    def _bias_of_prompt(self, window: int | None, queries: int, dtype: torch.dtype) -> Tensor | None:
+        if (window, queries) not in self._prompt_bias:
+            bias = None
+            if window is not None or min(self.prompt_length_P) < self.longest_prompt:
+                length_P = self._once("prompt ends", lambda: self.prompt_length_P)
+                position_PN = self.position_R[self._member_PN()]
+                bias = prompt_bias(length_P, self.longest_prompt, position_PN, window, queries, dtype)
+            self._prompt_bias[window, queries] = bias
+        return self._prompt_bias[window, queries]
+
+
+def over_both(
+    query_RKQD: Tensor,
+    own: tuple[Tensor, Tensor],
+    prompt: tuple[Tensor, Tensor],
+    indices: tuple[Tensor, Tensor],
+    scale: float,
+    softcap: float | None,
+    bias_of_own: Tensor | None,
+    bias_of_prompt: Tensor | None,
+) -> Tensor:
+    """Attention of rows to their own tokens and to their prompts' -> (R, H, D).
+
+    own: keys and values (R, K, T, D).   prompt: (P, K, M, D).   indices: rows x heads -> prompts x heads x members, and back.
+    """
+    (count, shared, queries, width), prompts = query_RKQD.shape, prompt[0].shape[0]
+    own_RKQD, own_lse_RKQ = partial_attention(query_RKQD, *own, scale, softcap, bias_of_own)
+    to_prompt, from_prompt = indices
+    query_PKXD = query_RKQD.reshape(count * shared, -1).index_select(0, to_prompt).view(prompts, shared, -1, width)
+    prompt_PKXD, prompt_lse_PKX = partial_attention(query_PKXD, *prompt, scale, softcap, bias_of_prompt)
+    places = to_prompt.shape[0]
+    prompt_RKQD = prompt_PKXD.reshape(places, -1).index_select(0, from_prompt).view(own_RKQD.shape)
+    prompt_lse_RKQ = prompt_lse_PKX.reshape(places, -1).index_select(0, from_prompt).view(own_lse_RKQ.shape)
+    # softmax over the union: each part weighs in with its share of the sum of exponentials
+    share_RKQ1 = torch.sigmoid(prompt_lse_RKQ - own_lse_RKQ)[..., None].to(own_RKQD.dtype)
+    return torch.lerp(own_RKQD, prompt_RKQD, share_RKQ1).reshape(count, shared * queries, width)
+
+
+def own_bias(length_R: Tensor, room: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """(R, 1, 1, room): hides the room behind completions, and what a window has left behind."""
+    place_T = torch.arange(room, device=length_R.device)
+    hidden_RT = place_T[None] >= length_R[:, None]
+    if window is not None:
+        hidden_RT |= place_T[None] < length_R[:, None] - window
+    return _bias(hidden_RT, dtype)[:, None, None, :]
+
+
+def prompt_bias(length_P: Tensor, room: int, position_PN: Tensor, window: int | None, queries: int, dtype: torch.dtype) -> Tensor:
+    """(P, 1, 1 or N x queries, room): hides the room behind prompts, and what a window has left behind.
+
+    position_PN: of the members' new tokens.   queries: heads that share a key.
+    """
+    place_M = torch.arange(room, device=length_P.device)
+    hidden_PXM = (place_M[None] >= length_P[:, None])[:, None]
+    if window is not None:
+        left_behind_PNM = place_M[None, None] <= position_PN[..., None] - window
+        hidden_PXM = (hidden_PXM | left_behind_PNM).repeat_interleave(queries, 1)
+    return _bias(hidden_PXM, dtype)[:, None]
+
+
+def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, HIDDEN)
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+ALIGNED, ALIGNS = 8, ("cuda",)
+"""The GPU's memory-efficient kernel reads so many numbers of a key and of the bias at once; where rooms are multiples of it."""
+
+
+def partial_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Attention over one part of the keys: outputs (B, K, X, D) and log-sum-exps of the scores (B, K, X).
+
+    query (B, K, X, D): X query rows share each key-value head.  key, value (B, K, T, D).  bias: added to the scores.
+    """
+    if softcap is None and query.device.type == "cpu":
+        return _flash(query, key, value, 0.0, False, attn_mask=bias, scale=scale)
+    fits = query.shape[-1] % ALIGNED == 0 and (bias is None or key.shape[2] % ALIGNED == 0)
+    if softcap is None and fits and _has_efficient(query.device, query.dtype):
+        bias = None if bias is None else bias.expand(*query.shape[:3], key.shape[2])
+        out, lse, _, _ = _efficient(query, key, value, bias, True, 0.0, False, scale=scale)
+        return out, lse[..., : query.shape[2]]  # the kernel fills it up
+    return explicit_partial_attention(query, key, value, scale, softcap, bias)
+
+
+def whole(tokens: int) -> int:
+    """Tokens rounded up to what the GPU's kernel reads at once."""
+    return -(-tokens // ALIGNED) * ALIGNED
+
+
+@cache
+def _has_efficient(device: torch.device, dtype: torch.dtype) -> bool:
+    """Older GPUs know no bfloat16.  The meta device has every kernel."""
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type in ("cuda", "meta") and dtype in (torch.float32, torch.bfloat16)
+
+
+def explicit_partial_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The definition of `partial_attention`: any device, and the one that knows soft caps."""
+    scores = (query @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp().to(value.dtype) @ value, lse

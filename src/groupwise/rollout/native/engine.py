@@ -1,0 +1,409 @@
+"""The native engine: samples in the trainer's process, on the training weights, with every prompt computed once.
+
+The waiting prompts are sorted by length, so that those decoded together are alike.  A prompt is prefilled when the first of its
+completions gets a row; a completion that ends is computed no further, and the next waiting one takes its row.  All live rows go
+through the model as one flat stream: its linear layers see (R, D), whatever prompts and lengths the rows have.
+
+R rows (completions being decoded)   P prompts prefilled together   V vocabulary   D model width   T tokens
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from groupwise.errors import EngineError
+from groupwise.models.attention import Attend
+from groupwise.models.policy import Policy
+from groupwise.ops.cpu.decoding import Decoder
+from groupwise.ops.linear_cross_entropy import chunk_rows, head_logits
+from groupwise.records import Finish, Prompt, Rollout, Sampling
+from groupwise.rollout import sampling as draws
+from groupwise.rollout.engine import check_request, completion_limit, make_rollout
+from groupwise.rollout.native.attention import Decode, Prefill, whole
+from groupwise.rollout.native.forward import Forward, is_known, lean_forward
+from groupwise.rollout.native.graphs import LOOK, GraphDecode
+from groupwise.rollout.native.kv_cache import Store
+from groupwise.rollout.stopping import Stopping
+
+PREFILL_TOKENS = 8192
+"""Most tokens of one prefill pass (a longer prompt has a pass of its own): bounds the memory of its activations."""
+FIRST_TOKENS = 64
+"""Room for own tokens that a row starts with."""
+STEPS, WORK, FEW = 16, 16 * 10**9, 12
+"""Tokens that rows draw before Python looks at them again, where it need not look at each; fewer where these times their rows times
+the weights are more than `WORK`: about a fifth of a second, in which nobody hears a signal (one token of a larger model takes
+longer).  Fewer than `FEW` rows take as long as `FEW`, for the weights have to be read."""
+
+UNSEEN = {"cpu": 1}
+"""Tokens that rows draw on a device before the host looks at any, `LOOK` where nothing is said: it waits for the device once
+instead of eight times.  What a row draws behind its end is dropped."""
+RECORDED = ("cuda",)
+"""Devices on which a token's operations are launched as one; see `graphs`."""
+
+
+class ModuleForward:
+    """Through the Hugging Face modules: any family, any precision."""
+
+    decoder: Decoder | None = None
+    recordable = False  # who knows what a module does
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self.head = policy, policy.head
+
+    def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
+        """See `Forward`."""
+        return self.policy.hidden(tokens_T, position_T, attend)
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """See `Forward`."""
+        with self.policy.precision():
+            return head_logits(hidden_RD, self.head)
+
+
+class NativeEngine:
+    """Implements `engine.Engine`.  A completion depends on (weights, seed, prompt, index, sampling) only, whatever runs beside it
+    (up to rounding: products over different numbers of rows may differ in the last bit)."""
+
+    def __init__(self, policy: Policy, *, max_rows: int, keep_special_tokens: bool = False) -> None:
+        """max_rows: completions decoded at the same time.  Raises EngineError for a policy that cannot run packed streams."""
+        if max_rows < 1:
+            raise EngineError(f"max_rows must be at least 1, got {max_rows}")
+        if policy.attention == "single":
+            raise EngineError(
+                "the native engine needs packed streams, but model.attention is 'single'; set rollout.engine to 'transformers'"
+            )
+        self.policy = policy
+        self.max_rows = max_rows
+        self.keep_special_tokens = keep_special_tokens
+        self.version = 0
+
+    @property
+    def path(self) -> str:
+        """`lean` where the model is one whose every step `lean.py` knows, else `module`."""
+        return "lean" if is_known(self.policy) else "module"
+
+    def set_version(self, version: int) -> None:
+        """See `engine.Engine`."""
+        self.version = version
+
+    def prepared(self, positions: int) -> Forward:
+        """A way through the weights as they are now, for sequences of up to `positions` tokens."""
+        return lean_forward(self.policy, positions) if is_known(self.policy) else ModuleForward(self.policy)
+
+    def limit(self, prompt: Prompt, index: int, sampling: Sampling) -> int:
+        """Longest completion of one row in tokens.  Benchmarks override it to fix a schedule of lengths."""
+        return completion_limit(self.policy, prompt, sampling)
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int
+    ) -> Iterator[tuple[Rollout, ...]]:
+        """See `engine.Engine`.
+
+        Weights that change between two groups are those of all tokens drawn from then on; other completions may have drawn up to
+        `STEPS` - 1 tokens more than the group's last.
+        """
+        check_request(self.policy, prompts, group_size, sampling)
+        run = _Run(self, prompts, group_size, sampling, seed)
+        while run.unfinished:
+            with self._sampling():
+                finished = run.advance()
+            # Outside: whoever receives the group computes in its own mode.
+            yield from finished
+
+    @contextlib.contextmanager
+    def _sampling(self) -> Iterator[None]:
+        """Dropout off, no autograd; the model's modes are restored afterwards."""
+        training = [module for module in self.policy.model.modules() if module.training]
+        for module in training:
+            module.training = False
+        try:
+            with torch.inference_mode():
+                yield
+        finally:
+            for module in training:
+                module.training = True
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """A prompt on its way through the engine."""
+
+    prompt: Prompt
+    entry: int = -1
+    """Its place in the store of prompts; -1 before the prefill and after its last row."""
+    hidden_D: Tensor | None = None
+    """Final hidden state of its last token, while rows of it wait."""
+    unfinished: int = 0
+    """Completions that have not ended, waiting ones included."""
+    rollouts: list[Rollout | None] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A completion being decoded."""
+
+    group: _Group
+    index: int
+    limit: int
+    tokens: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    support: list[np.ndarray] = field(default_factory=list)
+
+
+class _Run:
+    """One call of `generate`."""
+
+    forward: Forward
+    decode: Decode | GraphDecode
+
+    def __init__(self, engine: NativeEngine, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int) -> None:
+        self.engine, self.policy, self.sampling, self.seed = engine, engine.policy, sampling, seed
+        self.device = self.policy.device
+        self.stopping = Stopping(self.policy.eos_ids, sampling.stop, self.policy.tokenizer)
+        groups = [_Group(prompt, unfinished=group_size, rollouts=[None] * group_size) for prompt in prompts]
+        groups.sort(key=lambda group: group.prompt.tokens.size)
+        self.unfinished = len(groups)
+        self.prepared: int | None = None
+        self.waiting = deque(
+            _Row(group, index, engine.limit(group.prompt, index, sampling)) for group in groups for index in range(group_size)
+        )
+        self.live: list[_Row] = []
+        self.groups: list[_Group] = []
+        """Prefilled, in the order of their entries."""
+        if not groups:
+            return
+        self.positions = max(row.group.prompt.tokens.size + row.limit for row in self.waiting)
+        longest = whole(max(row.limit for row in self.waiting))
+        rows = min(engine.max_rows, len(self.waiting))
+        most = whole(groups[-1].prompt.tokens.size)
+        self.prompts = Store(min(len(groups), -(-rows // group_size)), most, most_tokens=most)
+        self.own = Store(rows, min(longest, FIRST_TOKENS), most_tokens=longest)
+        self.group_size = group_size
+        self.rows_at_once = chunk_rows(self.policy.vocabulary, 4)
+        self.weights = sum(parameter.numel() for parameter in self.policy.model.parameters())
+
+    def advance(self) -> list[tuple[Rollout, ...]]:
+        """Decode until a group is complete; returns all that are."""
+        if self.prepared != self.engine.version:
+            self._prepare()
+        finished: list[tuple[Rollout, ...]] = []
+        while not finished and self.unfinished:
+            while not finished and self.waiting and len(self.live) < self.engine.max_rows:
+                finished += self._admit()
+            if self.live and not finished:
+                finished += self._step()
+        self.unfinished -= len(finished)
+        return finished
+
+    def _prepare(self) -> None:
+        """Take the weights as they are now, and whoever decodes by them."""
+        before = None
+        if self.prepared is not None:
+            before = type(self.forward)
+            del self.forward, self.decode  # before others are made: there may be no room for both
+        self.forward = self.engine.prepared(self.positions)
+        # The ways order the numbers of a key differently: what one has kept the other cannot read.
+        if self.groups and type(self.forward) is not before:
+            raise EngineError("the model was altered (hooks, adapters) while its completions were being decoded")
+        if self.forward.recordable and self.device.type in RECORDED and not self.sampling.truncates:
+            how = {"members": self.group_size, "vocabulary": self.policy.vocabulary}
+            self.decode = GraphDecode(self.forward, self.sampling, self.prompts, self.own, self.device, **how)
+        else:
+            self.decode = Decode(self.prompts, self.own, self.device)
+        if self.live:
+            self._arrange()
+        self.prepared = self.engine.version
+
+    def _arrange(self) -> None:
+        self.decode.arrange(
+            [group.prompt.tokens.size for group in self.groups],
+            [row.group.entry for row in self.live],
+            [len(row.tokens) - 1 for row in self.live],
+        )
+
+    def _admit(self) -> list[tuple[Rollout, ...]]:
+        """Give free rows to waiting completions and draw their first tokens."""
+        new = [self.waiting.popleft() for _ in range(min(self.engine.max_rows - len(self.live), len(self.waiting)))]
+        self._prefill([group for group in dict.fromkeys(row.group for row in new) if group.entry < 0])
+        longest = max(row.limit for row in new)
+        keys = [
+            draws.stream_keys(self.seed, group.prompt.id, [row.index for row in rows])
+            for group, rows in itertools.groupby(new, lambda row: row.group)
+        ]
+        uniform_RT = torch.from_numpy(draws.uniforms(np.concatenate(keys), longest)).to(self.device)
+        tokens, logps = [], []
+        for chunk in self._chunks(len(new)):
+            # A prompt's logits are computed once for those of its completions that start together.
+            groups = list(dict.fromkeys(row.group for row in new[chunk]))
+            logits_PV = self.forward.logits(torch.stack([group.hidden_D for group in groups]))  # type: ignore[misc]
+            place_R = torch.tensor([groups.index(row.group) for row in new[chunk]], device=self.device)
+            token_R, logp_R = self._draw(logits_PV[place_R], uniform_RT[chunk, 0], new[chunk])
+            tokens.append(token_R)
+            logps.append(logp_R)
+        for group in self.groups:
+            if not self.waiting or self.waiting[0].group is not group:
+                group.hidden_D = None
+        if self.live:
+            short = longest - self.uniform_RT.shape[1]
+            self.uniform_RT = torch.nn.functional.pad(self.uniform_RT, (0, max(0, short)))
+            uniform_RT = torch.nn.functional.pad(uniform_RT, (0, max(0, -short)))
+            self.uniform_RT = torch.cat([self.uniform_RT, uniform_RT])
+            self.token_R = torch.cat([self.token_R, *tokens])
+        else:
+            self.uniform_RT, self.token_R = uniform_RT, torch.cat(tokens)
+        first = len(self.live)
+        self.live += new
+        self.own.live = len(self.live)
+        self.own.reserve(self.own.live, 1)
+        return self._settle(first, *_to_host([(torch.cat(tokens), torch.cat(logps))]), changed=True)
+
+    def _prefill(self, groups: list[_Group]) -> None:
+        """Compute prompts, in passes of bounded length; their keys and values become entries."""
+        while groups:
+            count, total = 1, groups[0].prompt.tokens.size
+            while count < len(groups) and total + groups[count].prompt.tokens.size <= PREFILL_TOKENS:
+                total += groups[count].prompt.tokens.size
+                count += 1
+            batch, groups = groups[:count], groups[count:]
+            lengths = [group.prompt.tokens.size for group in batch]
+            self.prompts.reserve(self.prompts.live + count, max(lengths))
+            tokens_T = torch.from_numpy(np.concatenate([group.prompt.tokens for group in batch])).to(self.device)
+            position_T = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(self.device)
+            hidden_TD = self.forward.hidden(tokens_T, position_T, Prefill(self.prompts, lengths))
+            last_P = torch.from_numpy(np.cumsum(lengths) - 1).to(self.device)
+            for group, hidden_D in zip(batch, hidden_TD[last_P], strict=True):
+                group.entry, group.hidden_D = self.prompts.live, hidden_D
+                self.prompts.live += 1
+            self.groups += batch
+
+    def _step(self) -> list[tuple[Rollout, ...]]:
+        """One token for every live row, or several."""
+        decoder, decode = self.forward.decoder, self.decode
+        if decoder is not None and isinstance(decode, Decode) and decode.compiled and not self.sampling.truncates:
+            return self._steps(decoder, decode)
+        # Truncation reads back at every token; nobody may draw beyond its limit, where there is no room.
+        most = 1 if self.sampling.truncates else UNSEEN.get(self.device.type, LOOK)
+        steps = min(most, min(row.limit - len(row.tokens) for row in self.live))
+        if isinstance(decode, GraphDecode):
+            drawn = decode.draw(self.token_R, self.uniform_RT, steps)
+            self.token_R = drawn[-1][0]
+        else:
+            drawn = [self._one(decode) for _ in range(steps)]
+        tokens, logps = _to_host(drawn)
+        if steps > 1:
+            kept = [self.stopping.kept(row.tokens, behind) for row, behind in zip(self.live, tokens, strict=True)]
+            tokens, logps = ([numbers[:count] for numbers, count in zip(column, kept, strict=True)] for column in (tokens, logps))
+        return self._settle(0, tokens, logps, changed=False)
+
+    def _one(self, decode: Decode) -> tuple[Tensor, Tensor]:
+        """One token for every live row, and its log-prob."""
+        hidden_RD = self.forward.hidden(self.token_R, decode.next(), decode)
+        uniform_R = self.uniform_RT.gather(1, decode.drawn_R[:, None])[:, 0]
+        drawn = [
+            self._draw(self.forward.logits(hidden_RD[chunk]), uniform_R[chunk], self.live[chunk])
+            for chunk in self._chunks(len(self.live))
+        ]
+        self.token_R, logp_R = drawn[0] if len(drawn) == 1 else (torch.cat(column) for column in zip(*drawn, strict=True))
+        return self.token_R, logp_R
+
+    def _steps(self, decoder: Decoder, decode: Decode) -> list[tuple[Rollout, ...]]:
+        """Several tokens for every live row.  Rows that end draw no more; if others wait for their place, nobody does."""
+        worth = WORK // (self.weights * max(len(self.live), FEW))
+        steps = min(STEPS, worth, max(row.limit - len(row.tokens) for row in self.live))
+        drawn = decode.draw(
+            decoder,
+            self.token_R,
+            [row.limit for row in self.live],
+            self.uniform_RT,
+            1 if self.sampling.stop else max(1, steps),
+            temperature=self.sampling.temperature,
+            ending=self.policy.eos_ids,
+            until_one_ends=bool(self.waiting),
+            rows_at_once=self.rows_at_once,
+        )
+        self.token_R = drawn.token_RN.gather(1, drawn.count_R[:, None] - 1)[:, 0]
+        tokens, logps = (
+            [numbers[:count] for numbers, count in zip(column.tolist(), drawn.count_R.tolist(), strict=True)]
+            for column in (drawn.token_RN, drawn.logp_RN)
+        )
+        return self._settle(0, tokens, logps, changed=True)
+
+    def _chunks(self, rows: int) -> list[slice]:
+        """Rows whose logits exist at the same time: together they stay near the cache, however large the vocabulary."""
+        return [slice(start, min(start + self.rows_at_once, rows)) for start in range(0, rows, self.rows_at_once)]
+
+    def _draw(self, logits_RV: Tensor, uniform_R: Tensor, rows: list[_Row]) -> tuple[Tensor, Tensor]:
+        token_R, logp_R, support = draws.draw(logits_RV, uniform_R, self.sampling)
+        if support is not None:
+            size_R = support.size_R.cpu().numpy()
+            id_RC = support.ids_RC[:, : max(int(size_R.max()), 1)].cpu().numpy()
+            for row, ids, size in zip(rows, id_RC, size_R, strict=True):
+                row.support.append(ids[:size].copy())
+        return token_R, logp_R
+
+    def _settle(self, first: int, tokens: list[list[int]], logps: list[list[float]], *, changed: bool) -> list[tuple[Rollout, ...]]:
+        """Take the new tokens of the rows from `first` on, of which only a row's last can end it, and let ended rows go."""
+        ended: list[int] = []
+        finished: list[tuple[Rollout, ...]] = []
+        for r, (token, logp) in enumerate(zip(tokens, logps, strict=True), first):
+            row = self.live[r]
+            row.tokens += token
+            row.logp += logp
+            finish = self.stopping.finish(row.tokens, row.limit)
+            if finish is not None:
+                ended.append(r)
+                if self._end(row, finish):
+                    finished.append(tuple(rollout for rollout in row.group.rollouts if rollout is not None))
+        if ended:
+            self._leave(ended)
+        if self.live and (ended or changed):
+            self._arrange()
+        return finished
+
+    def _end(self, row: _Row, finish: Finish) -> bool:
+        """Write the record of an ended completion; True if it was the last of its group."""
+        group = row.group
+        group.rollouts[row.index] = make_rollout(
+            self.policy,
+            group.prompt,
+            row.index,
+            row.tokens,
+            row.logp,
+            finish,
+            self.sampling,
+            version=self.engine.version,
+            support=tuple(row.support) if self.sampling.truncates else None,
+            keep_special_tokens=self.engine.keep_special_tokens,
+        )
+        group.unfinished -= 1
+        return group.unfinished == 0
+
+    def _leave(self, ended: list[int]) -> None:
+        """Close the gaps that ended rows, and prompts without unfinished completions, leave in the stores."""
+        order = self.own.drop(ended, max(len(row.tokens) for row in self.live) - 1)
+        self.live = [self.live[r] for r in order]
+        order_R = torch.tensor(order, dtype=torch.int64, device=self.device)
+        self.token_R, self.uniform_RT = self.token_R[order_R], self.uniform_RT[order_R]
+        over = [entry for entry, group in enumerate(self.groups) if group.unfinished == 0]
+        if over:
+            order = self.prompts.drop(over, max(group.prompt.tokens.size for group in self.groups))
+            self.groups = [self.groups[entry] for entry in order]
+            for entry, group in enumerate(self.groups):
+                group.entry = entry
+
+
+def _to_host(drawn: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[list[int]], list[list[float]]]:
+    """Tokens (R,) and their log-probs, one after another, as a list for each row, in one transfer: on CUDA the host's only wait for
+    the device (float64 holds every id exactly)."""
+    if len(drawn) == 1 and drawn[0][0].device.type == "cpu":
+        return drawn[0][0][:, None].tolist(), drawn[0][1][:, None].tolist()
+    tokens, logps = torch.stack([torch.stack([token_R.double(), logp_R.double()]) for token_R, logp_R in drawn], -1).tolist()
+    return [[int(token) for token in row] for row in tokens], logps

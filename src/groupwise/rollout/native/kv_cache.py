@@ -1,0 +1,133 @@
+"""Where keys and values lie while completions are decoded: a prompt's once for its whole group, a completion's own beside it.
+
+Both are slabs whose live entries stand densely at the front, so that attention reads plain views: when an entry ends, the last
+one is moved into its place (one copy of one entry; every step reads all of them).  Slabs grow by doubling, so memory follows the
+longest living completion, not the longest allowed.
+
+E entries   T tokens an entry has room for   K key-value heads   D head width   R rows (completions being decoded)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from groupwise.ops.cpu import decoding
+from groupwise.utils.allocator import own_pages
+
+OWN_PAGES = 1 << 20
+"""Larger slabs go back to the system with the rollout: keys and values and training's activations never take memory together."""
+
+
+class Slab:
+    """Keys and values of one layer: (E, K, T, D) each, entry by entry, head by head, tokens in a row.
+
+    What the compiled kernel reads lies block by block, (E, K, T / block, block x D), and inside a block in the kernel's own order.
+    """
+
+    def __init__(self, entries: int, tokens: int, like: Tensor, block: int = 1) -> None:
+        """`like`: keys (..., K, D) whose heads, width, type and device the slab takes."""
+        self.block = block
+        self.like = like.new_empty(0, *like.shape[-2:])
+        # Zeros, not whatever memory held: a hidden key has weight 0, but 0 x NaN is NaN.
+        with own_pages(OWN_PAGES):
+            self.key_EKTD = like.new_zeros(entries, like.shape[-2], self._blocks(tokens), block * like.shape[-1])
+            self.value_EKTD = torch.zeros_like(self.key_EKTD)
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block)
+
+    def grow(self, entries: int, tokens: int) -> None:
+        """Make room; what is there stays."""
+        old_entries, _, old_blocks, _ = self.key_EKTD.shape
+        blocks = self._blocks(tokens)
+        if entries <= old_entries and blocks <= old_blocks:
+            return
+        for name in ("key_EKTD", "value_EKTD"):
+            old = getattr(self, name)
+            with own_pages(OWN_PAGES):
+                new = old.new_zeros(max(entries, old_entries), old.shape[1], max(blocks, old_blocks), old.shape[3])
+            new[:old_entries, :, :old_blocks] = old
+            setattr(self, name, new)
+
+    def write(self, first: int, key_NMKD: Tensor, value_NMKD: Tensor) -> None:
+        """Whole prompts: N entries from `first` on get tokens 0 .. M - 1."""
+        count, length = key_NMKD.shape[:2]
+        if self.block > 1:
+            decoding.keep_entries(key_NMKD, value_NMKD, (self.key_EKTD, self.value_EKTD), first)
+        else:
+            self.key_EKTD[first : first + count, :, :length] = key_NMKD.transpose(1, 2)
+            self.value_EKTD[first : first + count, :, :length] = value_NMKD.transpose(1, 2)
+
+    def append(self, place: int | Tensor, key_RKD: Tensor, value_RKD: Tensor) -> None:
+        """One token for each of the first R entries: at the same place in all, or at `place[r]` (int64 (R,))."""
+        rows = key_RKD.shape[0]
+        if isinstance(place, int):
+            self.key_EKTD[:rows, :, place] = key_RKD
+            self.value_EKTD[:rows, :, place] = value_RKD
+        else:
+            row_R = torch.arange(rows, device=place.device)
+            self.key_EKTD[row_R, :, place] = key_RKD
+            self.value_EKTD[row_R, :, place] = value_RKD
+
+    def move(self, moves: Sequence[tuple[int, int]], tokens: int) -> None:
+        """Copy the first `tokens` tokens of entries to other entries' places, (source, target) by pair."""
+        blocks = self._blocks(tokens)
+        for slab in (self.key_EKTD, self.value_EKTD):
+            for source, target in moves:
+                slab[target, :, :blocks] = slab[source, :, :blocks]
+
+    def view(self, entries: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first entries, (entries, K, tokens, D); no copy."""
+        return self.key_EKTD[:entries, :, :tokens], self.value_EKTD[:entries, :, :tokens]
+
+
+class Store:
+    """The slabs of all layers for one kind of entry (prompts, or completions), and how many of them live."""
+
+    def __init__(self, entries: int, tokens: int, *, most_tokens: int) -> None:
+        """Room for `entries` of `tokens` at first; growing stops at `most_tokens`."""
+        self.room = [entries, tokens]
+        self.most_tokens = most_tokens
+        self.live = 0
+        self.slabs: dict[int, Slab] = {}
+
+    def layer(self, layer: int, like: Tensor, block: int = 1) -> Slab:
+        """The slab of a layer, made when its first keys (..., K, D) arrive: layers may differ in shape, and in who reads them."""
+        slab = self.slabs.get(layer)
+        if slab is None:
+            slab = self.slabs[layer] = Slab(self.room[0], self.room[1], like, block)
+        return slab
+
+    def reserve(self, entries: int, tokens: int) -> None:
+        """Grow, by doubling, to hold so much."""
+        assert tokens <= self.most_tokens
+        while self.room[0] < entries:
+            self.room[0] *= 2
+        while self.room[1] < tokens:
+            self.room[1] = min(2 * self.room[1], self.most_tokens)
+        for slab in self.slabs.values():
+            slab.grow(*self.room)
+
+    def drop(self, ended: Sequence[int], tokens: int) -> list[int]:
+        """Remove entries.  Returns the new order: entry i is what was entry `order[i]`; `tokens`: longest that is kept."""
+        order = dense_order(self.live, ended)
+        moved = [(source, target) for target, source in enumerate(order) if source != target]
+        self.live = len(order)
+        for slab in self.slabs.values():
+            slab.move(moved, tokens)
+        return order
+
+
+def dense_order(count: int, ended: Sequence[int]) -> list[int]:
+    """The entries that stay, last ones moved into the gaps.
+
+    >>> dense_order(6, [1, 4])
+    [0, 5, 2, 3]
+    """
+    gone = set(ended)
+    staying = count - len(gone)
+    movers = iter([i for i in range(staying, count) if i not in gone])
+    return [next(movers) if i in gone else i for i in range(staying)]

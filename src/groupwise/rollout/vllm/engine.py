@@ -1,0 +1,364 @@
+"""The vLLM engine: completions come from vLLM servers, which get the policy's weights after every update.
+
+Token ids go out; token ids, their log-probs and the version of the weights that drew them come back.  A prompt is one request for
+its whole group, so that vLLM computes it once; several requests are in flight, to several servers if there are, and a group is
+handed on as soon as it is complete, while others are still being sampled.  No answer is taken on trust: versions, log-probs,
+lengths and endings are checked here, and the trainer compares the log-probs with its own (`mismatch`).
+
+A completion's random numbers are seeded by (seed, prompt, index).  What else is in a server's batch can still change the last bits
+of a log-prob, and so once in a while a token.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from groupwise.distributed import comm
+from groupwise.errors import ConfigError, EngineError
+from groupwise.models.policy import Policy
+from groupwise.models.shape import Shape
+from groupwise.records import Finish, Prompt, Rollout, Sampling
+from groupwise.rollout.engine import check_request, completion_limit, make_rollout
+from groupwise.rollout.sampling import stream_keys
+from groupwise.rollout.vllm.colocated import Colocated
+from groupwise.rollout.vllm.request_pool import Answer, Flight
+from groupwise.rollout.vllm.server import MODEL, START_SECONDS, OwnServer
+from groupwise.rollout.vllm.weight_sync import PATIENCE, Servers, unfit_on_cpu
+
+EXACT, ROUNDED = 0.01, 0.1
+"""Mean difference of sampled and scored log-probs that rounding can explain: in float32, and where a side rounds to bfloat16."""
+NEVER = -9000.0
+"""vLLM writes the log-prob of what could not be drawn as -9999."""
+BATCH_TOKENS = 1024
+"""Tokens of a completion with its prompt that its own server makes room for, on average."""
+
+
+class VllmEngine:
+    """Implements `engine.Engine`.  Of several processes each asks for its share of the completions; the first sends the weights."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        servers: Sequence[str] = (),
+        max_rows: int = 256,
+        dtype: str | None = None,
+        keep_special_tokens: bool = False,
+        in_flight: bool = False,
+        colocated: bool = False,
+    ) -> None:
+        """servers: `http://host:port` of running ones (`groupwise serve`).  None: one of its own starts, and ends with `close`.
+
+        max_rows, dtype: of its own server: completions decoded at the same time; `float32` or `bfloat16` (default: the policy's
+        products').
+        in_flight: `generate` may run in other threads while `set_version` sends weights; completions go on with the new ones, and
+        each token carries the version that drew it.
+        colocated: no servers, but vLLM in this process.
+        Raises ConfigError if no server can be started.  It is waited for at the first `set_version` or `generate`.
+        """
+        self.policy, self.keep_special_tokens, self.version = policy, keep_special_tokens, 0
+        self._own: OwnServer | None = None
+        self._in_flight, self._flights = in_flight, set[Flight]()
+        self._held: int | None = None
+        """The last version that all servers had."""
+        self._sending = False
+        dtype = dtype or _dtype(policy)
+        if colocated:
+            self._run, self._alive = secrets.token_hex(4), None
+            self.servers: Servers | Colocated = Colocated(self._describe, policy, max_rows, dtype, self._cache(max_rows, dtype))
+            return
+        # The name is of this run alone: weights that another run has sent to the same servers are not taken for ours.
+        self._run, urls = comm.from_first(
+            lambda: (secrets.token_hex(4), list(servers) or [self._start(max_rows, dtype)]),
+        )
+        self._alive = None if self._own is None else self._own.check
+        self.servers = Servers(urls, self._alive)
+
+    def _start(self, rows: int, dtype: str) -> str:
+        if self.policy.device.type != "cpu":
+            raise ConfigError(
+                "a vLLM server of its own is started beside a policy on the CPU only: start one on other GPUs, "
+                "`CUDA_VISIBLE_DEVICES=1 groupwise serve MODEL`, and name it: rollout.engine: {name: vllm, servers: [http://...]}"
+            )
+        if wrong := unfit_on_cpu(self.policy):
+            raise ConfigError(f"vLLM cannot sample for this policy: {wrong}")
+        # The weights are sent anyway, so it begins with any.
+        more = ["--load-format", "dummy", "--max-model-len", str(self.policy.context)]
+        cache = f"{self._cache(rows, dtype) >> 20}M"
+        self._own = OwnServer(self._describe, rows=rows, dtype=dtype, cache=cache, more=more)
+        return self._own.url
+
+    def _describe(self, folder: Path) -> None:
+        """Put the policy's configuration and tokenizer into a folder."""
+        config = copy.deepcopy(self.policy.model.config)
+        # FSDP2 puts a class of its own before the model's.
+        named = (kind for kind in type(self.policy.model).__mro__ if kind.__module__.startswith("transformers.models."))
+        config.architectures = [next(named).__name__]
+        config.save_pretrained(folder)
+        self.policy.tokenizer.save_pretrained(folder)
+
+    def _cache(self, rows: int, dtype: str) -> int:
+        """Bytes of keys and values that so many rows need on average, and one of the longest at least."""
+        shape = Shape.of(self.policy.model.config.to_dict(), 0, dtype=dtype)
+        tokens = max(self.policy.context, rows * min(self.policy.context, BATCH_TOKENS))
+        cache = 2 * shape.layers * shape.kv_heads * shape.head_width * shape.bytes_per_product * tokens
+        return max(64 << 20, int(1.1 * cache))
+
+    @property
+    def where(self) -> str:
+        """Where completions come from, in words."""
+        if self._own is not None:
+            return f"vLLM, a server of this run (log: {self._own.log})"
+        return " and ".join(self.servers.names)
+
+    @property
+    def tolerance(self) -> float:
+        """Mean difference of sampled and scored log-probs, nats, that rounding can explain; infinite until a server is known."""
+        if not self.servers.facts:
+            return math.inf
+        return EXACT if {str(self.servers.facts[0]["dtype"]), _dtype(self.policy)} == {"float32"} else ROUNDED
+
+    def close(self) -> None:
+        """Hang up, break off what other threads still sample, and end the server of its own."""
+        for flight in list(self._flights):
+            flight.cancel()
+        self.servers.close()
+        if self._own is not None:
+            self._own.close()
+            self._own = None
+
+    def set_version(self, version: int) -> None:
+        """See `engine.Engine`: sends the weights to all servers, unless they have this version.  All processes must call it.
+
+        Raises PeerError if a server is gone or silent, EngineError if one does not take them.
+        """
+        self.version = version
+        if version == self._held:
+            return
+        self._sending = True
+        try:
+            with self.policy.gathered() as whole:
+                self.servers.facts = comm.from_first(lambda: self._send(whole))
+        finally:
+            self._sending = False
+        self._held = version
+
+    def _send(self, policy: Policy) -> list[Mapping[str, Any]]:
+        if not self.servers.facts:
+            self.servers.greet(policy, START_SECONDS if self._own is not None else PATIENCE)
+        self.servers.send(policy, f"{self._run}:{self.version}", keep=self._in_flight)
+        return self.servers.facts
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int
+    ) -> Iterator[tuple[Rollout, ...]]:
+        """See `engine.Engine`."""
+        check_request(self.policy, prompts, group_size, sampling)
+        if self._held is None:
+            self.set_version(self.version)
+        oldest = self._held or 0
+        self._check(prompts, group_size, sampling)
+        bodies = {prompt.id: self._request(prompt, group_size, sampling, seed) for prompt in prompts}
+        found = {prompt.id: prompt for prompt in prompts}
+        rows = sum(int(one["rows"]) for one in self.servers.facts)
+        # One request more than fits keeps every row busy.
+        each = min(-(-rows // group_size) // len(self.servers.facts) + 1, max(1, len(prompts)))
+        for who, name, answer in self._answers(bodies, each):
+            yield self._group(who, found[name], answer, group_size, sampling, oldest)
+
+    def _answers(self, bodies: Mapping[str, Any], each: int) -> Iterator[Answer]:
+        """The answers to requests.  each: how many are at one server at a time."""
+        if isinstance(self.servers, Colocated):
+            yield from self.servers.answers(bodies)
+            return
+        urls = [wire.url for wire in self.servers.wires for _ in range(each)]
+        flight = Flight(urls, bodies, self._alive, paused=lambda: self._sending)
+        self._flights.add(flight)
+        try:
+            with flight:
+                yield from flight
+        finally:
+            self._flights.discard(flight)
+
+    def _check(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> None:
+        """Raises EngineError for what these servers cannot do."""
+        for name, facts in zip(self.servers.names, self.servers.facts, strict=True):
+            if group_size > facts["rows"] and not sampling.greedy:
+                raise EngineError(
+                    f"{name} decodes {facts['rows']} completions at a time, fewer than a group of "
+                    f"{group_size}: start it with more (--rows, rollout.max_rows), or lower group.group_size"
+                )
+            longest = max((p.tokens.size + completion_limit(self.policy, p, sampling) for p in prompts), default=0)
+            if longest > facts["context"]:
+                raise EngineError(
+                    f"{name} holds sequences of {facts['context']} tokens, but a prompt and its completion "
+                    f"may have {longest}: start it with -- --max-model-len {longest}"
+                )
+            if sampling.truncates and not 0 < self._candidates(sampling) <= facts["candidates"]:
+                raise EngineError(
+                    f"vLLM tells what could have been drawn only as the {facts['candidates']} likeliest tokens: top_p and min_p "
+                    f"need a top_k from 1 to {facts['candidates'] // 2} beside them, got {sampling.top_k}"
+                )
+
+    def _candidates(self, sampling: Sampling) -> int:
+        """How many of the likeliest tokens are asked for beside each drawn one.  Twice top_k: it keeps ties with the k-th."""
+        return min(2 * sampling.top_k, self.policy.vocabulary) if sampling.truncates else 0
+
+    def _request(self, prompt: Prompt, group_size: int, sampling: Sampling, seed: int) -> dict[str, Any]:
+        """The body of a request: every setting that changes what is drawn, said in full."""
+        policy = self.policy
+        drawn: dict[str, Any] = {
+            "n": 1 if sampling.greedy else group_size,
+            "temperature": sampling.temperature,
+            "top_k": 0 if sampling.greedy else sampling.top_k,
+            "top_p": 1.0 if sampling.greedy else sampling.top_p,
+            "min_p": 0.0 if sampling.greedy else sampling.min_p,
+            "max_tokens": completion_limit(policy, prompt, sampling),
+            "seed": int(stream_keys(seed, prompt.id, [0])[0] >> np.uint64(16)),  # vLLM adds the index
+            "logprobs": self._candidates(sampling),
+            # The ids of this policy, and not those that the server's copy of the model names.
+            "ignore_eos": True,
+            "stop_token_ids": list(policy.eos_ids),
+            "stop": list(sampling.stop),
+            "detokenize": bool(sampling.stop),
+            "skip_special_tokens": False,
+        }
+        if policy.model.config.vocab_size > policy.vocabulary:
+            drawn["allowed_token_ids"] = list(range(policy.vocabulary))
+        return {"model": MODEL, "token_ids": prompt.tokens.tolist(), "sampling_params": drawn}
+
+    def _group(
+        self, who: str, prompt: Prompt, answer: Any, group_size: int, sampling: Sampling, oldest: int
+    ) -> tuple[Rollout, ...]:
+        """A prompt's rollouts from a server's answer.  oldest: the version that it may have been begun with.
+
+        Raises EngineError for an answer that cannot be what was asked for.
+        """
+        where = f"{who}, prompt {prompt.id}"
+        try:
+            choices = [Choice.read(choice) for choice in answer["choices"]]
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise EngineError(
+                f"{where}: its answer cannot be read ({type(error).__name__}: {error}); is it another version?"
+            ) from error
+        choices.sort(key=lambda choice: choice.index)
+        if [choice.index for choice in choices] != list(range(1 if sampling.greedy else group_size)):
+            raise EngineError(f"{where}: {len(choices)} completions came back, {group_size} were asked for")
+        limit = completion_limit(self.policy, prompt, sampling)
+        for choice in choices:
+            if wrong := choice.wrong(self.policy, sampling, limit) or choice.foreign(self._run, oldest, self.version):
+                raise EngineError(f"{where}, completion {choice.index}: {wrong}")
+        if sampling.greedy:  # all completions of a prompt are the same
+            choices *= group_size
+        return tuple(
+            make_rollout(
+                self.policy,
+                prompt,
+                index,
+                choice.tokens,
+                choice.logp,
+                choice.finish(self.policy.eos_ids),
+                sampling,
+                version=choice.version(self._run),
+                support=choice.support if sampling.truncates else None,
+                keep_special_tokens=self.keep_special_tokens,
+            )
+            for index, choice in enumerate(choices)
+        )
+
+
+def _dtype(policy: Policy) -> str:
+    """The type in which a policy's products run."""
+    return "bfloat16" if policy.autocast else str(policy.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A completion as a server tells it."""
+
+    index: int
+    tokens: list[int]
+    logp: list[float]
+    candidates: list[dict[int, float]]
+    """Per token: the likeliest tokens and their log-probs, as far as asked for."""
+    reason: str
+    stop: int | str | None
+    """The id or string that ended it."""
+    versions: list[tuple[str, int, int]]
+    """(label of the weights, first token, behind the last)."""
+
+    @classmethod
+    def read(cls, choice: Mapping[str, Any]) -> Choice:
+        """From JSON.  Raises KeyError, TypeError or ValueError if it is something else."""
+        content = choice["logprobs"]["content"]
+        return cls(
+            index=int(choice["index"]),
+            tokens=[int(token) for token in choice["token_ids"]],
+            logp=[float(entry["logprob"]) for entry in content],
+            candidates=[{int(one["token_id"]): float(one["logprob"]) for one in entry["top_logprobs"]} for entry in content],
+            reason=str(choice["finish_reason"]),
+            stop=choice["stop_reason"],
+            versions=[(str(span["version"]), int(span["start"]), int(span["end"])) for span in choice["weight_versions"] or ()],
+        )
+
+    @property
+    def support(self) -> tuple[np.ndarray, ...]:
+        """For each token the ids that could have been drawn."""
+        return tuple(
+            np.array([token for token, logp in found.items() if logp > NEVER], dtype=np.int64) for found in self.candidates
+        )
+
+    def finish(self, eos_ids: Sequence[int]) -> Finish:
+        """Why it ended."""
+        if self.tokens[-1] in eos_ids:
+            return Finish.EOS
+        return Finish.STOP if self.reason == "stop" else Finish.LENGTH
+
+    def foreign(self, run: str, oldest: int, newest: int) -> str | None:
+        """What is wrong with the weights that drew it, or None: every token is by a version of this run, from oldest to newest."""
+        ends = [end for _, _, end in self.versions]
+        whole = [begin for _, begin, _ in self.versions] == [0, *ends[:-1]] and ends[-1:] == [len(self.tokens)]
+        labels = dict.fromkeys(label for label, _, _ in self.versions)
+        if whole and labels.keys() <= {f"{run}:{version}" for version in range(oldest, newest + 1)}:
+            return None
+        found = ", ".join(labels) or "weights without a version"
+        wanted = f"{run}:{newest}" + (f" or back to {oldest}" if oldest < newest else "")
+        why = "the server was restarted, or another run sends weights to it"
+        return f"it was drawn by stale or foreign weights ({found}, not {wanted}): {why}"
+
+    def version(self, run: str) -> np.ndarray:
+        """(n,): the version that drew each token, where none is `foreign`."""
+        return np.concatenate([np.full(end - begin, int(label.removeprefix(f"{run}:"))) for label, begin, end in self.versions])
+
+    def wrong(self, policy: Policy, sampling: Sampling, limit: int) -> str | None:
+        """What cannot be, or None.  limit: most tokens."""
+        count = len(self.tokens)
+        logp = np.array(self.logp)
+        if self.reason not in ("stop", "length"):
+            return f"it ended with {self.reason!r}: somebody else stops requests on this server"
+        if not 0 < count <= limit or (self.reason == "length" and count < limit and self.tokens[-1] not in policy.eos_ids):
+            return f"{count} tokens, ended by {self.reason!r}, where up to {limit} were asked for"
+        if logp.shape != (count,) or not (np.isfinite(logp) & (logp > NEVER) & (logp < 1e-3)).all():
+            return f"its {count} tokens do not have a log-prob each: {self.logp[:8]}"
+        if min(self.tokens) < 0 or max(self.tokens) >= policy.vocabulary:
+            return f"ids {min(self.tokens)} .. {max(self.tokens)} lie outside of the vocabulary of {policy.vocabulary}"
+        if any(token in policy.eos_ids for token in self.tokens[:-1]):
+            return "it goes on behind an end of sequence"
+        if self.reason == "stop" and self.tokens[-1] not in policy.eos_ids and self.stop not in sampling.stop:
+            return f"it was stopped by {self.stop!r}, which is neither an end of sequence nor one of {list(sampling.stop)}"
+        if sampling.truncates:
+            most = max(len(support) for support in self.support)
+            if 2 * sampling.top_k <= most < policy.vocabulary:
+                return f"{most} tokens could have been drawn where top_k is {sampling.top_k}"
+            widest = max(max(found.values()) - min(x for x in found.values() if x > NEVER) for found in self.candidates)
+            if sampling.min_p > 0.0 and widest > 1e-3 - math.log(sampling.min_p):
+                return f"a token {widest:.2f} nats below the likeliest could have been drawn where min_p is {sampling.min_p}"
+        return None

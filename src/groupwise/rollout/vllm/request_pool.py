@@ -1,0 +1,126 @@
+"""Requests on their way to vLLM servers, several at a time, and an eye on servers that die, fall silent or stand still."""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from groupwise.errors import EngineError, PeerError
+from groupwise.rollout.vllm.client import Wire
+from groupwise.rollout.vllm.weight_sync import PATIENCE, Alive, blame
+
+STALLED, STARTING = 60.0, 600.0
+"""Seconds without a computed token after which a server that has work counts as stalled; and until its very first one, for which it
+may have to compile."""
+POLL = 2.0
+"""Seconds without an answer after which the servers are asked whether they are there, and how much they have computed."""
+LOST = 2
+"""Short questions in a row that a server may leave unanswered."""
+
+Answer = tuple[str, str, Any]
+"""Who answers, name of the request, what was answered."""
+
+
+class Flight:
+    """Requests on their way: a thread and a connection for each; all take from one list, so that a faster server gets more.
+
+    Iterate over the answers in a `with` block; leaving it hangs up, and the servers drop what they were still sampling.
+    """
+
+    def __init__(self, urls: Sequence[str], bodies: Mapping[str, Any], alive: Alive | None, paused: Callable[[], bool]) -> None:
+        """urls: where each connection leads; bodies: requests by name; alive: of servers that this process has started.
+
+        paused: true while the servers may not compute.
+        """
+        self._wires = [Wire(url) for url in urls[: max(1, len(bodies))]]
+        self._left, self._alive, self._paused = len(bodies), alive, paused
+        self._waiting = set[Wire]()
+        """Those with a request on its way."""
+        self._todo: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        for item in bodies.items():
+            self._todo.put(item)
+        self._done: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
+
+    def __enter__(self) -> Flight:
+        for wire in self._wires:
+            threading.Thread(target=self._work, args=(wire,), name="rollout-request", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._todo = queue.SimpleQueue()
+        for wire in self._wires:
+            wire.close()
+
+    def cancel(self) -> None:
+        """Let the thread that iterates go on with an EngineError.  To be called from another one."""
+        self._done.put(EngineError("sampling was broken off: the engine was closed"))
+
+    def _work(self, wire: Wire) -> None:
+        try:
+            while True:
+                name, body = self._todo.get_nowait()
+                self._waiting.add(wire)
+                answer = wire.post("/inference/v1/generate", body, timeout=None)
+                self._waiting.discard(wire)
+                self._done.put((wire.name, name, answer))
+        except queue.Empty:
+            wire.close()
+        except Exception as error:  # any failure belongs to the thread that waits
+            self._done.put(error)
+
+    def __iter__(self) -> Iterator[Answer]:
+        unanswered = 0
+        seen: dict[str, tuple[float, float]] = {}
+        while self._left:
+            try:
+                answer = self._done.get(timeout=POLL)
+            except queue.Empty:
+                silence = self._silence(seen)
+                unanswered = unanswered + 1 if silence is not None else 0
+                if silence is not None and unanswered >= LOST:
+                    raise silence from None
+                continue
+            if isinstance(answer, Exception):
+                blame(answer, self._alive)
+            unanswered = 0
+            seen.clear()
+            self._left -= 1
+            yield answer
+
+    def _silence(self, seen: dict[str, tuple[float, float]]) -> PeerError | None:
+        """What is wrong with a server that does not answer a short question; None if all do.
+
+        seen: by server how many tokens it had computed, and since when; kept up here.  Raises PeerError for one that stands still.
+        """
+        if self._alive is not None:
+            self._alive()
+        for url in dict.fromkeys(wire.url for wire in self._wires):
+            wire = Wire(url)
+            try:
+                wire.get("/health", timeout=PATIENCE)
+                tokens = computed_tokens(wire)
+            except PeerError as error:
+                return error
+            finally:
+                wire.close()
+            works = any(other.url == url for other in self._waiting) and not self._paused()
+            before, since = seen.get(url, (-1.0, 0.0))
+            if tokens != before or not works:
+                seen[url] = tokens, time.monotonic()
+            elif (stands := time.monotonic() - since) > (STALLED if tokens else STARTING):
+                raise PeerError(f"{wire.name} answers, but has computed nothing for {stands:.0f} s: it hangs")
+        return None
+
+
+def computed_tokens(wire: Wire) -> float:
+    """Tokens that a server has computed since it was started, of prompts and of completions.  Raises EngineError if it does not
+    count them."""
+    said = wire.text("/metrics", timeout=PATIENCE)
+    found = re.findall(r"^vllm:(?:prompt|generation)_tokens_total(?:{.*})? (\S+)$", said, re.MULTILINE)
+    if not found:
+        raise EngineError(f"{wire.name} does not say what it computes: start it without --disable-log-stats")
+    return sum(map(float, found))

@@ -1,0 +1,209 @@
+"""The policy's weights, from the trainer into the vLLM servers that sample for it.
+
+Trainer and workers are one torch process group (gloo on a CPU, NCCL on GPUs); vLLM's own routes say when.  The weights travel under
+their checkpoint's names, in the servers' dtype, many at a time.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from groupwise.distributed import comm
+from groupwise.errors import ConfigError, EngineError, PeerError
+from groupwise.models.policy import Policy
+from groupwise.models.shape import Shape
+from groupwise.rollout.vllm.client import Wire
+
+Alive = Callable[[], None]
+"""Raises if a server is known to have ended; it knows better than a broken connection what happened."""
+Facts = Mapping[str, Any]
+"""What `groupwise_vllm.Extension.groupwise_facts` says of a server."""
+
+PATIENCE = 8.0
+"""Seconds within which a healthy server answers a short question."""
+UPDATE_SECONDS = 120.0
+"""A part of an update of the weights that takes longer has failed."""
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head widths that vLLM's attention knows on a CPU; with another it dies at the first completion."""
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""What configs call the number of experts.  Mixtral on vLLM 0.32's CPU build: after an update log-probs were off by a nat."""
+BUCKET_BYTES = 1 << 28
+"""Weights that travel together."""
+
+
+class Servers:
+    """Running servers that share the weights of one policy."""
+
+    def __init__(self, urls: Sequence[str], alive: Alive | None = None) -> None:
+        """alive: of servers that this process has started.   Raises ConfigError for what is no address, or named twice."""
+        self.wires = [Wire(url) for url in urls]
+        if len({wire.url for wire in self.wires}) < len(self.wires):
+            raise ConfigError(f"a server is named twice: {' and '.join(wire.url for wire in self.wires)}")
+        self.alive = alive
+        self.facts: list[Facts] = []
+        self._audience: comm.Audience | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """What the servers are called in messages."""
+        return [wire.name for wire in self.wires]
+
+    def close(self) -> None:
+        """Hang up."""
+        for wire in self.wires:
+            wire.close()
+
+    def greet(self, policy: Policy, patience: float = PATIENCE) -> None:
+        """Wait until all answer, see that each can sample for this policy, and join one group with their workers.
+
+        patience: seconds that a server may take to appear.  Raises PeerError for one that does not, EngineError for an unfit one.
+        """
+        self.facts = [self._greet(wire, policy, time.monotonic() + patience) for wire in self.wires]
+        kinds = {(one["device"], one["dtype"]) for one in self.facts}
+        if len(kinds) > 1:
+            raise EngineError(f"the vLLM servers differ in device or dtype: {sorted(kinds)}; start them alike")
+        workers = [int(one["workers"]) for one in self.facts]
+        on_gpu = self.facts[0]["device"] != "cpu"
+        audience = comm.Audience(self.wires[0].own_address(), sum(workers), cuda=on_gpu, timeout=UPDATE_SECONDS)
+        meeting = {"host": audience.host, "port": audience.port, "size": 1 + sum(workers), "seconds": UPDATE_SECONDS}
+        places = [meeting | {"rank_offset": 1 + sum(workers[:place])} for place in range(len(workers))]
+        self._tell("/init_weight_transfer_engine", [{"init_info": place} for place in places], beside=audience.meet)
+        self._audience = audience
+
+    def _greet(self, wire: Wire, policy: Policy, deadline: float) -> Facts:
+        while True:
+            if self.alive is not None:
+                self.alive()
+            try:
+                wire.get("/health", timeout=PATIENCE)
+                break
+            except PeerError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+        try:
+            facts = wire.post("/collective_rpc", {"method": "groupwise_facts"}, timeout=UPDATE_SECONDS)["results"][0]
+        except EngineError as error:
+            raise EngineError(
+                f"the server at {wire.url} runs without Groupwise's plug-in for vLLM: start it with `groupwise serve MODEL`"
+            ) from error
+        if wrong := unfit(facts, policy):
+            raise EngineError(f"{wire.name} cannot sample for this policy: {wrong}")
+        return facts
+
+    def send(self, policy: Policy, label: str, *, keep: bool = False) -> None:
+        """Replace the weights of all servers; from now on every token that they draw carries `label`.
+
+        Pausing throws away the kept keys and values, which are of the old weights, and what is still being sampled.
+        keep: go on with that; the keys and values of the tokens that it has are computed anew.
+        """
+        assert self._audience is not None, "greet first"
+        audience, name = self._audience, str(self.facts[0]["dtype"])
+        self._tell(f"/pause?mode={'keep' if keep else 'abort'}")
+        self._tell("/reset_prefix_cache")
+        self._tell("/start_weight_update")
+        for names, shapes, flat in buckets(policy, getattr(torch, name)):
+            flat = flat if audience.cuda else flat.cpu()
+            bucket = {"names": names, "shapes": shapes, "dtypes": [name] * len(names)}
+            self._tell("/update_weights", {"update_info": bucket}, beside=lambda flat=flat: audience.broadcast(flat))
+        self._tell("/finish_weight_update", {"weight_version": label})
+        self._tell("/resume")
+
+    def _tell(self, path: str, body: Any = None, *, beside: Callable[[], None] | None = None) -> None:
+        """POST to every server at once (a list: to each its own), and do something beside it."""
+        bodies = body if isinstance(body, list) else [body] * len(self.wires)
+        posts = [
+            lambda wire=wire, body=body: wire.post(path, body, timeout=UPDATE_SECONDS)
+            for wire, body in zip(self.wires, bodies, strict=True)
+        ]
+        together([*posts, *([beside] if beside is not None else [])], self.alive)
+
+
+def unfit(facts: Facts, policy: Policy) -> str | None:
+    """Why a server cannot sample for a policy, or None."""
+    rows = policy.model.config.vocab_size
+    if facts["device"] == "cpu" and (wrong := unfit_on_cpu(policy)):
+        return wrong
+    if facts["logprobs"] != "processed_logprobs":
+        return f"it reports {facts['logprobs']}, which know no temperature; start it with --logprobs-mode processed_logprobs"
+    if facts["vocabulary"] != rows:
+        return f"its model has a vocabulary of {facts['vocabulary']}, the policy one of {rows}; start it with the policy's model"
+    if facts["device"] != "cpu" and policy.device.type != "cuda":
+        return "it runs on a GPU and the policy on a CPU, so weights cannot travel by NCCL; put both on the same kind of device"
+    return None
+
+
+def unfit_on_cpu(policy: Policy) -> str | None:
+    """Why vLLM cannot sample for a policy on a CPU, or None."""
+    config = policy.model.config.to_dict()
+    width = Shape.of(config, 0, dtype="float32").head_width
+    if width not in CPU_HEADS:
+        return f"its attention on a CPU knows heads of {', '.join(map(str, CPU_HEADS))} numbers, the policy's have {width}"
+    if any(config.get(name) for name in EXPERTS):
+        return "on a CPU the new weights of a mixture of experts do not all reach its experts"
+    return None
+
+
+def buckets(policy: Policy, dtype: torch.dtype, limit: int = BUCKET_BYTES) -> Iterator[tuple[list[str], list[list[int]], Tensor]]:
+    """A policy's weights by their checkpoint's names, in runs of up to `limit` bytes: (names, shapes, all of them as uint8).
+
+    Adapters are merged into them; a tied head is sent as the embedding that it is.
+    """
+    model = policy.merged()
+    weights = revert_weight_conversion(model, {name: parameter.detach() for name, parameter in model.named_parameters()})
+    names: list[str] = []
+    parts: list[Tensor] = []
+    held = 0
+
+    def full() -> tuple[list[str], list[list[int]], Tensor]:
+        flat = torch.cat([part.to(dtype).reshape(-1) for part in parts])
+        return names, [list(part.shape) for part in parts], flat.view(torch.uint8)
+
+    for name, weight in weights.items():
+        size = weight.numel() * dtype.itemsize
+        if parts and held + size > limit:
+            yield full()
+            names, parts, held = [], [], 0
+        names.append(name)
+        parts.append(weight)
+        held += size
+    if parts:
+        yield full()
+
+
+def together(tasks: Sequence[Callable[[], Any]], alive: Alive | None) -> None:
+    """Run all at the same time; the first failure ends the wait, whatever the others still wait for."""
+    ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+    def run(task: Callable[[], Any]) -> None:
+        try:
+            task()
+            ended.put(None)
+        except Exception as error:  # any failure belongs to the thread that waits
+            ended.put(error)
+
+    for task in tasks:
+        threading.Thread(target=run, args=(task,), daemon=True).start()
+    for _ in tasks:
+        failure = ended.get()
+        if failure is not None:
+            blame(failure, alive)
+
+
+def blame(failure: Exception, alive: Alive | None) -> NoReturn:
+    """Raise a failure of a server by its cause."""
+    if alive is not None:
+        for _ in range(20):  # a server that ends breaks its connections before it is gone
+            alive()
+            time.sleep(0.1)
+    if isinstance(failure, RuntimeError):  # torch's, of a broadcast
+        raise PeerError(f"a vLLM server was lost while it took new weights: {str(failure).splitlines()[0][:300]}") from failure
+    raise failure

@@ -1,0 +1,524 @@
+"""A recipe becomes a job: data, policy, rewards, engine, optimizer and the loop over them, put together in one place.
+
+Everything cheap comes first (tokenizer, data, reward functions, plan), weights last, so that a recipe which cannot run fails before
+anything large is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from groupwise.algorithms.advantages import process
+from groupwise.algorithms.registry import Algorithm, describe, resolve
+from groupwise.config.settings import ModelSettings, Recipe, RolloutSettings, is_online, positions_of
+from groupwise.config.validation import STAGE
+from groupwise.critics import Critic
+from groupwise.data.load import Data, load_data, load_texts
+from groupwise.data.order import Order
+from groupwise.data.prompts import visit
+from groupwise.data.tokenizers import make_tokenizer
+from groupwise.distributed import comm
+from groupwise.errors import ConfigError
+from groupwise.models.lora import adapter_size, bare
+from groupwise.models.policy import Blueprint, Policy, context_length, read_blueprint, resolve_device
+from groupwise.models.scratch import scratch_model
+from groupwise.models.shape import Shape
+from groupwise.ops.cpu.library import absence
+from groupwise.records import Prompt, Sampling, Step
+from groupwise.rewards.compose import Rewards, build_rewards
+from groupwise.rewards.model import POSITIONS
+from groupwise.rewards.registry import MAKERS
+from groupwise.rollout.asynchronous import Ahead, Begun
+from groupwise.rollout.engine import Engine
+from groupwise.runs.engines import (
+    agreeing,
+    closing_of,
+    engine_lines,
+    make_ahead,
+    make_engine,
+    mixed_engine,
+    sampled_elsewhere,
+)
+from groupwise.runs.plan import Lines, fitted, memory_lines, offline_plan, online_plan, scoring_memory
+from groupwise.runs.policies import critic_of, hold, parameter_count, reference_of, teacher_of, weightless
+from groupwise.runs.sizing import H100, Load, rank, rank_lines
+from groupwise.teachers import Teacher
+from groupwise.training.evaluate import Evaluation, evaluate
+from groupwise.training.objectives import OBJECTIVES, language_model
+from groupwise.training.offline import Validation, train_offline, validate
+from groupwise.training.online import train_online
+from groupwise.training.optimizer import Optimizer
+
+Judged = Evaluation | Validation
+"""What a policy does on held-out prompts, or what an objective says of held-out rows."""
+Place = tuple[Mapping[str, Any], tuple[Begun, ...]]
+"""Of the data's order, and what has been drawn from it and not been trained on."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Job:
+    """A run that is ready to go."""
+
+    recipe: Recipe
+    plan: Lines
+    """What will happen, as label and text."""
+    steps: int
+    policy: Policy
+    optimizer: Optimizer
+    order: Order
+    loop: Callable[[int], Iterator[Step]]
+    """Steps done before -> the steps that are left."""
+    judge: Callable[[bool], Judged | None]
+    """Evaluates on what is held out: all of it if True, else as much as `eval` says, of the validation part where there is one.
+    None if nothing is held out."""
+    reference: Policy | None = None
+    critic: Critic | None = None
+    teacher: Teacher | None = None
+    engine: Engine | None = None
+    """What samples, where the objective or its evaluation does."""
+    ahead: Ahead = field(default_factory=Ahead)
+    """What has been sampled, or begun to be, for steps to come."""
+    closing: list[Callable[[], None]] = field(default_factory=list)
+
+    def place(self) -> Place:
+        """Where the run stands in its data."""
+        return self.order.state(), self.ahead.pending()
+
+    @property
+    def taken(self) -> int:
+        """Optimizer steps of everything that is trained: if it is another number, weights have changed."""
+        return self.optimizer.taken + (0 if self.critic is None else self.critic.optimizer.taken)
+
+    def numbers(self, place: Place | None = None) -> dict[str, Any]:
+        """What the next step depends on beside the weights and `tensors`.  place: if not the present one."""
+        order, pending = place or self.place()
+        found = {"optimizer": self.optimizer.numbers(), "order": order, "ahead": [begun.state() for begun in pending]}
+        return found if self.critic is None else found | {"critic": self.critic.optimizer.numbers()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The optimizer's tensors, and the weights of a reference that moves of a critic and of a policy's former self; as they are held, spread or whole."""
+        moved = self.reference is not None and self.recipe.group.reference_refresh > 0
+        reference = dict(self.reference.model.named_parameters()) if moved and self.reference is not None else {}
+        found = self.optimizer.tensors() | {f"reference.{name}": parameter.detach() for name, parameter in reference.items()}
+        found |= {f"teacher.{name}": parameter.detach() for name, parameter in self._taught_by_itself()}
+        if self.critic is not None:
+            found |= {f"critic.{name}": parameter.detach() for name, parameter in self.critic.module.named_parameters()}
+            found |= _of_critic(self.critic.optimizer.tensors())
+        return found
+
+    def _taught_by_itself(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights of a teacher that are the policy's of some time: they are in no checkpoint of their own."""
+        teacher = self.teacher
+        if teacher is not None and self.recipe.teacher.path is None and teacher.policy.model is not self.policy.model:
+            yield from teacher.policy.model.named_parameters()
+
+    def restore(self, numbers: Mapping[str, Any], read: Callable[[Mapping[str, Tensor]], None]) -> None:
+        """Continue from `numbers()` and `tensors()`, which `read` fills in; the policy's weights are loaded with the policy."""
+        self.optimizer.restore(numbers["optimizer"], read)
+        self.order.restore(numbers["order"])
+        self.ahead.restore(numbers.get("ahead", ()))
+        if self.critic is not None:
+            self.critic.optimizer.restore(numbers["critic"], lambda tensors: read(_of_critic(tensors)))
+        with torch.no_grad():
+            read(
+                {name: tensor for name, tensor in self.tensors().items() if name.startswith(("reference.", "critic.", "teacher."))}
+            )
+
+    def close(self) -> None:
+        """End reward workers."""
+        for close in self.closing:
+            close()
+
+
+def _of_critic(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a critic's optimizer by names that are nobody else's."""
+    return {f"critic_optimizer.{name}": tensor for name, tensor in tensors.items()}
+
+
+def make_job(recipe: Recipe, *, resume: Path | None = None, reference: Path | None = None) -> Job:
+    """Put a recipe together.
+
+    resume: a policy folder to continue with instead of the recipe's model; of an adapter only what was trained is there.
+    reference: the folder with the weights that the policy had before its first step, where the algorithm needs them.
+    Raises ConfigError, DataError or Diverged before the first step.
+    """
+    blueprint = blueprint_of(recipe, resume if recipe.model.lora is None else None)
+    maker = _online_job if is_online(recipe.objective) else _dataset_job
+    return maker(fitted(recipe, shape_of(recipe, blueprint)), blueprint, reference, resume)
+
+
+def plan_of(
+    recipe: Recipe, scorers: Sequence[Recipe] = (), *, world: int | None = None, config: Mapping[str, Any] | None = None
+) -> Lines:
+    """The plan of a run, without loading its weights.
+
+    scorers: recipes of reward models that it will use and that do not exist yet; `recipe.rewards` then leaves them out.
+    world: so many processes instead of those that are running.   config: of another model (transformers', as a mapping).
+    """
+    blueprint = blueprint_of(recipe, None)
+    if config is not None:
+        blueprint = replace(blueprint, config=dict(config), context=context_length(dict(config)))
+    recipe = fitted(recipe, shape_of(recipe, blueprint))
+    return _Prepared.of(recipe, blueprint, [blueprint_of(scorer, None) for scorer in scorers], world).plan
+
+
+def shape_of(recipe: Recipe, blueprint: Blueprint) -> Shape:
+    """The sizes of a recipe's model."""
+    return Shape.of(blueprint.config, parameter_count(blueprint), dtype=recipe.model.dtype)
+
+
+def blueprint_of(recipe: Recipe, resume: Path | None) -> Blueprint:
+    """Tokenizer, configuration and a way to load the weights, of a checkpoint or of a model from scratch."""
+    if resume is not None:
+        return read_blueprint(replace(recipe.model, path=str(resume), scratch=None))
+    if recipe.model.path is not None:
+        return read_blueprint(recipe.model)
+    scratch = recipe.model.scratch
+    assert scratch is not None
+    tokenizer = make_tokenizer(
+        scratch.tokenizer, load_texts(recipe.data, recipe.seed) if scratch.tokenizer.startswith("bpe") else ()
+    )
+    model = scratch_model(
+        scratch,
+        vocabulary=len(tokenizer),
+        eos_ids=(tokenizer.eos_token_id,),  # type: ignore[arg-type]
+        pad_id=tokenizer.pad_token_id,  # type: ignore[arg-type]
+        bos_id=tokenizer.bos_token_id,  # type: ignore[arg-type]
+        seed=recipe.seed,
+    )
+    if recipe.model.dtype == "bfloat16":
+        # Parameters only, as from_pretrained does: `model.to` would round the rotary frequencies too.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    eos = (int(tokenizer.eos_token_id),)  # type: ignore[arg-type]
+    return Blueprint(tokenizer=tokenizer, config=model.config.to_dict(), eos_ids=eos, context=scratch.context, load=lambda: model)
+
+
+def sampling_of(settings: RolloutSettings, **changes: Any) -> Sampling:
+    """The sampling of a recipe's rollouts."""
+    sampling = Sampling(
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        min_p=settings.min_p,
+        max_new_tokens=settings.max_new_tokens,
+        stop=settings.stop,
+    )
+    return replace(sampling, **changes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Prepared:
+    """What a job knows before weights are loaded."""
+
+    prompts: Data[Prompt] | None
+    rows: Data[Any]
+    rewards: Rewards | None
+    algorithm: Algorithm | None
+    steps: int
+    plan: Lines
+
+    @classmethod
+    def of(cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint] = (), world: int | None = None) -> _Prepared:
+        if is_online(recipe.objective):
+            return cls._online(recipe, blueprint, scorers, world)
+        return cls._dataset(recipe, blueprint, world)
+
+    @classmethod
+    def _online(cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint], world: int | None) -> _Prepared:
+        algorithm = resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens)
+        algorithm = sampled_elsewhere(algorithm, recipe.rollout)
+        prompts = _prompts(recipe, blueprint)
+        lines = online_plan(recipe, len(prompts.train), len(prompts.held_out), len(prompts.validation))
+        lines.insert(0, ("algorithm", algorithm_line(algorithm)))
+        group = recipe.group
+        load = Load(
+            prompts=group.prompts_per_step,
+            group=group.group_size,
+            prompt_tokens=max(prompt.tokens.size for prompt in prompts.train),
+            completion_tokens=recipe.rollout.max_new_tokens,
+            budget=positions_of(recipe),
+            rows=recipe.rollout.max_rows,
+            passes=group.updates_per_rollout,
+            minibatches=group.minibatches,
+            reference=algorithm.needs_reference,
+            recompute=recipe.model.gradient_checkpointing,
+            adapter=adapter_count(recipe, blueprint),
+            rewards=sum(scoring_memory(*one) for one in _scorers(recipe, scorers)) + critic_memory(recipe, algorithm),
+        )
+        rewards = None
+        if not recipe.rewards and not algorithm.needs_reward:
+            rewards = Rewards([], [])
+        elif recipe.rewards or not scorers:
+            rewards = build_rewards(recipe.rewards, columns=list(prompts.train[0].row), tokenizer=blueprint.tokenizer)
+            _check_credit(algorithm, rewards)
+        assert recipe.steps is not None
+        return cls(
+            prompts=prompts,
+            rows=prompts,
+            rewards=rewards,
+            algorithm=algorithm,
+            steps=recipe.steps,
+            plan=[
+                *lines,
+                *adapter_lines(recipe, blueprint),
+                *_held(recipe, blueprint, load, world),
+                ("read", str(prompts.report)),
+            ],
+        )
+
+    @classmethod
+    def _dataset(cls, recipe: Recipe, blueprint: Blueprint, world: int | None) -> _Prepared:
+        kind = OBJECTIVES[recipe.objective]
+        rows = kind.load(recipe, blueprint)
+        tokens = sum(len(row) for row in rows.train) / max(len(rows.train), 1)
+        prompts = _prompts(recipe, blueprint) if recipe.rewards and kind.samples else None
+        judged = prompts or rows
+        lines, steps = offline_plan(recipe, len(rows.train), len(judged.held_out), tokens, len(judged.validation))
+        load = Load(
+            prompts=recipe.batch_size,
+            group=1,
+            prompt_tokens=math.ceil(tokens * 1.2),  # a row that is longer than the mean
+            completion_tokens=0,
+            budget=positions_of(recipe),
+            recompute=recipe.model.gradient_checkpointing,
+            adapter=adapter_count(recipe, blueprint),
+        )
+        columns = list(prompts.held_out[0].row) if prompts is not None and prompts.held_out else []
+        rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer) if columns else None
+        lines = [("objective", kind.title), *lines, *adapter_lines(recipe, blueprint)]
+        plan = [*lines, *_held(recipe, blueprint, load, world), ("read", str(rows.report))]
+        return cls(prompts=prompts, rows=rows, rewards=rewards, algorithm=None, steps=steps, plan=plan)
+
+
+def _held(recipe: Recipe, blueprint: Blueprint, load: Load, world: int | None) -> Lines:
+    """What the process, or each of several, holds and does in a step; where `world` is only planned, also how long that takes."""
+    shape = shape_of(recipe, blueprint)
+    count = comm.world().size if world is None else world
+    spread = comm.Spread.of(recipe.parallel).decided(shape.parameters, count)
+    if count == 1:
+        found = rank(shape, load, world=1, sharded="ddp", shards=1, prompts=load.prompts).memory
+        lines = [("micro-batches", f"at most {load.budget:,} packed positions"), *memory_lines(found)]
+        if resolve_device(recipe.model).type == "cpu" and (reason := absence()):
+            lines.append(("kernels", f"torch's own, more slowly: {reason}"))
+        return lines
+    how = {"sharded": spread.name, "shards": spread.shards or count, "offload": spread.offload}
+    return rank_lines(shape, load, world=count, **how, device=None if world is None else H100)
+
+
+def _scorers(recipe: Recipe, planned: Sequence[Blueprint]) -> Iterator[tuple[Shape, int]]:
+    """Shape and micro-batch of every reward model of a recipe."""
+    for reward in recipe.rewards:
+        if reward.function in MAKERS:
+            blueprint = read_blueprint(ModelSettings(path=str(reward.args.get("path"))))
+            size = int(reward.args.get("tokens_per_microbatch", POSITIONS))
+            yield Shape.of(blueprint.config, parameter_count(blueprint), dtype=str(reward.args.get("dtype", "float32"))), size
+    for blueprint in planned:
+        yield Shape.of(blueprint.config, parameter_count(blueprint), dtype="float32"), POSITIONS
+
+
+def _check_credit(algorithm: Algorithm, rewards: Rewards) -> None:
+    """Raises ConfigError if a credit of steps has no step rewards to give out."""
+    function = algorithm.credit.func if isinstance(algorithm.credit, partial) else algorithm.credit
+    if function is process and not rewards.process:
+        raise ConfigError(
+            f"group.credit is process, but none of the rewards ({', '.join(rewards.names)}) rewards steps: use a function marked "
+            "with @process_reward, or the reward model with args: {steps: newline}"
+        )
+
+
+def algorithm_line(algorithm: Algorithm) -> str:
+    """An algorithm as its four parts."""
+    parts = [describe(part) for part in (algorithm.credit, algorithm.ratio, algorithm.surrogate, algorithm.weights)]
+    kl = f", KL {algorithm.kl.__name__} x {algorithm.beta} in the {algorithm.kl_place}" if algorithm.needs_reference else ", no KL"
+    kl += "; a critic" if algorithm.needs_value else ""
+    kl += f"; {describe(algorithm.divergence)} from a teacher" if algorithm.divergence is not None else ""
+    kl += f"; the teacher's share in sampling {algorithm.mix:g}" if algorithm.mix else ""
+    return f"{algorithm.name}: {' x '.join(parts)}{kl}; dead groups {algorithm.dead_groups}, truncated {algorithm.truncated}"
+
+
+def critic_memory(recipe: Recipe, algorithm: Algorithm) -> int:
+    """Bytes of a critic with a backbone of its own: weights, gradients and moments in float32; 0 where there is none yet."""
+    path = recipe.critic.path
+    if not algorithm.needs_value or path is None or path.startswith(STAGE):
+        return 0
+    return 16 * parameter_count(read_blueprint(ModelSettings(path=path)))
+
+
+def adapter_count(recipe: Recipe, blueprint: Blueprint) -> int:
+    """Parameters of the adapter that a recipe trains, counted without weights; 0 if it trains none."""
+    return 0 if recipe.model.lora is None else adapter_size(weightless(blueprint), recipe.model.lora)
+
+
+ADAPTER_LR = 1e-5
+"""Learning rate below which an adapter hardly moves: ten times as much is usual, where full training takes 1e-6."""
+
+
+def adapter_lines(recipe: Recipe, blueprint: Blueprint) -> Lines:
+    """What is trained where it is not the weights, for the plan, with a warning about a learning rate that belongs to those."""
+    if recipe.model.lora is None:
+        return []
+    count, total, lr = adapter_count(recipe, blueprint), parameter_count(blueprint), recipe.optimizer.lr
+    lines = [("adapter", f"{count:,} parameters beside {total:,} that stay as they are ({count / total:.2%})")]
+    if lr < ADAPTER_LR:
+        lines.append(("warning", f"optimizer.lr {lr:g} is one for training all weights; an adapter learns with about 1e-4"))
+    return lines
+
+
+def _prompts(recipe: Recipe, blueprint: Blueprint) -> Data[Prompt]:
+    return load_data(
+        recipe.data,
+        blueprint.tokenizer,
+        context=blueprint.context,
+        max_new_tokens=recipe.rollout.max_new_tokens,
+        seed=recipe.seed,
+    )
+
+
+def _judge(recipe: Recipe, engine: Engine, prepared: _Prepared) -> Callable[[bool], Judged | None]:
+    prompts = prepared.prompts
+    settings, rewards = recipe.eval, prepared.rewards
+    sampling = sampling_of(
+        recipe.rollout,
+        temperature=settings.temperature,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        max_new_tokens=settings.max_new_tokens or recipe.rollout.max_new_tokens,
+    )
+
+    def judge(whole: bool) -> Judged | None:
+        judged = () if prompts is None else prompts.held_out if whole else prompts.watched[: settings.prompts]
+        if not judged or rewards is None or not rewards.names:
+            return None
+        return evaluate(engine, rewards, judged, k=settings.k, sampling=sampling, seed=recipe.seed)
+
+    return judge
+
+
+def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, resume: Path | None) -> Job:
+    prepared = _Prepared.of(recipe, blueprint)
+    algorithm, prompts, rewards = prepared.algorithm, prepared.prompts, prepared.rewards
+    assert algorithm is not None and prompts is not None and rewards is not None
+    policy = hold(recipe, blueprint, language_model, resume)
+    anchor = None
+    if algorithm.needs_reference:
+        anchor = bare(policy) if recipe.model.lora is not None else reference_of(recipe, policy, reference)
+    engine = make_engine(policy, recipe.rollout)
+    per_step = recipe.group.updates_per_rollout * recipe.group.minibatches
+    critic = critic_of(recipe, policy, prepared.steps * per_step) if algorithm.needs_value else None
+    teacher = teacher_of(recipe, policy) if algorithm.needs_teacher else None
+    sampler = (
+        engine if teacher is None or not algorithm.mix else mixed_engine(policy, teacher.policy, algorithm.mix, recipe.rollout)
+    )
+    waiting = 0 if critic is None else critic.settings.pretrain
+    optimizer = Optimizer(policy.model, recipe.optimizer, (prepared.steps - waiting) * per_step)
+    order = Order(len(prompts.train), recipe.seed, recipe.data.shuffle)
+    ahead = make_ahead(recipe.rollout, prompts.train)
+
+    def judge(whole: bool) -> Judged | None:
+        engine.set_version(optimizer.taken)  # it is not told where another one samples for training
+        return _judge(recipe, engine, prepared)(whole)
+
+    def loop(done: int) -> Iterator[Step]:
+        sampler.set_version(optimizer.taken)
+        steps = train_online(
+            policy,
+            algorithm,
+            engine=sampler,
+            rewards=rewards,
+            draw=lambda k: [visit(prompts.train[row], epoch) for epoch, row in order.take(k)],
+            optimizer=optimizer,
+            group=recipe.group,
+            sampling=sampling_of(recipe.rollout),
+            budget=positions_of(recipe),
+            steps=prepared.steps,
+            done=done,
+            reference=anchor,
+            critic=critic,
+            teacher=teacher,
+            ahead=ahead,
+            checkpointing=recipe.model.gradient_checkpointing,
+            seed=recipe.seed,
+        )
+        return agreeing(steps, engine)
+
+    return Job(
+        recipe=recipe,
+        plan=[*prepared.plan, *engine_lines(engine, ahead)],
+        steps=prepared.steps,
+        policy=policy,
+        optimizer=optimizer,
+        order=order,
+        loop=loop,
+        judge=judge,
+        reference=anchor,
+        critic=critic,
+        teacher=teacher,
+        engine=engine,
+        ahead=ahead,
+        closing=[*closing_of(engine), rewards.close],
+    )
+
+
+def _dataset_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, resume: Path | None) -> Job:
+    kind, prepared = OBJECTIVES[recipe.objective], _Prepared.of(recipe, blueprint)
+    policy = hold(recipe, blueprint, kind.model, resume)
+    objective, budget = kind.objective(recipe), positions_of(recipe)
+    rows, held_out, watched = prepared.rows.train, prepared.rows.held_out, prepared.rows.watched
+    anchor = None
+    if kind.anchor is not None:  # on resume by the weights that were saved then; until the first step they are the policy's
+        anchor = policy if reference is None or not reference.exists() else reference_of(recipe, policy, reference)
+        anchor = bare(policy) if recipe.model.lora is not None else anchor
+        rows, held_out, watched = (tuple(kind.anchor(recipe, anchor, part)) for part in (rows, held_out, watched))
+    optimizer = Optimizer(policy.model, recipe.optimizer, prepared.steps)
+    order = Order(len(rows), recipe.seed, recipe.data.shuffle)
+    batch_size = min(recipe.batch_size, len(rows))
+    engine = make_engine(policy, recipe.rollout) if kind.samples else None
+
+    def loop(done: int) -> Iterator[Step]:
+        return train_offline(
+            policy,
+            objective,
+            draw=lambda k: [rows[row] for _, row in order.take(k)],
+            optimizer=optimizer,
+            budget=budget,
+            batch_size=batch_size,
+            steps=prepared.steps,
+            done=done,
+            checkpointing=recipe.model.gradient_checkpointing,
+        )
+
+    def judge(whole: bool) -> Judged | None:
+        if engine is not None and prepared.rewards is not None:
+            engine.set_version(optimizer.taken)
+            return _judge(recipe, engine, prepared)(whole)
+        if not held_out:
+            return None
+        if not whole:
+            limit = None if recipe.eval.batches is None else recipe.eval.batches * batch_size
+            return validate(policy, objective, watched[:limit], budget=budget)
+        rules = kind.rules(policy, rows, held_out) if kind.rules is not None else None
+        return validate(policy, objective, held_out, budget=budget, beside=rules)
+
+    return Job(
+        recipe=recipe,
+        plan=prepared.plan,
+        steps=prepared.steps,
+        policy=policy,
+        optimizer=optimizer,
+        order=order,
+        loop=loop,
+        judge=judge,
+        reference=anchor,
+        engine=engine,
+        closing=[*([prepared.rewards.close] if prepared.rewards is not None else []), *closing_of(engine)],
+    )

@@ -1,0 +1,459 @@
+"""Checkpoints that are whole or are not there.
+
+    RUN/checkpoints/000100/
+      policy/          Hugging Face format, written by the caller
+      trainer/         state.json (structure, numbers, text), state.safetensors (its arrays) and tensors.safetensors (by name)
+      trainer/shards/  instead of tensors.safetensors: parts of tensors, written by several processes (see `shards`)
+      manifest.json    size and xxh3-128 of every file above
+      COMPLETE         xxh3-128 of the manifest
+    RUN/latest         name of the newest
+
+A checkpoint is written under a temporary name, synced to disk, renamed and then read back; older ones go only after that.  So a
+process may be killed at any moment and the newest complete checkpoint is still there.  Everything is verified before it is used; no
+pickle is written, or read before that.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import json
+import logging
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+from safetensors import SafetensorError
+
+from groupwise.errors import CheckpointError, StorageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger("groupwise")
+
+CHECKPOINTS, LATEST, MANIFEST, COMPLETE = "checkpoints", "latest", "manifest.json", "COMPLETE"
+TENSORS = "tensors.safetensors"
+FORMAT = 2
+CHUNK = 1 << 20
+HEADROOM = 16 << 20
+"""Bytes that must stay free on the disk after a save."""
+
+
+# ---------------------------------------------------------------- saving
+
+
+def save(
+    folder: Path,
+    step: int,
+    *,
+    policy_writer: Callable[[Path], None],
+    state: Mapping[str, Any],
+    tensors: Mapping[str, Tensor] | None = None,
+    keep: int = 2,
+    policy_bytes: int = 0,
+) -> Path:
+    """Write the checkpoint of a step into a run folder and return its path; saving a step twice does nothing.
+
+    policy_writer: fills the (existing, empty) folder that it is given with the model, e.g. by `save_pretrained`.
+    state: nested dict, list, tuple, int, float, str, bytes, bool, None, torch tensors and numpy arrays; comes back bit for bit.
+    tensors: large ones, by name, which `read_tensors` reads into others.
+    keep: newest checkpoints that stay; older ones are deleted after the new one was verified.
+    policy_bytes: size of what the writer will write, if known, to refuse a full disk beforehand.
+    Raises StorageError if the disk is full, read-only or gone (nothing half-written stays), CheckpointError for a state that
+    cannot be kept.
+    """
+    tensors = {name: _apart(tensor) for name, tensor in (tensors or {}).items()}
+    encoded = _encode(state)  # refused before anything is written
+    needed = policy_bytes + sum(tensor.nbytes for tensor in tensors.values())
+    temporary = begin(folder, step, needed)
+    if temporary is None:
+        return place(folder, step)
+    with storing(temporary):
+        policy_writer(temporary / "policy")
+        _write_state(temporary / "trainer", *encoded)
+        if tensors:
+            _save_file(tensors, temporary / "trainer" / TENSORS)
+        seal(temporary, step, {name: fingerprint(temporary / name) for name in files(temporary)})
+    final = finish(folder, step)
+    if wrong := damage(final):
+        raise StorageError(f"{final} was written and reads back differently: {wrong}; is the disk failing?")
+    rotate(folder, step, keep)
+    return final
+
+
+def begin(folder: Path, step: int, needed: int) -> Path | None:
+    """An empty folder with policy/ and trainer/ in it to write a checkpoint of `needed` bytes; None if it is there already.
+
+    Raises StorageError.
+    """
+    final = place(folder, step)
+    root = final.parent
+    with _storage(root):
+        root.mkdir(parents=True, exist_ok=True)
+        _sweep(root)
+        if final.is_dir():
+            if not damage(final):
+                return None
+            _remove(final)
+        needed = max(needed, _size_of_newest(root)) + HEADROOM
+        free = shutil.disk_usage(root).free
+        if free < needed:
+            raise StorageError(
+                f"disk full: the checkpoint of step {step} needs {needed / 1e6:.0f} MB, {root} has {free / 1e6:.0f} MB"
+            )
+        temporary = root / f".new-{step:06d}"
+        for part in ("policy", "trainer"):
+            (temporary / part).mkdir(parents=True)
+    return temporary
+
+
+@contextmanager
+def storing(temporary: Path) -> Iterator[None]:
+    """While a checkpoint is written: if that fails nothing of it stays, and a disk that is at fault is named (StorageError)."""
+    try:
+        with _storage(temporary.parent):
+            yield
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def finish(folder: Path, step: int) -> Path:
+    """Give a sealed checkpoint its name.  Raises StorageError."""
+    final = place(folder, step)
+    temporary = final.with_name(f".new-{final.name}")
+    with storing(temporary):
+        os.rename(temporary, final)
+        _sync_folder(final.parent)
+        _point(Path(folder), final.name)
+    return final
+
+
+def rotate(folder: Path, step: int, keep: int) -> None:
+    """Delete what is older than the `keep` newest up to `step`, and damaged ones of later steps.  Raises StorageError."""
+    root = place(folder, step).parent
+    with _storage(root):
+        candidates = _candidates(root)
+        past = [path for path in candidates if int(path.name) <= step]
+        for path in past[max(keep, 1) :] + [path for path in candidates if int(path.name) > step and damage(path)]:
+            _remove(path)
+
+
+def write_state(temporary: Path, state: Mapping[str, Any]) -> None:
+    """Write the state of a checkpoint that was begun."""
+    _write_state(temporary / "trainer", *_encode(state))
+
+
+def _write_state(folder: Path, document: Any, tensors: Mapping[str, Tensor]) -> None:
+    (folder / "state.json").write_text(json.dumps(document, allow_nan=False), encoding="utf-8")
+    _save_file(tensors, folder / "state.safetensors")
+
+
+def _save_file(tensors: Mapping[str, Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(dict(tensors), str(path))
+
+
+def files(folder: Path) -> list[str]:
+    """What a checkpoint's manifest lists, by relative name.  Raises CheckpointError for what is no plain file."""
+    return [name for name, _ in _files(folder)]
+
+
+def fingerprint(path: Path) -> dict[str, Any]:
+    """What a manifest says of a file, read back from the disk once it is there."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    return {"size": path.stat().st_size, "xxh3_128": _hash(path)}
+
+
+def seal(folder: Path, step: int, fingerprints: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add manifest and COMPLETE and bring them to the disk."""
+    listed = dict(sorted(fingerprints.items()))
+    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "step": step, "files": listed}, indent=1), encoding="utf-8")
+    (folder / COMPLETE).write_text(_hash(folder / MANIFEST) + "\n", encoding="utf-8")
+    for path in [folder / MANIFEST, folder / COMPLETE]:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    for path in [folder, *folder.rglob("*")]:
+        if path.is_dir():
+            _sync_folder(path)
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Every file below a checkpoint but its seal, by relative name."""
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink() or not (path.is_dir() or path.is_file()):
+            raise CheckpointError(f"{path} is not a plain file")
+        if path.is_file() and name not in (MANIFEST, COMPLETE):
+            yield name, path
+
+
+def _hash(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _point(folder: Path, name: str) -> None:
+    """Writes `latest`, which is for people and other programs: `latest()` does not trust it."""
+    temporary = folder / f".{LATEST}.{os.getpid()}"
+    temporary.write_text(name + "\n", encoding="utf-8")
+    os.replace(temporary, folder / LATEST)
+
+
+def _size_of_newest(root: Path) -> int:
+    existing = _candidates(root)
+    return sum(path.stat().st_size for path in existing[0].rglob("*") if path.is_file()) if existing else 0
+
+
+def _remove(path: Path) -> None:
+    """Rename, then delete: a half-deleted checkpoint has no name that a reader would look at."""
+    doomed = path.with_name(f".old-{path.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def _sweep(root: Path) -> None:
+    """Deletes what a killed process left half-written or half-deleted."""
+    for pattern in (".new-*", ".old-*"):
+        for path in root.glob(pattern):
+            shutil.rmtree(path)
+
+
+@contextmanager
+def _storage(root: Path) -> Iterator[None]:
+    """Tells what the operating system says about a disk in our words."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        number = error.errno if isinstance(error, OSError) else None
+        if number in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error):
+            free = f"{shutil.disk_usage(root).free / 1e6:.0f} MB free" if root.is_dir() else "it is gone"
+            raise StorageError(f"disk full while writing a checkpoint to {root} ({free}); the older ones are intact") from error
+        raise StorageError(f"cannot write a checkpoint to {root}: {error}") from error
+
+
+# ---------------------------------------------------------------- loading
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest checkpoint of a run folder that is whole, or None if none was ever saved.
+
+    A damaged one is named in a warning and passed over.  Raises CheckpointError, with every reason, if there are only damaged ones.
+    """
+    reasons = []
+    for path in _candidates(Path(folder) / CHECKPOINTS):
+        if not (wrong := damage(path)):
+            for reason in reasons:
+                log.warning("%s; going on from %s", reason, path.name)
+            return path
+        reasons.append(f"checkpoint {path} is damaged: {wrong}")
+    if reasons:
+        listed = "\n".join(f"  {reason}" for reason in reasons)
+        raise CheckpointError(f"no checkpoint of {folder} is whole; restore one, or start anew with --fresh:\n{listed}")
+    return None
+
+
+def _candidates(root: Path) -> list[Path]:
+    """Checkpoints by step, newest first.  Times of files do not matter."""
+    found = [path for path in root.glob("*") if path.name.isdigit() and path.is_dir()] if root.is_dir() else []
+    return sorted(found, key=lambda path: int(path.name), reverse=True)
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint, the bad file named; None if every byte is as it was written."""
+    path = Path(path)
+    if not (path / COMPLETE).is_file() or not (path / MANIFEST).is_file():
+        return f"{COMPLETE if not (path / COMPLETE).is_file() else MANIFEST} is missing"
+    if (path / COMPLETE).read_bytes() != f"{_hash(path / MANIFEST)}\n".encode():
+        return f"{MANIFEST} and {COMPLETE} do not belong together"
+    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    if manifest["format"] != FORMAT:
+        return f"its format is {manifest['format']}, this version reads {FORMAT}"
+    expected = manifest["files"]
+    try:
+        present = dict(_files(path))
+    except CheckpointError as error:
+        return str(error)
+    for name in sorted(expected.keys() | present.keys()):
+        if name not in present:
+            return f"{name} is missing"
+        if name not in expected:
+            return f"{name} does not belong to it"
+        size = present[name].stat().st_size
+        if size != expected[name]["size"]:
+            return f"{name} has {size} bytes, {expected[name]['size']} were written"
+        if _hash(present[name]) != expected[name]["xxh3_128"]:
+            return f"{name} is not what was written (its checksum differs)"
+    return None
+
+
+def load(path: Path, *, verify: bool = True) -> dict[str, Any]:
+    """The state of a checkpoint, tensors on the CPU, bit for bit as it was saved.  Raises CheckpointError if a byte is wrong.
+
+    verify: False trusts that it was just found to be whole (`latest`).
+    """
+    from safetensors.torch import load_file
+
+    if verify and (wrong := damage(path)):
+        raise CheckpointError(f"checkpoint {path} is damaged: {wrong}")
+    trainer = Path(path) / "trainer"
+    document = json.loads((trainer / "state.json").read_text(encoding="utf-8"))
+    return _decode(document, load_file(str(trainer / "state.safetensors")))
+
+
+def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:
+    """Fill tensors from those of a checkpoint, by name; of a tensor that is spread over processes this one's part.
+
+    Of many processes each reads what it needs.  Raises CheckpointError if one is missing or has another shape.
+    """
+    from safetensors import safe_open
+
+    from groupwise.distributed import comm
+
+    if not into:
+        return
+    with safe_open(str(Path(path) / "trainer" / TENSORS), framework="pt") as file:
+        names = set(file.keys())
+        for name, tensor in into.items():
+            own = comm.own(tensor)
+            if name not in names or list(tensor.shape) != file.get_slice(name).get_shape():
+                raise CheckpointError(f"{path} holds no {name} of shape {tuple(tensor.shape)}: it is of another model")
+            if own is tensor:
+                own.copy_(file.get_tensor(name))
+            elif own.numel():
+                own.copy_(file.get_slice(name)[comm.own_rows(tensor)])
+
+
+def place(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies in a run folder."""
+    return Path(folder) / CHECKPOINTS / f"{step:06d}"
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint's folder."""
+    return int(Path(path).name)
+
+
+def policy_folder(path: Path | str) -> Path:
+    """The Hugging Face folder meant by a path: such a folder itself, a checkpoint, or a run (its final model, else its newest).
+
+    Of a run of several stages the stage that was written last is meant.
+    Raises CheckpointError with what was found instead.
+    """
+    path = Path(path).expanduser()
+    if not path.is_dir():
+        raise CheckpointError(f"no such folder: {path}")
+    for folder in (path, path / "policy", path / "final"):
+        if (folder / "config.json").is_file():
+            return folder
+    if (newest := latest(path)) is not None:
+        return newest / "policy"
+    stages = sorted(path.glob("*/metrics.jsonl"), key=lambda log: log.stat().st_mtime)
+    if stages:
+        return policy_folder(stages[-1].parent)
+    inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+    raise CheckpointError(f"{path} is neither a model folder, a checkpoint nor a run with one: it holds {inside}")
+
+
+# ---------------------------------------------------------------- state <-> JSON and tensors
+
+
+def _encode(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    """A JSON document, and the tensors that it refers to by name.  Raises CheckpointError for what would not come back the same."""
+    tensors: dict[str, Tensor] = {}
+    return _encoded(state, "state", tensors), tensors
+
+
+def _encoded(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    import torch
+
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return {"float": struct.pack(">d", value).hex()}
+    if kind is bytes:
+        return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, Mapping):
+        pairs = [[_encoded(key, f"{path} key", tensors), _encoded(inner, f"{path}.{key}", tensors)] for key, inner in value.items()]
+        return {"dict": pairs}
+    if isinstance(value, (list, tuple)):
+        items = [_encoded(inner, f"{path}[{place}]", tensors) for place, inner in enumerate(value)]
+        return {"tuple" if isinstance(value, tuple) else "list": items}
+    if isinstance(value, torch.Tensor):
+        return {"tensor": _kept(value, tensors)}
+    if isinstance(value, (np.ndarray, np.generic)):
+        array = np.asarray(value)
+        plain = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")).reshape(array.shape)
+        try:
+            tensor = torch.from_numpy(plain)
+        except TypeError as error:
+            raise CheckpointError(f"{path} is a numpy array of {array.dtype}, which a checkpoint cannot hold") from error
+        return {"array" if isinstance(value, np.ndarray) else "scalar": _kept(tensor, tensors)}
+    raise CheckpointError(
+        f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: make it numbers or text"
+    )
+
+
+def _kept(tensor: Tensor, tensors: dict[str, Tensor]) -> str:
+    """Puts a tensor among those to be written and returns its name.
+
+    A tensor that is a part of another's memory is copied, because safetensors refuses shared memory; so is one already there.
+    """
+    kept = _apart(tensor)
+    if any(kept.data_ptr() == other.data_ptr() for other in tensors.values()):
+        kept = kept.clone()
+    name = f"{len(tensors):06d}"
+    tensors[name] = kept
+    return name
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """A tensor in host memory of its own."""
+    kept = tensor.detach().to("cpu").contiguous()
+    return kept.clone() if kept.untyped_storage().nbytes() != kept.nbytes else kept
+
+
+def _decode(document: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if not isinstance(document, dict):
+        return document
+    ((kind, value),) = document.items()
+    match kind:
+        case "float":
+            return struct.unpack(">d", bytes.fromhex(value))[0]
+        case "bytes":
+            return base64.b64decode(value)
+        case "dict":
+            return {_decode(key, tensors): _decode(inner, tensors) for key, inner in value}
+        case "list":
+            return [_decode(inner, tensors) for inner in value]
+        case "tuple":
+            return tuple(_decode(inner, tensors) for inner in value)
+        case "tensor":
+            return tensors[value]
+        case "array":
+            return tensors[value].numpy()
+        case "scalar":
+            return tensors[value].numpy()[()]
+    raise CheckpointError(f"state.json holds {kind!r}, which this version does not know")

@@ -1,0 +1,105 @@
+"""The rollout engine that a recipe names, and what a run does differently because of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from groupwise.algorithms.registry import Algorithm, corrected
+from groupwise.config.settings import RolloutSettings
+from groupwise.data.prompts import visit
+from groupwise.errors import ConfigError, EngineError
+from groupwise.models.fsdp import ShardedPolicy
+from groupwise.models.policy import Policy
+from groupwise.records import Prompt, Step
+from groupwise.rollout.asynchronous import Ahead
+from groupwise.rollout.engine import Engine
+from groupwise.rollout.gathered import GatheredEngine
+from groupwise.rollout.mixed import MixedEngine
+from groupwise.rollout.native.engine import NativeEngine
+from groupwise.rollout.transformers import TransformersEngine
+from groupwise.rollout.vllm.engine import VllmEngine
+from groupwise.runs.plan import Lines
+
+
+def make_engine(policy: Policy, settings: RolloutSettings) -> Engine:
+    """The rollout engine that a recipe names."""
+    name, given = engine_of(settings)
+    common: dict[str, Any] = {"max_rows": settings.max_rows, "keep_special_tokens": settings.keep_special_tokens}
+    if name == "vllm":
+        given |= {"in_flight": given.pop("ahead", 0) > 0}
+        given.pop("correct", None)
+        return VllmEngine(policy, **given, **common)
+    if isinstance(policy, ShardedPolicy):
+        return GatheredEngine(policy, lambda plain: make_engine(plain, settings))
+    return {"native": NativeEngine, "transformers": TransformersEngine}[name](policy, **common)
+
+
+def engine_of(settings: RolloutSettings) -> tuple[str, dict[str, Any]]:
+    """The name of a recipe's engine, and what the recipe says beside it."""
+    given = {"name": settings.engine} if isinstance(settings.engine, str) else dict(settings.engine)
+    return str(given.pop("name")), given
+
+
+def mixed_engine(policy: Policy, teacher: Policy, mix: float, settings: RolloutSettings) -> Engine:
+    """An engine whose completions a teacher helps to write.  Raises ConfigError for a teacher that is spread over processes."""
+    if teacher.sharded:
+        raise ConfigError(
+            "group.mix: a teacher that is spread over processes cannot help to sample: set parallel: ddp, or group.mix: 0"
+        )
+    how: dict[str, Any] = {"max_rows": settings.max_rows, "keep_special_tokens": settings.keep_special_tokens}
+    if isinstance(policy, ShardedPolicy):
+        return GatheredEngine(policy, lambda plain: MixedEngine(plain, teacher, mix, **how))
+    return MixedEngine(policy, teacher, mix, **how)
+
+
+def sampled_elsewhere(algorithm: Algorithm, settings: RolloutSettings) -> Algorithm:
+    """The algorithm, corrected where the recipe's engine computes other probabilities than the trainer, or samples ahead of it."""
+    name, given = engine_of(settings)
+    keywords = given.get("correct", {}) if name == "vllm" or given.get("ahead") else None
+    return algorithm if keywords is None else corrected(algorithm, keywords)
+
+
+def make_ahead(settings: RolloutSettings, prompts: Sequence[Prompt]) -> Ahead:
+    """How far sampling runs ahead of training, and what may be begun again: visits of the prompts that are trained on."""
+    name, given = engine_of(settings)
+    by_id = {prompt.id: prompt for prompt in prompts}
+
+    def find(name: str) -> Prompt:
+        epoch, _, row = name.partition("/")
+        return visit(by_id[row], epoch)
+
+    return Ahead(given.get("ahead", 0), beside=name == "vllm", find=find)
+
+
+def agreeing(steps: Iterator[Step], engine: Engine) -> Iterator[Step]:
+    """Steps, as long as what a vLLM engine samples is what the trainer scores.
+
+    Raises EngineError at the first step whose mean difference no rounding explains: the servers sample with other weights, another
+    temperature or old keys and values.  That step has been trained on; it is not yielded, and so not saved.
+    """
+    limit = engine.tolerance if isinstance(engine, VllmEngine) else math.inf
+    for step in steps:
+        gap = step.metrics.get("mismatch/mean", 0.0)
+        if not gap <= limit:
+            raise EngineError(
+                f"step {step.number}: sampled and scored log-probs differ by {gap:.2g} nats on average, more than rounding "
+                f"explains ({limit:g}): the vLLM servers sample with other weights, at another temperature or from an old cache. "
+                "The step is thrown away; `groupwise check` tests the servers"
+            )
+        yield step
+
+
+def engine_lines(engine: Engine, ahead: Ahead) -> Lines:
+    """Where completions come from and by how old weights, for the plan; nothing where it is this process with the newest ones."""
+    lines = [("rollouts", engine.where)] if isinstance(engine, VllmEngine) else []
+    if ahead.steps:
+        how = "while it goes on" if ahead.beside else "in turn with it"
+        lines.append(("ahead", f"sampling is up to {ahead.steps} step{'s' * (ahead.steps > 1)} ahead of training, {how}"))
+    return lines
+
+
+def closing_of(engine: Engine | None) -> list[Callable[[], None]]:
+    """What ends with the job: a vLLM server that the engine has started."""
+    return [engine.close] if isinstance(engine, VllmEngine) else []

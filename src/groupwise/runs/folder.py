@@ -1,0 +1,443 @@
+"""The run folder: everything about a run that is kept, in files that others can read while it goes on.
+
+    config.yaml               resolved recipe, secrets redacted
+    environment.json          one entry per start: versions, git commit, hardware
+    metrics.jsonl             one line a step
+    rollouts/000012.parquet   one row per completion of that step
+    tensorboard/              the same metrics for TensorBoard (optional)
+    done.json                 written when the last step is taken
+    .lock                     held by the process that writes here
+
+Importing this file does not import torch: `groupwise runs` and `groupwise score` read run folders through it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from groupwise.config.recipes import changes, dump, redacted, run_folder
+from groupwise.config.settings import Recipe
+from groupwise.data.rollout_table import groups_of, jsonable, table_of
+from groupwise.errors import ConfigError, DataError
+from groupwise.records import Step
+
+log = logging.getLogger("groupwise")
+
+PACKAGES = (
+    "groupwise",
+    "torch",
+    "transformers",
+    "safetensors",
+    "tokenizers",
+    "datasets",
+    "numpy",
+    "pyarrow",
+    "math-verify",
+    "peft",
+)
+METRICS, ROLLOUTS, CONFIG, ENVIRONMENT, DONE, LOCK = (
+    "metrics.jsonl",
+    "rollouts",
+    "config.yaml",
+    "environment.json",
+    "done.json",
+    ".lock",
+)
+
+
+# ---------------------------------------------------------------- choosing and locking a folder
+
+
+def anew(stages: Mapping[str, Recipe]) -> dict[str, Recipe]:
+    """The same stages under the first name of NAME, NAME-2, NAME-3 ... under which none of them has run.
+
+    They move together, so that a later one still builds on the earlier ones' models.
+    """
+    number, found = 1, dict(stages)
+    while any((run_folder(recipe) / CONFIG).exists() for recipe in found.values()):
+        number += 1
+        for stage, recipe in stages.items():
+            root = recipe.name.removesuffix(f"/{stage}")
+            found[stage] = replace(recipe, name=f"{root}-{number}{recipe.name[len(root) :]}")
+    return found
+
+
+def choose_folder(recipe: Recipe) -> Path:
+    """The folder in which a recipe runs, made if need be.
+
+    Running the same recipe again resumes it.  Raises ConfigError with the differences if the folder holds a run of another recipe.
+    """
+    folder = run_folder(recipe)
+    if (folder / CONFIG).is_file():
+        different = changes((folder / CONFIG).read_text(encoding="utf-8"), recipe)
+        if different:
+            lines = "\n".join(f"  {line}" for line in different)
+            remedy = "undo the change, choose another name=..., or start anew with --fresh"
+            raise ConfigError(f"{folder} holds a run of another configuration; {remedy}:\n{lines}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the run folder {folder}: {error.strerror}") from error
+    return folder
+
+
+class Lock:
+    """Keeps a second process out of a run folder while this one writes there.
+
+    Held through the operating system, so it ends with the process however that dies; the file says who holds it.  Where the file
+    system cannot lock, the process id and host in the file decide.
+
+    Raises ConfigError if a live process holds it.
+    """
+
+    _held: set[str] = set()  # POSIX locks do not keep a process out of its own files
+
+    def __init__(self, folder: Path) -> None:
+        self.path = Path(folder).resolve() / LOCK
+        if str(self.path) in self._held:
+            raise ConfigError(f"{folder} is in use by this process already")
+        self._file: IO[str] = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 - held until `release`
+        self._file.seek(0)
+        holder = _holder(self._file.read())
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            cannot_lock = error.errno not in (errno.EACCES, errno.EAGAIN)
+            if not cannot_lock or _alive(holder):
+                self._file.close()
+                who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
+                raise ConfigError(f"{folder} is in use by {who}; wait for it, end it, or choose another name=...") from error
+        self._held.add(str(self.path))
+        self._file.seek(0)
+        self._file.truncate()
+        self._file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}))
+        self._file.flush()
+
+    def release(self) -> None:
+        """Let others in.  Safe to call twice."""
+        if self._file.closed:
+            return
+        self._file.seek(0)
+        self._file.truncate()
+        self._file.close()
+        self._held.discard(str(self.path))
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def _holder(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _alive(holder: Mapping[str, Any]) -> bool:
+    """True unless the holder is known to be gone; a process of another host counts as alive."""
+    if not isinstance(pid := holder.get("pid"), int):
+        return False
+    if holder.get("host") != socket.gethostname():
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def in_use(folder: Path) -> bool:
+    """True if a live process of this host writes there; for display only."""
+    try:
+        return _alive(_holder((Path(folder) / LOCK).read_text(encoding="utf-8")))
+    except OSError:
+        return False
+
+
+# ---------------------------------------------------------------- writing
+
+
+class RunLog:
+    """Writes the run folder, step by step.
+
+    done: steps that the run resumed with; what was written of later ones is taken away, because they are taken again.
+    """
+
+    def __init__(self, folder: Path, recipe: Recipe, *, done: int = 0) -> None:
+        self.folder = Path(folder)
+        self._every = recipe.save.rollouts_every
+        (self.folder / ROLLOUTS).mkdir(parents=True, exist_ok=True)
+        write_atomically(self.folder / CONFIG, dump(recipe).encode())
+        _add_environment(self.folder / ENVIRONMENT, done)
+        kept = [line for line in read_metrics(self.folder) if line["step"] <= done]
+        write_atomically(self.folder / METRICS, "".join(_line(line) for line in kept).encode())
+        for step in list_rollouts(self.folder):
+            if step > done:
+                _rollout_file(self.folder, step).unlink()
+        (self.folder / DONE).unlink(missing_ok=True)
+        self._file = open(self.folder / METRICS, "a", encoding="utf-8")  # noqa: SIM115 - held until `close`
+        self._board = _Board(self.folder / "tensorboard", kept) if recipe.save.tensorboard else None
+
+    def write(self, step: Step) -> None:
+        """Record a step: its line at once, and its completions where they are due."""
+        line: dict[str, Any] = {"step": step.number, **step.metrics}
+        line |= {f"time/{phase}": seconds for phase, seconds in step.timings.items()}
+        line |= {"eval/" + name.removeprefix("eval/"): value for name, value in (step.evaluation or {}).items()}
+        line["wall"] = time.time()
+        if self._every and step.groups and step.number % self._every == 0:
+            write_rollouts(_rollout_file(self.folder, step.number), step)
+        self._file.write(_line(line))
+        self._file.flush()
+        if self._board:
+            self._board.write(line)
+
+    def sync(self) -> None:
+        """Make what was written survive a power cut; call it before a checkpoint."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def finish(self, step: int, summary: Mapping[str, Any] | None = None) -> None:
+        """Mark the run as finished after `step` steps."""
+        found = {"step": step, "time": time.time(), **(summary or {})}
+        write_atomically(self.folder / DONE, json.dumps(jsonable(found), indent=1).encode())
+
+    def close(self) -> None:
+        """Close the files.  Safe to call twice."""
+        self._file.close()
+        if self._board:
+            self._board.close()
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def finished(folder: Path) -> int | None:
+    """The step after which a run finished, or None."""
+    try:
+        return int(json.loads((Path(folder) / DONE).read_text(encoding="utf-8"))["step"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a file as a whole: a reader sees the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _line(values: Mapping[str, Any]) -> str:
+    return json.dumps(jsonable(values), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _add_environment(path: Path, done: int) -> None:
+    try:
+        attempts = json.loads(path.read_text(encoding="utf-8"))["attempts"]
+    except (OSError, ValueError, KeyError):
+        attempts = []
+    write_atomically(path, json.dumps({"attempts": [*attempts, {"after_step": done, **environment()}]}, indent=1).encode())
+
+
+def environment() -> dict[str, Any]:
+    """Versions, command, commit and hardware of this process.  No environment variable is ever recorded."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    found: dict[str, Any] = {
+        "time": time.time(),
+        "command": redacted([_without_secret(argument) for argument in sys.argv]),
+        "versions": versions,
+        "git": _commit(Path(__file__).parent),
+        "platform": platform.platform(),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }
+    if (torch := sys.modules.get("torch")) is not None:  # only if the run uses it: importing it here would cost seconds
+        found["torch_threads"] = torch.get_num_threads()
+        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if not found["gpus"]:
+            from groupwise.ops.cpu.library import absence
+
+            found["kernels"] = absence() or "compiled"
+    return found
+
+
+def _without_secret(argument: str) -> str:
+    key, equals, value = argument.partition("=")
+    return f"{key}={redacted(value, key.rsplit('.', 1)[-1])}" if equals else argument
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _commit(folder: Path) -> str | None:
+    """The git commit of a checkout, with `+` behind it if files differ; None outside of one."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True).stdout
+
+    try:
+        return git("rev-parse", "HEAD").strip() + ("+" if git("status", "--porcelain", "--untracked-files=no").strip() else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+class _Board:
+    """TensorBoard event files, made anew from the metrics at every start so that resumed steps do not stand there twice."""
+
+    def __init__(self, folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[attr-defined]
+            from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError as error:
+            raise ConfigError("save.tensorboard needs the package tensorboard: pip install 'groupwise[tensorboard]'") from error
+        shutil.rmtree(folder, ignore_errors=True)
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(str(folder))
+        for line in lines:
+            self.write(line)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        values = [
+            self._summary.Value(tag=name, simple_value=float(value))
+            for name, value in line.items()
+            if name not in ("step", "wall") and isinstance(value, (int, float))
+        ]
+        event = self._event(step=int(line["step"]), wall_time=float(line.get("wall", 0.0)), summary=self._summary(value=values))
+        self._writer.add_event(event)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+# ---------------------------------------------------------------- completions of a step
+
+
+def _rollout_file(folder: Path, step: int) -> Path:
+    return Path(folder) / ROLLOUTS / f"{step:06d}.parquet"
+
+
+def write_rollouts(path: Path, step: Step) -> None:
+    """The completions of a step as a Parquet file of `tables.table_of`'s columns; whole or not at all."""
+    table = table_of(step)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        pq.write_table(table, temporary, compression="zstd")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl as dicts, in order; empty if there is none yet.
+
+    A last line that is not whole (the run is writing it, or died there) is left out.  Raises DataError for any other bad line.
+    """
+    path = Path(folder) / METRICS
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except FileNotFoundError:
+        return []
+    found = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            values = json.loads(line)
+            if not isinstance(values, dict) or not isinstance(values.get("step"), int):
+                raise ValueError("no step in it")
+        except ValueError as error:
+            if number == len(lines) - 1:
+                break
+            raise DataError(f"{path}:{number}: not a line of metrics ({error}): {line[:60]!r}") from error
+        found.append({name: _number(value) for name, value in values.items()})
+    return found
+
+
+def _number(value: Any) -> Any:
+    return float(value) if value in ("nan", "inf", "-inf") else value
+
+
+def list_rollouts(folder: Path) -> list[int]:
+    """The steps whose completions were written, in order."""
+    return sorted(int(path.stem) for path in (Path(folder) / ROLLOUTS).glob("[0-9]*.parquet") if path.stem.isdigit())
+
+
+def _table(folder: Path, step: int) -> pa.Table:
+    path = _rollout_file(folder, step)
+    if not path.is_file():
+        steps = list_rollouts(folder)
+        have = f"it holds steps {steps[0]} to {steps[-1]}" if steps else "it holds no rollouts"
+        raise DataError(f"the completions of step {step} are not in {folder} ({have})")
+    try:
+        return pq.ParquetFile(path).read()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path} is damaged: {error}") from error
+
+
+def read_step(folder: Path, step: int) -> Step:
+    """A recorded step as the record it was: the same ids, log-probs, rewards, advantages, metrics."""
+    groups, advantages, current = groups_of(_table(folder, step))
+    lines = {line["step"]: line for line in read_metrics(folder)}
+    flat = {name: value for name, value in lines.get(step, {}).items() if name not in ("step", "wall")}
+    timings = {name.removeprefix("time/"): flat.pop(name) for name in list(flat) if name.startswith("time/")}
+    evaluation = {name: flat.pop(name) for name in list(flat) if name.startswith("eval/")}
+    return Step(
+        number=step,
+        metrics=flat,
+        timings=timings,
+        groups=tuple(groups),
+        advantages=tuple(advantages) if any(advantages) else (),
+        current_logp=tuple(current) if any(current) else (),
+        evaluation=evaluation or None,
+    )
+
+
+def list_runs(root: Path) -> list[Path]:
+    """The run folders under `root` (runs, and the stages of runs), sorted by name."""
+    return sorted(path.parent for path in {*Path(root).glob(f"*/{CONFIG}"), *Path(root).glob(f"*/*/{CONFIG}")})

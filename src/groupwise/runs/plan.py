@@ -1,0 +1,246 @@
+"""What a run will do, in numbers, before it does it: prompts, completions, updates, epochs, memory.
+
+Everything a user does not say is derived here and shown; a recipe that would train nothing is refused here, before step 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from groupwise.config.settings import Recipe
+from groupwise.errors import ConfigError
+from groupwise.models.shape import Shape
+from groupwise.ops.linear_cross_entropy import chunk_rows
+
+if TYPE_CHECKING:
+    pass
+
+Lines = list[tuple[str, str]]
+"""Label and text, as printed."""
+
+LEAST_ACTIVATIONS, ACTIVATIONS_PER_PARAMETER, MOST_POSITIONS = 64 << 20, 12, 16384
+"""What a micro-batch may keep for its backward pass, in bytes a parameter of the blocks: less than AdamW's training state (16), and
+enough positions for products that run at full speed.  The vocabulary's matrices do not count: more ids keep no more activations."""
+PIECES, PIECES_OF_BLOCKS = 50 << 20, 96 << 20
+"""Freed memory that nothing fits into, and machine code of the products; most of what the prepared weights of the blocks leave of
+it, however large they are: measured on a CPU (`benchmarks/memory.py`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Bytes by part."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int
+    activations: int
+    cache: int
+    """Keys and values while sampling; never at the same time as activations."""
+    rewards: int = 0
+    """Weights of reward models, and their activations while they score."""
+    gathered: int = 0
+    """Of weights that are spread over processes: those that are whole while they train, and a gradient before it is summed."""
+    whole: int = 0
+    """Of weights that are spread over processes: all of them, while they sample."""
+    host: int = 0
+    """In the memory of the host instead."""
+    prepared: int = 0
+    """Weights in the layout that decoding on a CPU reads fastest, while completions are sampled."""
+    pieces: int = 0
+    """Freed memory that nothing fits into (of it what sampling has left behind), and the products' machine code."""
+
+    @property
+    def held(self) -> int:
+        """Bytes that are there all the time."""
+        return self.weights + self.optimizer + self.reference + self.rewards
+
+    @property
+    def training(self) -> int:
+        """Bytes in a backward pass."""
+        return self.held + self.gradients + self.gathered + self.activations
+
+    @property
+    def sampling(self) -> int:
+        """Bytes while completions are decoded in this process."""
+        return self.held + self.whole + self.prepared + self.cache
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the fullest moment of a step."""
+        return max(self.training + self.pieces, self.sampling)
+
+    @property
+    def above(self) -> int:
+        """Bytes at the fullest moment above what is there once all weights are loaded."""
+        return self.peak - self.weights - self.reference - self.rewards
+
+
+def memory(
+    shape: Shape,
+    *,
+    microbatch: int,
+    rows: int = 0,
+    prompts: int = 0,
+    prompt_tokens: int = 0,
+    completion_tokens: int = 0,
+    reference: bool = False,
+    recompute: bool = False,
+    trained_share: float = 1.0,
+    rewards: int = 0,
+    adapter: int = 0,
+) -> Memory:
+    """Bytes of a step.
+
+    microbatch: positions of the largest forward and backward.   rows: completions decoded at the same time.
+    prompts, prompt_tokens, completion_tokens: of a rollout; the prompt's keys and values exist once per prompt.
+    recompute: gradient checkpointing.   trained_share: part of the positions that get logits.
+    rewards: what reward models take (`scoring_memory`).
+    adapter: parameters of a low-rank adapter, which then are all that is trained; the weights under it are the reference too.
+    """
+    trained = adapter or shape.parameters
+    lower = shape.bytes_per_weight == 2
+    kv = shape.kv_heads * shape.head_width
+    stream = 4 if shape.bytes_per_weight == 4 else 2
+    # Of a block that is computed again its inputs; the last is kept, and leaves its room to the others one by one.
+    recomputed = shape.layers - 1 if recompute else 0
+    kept = recomputed * shape.hidden * stream + (shape.layers - recomputed) * kept_per_block(shape)
+    # While a block goes backward: its MLP's activations and the slopes of its two inner products.
+    working = 3 * shape.intermediate * shape.bytes_per_product + 2 * shape.hidden * stream
+    # The head holds one chunk of logits, and the trained rows once more with their gradient.
+    predicted = int(trained_share * microbatch)
+    chunk = min(predicted, chunk_rows(shape.vocabulary, shape.bytes_per_product, shape.hidden)) * shape.vocabulary
+    head = (chunk + 2 * predicted * shape.hidden) * shape.bytes_per_product
+    # Gradients that are summed in another type are made first; weights in the products' type, for the step.
+    again = 4 * shape.vocabulary * shape.hidden if lower and not adapter else 0
+    cast = shape.parameters * shape.bytes_per_product if shape.bytes_per_product != shape.bytes_per_weight else 0
+    drawn = min(rows, chunk_rows(shape.vocabulary, 4))
+    keys = 2 * shape.layers * kv * (prompts * prompt_tokens + rows * completion_tokens) * shape.bytes_per_product
+    blocks = (shape.parameters - shape.outside) * shape.bytes_per_product if rows else 0
+    return Memory(
+        weights=(shape.parameters + adapter) * shape.bytes_per_weight,
+        gradients=trained * 4,
+        optimizer=trained * (12 if lower else 8),
+        reference=shape.parameters * shape.bytes_per_weight if reference and not adapter else 0,
+        activations=microbatch * kept + max(microbatch * working, head) + again + cast,
+        cache=keys + drawn * shape.vocabulary * 4 * 3,
+        rewards=rewards,
+        prepared=shape.parameters * shape.bytes_per_product if rows else 0,
+        # Sampling leaves the pages of its keys, values and blocks in pieces; larger tensors have had pages of their own.
+        pieces=PIECES + keys + min(blocks, PIECES_OF_BLOCKS),
+    )
+
+
+def kept_per_block(shape: Shape) -> int:
+    """Bytes that a position leaves in one block for the backward pass.
+
+    The residual stream before each of the two norms, in its own type; in that of the products the norms' outputs, queries, keys,
+    values, the attention's output, and the first products of the MLP.
+    """
+    kv, stream = shape.kv_heads * shape.head_width, 4 if shape.bytes_per_weight == 4 else 2
+    inner = 2 * shape.hidden + 2 * shape.heads * shape.head_width + 2 * kv + (2 if shape.gated else 1) * shape.intermediate
+    return 2 * shape.hidden * stream + inner * shape.bytes_per_product
+
+
+def microbatch(shape: Shape) -> int:
+    """Positions per forward and backward where the recipe names none: what they keep is bounded by the model's own size."""
+    room = max(LEAST_ACTIVATIONS, ACTIVATIONS_PER_PARAMETER * (shape.parameters - shape.outside))
+    return max(1, min(MOST_POSITIONS, room // (shape.layers * kept_per_block(shape))))
+
+
+def fitted(recipe: Recipe, shape: Shape) -> Recipe:
+    """The recipe with a size of its micro-batches."""
+    if recipe.optimizer.tokens_per_microbatch is not None:
+        return recipe
+    return replace(recipe, optimizer=replace(recipe.optimizer, tokens_per_microbatch=microbatch(shape)))
+
+
+def scoring_memory(shape: Shape, microbatch: int) -> int:
+    """Bytes of a reward model and of its widest moment while it scores `microbatch` positions without a gradient."""
+    kv = shape.kv_heads * shape.head_width
+    attention = 2 * shape.hidden + 2 * shape.heads * shape.head_width + 2 * kv
+    gated = 2 * shape.hidden + 3 * shape.intermediate
+    return shape.parameters * shape.bytes_per_weight + microbatch * max(attention, gated) * shape.bytes_per_product
+
+
+def memory_lines(found: Memory) -> Lines:
+    """The memory plan as it is printed."""
+    parts = [("weights", found.weights), ("gradients", found.gradients), ("optimizer", found.optimizer)]
+    parts += [("reference", found.reference)] if found.reference else []
+    parts += [("reward models", found.rewards)] if found.rewards else []
+    parts += [("gathered while training", found.gathered)] if found.gathered else []
+    parts += [("activations", found.activations)]
+    parts += [("whole weights while sampling", found.whole)] if found.whole else []
+    parts += [("prepared weights while sampling", found.prepared)] if found.prepared else []
+    parts += [("keys and values", found.cache)] if found.cache else []
+    parts += [("pieces of the heap", found.pieces)]
+    parts += [("in host memory", found.host)] if found.host else []
+    return [("memory", f"about {size(found.peak)} at the peak ({', '.join(f'{name} {size(n)}' for name, n in parts)})")]
+
+
+def online_plan(recipe: Recipe, rows: int, held_out: int, validation: int = 0) -> Lines:
+    """Prompts, completions, updates and epochs of an online run.  Raises ConfigError if nothing would be trained."""
+    group, steps = recipe.group, recipe.steps
+    assert steps is not None
+    if rows < 1:
+        raise ConfigError("no prompt is left to train on: see the counts of the data above")
+    if group.prompts_per_step > rows:
+        raise ConfigError(
+            f"group.prompts_per_step is {group.prompts_per_step}, but the data has only {rows} prompts: "
+            f"use group.prompts_per_step={rows} or less, or add data"
+        )
+    completions = group.prompts_per_step * group.group_size
+    updates = group.updates_per_rollout * group.minibatches
+    drawn = steps * group.prompts_per_step
+    return [
+        ("data", f"{rows:,} prompts to train on, {_held_out(held_out, validation)}"),
+        ("a step", f"{group.prompts_per_step} prompts x {group.group_size} completions = {completions} completions of at most "
+                   f"{recipe.rollout.max_new_tokens} tokens"),
+        ("updates", f"{updates} per rollout ({group.updates_per_rollout} passes x {group.minibatches} minibatches), "
+                    f"{steps * updates:,} in all"),
+        ("in all", f"{steps:,} steps, {steps * completions:,} completions, {drawn / rows:.2f} epochs"),
+    ]  # fmt: skip
+
+
+def offline_plan(recipe: Recipe, rows: int, held_out: int, tokens: float, validation: int = 0) -> tuple[Lines, int]:
+    """Rows, steps and epochs of a data-set run, and its number of steps.  `tokens`: mean per row.
+
+    Raises ConfigError if nothing would be trained.
+    """
+    if rows < 1:
+        raise ConfigError("no row is left to train on: see the counts of the data above")
+    size = min(recipe.batch_size, rows)
+    steps = recipe.steps or math.ceil((recipe.epochs or 0.0) * rows / size)
+    if steps < 1:
+        raise ConfigError(f"{recipe.epochs} epochs of {rows} rows make no step of {size} rows: raise epochs, or say steps")
+    lines = [
+        ("data", f"{rows:,} rows to train on ({tokens:.0f} tokens on average), {_held_out(held_out, validation)}"),
+        ("a step", f"{size} rows, about {size * tokens:,.0f} tokens"),
+        ("in all", f"{steps:,} steps, {steps * size:,} rows, {steps * size / rows:.2f} epochs"),
+    ]
+    return lines, steps
+
+
+def _held_out(test: int, validation: int) -> str:
+    return f"{validation:,} for validation, {test:,} held out" if validation else f"{test:,} held out"
+
+
+def size(count: float) -> str:
+    """Bytes for people.
+
+    >>> size(3_500_000_000), size(12_000)
+    ('3.3 GiB', '11.7 KiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def longest(lengths: Sequence[int]) -> int:
+    """The largest length; 0 of nothing."""
+    return max(lengths, default=0)

@@ -1,0 +1,425 @@
+"""A run from its recipe to its final model: resume, log, evaluate, save, export.
+
+`train` yields every `Step`; `train_recipe` is what the command does with it: the plan, the progress line, the table at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from groupwise.config.recipes import load_stages
+from groupwise.config.settings import Recipe
+from groupwise.config.validation import STAGE
+from groupwise.distributed import comm
+from groupwise.errors import ConfigError, Ended, EngineError, GroupwiseError, PeerError
+from groupwise.models.policy import Policy, resolve_device
+from groupwise.records import Step
+from groupwise.runs import checkpoint
+from groupwise.runs.build import Job, Judged, make_job, plan_of
+from groupwise.runs.folder import Lock, RunLog, anew, choose_folder, finished
+from groupwise.runs.model_card import write_card
+from groupwise.runs.plan import Lines
+from groupwise.runs.policies import read_config
+from groupwise.runs.progress import Progress
+from groupwise.runs.recorded_pairs import recorded_pairs
+from groupwise.runs.saving import Saver, advise, reader
+from groupwise.runs.signals import endings
+from groupwise.training.evaluate import Evaluation
+
+ACROSS = 5
+"""Figures that stand side by side in 80 columns; more of them stand below one another."""
+
+FINAL, REFERENCE = "final", "reference"
+"""Folders of a run: the trained model, and the weights before the first step where a reference is needed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a run came to."""
+
+    folder: Path
+    before: Judged | None
+    """None also if the run was resumed after its first step."""
+    after: Judged | None
+    steps: int
+    """Steps taken by this process."""
+
+
+def train(recipe: Recipe) -> Iterator[Step]:
+    """Run a recipe and yield its steps; the run folder is written on the way.  Running it again resumes it.
+
+    A step numbered 0 carries the evaluation before training.
+    Raises ConfigError, DataError, RewardError, EngineError, CheckpointError, Diverged.
+
+    >>> from groupwise.config.recipes import load_recipe
+    >>> for step in train(load_recipe("recipes/demo.yaml")):  # doctest: +SKIP
+    ...     print(step.number, step.metrics["reward"])
+    """
+    join(recipe)
+    folder = comm.from_first(lambda: choose_folder(recipe))
+    with Run(recipe, folder) as run, comm.peers():
+        yield from run.steps()
+
+
+def join(recipe: Recipe, timeout: float = comm.TIMEOUT) -> comm.World:
+    """Meet the other processes of the run, if a launcher started several.  timeout: see `parallel.join`."""
+    return comm.join(timeout, cuda=resolve_device(recipe.model).type == "cuda")
+
+
+class Run:
+    """A recipe in its folder, locked for this process.
+
+    Use it as a context manager; `steps()` trains, and `before`, `after` and `job` are there to look at.  Of several processes
+    only the first writes; all of them must take the same steps.
+    """
+
+    def __init__(self, recipe: Recipe, folder: Path) -> None:
+        self.recipe, self.folder = recipe, folder
+        self.before: Judged | None = None
+        self.after: Judged | None = None
+        self.first = join(recipe).first
+        self.lock: Lock | None = None
+        comm.from_first(self._take_lock)
+        try:
+            if recipe.threads is not None:
+                torch.set_num_threads(recipe.threads)
+            newest = comm.from_first(lambda: checkpoint.latest(folder))
+            self.done = checkpoint.step_of(newest) if newest is not None else 0
+            advise(newest)
+            self.job: Job = make_job(
+                resolved(recipe),
+                resume=newest / "policy" if newest is not None else None,
+                reference=folder / REFERENCE,
+            )
+            if newest is not None:  # every byte of it has just been verified
+                self.job.restore(checkpoint.load(newest, verify=False), reader(newest))
+            self.saver = Saver(folder, self.job, recipe.save.keep)
+            # The last whole step: its number, the optimizer steps taken by then, and where the data stood.
+            self._whole = (self.done, self.job.taken, self.job.place())
+            self._judging = self._saving = False
+        except BaseException:
+            if "job" in vars(self):
+                self.job.close()
+            self._release_lock()
+            raise
+
+    def _take_lock(self) -> None:
+        self.lock = Lock(self.folder)
+
+    def _release_lock(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        lost = isinstance(error, PeerError) or (error is not None and isinstance(error.__cause__, PeerError))
+        if error is not None and not lost:
+            with suppress(GroupwiseError):  # the error itself is what matters
+                self.saver.wait()
+        self.job.close()
+        self._release_lock()
+        if isinstance(error, (GroupwiseError, Ended)):
+            error.add_note(comm.advice())
+
+    def steps(self) -> Iterator[Step]:
+        """Train to the end: evaluate where due, write the log and checkpoints, export the final model."""
+        recipe, job = self.recipe, self.job
+        # What lies under an adapter is where it came from.
+        if self.done == 0 and job.reference is not None and recipe.model.lora is None:
+            _export(job.reference, self.folder / REFERENCE)
+        with (
+            RunLog(self.folder, recipe, done=self.done) if self.first else Unwritten() as log,
+            endings(self._may_end) as end_if_told,
+        ):
+            if self.done == 0 and recipe.eval.at_start:
+                self.before = job.judge("validation" in recipe.data.parts)  # on what the last evaluation will be on
+                if self.before is not None:
+                    first = Step(number=0, metrics={}, evaluation=self.before.metrics())
+                    log.write(first)
+                    yield first
+            try:
+                for step in job.loop(self.done):
+                    last, told = step.number == job.steps, None
+                    if last or (recipe.eval.every and step.number % recipe.eval.every == 0):
+                        step, told = self._judged(step, last)
+                    log.write(step)
+                    self._whole = (step.number, job.taken, job.place())
+                    self.done = step.number
+                    if last or (recipe.save.every and step.number % recipe.save.every == 0):
+                        log.sync()
+                        self._save()
+                    if told is not None:
+                        raise told
+                    yield step
+                    end_if_told()
+            except (KeyboardInterrupt, Ended):  # the others may have ended already; spread weights are told all at once
+                self._save(alone=not job.policy.sharded)
+                self.saver.wait()
+                raise
+            except GeneratorExit:
+                self._save()
+                self.saver.wait()
+                raise
+            except (EngineError, PeerError):
+                # Completions failed, and the weights are still those of the last whole step.  To gather spread ones takes all
+                # processes.
+                if not job.policy.sharded:
+                    self._save(alone=True)
+                raise
+            self.saver.wait()
+            if self.after is None:  # the evaluation after the last step was broken off
+                self.after = job.judge(True)
+            _export(job.policy, self.folder / FINAL)
+            if self.first:
+                write_card(self.folder / FINAL, recipe, job.plan, self.after)
+            log.finish(self.done, {} if self.after is None else self.after.metrics())
+
+    def _save(self, *, alone: bool = False) -> None:
+        """Checkpoint the last whole step; nothing if the step after it has already changed the weights.
+
+        alone: see `Saver.save`.
+        """
+        number, taken, place = self._whole
+        if number and taken == self.job.taken:
+            self._saving = True
+            try:
+                self.saver.save(number, self.job.numbers(place), alone=alone)
+            finally:
+                self._saving = False
+
+    def _judged(self, step: Step, last: bool) -> tuple[Step, BaseException | None]:
+        """The step with its evaluation; without it, and what told to end, where that came meanwhile."""
+        self._judging = True
+        try:
+            self.after = self.job.judge(last)
+        except (KeyboardInterrupt, Ended) as told:
+            return step, told
+        finally:
+            self._judging = False
+        return replace(step, evaluation=self.after.metrics() if self.after is not None else None), None
+
+    def _may_end(self) -> bool:
+        """True while the last whole step can be saved from any point of the program."""
+        apart = not self.job.policy.sharded or comm.world().size == 1
+        return apart and not self._saving and (self._judging or self._whole[1] == self.job.taken)
+
+
+class Unwritten:
+    """The log of a process that writes nothing: the first one does."""
+
+    def __enter__(self) -> Unwritten:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def write(self, step: Step) -> None:
+        """See `RunLog`."""
+
+    def sync(self) -> None:
+        """See `RunLog`."""
+
+    def finish(self, step: int, results: Mapping[str, float]) -> None:
+        """See `RunLog`."""
+
+
+def resolved(recipe: Recipe) -> Recipe:
+    """The recipe with every `stage:NAME` replaced: by the folder of that stage's final model (the model's, the rewards'), or by a
+    file of pairs that are made of what the stage sampled (the data's; `stage:NAME:REWARD` by that reward).
+
+    Raises ConfigError if it is not there.
+    """
+    path, data = recipe.model.path, recipe.data.path
+    if path is not None:
+        recipe = replace(recipe, model=replace(recipe.model, path=_folder_of(path, recipe, "model.path")))
+    if data is not None and data.startswith(STAGE):
+        stage, _, judge = data.removeprefix(STAGE).partition(":")
+        folder = Path(_folder_of(f"{STAGE}{stage}", recipe, "data.path")).parent
+        pairs = comm.from_first(lambda: str(recorded_pairs(folder, judge or None)))
+        recipe = replace(recipe, data=replace(recipe.data, path=pairs))
+    critic = replace(recipe.critic, path=_folder_of(recipe.critic.path, recipe, "critic.path"))
+    rewards = [
+        replace(reward, args={key: _folder_of(value, recipe, f"rewards.{place}.args.{key}") for key, value in reward.args.items()})
+        for place, reward in enumerate(recipe.rewards)
+    ]
+    teacher = replace(recipe.teacher, path=_folder_of(recipe.teacher.path, recipe, "teacher.path"))
+    return replace(recipe, rewards=tuple(rewards), critic=critic, teacher=teacher)
+
+
+def _folder_of(value: Any, recipe: Recipe, key: str) -> Any:
+    """A value of a recipe; the folder of a stage's final model where it is `stage:NAME`."""
+    if not isinstance(value, str) or not value.startswith(STAGE):
+        return value
+    stage = value.removeprefix(STAGE)
+    folder = Path(recipe.runs) / Path(recipe.name).parent / stage / FINAL
+    if not (folder / "config.json").exists():
+        raise ConfigError(f"{key}: the stage {stage!r} has not finished: there is no model in {folder}")
+    return str(folder)
+
+
+def train_recipe(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    dry_run: bool = False,
+    fresh: bool = False,
+    quiet: bool = False,
+    timeout: float = comm.TIMEOUT,
+    world: int | None = None,
+    model_config: str | Path | None = None,
+    console: Console | None = None,
+) -> int:
+    """What `groupwise train` does: every stage of a recipe, one after the other.  Returns the exit status.
+
+    dry_run: only the plans.  fresh: start anew, under a numbered name.  quiet: print warnings and the closing table only.
+    world, model_config: of a dry run, so many processes and another model's `config.json`.
+    """
+    stages = load_stages(path, overrides)
+    here = join(next(iter(stages.values())), timeout)
+    console = console or Console(quiet=not here.first)
+    if fresh:
+        stages = comm.from_first(lambda: anew(stages))
+    outcomes: dict[str, Outcome] = {}
+    for number, (name, recipe) in enumerate(stages.items(), 1):
+        title = f"{recipe.name} ({number} of {len(stages)})" if len(stages) > 1 else recipe.name
+        if dry_run:
+            with Progress(recipe.steps or 1, title, console=console) as progress:
+                progress.plan(_plan_from_beginning(recipe, stages, world, read_config(model_config)))
+            continue
+        folder, step = comm.from_first(lambda recipe=recipe: (found := choose_folder(recipe), finished(found)))
+        if step is not None:
+            console.print(f"{title}: finished at step {step}; its model is in {folder / FINAL}", highlight=False)
+            continue
+        outcomes[name] = _train_stage(recipe, folder, title, console, quiet)
+    if outcomes and not dry_run:
+        _closing_table(outcomes, stages[list(outcomes)[-1]], console)
+    comm.leave()
+    return 0
+
+
+def _train_stage(recipe: Recipe, folder: Path, title: str, console: Console, quiet: bool) -> Outcome:
+    with Run(recipe, folder) as run, comm.peers():
+        begin = run.done
+        with Progress(run.job.steps, title, console=console, quiet=quiet) as progress:
+            progress.plan([*run.job.plan, ("resumed", f"after step {begin}")] if begin else run.job.plan)
+            for step in run.steps():
+                progress.update(step)
+            progress.stop()
+            progress.summary([("model", str(folder / FINAL)), ("log", str(folder / "metrics.jsonl"))])
+        return Outcome(folder=folder, before=run.before, after=run.after, steps=run.done - begin)
+
+
+def _plan_from_beginning(
+    recipe: Recipe, stages: Mapping[str, Recipe], world: int | None, config: Mapping[str, Any] | None
+) -> Lines:
+    """The plan of a stage before the stages it builds on exist: their models have the shape of what those start from."""
+    if (recipe.data.path or "").startswith(STAGE):
+        return [("objective", recipe.objective), ("data", f"pairs of what {recipe.data.path} will have sampled; not there yet")]
+    awaited = [reward for reward in recipe.rewards if str(reward.args.get("path")).startswith(STAGE)]
+    scorers = [_from_beginning(stages[str(reward.args["path"]).removeprefix(STAGE)], stages) for reward in awaited]
+    known = tuple(reward for reward in recipe.rewards if reward not in awaited)
+    return plan_of(_from_beginning(replace(recipe, rewards=known), stages), scorers, world=world, config=config)
+
+
+def _from_beginning(recipe: Recipe, stages: Mapping[str, Recipe]) -> Recipe:
+    """The recipe with the model that its first stage starts from: the same shape, and it exists before anything was trained.
+
+    Data that are sampled on the way are replaced by those of the stage before.
+    """
+    while recipe.model.path is not None and recipe.model.path.startswith(STAGE):
+        earlier = stages[recipe.model.path.removeprefix(STAGE)]
+        recipe = replace(recipe, model=replace(recipe.model, path=earlier.model.path, scratch=earlier.model.scratch))
+        if (recipe.data.path or "").startswith(STAGE):
+            recipe = replace(recipe, data=earlier.data)
+    return recipe
+
+
+def _closing_table(outcomes: Mapping[str, Outcome], recipe: Recipe, console: Console) -> None:
+    """Held-out figures before, between and after, stages that measure the same in one table, and what to type
+    next.  recipe: of the last stage."""
+    tables: dict[tuple[str, ...], list[tuple[str, dict[str, str]]]] = {}
+    notes: list[str] = []
+    for stage, outcome in outcomes.items():
+        for label, found in ((f"before {stage}", outcome.before), (f"after {stage}", outcome.after)):
+            if found is not None:
+                notes += _part(label, found, outcome.after)
+                figures = found.summary()
+                rows = tables.setdefault(tuple(figures), [])
+                if found is outcome.after or not rows:
+                    rows.append((label, figures))
+    last = list(outcomes.values())[-1].folder
+    for columns, rows in tables.items():
+        if len(columns) <= ACROSS:
+            table = Table("held out", *columns, box=None, pad_edge=False)
+            for label, figures in rows:
+                table.add_row(label, *figures.values())
+        else:
+            table = Table("held out", *(label for label, _ in rows), box=None, pad_edge=False)
+            for column in columns:
+                table.add_row(column, *(figures[column] for _, figures in rows))
+        console.print()
+        console.print(table)
+    if tables:
+        said = "; ".join(["on what training never saw", *notes, "± is half of a 95 % interval"])
+        console.print(f"({said})", style="dim", highlight=False)
+    console.print("\nNext:", highlight=False)
+    for line in _next_commands(recipe, last):
+        console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _part(label: str, found: Judged, last: Judged | None) -> list[str]:
+    """Which of the held-out prompts a row is about, where `eval.prompts` makes them fewer than those of the last row."""
+    if isinstance(found, Evaluation) and isinstance(last, Evaluation) and found.prompts < last.prompts:
+        return [f"{label}: the first {found.prompts:,} of {last.prompts:,} prompts"]
+    return []
+
+
+def _next_commands(recipe: Recipe, folder: Path) -> list[str]:
+    """Commands to go on with: talk to the model, evaluate it again, look at what the rewards said."""
+    data = recipe.data
+    commands = [["groupwise", "chat", str(folder)]] if data.chat else []
+    source = ["--task", data.task] if data.task is not None else ["--data", data.eval_path or ""]
+    elsewhere = data.task is not None or data.eval_path is not None  # else the file holds the rows that were trained on, too
+    if recipe.rewards and not recipe.rewards[0].args and not elsewhere:
+        commands.append(["groupwise", "score", recipe.rewards[0].function, str(folder)])
+    elif recipe.rewards and not recipe.rewards[0].args:
+        options = [f"--task-arg={key}={value}" for key, value in data.task_args.items()]
+        options += [f"--column={ours}={theirs}" for ours, theirs in data.columns.items()]
+        options += ["--template", data.template] if data.template is not None else []
+        options += ["--chat"] if data.chat else []
+        options += ["--system", data.system] if data.system is not None else []
+        options += ["--reward", recipe.rewards[0].function] if recipe.rewards[0].function != "accuracy" else []
+        length = recipe.eval.max_new_tokens or recipe.rollout.max_new_tokens
+        commands.append(["groupwise", "eval", str(folder), *source, *options, "--max-new-tokens", str(length)])
+        commands.append(["groupwise", "score", recipe.rewards[0].function, str(folder)])
+    return [shlex.join(command) for command in commands or [["groupwise", "runs", str(folder.parent)]]]
+
+
+def _export(policy: Policy, folder: Path) -> None:
+    """Write a policy as a plain Hugging Face folder, all or nothing; when this returns, every process can read it."""
+    temporary = folder.with_name(f".new-{folder.name}")
+
+    def prepare() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+
+    def name() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(temporary, folder)
+
+    comm.from_first(prepare)
+    policy.export(temporary)
+    comm.from_first(name)

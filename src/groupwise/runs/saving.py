@@ -1,0 +1,138 @@
+"""The checkpoints of a run: whole weights are written by the first process, at once; those of a sharded policy by all processes, in
+the background, while training goes on.
+
+For the latter every process copies what it holds of the optimizer, and its share of the policy's tensors, to host memory.  A thread
+of its own then writes both, all threads check what they wrote against the disk, and the first gives the checkpoint its seal and its
+name.  Until then the one before is the last.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from groupwise.distributed import comm, sharded_checkpoint
+from groupwise.errors import GroupwiseError, StorageError
+from groupwise.models.fsdp import ShardedPolicy
+from groupwise.runs import checkpoint
+from groupwise.runs.build import Job
+
+Found = TypeVar("Found")
+
+
+class Saver:
+    """Writes checkpoints of a job; all processes make the same calls."""
+
+    def __init__(self, folder: Path, job: Job, keep: int) -> None:
+        """keep: newest checkpoints that stay."""
+        self.folder, self.job, self.keep = folder, job, keep
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._step = 0
+
+    def save(self, step: int, state: Mapping[str, Any], *, alone: bool = False) -> None:
+        """Save the job as it is now, with `state` beside it; returns when what is saved may change again.
+
+        alone: the others may be lost; whole weights are written without a word to them, spread ones cannot be.
+        Raises StorageError on all processes, if not now then at the next call or in `wait`.
+        """
+        self.wait()
+        self._step, policy, tensors = step, self.job.policy, self.job.tensors()
+        weights = sum(parameter.nbytes for parameter in policy.model.parameters())
+        if not isinstance(policy, ShardedPolicy):
+            how: dict[str, Any] = {"policy_writer": policy.keep, "state": state, "tensors": tensors, "keep": self.keep}
+            if not alone:
+                comm.from_first(lambda: checkpoint.save(self.folder, step, **how, policy_bytes=weights))
+            elif comm.world().first:
+                checkpoint.save(self.folder, step, **how, policy_bytes=weights)
+            advise(checkpoint.latest(self.folder) if alone else checkpoint.place(self.folder, step))
+            return
+        needed = weights + sum(tensor.nbytes for tensor in tensors.values())
+        temporary = comm.from_first(lambda: checkpoint.begin(self.folder, step, needed))
+        if temporary is not None:
+            parts = policy.parts()
+            staged = sharded_checkpoint.Staged(temporary / "trainer" / sharded_checkpoint.SHARDS, tensors)
+            group = comm.open_aside()
+            work = (temporary, dict(state), policy, parts, staged, group)
+            self._thread = threading.Thread(target=self._run, args=work, name="checkpoint", daemon=True)
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Return when everything is on the disk.  Raises StorageError or PeerError if it could not be written."""
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        if (failure := self._failure) is not None:
+            self._failure = None
+            raise failure
+
+    def _run(self, *work: Any) -> None:
+        try:
+            self._write(*work)
+            advise(checkpoint.place(self.folder, self._step))
+        except Exception as error:  # whatever it is, `wait` raises it where somebody can hear it
+            self._failure = error
+
+    def _write(
+        self,
+        temporary: Path,
+        state: Mapping[str, Any],
+        policy: ShardedPolicy,
+        parts: Mapping[str, Tensor],
+        staged: sharded_checkpoint.Staged,
+        group: Any,
+    ) -> None:
+        here, step = comm.world(), self._step
+
+        def write() -> None:
+            policy.write(temporary / "policy", parts)
+            if here.first:
+                checkpoint.write_state(temporary, state)
+
+        def name() -> None:
+            if here.first:
+                checkpoint.seal(temporary, step, {name: found for part in fingerprints for name, found in part.items()})
+                checkpoint.finish(self.folder, step)
+                checkpoint.rotate(self.folder, step, self.keep)
+
+        with checkpoint.storing(temporary) if here.first else nullcontext():
+            staged.write(group)
+            _together(write)
+            listed = _together(lambda: checkpoint.files(temporary) if here.first else [])[0]
+            mine = listed[here.rank :: here.size]
+            fingerprints = _together(lambda: {name: checkpoint.fingerprint(temporary / name) for name in mine})
+            _together(name)
+
+
+def _together(work: Callable[[], Found]) -> list[Found]:
+    """Every process's result; what went wrong on one goes wrong on all."""
+    found, wrong = [], None
+    try:
+        found = [work()]
+    except Exception as error:  # whatever it is, the others wait to hear of it
+        wrong = str(error) if isinstance(error, (GroupwiseError, OSError)) else f"{type(error).__name__}: {error}"
+    outcomes = comm.gather([(found, wrong)], aside=True)
+    for rank, (_, failure) in enumerate(outcomes):
+        if failure is not None:
+            raise StorageError(f"process {rank} could not write its part of a checkpoint: {failure}")
+    return [one for ones, _ in outcomes for one in ones]
+
+
+def reader(path: Path) -> Callable[[Mapping[str, Tensor]], None]:
+    """Fills tensors, whole or spread, by name, from a checkpoint that was found to be whole, whoever wrote it."""
+    folder = path / "trainer" / sharded_checkpoint.SHARDS
+    if folder.is_dir():
+        return lambda into: sharded_checkpoint.read(folder, into)
+    return lambda into: checkpoint.read_tensors(path, into)
+
+
+def advise(newest: Path | None) -> None:
+    """Tell what a run that fails from now on leaves."""
+    saved = f"the last checkpoint is {newest}; the same command goes on from there" if newest is not None else None
+    comm.advise(saved or "nothing was saved yet (save.every): the same command begins anew")

@@ -1,0 +1,64 @@
+"""Ctrl-C and SIGTERM while a run goes on: it saves its last whole step and ends; at once where that can be saved, else after the
+step.
+
+A signal is acted on in the middle of sampling, scoring or a backward pass, which may take minutes; it waits only while weights
+change, or something is written.  Of several processes that hold whole weights each ends by itself and the first one saves; spread
+weights can only be saved by all together, so they all end after the same step.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from groupwise.distributed import comm
+from groupwise.errors import Ended, PeerError
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+TWICE = 2.0
+"""Seconds after which a further signal is meant as one: launchers pass on what the processes were sent, too."""
+
+
+@contextmanager
+def endings(may: Callable[[], bool]) -> Iterator[Callable[[], None]]:
+    """Inside, SIGINT raises KeyboardInterrupt and SIGTERM raises Ended: at once where `may` says so, else where the function that
+    is given is called (by all processes).  A second signal does not wait.  If others are lost when this one has been told to end,
+    it ends as told: a launcher tells all of them, and some are faster.
+
+    Outside of the main thread signals are left as they are.
+    """
+    noted: list[tuple[int, float]] = []
+
+    def hear(number: int, _: object) -> None:
+        now = time.monotonic()
+        ends = may() if not noted else now - noted[0][1] > TWICE and comm.world().size == 1
+        noted.append((number, now))  # stays: where Python or somebody's code drops what is raised, it is told again
+        if ends:
+            _raise(number)
+
+    def due() -> None:
+        heard = comm.gather(number for number, _ in noted)
+        if heard:
+            _raise(max(heard))
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    before = {number: signal.signal(number, hear) for number in SIGNALS}
+    try:
+        yield due
+    except PeerError as lost:
+        if noted:
+            _raise(max(number for number, _ in noted), lost)
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _raise(number: int, cause: Exception | None = None) -> NoReturn:
+    raise (KeyboardInterrupt if number == signal.SIGINT else Ended) from cause

@@ -1,0 +1,232 @@
+"""What a reinforcement-learning step is worth saying in numbers.  Reads the records; changes nothing.
+
+Names that users know from TRL keep their meaning: `reward`, `reward_std`, `frac_reward_zero_std`, `completions/mean_length`,
+`completions/clipped_ratio`, `entropy`, `kl`.  A quantity that was not computed has no key.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from groupwise.algorithms import diagnostics
+from groupwise.algorithms.losses import Terms, mismatch, off_policy_keep, token
+from groupwise.algorithms.registry import Algorithm, options
+from groupwise.records import Sample, Scored
+from groupwise.training.updating import Update, balance
+
+
+def measure(
+    groups: Sequence[Scored],
+    updates: Sequence[Update],
+    algorithm: Algorithm,
+    drawn: int,
+    *,
+    minibatches: int,
+    seconds: Mapping[str, float],
+    version: int | None = None,
+) -> dict[str, float]:
+    """All metrics of a step: rewards, completions, ratios over every update, KL and sampler mismatch at the first pass.
+
+    version: optimizer steps taken before this one; what older weights have drawn is left out of the mismatch and counted as stale.
+    """
+    found = reward_metrics(groups, drawn) | completion_metrics(groups)
+    found |= {} if version is None else staleness_metrics(groups, version)
+    tokens = sum(len(rollout) for group in groups for rollout in group.rollouts)
+    found["tokens/sampled"] = float(tokens)
+    found["tokens/trained"] = float(sum(np.count_nonzero(sample.weight) for taken in updates for sample in taken.samples))
+    found["tokens/per_second"] = tokens / max(sum(seconds.values()), 1e-9)
+    found["loss"] = float(np.mean([taken.loss for taken in updates]))
+    norms = [taken.taken.grad_norm for taken in updates if not taken.taken.skipped]
+    found["grad_norm"] = float(np.mean(norms)) if norms else math.nan
+    found["lr"] = updates[-1].taken.lr
+    found["skipped_updates"] = float(sum(taken.taken.skipped for taken in updates))
+    found |= balance(updates) | value_metrics(groups)
+    every = _rollouts(updates)
+    found |= ratio_metrics(every, algorithm) | off_policy_metrics(every, algorithm)
+    first = _rollouts(updates[:minibatches])
+    # Later minibatches of the first pass see a policy that has already moved; only the first must match the sampler.
+    found |= kl_metrics(first, algorithm) | teacher_metrics(groups)
+    if algorithm.mix > 0.0:  # what sampled is not the policy, and is not meant to be
+        return found
+    return found | _mismatch(_rollouts(updates[:1]), algorithm, _drawn_by(groups, version))
+
+
+def reward_metrics(groups: Sequence[Scored], drawn: int) -> dict[str, float]:
+    """Mean rewards, their spread within groups, and the share of prompts drawn that can teach nothing."""
+    rewards = np.concatenate([group.reward for group in groups])
+    spreads = [float(np.nanstd(group.reward, ddof=1)) for group in groups if np.count_nonzero(~np.isnan(group.reward)) > 1]
+    live = sum(not group.dead for group in groups)
+    if not groups[0].names:
+        return {"prompts": float(drawn)}
+    found = {
+        "reward": _mean(rewards),
+        "reward_std": float(np.mean(spreads)) if spreads else 0.0,
+        "frac_reward_zero_std": 1.0 - live / drawn,
+        "prompts": float(drawn),
+    }
+    for k, name in enumerate(groups[0].names):
+        column = np.concatenate([group.rewards[:, k] for group in groups])
+        found[f"rewards/{name}/mean"] = _mean(column)
+        if np.isnan(column).any():
+            found[f"rewards/{name}/none"] = float(np.isnan(column).mean())
+    return found
+
+
+def completion_metrics(groups: Sequence[Scored]) -> dict[str, float]:
+    """Lengths in tokens, the truncated share, and the sampled estimate of the entropy (mean of -log p, nats)."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = np.array([len(rollout) for rollout in rollouts])
+    ended = np.array([not rollout.truncated for rollout in rollouts])
+    behavior = np.concatenate([rollout.behavior_logp[rollout.trained] for rollout in rollouts])
+    found = {
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(1.0 - ended.mean()),
+        "completions/duplicates": 1.0 - len({(r.prompt.id, r.tokens.tobytes()) for r in rollouts}) / len(rollouts),
+        "entropy": _mean(-behavior),
+    }
+    if ended.any():
+        found["completions/mean_terminated_length"] = float(lengths[ended].mean())
+    return found
+
+
+def staleness_metrics(groups: Sequence[Scored], version: int) -> dict[str, float]:
+    """How old, in optimizer steps, the tokens are that weights of `version` train on, and how many versions drew a completion.
+
+    Empty if all are new, as they are unless rollouts run ahead of training.
+    """
+    drawn = [rollout.version for group in groups for rollout in group.rollouts if len(rollout)]
+    ages = version - np.concatenate(drawn) if drawn else np.zeros(0)
+    if not ages.any():
+        return {}
+    several = [float(np.unique(versions).size) for versions in drawn]
+    return {
+        "staleness/mean": float(ages.mean()),
+        "staleness/max": float(ages.max()),
+        "staleness/versions": float(np.mean(several)),
+        "staleness/versions_max": max(several),
+    }
+
+
+def value_metrics(groups: Sequence[Scored]) -> dict[str, float]:
+    """The critic before this step: its mean, its loss without clipping, and the share of the returns' variance that it explains.
+
+    `value/explained` is 1 - Var(return - value) / Var(return), and has no key where all returns are equal.  Empty without a critic.
+    """
+    if "value" not in groups[0].signals:
+        return {}
+    every = (np.concatenate([column for group in groups for column in group.signals[name]]) for name in ("value", "return"))
+    value_N, return_N = (column.astype(np.float64) for column in every)
+    value_N, return_N = value_N[~np.isnan(return_N)], return_N[~np.isnan(return_N)]
+    gap_N = return_N - value_N
+    found = {"value/mean": _mean(value_N), "value/return": _mean(return_N), "value/loss": 0.5 * _mean(np.square(gap_N))}
+    if return_N.size and return_N.max() > return_N.min():
+        found["value/explained"] = 1.0 - float(gap_N.var() / return_N.var())
+    return found
+
+
+def teacher_metrics(groups: Sequence[Scored]) -> dict[str, float]:
+    """`teacher/kl`: mean of log q - log p over the tokens that were drawn, which estimates KL(policy || teacher) where the policy
+    drew them.  Empty where a teacher is not asked for them.
+    """
+    if "teacher_logp" not in groups[0].signals:
+        return {}
+    gaps = [
+        (own - theirs)[rollout.trained]
+        for group in groups
+        for rollout, own, theirs in zip(
+            group.rollouts,
+            group.signals.get("scored_logp") or tuple(rollout.behavior_logp for rollout in group.rollouts),
+            group.signals["teacher_logp"],
+            strict=True,
+        )
+    ]
+    return {"teacher/kl": _mean(np.concatenate(gaps))}
+
+
+Seen = Sequence[tuple[Sample, np.ndarray]]
+
+
+def _rollouts(updates: Sequence[Update]) -> list[tuple[Sample, np.ndarray]]:
+    """What updates saw of rollouts; demonstrations, which nobody sampled, are left out."""
+    return [pair for taken in updates for pair in zip(taken.samples, taken.seen, strict=True) if pair[0].index >= 0]
+
+
+def ratio_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
+    """Importance ratios at the algorithm's level over all updates of the step, and `progress`."""
+    logp_N, behavior_N, advantage_N, segment_N = _columns([(_as_trained(sample, logp, algorithm), logp) for sample, logp in seen])
+    log_ratio_N = algorithm.ratio(logp_N, behavior_N, segment_N, len(seen))
+    found = diagnostics.ratio(log_ratio_N, advantage_N, algorithm.clip_range)
+    return found | diagnostics.progress(logp_N, advantage_N)
+
+
+def off_policy_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
+    """`off_policy/dropped`: share of tokens that the off-policy mask takes out of the loss; empty without one."""
+    logp_N, sampler_N, advantage_N, segment_N = _columns(seen)
+    if algorithm.off_policy_delta is None or not logp_N.numel():
+        return {}
+    columns = {"logp_M": logp_N, "behavior_logp_M": sampler_N, "advantage_M": advantage_N, "segment_M": segment_N}
+    terms = Terms(**columns, segments=len(seen))
+    return {"off_policy/dropped": diagnostics.dropped(off_policy_keep(terms, delta=algorithm.off_policy_delta))}
+
+
+def kl_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
+    """KL to the reference by the algorithm's estimator; empty without a reference."""
+    if not algorithm.needs_reference:
+        return {}
+    logp_N, behavior_N, _, segment_N = _columns([(_as_trained(sample, logp, algorithm), logp) for sample, logp in seen])
+    reference_N = _join([sample.reference_logp[sample.weight != 0] for sample, _ in seen if sample.reference_logp is not None])
+    log_ratio_N = token(logp_N, behavior_N, segment_N, len(seen))
+    return diagnostics.reference_kl(algorithm.kl(logp_N, reference_N, log_ratio_N), logp_N, reference_N)
+
+
+def _as_trained(sample: Sample, logp: np.ndarray, algorithm: Algorithm) -> Sample:
+    """A sample with the log-probs that its ratios are taken to: with a correction the policy's own before its first update."""
+    return sample if algorithm.correction is None else replace(sample, behavior_logp=sample.extra.get("scored_logp", logp))
+
+
+def _drawn_by(groups: Sequence[Scored], version: int | None) -> dict[tuple[str, int], np.ndarray]:
+    """By a completion's group and index: which of its tokens weights of `version` drew; empty if all are taken to be."""
+    if version is None:
+        return {}
+    return {(group.prompt.id, r.index): r.version == version for group in groups for r in group.rollouts}
+
+
+def _mismatch(seen: Seen, algorithm: Algorithm, fresh: Mapping[tuple[str, int], np.ndarray]) -> dict[str, float]:
+    """Sampled against scored log-probs of tokens that the same weights drew and score; and of all tokens the share whose importance
+    weight the correction bounds or drops.
+    """
+    logp_N, sampler_N, _, segment_N = _columns(seen)
+    fresh_N = _join([fresh.get((s.group, s.index), np.ones(len(s.completion)))[s.weight != 0] for s, _ in seen]) != 0
+    found = diagnostics.mismatch(logp_N[fresh_N], sampler_N[fresh_N])
+    if algorithm.correction is not None and logp_N.numel():
+        level = options(algorithm.correction)["level"]
+        full_N = mismatch(logp_N, sampler_N, segment_N, len(seen), level=level, high=math.inf).weight_M
+        used_N = algorithm.correction(logp_N, sampler_N, segment_N, len(seen)).weight_M
+        found["mismatch/bounded"] = float((used_N != full_N).double().mean())
+    return found
+
+
+def _columns(seen: Seen) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    trained = [sample.weight != 0 for sample, _ in seen]
+    return (
+        _join([logp[rows] for (_, logp), rows in zip(seen, trained, strict=True)]),
+        _join([sample.behavior_logp[rows] for (sample, _), rows in zip(seen, trained, strict=True)]),
+        _join([sample.advantage[rows] for (sample, _), rows in zip(seen, trained, strict=True)]),
+        torch.repeat_interleave(torch.arange(len(seen)), torch.tensor([int(rows.sum()) for rows in trained], dtype=torch.int64)),
+    )
+
+
+def _join(columns: Sequence[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate(columns).astype(np.float64)) if columns else torch.zeros(0, dtype=torch.float64)
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(np.nanmean(values)) if values.size and not np.isnan(values).all() else math.nan

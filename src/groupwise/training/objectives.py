@@ -1,0 +1,104 @@
+"""The table of data-set objectives: the rows that each learns from, the model that it trains, and its loss.
+
+No code compares an objective's name: adding one is a loss (`offline.Objective`) and one row here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from groupwise.config.settings import Recipe, positions_of
+from groupwise.data.load import Data, load_demonstrations, load_pairs, load_solutions
+from groupwise.models.lora import adapt
+from groupwise.models.policy import Blueprint, Policy, make_policy
+from groupwise.models.reward_head import Pooling, make_scorer
+from groupwise.training.baselines import simple_rules
+from groupwise.training.offline import SFT, Objective, whole_text
+from groupwise.training.preferences import PROCESS, anchored, dpo_objective, reward_objective, with_replay
+from groupwise.utils.statistics import Estimate
+
+
+def language_model(recipe: Recipe, blueprint: Blueprint) -> Policy:
+    """A policy to train, with a new adapter where the recipe asks for one."""
+    return adapted(recipe, make_policy(blueprint.load(), blueprint.tokenizer, recipe.model))
+
+
+def scorer(recipe: Recipe, blueprint: Blueprint, pooling: Pooling) -> Policy:
+    """The same of a model with a score head."""
+    return adapted(recipe, make_scorer(blueprint, recipe.model, pooling=pooling, seed=recipe.seed))
+
+
+def adapted(recipe: Recipe, policy: Policy) -> Policy:
+    """The policy with what is trained of it: itself, or an adapter."""
+    settings = recipe.model
+    return policy if settings.lora is None else adapt(policy, settings.lora, base=str(settings.path), seed=recipe.seed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """One row of the table."""
+
+    title: str
+    load: Callable[[Recipe, Blueprint], Data[Any]]
+    objective: Callable[[Recipe], Objective[Any]]
+    model: Callable[[Recipe, Blueprint], Policy] = language_model
+    samples: bool = True
+    """True if what it trains can be judged by sampling from it."""
+    anchor: Callable[[Recipe, Policy, Sequence[Any]], Sequence[Any]] | None = None
+    """Adds to rows what the model says of them before the first step; None: that is not needed."""
+    rules: Callable[[Policy, Sequence[Any], Sequence[Any]], Mapping[str, Estimate]] | None = None
+    """(a policy that decodes, training rows, held-out rows) -> what simple rules reach on the latter."""
+
+
+def _demonstrations(recipe: Recipe, blueprint: Blueprint) -> Data[Any]:
+    rows = load_demonstrations(
+        recipe.data, blueprint.tokenizer, context=blueprint.context, eos_ids=blueprint.eos_ids, seed=recipe.seed
+    )
+    if recipe.data.train_on == "all":
+        return replace(rows, **{part: tuple(map(whole_text, getattr(rows, part))) for part in ("train", "held_out", "validation")})
+    return rows
+
+
+def _pairs(recipe: Recipe, blueprint: Blueprint) -> Data[Any]:
+    return load_pairs(recipe.data, blueprint.tokenizer, context=blueprint.context, eos_ids=blueprint.eos_ids)
+
+
+def _replayed(recipe: Recipe, blueprint: Blueprint) -> Data[Any]:
+    pairs, settings = _pairs(recipe, blueprint), recipe.reward_model
+    if settings.replay is None:
+        return pairs
+    old = _pairs(replace(recipe, data=replace(recipe.data, path=settings.replay["path"], limit=None)), blueprint)
+    return replace(pairs, train=tuple(with_replay(pairs.train, old.train, settings.replay.get("share", 0.1), recipe.seed)))
+
+
+def _solutions(recipe: Recipe, blueprint: Blueprint) -> Data[Any]:
+    return load_solutions(recipe.data, blueprint.tokenizer, context=blueprint.context, eos_ids=blueprint.eos_ids)
+
+
+OBJECTIVES: dict[str, Kind] = {
+    "sft": Kind(title="supervised fine-tuning", load=_demonstrations, objective=lambda recipe: SFT),
+    "reward": Kind(
+        title="reward model (Bradley-Terry)",
+        load=_replayed,
+        objective=lambda recipe: reward_objective(recipe.reward_model),
+        model=lambda recipe, blueprint: scorer(recipe, blueprint, recipe.reward_model.pooling),
+        samples=False,
+        rules=simple_rules,
+    ),
+    "dpo": Kind(
+        title="direct preference optimisation",
+        load=_pairs,
+        objective=lambda recipe: dpo_objective(recipe.pairs),
+        anchor=lambda recipe, policy, rows: anchored(policy, rows, budget=positions_of(recipe)),
+    ),
+    "prm": Kind(
+        title="process reward model",
+        load=_solutions,
+        objective=lambda recipe: PROCESS,
+        model=lambda recipe, blueprint: scorer(recipe, blueprint, "steps"),
+        samples=False,
+    ),
+}
+"""The data-set objectives by name (`settings.DATASET`; a test compares them)."""

@@ -1,0 +1,153 @@
+"""The data-set loop: rows -> samples with weights -> packed updates -> a `Step`.  Instruction tuning, and all else from rows.
+
+An objective says how rows become samples, what the loss of a packed batch is, and what to measure; the loop does not know which
+it is.  `SFT` is here; objectives with heads or pairs have files of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from groupwise.algorithms.loss_weights import token_mean
+from groupwise.data.demonstrations import Demonstration
+from groupwise.distributed import comm
+from groupwise.models.policy import Policy
+from groupwise.records import Batch, Sample, Step
+from groupwise.training.optimizer import Optimizer
+from groupwise.training.updating import Assessment, BatchLoss, assess, balance, token_loss, update
+from groupwise.utils.clock import Clock
+from groupwise.utils.statistics import Estimate
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objective(Generic[Row]):
+    """One row of the table of data-set objectives."""
+
+    name: str
+    samples: Callable[[Sequence[Row]], list[Sample]]
+    """The rows of one optimizer step -> their samples, weights final."""
+    loss: BatchLoss
+    measure: Callable[[Sequence[Row], Assessment], Mapping[str, float]]
+    """What is worth logging of an update, and of validation."""
+    examine: Callable[[Sequence[Row], Assessment], Mapping[str, float]] = lambda rows, found: {}
+    """What validation measures beside."""
+    headlines: Mapping[str, str] = field(default_factory=lambda: {"held-out loss": "loss"})
+    """Label -> metric, for people; a metric's `/half_width` is shown with it."""
+    whole_groups: bool = False
+    """True if the samples of a group are compared with each other and must share a micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Validation:
+    """What an objective says of held-out rows: the training loss, in its own units, and what else it measures."""
+
+    rows: int
+    figures: Mapping[str, float]
+    shown: Mapping[str, str]
+
+    def metrics(self) -> dict[str, float]:
+        """Flat names, as the log keeps them under `eval/`."""
+        return dict(self.figures)
+
+    def summary(self) -> dict[str, str]:
+        """Label -> text, for tables."""
+        return dict(self.shown)
+
+
+def validate(
+    policy: Policy, objective: Objective[Row], rows: Sequence[Row], *, budget: int, beside: Mapping[str, Estimate] | None = None
+) -> Validation:
+    """The objective's own loss and measures on rows, no gradient.  beside: what simple rules reach on the same rows."""
+    found = assess(policy, objective.loss, objective.samples(rows), budget=budget, whole_groups=objective.whole_groups)
+    figures = {"loss": found.loss, **objective.measure(rows, found), **objective.examine(rows, found)}
+    halves = {name.removesuffix("/half_width"): half for name, half in figures.items() if name.endswith("/half_width")}
+    shown = {
+        label: str(Estimate(figures[name], halves[name])) if name in halves else f"{figures[name]:.4g}"
+        for label, name in objective.headlines.items()
+    }
+    return Validation(rows=len(rows), figures=figures, shown=shown | {label: str(rule) for label, rule in (beside or {}).items()})
+
+
+def train_offline(
+    policy: Policy,
+    objective: Objective[Row],
+    *,
+    draw: Callable[[int], Sequence[Row]],
+    optimizer: Optimizer,
+    budget: int,
+    batch_size: int,
+    steps: int,
+    done: int = 0,
+    checkpointing: bool = False,
+) -> Iterator[Step]:
+    """Train `policy` in place on rows; yield a `Step` after every optimizer step.
+
+    draw: the next k rows of the data's order.   batch_size: rows per optimizer step.
+    budget: packed positions per forward and backward pass; it cannot change an update.
+    done: steps taken before (a resumed run); steps: the last step's number.
+    """
+    for number in range(done + 1, steps + 1):
+        clock = Clock()
+        with clock.phase("data"):
+            rows = draw(batch_size)
+            samples = objective.samples(rows)
+        with clock.phase("update"), policy.checkpointing(checkpointing):
+            taken = update(policy, objective.loss, samples, optimizer, budget=budget, whole_groups=objective.whole_groups)
+            budget = taken.budget
+        tokens = sum(sample.completion.size for sample in samples)
+        metrics: dict[str, float] = {
+            "loss": taken.loss,
+            "grad_norm": taken.taken.grad_norm,
+            "lr": taken.taken.lr,
+            "skipped_updates": float(taken.taken.skipped),
+            "tokens/trained": float(sum(np.count_nonzero(sample.weight) for sample in samples)),
+            "tokens/per_second": tokens / max(sum(clock.seconds.values()), 1e-9),
+        }
+        metrics |= balance([taken]) | dict(objective.measure(rows, taken))
+        yield Step(number=number, metrics=metrics, timings=clock.seconds | comm.waiting())
+
+
+def whole_text(row: Demonstration) -> Demonstration:
+    """The same text with every token but the first to be learnt, the prompt's too (`data.train_on: all`)."""
+    text = np.concatenate([row.prompt, row.completion])
+    return replace(row, prompt=text[:1], completion=text[1:])
+
+
+def demonstration_samples(rows: Sequence[Demonstration]) -> list[Sample]:
+    """Demonstrations as samples: every completion token of the step weighs the same (`token_mean`), EOS included."""
+    tokens_R = np.array([row.completion.size for row in rows], dtype=np.int64)
+    weight_R = token_mean(tokens_R, np.arange(len(rows)))
+    return [
+        Sample(
+            group=f"{row.id}#{i}",
+            prompt=row.prompt,
+            completion=row.completion,
+            weight=np.full(row.completion.size, weight),
+            advantage=np.ones(row.completion.size),
+            behavior_logp=np.zeros(row.completion.size),
+        )
+        for i, (row, weight) in enumerate(zip(rows, weight_R, strict=True))
+    ]
+
+
+def demonstration_loss(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
+    """`-log p` of every completion token."""
+    weight_M = batch.weight_P[batch.trained_M]
+    return token_loss(policy, batch, lambda logp, _entropy, part: -(weight_M[part] * logp).sum(), separable=True, as_is=True)
+
+
+SFT: Objective[Demonstration] = Objective(
+    name="sft",
+    samples=demonstration_samples,
+    loss=demonstration_loss,
+    measure=lambda rows, found: {"nll": found.loss, "perplexity": float(np.exp(min(found.loss, 50.0)))},
+    headlines={"held-out nll": "nll", "perplexity": "perplexity"},
+)
+"""Supervised fine-tuning on demonstrations."""

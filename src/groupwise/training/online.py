@@ -1,0 +1,344 @@
+"""The reinforcement-learning loop: prompts -> rollouts -> rewards -> credit -> weights -> packed updates -> a `Step`.
+
+`train_online` is the whole algorithm on one screen; every stage it calls is an ordinary function that a loop of your own can call
+too.  It logs nothing, saves nothing and stops for nobody: it yields a `Step` after every rollout, and the caller does the rest.
+
+R completions of an optimizer step   N their trained tokens   M trained positions of a micro-batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from groupwise.algorithms.advantages import Advantages, is_dead
+from groupwise.algorithms.losses import Mismatch, Terms, entropy_threshold
+from groupwise.algorithms.registry import Algorithm
+from groupwise.config.settings import GroupSettings
+from groupwise.critics import Critic, Together, with_values
+from groupwise.distributed import comm
+from groupwise.errors import RewardError
+from groupwise.models.policy import Policy
+from groupwise.records import Batch, Sample, Sampling, Scored, Step
+from groupwise.rewards.compose import Rewards
+from groupwise.rollout.asynchronous import Ahead
+from groupwise.rollout.collection import Draw, Source
+from groupwise.rollout.engine import Engine
+from groupwise.teachers import Teacher, with_demonstrations, with_teacher
+from groupwise.training.metrics import measure
+from groupwise.training.optimizer import Optimizer, Taken
+from groupwise.training.scoring import sample_of, score
+from groupwise.training.updating import Update, assess, token_loss, update
+from groupwise.utils.clock import Clock
+
+
+def train_online(
+    policy: Policy,
+    algorithm: Algorithm,
+    *,
+    engine: Engine,
+    rewards: Rewards,
+    draw: Draw,
+    optimizer: Optimizer,
+    group: GroupSettings,
+    sampling: Sampling,
+    budget: int,
+    steps: int,
+    done: int = 0,
+    reference: Policy | None = None,
+    critic: Critic | None = None,
+    teacher: Teacher | None = None,
+    ahead: Ahead | None = None,
+    checkpointing: bool = False,
+    seed: int = 0,
+) -> Iterator[Step]:
+    """Train `policy` in place; yield a `Step` after every rollout and its updates.
+
+    The same from scratch and without packing: docs/grpo_in_one_file.py; one step in numbers: `groupwise explain`.
+    budget: packed positions per forward and backward pass; it cannot change an update.   ahead: what has been sampled already.
+    steps: the last step's number; done: those taken before.   reference: frozen, given exactly when `algorithm.needs_reference`.
+    critic, teacher: given exactly when the algorithm needs them.   Raises Diverged, RewardError, EngineError.
+    """
+    assert [one is not None for one in (reference, critic, teacher)] == algorithm.needs
+    how = {"algorithm": algorithm, "group": group, "sampling": sampling, "seed": seed}
+    source, ahead, silent = Source(engine=engine, rewards=rewards, draw=draw, **how), ahead or Ahead(), 0
+    for number in range(done + 1, steps + 1):
+        clock, version = Clock(), optimizer.taken
+        with clock.phase("rollout"):
+            groups, drawn = ahead.take(number, steps, source)
+        silent = _silent(groups, silent)
+        with clock.phase("reference"):
+            asked = None if teacher is None else teacher.before(groups)
+            groups = with_signals(groups, algorithm, group, policy, reference, critic, asked, budget)
+        advantages, parts = algorithm.credit(groups), minibatches(groups, group)
+        updates: list[Update] = []
+        learn = critic is None or number > critic.settings.pretrain
+        with clock.phase("update"), recomputing(checkpointing, policy, critic):
+            for _ in range(group.updates_per_rollout):
+                for part in parts:
+                    samples = weigh([groups[i] for i in part], [advantages[i] for i in part], algorithm)
+                    beside = {"critic": critic, "teacher": asked, "learn": learn}
+                    updates.append(improve(policy, algorithm, samples, optimizer, budget=budget, **beside))
+                    budget = updates[-1].budget
+        with clock.phase("sync"):
+            engine.set_version(optimizer.taken)
+            follow(number, group, policy, reference, teacher)
+        yield Step(
+            number=number,
+            metrics=measure(groups, updates, algorithm, drawn, minibatches=len(parts), seconds=clock.seconds, version=version),
+            timings=clock.seconds | comm.waiting(),
+            groups=groups,
+            advantages=advantages,
+            current_logp=first_pass(groups, updates[: len(parts)]),
+        )
+
+
+SILENT_STEPS = 3
+"""Steps in a row without a single reward after which a run ends."""
+
+
+def _silent(groups: Sequence[Scored], before: int) -> int:
+    """Steps in a row, this one included, of which no completion had a reward.  Raises RewardError after SILENT_STEPS of them."""
+    if not groups[0].names or not all(np.isnan(group.reward).all() for group in groups):
+        return 0
+    if before + 1 >= SILENT_STEPS:
+        raise RewardError(
+            f"the reward functions ({', '.join(groups[0].names)}) said None for every completion of {SILENT_STEPS} steps: nothing "
+            "can be learnt; try them with `groupwise score` on completions that they should reward"
+        )
+    return before + 1
+
+
+def _scores_first(algorithm: Algorithm, groups: Sequence[Scored], group: GroupSettings) -> bool:
+    """True if the policy must score the completions before its first update: another has sampled, and several updates follow, or
+    a credit asks.
+    """
+    several = group.updates_per_rollout * len(minibatches(groups, group)) > 1
+    return algorithm.mix > 0.0 or (algorithm.correction is not None and (several or algorithm.reads_teacher))
+
+
+def with_signals(
+    groups: Sequence[Scored],
+    algorithm: Algorithm,
+    group: GroupSettings,
+    policy: Policy,
+    reference: Policy | None,
+    critic: Critic | None,
+    teacher: Teacher | None,
+    budget: int,
+) -> list[Scored]:
+    """The groups with every further column that credit and loss read: `records.Scored.signals`."""
+    groups = with_reference(groups, reference, budget)
+    groups = with_scores(groups, policy, budget) if _scores_first(algorithm, groups, group) else groups
+    groups = with_teacher(groups, teacher, budget) if algorithm.reads_teacher else groups
+    return with_values(groups, critic, algorithm, budget)
+
+
+@contextmanager
+def recomputing(on: bool, policy: Policy, critic: Critic | None) -> Iterator[None]:
+    """Recompute activations of all that is trained while inside (`Policy.checkpointing`)."""
+    with policy.checkpointing(on), nullcontext() if critic is None else critic.checkpointing(on):
+        yield
+
+
+def with_reference(groups: Sequence[Scored], reference: Policy | None, budget: int) -> list[Scored]:
+    """Add the signal `reference_logp`.  No reference: unchanged."""
+    return list(groups) if reference is None else _with_logp(groups, "reference_logp", reference, budget)
+
+
+def with_scores(groups: Sequence[Scored], policy: Policy, budget: int) -> list[Scored]:
+    """Add the signal `scored_logp`: the log-probs of the policy that is about to be trained, where another engine has sampled.
+
+    Needed from the second update on; until the first one the policy itself can say them on the way.
+    """
+    return _with_logp(groups, "scored_logp", policy, budget)
+
+
+def _with_logp(groups: Sequence[Scored], name: str, policy: Policy, budget: int) -> list[Scored]:
+    """Add a policy's log-probs as the signal `name`, computed once per rollout, packed with shared prompts."""
+    samples = [sample_of(rollout) for group in groups for rollout in group.rollouts]
+    logp = iter(score(policy, samples, budget=budget).logp)
+    return [replace(group, signals={**group.signals, name: tuple(next(logp) for _ in group.rollouts)}) for group in groups]
+
+
+def minibatches(groups: Sequence[Scored], group: GroupSettings) -> list[np.ndarray]:
+    """The groups of each optimizer step of a pass, by place."""
+    return np.array_split(np.arange(len(groups)), min(group.minibatches, len(groups)))
+
+
+def weigh(groups: Sequence[Scored], advantages: Advantages, algorithm: Algorithm) -> list[Sample]:
+    """The samples of one optimizer step, every trained token with its final weight.
+
+    The denominators count every completion of `groups` (of the live ones with `dead_groups: drop`), also empty and masked ones,
+    which become no samples.
+    """
+    if algorithm.dead_groups == "drop":
+        kept = [i for i, found in enumerate(advantages) if not is_dead(found)]
+        groups, advantages = [groups[i] for i in kept], [advantages[i] for i in kept]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    masked = [algorithm.truncated == "mask" and rollout.truncated for rollout in rollouts]
+    tokens_R = np.array([0 if out else int(r.trained.sum()) for r, out in zip(rollouts, masked, strict=True)], dtype=np.int64)
+    prompt_R = np.array([i for i, group in enumerate(groups) for _ in group.rollouts], dtype=np.int64)
+    weight_R = algorithm.weights(tokens_R, prompt_R) if rollouts else np.zeros(0)
+    credit = [advantage for group in advantages for advantage in group]
+    signals = [{name: column[i] for name, column in group.signals.items()} for group in groups for i in range(len(group.rollouts))]
+    columns = zip(rollouts, weight_R, credit, signals, tokens_R, strict=True)
+    return [
+        sample_of(
+            rollout,
+            weight=float(weight),
+            advantage=advantage,
+            reference_logp=found.get("reference_logp"),
+            extra={name: found[name] for name in TRAVELLING if name in found},
+        )
+        for rollout, weight, advantage, found, tokens in columns
+        if tokens > 0
+    ]
+
+
+TRAVELLING = ("scored_logp", "value", "return")
+"""Signals of completions that a loss reads, beside the reference's."""
+
+
+def improve(
+    policy: Policy,
+    algorithm: Algorithm,
+    samples: Sequence[Sample],
+    optimizer: Optimizer,
+    *,
+    budget: int,
+    critic: Critic | None = None,
+    teacher: Teacher | None = None,
+    learn: bool = True,
+) -> Update:
+    """One optimizer step on weighted samples, of the policy and of a critic; a teacher's demonstrations are mixed in.
+
+    learn: False leaves the policy as it is.
+
+    Samples whose advantages are all 0 are left out where nothing else gives them a gradient: exactly the same step for less
+    work.  A high-entropy mask needs its threshold before the first micro-batch, and so a pass of its own.
+    """
+    threshold: Tensor | None = None
+    if teacher is not None and teacher.demonstrations is not None:
+        samples = with_demonstrations(samples, teacher.demonstrations.of(optimizer.taken))
+    tokens = float(sum(np.count_nonzero(sample.weight) for sample in samples))
+    if algorithm.needs_threshold:
+        entropies = score(policy, samples, budget=budget, entropy=True).entropy
+        trained = [values[sample.weight != 0] for values, sample in zip(entropies, samples, strict=True)]
+        entropy_N = torch.from_numpy(np.concatenate(trained)) if trained else torch.zeros(0)
+        threshold = entropy_threshold(entropy_N, algorithm.entropy_quantile)
+        tokens = float((entropy_N >= threshold).sum())
+    worked = [sample for sample in samples if sample.advantage.any() or not algorithm.skips_dead or sample.index < 0]
+    joined = critic if critic is not None and critic.shared and learn else None
+
+    def loss(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
+        how = {"entropy_tokens": tokens, "threshold": threshold, "critic": joined, "teacher": teacher, "samples": worked}
+        return policy_loss(policy, algorithm, batch, **how)
+
+    if learn:
+        stepper = optimizer if joined is None else Together(optimizer, joined.optimizer)
+        found = update(policy, loss, worked, stepper, budget=budget)
+    else:
+        seen = assess(policy, loss, worked, budget=budget)
+        unmoved = Taken(grad_norm=0.0, lr=0.0, skipped=False)
+        found = Update(samples=seen.samples, seen=seen.seen, loss=seen.loss, positions=seen.positions, taken=unmoved, budget=budget)
+    if critic is not None and joined is None:
+        critic.improve(samples, found.budget)
+    return found
+
+
+def policy_loss(
+    policy: Policy,
+    algorithm: Algorithm,
+    batch: Batch,
+    *,
+    entropy_tokens: float,
+    threshold: Tensor | None = None,
+    critic: Critic | None = None,
+    teacher: Teacher | None = None,
+    samples: Sequence[Sample] = (),
+) -> tuple[Tensor, Tensor]:
+    """The algorithm's loss of a packed batch, differentiable, and the log-probs (M,) of its trained tokens.
+
+    For plain GRPO, with rho = exp(log-prob now - log-prob when sampled) and A the completion's advantage:
+    `sum over tokens of weight x (-min(rho A, clip(rho, 1 - e, 1 + e) A) + beta KL)`; the parts stand in `objective/losses.py`.
+
+    entropy_tokens: tokens of the whole step over which the entropy bonus is a mean.   threshold: of a high-entropy mask.
+    critic: on the policy's own backbone, whose loss is added.   teacher: with what the batch was packed from, the samples.
+    """
+    rows_M, reference_P, lm_P = batch.trained_M, batch.reference_logp_P, batch.extra_P.get("lm")
+
+    def loss(logp_C: Tensor, entropy_C: Tensor | None, part: slice) -> Tensor:
+        rows_C = rows_M[part]
+        weight_C = batch.weight_P[rows_C]
+        behavior_C, mismatch = behavior(algorithm, batch, rows_C, logp_C)
+        terms = Terms(
+            logp_M=logp_C,
+            behavior_logp_M=behavior_C,
+            sampler_logp_M=batch.behavior_logp_P[rows_C],
+            mismatch=mismatch,
+            advantage_M=batch.advantage_P[rows_C],
+            segment_M=batch.segment_P[rows_C],
+            segments=batch.layout.segments,
+            reference_logp_M=None if reference_P is None else reference_P[rows_C],
+            entropy_M=entropy_C,
+            entropy_threshold=None if threshold is None else threshold.to(weight_C),
+        )
+        value = algorithm.total(terms, weight_C, entropy_tokens)
+        return value if lm_P is None else value - (weight_C * lm_P[rows_C] * logp_C).sum()
+
+    def beside(hidden_MD: Tensor, logp_M: Tensor) -> Tensor:
+        value = hidden_MD.new_zeros((), dtype=logp_M.dtype)
+        if critic is not None:
+            value = value + critic.loss(batch, critic.values(hidden_MD))
+        if teacher is not None and algorithm.divergence is not None:
+            value = value + teacher.loss(policy, algorithm, batch, samples, hidden_MD, logp_M)
+        return value
+
+    how = {"separable": algorithm.token_level, "entropy": algorithm.needs_entropy, "as_is": True}
+    learn = algorithm.reads_tokens or lm_P is not None
+    return token_loss(policy, batch, loss, learn=learn, beside=beside if critic or teacher else None, **how)
+
+
+def behavior(algorithm: Algorithm, batch: Batch, rows_C: Tensor, logp_C: Tensor) -> tuple[Tensor, Mismatch | None]:
+    """The log-probs (C,) that ratios are taken against, and what corrects them where the sampler is not the policy before the step.
+
+    Without a correction they are the sampler's own.  With one (another engine, older weights) they are the trainer's before the
+    step: scored beforehand, or in the first pass the current ones; the correction weighs tokens by trainer over sampler.
+    """
+    sampler_C = batch.behavior_logp_P[rows_C]
+    if algorithm.correction is None:
+        return sampler_C, None
+    scored_P = batch.extra_P.get("scored_logp")
+    own_C = logp_C.detach() if scored_P is None else scored_P[rows_C]
+    return own_C, algorithm.correction(own_C, sampler_C, batch.segment_P[rows_C], batch.layout.segments)
+
+
+def follow(number: int, group: GroupSettings, policy: Policy, reference: Policy | None, teacher: Teacher | None) -> None:
+    """After step `number`: what follows the policy moves, a reference every so many steps, a teacher after each."""
+    if reference is not None and group.reference_refresh and number % group.reference_refresh == 0:
+        refresh(reference, policy, group.reference_mix)
+    if teacher is not None and teacher.ema and teacher.policy.model is not policy.model:
+        refresh(teacher.policy, policy, teacher.ema)
+
+
+def refresh(reference: Policy, policy: Policy, share: float) -> None:
+    """Move the reference to the policy: `ref = share x theta + (1 - share) x ref` (TR-DPO, 2404.09656)."""
+    with torch.no_grad():
+        for kept, current in zip(reference.model.parameters(), policy.model.parameters(), strict=True):
+            kept.lerp_(current.to(kept.dtype), share)
+
+
+def first_pass(groups: Sequence[Scored], updates: Sequence[Update]) -> list[list[np.ndarray]]:
+    """Per group and completion (n_i,): the log-probs that its first update saw; empty where nothing was computed."""
+    seen: dict[tuple[str, int], np.ndarray] = {}
+    for taken in updates:
+        for sample, logp in zip(taken.samples, taken.seen, strict=True):
+            seen[sample.group, sample.index] = logp
+    nothing = np.zeros(0)
+    return [[seen.get((group.prompt.id, rollout.index), nothing) for rollout in group.rollouts] for group in groups]

@@ -1,0 +1,176 @@
+"""AdamW with its schedule, gradient clipping, and the rule that a step which is not finite is never taken.
+
+For bfloat16 weights the optimizer keeps float32 masters and sums the gradients of all micro-batches in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from groupwise.config.settings import OptimizerSettings
+from groupwise.distributed import comm
+from groupwise.errors import ConfigError, Diverged
+
+
+def learning_rate(settings: OptimizerSettings, step: int, total: int) -> float:
+    """Learning rate of optimizer step `step` (from 0) of `total`: linear warm-up, then constant, linear or cosine.
+
+    >>> s = OptimizerSettings(lr=0.1, schedule="cosine", warmup_steps=2, min_lr_ratio=0.1)
+    >>> [round(learning_rate(s, k, 6), 4) for k in range(6)]
+    [0.05, 0.1, 0.1, 0.0868, 0.055, 0.0232]
+    """
+    if step < settings.warmup_steps:
+        return settings.lr * (step + 1) / settings.warmup_steps
+    progress = min((step - settings.warmup_steps) / max(total - settings.warmup_steps, 1), 1.0)
+    low = settings.min_lr_ratio
+    share = {
+        "constant": 1.0,
+        "linear": low + (1 - low) * (1 - progress),
+        "cosine": low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress)),
+    }[settings.schedule]
+    return settings.lr * share
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What happened at one optimizer step."""
+
+    grad_norm: float
+    """Euclidean norm of the whole gradient before clipping."""
+    lr: float
+    skipped: bool
+    """True if the gradient was not finite: weights and optimizer state are as before."""
+
+
+class Optimizer:
+    """AdamW over a model's trainable parameters.
+
+    >>> model = nn.Linear(2, 1)
+    >>> optimizer = Optimizer(model, OptimizerSettings(lr=1e-2), total_steps=10)
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> optimizer.step().skipped
+    False
+    """
+
+    def __init__(self, model: nn.Module, settings: OptimizerSettings, total_steps: int) -> None:
+        self.settings, self.total = settings, total_steps
+        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self.parameters = [parameter for _, parameter in named]
+        self.names = [name for name, _ in named]
+        if not self.parameters:
+            raise ConfigError("the model has no trainable parameter")
+        self.lower = self.parameters[0].dtype in (torch.bfloat16, torch.float16)
+        self.masters = [p.detach().float().clone() if self.lower else p for p in self.parameters]
+        if self.lower:
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                parameter.register_post_accumulate_grad_hook(_into(master))
+        decayed = [m for m in self.masters if m.ndim >= 2]
+        plain = [m for m in self.masters if m.ndim < 2]
+        self.adamw = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            fused=all(m.is_floating_point() for m in self.masters),
+        )
+        self.taken = 0
+        """Optimizer steps taken or skipped."""
+        self.nonfinite = 0
+        """Steps in a row that were skipped."""
+
+    def step(self) -> Taken:
+        """Sum the gradients of all processes, clip, update the weights, clear the gradients.
+
+        A parameter without a gradient had a gradient of 0 (all of the step was skipped; an expert that no token was routed to): it
+        moves by its moments, as it would if what was skipped had been computed.
+
+        Skips an update whose gradient is not finite.  Raises Diverged after `max_nonfinite_steps` of them in a row.
+        """
+        lr = learning_rate(self.settings, self.taken, self.total)
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        for master in self.masters:
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+        limit = math.inf if self.settings.clip_norm is None else self.settings.clip_norm
+        comm.sum_gradients(self.masters)
+        norm = float(comm.whole(nn.utils.clip_grad_norm_(self.masters, limit)))
+        self.taken += 1
+        finite = math.isfinite(norm)
+        if finite:
+            self.adamw.step()
+            self._publish()
+            self.nonfinite = 0
+        else:
+            self.nonfinite += 1
+        broken = [] if finite else self._broken()
+        self.clear()
+        if self.nonfinite >= self.settings.max_nonfinite_steps:
+            first = ", ".join(broken) or "overflow of the norm"
+            raise Diverged(
+                f"the gradient was not finite {self.nonfinite} steps in a row (first of them: {first}); "
+                "lower optimizer.lr, or look at the last rollouts"
+            )
+        return Taken(norm, lr, not finite)
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        for tensor in (*self.masters, *self.parameters):
+            tensor.grad = None
+
+    def _publish(self) -> None:
+        if self.lower:
+            with torch.no_grad():
+                own, masters = map(comm.own, self.parameters), map(comm.own, self.masters)
+                torch._foreach_copy_(list(own), list(masters))  # type: ignore[reportPrivateImportUsage]
+
+    def _broken(self) -> list[str]:
+        graded = ((name, master.grad) for name, master in self._named() if master.grad is not None)
+        found = (name for name, gradient in graded if not torch.isfinite(comm.whole(gradient)).all())
+        return [name for name, _ in zip(found, range(5), strict=False)]
+
+    def numbers(self) -> dict[str, Any]:
+        """What the next bit depends on beside `tensors` and the weights."""
+        steps = next(iter(self.adamw.state.values()))["step"] if self.adamw.state else 0
+        return {"taken": self.taken, "nonfinite": self.nonfinite, "adam_steps": int(steps)}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Moments and float32 masters by name, themselves, spread as their parameters are; no moments before the first step."""
+        found = {f"master.{name}": master.detach() for name, master in self._named() if self.lower}
+        for name, master in self._named() if self.adamw.state else ():
+            found |= {f"{kind}.{name}": self.adamw.state[master][kind] for kind in ("exp_avg", "exp_avg_sq")}
+        return found
+
+    def restore(self, numbers: Mapping[str, Any], read: Callable[[Mapping[str, Tensor]], None]) -> None:
+        """Continue from `numbers()` and `tensors()`; the weights themselves are the policy's.
+
+        read: fills the tensors that it is given, by name.
+        """
+        self.taken, self.nonfinite = int(numbers["taken"]), int(numbers["nonfinite"])
+        for master in self.masters if numbers["adam_steps"] else ():
+            step = torch.tensor(float(numbers["adam_steps"]), device=master.device)
+            moments = {kind: torch.zeros_like(master.detach()) for kind in ("exp_avg", "exp_avg_sq")}
+            self.adamw.state[master] = {"step": step, **moments}
+        with torch.no_grad():
+            read(self.tensors())
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        return zip(self.names, self.masters, strict=True)
+
+
+def _into(master: Tensor) -> Any:
+    """A hook that moves a finished gradient into the float32 sum of its master."""
+
+    def hook(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            gradient = parameter.grad.float()
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            parameter.grad = None
+
+    return hook

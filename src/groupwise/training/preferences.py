@@ -1,0 +1,330 @@
+"""Objectives that compare completions: reward models (Bradley-Terry), DPO and IPO, and process reward models.
+
+The two sides of a pair are one group: their prompt is computed once, and they share a micro-batch.  A sample's weight is its
+pair's share of the step; how its tokens make up one number (pooling) is a column of its own.
+
+n tokens of a completion   M read positions of a micro-batch   S its segments   R pairs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from groupwise.algorithms import losses
+from groupwise.config.settings import PairSettings, RewardModelSettings
+from groupwise.data.pairs import Pair
+from groupwise.data.steps import Solution
+from groupwise.errors import ConfigError
+from groupwise.models.policy import Policy
+from groupwise.models.reward_head import Pooling, head_scores, pool_weights, readout
+from groupwise.ops.linear_cross_entropy import chosen_logprobs
+from groupwise.records import Batch, Sample, Scored
+from groupwise.training.offline import Objective
+from groupwise.training.scoring import score
+from groupwise.training.updating import Assessment, token_loss
+from groupwise.utils.statistics import proportion
+
+PAIR_HEADLINES = {"held-out loss": "loss", "pair accuracy": "accuracy", "margin": "margin"}
+BINS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+"""Edges of the reliability curve: probability of what the model prefers."""
+
+
+# ---- reward model ------------------------------------------------------------------------------------------------------------
+
+
+def reward_objective(settings: RewardModelSettings) -> Objective[Pair]:
+    """Bradley-Terry on pooled scores, with the data's margins, optional centring and a language-model loss on both sides."""
+    return Objective(
+        name="reward",
+        samples=partial(reward_samples, pooling=settings.pooling, lm_coefficient=settings.lm_coefficient),
+        loss=partial(reward_loss, centering=settings.centering, lm=settings.lm_coefficient > 0.0),
+        measure=lambda rows, found: compared(*_sides(pooled(found))),
+        examine=lambda rows, found: examined(*_sides(pooled(found)), rows),
+        headlines=PAIR_HEADLINES,
+        whole_groups=True,
+    )
+
+
+def reward_samples(rows: Sequence[Pair], *, pooling: Pooling, lm_coefficient: float = 0.0) -> list[Sample]:
+    """Chosen and rejected side of each pair, in turn: `pool` weighs each token's number, `lm` each token's log-prob."""
+    spoken = lm_coefficient / max(sum(row.chosen.size + row.rejected.size for row in rows), 1)
+    samples = []
+    for i, row in enumerate(rows):
+        for completion in (row.chosen, row.rejected):
+            n = completion.size
+            pool, lm = np.append(0.0, pool_weights(pooling, n)), np.append(np.full(n, spoken), 0.0)
+            weight = np.where((pool != 0) | (lm != 0), 1.0 / len(rows), 0.0)
+            margin = np.full(n + 1, row.margin)
+            samples.append(readout(f"{row.id}#{i}", row.prompt, completion, weight, pool=pool, lm=lm, margin=margin))
+    return samples
+
+
+def reward_loss(policy: Policy, batch: Batch, *, centering: float, lm: bool) -> tuple[Tensor, Tensor]:
+    """The pairs' weighted loss, and every read token's number (M,)."""
+    rows_M = batch.trained_M
+    outputs = policy.forward(batch)
+    hidden_MD = outputs.hidden_PD[rows_M]
+    score_M = head_scores(policy, hidden_MD)
+    score_S = losses.segment_sum(batch.extra_P["pool"][rows_M] * score_M, batch.segment_P[rows_M], batch.layout.segments)
+    chosen, rejected, end_R = _pairs_of(batch)
+    loss_R = losses.bradley_terry(score_S[chosen], score_S[rejected], batch.extra_P["margin"][end_R], centering=centering)
+    value = (batch.weight_P[end_R] * loss_R).sum() + outputs.router_loss
+    if lm:
+        lm_M = batch.extra_P["lm"][rows_M]
+        spoken = torch.nonzero(lm_M)[:, 0]
+        with policy.precision():
+            logp, _ = chosen_logprobs(
+                hidden_MD[spoken], policy.head, batch.target_P[rows_M][spoken], batch.temperature_P[rows_M][spoken]
+            )
+        value = value - (lm_M[spoken] * logp).sum()
+    return value, score_M
+
+
+def pooled(found: Assessment) -> np.ndarray:
+    """The score of every sample."""
+    return np.array([float(sample.extra["pool"] @ seen) for sample, seen in zip(found.samples, found.seen, strict=True)])
+
+
+# ---- DPO and IPO -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Anchored:
+    """A pair with its tokens' log-probs under the reference, which never change and are computed once."""
+
+    pair: Pair
+    chosen_logp: np.ndarray
+    rejected_logp: np.ndarray
+
+
+def anchored(reference: Policy, pairs: Sequence[Pair], *, budget: int) -> list[Anchored]:
+    """Pairs with the log-probs of `reference` as it is now."""
+    samples = [
+        _spoken(f"{i}", pair.prompt, completion, 1.0) for i, pair in enumerate(pairs) for completion in (pair.chosen, pair.rejected)
+    ]
+    logp = score(reference, samples, budget=budget).logp
+    return [Anchored(pair, *logp[2 * i : 2 * i + 2]) for i, pair in enumerate(pairs)]
+
+
+def dpo_objective(settings: PairSettings) -> Objective[Anchored]:
+    """DPO's logistic or IPO's squared loss on log-ratios to the reference; their difference is the implicit reward."""
+    rewards = partial(implicit_rewards, beta=settings.beta, mean=settings.loss == "ipo")
+    return Objective(
+        name="dpo",
+        samples=dpo_samples,
+        loss=partial(dpo_loss, settings=settings),
+        measure=lambda rows, found: compared(*_sides(rewards(found))),
+        examine=lambda rows, found: examined(*_sides(rewards(found)), [row.pair for row in rows]),
+        headlines=PAIR_HEADLINES,
+        whole_groups=True,
+    )
+
+
+def dpo_samples(rows: Sequence[Anchored]) -> list[Sample]:
+    """Chosen and rejected side of each pair, in turn, with the reference's log-probs."""
+    sides = [(i, row.pair, side) for i, row in enumerate(rows) for side in (0, 1)]
+    return [
+        _spoken(
+            f"{pair.id}#{i}",
+            pair.prompt,
+            (pair.chosen, pair.rejected)[side],
+            1.0 / len(rows),
+            (rows[i].chosen_logp, rows[i].rejected_logp)[side],
+        )
+        for i, pair, side in sides
+    ]
+
+
+def dpo_loss(policy: Policy, batch: Batch, *, settings: PairSettings) -> tuple[Tensor, Tensor]:
+    """The pairs' weighted loss, and the log-prob of every token (M,)."""
+    assert batch.reference_logp_P is not None
+    segment_M, segments = batch.segment_P[batch.trained_M], batch.layout.segments
+    formula, pool = (losses.ipo, losses.segment_mean) if settings.loss == "ipo" else (losses.dpo, losses.segment_sum)
+    reference_S = pool(batch.reference_logp_P[batch.trained_M], segment_M, segments)
+    chosen, rejected, end_R = _pairs_of(batch)
+
+    def loss(logp_M: Tensor, _entropy: Tensor | None, _part: slice) -> Tensor:
+        logp_S = pool(logp_M, segment_M, segments)
+        loss_R = formula(logp_S[chosen], logp_S[rejected], reference_S[chosen], reference_S[rejected], beta=settings.beta)
+        return (batch.weight_P[end_R] * loss_R).sum()
+
+    return token_loss(policy, batch, loss, separable=False)
+
+
+def implicit_rewards(found: Assessment, *, beta: float, mean: bool) -> np.ndarray:
+    """`beta (l - ref)` of every sample, on sums (or means) over its tokens."""
+    gaps = [seen - sample.reference_logp for sample, seen in zip(found.samples, found.seen, strict=True)]
+    return beta * np.array([gap.mean() if mean else gap.sum() for gap in gaps])
+
+
+# ---- process reward model ----------------------------------------------------------------------------------------------------
+
+
+def process_samples(rows: Sequence[Solution]) -> list[Sample]:
+    """Solutions read at the ends of their steps; every step of the optimizer step weighs the same."""
+    steps = sum(row.ends.size for row in rows)
+    samples = []
+    for i, row in enumerate(rows):
+        weight, label = np.zeros(row.completion.size + 1), np.zeros(row.completion.size + 1)
+        weight[row.ends + 1], label[row.ends + 1] = 1.0 / steps, row.labels
+        samples.append(readout(f"{row.id}#{i}", row.prompt, row.completion, weight, label=label))
+    return samples
+
+
+def process_loss(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Weighted cross-entropy of the steps' labels, and the logit of each step (M,)."""
+    rows_M = batch.trained_M
+    outputs = policy.forward(batch)
+    logit_M = head_scores(policy, outputs.hidden_PD[rows_M])
+    loss_M = binary_cross_entropy_with_logits(logit_M, batch.extra_P["label"][rows_M], reduction="none")
+    return (batch.weight_P[rows_M] * loss_M).sum() + outputs.router_loss, logit_M
+
+
+def _step_metrics(rows: Sequence[Solution], found: Assessment) -> dict[str, float]:
+    right = [(seen[row.ends + 1] > 0) == (row.labels > 0.5) for row, seen in zip(rows, found.seen, strict=True)]
+    hits = np.concatenate(right)
+    return {
+        "accuracy": float(hits.mean()),
+        "accuracy/half_width": proportion(float(hits.sum()), hits.size).half,
+        "accuracy/whole_solutions": float(np.mean([steps.all() for steps in right])),
+        "right_steps": float(np.mean(np.concatenate([row.labels > 0.5 for row in rows]))),
+    }
+
+
+PROCESS: Objective[Solution] = Objective(
+    name="prm",
+    samples=process_samples,
+    loss=process_loss,
+    measure=_step_metrics,
+    headlines={"held-out loss": "loss", "step accuracy": "accuracy", "right steps": "right_steps"},
+)
+"""A process reward model: the probability that a step is right, read at its last token (PRM800K, 2305.20050)."""
+
+
+# ---- what is measured of pairs -----------------------------------------------------------------------------------------------
+
+
+def compared(chosen_R: np.ndarray, rejected_R: np.ndarray) -> dict[str, float]:
+    """Share of pairs in the right order (a tie is half right), and the mean scores."""
+    gap_R = chosen_R - rejected_R
+    return {
+        "accuracy": _accuracy(gap_R),
+        "margin": float(gap_R.mean()),
+        "score/chosen": float(chosen_R.mean()),
+        "score/rejected": float(rejected_R.mean()),
+    }
+
+
+def examined(chosen_R: np.ndarray, rejected_R: np.ndarray, rows: Sequence[Pair]) -> dict[str, float]:
+    """The accuracy's 95 % interval, accuracy by which side is longer, and how probabilities and frequencies agree."""
+    gap_R = chosen_R - rejected_R
+    longer_R = np.sign([row.chosen.size - row.rejected.size for row in rows])
+    found = {"accuracy/half_width": proportion(_accuracy(gap_R) * gap_R.size, gap_R.size).half}
+    for name, sign in (("shorter", -1), ("same_length", 0), ("longer", 1)):
+        if (longer_R == sign).any():
+            found[f"accuracy/chosen_{name}"] = _accuracy(gap_R[longer_R == sign])
+    return found | calibration(gap_R)
+
+
+def calibration(gap_R: np.ndarray) -> dict[str, float]:
+    """Reliability curve: of pairs whose preferred side has a probability in a bin, the share that is in the right order.
+
+    `calibration/error` is the mean distance between the two, weighted by pairs.
+
+    >>> found = calibration(np.array([2.0, 2.0, -2.0, 2.0]))
+    >>> found["calibration/0.8-0.9/predicted"].__round__(3), found["calibration/0.8-0.9/observed"]
+    (0.881, 0.75)
+    """
+    sure_R = 1.0 / (1.0 + np.exp(-np.minimum(np.abs(gap_R), 50.0)))
+    right_R = np.where(gap_R == 0, 0.5, gap_R > 0)
+    place_R = np.clip(np.digitize(sure_R, BINS) - 1, 0, len(BINS) - 2)
+    found, error = {}, 0.0
+    for place, (low, high) in enumerate(pairwise(BINS)):
+        if (inside_R := place_R == place).any():
+            predicted, observed = float(sure_R[inside_R].mean()), float(right_R[inside_R].mean())
+            found |= {f"calibration/{low}-{high}/predicted": predicted, f"calibration/{low}-{high}/observed": observed}
+            found[f"calibration/{low}-{high}/pairs"] = float(inside_R.sum())
+            error += inside_R.mean() * abs(predicted - observed)
+    return {"calibration/error": float(error)} | found
+
+
+# ---- iterating ---------------------------------------------------------------------------------------------------------------
+
+
+def preference_rows(groups: Iterable[Scored], judge: str | None = None) -> list[dict[str, Any]]:
+    """New pairs from a policy's own completions: the best and the worst of each group by a judge.
+
+    judge: the name of one of the groups' reward functions; None: their weighted sum.
+    Groups without a difference, with equal or with empty texts, give none.  A row keeps its prompt's columns, so that the template
+    of the old data fits: the reward model goes on learning from the new pairs with a share of the old ones
+    (`reward_model.replay`), as in DeepSeekMath's Algorithm 1 (2402.03300).  Raises ConfigError for an unknown judge.
+    """
+    rows = []
+    for group in groups:
+        if judge is not None and judge not in group.names:
+            raise ConfigError(f"no reward is called {judge!r}; there are: {', '.join(group.names)}")
+        scores = group.reward if judge is None else group.rewards[:, group.names.index(judge)]
+        if np.isnan(scores).all():
+            continue
+        best, worst = (int(i) for i in (np.nanargmax(scores), np.nanargmin(scores)))
+        chosen, rejected = group.rollouts[best].text, group.rollouts[worst].text
+        if scores[best] > scores[worst] and chosen != rejected and chosen.strip() and rejected.strip():
+            rows.append({"prompt": group.prompt.text, **group.prompt.row, "chosen": chosen, "rejected": rejected})
+    return rows
+
+
+def with_replay(new: Sequence[Pair], old: Sequence[Pair], share: float, seed: int) -> list[Pair]:
+    """New pairs and as many seeded ones of the old as make up `share` of the whole.
+
+    >>> with_replay([], [], 0.1, seed=0)
+    []
+    """
+    count = min(round(share / (1.0 - share) * len(new)), len(old))
+    picked = np.random.default_rng(seed).choice(len(old), size=count, replace=False) if count else ()
+    return [*new, *(old[int(i)] for i in picked)]
+
+
+# ---- building blocks ---------------------------------------------------------------------------------------------------------
+
+
+def _spoken(
+    group: str, prompt: np.ndarray, completion: np.ndarray, weight: float, reference_logp: np.ndarray | None = None
+) -> Sample:
+    nothing = np.zeros(completion.size)
+    return Sample(
+        group=group,
+        prompt=prompt,
+        completion=completion,
+        weight=np.full(completion.size, weight),
+        advantage=nothing,
+        behavior_logp=nothing,
+        reference_logp=reference_logp,
+    )
+
+
+def _pairs_of(batch: Batch) -> tuple[list[int], list[int], list[int]]:
+    """Segments of the chosen and of the rejected sides, and the last position of each chosen one.
+
+    Samples alternate, chosen first; a pair is never cut.
+    """
+    segment = {sample: s for s, sample in enumerate(batch.samples) if sample >= 0}
+    chosen = [s for sample, s in segment.items() if sample % 2 == 0]
+    rejected = [segment[sample + 1] for sample in segment if sample % 2 == 0]
+    return chosen, rejected, [batch.layout.start[s] + batch.layout.length[s] - 1 for s in chosen]
+
+
+def _sides(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return values[0::2], values[1::2]
+
+
+def _accuracy(gap_R: np.ndarray) -> float:
+    return float(np.where(gap_R == 0, 0.5, gap_R > 0).mean())

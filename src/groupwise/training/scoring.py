@@ -1,0 +1,93 @@
+"""Rollouts become samples, and samples get log-probabilities under any policy: the current one's or the reference's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from groupwise.data.packing import pack, unpack
+from groupwise.distributed import comm
+from groupwise.models.fused import fused_modules
+from groupwise.models.policy import Policy
+from groupwise.ops.linear_cross_entropy import Support, chosen_logprobs
+from groupwise.records import Batch, Rollout, Sample
+
+
+def sample_of(
+    rollout: Rollout,
+    *,
+    weight: float = 1.0,
+    advantage: np.ndarray | None = None,
+    reference_logp: np.ndarray | None = None,
+    extra: Mapping[str, np.ndarray] | None = None,
+) -> Sample:
+    """A rollout as it is packed: `weight` on every token the policy wrote, 0 on the others.  extra: see `Sample`."""
+    return Sample(
+        group=rollout.prompt.id,
+        index=rollout.index,
+        prompt=rollout.prompt.tokens,
+        completion=rollout.tokens,
+        weight=np.where(rollout.trained, weight, 0.0),
+        advantage=np.zeros(len(rollout)) if advantage is None else advantage,
+        behavior_logp=rollout.behavior_logp,
+        temperature=rollout.sampling.temperature or 1.0,
+        reference_logp=reference_logp,
+        support=rollout.support,
+        extra=extra or {},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Per sample and token (n_i,), nats; 0 where nothing was asked (weight 0)."""
+
+    logp: list[np.ndarray]
+    entropy: list[np.ndarray]
+
+
+def support_of(batch: Batch) -> Support | None:
+    """The support of a batch's trained rows, if any rollout of it was truncated by top-k, top-p or min-p."""
+    return None if batch.support is None else Support(ids_E=batch.support[0], begin_M=batch.support[1])
+
+
+def batches_of(policy: Policy, samples: Sequence[Sample], budget: int, *, whole_groups: bool = False) -> list[Batch]:
+    """This process's part of samples that all processes have, packed as the policy takes them; see `packing.pack`."""
+    dtype = torch.promote_types(policy.dtype, torch.float32)
+    how = {"share": policy.attention == "shared", "fill": policy.tiled, "world": comm.world(), "even": policy.sharded}
+    return pack(samples, budget, whole_groups=whole_groups, device=policy.device, dtype=dtype, **how)
+
+
+@torch.no_grad()
+def score(policy: Policy, samples: Sequence[Sample], *, budget: int, entropy: bool = False) -> Scores:
+    """Log-probs (and entropies) of every completion token, at the temperature and over the support it was sampled with.
+
+    Packed with shared prompts, `budget` positions at a time; no gradient.  Entropies are zeros unless asked for.
+    Of several processes each computes its part, and each gets the whole.
+    """
+    logp = [np.zeros(sample.completion.size) for sample in samples]
+    entropies = [np.zeros(sample.completion.size) for sample in samples]
+    found: list[tuple[bool, int, np.ndarray]] = []
+    with fused_modules(policy.model, keep=not policy.sharded):
+        for batch in batches_of(policy, samples, budget):
+            hidden = policy.forward(batch).hidden_PD[batch.trained_M]
+            with policy.precision():
+                logp_M, entropy_M = chosen_logprobs(
+                    hidden,
+                    policy.head,
+                    batch.target_P[batch.trained_M],
+                    batch.temperature_P[batch.trained_M],
+                    support_of(batch),
+                    entropy=entropy,
+                )
+            for values_M, of_entropy in ((logp_M, False), (entropy_M, True)):
+                if values_M is not None:
+                    values_P = values_M.new_zeros(batch.layout.total)
+                    values_P[batch.trained_M] = values_M
+                    found += [(of_entropy, index, values) for index, values in unpack(batch, values_P, samples)]
+    policy.settle()
+    for of_entropy, index, values in comm.gather(found):
+        (entropies if of_entropy else logp)[index] = values
+    return Scores(logp, entropies)

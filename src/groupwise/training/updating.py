@@ -1,0 +1,197 @@
+"""One optimizer step: samples with their final weights -> packed micro-batches -> forward, backward, step.
+
+`assess` is the same without learning: what validation reports is what training minimises.  The same function serves every
+objective; what differs is the loss of a batch, which the objective brings.  `token_loss` is that of all objectives that are a sum
+over tokens (GRPO's family, SFT).
+
+P positions and M trained positions of a micro-batch   D width
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from groupwise.data.packing import unpack
+from groupwise.distributed import comm
+from groupwise.errors import MemoryExceeded
+from groupwise.models.fused import fused_modules
+from groupwise.models.policy import Policy
+from groupwise.ops.grad_accum import summed_in_place
+from groupwise.ops.linear_cross_entropy import TokenLoss, chosen_logprobs, fused_loss
+from groupwise.records import Batch, Sample
+from groupwise.training.optimizer import Taken
+from groupwise.training.scoring import batches_of, support_of
+from groupwise.utils.allocator import Heap
+
+log = logging.getLogger(__name__)
+
+HEAP = Heap()
+
+BatchLoss = Callable[[Policy, Batch], tuple[Tensor, Tensor]]
+"""(policy, batch) -> (weighted loss of the batch, a differentiable scalar; a number per trained position (M,), for the log)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Assessment:
+    """What a loss says of samples."""
+
+    samples: list[Sample]
+    seen: list[np.ndarray]
+    """Per sample (n_i,): what the loss reported of its tokens (log-probs, scores), before the step where there is one."""
+    loss: float
+    positions: list[int]
+    """Packed positions that each process worked on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Update(Assessment):
+    """One optimizer step: what was trained and what was seen on the way."""
+
+    taken: Taken
+    budget: int
+    """Packed positions at a time that fitted into memory."""
+
+
+class Stepper(Protocol):
+    """What a step needs of an optimizer."""
+
+    def clear(self) -> None:
+        """See `Optimizer`."""
+        ...
+
+    def step(self) -> Taken:
+        """See `Optimizer`."""
+        ...
+
+
+def update(
+    policy: Policy, loss: BatchLoss, samples: Sequence[Sample], optimizer: Stepper, *, budget: int, whole_groups: bool = False
+) -> Update:
+    """Forward and backward over the samples, at most `budget` positions at a time, and one optimizer step.
+
+    The weights of the samples are final, so neither the budget nor the order can change the step, nor how many processes share
+    it: each works on its part of the packed positions, and the optimizer takes the sum of their gradients.
+    whole_groups: never cut a group (pairs are compared with each other).
+
+    Where memory does not suffice, the same step is computed anew with half the budget, down to one sample at a time.
+    """
+    lengths = [sample.prompt.size + sample.completion.size for sample in samples]
+    HEAP.tidy()
+    while True:
+        optimizer.clear()  # of what a pass that was interrupted, or did not fit, has left
+        try:
+            found = _visit(policy, loss, samples, budget, whole_groups, learn=True)
+            break
+        except RuntimeError as error:
+            if not _out_of_memory(error):
+                raise
+            smaller = min(budget, sum(lengths)) // 2
+            if comm.world().size > 1 or smaller < max(lengths):
+                raise MemoryExceeded(
+                    f"{budget} packed positions at a time do not fit into memory ({str(error).splitlines()[0]}); lower "
+                    "optimizer.tokens_per_microbatch, or set model.gradient_checkpointing: true"
+                ) from error
+        # Out of the handler, which would keep the failed pass alive through its traceback.
+        if policy.device.type == "cuda":
+            torch.cuda.empty_cache()
+        log.warning("%d packed positions at a time do not fit into memory: going on with %d, to the same result", budget, smaller)
+        budget = smaller
+    return Update(**found, taken=optimizer.step(), budget=budget)  # not to be tried twice: it changes weights as it goes
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    """CUDA has a type for it; the CPU's allocator only a message."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+@torch.no_grad()
+def assess(policy: Policy, loss: BatchLoss, samples: Sequence[Sample], *, budget: int, whole_groups: bool = False) -> Assessment:
+    """The same loss of the same kind of samples, without a gradient or a step."""
+    return Assessment(**_visit(policy, loss, samples, budget, whole_groups, learn=False))
+
+
+def _visit(
+    policy: Policy, loss: BatchLoss, samples: Sequence[Sample], budget: int, whole_groups: bool, *, learn: bool
+) -> dict[str, Any]:
+    """The fields of an assessment.  Every process visits its part and learns what the others found."""
+    seen = [np.zeros(sample.completion.size) for sample in samples]
+    own: list[tuple[int, np.ndarray]] = []
+    positions = 0
+    total = torch.zeros((), dtype=torch.promote_types(policy.dtype, torch.float32), device=policy.device)
+    with fused_modules(policy.model, keep=not policy.sharded), summed_in_place(learn and not policy.sharded):
+        for batch in batches_of(policy, samples, budget, whole_groups=whole_groups):
+            value, seen_M = loss(policy, batch)
+            if learn:
+                value.backward()
+            total += value.detach()
+            seen_P = seen_M.new_zeros(batch.layout.total)
+            seen_P[batch.trained_M] = seen_M.detach()
+            own += unpack(batch, seen_P, samples)
+            positions += sum(batch.layout.length)
+    policy.settle()
+    parts = comm.gather([(float(total), positions, own)])
+    for index, values in (pair for _, _, pairs in parts for pair in pairs):
+        seen[index] = values
+    return {
+        "samples": list(samples),
+        "seen": seen,
+        "loss": sum(value for value, _, _ in parts),
+        "positions": [load for _, load, _ in parts],
+    }
+
+
+def balance(updates: Sequence[Update]) -> dict[str, float]:
+    """How evenly the packed positions of updates lie over processes: the fullest one's over the mean, and each one's idle share.
+
+    Empty for a single process.
+    """
+    total = np.sum([taken.positions for taken in updates], axis=0)
+    if total.size < 2 or not total.any():
+        return {}
+    idle = {f"ranks/idle/{rank}": 1.0 - float(load) / float(total.max()) for rank, load in enumerate(total)}
+    return {"ranks/imbalance": float(total.max() / total.mean()), **idle}
+
+
+def token_loss(
+    policy: Policy,
+    batch: Batch,
+    loss: TokenLoss,
+    *,
+    separable: bool,
+    entropy: bool = False,
+    as_is: bool = False,
+    learn: bool = True,
+    beside: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`loss` of a batch's trained tokens, differentiable with respect to the policy, and their log-probs (M,).
+
+    loss: (log-probs, entropies or None, which of the M) -> its weighted part, a scalar.
+    separable: a token's loss depends on no other token; the head's gradient is then taken while its logits are at hand.
+    entropy: the loss reads entropies.
+    as_is: what is returned is what is differentiated, multiplied by nothing: `update` then keeps one gradient of the head, not two.
+    learn: False where `loss` has no gradient: log-probs are then computed for the log alone.
+    beside: of the hidden states (M, D) and the log-probs (M,), another part of the loss.
+    """
+    rows_M = batch.trained_M
+    outputs = policy.forward(batch)
+    inputs = (outputs.hidden_PD[rows_M], policy.head, batch.target_P[rows_M], batch.temperature_P[rows_M])
+    with policy.precision():
+        if not learn:
+            with torch.no_grad():
+                logp_M, entropy_M = chosen_logprobs(*inputs, support_of(batch), entropy=entropy)
+                value = loss(logp_M, entropy_M, slice(0, rows_M.shape[0]))
+        elif separable and torch.is_grad_enabled():
+            value, logp_M, _ = fused_loss(*inputs, loss, support_of(batch), entropy=entropy, as_is=as_is)
+        else:
+            logp_M, entropy_M = chosen_logprobs(*inputs, support_of(batch), entropy=entropy)
+            value = loss(logp_M, entropy_M, slice(0, rows_M.shape[0]))
+    if beside is not None:
+        value = value + beside(inputs[0], logp_M)
+    return value + outputs.router_loss, logp_M

@@ -1,0 +1,107 @@
+"""The preflight: silent about a healthy recipe, loud about planted faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+
+from groupwise.cli.check import check_recipe
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    def run(**changes: object) -> tuple[int, str]:
+        tree = {
+            "objective": "grpo",
+            "runs": str(tmp_path / "runs"),
+            "steps": 3,
+            "model": {"scratch": {"hidden": 32, "layers": 2, "heads": 4, "context": 96}},
+            "data": {"task": "addition", "limit": 64, "eval_limit": 8, "chat": True},
+            "rewards": [{"function": "accuracy"}],
+            "rollout": {"max_new_tokens": 16, "temperature": 0.7},
+            "group": {"prompts_per_step": 4},
+        }
+        for key, value in changes.items():
+            tree[key] = tree.get(key, {}) | value if isinstance(value, dict) else value
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(tree, sort_keys=False))
+        console = Console(width=500, record=True, quiet=False)
+        with console.capture() as captured:
+            status = check_recipe(str(path), console=console)
+        return status, captured.get()
+
+    return run
+
+
+def test_a_healthy_recipe_passes(check: Callable) -> None:
+    status, text = check()
+    assert status == 0, text
+    for name in ("EOS", "PAD", "template", "gold", "log-probs", "batching", "packing", "positions", "memory"):
+        assert name in text
+    assert "FAIL" not in text
+    assert "temperature 0.7" in text
+
+
+@pytest.mark.parametrize("truncation", [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}])
+def test_p13_truncated_sampling_is_scored_over_its_support(truncation: dict, check: Callable) -> None:
+    status, text = check(rollout={"max_new_tokens": 16} | truncation)
+    assert status == 0, text
+    assert "over the truncated support" in text
+
+
+def test_p11_a_scorer_at_another_temperature_is_found(check: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    import groupwise.training.scoring as scoring
+
+    genuine = scoring.chosen_logprobs
+    monkeypatch.setattr(
+        scoring,
+        "chosen_logprobs",
+        lambda h, head, t, temperature, *rest, **kw: genuine(h, head, t, torch.ones_like(temperature), *rest, **kw),
+    )
+    status, text = check()
+    assert status == 1
+    assert "FAIL  log-probs" in text
+
+
+def test_p07_positions_that_start_anew_are_found(check: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    import groupwise.models.policy as policy
+
+    genuine = policy.Policy.hidden
+    planted = {"on": False}
+
+    def hidden(self: object, tokens: torch.Tensor, position: torch.Tensor, attend: object) -> torch.Tensor:
+        return genuine(self, tokens, torch.arange(len(position)) % 90 if planted["on"] else position, attend)
+
+    monkeypatch.setattr(policy.Policy, "hidden", hidden)
+    import groupwise.cli.check as module
+
+    make_job = module.make_job
+
+    def after_the_probe(*given: object, **named: object) -> object:
+        job = make_job(*given, **named)
+        planted["on"] = True
+        return job
+
+    monkeypatch.setattr(module, "make_job", after_the_probe)
+    status, text = check()
+    assert status == 1
+    assert "FAIL" in text
+
+
+def test_a_gold_answer_that_cannot_be_right_is_named(check: Callable, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=", "answer": ""}\n' * 4)
+    status, text = check(data={"task": None, "path": str(rows), "limit": None, "eval_limit": None, "chat": False})
+    assert status == 1
+    assert "gold answers do not earn accuracy = 1" in text
+
+
+def test_an_unusable_recipe_says_why_in_its_last_line(check: Callable) -> None:
+    status, text = check(group={"prompts_per_step": 100})
+    assert status == 1
+    assert "prompts_per_step is 100, but the data has only" in text

@@ -1,0 +1,292 @@
+"""The command as a user types it: fast, short messages, the right exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from groupwise.cli import commands
+from groupwise.config import recipes
+from groupwise.config.recipes import dump_stages, parse_stages
+from groupwise.errors import Diverged, EngineError
+
+RECIPE = """\
+# Adds numbers: 0.3 -> 0.99 in a minute.
+# One core.
+
+objective: grpo
+steps: 3
+model: {scratch: {hidden: 64}}
+data: {task: addition}
+rewards: [{function: accuracy}]
+"""
+
+COMMANDS = ("train", "eval", "check", "score", "chat", "recipes", "config", "runs")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    (tmp_path / "bundled").mkdir()
+    (tmp_path / "bundled" / "sums.yaml").write_text(RECIPE)
+    monkeypatch.setattr(recipes, "recipe_folder", lambda: tmp_path / "bundled")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple, dict]]:
+    """Stands in for the heavy modules and writes down how they are called."""
+    made: list[tuple[str, tuple, dict]] = []
+
+    def recorder(name: str, result: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            made.append((name, given, named))
+            return result
+
+        return call
+
+    report = SimpleNamespace(render=lambda: "rendered", to_json=lambda: '{"a": 1}')
+    stand_ins = {
+        "groupwise.runs.run": {"train_recipe": recorder("train", 0)},
+        "groupwise.cli.use": {"evaluate_checkpoint": recorder("eval", report), "chat": recorder("chat", 0)},
+        "groupwise.cli.check": {"check_recipe": recorder("check", 1)},
+    }
+    for name, functions in stand_ins.items():
+        module = ModuleType(name)
+        module.__dict__.update(functions)
+        monkeypatch.setitem(sys.modules, name, module)
+    return made
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "groupwise", *arguments], capture_output=True, text=True, check=False)
+
+
+# ---------------------------------------------------------------- speed and size
+
+
+def test_help_is_fast_short_and_imports_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "from groupwise.cli.commands import main\n"
+        "try:\n    main(['--help'])\n"
+        "except SystemExit as end:\n    assert end.code == 0\n"
+        "print(*sorted({'torch', 'transformers', 'datasets', 'pydantic', 'rich', 'pyarrow'} & set(sys.modules)), file=sys.stderr)\n"
+    )
+    times = []
+    for _ in range(3):
+        start = time.monotonic()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        times.append(time.monotonic() - start)
+    assert done.stderr.strip() == ""
+    assert min(times) < 0.5
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 45
+    assert max(map(len, lines)) <= 100
+    assert all(f"    {name} " in done.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        commands.main([name, "--help"])
+    assert end.value.code == 0
+    assert "--debug" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments", [["config"], ["config", "group"], ["recipes"], ["train", "r.yaml", "--print-config"], ["runs", "."]]
+)
+def test_light_commands_import_no_torch(arguments: list[str]) -> None:
+    code = f"import sys; from groupwise.cli.commands import main; rc = main({arguments!r}); sys.exit(rc or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+# ---------------------------------------------------------------- what is passed on
+
+
+def test_train_passes_everything_on(calls: list) -> None:
+    assert commands.main(["train", "r.yaml", "steps=4", "--dry-run", "--quiet"]) == 0
+    given = {"dry_run": True, "fresh": False, "quiet": True, "timeout": 1800, "world": None, "model_config": None}
+    assert calls == [("train", ("r.yaml", ["steps=4"]), given)]
+
+
+def test_what_stands_behind_an_override_is_passed_on(calls: list) -> None:
+    assert commands.main(["train", "r.yaml", "steps=4", "--fresh"]) == 0
+    assert calls[0][2]["fresh"] is True
+
+
+def test_a_bad_recipe_is_refused_before_anything_is_called(calls: list, capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(["train", "r.yaml", "lr=1"]) == 2
+    assert commands.main(["check", "r.yaml", "lr=1"]) == 2
+    assert calls == []
+    assert capsys.readouterr().err.count("did you mean optimizer.lr?") == 2
+
+
+def test_check_returns_its_verdict(calls: list) -> None:
+    assert commands.main(["check", "sums"]) == 1
+    assert calls == [("check", ("sums", []), {})]
+
+
+def test_eval_passes_everything_on(calls: list, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["eval", "runs/x", "--task", "addition", "--task-arg", "digits=2", "--k", "4", "--temperature", "0.7", "--limit", "9"]
+    assert commands.main(given) == 0
+    assert capsys.readouterr().out == "rendered\n"
+    assert commands.main([*given, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"a": 1}
+    _, (checkpoint,), named = calls[0]
+    assert checkpoint == "runs/x"
+    assert (named["task"], named["task_args"], named["data"]) == ("addition", {"digits": 2}, None)
+    assert (named["k"], named["temperature"], named["limit"], named["max_new_tokens"]) == (4, 0.7, 9, 256)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["eval", "x"],
+        ["eval", "x", "--task", "a", "--data", "b"],
+        ["eval", "x", "--task", "a", "--k", "0"],
+        ["nosuch"],
+        [],
+    ],
+)
+def test_wrong_usage_ends_with_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        commands.main(arguments)
+    assert end.value.code == 2
+
+
+def test_wrong_values_of_options(calls: list, capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(["eval", "x", "--task", "a", "--temperature", "0"]) == 2
+    assert commands.main(["eval", "x", "--task", "a", "--task-arg", "digits"]) == 2
+    assert commands.main(["eval", "x", "--task", "a", "--temperature", "nan"]) == 2
+    assert commands.main(["score", "accuracy,exact", "f.jsonl", "--arg", "a=1"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("ConfigError: --temperature must be greater than 0, got 0")
+    assert said[1] == "ConfigError: --task-arg is written KEY=VALUE, got 'digits'"
+    assert said[2].startswith("ConfigError: --temperature must be greater than 0, got nan")
+    assert calls == []
+
+
+def test_score(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": "2+2=", "completion": text, "answer": "4"} for text in ("4", "5")]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert commands.main(["score", "exact", "rows.jsonl"]) == 0
+    assert "mean 0.5" in capsys.readouterr().out
+    assert commands.main(["score", "exact", "nosuch.jsonl"]) == 2
+
+
+# ---------------------------------------------------------------- what is printed
+
+
+def test_print_config_reads_back(capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(["train", "r.yaml", "seed=7", "--print-config"]) == 0
+    text = capsys.readouterr().out
+    assert dump_stages(parse_stages(text, "again")) == text
+    assert parse_stages(text, "again")["grpo"].seed == 7
+
+
+def test_recipes_list_show_copy(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(["recipes"]) == 0
+    assert capsys.readouterr().out == "sums: Adds numbers: 0.3 -> 0.99 in a minute.\n    One core.\n"
+    assert commands.main(["recipes", "show", "sums"]) == 0
+    assert capsys.readouterr().out == RECIPE
+    assert commands.main(["recipes", "copy", "sums"]) == 0
+    assert (folder / "sums.yaml").read_text() == RECIPE
+    assert commands.main(["recipes", "copy", "sums"]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert commands.main(["recipes", "copy", "sums", "nosuch/sums.yaml"]) == 2
+    assert "cannot write nosuch/sums.yaml: No such file or directory" in capsys.readouterr().err
+    assert commands.main(["recipes", "copy"]) == 2
+    assert commands.main(["recipes", "copy", "sumz"]) == 2
+    assert "did you mean sums?" in capsys.readouterr().err
+
+
+def test_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(["config", "num_generations"]) == 0
+    assert capsys.readouterr().out.startswith("group.group_size\n")
+    assert commands.main(["config", "group.grup_size"]) == 2
+    assert capsys.readouterr().err == "ConfigError: there is no setting 'group.grup_size' (did you mean group.group_size?)\n"
+    assert commands.main(["config"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(Path(__file__).with_name("settings_names.txt").read_text().split())
+
+
+def test_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from groupwise.records import Step
+    from groupwise.runs.folder import RunLog
+
+    assert commands.main(["runs"]) == 2
+    recipe = parse_stages(RECIPE, "r")["grpo"]
+    for name in ("a", "b"):
+        with RunLog(folder / "runs" / name, recipe) as log:
+            log.write(Step(number=1, metrics={"reward": 0.5}))
+            if name == "b":
+                log.finish(1)
+    capsys.readouterr()
+    assert commands.main(["runs"]) == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["a", "stopped", "step", "1", "reward", "0.500"],
+        ["b", "finished", "step", "1", "reward", "0.500"],
+    ]
+
+
+# ---------------------------------------------------------------- how it ends
+
+
+@pytest.mark.parametrize("error", [Diverged("weights are nan"), EngineError("the engine died")])
+def test_errors_are_one_line_and_their_exit_code(
+    error: Diverged | EngineError, calls: list, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(sys.modules["groupwise.runs.run"], "train_recipe", fail)
+    assert commands.main(["train", "r.yaml"]) == error.exit_code
+    assert capsys.readouterr().err == f"{type(error).__name__}: {error}\n"
+    with pytest.raises(type(error)):
+        commands.main(["train", "r.yaml", "--debug"])
+
+
+def test_c8_ctrl_c_is_friendly(calls: list, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["groupwise.runs.run"], "train_recipe", interrupt)
+    assert commands.main(["train", "r.yaml"]) == 130
+    assert capsys.readouterr().err == "\ninterrupted; the same command goes on from the last checkpoint\n"
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    line = f"{sys.executable} -m groupwise config | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert done.returncode == 0
+
+
+def test_the_module_is_the_command() -> None:
+    done = command("--version")
+    assert (done.returncode, done.stdout.split()[0]) == (0, "groupwise")
+    done = command("train", "nosuch.yaml")
+    assert done.returncode == 2
+    assert done.stderr.startswith("ConfigError: no such recipe 'nosuch.yaml'")
+    assert "Traceback" not in done.stderr
+
+
+def test_overrides_may_stand_behind_options() -> None:
+    from groupwise.cli.commands import _parse
+
+    given = _parse(["train", "demo", "seed=1", "--dry-run", "steps=3"])
+    assert given.dry_run
+    assert given.overrides == ["seed=1", "steps=3"]
+    with pytest.raises(SystemExit):
+        _parse(["train", "demo", "--dryrun", "steps=3"])
+    with pytest.raises(SystemExit):
+        _parse(["runs", "a", "b"])

@@ -1,0 +1,111 @@
+"""The worked example: its numbers by hand, every preset, and the command."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from groupwise.algorithms.registry import ALGORITHMS
+from groupwise.cli import commands
+from groupwise.cli.explain import render, work
+from groupwise.errors import ConfigError
+
+SHOWN = [name for name, row in ALGORITHMS.items() if row.divergence is None]
+
+
+def sigmoid(z: float) -> float:
+    return 1 / (1 + math.exp(-z))
+
+
+def test_the_default_example_by_hand() -> None:
+    example = work()
+    assert [a[0] for a in example.advantages] == pytest.approx([0.5 / 0.5001, -0.5 / 0.5001, 0.0])
+    assert example.column("weight") == pytest.approx([1 / 6] * 2 + [1 / 9] * 3 + [1 / 12] * 4)
+    first, second = example.passes
+    assert first.ratio == pytest.approx(np.ones(9))
+    assert first.total == pytest.approx(0.0, abs=1e-12)
+    assert not first.clipped.any()
+    expected = []
+    for p, weight, advantage in [(0.5, 1 / 6, 1), (0.8, 1 / 6, 1), (0.6, 1 / 9, -1), (0.9, 1 / 9, -1), (0.3, 1 / 9, -1)]:
+        moved = sigmoid(math.log(p / (1 - p)) + 5 * weight * advantage / 1.0002 * (1 - p))
+        expected.append(moved / p)
+    assert second.ratio[:5] == pytest.approx(expected, rel=1e-12)
+    assert expected[0] > 1.2
+    assert expected[4] < 0.8
+    assert second.clipped.tolist() == [True, False, False, False, True, *[False] * 4]
+    a = 1 / 1.0002
+    loss = [-1.2 * a, -expected[1] * a, expected[2] * a, expected[3] * a, 0.8 * a]
+    assert second.loss[:5] == pytest.approx(loss, rel=1e-12)
+    assert second.total == pytest.approx(sum(loss[:2]) / 6 + sum(loss[2:]) / 9, rel=1e-12)
+    assert second.gradient == pytest.approx([0, -a * expected[1] / 6, a * expected[2] / 9, a * expected[3] / 9, 0, 0, 0, 0, 0])
+
+
+def test_gradients_are_those_of_the_loss() -> None:
+    """The first pass's ratios are 1, so moving every log-prob by its gradient lowers the loss at first order."""
+    for preset in SHOWN:
+        example = work([1, 0, 0.25, 0.5], preset=preset, beta=0.1, lr=1e-4)
+        first, second = example.passes
+        change = float(first.gradient @ (second.logp - first.logp))
+        assert change < 0, preset
+        if preset != "cispo" and preset != "vespo":  # their weight is held constant: the loss is no potential of its gradient
+            assert second.total - first.total == pytest.approx(change, rel=1e-2), preset
+
+
+def test_kl_is_k3_of_the_tables() -> None:
+    example = work(beta=0.04, mu=1)
+    assert example.passes[0].kl is not None
+    gap = math.log(0.55) - math.log(0.5)
+    assert example.passes[0].kl[0] == pytest.approx(math.exp(gap) - gap - 1)
+    assert work(mu=1).passes[0].kl is None
+
+
+@pytest.mark.parametrize("preset", SHOWN)
+def test_every_preset_can_be_explained(preset: str) -> None:
+    for rewards in ([1, 0, 0.5], [1, None, 0.5, 0.5], [0, 0]):
+        for beta in (None, 0.1):
+            text = render(work(rewards, preset=preset, beta=beta, mu=3))
+            assert text.startswith(f"{preset}: ")
+            assert "nan" not in text
+            assert len(text.splitlines()) > 20
+
+
+def test_a_dead_group_moves_nothing() -> None:
+    example = work([1, 1, 1], mu=3)
+    assert all((seen.gradient == 0).all() and np.allclose(seen.ratio, 1, rtol=0, atol=1e-12) for seen in example.passes)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    for wrong, said in [
+        ({"rewards": [1.0]}, "group_size must be at least 2"),
+        ({"lengths": [1, 2]}, "3 rewards need as many lengths"),
+        ({"lengths": [1, 2, 0]}, "each 1 to 8"),
+        ({"preset": "grop"}, "did you mean 'grpo'"),
+        ({"preset": "minillm"}, "learns from whole distributions"),
+        ({"mu": 0}, "mu must be at least 1"),
+        ({"mu": 10**20}, "at most 100"),
+        ({"lr": math.nan}, "lr must be a finite number greater than 0, got nan"),
+        ({"lr": math.inf}, "lr must be a finite number"),
+        ({"beta": -1.0}, "beta must be at least 0"),
+        ({"rewards": [1.0, math.inf]}, "finite number"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            work(**wrong)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(["explain"]) == 0
+    text = capsys.readouterr().out
+    assert text == render(work()) + "\n"
+    assert "+0.9998   -0.9998         0" in text
+    assert "+1.2247   -1.2247         0" in text
+    assert text.count("  clipped\n") == 2
+    given = ["--rewards=-1,none,0.5,0", "--lengths", "1,1,2,3", "--preset", "dapo", "--mu", "1", "--beta", "0.1", "--lr", "2"]
+    assert commands.main(["explain", *given]) == 0
+    assert "None" in capsys.readouterr().out
+    assert commands.main(["explain", "--preset", "ppo2"]) == 2
+    for wrong in (["--rewards", "1,x"], ["--lengths", "1,2.5"]):
+        with pytest.raises(SystemExit) as end:
+            commands.main(["explain", *wrong])
+        assert end.value.code == 2

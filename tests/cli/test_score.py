@@ -1,0 +1,109 @@
+"""`groupwise score`: reward functions over files of completions."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from groupwise.cli.score import score_file, visible
+from groupwise.config.settings import RewardSettings
+from groupwise.errors import ConfigError, DataError
+
+ROWS = [
+    {"prompt": "2+2=", "completion": r"\boxed{4}", "answer": "4", "completion_ids": [1, 2, 3]},
+    {"prompt": "2+2=", "completion": "\x1b[31mfive\x07", "answer": "4", "completion_ids": [1, 1, 1, 1]},
+    {
+        "prompt": [{"role": "user", "content": "3+3="}],
+        "completion": [{"role": "assistant", "content": "6"}],
+        "answer": "",
+        "completion_ids": [5],
+    },
+]
+
+
+def write(path, rows):
+    if path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("\n\n".join(json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_values_of_every_row(tmp_path, suffix):
+    rows = ROWS if suffix != ".parquet" else ROWS[:2]  # a column of one type
+    repetition = RewardSettings(function="repetition", args={"n": 1}, weight=0.5)
+    report = score_file(["accuracy", repetition], write(tmp_path / f"rows{suffix}", rows))
+    assert report.names == ("accuracy", "repetition")
+    expected = np.array([[1.0, 0.0], [0.0, -0.75], [np.nan, 0.0]])[: len(rows)]
+    np.testing.assert_array_equal(report.rewards, expected)
+    np.testing.assert_array_equal(report.reward, [1.0, -0.375, 0.0][: len(rows)])
+    assert report.rows[1].endswith("line 3" if suffix == ".jsonl" else "row 2")
+
+
+def test_render_shows_the_numbers_and_no_control_characters(tmp_path):
+    text = score_file(["accuracy"], write(tmp_path / "rows.jsonl", ROWS)).render()
+    assert "3 completions" in text
+    assert "accuracy: mean 0.5, std 0.5, min 0, max 1, None 33.3%" in text
+    assert "\\x1b[31mfive\\x07" in text
+    assert all(c == "\n" or c.isprintable() for c in text)
+    assert "None" in text.splitlines()[-1]
+
+
+def test_histogram_of_many_values(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wide_reward.py").write_text("def f(completion): return float(completion)")
+    path = write(tmp_path / "rows.jsonl", [{"prompt": str(n), "completion": str(n)} for n in range(100)])
+    lines = score_file(["wide_reward.py:f"], path).render(rows=0).splitlines()
+    assert [line.split()[3:] for line in lines[3:13]] == [["10", "####"]] * 10
+
+
+def test_neighbours_with_one_prompt_are_one_call(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "size_reward.py").write_text("def f(completions): return [len(completions)] * len(completions)")
+    rows = [{"prompt": prompt, "completion": "x"} for prompt in "aabccca"]
+    assert score_file(["size_reward.py:f"], write(tmp_path / "rows.jsonl", rows)).reward.tolist() == [2, 2, 1, 3, 3, 3, 1]
+
+
+def test_columns_are_renamed_and_rows_limited(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{"question": "1", "output": "#### 1", "solution": "1"}] * 5)
+    report = score_file(["accuracy"], path, columns={"prompt": "question", "completion": "output"}, limit=2)
+    assert report.reward.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", '{"prompt": "a", "completion": "b"}\n{"prompt": ', "line 2"),
+        ("a.jsonl", "[1]", "line 1"),
+        ("a.jsonl", '{"prompt": "a", "text": "b"}', "line 1: no 'completion'; columns: 'prompt', 'text'"),
+        ("a.jsonl", '{"prompt": "a", "completion": 5}', "'completion' is 5, expected a string or messages"),
+        ("a.txt", "x", "cannot read .txt"),
+    ],
+)
+def test_bad_files(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=said):
+        score_file(["think_format"], tmp_path / name)
+
+
+def test_missing_columns_and_files(tmp_path):
+    with pytest.raises(DataError, match="no such file"):
+        score_file(["exact"], tmp_path / "no.jsonl")
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}])
+    with pytest.raises(ConfigError, match="compares with the column 'answer' or 'solution'"):
+        score_file(["accuracy"], path)
+    with pytest.raises(Exception, match="'repetition' asks for 'completion_ids', which these completions do not come with"):
+        score_file(["repetition"], path)
+
+
+def test_visible_escapes_and_cuts():
+    assert visible("a" * 100, 10) == "aaaaaaa..."
+    assert visible("\u202ex\u200b", 40) == "\\u202ex\\u200b"

@@ -1,0 +1,482 @@
+"""Recipes: every kind of mistake is found, all at once, with its line; what is right is read, merged and written back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.config.recipes import (
+    changes,
+    check,
+    dump,
+    dump_stages,
+    find_recipe,
+    header,
+    load_recipe,
+    load_stages,
+    parse_stages,
+    redacted,
+    run_folder,
+)
+from groupwise.config.settings import GroupSettings, ModelSettings, OptimizerSettings, Recipe, RewardSettings, ScratchSettings
+from groupwise.errors import ConfigError
+
+
+@pytest.fixture(autouse=True, scope="module")
+def online() -> Iterator[None]:
+    """Hub names in these recipes are taken on trust, also where the suite runs offline; nothing is fetched."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("HF_HUB_OFFLINE", raising=False)
+        yield
+
+
+GOOD = """\
+# Adds numbers.
+# Costs a minute.
+
+objective: grpo
+name: sums
+steps: 3
+model:
+  scratch: {hidden: 64}
+data:
+  task: addition
+rewards:
+- function: accuracy
+- {function: think_format, weight: 0.5}
+optimizer:
+  lr: 1e-4
+"""
+
+STAGED = """\
+name: demo
+model: {scratch: {hidden: 64}}
+data: {task: addition, task_args: {digits: 3}}
+rewards: [{function: accuracy}]
+stages:
+  sft: {objective: sft, epochs: 2, optimizer: {lr: 3e-3, betas: [0.9, 0.95]}}
+  grpo:
+    objective: grpo
+    steps: 20
+    model: {path: "stage:sft"}
+    group: {surrogate: {name: clipped, low: 0.2}}
+"""
+
+
+def one(text: str, *overrides: str) -> Recipe:
+    (recipe,) = parse_stages(text, "r.yaml", overrides).values()
+    return recipe
+
+
+def refused(text: str, *overrides: str) -> list[str]:
+    """The lines of the error."""
+    with pytest.raises(ConfigError) as caught:
+        parse_stages(text, "r.yaml", overrides)
+    lines = [line.strip() for line in str(caught.value).splitlines()]
+    return lines[1:] if lines[0].endswith(" problems in r.yaml:") else lines
+
+
+def test_a_good_recipe() -> None:
+    recipe = one(GOOD)
+    assert recipe.optimizer.lr == 1e-4
+    assert recipe.model.scratch == ScratchSettings(hidden=64)
+    assert recipe.rewards == (RewardSettings(function="accuracy"), RewardSettings(function="think_format", weight=0.5))
+    assert recipe.group == GroupSettings()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        # K1, K2: unknown keys
+        ("optimizer.lerning_rate=1", "unknown key 'optimizer.lerning_rate' (did you mean optimizer.lr?)"),
+        ("num_generations=4", "unknown key 'num_generations' (TRL name; here it is group.group_size)"),
+        ("rewards.0.wait=1", "unknown key 'rewards.0.wait'"),
+        ("group.quux=1", "unknown key 'group.quux' (`groupwise config group` lists the keys)"),
+        ("quux=1", "unknown key 'quux' (`groupwise config` lists all keys)"),
+        # K3: wrong types
+        ("group.group_size=4.5", "group.group_size must be a whole number at least 1 and at most 1000000; got 4.5"),
+        ("group.group_size=4.0", "group.group_size must be a whole number at least 1 and at most 1000000; got 4"),
+        ("group.group_size='4'", "group.group_size must be a whole number at least 1 and at most 1000000; got '4'"),
+        ("optimizer.lr=true", "optimizer.lr must be a number greater than 0 and less than 1; got true"),
+        ("optimizer.lr=abc", "optimizer.lr must be a number greater than 0 and less than 1; got 'abc'"),
+        ("data.shuffle=1", "data.shuffle must be true or false; got 1"),
+        ("data.shuffle=yes", "data.shuffle must be true or false; got 'yes'"),
+        ("name=007", 'name must be text; got 7 (write it in quotes: "7")'),
+        ("data.template={question}", "(braces and brackets have a meaning in YAML: write the text in quotes)"),
+        ("rollout.stop=END", "rollout.stop must be a list, each text; got 'END'"),
+        ("optimizer.betas=[0.9]", "optimizer.betas must be a list of 2, each a number at least 0 and less than 1; got [0.9]"),
+        ("optimizer=3", "optimizer must be a section (a mapping); got 3"),
+        ("optimizer=null", "optimizer must be a section (a mapping); got null"),
+        ("rewards=accuracy", "rewards must be a list of sections; got 'accuracy'"),
+        ("rewards=[accuracy]", "rewards.0 must be a section (a mapping); got 'accuracy'"),
+        ("group.surrogate=[1]", "group.surrogate must be a name, or a mapping with `name` and its arguments, or null; got [1]"),
+        # K4: out of range
+        ("optimizer.lr=.nan", "optimizer.lr must be a number greater than 0 and less than 1; got nan"),
+        ("optimizer.lr=0", "optimizer.lr must be a number greater than 0 and less than 1; got 0"),
+        (
+            "seed=99999999999999999999",
+            "seed must be a whole number at least 0 and less than 9223372036854775808; got 99999999999999999999",
+        ),
+        (
+            "group.group_size=100000000000000000000000",
+            "group.group_size must be a whole number at least 1 and at most 1000000; got 100000000000000000000000",
+        ),
+        ("eval.k=1000001", "eval.k must be a whole number at least 1 and at most 1000000; got 1000001"),
+        ("threads=100000000000", "threads must be a whole number at least 1 and at most 1024, or null; got 100000000000"),
+        ("rollout.temperature=0", "rollout.temperature must be a number at least 0.01; got 0"),
+        ("rollout.temperature=-1", "rollout.temperature must be a number at least 0.01; got -1"),
+        ("rollout.top_p=1.5", "rollout.top_p must be a number greater than 0 and at most 1; got 1.5"),
+        ("rewards.0.weight=.inf", "rewards.0.weight must be a number; got inf"),
+        ("group.group_size=1", "group.group_size must be at least 2 for 'grpo' (its advantages compare siblings), got 1"),
+        ("save.keep=1", "save.keep must be a whole number at least 2; got 1"),
+        # K5: choices
+        ("model.dtype=float23", "model.dtype must be one of float32, bfloat16, autocast; got 'float23' (did you mean float32?)"),
+        ("objective=gropo", "(did you mean grpo?)"),
+        (
+            "group.surrogate=cliped",
+            "group.surrogate: must be one of clipped, cispo, sapo, vespo, geometric, reinforce, importance, silent or module:function",
+        ),
+        ("group.surrogate={low: 1}", "group.surrogate: a mapping needs `name`"),
+        ("rewards.0.function=acuracy", "(did you mean accuracy?)"),
+        ("data.task=adition", "(did you mean addition?)"),
+        # K8: what is not there
+        ("model.path=./nosuch", "model.path: no such folder './nosuch'"),
+        ("model.path=/no/such/folder", "model.path: no such folder '/no/such/folder'"),
+        ("model.path=a/b/c", "model.path: no such folder 'a/b/c'"),
+        ("data.path=nosuch.jsonl", "data.path: no such file 'nosuch.jsonl'"),
+        ("data.path=.", "data.path: '.' is a folder: give one of its files (.jsonl, .ndjson, .json, .parquet)"),
+        ("data.eval_path=./x/nosuch", "data.eval_path: no such file './x/nosuch'"),
+        ("rewards.0.function=nosuch.py:f", "rewards.0.function: no such file 'nosuch.py'"),
+        ("model.scratch.tokenizer=./nosuch", "model.scratch.tokenizer: no such folder './nosuch'"),
+        ("model.chat_template=nosuch.jinja", "model.chat_template: no such file 'nosuch.jinja'"),
+        # K9: values that do not go together
+        ("group.minibatches=17", "group.minibatches (17) is more than group.prompts_per_step (16)"),
+        ("model.scratch.heads=5", "must divide model.scratch.hidden (64; nearest: 60 or 65)"),
+        ("model.scratch.kv_heads=3", "model.scratch.kv_heads (3) must divide model.scratch.heads (4)"),
+        ("model.scratch.heads=64", "a head is 1 wide; rotary positions need an even width"),
+        ("rollout.max_new_tokens=600", "is 601, more than model.scratch.context (512)"),
+        ("model.attention=single", "the native engine needs packed streams; set rollout.engine to transformers"),
+        ("optimizer.warmup_steps=4", "optimizer.warmup_steps (4) is more than all 3 optimizer steps: lower it, or raise steps"),
+        ("rewards=[]", "rewards is missing: 'grpo' needs at least one"),
+        ("rewards.1.function=accuracy", "two rewards are called 'accuracy'"),
+        ("rewards=[{function: exact, weight: 0}]", "every reward has weight 0"),
+        ("steps=null", "steps is missing: 'grpo' needs the number of rollouts"),
+        ("epochs=1", "steps is missing: 'grpo' needs the number of rollouts (epochs are for data-set objectives)"),
+        ("model.scratch=null", "model.path is missing"),
+        ("data.task=null", "data.path is missing"),
+        ("group={beta: 0, reference_refresh: 5}", "group.beta 0 there is no reference to refresh"),
+        ("group={beta: 0.0, kl: k1}", "with group.beta 0 no KL is in the loss"),
+        ("rollout.stop=['']", "rollout.stop holds an empty string"),
+        ("group.ratio=sequence_maen", "got 'sequence_maen' (did you mean sequence_mean?)"),
+        ("group.ratio=token_mean", "got 'token_mean' (which is one of group.weights)"),
+        ("rollout.engine=vlm", "rollout.engine: must be one of native, transformers, vllm; got 'vlm' (did you mean vllm?)"),
+        ("rollout.engine={dtype: float32}", "rollout.engine: must be one of native, transformers, vllm; got 'None'"),
+        ("rollout.engine={name: native, dtype: float32}", "rollout.engine: native takes ahead, correct; got 'dtype'"),
+        (
+            "rollout.engine={name: vllm, server: x}",
+            "rollout.engine: vllm takes servers, colocated, dtype, ahead, correct; got 'server'",
+        ),
+        ("rollout.engine={name: vllm, servers: 'http://a:1'}", "a list of addresses like http://127.0.0.1:8000, got 'http://a:1'"),
+        ("rollout.engine={name: vllm, servers: [a:1]}", "a list of addresses like http://127.0.0.1:8000, got ['a:1']"),
+        ("rollout.engine={name: vllm, colocated: 1}", "colocated is true or false, got 1"),
+        ("rollout.engine={name: vllm, colocated: true, ahead: 1}", "in turn with training: leave servers and ahead out"),
+        ("rollout.engine={name: vllm, colocated: true, servers: ['http://a:1']}", "leave servers and ahead out"),
+        ("rollout.engine={name: vllm, servers: ['http://a:1'], dtype: float32}", "running servers have theirs"),
+        ("rollout.engine={name: vllm, dtype: float64}", "dtype must be float32 or bfloat16, got 'float64'"),
+        ("rollout.engine={name: vllm, correct: token}", "correct is a mapping like {level: token, high: 2}, or null, got 'token'"),
+        ("data.template='{question'", "data.template: not a Python format string"),
+        ("data.template=question", "names no column"),
+        ("name=../x", "name must be a folder name"),
+        ("model.path='stage:sft'", "no stage 'sft' runs before this one (there is no earlier stage)"),
+        # the override itself
+        ("optimizer.lr", "an override is written key=value"),
+        ("rewards.2.weight=1", "rewards is a list of 2 (from 0); '2' is not one of its places"),
+        ("steps.x=1", "steps is 3, there is no steps.x in it"),
+        ("stages.sft.steps=1", "this recipe holds no stages"),
+        ("optimizer.lr=[1", "not YAML"),
+    ],
+)
+def test_k1_to_k9_one_mistake_is_one_line(override: str, message: str) -> None:
+    first, *more = refused(GOOD, override)
+    where = "r.yaml:" if override.endswith("=null") and message.endswith("is missing") else f"override {override}: "
+    assert first.startswith(where)
+    assert message in first
+    assert [line.strip() for line in more] in ([], ["[1", "^"])  # YAML shows the place
+
+
+def test_k8_never_says_could_not_connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.chdir(tmp_path)
+    assert "no such folder 'gpt2'" in refused(GOOD, "model.path=gpt2")[0]
+    assert "no such file 'openai/gsm8k'" in refused(GOOD, "data.path=openai/gsm8k")[0]
+    (tmp_path / "runs" / "sums").mkdir(parents=True)
+    assert refused(GOOD, "model.path=runs/sum")[0].endswith("no such folder 'runs/sum' (did you mean sums?)")
+    assert "it holds no config.json" in refused(GOOD, "model.path=runs/sums")[0]
+    (tmp_path / "runs" / "sums" / "config.json").write_text("{}")
+    assert one(GOOD, "model.path=runs/sums").model.path == "runs/sums"
+    (tmp_path / "hf" / "hub" / "models--gpt2").mkdir(parents=True)
+    assert one(GOOD, "model.path=gpt2").model.path == "gpt2"
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    assert one(GOOD, "model.path=Qwen/Qwen3-0.6B").model == ModelSettings(path="Qwen/Qwen3-0.6B")
+
+
+ALL_WRONG = """\
+objective: gropo
+steps: 3
+steps: 4
+epochs: 1
+name: 007
+model: {path: /no/such, dtype: fp32}
+data: {path: data.jsonl, tpye: 3}
+rewards: [{function: acuracy, wait: 3}, 3]
+num_generations: 4
+group: {group_size: 4.5, minibatches: 99, beta: -1, credit: [3], surrogate: {low: 3}}
+optimizer: {lr: .nan, betas: [0.9], eps: true}
+save: 3
+x: !!python/object/apply:os.system ["touch bomb"]
+rollout: {stop: [1], temperature: 0}
+"""
+
+
+def test_k10_all_at_once_in_under_three_seconds_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(ALL_WRONG)
+    code = (
+        "import sys, groupwise.cli.commands as cli; rc = cli.main(['train', 'r.yaml', 'lerning_rate=1', 'foo']);"
+        "print(json.dumps([rc, 'torch' in sys.modules, 'transformers' in sys.modules]))"
+    )
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", "import json; " + code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert time.monotonic() - start < 3
+    assert json.loads(done.stdout) == [2, False, False], done.stderr
+    said = done.stderr.splitlines()
+    assert said[0] == "ConfigError: 26 problems in r.yaml:"
+    lines = [int(found) for found in re.findall(r"^  r\.yaml:(\d+): ", done.stderr, re.MULTILINE)]
+    assert lines == sorted(lines)
+    assert set(lines) == {1, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14}
+    assert {line.split(": ")[0].strip() for line in said[-2:]} == {"override foo", "override lerning_rate=1"}
+    assert not (tmp_path / "bomb").exists()
+
+
+def test_a_file_that_is_no_recipe() -> None:
+    assert refused("- 1") == ["r.yaml:1: a recipe is a mapping of keys to values, got [1]"]
+    assert refused("{") == ["r.yaml:1: not YAML: expected the node content, but found '<stream end>'", "{", "^"]
+    assert [line.split(": ", 1)[1][:20] for line in refused("")] == [
+        "objective is missing",
+        "model.path is missin",
+        "data.path is missing",
+    ]
+
+
+# ---------------------------------------------------------------- overrides and stages
+
+
+def test_overrides_win_and_make_sections() -> None:
+    recipe = one(
+        GOOD, "optimizer.lr=1e-5", "--group.group_size=4", "rewards.1.weight=2", "data.task_args.digits=2", "optimizer.lr=2e-5"
+    )
+    assert (recipe.optimizer.lr, recipe.group.group_size, recipe.rewards[1].weight) == (2e-5, 4, 2.0)
+    assert recipe.data.task_args == {"digits": 2}
+
+
+def test_an_alternative_takes_the_other_away(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    recipe = one(GOOD, f"data.path={tmp_path / 'rows.jsonl'}", "model.path=gpt2-not-here/x")
+    assert recipe.data.task is None
+    assert recipe.model.scratch is None
+    both = refused(GOOD + "epochs: 2\n")
+    assert both == ["r.yaml:16: say steps (3) or epochs (2), not both"]
+
+
+def test_stages_overlay_the_top() -> None:
+    stages = parse_stages(STAGED, "r.yaml")
+    assert list(stages) == ["sft", "grpo"]
+    sft, grpo = stages.values()
+    assert (sft.name, grpo.name) == ("demo/sft", "demo/grpo")
+    assert run_folder(grpo) == Path("runs/demo/grpo")
+    assert (sft.objective, sft.epochs, sft.steps, sft.optimizer) == (
+        "sft",
+        2.0,
+        None,
+        OptimizerSettings(lr=3e-3, betas=(0.9, 0.95)),
+    )
+    assert grpo.model == ModelSettings(path="stage:sft")  # the stage's path takes the scratch model away
+    assert grpo.optimizer == OptimizerSettings()  # nothing flows from stage to stage
+    assert grpo.data.task_args == {"digits": 3}
+
+
+def test_overrides_of_stages() -> None:
+    stages = parse_stages(STAGED, "r.yaml", ["steps=5", "stages.sft.steps=7", "model.scratch.hidden=32", "optimizer.lr=1e-3"])
+    assert [recipe.steps for recipe in stages.values()] == [7, 5]
+    assert [recipe.epochs for recipe in stages.values()] == [None, None]
+    assert [recipe.optimizer.lr for recipe in stages.values()] == [1e-3, 1e-3]
+    assert stages["sft"].model.scratch == ScratchSettings(hidden=32)
+    assert stages["grpo"].model == ModelSettings(path="stage:sft")  # a model of an earlier stage is not taken away by accident
+    assert parse_stages(STAGED, "r", ["stages.grpo.model.path=gpt2-not-here/x"])["grpo"].model.path == "gpt2-not-here/x"
+
+
+def test_data_of_a_stage_of_its_own_is_not_replaced_in_silence(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    own, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    text = STAGED.replace("    steps: 20\n", f"    steps: 20\n    data: {{path: {own}}}\n")
+    for override in (f"data.path={other}", "data.task=sums"):
+        (line,) = refused(text, override)
+        assert f"would replace the data that stages have of their own: grpo ({own})" in line
+        assert f"stages.grpo.{override.partition('=')[0]}=" in line
+    stages = parse_stages(text, "r", [f"data.path={other}", f"stages.grpo.data.path={tmp_path / 'c.jsonl'}"])
+    assert [stage.data.path for stage in stages.values()] == [str(other), str(tmp_path / "c.jsonl")]
+    assert parse_stages(text, "r", [f"stages.sft.data.path={other}"])["grpo"].data.path == str(own)
+
+
+def test_data_from_an_earlier_stage_keep_coming_from_there(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    last = "  dpo: {objective: dpo, steps: 1, model: {path: 'stage:sft'}, data: {path: 'stage:grpo', task: null, task_args: {}}}\n"
+    stages = parse_stages(STAGED + last, "r", [f"data.path={tmp_path / 'rows.jsonl'}"])
+    assert [stage.data.path for stage in stages.values()] == [str(tmp_path / "rows.jsonl")] * 2 + ["stage:grpo"]
+
+
+def test_part_mappings_are_replaced_not_merged() -> None:
+    text = STAGED.replace("rewards:", "group: {surrogate: {name: cispo, cap: 4.0}}\nrewards:", 1)
+    assert parse_stages(text, "r.yaml")["grpo"].group.surrogate == {"name": "clipped", "low": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            ("stage:sft", "stage:sff"),
+            "r.yaml:10: stage grpo: model.path: no stage 'sff' runs before this one (earlier stages are sft) (did you mean sft?)",
+        ),
+        (
+            ("epochs: 2", "epochs: 2, model: {path: 'stage:grpo'}"),
+            "r.yaml:6: stage sft: model.path: no stage 'grpo' runs before this one",
+        ),
+        (("  grpo:", "  gr/po:"), "r.yaml:7: a stage's name is made of letters"),
+        (("stages:", "foo: 1\nstages:"), "r.yaml:5: unknown key 'foo'"),
+        (("    steps: 20\n", ""), "r.yaml:3: stage grpo: steps is missing"),
+    ],
+)
+def test_mistakes_in_stages(change: tuple[str, str], message: str) -> None:
+    (line,) = refused(STAGED.replace(*change))
+    assert message.split(": ", 1)[1] in line
+
+
+def test_mistakes_in_the_form_of_stages() -> None:
+    assert (
+        "write stages.NAME.key=value with one of the stages sft, grpo (did you mean sft?)"
+        in refused(STAGED, "stages.stf.steps=1")[0]
+    )
+    assert "stages must be a mapping" in refused("stages: [1]")[0]
+    assert "stages.sft must be a mapping of keys to values, got 3" in refused("stages: {sft: 3}")[0]
+
+
+def test_load_recipe_and_load_stages(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(GOOD)
+    (tmp_path / "b.yaml").write_text(STAGED)
+    assert load_recipe(tmp_path / "a.yaml", ["seed=3"]).seed == 3
+    assert list(load_stages(tmp_path / "a.yaml")) == ["grpo"]
+    with pytest.raises(ConfigError, match="holds the stages sft, grpo"):
+        load_recipe(tmp_path / "b.yaml")
+    with pytest.raises(ConfigError, match="no such recipe 'nosuch'"):
+        find_recipe("nosuch")
+    with pytest.raises(ConfigError, match="is a folder"):
+        find_recipe(tmp_path)
+    assert header(tmp_path / "a.yaml") == "Adds numbers.\nCosts a minute."
+
+
+# ---------------------------------------------------------------- writing
+
+
+@given(
+    st.builds(
+        Recipe,
+        objective=st.just("sft"),
+        steps=st.integers(1, 10**9),
+        seed=st.integers(0, 2**63 - 1),
+        model=st.just(ModelSettings(path="org/name")),
+        data=st.sampled_from([one(GOOD).data]),
+        optimizer=st.builds(OptimizerSettings, lr=st.floats(1e-300, 0.5), eps=st.floats(1e-300, 1e300)),
+        rewards=st.lists(
+            st.builds(
+                RewardSettings,
+                function=st.just("exact"),
+                name=st.uuids().map(str),
+                weight=st.floats(0.1, 2),
+                args=st.dictionaries(
+                    st.text("abc ", min_size=1), st.text() | st.integers() | st.booleans() | st.none() | st.lists(st.text())
+                ),
+            ),
+            max_size=3,
+        ).map(tuple),
+    )
+)
+def test_print_config_reads_back_as_itself(recipe: Recipe) -> None:
+    text = dump(recipe)
+    if "[redacted]" not in text:
+        again = one(text)
+        assert again == recipe
+        assert dump(again) == text
+
+
+def test_stages_are_written_and_read_back() -> None:
+    stages = parse_stages(STAGED, "r.yaml")
+    assert parse_stages(dump_stages(stages), "again") == stages
+    single = parse_stages(GOOD, "r.yaml")
+    assert parse_stages(dump_stages(single), "again") == single
+
+
+def test_x6_secrets_are_redacted() -> None:
+    secret = {
+        "api_key": "abc",
+        "hub_token": "abc",
+        "headers": {"Authorization": "Basic abc"},
+        "url": "https://me:hunter2@example.org/x",
+        "note": "use hf_abcdefghijkl or sk-abcdefghijkl",
+        "list": ["AKIAABCDEFGHIJKLMNOP"],
+    }
+    recipe = dataclasses.replace(one(GOOD), rewards=(RewardSettings(function="exact", args=secret),))
+    text = dump(recipe)
+    for word in ("abc", "hunter2", "hf_", "sk-", "AKIA", "Basic"):
+        assert word not in text.split("rewards:")[1].split("rollout:")[0], word
+    assert "max_new_tokens: 256" in text
+    assert "tokenizer: arithmetic" in text
+    assert redacted({"tokenizer": "x", "max_tokens": 3, "keep_special_tokens": True}) == {
+        "tokenizer": "x",
+        "max_tokens": 3,
+        "keep_special_tokens": True,
+    }
+
+
+def test_check_of_a_recipe_made_in_python() -> None:
+    recipe = one(GOOD)
+    assert check(recipe) is recipe
+    with pytest.raises(ConfigError, match="2 problems in the recipe"):
+        check(dataclasses.replace(recipe, seed=-1, optimizer=OptimizerSettings(lr=3.0)))
+    with pytest.raises(ConfigError, match=r"group\.minibatches"):
+        check(dataclasses.replace(recipe, group=GroupSettings(minibatches=99)))
+
+
+def test_c9_changes_on_resume() -> None:
+    recipe = one(GOOD)
+    saved = dump(recipe)
+    assert changes(saved, recipe) == []
+    assert changes(saved, one(GOOD, "save.every=3", "threads=1", "steps=99")) == []
+    assert changes(saved, one(GOOD, "optimizer.lr=1e-5", "rewards.1.weight=1", "data.task_args.digits=4")) == [
+        "data.task_args.digits: null -> 4",
+        "optimizer.lr: 0.0001 -> 1e-05",
+        "rewards.1.weight: 0.5 -> 1",
+    ]
+    cosine = one(GOOD, "optimizer.schedule=cosine")
+    longer = one(GOOD, "optimizer.schedule=cosine", "steps=99")
+    assert changes(dump(cosine), longer) == ["steps: 3 -> 99"]

@@ -1,0 +1,420 @@
+"""What the processes of these tests do.  Every function runs on all ranks at once and returns host values."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import sys
+import threading
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from groupwise.algorithms.registry import resolve
+from groupwise.config.recipes import load_recipe
+from groupwise.config.settings import (
+    CriticSettings,
+    GroupSettings,
+    ModelSettings,
+    OptimizerSettings,
+    Recipe,
+    RolloutSettings,
+    ScratchSettings,
+)
+from groupwise.critics import Critic
+from groupwise.data.order import Order
+from groupwise.data.tokenizers import make_tokenizer
+from groupwise.distributed import comm, sharded_checkpoint
+from groupwise.errors import StorageError
+from groupwise.models import fsdp
+from groupwise.models.attention import PackedAttention
+from groupwise.models.fsdp import shard
+from groupwise.models.lora import adapt, bare
+from groupwise.models.policy import Policy, make_policy, read_blueprint
+from groupwise.models.reward_head import add_head, wrap_scorer
+from groupwise.models.scratch import scratch_model
+from groupwise.models.streaming import Pieces
+from groupwise.ops.linear_cross_entropy import head_logits
+from groupwise.records import Layout, Prompt, Rollout, Sampling, Scored
+from groupwise.runs import checkpoint
+from groupwise.runs.build import make_engine
+from groupwise.runs.engines import mixed_engine
+from groupwise.runs.policies import hold
+from groupwise.runs.run import Run, train
+from groupwise.runs.saving import reader
+from groupwise.teachers import Teacher
+from groupwise.training.objectives import OBJECTIVES, language_model
+from groupwise.training.online import train_online
+from groupwise.training.optimizer import Optimizer
+
+LONGEST = 12
+
+
+def make(family: str, dtype: str, seed: int = 0, attention: str = "shared") -> Policy:
+    """A random model that is sharper than an initial one; in float64 with norms that are float64 too."""
+    tokenizer = make_tokenizer("arithmetic")
+    kv = {} if family == "gpt2" else {"kv_heads": 2}
+    model = scratch_model(
+        ScratchSettings(family=family, hidden=32, layers=2, heads=4, context=96, **kv),  # type: ignore[arg-type]
+        vocabulary=len(tokenizer),
+        eos_ids=(tokenizer.eos_token_id,),  # type: ignore[arg-type]
+        pad_id=tokenizer.pad_token_id,  # type: ignore[arg-type]
+        bos_id=tokenizer.bos_token_id,  # type: ignore[arg-type]
+        seed=seed,
+    )
+    if dtype == "float64":
+        model = model.to(torch.float64)
+        for module in model.modules():
+            for name, child in module.named_children():
+                if type(child).__name__.endswith("RMSNorm") and not isinstance(child, nn.RMSNorm):
+                    norm = nn.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon, dtype=torch.float64)
+                    norm.weight = child.weight
+                    setattr(module, name, norm)
+    if dtype == "bfloat16":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    precision = "autocast" if dtype == "autocast" else "float32"
+    return make_policy(model, tokenizer, ModelSettings(dtype=precision, attention=attention))  # type: ignore[arg-type]
+
+
+def spread(policy: Policy, mode: str | dict[str, Any]) -> Policy:
+    """The policy as these processes hold it."""
+    found = comm.Spread.of(mode).decided(0, comm.world().size)
+    return shard(policy, found, policy.device) if found.sharded and comm.world().size > 1 else policy
+
+
+def prompts(count: int = 23) -> list[Prompt]:
+    """Ragged, the first of a single token."""
+    rng = np.random.default_rng(0)
+    sizes = [1, *rng.integers(2, 14, size=count - 1)]
+    return [Prompt(id=str(i), tokens=rng.integers(5, 60, size=int(size)), text=str(i)) for i, size in enumerate(sizes)]
+
+
+class Judge:
+    """Rewards by what was sampled: every fourth prompt gives a dead group, every seventh completion or so is unscorable."""
+
+    names = ("judge",)
+
+    def score(self, groups: Sequence[Sequence[Rollout]]) -> list[Scored]:
+        return [self._score(group) for group in groups]
+
+    def _score(self, group: Sequence[Rollout]) -> Scored:
+        words = [zlib.crc32(rollout.tokens.tobytes()) for rollout in group]
+        reward = np.array([np.nan if word % 7 == 0 else word % 5 / 4 for word in words])
+        if int(group[0].prompt.id) % 4 == 0:
+            reward[:] = 1.0
+        return Scored(rollouts=tuple(group), names=self.names, rewards=reward[:, None], reward=reward)
+
+
+def online(
+    objective: str = "grpo",
+    mode: str | dict[str, Any] = "ddp",
+    family: str = "llama",
+    dtype: str = "float64",
+    steps: int = 10,
+    recompute: bool = False,
+    budget: int = 150,
+    engine: str = "native",
+    lora: bool = False,
+    critic: str = "head",
+    **group: Any,
+) -> dict[str, Any]:
+    """Train and return, on every rank, each step's metrics and gradient and the last weights."""
+    settings = GroupSettings(**{"prompts_per_step": 5, "group_size": 4} | group)
+    algorithm = resolve(objective, settings, LONGEST)
+    policy = make(family, dtype)
+    if lora:
+        policy = spread(adapt(policy, {"rank": 4}, base=""), mode)
+        reference = bare(policy)
+    else:
+        reference = make(family, dtype, seed=1) if algorithm.needs_reference else None
+        if reference is not None:
+            reference.model.requires_grad_(False)
+            reference = spread(reference, mode)
+        policy = spread(policy, mode)
+    updates = steps * settings.updates_per_rollout * settings.minibatches
+    optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-3, clip_norm=0.5, weight_decay=0.1), updates)
+    teacher = Teacher(policy=make(family, dtype, seed=3)) if algorithm.needs_teacher else None
+    settings_of_rollouts = RolloutSettings(engine=engine, max_rows=16)  # type: ignore[arg-type]
+    sampler = make_engine(policy, settings_of_rollouts)
+    if teacher is not None and algorithm.mix:
+        sampler = mixed_engine(policy, teacher.policy, algorithm.mix, settings_of_rollouts)
+    judge = critic_of(critic, policy, family, dtype, mode, updates) if algorithm.needs_value else None
+    rows = prompts()
+    order = Order(len(rows), seed=0)
+    gradients = watch(optimizer)
+    found = [
+        {
+            **step.metrics,
+            "tokens": tokens_of(step.groups),
+            "unscorable": sum(int(np.isnan(group.reward).sum()) for group in step.groups),
+        }
+        for step in train_online(
+            policy,
+            algorithm,
+            engine=sampler,
+            rewards=Judge(),  # type: ignore[arg-type]
+            draw=lambda k: [rename(rows[row], epoch) for epoch, row in order.take(k)],
+            optimizer=optimizer,
+            group=settings,
+            sampling=Sampling(temperature=0.9, max_new_tokens=LONGEST),
+            budget=budget,
+            steps=steps,
+            reference=reference,
+            critic=judge,
+            teacher=teacher,
+            checkpointing=recompute,
+            seed=7,
+        )
+    ]
+    kept = weights(policy)
+    if judge is not None:
+        own = judge.head.named_parameters() if judge.shared else weights(judge.policy).items()
+        kept |= {f"critic.{name}": np.array(comm.whole(torch.as_tensor(p).detach()).double()) for name, p in own}
+    return {"steps": found, "gradients": gradients, "weights": kept}
+
+
+def critic_of(kind: str, policy: Policy, family: str, dtype: str, mode: str | dict[str, Any], updates: int) -> Critic:
+    """A head on the policy's backbone, or a backbone of its own, held as the policy is."""
+    settings, optimizer = CriticSettings(lr=1e-3, coefficient=0.5), OptimizerSettings(clip_norm=0.5)
+    if kind == "head":
+        return Critic.on(policy, settings, optimizer, updates)
+    causal = make(family, dtype, seed=2)
+    model = add_head(causal.model, causal.tokenizer, causal.eos_ids, "last", 0)
+    return Critic.of(spread(wrap_scorer(model, causal.tokenizer), mode), settings, optimizer, updates)
+
+
+def rename(prompt: Prompt, epoch: int) -> Prompt:
+    return Prompt(id=str(int(prompt.id) + 100 * epoch), tokens=prompt.tokens, text=prompt.text)
+
+
+def tokens_of(groups: Sequence[Scored]) -> list[list[int]]:
+    return [rollout.tokens.tolist() for group in groups for rollout in group.rollouts]
+
+
+def watch(optimizer: Optimizer) -> list[np.ndarray]:
+    """The gradient of every step that is taken, whole, as the optimizer uses it."""
+    seen: list[np.ndarray] = []
+    take = optimizer.adamw.step
+
+    def step() -> None:
+        parts = [comm.whole(torch.zeros_like(m) if m.grad is None else m.grad) for m in optimizer.masters]
+        seen.append(torch.cat([part.flatten().double() for part in parts]).numpy())
+        take()
+
+    optimizer.adamw.step = step  # type: ignore[method-assign,assignment]
+    return seen
+
+
+def weights(policy: Policy) -> dict[str, np.ndarray]:
+    with policy.gathered() as plain:
+        return {name: p.detach().double().numpy().copy() for name, p in plain.model.named_parameters()}
+
+
+def not_finite(mode: str) -> dict[str, Any]:
+    """Rank 1's share of the gradient is NaN at the second of three steps."""
+    policy = spread(make("llama", "float32"), mode)
+    optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-2), 3)
+    taken, before = [], weights(policy)
+    states = []
+    for number in range(3):
+        hidden = policy.hidden(torch.tensor([5, 6, 7]), torch.arange(3), attend_nothing)
+        poison = float("nan") if number == 1 and comm.world().rank == 1 else 1.0
+        (hidden.sum() * poison).backward()
+        policy.settle()
+        taken.append(optimizer.step().skipped)
+        states.append(weights(policy))
+    same = [all(np.array_equal(a[n], b[n]) for n in a) for a, b in zip([before, *states], states, strict=False)]
+    return {"skipped": taken, "unchanged": same, "nonfinite": optimizer.nonfinite}
+
+
+def attend_nothing(layer: int, query: Any, key: Any, value: Any, scale: float, softcap: Any, window: Any) -> torch.Tensor:
+    return (query + 0 * key.sum() + 0 * value.sum()).transpose(1, 2)
+
+
+def whole_run(path: str, overrides: Sequence[str] = (), stop: int | None = None) -> dict[str, Any]:
+    """A recipe, to its end or until after step `stop`, as the command runs it."""
+    steps = train(load_recipe(path, overrides))
+    seen = []
+    for step in steps:
+        seen.append(dict(step.metrics))
+        if step.number == stop:
+            steps.close()  # type: ignore[attr-defined]
+            break
+    return {"steps": seen}
+
+
+def logits_of(policy: Policy) -> np.ndarray:
+    """Of some tokens, by the policy as it is held."""
+    layout = Layout(start=(0,), length=(6,), prefix=(-1,), total=6)
+    with torch.no_grad():
+        hidden = policy.hidden(torch.tensor([5, 6, 7, 8, 9, 10]), torch.arange(6), PackedAttention(layout))
+        logits = head_logits(hidden, policy.head).numpy().copy()
+    policy.settle()
+    return logits
+
+
+def export(folder: str, family: str, files: int) -> dict[str, Any]:
+    """Exports a sharded policy tensor by tensor; returns how much of it this process held whole, and the policy's own logits."""
+    fsdp.SINGLE_FILE = 0 if files > 1 else 1 << 30
+    policy = spread(make(family, "float32"), "zero3")
+    assert isinstance(policy, fsdp.ShardedPolicy)
+    held = sum(tensor.nbytes for tensor in policy.parts().values())
+    if comm.world().first:
+        Path(folder).mkdir()
+    comm.wait()
+    policy.export(Path(folder))
+    fsdp.SINGLE_FILE = 1 << 30
+    return {"held": held, "logits": logits_of(policy)}
+
+
+def loaded(folder: str, mode: Any, scorer: bool = False) -> dict[str, Any]:
+    """A checkpoint as these processes hold it: bytes of this one's part and of what it read, and the whole weights."""
+    read: list[int] = []
+    rows = Pieces.rows
+
+    def counted(self: Pieces, name: str, part: slice) -> torch.Tensor:
+        found = rows(self, name, part)
+        read.append(found.nbytes)
+        return found
+
+    Pieces.rows = counted  # type: ignore[method-assign]
+    recipe = Recipe(objective="reward" if scorer else "grpo", model=ModelSettings(path=folder), parallel=mode)
+    try:
+        blueprint = read_blueprint(recipe.model)
+        policy = hold(recipe, blueprint, OBJECTIVES["reward"].model if scorer else language_model)
+    finally:
+        Pieces.rows = rows  # type: ignore[method-assign]
+    own = sum(comm.own(parameter).nbytes for parameter in policy.model.parameters())
+    reference = policy.frozen_copy()
+    same = all(
+        torch.equal(comm.own(a), comm.own(b)) and not b.requires_grad
+        for a, b in zip(policy.model.parameters(), reference.model.parameters(), strict=True)
+    )
+    found = {"own": own, "read": sum(read), "reference": same, "weights": weights(policy), "places": places(policy)}
+    return found | ({} if scorer else {"logits": logits_of(policy)})
+
+
+def places(policy: Policy) -> list[str]:
+    """What kinds of devices the parts are on."""
+    return sorted({comm.own(parameter).device.type for parameter in policy.model.parameters()})
+
+
+def held(mode: Any, dtype: str, family: str = "llama") -> dict[str, float]:
+    """Bytes of this process after a backward pass and a step, by part; and the numbers it sent in it."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    counter = importlib.import_module("parallel").Counter()
+    policy = spread(make(family, dtype), mode)
+    optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-3), 1)
+    layout = Layout(start=(0,), length=(6,), prefix=(-1,), total=6)
+    with counter:
+        hidden = policy.hidden(torch.tensor([5, 6, 7, 8, 9, 10]), torch.arange(6), PackedAttention(layout))
+        head_logits(hidden, policy.head).float().logsumexp(-1).sum().backward()
+        policy.settle()
+        gradients = sum(comm.own(master.grad).nbytes for master in optimizer.masters if master.grad is not None)
+        optimizer.step()
+    update = counter.numbers
+    with counter, policy.gathered() as plain:
+        whole = sum(parameter.nbytes for parameter in plain.model.parameters())
+    return {
+        "parameters": sum(parameter.numel() for parameter in policy.model.parameters()),
+        "weights": sum(comm.own(parameter).nbytes for parameter in policy.model.parameters()),
+        "gradients": gradients,
+        "optimizer": sum(comm.own(tensor).nbytes for tensor in optimizer.tensors().values()),
+        "whole": whole,
+        "update": update,
+        "gathered": counter.numbers - update,
+    }
+
+
+def sampled(mode: Any, tokens: int) -> dict[str, float]:
+    """The numbers that this process sends while it samples completions of up to so many tokens."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    counter = importlib.import_module("parallel").Counter()
+    policy = spread(make("llama", "float32"), mode)
+    engine = make_engine(policy, RolloutSettings(max_rows=16))
+    sampling = Sampling(temperature=0.9, max_new_tokens=tokens)
+    with counter:
+        groups = list(engine.generate(comm.share(prompts(6)), group_size=4, sampling=sampling, seed=0))
+    return {
+        "sent": counter.numbers,
+        "longest": max(len(rollout) for group in groups for rollout in group),
+        "parameters": sum(parameter.numel() for parameter in policy.model.parameters()),
+    }
+
+
+def saved_while_training(folder: str, recipe: str) -> dict[str, Any]:
+    """Weights and optimizer change while a checkpoint of them is written; what comes back is what they were."""
+    started, go_on = threading.Event(), threading.Event()
+    fingerprint = checkpoint.fingerprint
+
+    def slow(path: Path) -> dict[str, Any]:
+        started.set()
+        assert go_on.wait(30)
+        return fingerprint(path)
+
+    with Run(load_recipe(recipe), Path(folder)) as run:
+        steps = run.steps()
+        next(steps)
+        before = weights(run.job.policy), {n: comm.whole(t).numpy().copy() for n, t in run.job.tensors().items()}
+        checkpoint.fingerprint = slow
+        try:
+            run._save()
+            assert started.wait(30)
+            with torch.no_grad():
+                for tensor in [*run.job.tensors().values(), *run.job.policy.model.parameters()]:
+                    comm.own(tensor).zero_()
+            unfinished = checkpoint.latest(Path(folder)) is None
+            comm.wait()
+        finally:
+            go_on.set()
+            checkpoint.fingerprint = fingerprint
+        run.saver.wait()
+        newest = checkpoint.latest(Path(folder))
+        assert newest is not None
+        run.job.restore(checkpoint.load(newest), reader(newest))
+        after = {n: comm.whole(t).numpy().copy() for n, t in run.job.tensors().items()}
+        same = all(np.array_equal(after[name], tensor) for name, tensor in before[1].items()) and len(after) > 10
+        steps.close()
+    return {"unfinished": unfinished, "same": same, "weights": before[0], "newest": str(newest)}
+
+
+def failing_save(folder: str, recipe: str, where: str) -> dict[str, Any]:
+    """Rank 1's disk is full while it writes its part; what every process hears, and what lies there afterwards."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Run(load_recipe(recipe), Path(folder)) as run:
+        steps = run.steps()
+        next(steps)
+        run._save()
+        run.saver.wait()
+        next(steps)
+        run._whole = (2, run.job.optimizer.taken, run.job.place())
+        target = {"policy": (fsdp, "save_file"), "shards": (sharded_checkpoint.FileSystemWriter, "write_data")}[where]
+        genuine, fsdp.SINGLE_FILE = getattr(*target), 0  # both processes have a file of the policy to write
+        if comm.world().rank == 1:
+            setattr(*target, full)
+        said = ""
+        try:
+            run._save()
+            run.saver.wait()
+        except StorageError as error:
+            said = str(error)
+        finally:
+            setattr(*target, genuine)
+            fsdp.SINGLE_FILE = 1 << 30
+        comm.wait()
+        left = sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
+        comm.wait()
+        steps.close()
+    return {"said": said, "left": left, "newest": str(checkpoint.latest(Path(folder)))}

@@ -1,0 +1,231 @@
+"""Whole runs on several processes: checkpoints that change hands, export, and what happens when a process fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from groupwise.config.recipes import load_recipe
+from groupwise.runs.checkpoint import damage, latest
+from groupwise.runs.run import train
+
+pytestmark = pytest.mark.slow  # several processes, each with a start of seconds
+
+
+GROUP = {"group": {"beta": 0.05}}
+
+
+@pytest.fixture
+def recipe(write_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Writes a recipe and returns its path."""
+    monkeypatch.chdir(Path(__file__).parent)
+    return lambda name, **changes: str(write_recipe(tmp_path, name, **(GROUP | changes)))
+
+
+def final(tmp_path: Path, name: str) -> dict[str, torch.Tensor]:
+    return load_file(tmp_path / "runs" / name / "final" / "model.safetensors")
+
+
+def lines(tmp_path: Path, name: str) -> list[dict[str, Any]]:
+    text = (tmp_path / "runs" / name / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", ["ddp", "zero3"])
+def test_a_checkpoint_of_four_goes_on_with_one_and_with_two(
+    mode: str, dtype: str, recipe: Callable, ranks: Callable, tmp_path: Path
+) -> None:
+    changes = {"model": {"dtype": dtype}, "parallel": mode}
+    for _ in train(load_recipe(recipe("straight", **changes))):
+        pass
+    path = recipe("moved", **changes)
+    ranks(4).run("whole_run", path=path, stop=2)
+    for step in train(load_recipe(path)):
+        assert step.number == 3  # it went on, and did not begin anew
+        break
+    ranks(2).run("whole_run", path=path)
+    expected, found = final(tmp_path, "straight"), final(tmp_path, "moved")
+    tolerance = 2e-5 if dtype == "float32" else 1e-2
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, atol=tolerance, rtol=0)
+    assert [line["step"] for line in lines(tmp_path, "moved")] == [1, 2, 3, 4]
+    if dtype == "float32":
+        for ours, theirs in zip(lines(tmp_path, "moved"), lines(tmp_path, "straight"), strict=True):
+            assert ours["reward"] == pytest.approx(theirs["reward"])
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+
+MOVING = {"group": {"beta": 0.05, "reference_refresh": 2, "reference_mix": 0.5}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallel": "ddp"} | MOVING,
+        {"parallel": "zero3"} | MOVING,
+        {"parallel": {"name": "zero2", "offload": True}, "model": {"dtype": "bfloat16"}} | MOVING,
+        {"parallel": "zero3", "model": {"lora": {"rank": 4}}},
+    ],
+    ids=["ddp", "zero3", "offload", "lora"],
+)
+def test_p44_interrupted_equals_straight_bit_for_bit_on_as_many_processes(
+    changes: dict[str, Any], recipe: Callable, ranks: Callable, tiny_policy: Callable, tmp_path: Path
+) -> None:
+    if "lora" in changes.get("model", {}):
+        tiny_policy().save(tmp_path / "base")
+        changes["model"] |= {"path": str(tmp_path / "base"), "scratch": None}
+    ranks(2).run("whole_run", path=recipe("straight", **changes))
+    path = recipe("broken", **changes)
+    for stop in (1, 3, None):
+        ranks(2).run("whole_run", path=path, stop=stop)
+    expected, found = final(tmp_path, "straight"), final(tmp_path, "broken")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("objective", ["sft", "dpo", "reward"])
+def test_data_set_objectives_are_shared_out_too(objective: str, recipe: Callable, ranks: Callable, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"{i}+{i}=", "completion": "1" * (i % 5 + 1), "chosen": "12" * (i % 4 + 1), "rejected": "3"} for i in range(24)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common: dict[str, Any] = {
+        "objective": objective,
+        "steps": 3,
+        "batch_size": 5,
+        "data": {"task": None, "path": str(tmp_path / "rows.jsonl"), "eval_fraction": 0.2, "eval_limit": None},
+        "rewards": [],
+    }
+    for _ in train(load_recipe(recipe("alone", **common))):
+        pass
+    for mode in ("ddp", "zero3"):
+        ranks(2).run("whole_run", path=recipe(mode, **common, parallel=mode))
+        expected, found = final(tmp_path, "alone"), final(tmp_path, mode)
+        for name, weight in expected.items():
+            torch.testing.assert_close(found[name], weight, atol=2e-5, rtol=0)
+        for ours, theirs in zip(lines(tmp_path, mode), lines(tmp_path, "alone"), strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert lines(tmp_path, mode)[-1]["eval/loss"] == pytest.approx(lines(tmp_path, "alone")[-1]["eval/loss"], rel=1e-4)
+
+
+# ---- the command, started by torchrun, and what becomes of it
+
+
+def start(path: str, mischief: str = "") -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "groupwise", "train", path, "--nproc", "2", "--timeout", "60", "--quiet"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MISCHIEF": mischief}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def descendants(process: subprocess.Popen[str]) -> set[int]:
+    """Ids of the launcher's processes, the reward workers included."""
+    table = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    children: dict[int, list[int]] = {}
+    for line in table.splitlines():
+        pid, parent = map(int, line.split())
+        children.setdefault(parent, []).append(pid)
+    found, todo = set(), [process.pid]
+    while todo:
+        found |= set(below := children.get(todo.pop(), []))
+        todo += below
+    return found
+
+
+def running(pids: set[int]) -> set[int]:
+    return {pid for pid in pids if Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    ranks: Callable, write_recipe: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], dict[str, torch.Tensor]]:
+    """The last weights of two processes to which nothing happens, by what they hold."""
+
+    @cache
+    def of(mode: str) -> dict[str, torch.Tensor]:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        path = write_recipe(folder, "undisturbed", steps=6, parallel=mode, **GROUP)
+        ranks(2).run("whole_run", path=str(path))
+        return final(folder, "undisturbed")
+
+    return of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "mischief", "rank", "says"),
+    [
+        ("ddp", "raise", 1, "rank 1: RewardError: .*the judge is tired"),
+        ("zero3", "kill", 1, r"rank\s*: 1 .*\n.*exitcode\s*: -9"),
+        ("ddp", "stop", 1, r"rank 0: PeerError: rank 1 \(process \d+ on .*\) has given no sign of life for 15 s"),
+        ("zero3", "stop", 0, r"rank 1: PeerError: rank 0 \(process \d+ on .*\) has given no sign of life for 15 s"),
+    ],
+)
+def test_p06_p07_p48_a_process_that_fails_ends_the_run_with_its_name(
+    mode: str, mischief: str, rank: int, says: str, recipe: Callable, undisturbed: Callable, tmp_path: Path
+) -> None:
+    """All end in seconds with a status that is not 0, say where the last checkpoint is, and leave nothing behind; the same
+    command goes on and comes to the same bits."""
+    path = recipe("failing", steps=6, parallel=mode)
+    log = tmp_path / "runs" / "failing" / "metrics.jsonl"
+    process = start(path, f"{mischief}:{rank}:{log}")
+    seen: set[int] = set()
+    while process.poll() is None and (not log.exists() or len(log.read_text().splitlines()) < 2):
+        seen |= descendants(process)
+        time.sleep(0.1)
+    begin = time.monotonic()
+    output, _ = process.communicate(timeout=120)
+    took = time.monotonic() - begin
+    assert process.returncode != 0, output
+    assert re.search(says, output), output
+    assert took < 40, output  # who waits for the launcher to kill what is stopped takes 45
+    assert not running(seen)
+    named = [Path(path) for path in re.findall(r"the last checkpoint is (\S+);", output)]
+    newest = latest(tmp_path / "runs" / "failing")
+    assert named, output
+    assert newest is not None
+    # What is written in the background may get its name while a message is on its way.
+    assert all(damage(path) is None and int(path.name) >= int(newest.name) - 1 for path in named), output
+    assert start(path).wait() == 0
+    found = final(tmp_path, "failing")
+    assert all(torch.equal(found[name], weight) for name, weight in undisturbed(mode).items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "blow"), [("zero3", signal.SIGINT), ("zero3", signal.SIGTERM), ("ddp", signal.SIGTERM)])
+def test_c7_c8_a_run_that_is_told_to_end_leaves_a_checkpoint_of_the_last_whole_step(
+    mode: str, blow: signal.Signals, recipe: Callable, tmp_path: Path
+) -> None:
+    path = recipe("stopped", steps=500, parallel=mode, save={"every": 0})
+    log = tmp_path / "runs" / "stopped" / "metrics.jsonl"
+    process = start(path)
+    while process.poll() is None and (not log.exists() or len(log.read_text().splitlines()) < 2):
+        time.sleep(0.1)
+    seen = descendants(process)
+    process.send_signal(blow)
+    begin = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert time.monotonic() - begin < 15
+    assert not running(seen)
+    (saved,) = (tmp_path / "runs" / "stopped" / "checkpoints").iterdir()
+    assert int(saved.name) == len(lines(tmp_path, "stopped")), output
+    assert damage(saved) is None
+    if blow is signal.SIGTERM:
+        assert re.search(
+            rf"rank 0: ended by SIGTERM; the last checkpoint is {saved}; the same command goes on from there", output
+        ), output

@@ -1,0 +1,184 @@
+"""Score heads against scores that are known by construction, and against transformers' own sequence classification."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaForSequenceClassification,
+)
+
+from groupwise.config.settings import ModelSettings
+from groupwise.errors import ConfigError
+from groupwise.models.attention import plain_attention
+from groupwise.models.policy import Policy
+from groupwise.models.reward_head import (
+    SUM_UNIT,
+    Answer,
+    add_head,
+    load_scorer,
+    pool_weights,
+    reads_tokens,
+    score_tokens,
+    whole_scores,
+    wrap_scorer,
+)
+
+
+class Lookup(nn.Module):
+    """A backbone whose state after a token is the token's id, whatever stands before it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, input_ids: torch.Tensor, **_: object) -> SimpleNamespace:
+        state = torch.zeros(*input_ids.shape, self.width)
+        state[..., 0] = input_ids.float()
+        return SimpleNamespace(last_hidden_state=state)
+
+
+@pytest.fixture
+def scorer(tiny_policy: Callable[..., Policy]) -> Callable[..., Policy]:
+    """`scorer(family, pooling)`: a random scoring model of 2 layers."""
+
+    def make(family: str = "llama", pooling: str = "last", **options: object) -> Policy:
+        causal = tiny_policy(family, **options)
+        model = add_head(causal.model, causal.tokenizer, causal.eos_ids, pooling, seed=1)  # type: ignore[arg-type]
+        return wrap_scorer(model, causal.tokenizer)
+
+    return make
+
+
+@pytest.fixture
+def answers() -> list[Answer]:
+    """Ragged completions of two prompts, one a single token; EOS (id 1) at the end, in the middle, and nowhere."""
+    prompts = {"a": [7, 8, 9, 1, 7], "b": [5]}
+    completions = {"a": [[6, 7, 8, 1], [1], [1, 6, 1], [9, 9, 9, 9, 9, 9]], "b": [[6, 1], [12, 13, 14, 15, 16, 17, 18, 1]]}
+    return [Answer(g, np.array(prompts[g]), np.array(ids)) for g in prompts for ids in completions[g]]
+
+
+def total(pooling: str, scores: Sequence[np.ndarray]) -> np.ndarray:
+    return np.array([pool_weights(pooling, score_n.size) @ score_n for score_n in scores])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("budget", [1, 9, 1000])
+@pytest.mark.parametrize("attention", ["shared", "packed"])
+def test_known_token_scores_give_the_exact_pooled_score(
+    scorer: Callable[..., Policy], answers: list[Answer], budget: int, attention: str
+) -> None:
+    policy = scorer(settings=ModelSettings(attention=attention))  # type: ignore[arg-type]
+    width = policy.model.score.weight.shape[1]
+    setattr(policy.model, policy.model.base_model_prefix, Lookup(width))
+    policy.model.score.weight.data = torch.eye(1, width) / 4
+    found = score_tokens(policy, answers, budget=budget)
+    for score_n, answer in zip(found, answers, strict=True):
+        np.testing.assert_array_equal(score_n, answer.completion / 4)
+    np.testing.assert_array_equal(total("last", found), [answer.completion[-1] / 4 for answer in answers])
+    np.testing.assert_allclose(total("mean", found), [answer.completion.mean() / 4 for answer in answers], rtol=1e-15)
+    np.testing.assert_allclose(total("sum", found), [answer.completion.sum() / 4 / SUM_UNIT for answer in answers], rtol=1e-15)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_scores_do_not_depend_on_what_else_is_scored(scorer: Callable[..., Policy], answers: list[Answer], family: str) -> None:
+    policy = scorer(family)
+    alone = [score_tokens(policy, [answer], budget=1000)[0] for answer in answers]
+    for order, budget in ((range(6), 1000), ([5, 2, 0, 4, 1, 3], 1000), (range(6), 12), ([3, 3, 0], 40)):
+        together = score_tokens(policy, [answers[i] for i in order], budget=budget)
+        for i, score_n in zip(order, together, strict=True):
+            np.testing.assert_allclose(score_n, alone[i], atol=1e-6)
+    assert np.ptp(np.concatenate(alone)) > 0.1
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+def test_a_saved_model_scores_the_same_in_transformers(
+    scorer: Callable[..., Policy], answers: list[Answer], family: str, tmp_path: Path
+) -> None:
+    policy = scorer(family)
+    ours = total("last", score_tokens(policy, answers, budget=64))
+    policy.save(tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    rows = [[*answer.prompt.tolist(), *answer.completion.tolist()] for answer in answers]
+    batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt")  # as TRL calls a reward model: a padded batch
+    theirs = model(**batch).logits
+    assert theirs.shape == (6, 1)
+    np.testing.assert_allclose(theirs[:, 0].detach().numpy(), ours, atol=1e-5)
+    again = load_scorer(ModelSettings(path=str(tmp_path)))
+    np.testing.assert_allclose(total("last", score_tokens(again, answers, budget=64)), ours, atol=1e-6)
+
+
+def test_an_eos_that_is_also_the_pad_is_not_hidden(
+    tiny_policy: Callable[..., Policy], answers: list[Answer], tmp_path: Path
+) -> None:
+    causal = tiny_policy("gpt2")
+    causal.tokenizer.pad_token = causal.tokenizer.eos_token
+    policy = wrap_scorer(add_head(causal.model, causal.tokenizer, causal.eos_ids, "last", seed=1), causal.tokenizer)
+    assert policy.tokenizer.pad_token_id not in policy.eos_ids
+    policy.save(tmp_path)
+    row = torch.from_numpy(np.concatenate([answers[0].prompt, answers[0].completion, [policy.tokenizer.pad_token_id]]))
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()(row[None]).logits
+    assert theirs.item() == pytest.approx(score_tokens(policy, answers[:1], budget=64)[0][-1], abs=1e-5)
+    assert score_tokens(policy, answers[:1], budget=64)[0][-1] != pytest.approx(score_tokens(policy, answers[:1], budget=64)[0][-2])
+
+
+def test_in_tiles_streams_have_few_sizes_and_the_same_scores(
+    scorer: Callable[..., Policy], answers: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, totals, forward = scorer(), [], Policy.forward
+    expected = score_tokens(policy, answers, budget=12)
+    monkeypatch.setattr("groupwise.models.policy.tiled", lambda dtype: True)
+    monkeypatch.setattr(Policy, "forward", lambda self, batch: (totals.append(batch.tokens_P.numel()), forward(self, batch))[1])
+    for ours, theirs in zip(score_tokens(policy, answers, budget=12), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    assert len(totals) > 1 and all(total % 16 == 0 for total in totals)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "sum"])
+def test_pooling_is_recorded(scorer: Callable[..., Policy], pooling: str, tmp_path: Path) -> None:
+    scorer(pooling=pooling).save(tmp_path)
+    assert load_scorer(ModelSettings(path=str(tmp_path))).model.config.pooling == pooling
+
+
+def test_somebody_elses_models(tiny_policy: Callable[..., Policy], answers: list[Answer], tmp_path: Path) -> None:
+    causal = tiny_policy("llama")
+    config = causal.model.config
+    config.num_labels = 1
+    theirs = LlamaForSequenceClassification(config).eval()
+    theirs.save_pretrained(tmp_path / "llama")
+    causal.tokenizer.save_pretrained(tmp_path / "llama")
+    policy = load_scorer(ModelSettings(path=str(tmp_path / "llama")))
+    with plain_attention(theirs):
+        expected = [theirs(torch.from_numpy(np.concatenate([a.prompt, a.completion]))[None]).logits.item() for a in answers]
+    np.testing.assert_allclose(total("last", score_tokens(policy, answers, budget=64)), expected, atol=1e-6)
+
+    bert = BertConfig(vocab_size=80, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=1)
+    encoder = BertForSequenceClassification(bert).eval()
+    encoder.save_pretrained(tmp_path / "bert")
+    causal.tokenizer.save_pretrained(tmp_path / "bert")
+    policy = load_scorer(ModelSettings(path=str(tmp_path / "bert")))
+    assert not reads_tokens(policy)
+    expected = [encoder(torch.from_numpy(np.concatenate([a.prompt, a.completion]))[None]).logits.item() for a in answers]
+    np.testing.assert_allclose(whole_scores(policy, answers), expected, atol=1e-6)
+
+
+def test_what_is_not_a_reward_model_is_refused(tiny_policy: Callable[..., Policy], tmp_path: Path) -> None:
+    policy = tiny_policy("llama")
+    policy.save(tmp_path / "causal")
+    with pytest.raises(ConfigError, match="not a reward model"):
+        load_scorer(ModelSettings(path=str(tmp_path / "causal")))
+    policy.model.config.num_labels = 3
+    LlamaForSequenceClassification(policy.model.config).save_pretrained(tmp_path / "classes")
+    policy.tokenizer.save_pretrained(tmp_path / "classes")
+    with pytest.raises(ConfigError, match="3 labels"):
+        load_scorer(ModelSettings(path=str(tmp_path / "classes")))

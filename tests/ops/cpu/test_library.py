@@ -1,0 +1,149 @@
+"""Compiling on the user's machine: what happens without a compiler, with a broken one, and in many processes at once."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from groupwise.ops.cpu.library import _cache, _compilers, absence, library
+
+ASK = "import torch; from groupwise.ops.cpu.library import absence, library; print(absence()); print(library() is None)"
+
+
+def ask(cache: Path, first: str = "", **environment: str) -> list[str]:
+    """`absence` and whether there is no library, in a process with a cache of its own that does something first."""
+    given = {**os.environ, "XDG_CACHE_HOME": str(cache), "GROUPWISE_KERNELS": "on"} | environment
+    found = subprocess.run([sys.executable, "-c", first + ASK], env=given, capture_output=True, text=True, check=True)
+    return found.stdout.splitlines()
+
+
+def test_without_a_compiler_it_says_what_to_install(tmp_path: Path) -> None:
+    told, none = ask(tmp_path, PATH=str(tmp_path), CXX="")
+    assert "install g++" in told and none == "True"
+
+
+def test_switched_off(tmp_path: Path) -> None:
+    assert ask(tmp_path, GROUPWISE_KERNELS="off") == ["GROUPWISE_KERNELS=off", "True"]
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
+    broken = tmp_path / "c++"
+    script = ["#!/bin/sh", '[ "$1" = --version ] && exit 0', "echo warming up >&2", "echo fatal error: no such luck >&2", "exit 1"]
+    broken.write_text("\n".join(script))
+    broken.chmod(0o755)
+    told, none = ask(tmp_path, CXX=str(broken))
+    assert told == f"{broken} could not make them: fatal error: no such luck" and none == "True"
+    assert not list((tmp_path / "groupwise").iterdir())
+
+
+def test_a_compiler_that_hangs_is_left_alone(tmp_path: Path) -> None:
+    """What it had said until then is bytes."""
+    slow = tmp_path / "c++"
+    slow.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho thinking >&2\nexec sleep 60\n')
+    slow.chmod(0o755)
+    told, none = ask(tmp_path, "from groupwise.kernels import library as l; l.SECONDS = 1; ", CXX=str(slow))
+    assert told == f"{slow} could not make them: thinking" and none == "True"
+
+
+@pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")
+def test_the_next_compiler_is_asked_where_one_makes_what_cannot_be_loaded(tmp_path: Path) -> None:
+    """As clang on Linux: it needs another OpenMP than the one that is there."""
+    good = library()
+    assert good is not None
+    for name, makes in (("c++", "echo not a library > made.so"), ("g++", f"cp '{good._name}' made.so")):
+        (tmp_path / name).write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo {name} && exit 0\n{makes}\n')
+        (tmp_path / name).chmod(0o755)
+    only = {"PATH": f"{tmp_path}{os.pathsep}/bin", "CXX": ""}
+    assert ask(tmp_path, **only) == ["None", "False"]
+    told, none = ask(tmp_path, **only | {"CXX": "c++"})
+    assert told.startswith(f"what {tmp_path / 'c++'} made cannot be loaded") and "install g++" in told and none == "True"
+
+
+def test_code_is_loaded_from_no_folder_that_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert _cache() == tmp_path / "groupwise" and (tmp_path / "groupwise").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "groupwise").chmod(0o777)
+    assert _cache().parent != tmp_path
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in containers that run under a number that no list of users knows."""
+
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    assert _cache().is_dir()
+
+
+@pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")
+@pytest.mark.slow
+def test_compiled_once_and_kept(tmp_path: Path) -> None:
+    """Of two processes at the same time one compiles and the other waits; the next one only loads the library."""
+    compiler, calls = tmp_path / "c++", tmp_path / "calls"
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = -shared ] && echo linked >> \'{calls}\'\nexec {_compilers()[0]} "$@"\n')
+    compiler.chmod(0o755)
+    given = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": str(compiler)}
+    both = [subprocess.Popen([sys.executable, "-c", ASK], env=given, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate()[0].splitlines() for process in both] == [["None", "False"]] * 2
+    assert calls.read_text() == "linked\n"
+    (made,) = (tmp_path / "groupwise").iterdir()
+    before = made.stat().st_mtime_ns
+    assert ask(tmp_path, CXX=str(compiler)) == ["None", "False"] and made.stat().st_mtime_ns == before
+
+
+@pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")
+@pytest.mark.slow
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    """A file where the folder should be: the library is made for this process alone."""
+    (tmp_path / "groupwise").write_text("")
+    assert ask(tmp_path) == ["None", "False"]
+
+
+OTHER = """
+import sys, pytest
+from groupwise.kernels import library
+library.FLAGS += tuple(sys.argv[2:])
+assert library.absence() is None, library.absence()
+assert library.has_tiles() == ("-include" in sys.argv)
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[1].split(",")]))
+"""
+FILES = ",".join(str(Path(__file__).parent / name) for name in ("test_cpu.py", "test_matrices.py"))
+FLAGS = {
+    "SSE2": ["-march=x86-64"],
+    "AVX2": ["-mno-avx512f"],
+    "AVX-512 alone": ["-mno-avx512bf16", "-mno-amx-tile"],
+    "no tiles": ["-mno-amx-tile"],
+    "tiles": ["-include", str(Path(__file__).parent / "software_tiles.h")],
+}
+
+
+def _has(feature: str) -> bool:
+    cpus = Path("/proc/cpuinfo")
+    return cpus.is_file() and feature in cpus.read_text().split()
+
+
+@pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FLAGS)
+def test_other_processors_get_the_same(kind: str, tmp_path: Path) -> None:
+    """All that is said of the kernels beside this file, of those for other processors: older ones, and some with matrix tiles."""
+    if kind == "tiles" and not _has("avx512_bf16"):
+        pytest.skip("matrix tiles in software need AVX-512 for all else")
+    given = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", OTHER, FILES, *FLAGS[kind]]
+    found = subprocess.run(command, env=given, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_this_machine_has_them_if_it_has_a_compiler() -> None:
+    """A mistake in the sources must not pass as a machine without a compiler."""
+    if os.environ.get("GROUPWISE_KERNELS") != "off":
+        assert absence() is None or "no C++ compiler" in str(absence())

@@ -1,0 +1,198 @@
+"""The bundled recipes and the built-in tasks: each runs from its rows to its final model."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from groupwise.cli.commands import main
+from groupwise.cli.use import evaluate_checkpoint
+from groupwise.config.recipes import load_stages
+from groupwise.config.settings import ScratchSettings
+from groupwise.data.sources import read_rows
+from groupwise.data.tokenizers import make_tokenizer
+from groupwise.models.scratch import scratch_model
+from groupwise.runs.run import train_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+SMALL = ("model.scratch.hidden=32", "model.scratch.heads=4", "model.scratch.layers=1", "data.eval_limit=6", "eval.k=2")
+SFT_AND_GRPO = (
+    "stages.sft.steps=2",
+    "stages.sft.optimizer.warmup_steps=1",
+    "stages.sft.batch_size=4",
+    "stages.sft.data.limit=16",
+    "stages.grpo.steps=2",
+    "stages.grpo.group.prompts_per_step=2",
+    "stages.grpo.group.group_size=3",
+    "stages.grpo.data.limit=16",
+)
+
+
+@pytest.fixture(scope="session")
+def gsm8k() -> Path:
+    """The folder of GSM8K's train.jsonl and test.jsonl."""
+    folder = next((p / "shared/data/gsm8k" for p in Path(__file__).resolve().parents if (p / "shared/data/gsm8k").is_dir()), None)
+    if folder is None:
+        pytest.skip("GSM8K is not here: put its train.jsonl and test.jsonl into shared/data/gsm8k beside the project")
+    return folder
+
+
+def run(recipe: Path, folder: Path, overrides: Sequence[str]) -> str:
+    """Train every stage; what was printed."""
+    console = Console(record=True, width=200, quiet=False, file=(folder / "printed").open("w"))
+    assert train_recipe(recipe, [f"runs={folder / 'runs'}", *overrides], console=console) == 0
+    return console.export_text()
+
+
+def steps_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_is_valid(path: Path, gsm8k: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)  # a hub name is then taken on trust; nothing is fetched here
+    monkeypatch.chdir(ROOT)
+    stages = load_stages(path)
+    assert all(recipe.name.split("/")[0] == path.stem for recipe in stages.values())
+    assert path.read_text().startswith("# "), "`groupwise recipes` lists a recipe by the comment at its head"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["grpo", "dapo", "rloo"])
+def test_demo(objective: str, tmp_path: Path) -> None:
+    """Both stages, another algorithm by one override, the closing table with commands that work, and a model to chat with."""
+    printed = run(ROOT / "recipes/demo.yaml", tmp_path, [*SMALL, *SFT_AND_GRPO, f"stages.grpo.objective={objective}"])
+    assert [line.split()[:2] for line in printed.splitlines() if line.startswith("after ")] == [["after", "sft"], ["after", "grpo"]]
+    _, _, commands = printed.partition("Next:")
+    typed = {words[1]: words[1:] for line in commands.splitlines() if (words := shlex.split(line))}
+    assert typed["chat"] == ["chat", str(tmp_path / "runs/demo/grpo")]
+    assert main([*typed["eval"], "--limit", "3", "--k", "2"]) == main(typed["score"]) == 0
+    for stage in ("sft", "grpo"):
+        last = steps_of(tmp_path / "runs/demo" / stage)[-1]
+        assert last["step"] == 2
+        assert 0.0 <= last["eval/greedy"] <= 1.0 and last["eval/greedy/half_width"] > 0.0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "runs/demo/grpo/final")
+    asked = tokenizer.apply_chat_template([{"role": "user", "content": "1+2"}], tokenize=False, add_generation_prompt=True)
+    assert asked == "<|user|>1+2<|end|><|assistant|>"
+    assert list((tmp_path / "runs/demo/grpo/rollouts").iterdir())
+
+
+@pytest.mark.slow
+def test_gsm8k_arithmetic(gsm8k: Path, tmp_path: Path) -> None:
+    """From GSM8K's files to accuracy by operator and by seen and unseen expressions."""
+    files = [f"data.task_args.{name}={gsm8k / name}.jsonl" for name in ("train", "test")]
+    run(ROOT / "recipes/gsm8k-arithmetic.yaml", tmp_path, [*SMALL, *SFT_AND_GRPO, *files, "data.eval_limit=40"])
+    for stage in ("sft", "grpo"):
+        last = steps_of(tmp_path / "runs/gsm8k-arithmetic" / stage)[-1]
+        assert {f"eval/greedy/operator={operator}" for operator in "+-*/"} <= set(last)
+        assert {"eval/greedy/seen=seen", "eval/greedy/seen=unseen"} <= set(last)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(gsm8k: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen2 of 50,000 weights as a Hugging Face folder, with a tokenizer learnt from GSM8K and a chat template."""
+    texts = (row["question"] for row in read_rows(str(gsm8k / "test.jsonl")).first(200))
+    tokenizer = make_tokenizer("bpe:700", texts)
+    model = scratch_model(
+        ScratchSettings(family="qwen2", hidden=32, layers=2, heads=4, kv_heads=2, context=1024),
+        vocabulary=len(tokenizer),
+        eos_ids=(tokenizer.eos_token_id,),
+        pad_id=tokenizer.pad_token_id,
+        bos_id=None,
+        seed=0,
+    )
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_gsm8k_runs_its_whole_path_on_the_real_questions(checkpoint: Path, gsm8k: Path, tmp_path: Path) -> None:
+    """Chat template and system prompt, three rewards, evaluation before and after, export; then `eval` reads what it wrote."""
+    questions = str(gsm8k / "test.jsonl")
+    run(
+        ROOT / "recipes/gsm8k.yaml",
+        tmp_path,
+        [
+            f"model.path={checkpoint}",
+            f"data.path={questions}",
+            "data.eval_path=null",
+            "data.eval_fraction=0.01",
+            "data.eval_limit=5",
+            "steps=2",
+            "optimizer.warmup_steps=1",
+            "rollout.max_new_tokens=24",
+            "group.prompts_per_step=3",
+            "group.group_size=4",
+            "eval.k=2",
+        ],
+    )
+    folder = tmp_path / "runs/gsm8k"
+    first, *steps = steps_of(folder)
+    assert first["step"] == 0 and [step["step"] for step in steps] == [1, 2]
+    assert {"eval/greedy", "eval/pass@2"} <= set(first) and {"eval/greedy", "eval/pass@2"} <= set(steps[-1])
+    for step in steps:
+        assert {"rewards/accuracy/mean", "rewards/think_format/mean", "rewards/soft_overlong/mean"} <= set(step)
+        assert math.isfinite(step["reward"]) and math.isfinite(step["loss"]) and step["skipped_updates"] == 0
+    before, after = (load_file(place / "model.safetensors") for place in (checkpoint, folder / "final"))
+    assert all(torch.isfinite(weight).all() for weight in after.values())
+    assert set(before) == set(after)
+    report = evaluate_checkpoint(
+        str(folder), data=questions, columns={"prompt": "question"}, chat=True, limit=3, k=2, max_new_tokens=8
+    )
+    assert report.evaluation.prompts == 3
+    assert "<|user|>" in report.evaluation.answers[0].prompt.text and "Janet" in report.evaluation.answers[0].prompt.text
+
+
+REWARD = {"sums": "accuracy", "countdown": "groupwise.data.tasks.countdown:solved", "sorting": "exact"}
+"""Of the tasks that no recipe uses."""
+
+
+@pytest.mark.parametrize("task", REWARD)
+def test_the_other_tasks_train(task: str, tmp_path: Path) -> None:
+    """A few steps of SFT and GRPO; the weights move, every reward is a number."""
+    recipe = {
+        "name": "try",
+        "model": {"scratch": {"context": 256}},
+        "data": {"task": task, "chat": True},
+        "rewards": [{"function": REWARD[task]}],
+        "rollout": {"max_new_tokens": 30},
+        "optimizer": {"lr": 1e-3},
+        "stages": {
+            "sft": {"objective": "sft", "steps": 2},
+            "grpo": {"objective": "grpo", "steps": 2, "model": {"path": "stage:sft", "scratch": None}},
+        },
+    }
+    path = tmp_path / "try.yaml"
+    path.write_text(yaml.safe_dump(recipe, sort_keys=False))
+    run(path, tmp_path, [*SMALL, *SFT_AND_GRPO])
+    sft, grpo = ([step for step in steps_of(tmp_path / "runs/try" / stage) if step["step"]] for stage in ("sft", "grpo"))
+    assert all(step["loss"] > 0 and step["grad_norm"] > 0 for step in sft)
+    assert all(0.0 <= step["reward"] <= 1.0 and math.isfinite(step["loss"]) for step in grpo)
+    assert 0.0 <= grpo[-1]["eval/sampled"] <= 1.0
+
+
+def test_baselines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison with more SFT and with rejection sampling, on a reward that every completion with a letter gets."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import baselines  # type: ignore[import-not-found]
+
+    easy = "rewards=[{function: regex, args: {pattern: '[0-9a-z]'}}]"
+    overrides = [*SMALL, *SFT_AND_GRPO, easy, "rollout.max_new_tokens=8"]
+    results = list(baselines.compare(str(ROOT / "recipes/demo.yaml"), overrides, 0, [2], tmp_path))
+    assert [result.method for result in results] == ["sft (the start)", "grpo", "more sft", "rejection sampling, 2 rounds"]
+    assert all(0.0 <= result.row()["greedy"] <= 1.0 for result in results)
+    samples, kept, steps = (int(part.split()[0]) for part in results[-1].note.split(", "))
+    assert 0 < kept <= samples and steps >= 2

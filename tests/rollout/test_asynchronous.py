@@ -1,0 +1,327 @@
+"""Rollouts ahead of training: which weights draw what, what is remembered, and what a run that was broken off comes to."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from groupwise.algorithms.registry import corrected, resolve
+from groupwise.config.recipes import load_recipe
+from groupwise.config.settings import GroupSettings, OptimizerSettings
+from groupwise.data.rollout_table import packed, unpacked
+from groupwise.errors import ConfigError, EngineError
+from groupwise.models.policy import Policy
+from groupwise.records import Prompt, Rollout, Sampling, Scored, Step
+from groupwise.rollout.asynchronous import Ahead
+from groupwise.rollout.native.engine import NativeEngine
+from groupwise.runs.run import train
+from groupwise.training.online import train_online
+from groupwise.training.optimizer import Optimizer
+from groupwise.training.scoring import sample_of, score
+
+
+class Even:
+    """1 for an even sum of ids."""
+
+    def score(self, groups: Sequence[tuple[Rollout, ...]]) -> list[Scored]:
+        found = []
+        for group in groups:
+            reward = np.array([float(rollout.tokens.sum() % 2 == 0) for rollout in group])
+            found.append(Scored(rollouts=group, names=("even",), rewards=reward[:, None], reward=reward))
+        return found
+
+
+def prompt(place: int) -> Prompt:
+    return Prompt(id=f"0/{place}", tokens=np.arange(6, 9 + place % 4), text="", row={})
+
+
+class Apart:
+    """Samples with a copy of the weights, which `set_version` renews: what a server is, within this process."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self.version, self.begun = policy, 0, []
+        self.before_group: Callable[[str], None] = lambda name: None
+        self._copy = policy.frozen_copy()
+
+    def set_version(self, version: int) -> None:
+        self.version, self._copy = version, self.policy.frozen_copy()
+
+    def generate(self, prompts: Sequence[Prompt], **how: Any) -> Iterator[tuple[Rollout, ...]]:
+        inner = NativeEngine(self._copy, max_rows=8)
+        inner.set_version(self.version)
+        self.begun.append((prompts[0].id, self.version))
+        for group in inner.generate(prompts, **how):
+            self.before_group(group[0].prompt.id)
+            yield group
+
+
+@pytest.fixture
+def run(tiny_policy: Callable) -> Callable[..., tuple[Any, Iterator[Step]]]:
+    """`run(ahead, engine=..., **group)`: an engine and the steps of a loop over it, 2 prompts x 4 completions each."""
+
+    def start(ahead: Ahead | None, kind: type = NativeEngine, steps: int = 6, **group: Any) -> tuple[Any, Iterator[Step]]:
+        policy = tiny_policy(scale=2.0)
+        settings = GroupSettings(**{"prompts_per_step": 2, "group_size": 4} | group)
+        engine = Apart(policy) if kind is Apart else NativeEngine(policy, max_rows=8)
+        places = iter(range(1000))
+        return engine, train_online(
+            policy,
+            corrected(resolve("grpo", settings, 8), {}),
+            engine=engine,
+            rewards=Even(),  # type: ignore[arg-type]
+            draw=lambda k: [prompt(next(places)) for _ in range(k)],
+            optimizer=Optimizer(policy.model, OptimizerSettings(lr=1e-2), steps * settings.minibatches),
+            group=settings,
+            sampling=Sampling(temperature=0.8, max_new_tokens=8),
+            budget=1000,
+            steps=steps,
+            ahead=ahead,
+        )
+
+    return start
+
+
+def versions(step: Step) -> set[int]:
+    return {int(version) for group in step.groups for r in group.rollouts for version in r.version}
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_every_token_was_drawn_by_the_weights_that_it_names_and_none_is_older_than_allowed(
+    ahead: int, beside: bool, run: Callable
+) -> None:
+    """Step k trains on what was begun after step k - 1 - ahead, and its log-probs are those of these weights."""
+    engine, steps = run(Ahead(ahead, beside=beside), Apart if beside else NativeEngine, minibatches=2)
+    kept = [engine.policy.frozen_copy()]
+    for step in steps:
+        age = min(step.number - 1, ahead)
+        assert versions(step) == {2 * (step.number - 1 - age)}
+        assert step.metrics.get("staleness/mean", 0.0) == step.metrics.get("staleness/max", 0.0) == 2 * age
+        assert step.metrics.get("staleness/versions_max", 1.0) == 1.0
+        assert ("mismatch/mean" in step.metrics) == (age == 0)  # nothing that the newest weights drew could be compared
+        rollouts = [rollout for group in step.groups for rollout in group.rollouts]
+        scored = score(kept[step.number - 1 - age], [sample_of(r) for r in rollouts], budget=1000).logp
+        gap = max(np.abs(own - r.behavior_logp).max() for own, r in zip(scored, rollouts, strict=True))
+        assert gap < 1e-4
+        if age:
+            newer = score(kept[-1], [sample_of(r) for r in rollouts], budget=1000).logp
+            assert max(np.abs(own - r.behavior_logp).max() for own, r in zip(newer, rollouts, strict=True)) > 100 * gap
+        kept.append(engine.policy.frozen_copy())
+    assert len(kept) == 7
+
+
+def test_sampling_goes_on_while_a_step_is_trained(run: Callable) -> None:
+    """The next rollout is begun before the step at hand is trained on, and the one after it is not."""
+    engine, steps = run(Ahead(1, beside=True), Apart, steps=4)
+    released = threading.Event()
+    engine.before_group = lambda name: None if name in ("0/0", "0/1") else (released.wait(20), None)[1]
+    first = next(steps)  # step 1 is over though nothing of rollout 2 has come
+    assert first.number == 1
+    # The first two are begun by two threads at once: either may come first.
+    assert sorted(engine.begun) == [("0/0", 0), ("0/2", 0)]
+    released.set()
+    assert [step.number for step in steps] == [2, 3, 4]
+    assert sorted(engine.begun) == [("0/0", 0), ("0/2", 0), ("0/4", 1), ("0/6", 2)]
+
+
+def test_what_goes_wrong_beside_is_raised_where_it_is_wanted(run: Callable) -> None:
+    def fail(name: str) -> None:
+        if name == "0/4":
+            raise EngineError("the server is gone")
+
+    engine, steps = run(Ahead(1, beside=True), Apart, steps=5)
+    engine.before_group = fail
+    taken = []
+    with pytest.raises(EngineError, match="the server is gone"):
+        taken.extend(step.number for step in steps)
+    assert taken == [1, 2]
+
+
+def test_a_token_that_is_too_old_is_never_trained_on(run: Callable) -> None:
+    """An engine that does not take new weights."""
+    engine, steps = run(Ahead(1))
+    engine.set_version = lambda version: setattr(engine, "version", 0 if version < 2 else version)
+    engine.generate, generate = lambda *a, **k: old(generate(*a, **k)), engine.generate
+
+    def old(groups: Iterator[tuple[Rollout, ...]]) -> Iterator[tuple[Rollout, ...]]:
+        for group in groups:
+            for rollout in group:
+                rollout.version[:] = 0
+            yield group
+
+    with pytest.raises(EngineError, match=r"step 4: a token was drawn by the weights after 0 optimizer steps, .* begun after 2"):
+        list(steps)
+
+
+def test_refills_come_when_the_step_is_taken(run: Callable) -> None:
+    """Dynamic sampling replaces what teaches nothing by what the newest weights draw."""
+    _, steps = run(Ahead(1, beside=True), Apart, dead_groups="refill", group_size=2, max_refills=5)
+    found = list(steps)
+    assert any(step.metrics["prompts"] > 2 for step in found)
+    assert any(len(versions(step)) == 2 for step in found)
+    assert all(len(step.groups) == 2 for step in found)
+
+
+# ---- whole runs
+
+
+TREE: dict[str, Any] = {
+    "seed": 3,
+    "objective": "grpo",
+    "steps": 6,
+    "model": {"scratch": {"hidden": 32, "layers": 2, "heads": 4, "context": 96, "tokenizer": "arithmetic"}},
+    "data": {"task": "addition", "limit": 8, "eval_limit": 4},
+    "rewards": [{"function": "accuracy"}, {"function": "think_format", "weight": 0.5}, {"function": "repetition"}],
+    "rollout": {"max_new_tokens": 12},
+    "group": {"prompts_per_step": 4, "group_size": 3, "updates_per_rollout": 2, "minibatches": 2, "beta": 0.1},
+    "optimizer": {"lr": 1e-3},
+    "eval": {"k": 2, "at_start": False},
+    "save": {"every": 1},
+}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Callable[..., Path]:
+    def make(name: str, **changes: Any) -> Path:
+        tree = TREE | {"name": name, "runs": str(tmp_path / "runs")} | changes
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(tree, sort_keys=False))
+        return path
+
+    return make
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path.parent / "runs" / path.stem / "final" / "model.safetensors")
+
+
+def metrics(path: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (path.parent / "runs" / path.stem / "metrics.jsonl").read_text().splitlines()]
+    timing = ("time/", "wall", "tokens/per_second")
+    return [{key: value for key, value in line.items() if not key.startswith(timing)} for line in lines]
+
+
+def rollout_of(engine: str, **changes: Any) -> dict[str, Any]:
+    return {"max_new_tokens": 12, "engine": {"name": engine, **changes}}
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_p45_straight_equals_interrupted_at_every_step_with_rollouts_ahead(ahead: int, recipe: Callable) -> None:
+    """Bit for bit, into the second epoch: what had been sampled for later steps is kept, the weights that drew it are long gone."""
+    changes = {"rollout": rollout_of("native", ahead=ahead)}
+    straight, broken = recipe("straight", **changes), recipe("broken", **changes)
+    for _ in train(load_recipe(straight)):
+        pass
+    for stop in range(1, 7):
+        for step in train(load_recipe(broken)):
+            if step.number == stop:
+                break  # the generator is closed here: as Ctrl-C
+    for _ in train(load_recipe(broken)):
+        pass
+    expected, found = weights(straight), weights(broken)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert metrics(broken) == metrics(straight)
+    assert [line.get("staleness/max", 0.0) for line in metrics(straight)] == [4.0 * min(k, ahead) for k in range(6)]
+
+
+def test_ahead_of_nothing_is_the_synchronous_run(recipe: Callable) -> None:
+    plain, zero = recipe("plain", steps=3), recipe("zero", steps=3, rollout=rollout_of("native", ahead=0))
+    for path in (plain, zero):
+        for _ in train(load_recipe(path)):
+            pass
+    assert metrics(zero) == metrics(plain)
+    assert all(torch.equal(weights(zero)[name], weight) for name, weight in weights(plain).items())
+
+
+def test_what_was_being_sampled_is_begun_again_with_the_same_prompts(tiny_policy: Callable) -> None:
+    """Of servers nothing is kept but the prompts: none is skipped, and none is visited twice."""
+    ahead, engine = Ahead(2, beside=True, find=lambda name: prompt(int(name[2:]))), Apart(tiny_policy())
+    go_on, source = threading.Event(), SourceOf(engine)
+    engine.before_group = lambda name: (go_on.wait(10), None)[1] if name >= "0/2" else None
+    ahead.take(1, 9, source)  # type: ignore[arg-type]
+    states = [begun.state() for begun in ahead.pending()]
+    assert states == [{"step": 2, "prompts": ["0/2", "0/3"]}, {"step": 3, "prompts": ["0/4", "0/5"]}]
+    go_on.set()
+    again = Ahead(2, beside=True, find=lambda name: prompt(int(name[2:])))
+    again.restore(states)
+    for number, names in ((2, ["0/2", "0/3"]), (3, ["0/4", "0/5"]), (4, ["0/6", "0/7"])):
+        groups, drawn = again.take(number, 9, source)  # type: ignore[arg-type]
+        assert [group.prompt.id for group in groups] == names
+        assert drawn == 2
+
+
+class SourceOf:
+    """A source of two prompts a step, from an engine."""
+
+    def __init__(self, engine: Apart) -> None:
+        self.engine, self.places = engine, iter(range(100))
+
+    def prompts(self) -> list[Prompt]:
+        return [prompt(next(self.places)) for _ in range(2)]
+
+    def sample(self, prompts: Sequence[Prompt]) -> list[Scored]:
+        groups = self.engine.generate(prompts, group_size=2, sampling=Sampling(max_new_tokens=3), seed=0)
+        return Even().score(list(groups))
+
+    def collect(self, prompts: Sequence[Prompt] = (), own: Callable[[], list[Scored]] | None = None) -> Any:
+        found = sorted(own() if own is not None else self.sample(prompts), key=lambda group: group.prompt.id)
+        return found, len(found)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(max_new_tokens=6), Sampling(top_k=4, top_p=0.9, max_new_tokens=6, stop=("1",))])
+def test_kept_groups_come_back_as_they_were(sampling: Sampling, tiny_policy: Callable) -> None:
+    groups = Even().score(
+        list(NativeEngine(tiny_policy(), max_rows=8).generate([prompt(0), prompt(1)], group_size=3, sampling=sampling, seed=1))
+    )
+    groups[1].reward[0] = np.nan
+    for ours, theirs in zip(unpacked(packed(groups)), groups, strict=True):
+        assert (ours.names, ours.weights, ours.prompt.id, ours.prompt.text) == (
+            theirs.names, theirs.weights, theirs.prompt.id, theirs.prompt.text
+        )  # fmt: skip
+        np.testing.assert_array_equal(ours.reward, theirs.reward)
+        np.testing.assert_array_equal(ours.rewards, theirs.rewards)
+        for a, b in zip(ours.rollouts, theirs.rollouts, strict=True):
+            for name in ("tokens", "behavior_logp", "trained", "version"):
+                assert getattr(a, name).dtype == getattr(b, name).dtype
+                np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+            assert (a.finish, a.eos_ids, a.sampling, a.text, a.index) == (b.finish, b.eos_ids, b.sampling, b.text, b.index)
+            assert (a.support is None) == (b.support is None)
+            assert all(np.array_equal(x, y) for x, y in zip(a.support or (), b.support or (), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [
+        ({"name": "native", "ahead": -1}, "ahead is a number of steps from 0, got -1"),
+        ({"name": "vllm", "ahead": True}, "ahead is a number of steps from 0, got True"),
+        ({"name": "native", "aheed": 1}, "native takes ahead, correct; got 'aheed'"),
+        ({"name": "native", "correct": {"high": 2}}, "there is nothing to correct, unless it is ahead"),
+    ],
+)
+def test_what_cannot_be_is_refused(engine: dict[str, Any], says: str, recipe: Callable) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_recipe(recipe("wrong", rollout={"max_new_tokens": 12, "engine": engine}))
+
+
+def test_a_data_set_is_never_ahead(recipe: Callable) -> None:
+    with pytest.raises(ConfigError, match="nothing is sampled ahead of training by 'sft'"):
+        load_recipe(recipe("wrong", objective="sft", group={}, rollout=rollout_of("native", ahead=1)))
+
+
+def test_the_threads_end_with_what_they_sample(run: Callable) -> None:
+    _, steps = run(Ahead(2, beside=True), Apart, steps=3)
+    list(steps)
+    deadline = time.monotonic() + 10
+    while any(thread.name.startswith("rollout-") for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,595 @@
+"""The client of vLLM servers against a server in this process that speaks the same routes, and lies where a test wants it to.
+
+What vLLM itself does is tested with real servers in tests/vllm.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from groupwise.errors import ConfigError, EngineError, PeerError
+from groupwise.models.lora import adapt
+from groupwise.records import Finish, Prompt, Sampling
+from groupwise.rollout.vllm import engine as vllm
+from groupwise.rollout.vllm import request_pool, weight_sync
+from groupwise.rollout.vllm.client import Wire
+from groupwise.rollout.vllm.engine import VllmEngine
+from groupwise.rollout.vllm.weight_sync import Servers, buckets
+
+EOS = 1
+
+
+class FakeServer:
+    """Answers like `vllm serve` with our plug-in; a completion repeats the prompt's first token and ends with EOS."""
+
+    def __init__(self) -> None:
+        self.facts = {
+            "logprobs": "processed_logprobs", "candidates": 256, "dtype": "float32", "context": 64, "vocabulary": 40,
+            "rows": 8, "workers": 1, "device": "cpu",
+        }  # fmt: skip
+        self.label = "default"
+        self.computed = 7.0
+        self.calls: list[str] = []
+        self.paused: list[str] = []
+        self.requests: list[dict[str, Any]] = []
+        self.weights: dict[str, torch.Tensor] = {}
+        self.group: Any = None
+        self.spoil: Callable[[dict[str, Any]], Any] = lambda answer: answer
+        self.hold: Callable[[dict[str, Any]], None] = lambda body: None
+        self.status: dict[str, int] = {}
+        self.dies: set[str] = set()
+        self.hung_up = threading.Event()
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                self.answer()
+
+            def do_POST(self) -> None:
+                self.answer()
+
+            def answer(self) -> None:
+                path = self.path.split("?")[0]
+                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
+                fake.calls.append(path)
+                fake.paused += [self.path.split("mode=")[1]] if path == "/pause" else []
+                if path in fake.dies:
+                    self.close_connection = True
+                    return
+                status = fake.status.get(path, 200)
+                found = fake.do(path, body) if status == 200 else {"error": "no"}
+                text = (found if isinstance(found, str) else json.dumps(found)).encode()
+                try:
+                    self.send_response(status)
+                    self.send_header("Content-Length", str(len(text)))
+                    self.end_headers()
+                    self.wfile.write(text)
+                except OSError:
+                    fake.hung_up.set()
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
+        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
+
+    def do(self, path: str, body: dict[str, Any]) -> Any:
+        match path:
+            case "/collective_rpc":
+                return {"results": [self.facts]}
+            case "/init_weight_transfer_engine":
+                self.meet(body["init_info"])
+            case "/update_weights":
+                self.receive(body["update_info"])
+            case "/finish_weight_update":
+                self.label = body["weight_version"]
+            case "/metrics":
+                return f'vllm:prompt_tokens_total{{engine="0"}} {self.computed}\nvllm:generation_tokens_total{{engine="0"}} 0.0\n'
+            case "/inference/v1/generate":
+                self.requests.append(body)
+                self.hold(body)
+                return self.spoil({"choices": [self.choice(body, i) for i in range(body["sampling_params"]["n"])]})
+        return {}
+
+    def meet(self, info: dict[str, Any]) -> None:
+        store = dist.TCPStore(info["host"], info["port"], is_master=False, timeout=timedelta(seconds=10))
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        self.group = dist.ProcessGroupGloo(store, info["rank_offset"], info["size"], options)
+
+    def receive(self, info: dict[str, Any]) -> None:
+        types = [getattr(torch, name) for name in info["dtypes"]]
+        sizes = [dtype.itemsize * int(np.prod(shape)) for dtype, shape in zip(types, info["shapes"], strict=True)]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        self.group.broadcast([flat], dist.BroadcastOptions()).wait()
+        for name, part, dtype, shape in zip(info["names"], flat.split(sizes), types, info["shapes"], strict=True):
+            self.weights[name] = part.view(dtype).view(shape).clone()
+
+    def choice(self, body: dict[str, Any], index: int) -> dict[str, Any]:
+        first, length = body["token_ids"][0], min(3 + index, body["sampling_params"]["max_tokens"])
+        ids = [first] * (length - 1) + [EOS]
+        wanted = body["sampling_params"]["logprobs"]
+
+        def entry(drawn: int) -> dict[str, Any]:
+            others = [id for id in range(3, 4 + wanted) if id != drawn][:wanted]
+            found = {drawn: -0.5} | {id: -1.5 if id < 5 else -9999.0 for id in others}
+            return {"token_id": drawn, "logprob": -0.5, "top_logprobs": [{"token_id": i, "logprob": x} for i, x in found.items()]}
+
+        content = [entry(id) for id in ids]
+        return {
+            "index": index, "token_ids": ids, "logprobs": {"content": content}, "finish_reason": "stop", "stop_reason": EOS,
+            "weight_versions": [{"version": self.label, "start": 0, "end": length}],
+        }  # fmt: skip
+
+    def close(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    fake = FakeServer()
+    yield fake
+    fake.close()
+
+
+@pytest.fixture
+def engine_of(policy_of) -> Iterator[Callable[..., VllmEngine]]:
+    made: list[VllmEngine] = []
+
+    def make(*servers: FakeServer, in_flight: bool = False, **options: Any) -> VllmEngine:
+        options = {"num_attention_heads": 1, "num_key_value_heads": 1} | options  # one head of 32
+        policy = policy_of(dtype=torch.float32, **options)
+        made.append(VllmEngine(policy, servers=[server.url for server in servers], in_flight=in_flight))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+SAMPLING = Sampling(temperature=0.7, max_new_tokens=9)
+
+
+def draw(engine: VllmEngine, prompts: list[Prompt], sampling: Sampling = SAMPLING, size: int = 3, seed: int = 5) -> dict[str, Any]:
+    return {g[0].prompt.id: g for g in engine.generate(prompts, group_size=size, sampling=sampling, seed=seed)}
+
+
+# ---- what is asked and what comes back
+
+
+def test_groups_come_back_whole_with_versions_and_log_probs(server, engine_of, prompts_of) -> None:
+    engine, prompts = engine_of(server), prompts_of(4, 7, 2)
+    engine.set_version(3)
+    groups = draw(engine, prompts)
+    assert set(groups) == {prompt.id for prompt in prompts}
+    for prompt in prompts:
+        assert [rollout.index for rollout in groups[prompt.id]] == [0, 1, 2]
+        for rollout in groups[prompt.id]:
+            assert rollout.tokens.tolist() == [prompt.tokens[0]] * (2 + rollout.index) + [EOS]
+            assert rollout.finish is Finish.EOS
+            assert rollout.version.tolist() == [3] * len(rollout)
+            assert rollout.behavior_logp.tolist() == [-0.5] * len(rollout)
+            assert rollout.sampling == SAMPLING
+
+
+def test_every_sampling_setting_is_said_in_full(server, engine_of, prompts_of) -> None:
+    engine = engine_of(server, eos_ids=(1, 2))
+    (prompt,) = prompts_of(60)
+    sampling = Sampling(temperature=0.7, top_k=4, top_p=0.9, min_p=0.05, max_new_tokens=9, stop=("a", "bc"))
+    (group,) = draw(engine, [prompt], sampling).values()
+    asked = server.requests[0]["sampling_params"]
+    seed = asked.pop("seed")
+    assert asked == {
+        "n": 3, "temperature": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 0.05, "logprobs": 8, "max_tokens": 4,
+        "ignore_eos": True, "stop_token_ids": [1, 2], "stop": ["a", "bc"], "detokenize": True, "skip_special_tokens": False,
+    }  # fmt: skip
+    assert server.requests[0]["token_ids"] == prompt.tokens.tolist()
+    for rollout in group:  # what could be drawn: the drawn token, and the candidates that are not at -9999
+        assert [set(ids.tolist()) for ids in rollout.support] == [{int(token), 3, 4} for token in rollout.tokens]
+    draw(engine, [prompt], sampling, seed=6)
+    draw(engine, [prompt], sampling, seed=5)
+    again = [request["sampling_params"]["seed"] for request in server.requests[1:]]
+    assert again[1] == seed != again[0]
+
+
+def test_a_greedy_prompt_is_decoded_once(server, engine_of, prompts_of) -> None:
+    (group,) = draw(engine_of(server), prompts_of(4), Sampling(temperature=0.0, max_new_tokens=9)).values()
+    asked = server.requests[0]["sampling_params"]
+    assert (asked["n"], asked["temperature"], asked["top_k"], asked["top_p"], asked["min_p"]) == (1, 0.0, 0, 1.0, 0.0)
+    assert len(group) == 3 and len({rollout.tokens.tobytes() for rollout in group}) == 1
+
+
+def test_ids_of_no_token_are_never_asked_for(server, engine_of, prompts_of) -> None:
+    server.facts["vocabulary"] = 48
+    draw(engine_of(server, rows=48), prompts_of(4))
+    assert server.requests[0]["sampling_params"]["allowed_token_ids"] == list(range(40))
+
+
+def test_a_group_is_handed_on_while_others_are_sampled(server, engine_of, prompts_of) -> None:
+    prompts, go_on = prompts_of(4, 5), threading.Event()
+    server.hold = lambda body: None if len(body["token_ids"]) == 4 else (go_on.wait(10), None)[1]
+    groups = engine_of(server).generate(prompts, group_size=2, sampling=SAMPLING, seed=0)
+    assert next(groups)[0].prompt is prompts[0]
+    go_on.set()
+    assert next(groups)[0].prompt is prompts[1]
+
+
+def test_several_servers_share_the_requests_and_the_slow_one_gets_fewer(server, engine_of, prompts_of) -> None:
+    slow = FakeServer()
+    slow.hold = lambda body: time.sleep(0.3)
+    engine = engine_of(server, slow)
+    assert len(draw(engine, prompts_of(*[4] * 20))) == 20
+    assert 1 <= len(slow.requests) < 10 < len(server.requests)
+    assert server.weights.keys() == slow.weights.keys()
+    slow.close()
+
+
+def test_who_leaves_early_hangs_up(server, engine_of, prompts_of) -> None:
+    server.hold = lambda body: None if len(body["token_ids"]) == 4 else time.sleep(0.5)
+    groups = engine_of(server).generate(prompts_of(4, 5), group_size=2, sampling=SAMPLING, seed=0)
+    next(groups)
+    groups.close()
+    with socket.create_connection(("127.0.0.1", server.http.server_address[1])):
+        assert server.hung_up.wait(5) or True  # a small answer may fit into the socket's buffer before the server notices
+    alive = [thread for thread in threading.enumerate() if thread.name.startswith("rollout-request")]
+    for thread in alive:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in alive)
+
+
+# ---- weights
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3", "gemma2", "mixtral"])
+@pytest.mark.parametrize("limit", [1, 20_000, 1 << 28])
+def test_weights_travel_under_their_checkpoints_names(family: str, limit: int, policy_of, tmp_path) -> None:
+    policy = policy_of(family, dtype=torch.float32)
+    policy.model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    sent: dict[str, torch.Tensor] = {}
+    parts = list(buckets(policy, torch.float32, limit))
+    for names, shapes, flat in parts:
+        sizes = [4 * int(np.prod(shape)) for shape in shapes]
+        assert flat.numel() == sum(sizes) and (len(names) == 1 or sum(sizes) <= limit)
+        sent |= {n: part.view(torch.float32).view(s) for n, part, s in zip(names, flat.split(sizes), shapes, strict=True)}
+    assert sent.keys() == saved.keys()
+    assert all(torch.equal(sent[name], saved[name]) for name in saved)
+    assert (len(parts) == 1) == (limit == 1 << 28)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_an_adapter_travels_inside_the_weights_it_changes(family: str, policy_of, tmp_path) -> None:
+    policy = adapt(policy_of(family, dtype=torch.float32), {"rank": 2, "alpha": 4}, base="")
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if name in policy.trained:
+                parameter.normal_()
+    policy.save(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    ((names, shapes, flat),) = buckets(policy, torch.float32)
+    parts = flat.split([4 * int(np.prod(shape)) for shape in shapes])
+    assert set(names) == saved.keys()
+    for name, shape, part in zip(names, shapes, parts, strict=True):
+        assert torch.equal(part.view(torch.float32).view(shape), saved[name]), name
+
+
+def test_weights_arrive_in_the_servers_dtype_between_pause_and_resume(server, engine_of, monkeypatch) -> None:
+    monkeypatch.setattr(weight_sync.buckets, "__defaults__", (10_000,))
+    server.facts["dtype"] = "bfloat16"
+    engine = engine_of(server)
+    engine.set_version(2)
+    for name, weight in engine.policy.model.named_parameters():
+        assert torch.equal(server.weights[name], weight.detach().to(torch.bfloat16)), name
+    told = [call for call in server.calls if call not in ("/health", "/collective_rpc", "/init_weight_transfer_engine")]
+    middle = told[3:-2]
+    assert told[:3] == ["/pause", "/reset_prefix_cache", "/start_weight_update"]
+    assert told[-2:] == ["/finish_weight_update", "/resume"]
+    assert len(middle) > 1 and set(middle) == {"/update_weights"}
+    assert server.label.endswith(":2")
+
+
+def test_the_same_version_is_sent_once(server, engine_of, prompts_of) -> None:
+    engine = engine_of(server)
+    draw(engine, prompts_of(4))  # before any set_version the weights go out too: version 0
+    engine.set_version(0)
+    assert server.calls.count("/finish_weight_update") == 1
+    engine.set_version(1)
+    assert server.calls.count("/finish_weight_update") == 2
+
+
+# ---- weights that reach completions on their way
+
+
+def test_new_weights_reach_completions_that_are_half_done(server, engine_of, prompts_of) -> None:
+    """They are kept while the servers pause, and each token says which weights drew it."""
+    engine, asked, go_on = engine_of(server, in_flight=True), threading.Event(), threading.Event()
+    engine.set_version(4)
+    begun = server.label
+
+    def hold(_: dict[str, Any]) -> None:
+        asked.set()
+        assert go_on.wait(10)
+
+    def spoil(answer: dict[str, Any]) -> dict[str, Any]:
+        for choice in answer["choices"]:
+            end = len(choice["token_ids"])
+            choice["weight_versions"] = [
+                {"version": begun, "start": 0, "end": 2}, {"version": server.label, "start": 2, "end": end}
+            ]  # fmt: skip
+        return answer
+
+    server.hold, server.spoil, found = hold, spoil, {}
+    thread = threading.Thread(target=lambda: found.update(draw(engine, prompts_of(4))))
+    thread.start()
+    assert asked.wait(10)
+    engine.set_version(5)
+    assert server.paused == ["keep", "keep"]
+    go_on.set()
+    thread.join(10)
+    (group,) = found.values()
+    assert [rollout.version.tolist() for rollout in group] == [[4, 4, 5], [4, 4, 5, 5], [4, 4, 5, 5, 5]]
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [("3", 0, 2), ("4", 2, 4)],  # older than the request
+        [("4", 0, 2), ("6", 2, 4)],  # newer than all that were sent
+        [("4", 0, 2), ("4", 3, 4)],  # a token is missing
+        [("4", 0, 2)],
+        [],
+    ],
+)
+def test_p5_a_token_of_no_version_that_it_can_have_is_refused(spans, server, engine_of, prompts_of) -> None:
+    engine = engine_of(server, in_flight=True)
+    engine.set_version(4)
+    run = server.label.removesuffix("4")
+    server.spoil = spoilt(weight_versions=[{"version": run + name, "start": begin, "end": end} for name, begin, end in spans])
+    with pytest.raises(EngineError, match="drawn by stale or foreign weights"):
+        draw(engine, prompts_of(4))
+
+
+def test_closing_the_engine_ends_what_another_thread_samples(server, engine_of, prompts_of) -> None:
+    engine, asked, said = engine_of(server, in_flight=True), threading.Event(), []
+    server.hold = lambda body: (asked.set(), time.sleep(3))[1]
+
+    def sample() -> None:
+        with pytest.raises(EngineError, match="the engine was closed") as found:
+            draw(engine, prompts_of(4))
+        said.append(found)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    assert asked.wait(10)
+    engine.close()
+    thread.join(2)
+    assert said
+
+
+# ---- what must not be believed
+
+
+def spoilt(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    def spoil(answer: dict[str, Any]) -> dict[str, Any]:
+        answer["choices"][1] |= changes
+        return answer
+
+    return spoil
+
+
+def entry(logp: Any) -> dict[str, Any]:
+    return {"logprobs": {"content": [{"token_id": 3, "logprob": logp, "top_logprobs": []}] * 4}}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda answer: {"choices": answer["choices"][:2]}, "2 completions came back, 3 were asked for"),
+        (lambda answer: {}, "cannot be read"),
+        (spoilt(index=0), "3 completions came back"),
+        (spoilt(token_ids=[3, 3, 40, 1]), "outside of the vocabulary of 40"),
+        (spoilt(token_ids=[3, 1, 3, 1]), "behind an end of sequence"),
+        (spoilt(token_ids=[]), "0 tokens"),
+        (spoilt(token_ids=[3] * 4, finish_reason="length"), "4 tokens, ended by 'length', where up to 9"),
+        (spoilt(token_ids=[3] * 4, stop_reason="x"), "stopped by 'x'"),
+        (spoilt(finish_reason="abort"), "'abort': somebody else"),
+        (spoilt(logprobs=None), "cannot be read"),
+        (spoilt(**entry(None)), "cannot be read"),
+        (spoilt(**entry(float("nan"))), "do not have a log-prob each"),
+        (spoilt(**entry(-9999.0)), "do not have a log-prob each"),
+        (spoilt(**entry(0.5)), "do not have a log-prob each"),
+        (spoilt(weight_versions=None), "weights without a version"),
+        (spoilt(weight_versions=[{"version": "default", "start": 0, "end": 4}]), "stale or foreign weights \\(default, not"),
+    ],
+)
+def test_p4_an_answer_that_cannot_be_is_refused(spoil, says: str, server, engine_of, prompts_of) -> None:
+    server.spoil = spoil
+    with pytest.raises(EngineError, match=says):
+        draw(engine_of(server), prompts_of(4))
+
+
+def test_p5_tokens_of_two_versions_are_refused(server, engine_of, prompts_of) -> None:
+    engine = engine_of(server)
+    engine.set_version(1)
+    server.spoil = spoilt(
+        weight_versions=[{"version": server.label, "start": 0, "end": 2}, {"version": "other", "start": 2, "end": 4}]
+    )
+    with pytest.raises(EngineError, match="stale or foreign weights"):
+        draw(engine, prompts_of(4))
+
+
+def test_a_support_that_is_cut_off_is_refused(server, engine_of, prompts_of) -> None:
+    server.spoil = lambda answer: json.loads(json.dumps(answer).replace("-9999.0", "-2.0"))
+    with pytest.raises(EngineError, match="9 tokens could have been drawn where top_k is 4"):
+        draw(engine_of(server), prompts_of(4), Sampling(top_k=4, max_new_tokens=9))
+
+
+def test_a_min_p_that_was_not_kept_is_found(server, engine_of, prompts_of) -> None:
+    with pytest.raises(EngineError, match=r"a token 1.00 nats below the likeliest could have been drawn where min_p is 0.5"):
+        draw(engine_of(server), prompts_of(4), Sampling(top_k=4, min_p=0.5, max_new_tokens=9))
+
+
+@pytest.mark.parametrize(
+    ("facts", "sampling", "size", "says"),
+    [
+        ({"logprobs": "raw_logprobs"}, SAMPLING, 3, "raw_logprobs, which know no temperature"),
+        ({"heads": 2}, SAMPLING, 3, "knows heads of 32, .*, the policy's have 16"),
+        ({"vocabulary": 99}, SAMPLING, 3, "a vocabulary of 99, the policy one of 40"),
+        ({"device": "cuda"}, SAMPLING, 3, "runs on a GPU and the policy on a CPU"),
+        ({"rows": 2}, SAMPLING, 3, "decodes 2 completions at a time, fewer than a group of 3"),
+        ({"context": 12}, SAMPLING, 3, "sequences of 12 tokens, but a prompt and its completion may have 13"),
+        ({}, Sampling(top_p=0.9), 3, "need a top_k from 1 to 128"),
+        ({}, Sampling(top_k=200, max_new_tokens=4), 3, "need a top_k"),
+    ],
+)
+def test_an_unfit_server_is_refused_with_the_remedy(facts, sampling, size, says, server, engine_of, prompts_of) -> None:
+    server.facts |= facts
+    options = {"num_attention_heads": facts.get("heads", 1)}
+    if sampling.top_k == 200:
+        options["vocabulary"] = server.facts["vocabulary"] = 500
+    with pytest.raises(EngineError, match=says):
+        draw(engine_of(server, **options), prompts_of(4), sampling, size)
+
+
+def test_a_mixture_of_experts_is_refused_on_a_cpu(policy_of, server) -> None:
+    engine = VllmEngine(
+        policy_of("mixtral", dtype=torch.float32, num_attention_heads=1, num_key_value_heads=1), servers=[server.url]
+    )
+    with pytest.raises(EngineError, match=r"do not all reach its experts"):
+        engine.set_version(0)
+    server.facts["device"] = "cuda"
+    with pytest.raises(EngineError, match=r"runs on a GPU and the policy on a CPU"):
+        engine.set_version(0)
+    engine.close()
+
+
+def test_a_server_without_the_plug_in_is_refused(server, engine_of) -> None:
+    server.status["/collective_rpc"] = 500
+    with pytest.raises(EngineError, match="groupwise serve"):
+        engine_of(server).set_version(0)
+
+
+# ---- servers that are gone
+
+
+def test_p1_a_server_that_is_not_there_is_named(engine_of, server, monkeypatch) -> None:
+    monkeypatch.setattr(vllm, "PATIENCE", 0.3)
+    engine = engine_of(server)
+    server.close()
+    with pytest.raises(
+        PeerError, match=rf"{server.url} does not exist: the connection is refused; start one with `groupwise serve"
+    ):
+        engine.set_version(0)
+
+
+def test_p2_a_server_that_dies_while_it_samples_is_named(engine_of, server, prompts_of) -> None:
+    server.dies.add("/inference/v1/generate")
+    begin = time.monotonic()
+    with pytest.raises(PeerError, match="broke the connection off"):
+        draw(engine_of(server), prompts_of(4, 5, 6))
+    assert time.monotonic() - begin < 5
+
+
+def test_p3_a_server_that_falls_silent_is_named(engine_of, server, prompts_of, monkeypatch) -> None:
+    monkeypatch.setattr(request_pool, "PATIENCE", 0.2)
+    monkeypatch.setattr(request_pool, "POLL", 0.1)
+    engine, silent = engine_of(server), threading.Event()
+    engine.set_version(0)
+
+    def fall_silent(body: dict[str, Any]) -> None:
+        silent.set()
+        time.sleep(5)
+
+    answer = server.do
+    server.hold = fall_silent
+    server.do = lambda path, body: time.sleep(5) if silent.is_set() else answer(path, body)  # type: ignore[method-assign]
+    with pytest.raises(PeerError, match=r"has given no answer for 0 s .GET /health"):
+        draw(engine, prompts_of(4))
+
+
+def test_p3_a_server_that_answers_but_computes_nothing_is_named(engine_of, server, prompts_of, monkeypatch) -> None:
+    monkeypatch.setattr(request_pool, "STALLED", 0.5)
+    monkeypatch.setattr(request_pool, "POLL", 0.1)
+    server.hold = lambda body: time.sleep(3)
+    with pytest.raises(PeerError, match=rf"{server.url} answers, but has computed nothing for \d+ s: it hangs"):
+        draw(engine_of(server), prompts_of(4))
+
+
+@pytest.mark.parametrize("why", ["it computes", "it compiles", "it takes weights"])
+def test_p3_a_server_that_is_slow_is_waited_for(why: str, engine_of, server, prompts_of, monkeypatch) -> None:
+    """As long as its tokens grow in number; until its very first one; and while it may not compute."""
+    monkeypatch.setattr(request_pool, "STALLED", 0.4)
+    monkeypatch.setattr(request_pool, "POLL", 0.1)
+    engine = engine_of(server)
+    engine.set_version(0)
+    engine._sending = why == "it takes weights"
+    server.computed = 0.0 if why == "it compiles" else 5.0
+
+    def work(_: dict[str, Any]) -> None:
+        for _ in range(15):
+            time.sleep(0.1)
+            server.computed += why == "it computes"
+
+    server.hold = work
+    assert len(draw(engine, prompts_of(4))) == 1
+
+
+def test_a_server_that_counts_nothing_is_refused(engine_of, server, prompts_of, monkeypatch) -> None:
+    monkeypatch.setattr(request_pool, "POLL", 0.1)
+    answer = server.do
+    server.do = lambda path, body: "" if path == "/metrics" else answer(path, body)  # type: ignore[method-assign]
+    server.hold = lambda body: time.sleep(1)
+    with pytest.raises(EngineError, match="does not say what it computes: start it without --disable-log-stats"):
+        draw(engine_of(server), prompts_of(4))
+
+
+@pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/resume"])
+def test_an_update_that_fails_ends_at_once(path: str, engine_of, server, monkeypatch) -> None:
+    monkeypatch.setattr(weight_sync, "UPDATE_SECONDS", 5.0)
+    server.status[path] = 500
+    begin = time.monotonic()
+    with pytest.raises((EngineError, PeerError), match=path):
+        engine_of(server).set_version(0)
+    assert time.monotonic() - begin < 4
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["127.0.0.1:8000", "https://a:1", "http://", "http://a:1/v1", "http://a:65536", "http://a:0", "http://a:b", "http://[::1]:1"],
+)
+def test_an_address_is_an_address(url: str) -> None:
+    with pytest.raises(ConfigError, match="http://host:port"):
+        Wire(url)
+
+
+def test_a_page_of_somebody_elses_server_is_told_in_one_line() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        with pytest.raises(EngineError, match="answers GET /health with 501: <!DOCTYPE") as failure:
+            Wire(f"http://127.0.0.1:{other.server_port}").get("/health", timeout=5)
+        other.shutdown()
+    assert "\n" not in str(failure.value)
+
+
+def test_a_server_is_named_once() -> None:
+    """It would wait for itself."""
+    with pytest.raises(ConfigError, match="named twice: http://a:80 and http://a:80"):
+        Servers(["http://A/", "http://a:80"])

@@ -1,0 +1,375 @@
+"""Checkpoints: bit for bit what was saved, whole or not there, whatever happens to the process or the files."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.errors import CheckpointError, StorageError
+from groupwise.runs.checkpoint import _decode, _encode, damage, latest, load, policy_folder, save, step_of
+
+
+def write_policy(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(bytes(range(256)) * 64)
+
+
+def some_state(step: int = 1) -> dict[str, Any]:
+    return {"step": step, "weights": torch.arange(100.0) + step, "rng": torch.get_rng_state(), "order": [1, (2, 3.5)], "name": "x"}
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in kind and to the bit."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and raw(a) == raw(b)
+    if isinstance(a, np.ndarray | np.generic):
+        return type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, dict):
+        return isinstance(b, dict) and list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, float):
+        return type(b) is float and np.float64(a).tobytes() == np.float64(b).tobytes()
+    return type(a) is type(b) and a == b
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+KEYS = st.text() | st.integers() | st.booleans() | st.none() | st.tuples(st.integers(), st.text())
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.floats(width=32).map(np.float32)
+LEAVES = LEAVES | st.integers(0, 5).map(lambda n: torch.arange(n, dtype=torch.int32)) | st.integers(0, 3).map(np.arange)
+
+
+@given(
+    st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner) | st.lists(inner).map(tuple), max_leaves=20)
+)
+def test_any_state_comes_back_as_it_was(value: Any) -> None:
+    document, tensors = _encode({"value": value})
+    assert same(_decode(json.loads(json.dumps(document, allow_nan=False)), tensors), {"value": value})
+
+
+def test_tensors_of_every_kind_survive_the_disk(tmp_path: Path) -> None:
+    base = torch.arange(24.0).reshape(4, 6)
+    state = {
+        "kinds": [
+            torch.ones(3).to(kind) for kind in (torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.bool)
+        ],
+        "nan": torch.tensor([float("nan"), float("-inf"), -0.0]),
+        "zero-dim": torch.tensor(3),
+        "empty": torch.zeros(0, 5),
+        "shared": [base, base, base[1], base.t()],
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "arrays": [np.arange(6).reshape(2, 3).T, np.float32(0.1), np.array(7), np.uint32([2**32 - 1]), np.array([True, False])],
+        "floats": [0.1, float("nan"), float("inf"), -0.0, 5e-324],
+        "integers": [2**127, -1],
+        "ordered": OrderedDict(b=1, a=2),
+    }
+    found = load(save(tmp_path, 7, policy_writer=write_policy, state=state))
+    state["parameter"], state["ordered"] = state["parameter"].detach(), dict(state["ordered"])
+    assert same(found, state)
+
+
+def test_an_optimizer_and_the_random_states_resume_exactly(tmp_path: Path) -> None:
+    def trained(steps: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            loss = model(torch.randn(4, 5) + float(np.random.rand()) + random.random()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    trained(3, model, optimizer)
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(legacy=False),
+        "python": random.getstate(),
+    }
+    path = save(tmp_path, 3, policy_writer=write_policy, state=state)
+    expected = trained(5, model, optimizer)
+    found = load(path)
+    again = torch.nn.Linear(5, 3)
+    again.load_state_dict(found["model"])
+    other = torch.optim.AdamW(again.parameters(), lr=0.5)
+    other.load_state_dict(found["optimizer"])
+    torch.set_rng_state(found["torch"])
+    np.random.set_state(found["numpy"])
+    random.setstate(found["python"])
+    assert trained(5, again, other) == expected
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, Path("x"), np.array(["a"]), np.array([None]), torch.float32, lambda: 0])
+def test_what_would_not_come_back_is_refused_by_name(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"state\.inner\[1\] is a"):
+        save(tmp_path, 1, policy_writer=write_policy, state={"inner": [0, value]})
+    assert latest(tmp_path) is None
+
+
+# ---------------------------------------------------------------- saving
+
+
+def test_layout_rotation_and_latest(tmp_path: Path) -> None:
+    assert latest(tmp_path) is None
+    for step in (2, 10, 4_000_000):
+        path = save(tmp_path, step, policy_writer=write_policy, state=some_state(step), keep=2)
+        assert latest(tmp_path) == path
+        assert step_of(path) == step
+        assert (tmp_path / "latest").read_text() == path.name + "\n"
+    names = sorted(entry.name for entry in (tmp_path / "checkpoints").iterdir())
+    assert names == ["000010", "4000000"]
+    files = {found.relative_to(path).as_posix() for found in path.rglob("*") if found.is_file()}
+    trainer = {"trainer/state.json", "trainer/state.safetensors"}
+    assert files == {"policy/config.json", "policy/model.safetensors", "manifest.json", "COMPLETE"} | trainer
+
+
+def test_c13_times_of_files_do_not_say_which_is_newest(tmp_path: Path) -> None:
+    old = save(tmp_path, 9, policy_writer=write_policy, state=some_state())
+    new = save(tmp_path, 10, policy_writer=write_policy, state=some_state())
+    os.utime(old, (2e9, 2e9))
+    os.utime(new, (1, 1))
+    assert latest(tmp_path) == new
+
+
+def test_saving_a_step_twice(tmp_path: Path) -> None:
+    first = save(tmp_path, 5, policy_writer=write_policy, state=some_state(1))
+    assert save(tmp_path, 5, policy_writer=write_policy, state=some_state(2)) == first
+    assert load(first)["step"] == 1  # it is whole, so it stays
+    (first / "COMPLETE").unlink()
+    save(tmp_path, 5, policy_writer=write_policy, state=some_state(3))
+    assert load(first)["step"] == 3
+
+
+def test_c5_a_full_disk_is_told_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = save(tmp_path, 1, policy_writer=write_policy, state=some_state())
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000_000))
+    with pytest.raises(StorageError, match=r"disk full: the checkpoint of step 2 needs \d+ MB, .* has 10 MB") as caught:
+        save(tmp_path, 2, policy_writer=write_policy, state=some_state())
+    assert caught.value.exit_code == 6
+    assert latest(tmp_path) == kept
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_c5_c6_a_failing_disk_leaves_nothing_half_written(tmp_path: Path, number: int) -> None:
+    def failing(folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError(number, os.strerror(number))
+
+    kept = save(tmp_path, 1, policy_writer=write_policy, state=some_state())
+    with pytest.raises(StorageError, match="disk full" if number == errno.ENOSPC else "cannot write a checkpoint"):
+        save(tmp_path, 2, policy_writer=failing, state=some_state())
+    assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == [kept.name]
+    assert latest(tmp_path) == kept
+
+
+@pytest.mark.slow
+def test_c5_a_disk_that_fills_up_at_every_point_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=False, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        usage = shutil.disk_usage(disk)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1 << 40))  # past the check beforehand
+        kept = save(disk, 1, policy_writer=write_policy, state=some_state())
+        full = 0
+        for free in range(0, 512 * 1024, 64 * 1024):
+            ballast = disk / "ballast"
+            ballast.write_bytes(b"")
+            statvfs = os.statvfs(disk)
+            ballast.write_bytes(bytes(max(0, statvfs.f_bavail * statvfs.f_frsize - free)))
+            state = {**some_state(), "large": torch.zeros(50_000)}
+            try:
+                save(disk, 2 + free, policy_writer=write_policy, state=state, keep=10**6)
+            except StorageError as error:
+                assert "disk full" in str(error)  # noqa: PT017
+                full += 1
+                assert not list((disk / "checkpoints").glob(".*"))
+            else:
+                shutil.rmtree(disk / "checkpoints" / f"{2 + free:06d}")
+            assert latest(disk) == kept
+        assert full >= 3
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+# ---------------------------------------------------------------- damage
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+FILES = (
+    "policy/config.json",
+    "policy/model.safetensors",
+    "trainer/state.json",
+    "trainer/state.safetensors",
+    "manifest.json",
+    "COMPLETE",
+)
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("harm", [_truncate, _empty, _flip, Path.unlink])
+def test_c3_every_kind_of_damage_is_found_named_and_passed_over(
+    tmp_path: Path, file: str, harm: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    older = save(tmp_path, 1, policy_writer=write_policy, state=some_state(1))
+    newer = save(tmp_path, 2, policy_writer=write_policy, state=some_state(2))
+    harm(newer / file)
+    with caplog.at_level(logging.WARNING, logger="groupwise"):
+        assert latest(tmp_path) == older
+    (line,) = caplog.messages
+    assert file.rpartition("/")[2] in line
+    assert "going on from 000001" in line
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load(newer)
+    assert load(older)["step"] == 1
+
+
+def test_c4_all_damaged(tmp_path: Path) -> None:
+    for step in (1, 2):
+        (save(tmp_path, step, policy_writer=write_policy, state=some_state()) / "trainer" / "state.json").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        latest(tmp_path)
+    assert caught.value.exit_code == 5
+    assert str(caught.value).count("trainer/state.json is missing") == 2
+
+
+def test_files_that_do_not_belong_are_damage(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, policy_writer=write_policy, state=some_state())
+    (path / "policy" / "pytorch_model.bin").write_bytes(b"x")
+    assert damage(path) == "policy/pytorch_model.bin does not belong to it"
+    (path / "policy" / "pytorch_model.bin").unlink()
+    (path / "policy" / "link").symlink_to("/etc/passwd")
+    assert "is not a plain file" in str(damage(path))
+
+
+def test_a_run_that_fell_back_replaces_the_damaged_one(tmp_path: Path) -> None:
+    save(tmp_path, 10, policy_writer=write_policy, state=some_state())
+    bad = save(tmp_path, 20, policy_writer=write_policy, state=some_state())
+    _flip(bad / "policy" / "model.safetensors")
+    newest = save(tmp_path, 15, policy_writer=write_policy, state=some_state())
+    assert not bad.exists()
+    assert latest(tmp_path) == newest
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch bomb-went-off",)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_x1_pickle_bombs_are_not_run(tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = save(tmp_path, 1, policy_writer=write_policy, state=some_state())
+    (path / file).write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(CheckpointError):
+        load(path)
+    with pytest.raises(CheckpointError):
+        latest(tmp_path)
+    assert not (tmp_path / "bomb-went-off").exists()
+
+
+def test_policy_folder_understands_what_people_point_at(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    path = save(run, 3, policy_writer=write_policy, state=some_state())
+    assert policy_folder(run) == path / "policy"
+    assert policy_folder(path) == path / "policy"
+    assert policy_folder(str(path / "policy")) == path / "policy"
+    (run / "final").mkdir()
+    write_policy(run / "final")
+    assert policy_folder(run) == run / "final"
+    with pytest.raises(CheckpointError, match="no such folder"):
+        policy_folder(tmp_path / "nosuch")
+    with pytest.raises(CheckpointError, match="neither a model folder, a checkpoint nor a run with one: it holds run"):
+        policy_folder(tmp_path)
+
+
+# ---------------------------------------------------------------- kill -9
+
+SAVER = """
+import sys
+from pathlib import Path
+import torch
+from groupwise.runs.checkpoint import latest, load, save
+folder = Path(sys.argv[1])
+newest = latest(folder)
+step = load(newest)["step"] if newest else 0
+print("start", step, flush=True)
+def write(policy):
+    (policy / "config.json").write_text("{}")
+    for shard in range(8):
+        (policy / f"{shard}.bin").write_bytes(bytes([step % 256]) * 300_000)
+while True:
+    step += 1
+    save(folder, step, policy_writer=write, state={"step": step, "w": torch.full((300_000,), float(step))}, keep=2)
+    print("saved", step, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_c2_c12_kill_at_any_moment_loses_at_most_one_save(tmp_path: Path) -> None:
+    """Twenty kills at random moments, nearly all of them inside a save, because the process does nothing else."""
+    chance = random.Random(0)
+    said = 0
+    for _ in range(20):
+        process = subprocess.Popen([sys.executable, "-c", SAVER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"start {said}\n"
+        time.sleep(chance.uniform(0.0, 0.25))
+        process.send_signal(signal.SIGKILL)
+        saved = [
+            int(line.split()[1]) for line in process.stdout.read().splitlines() if line.startswith("saved ") and line[6:].isdigit()
+        ]
+        process.wait()
+        newest = latest(tmp_path)
+        last = saved[-1] if saved else said
+        if newest is None:
+            assert last == 0
+            continue
+        found = load(newest)
+        assert found["step"] == step_of(newest)
+        assert step_of(newest) in (last, last + 1)  # the one in flight may have been renamed already
+        assert same(found["w"], torch.full((300_000,), float(step_of(newest))))
+        assert (newest / "policy" / "7.bin").read_bytes() == bytes([step_of(newest) % 256]) * 300_000
+        said = step_of(newest)
+    assert said > 5

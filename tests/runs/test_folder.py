@@ -1,0 +1,358 @@
+"""The run folder: what is written is read back, survives a kill, and is cut back to where a run resumes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from groupwise.config.recipes import parse_stages
+from groupwise.config.settings import Recipe, SaveSettings
+from groupwise.errors import ConfigError, DataError
+from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
+from groupwise.runs.folder import (
+    Lock,
+    RunLog,
+    anew,
+    choose_folder,
+    environment,
+    finished,
+    in_use,
+    list_rollouts,
+    list_runs,
+    read_metrics,
+    read_step,
+)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    monkeypatch.chdir(tmp_path)
+    text = "{objective: grpo, name: a, steps: 9, model: {scratch: {}}, data: {task: addition}, rewards: [{function: accuracy}]}"
+    return parse_stages(text, "r.yaml")["grpo"]
+
+
+def make_step(number: int, *, sampling: Sampling | None = None, kind: type = np.float32, groups: int = 2) -> Step:
+    """A step of two groups of three completions with every column in use; lengths 0, 1, 2 ..."""
+    chance = np.random.default_rng(number)
+    sampling = sampling or Sampling(temperature=0.7, stop=("END",))
+    scored = []
+    for g in range(groups):
+        row = {"answer": "4", "n": g, "list": [1.5, None]}
+        prompt = Prompt(id=f"{number}/{g}", tokens=np.array([7, 8 + g]), text="2+2=\u202e\x1b[31m", row=row)
+        rollouts = []
+        for i in range(3):
+            tokens = np.concatenate([chance.integers(5, 9, size=i), [1]]) if i else np.zeros(0, np.int64)
+            rollouts.append(
+                Rollout(
+                    prompt=prompt,
+                    index=i,
+                    tokens=tokens.astype(np.int64),
+                    behavior_logp=chance.normal(size=tokens.size).astype(kind),
+                    finish=Finish.EOS if i else Finish.LENGTH,
+                    eos_ids=(1, 2),
+                    sampling=sampling,
+                    text="é" * i,
+                    trained=np.arange(tokens.size) % 2 == 0,
+                    version=np.full(tokens.size, number),
+                    support=tuple(np.arange(n + 1) for n in range(tokens.size)) if sampling.truncates else None,
+                )
+            )
+        rewards = chance.normal(size=(3, 2))
+        rewards[0, 1] = math.nan
+        signals = {"reference_logp": tuple(chance.normal(size=len(rollout)).astype(kind) for rollout in rollouts)}
+        scored.append(
+            Scored(
+                rollouts=tuple(rollouts),
+                names=("accuracy", "my/length"),
+                rewards=rewards,
+                reward=np.nansum(rewards, axis=1),
+                weights=(1.0, 0.5),
+                signals=signals if g == 0 else {},
+            )
+        )
+    lengths = [[len(rollout) for rollout in group.rollouts] for group in scored]
+    return Step(
+        number=number,
+        metrics={"reward": 0.1 * number, "kl": math.nan, "ratio/max": math.inf},
+        timings={"rollout": 1.5},
+        groups=scored,
+        advantages=[[chance.normal(size=n) for n in row] for row in lengths],
+        current_logp=[[chance.normal(size=n).astype(kind) for n in row] for row in lengths],
+        evaluation={"eval/greedy": 0.5} if number % 2 else None,
+    )
+
+
+def written(folder: Path, recipe: Recipe, numbers: range, done: int = 0) -> None:
+    with RunLog(folder, recipe, done=done) as log:
+        for number in numbers:
+            log.write(make_step(number))
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def test_metrics_are_read_back(recipe: Recipe, tmp_path: Path) -> None:
+    written(tmp_path, recipe, range(1, 4))
+    lines = read_metrics(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[0]["reward"] == 0.1
+    assert lines[0]["time/rollout"] == 1.5
+    assert lines[0]["eval/greedy"] == 0.5
+    assert "eval/greedy" not in lines[1]
+    assert math.isnan(lines[0]["kl"])
+    assert lines[0]["ratio/max"] == math.inf
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+
+
+def test_v7_a_half_written_last_line_is_left_out(recipe: Recipe, tmp_path: Path) -> None:
+    written(tmp_path, recipe, range(1, 4))
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    starts = [0, *(place + 1 for place, byte in enumerate(whole) if byte == ord("\n"))]
+    for cut in range(len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        assert len(read_metrics(tmp_path)) == sum(start <= cut for start in starts[1:])
+
+
+def test_a_broken_line_in_the_middle_is_named(recipe: Recipe, tmp_path: Path) -> None:
+    written(tmp_path, recipe, range(1, 4))
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "metrics.jsonl").write_text("\n".join([lines[0], "{nonsense", lines[2]]) + "\n")
+    with pytest.raises(DataError, match=r"metrics.jsonl:2: not a line of metrics"):
+        read_metrics(tmp_path)
+
+
+def test_resuming_takes_away_what_will_be_done_again(recipe: Recipe, tmp_path: Path) -> None:
+    written(tmp_path, recipe, range(1, 6))
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "rew')
+    written(tmp_path, recipe, range(4, 6), done=3)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+    assert list_rollouts(tmp_path) == [1, 2, 3, 4, 5]
+    written(tmp_path, recipe, range(0), done=2)
+    assert list_rollouts(tmp_path) == [1, 2]
+    attempts = json.loads((tmp_path / "environment.json").read_text())["attempts"]
+    assert [attempt["after_step"] for attempt in attempts] == [0, 3, 2]
+
+
+def test_a_killed_run_leaves_whole_lines(recipe: Recipe, tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; import itertools, pickle;"
+        "from groupwise.runs.folder import RunLog; from groupwise.records import Step; from groupwise.config.recipes import load_recipe;"
+        "log = RunLog(Path(sys.argv[1]), load_recipe(sys.argv[1] + '/r.yaml'));"
+        "[log.write(Step(number=n, metrics={'reward': 1.0 * n})) or print(n, flush=True) for n in itertools.count(1)]"
+    )
+    from groupwise.config.recipes import dump
+
+    (tmp_path / "r.yaml").write_text(dump(recipe))
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(0.1)
+    process.send_signal(signal.SIGKILL)
+    said = process.stdout.read().splitlines()
+    process.wait()
+    steps = [line["step"] for line in read_metrics(tmp_path)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) >= int(said[-2] if len(said) > 1 else 1)
+
+
+# ---------------------------------------------------------------- completions
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.5, top_k=3, top_p=0.9, stop=("a", "b"))])
+def test_a_step_is_read_back_to_the_bit(recipe: Recipe, tmp_path: Path, kind: type, sampling: Sampling) -> None:
+    step = make_step(3, kind=kind, sampling=sampling)
+    with RunLog(tmp_path, recipe) as log:
+        log.write(step)
+    again = read_step(tmp_path, 3)
+    assert again.number == 3
+    assert repr(dict(again.metrics)) == repr(dict(step.metrics))
+    assert (again.timings, again.evaluation) == (step.timings, step.evaluation)
+    assert len(again.groups) == 2
+    for old, new in zip(step.groups, again.groups, strict=True):
+        assert (old.names, old.weights) == (new.names, new.weights)
+        equal(old.rewards, new.rewards)
+        equal(old.reward, new.reward)
+        assert old.signals.keys() == new.signals.keys()
+        for name in old.signals:
+            for a, b in zip(old.signals[name], new.signals[name], strict=True):
+                equal(a, b)
+        assert (old.prompt.id, old.prompt.text, old.prompt.row) == (new.prompt.id, new.prompt.text, new.prompt.row)
+        equal(old.prompt.tokens, new.prompt.tokens)
+        for a, b in zip(old.rollouts, new.rollouts, strict=True):
+            for field in ("tokens", "behavior_logp", "trained", "version"):
+                equal(getattr(a, field), getattr(b, field))
+            for field in ("index", "finish", "eos_ids", "sampling", "text"):
+                assert getattr(a, field) == getattr(b, field)
+            assert (a.support is None) == (b.support is None)
+            for ids, more in zip(a.support or (), b.support or (), strict=True):
+                equal(ids, more)
+    for old_rows, new_rows in ((step.advantages, again.advantages), (step.current_logp, again.current_logp)):
+        for old_row, new_row in zip(old_rows, new_rows, strict=True):
+            for a, b in zip(old_row, new_row, strict=True):
+                equal(a, b)
+
+
+def equal(a: np.ndarray, b: np.ndarray) -> None:
+    assert a.dtype == b.dtype
+    np.testing.assert_array_equal(a, b)
+
+
+def test_completions_are_rows_with_plain_columns(recipe: Recipe, tmp_path: Path) -> None:
+    with RunLog(tmp_path, recipe) as log:
+        log.write(make_step(1))
+    rows = pq.read_table(tmp_path / "rollouts" / "000001.parquet")
+    assert len(rows) == 6
+    names = rows.column_names
+    assert {"rewards/accuracy", "rewards/my/length", "signals/reference_logp", "finish", "version", "current_logp"} <= set(names)
+
+
+def test_how_often_completions_are_written(recipe: Recipe, tmp_path: Path) -> None:
+    for every, steps in ((3, [3, 6]), (0, [])):
+        folder = tmp_path / str(every)
+        folder.mkdir()
+        written(folder, dataclasses.replace(recipe, save=SaveSettings(rollouts_every=every)), range(1, 8))
+        assert list_rollouts(folder) == steps
+
+
+def test_steps_without_groups_and_without_log_probs(recipe: Recipe, tmp_path: Path) -> None:
+    with RunLog(tmp_path, recipe) as log:
+        log.write(Step(number=1, metrics={"loss": 1.0}))
+        log.write(dataclasses.replace(make_step(2), current_logp=(), advantages=()))
+    assert list_rollouts(tmp_path) == [2]
+    again = read_step(tmp_path, 2)
+    assert (again.current_logp, again.advantages) == ((), ())
+    assert len(again.groups[0].rollouts) == 3
+
+
+def test_missing_and_damaged_completions_are_named(recipe: Recipe, tmp_path: Path) -> None:
+    written(tmp_path, recipe, range(1, 3))
+    with pytest.raises(DataError, match=r"the completions of step 9 are not in .* holds steps 1 to 2"):
+        read_step(tmp_path, 9)
+    path = tmp_path / "rollouts" / "000002.parquet"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"000002.parquet is damaged"):
+        read_step(tmp_path, 2)
+
+
+# ---------------------------------------------------------------- the folder
+
+
+def test_same_recipe_same_folder_other_recipe_refused(recipe: Recipe, tmp_path: Path) -> None:
+    folder = choose_folder(recipe)
+    assert folder == Path("runs/a")
+    written(folder, recipe, range(1, 2))
+    assert choose_folder(recipe) == folder
+    other = dataclasses.replace(recipe, seed=5)
+    with pytest.raises(ConfigError, match=r"another configuration(.|\n)*seed: 0 -> 5"):
+        choose_folder(other)
+    assert anew({"grpo": other})["grpo"].name == "a-2"
+    written(Path("runs/a-2"), other, range(0))
+    assert anew({"grpo": other})["grpo"].name == "a-3"
+    assert list_runs(Path("runs")) == [Path("runs/a"), Path("runs/a-2")]
+
+
+def test_stages_start_anew_together(recipe: Recipe, tmp_path: Path) -> None:
+    stages = {stage: dataclasses.replace(recipe, name=f"a/{stage}") for stage in ("sft", "grpo")}
+    assert anew(stages) == stages
+    written(Path("runs/a/sft"), stages["sft"], range(0))
+    assert [one.name for one in anew(stages).values()] == ["a-2/sft", "a-2/grpo"]
+
+
+def test_finished(recipe: Recipe, tmp_path: Path) -> None:
+    with RunLog(tmp_path, recipe) as log:
+        assert finished(tmp_path) is None
+        log.finish(9, {"reward": np.float64(0.5), "nan": math.nan})
+    assert finished(tmp_path) == 9
+    assert json.loads((tmp_path / "done.json").read_text())["reward"] == 0.5
+    written(tmp_path, recipe, range(0), done=9)
+    assert finished(tmp_path) is None
+
+
+def test_x6_x7_no_secret_and_no_environment_variable_is_kept(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_SECRET", "from-the-environment")
+    monkeypatch.setattr(
+        sys, "argv", ["groupwise", "train", "r.yaml", "rewards.0.args.api_key=on-the-command-line", "x=hf_abcdefghijklmnop"]
+    )
+    args = {"api_key": "in-the-recipe"}
+    reward = dataclasses.replace(recipe.rewards[0], args=args)
+    written(tmp_path, dataclasses.replace(recipe, rewards=(reward,)), range(1, 2))
+    everything = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    for secret in (b"from-the-environment", b"on-the-command-line", b"hf_abcdefghijklmnop", b"in-the-recipe"):
+        assert secret not in everything
+    assert b"api_key" in everything
+
+
+def test_environment_says_what_ran() -> None:
+    found = environment()
+    assert found["versions"]["python"].startswith("3.")
+    assert found["versions"]["torch"]
+    assert found["cores"] >= 1
+    assert found["memory_bytes"] > 1 << 28
+
+
+def test_tensorboard_holds_each_step_once(recipe: Recipe, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    recipe = dataclasses.replace(recipe, save=SaveSettings(tensorboard=True))
+    written(tmp_path, recipe, range(1, 6))
+    written(tmp_path, recipe, range(4, 7), done=3)
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [(event.step, round(event.value, 4)) for event in board.Scalars("reward")] == [
+        (n, round(0.1 * n, 4)) for n in range(1, 7)
+    ]
+
+
+# ---------------------------------------------------------------- the lock
+
+HOLDER = (
+    "import sys, time; from groupwise.runs.folder import Lock; lock = Lock(sys.argv[1]); print('held', flush=True); time.sleep(60)"
+)
+
+
+def test_c11_a_live_process_is_refused_a_dead_one_taken_over(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    assert in_use(tmp_path)
+    with pytest.raises(ConfigError, match=f"is in use by process {process.pid} on"):
+        Lock(tmp_path)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not in_use(tmp_path)
+    with Lock(tmp_path):
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+        with pytest.raises(ConfigError, match="in use by this process already"):
+            Lock(tmp_path)
+    with Lock(tmp_path):
+        pass
+
+
+def test_a_lock_that_says_nothing_readable_is_taken_over(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("\x00 not json")
+    with Lock(tmp_path) as lock:
+        lock.release()
+        lock.release()
+
+
+def test_importing_the_log_does_not_import_torch() -> None:
+    code = "import sys, groupwise.runs.folder, groupwise.runs.progress; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

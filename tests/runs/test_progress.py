@@ -1,0 +1,165 @@
+"""What the terminal shows: the right figures, and nothing that a model wrote as a command to the terminal."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
+from groupwise.runs.progress import FLAGS, Progress, duration, escaped, flags, safe
+
+PAYLOADS = [
+    "[/oops]",
+    "[bold red]x[/]",
+    "[link=http://x]y[/link]",
+    "\x1b[2J\x1b[31mred",
+    "\x1b]8;;http://evil\x1b\\text\x1b]8;;\x1b\\",
+    "\x9b31m",
+    "\rover",
+    "a\x08\x08b",
+    "\u202egnp.exe",
+    "zero\u200bwidth",
+    "line\u2028separator",
+    "\x00\x07",
+    ":smile: {0} %s",
+]
+
+
+def console(terminal: bool = False) -> tuple[Console, io.StringIO]:
+    file = io.StringIO()
+    return Console(file=file, force_terminal=terminal, width=200, highlight=False, soft_wrap=True, color_system=None), file
+
+
+def step(number: int, text: str = "4", **metrics: float) -> Step:
+    prompt = Prompt(id="0", tokens=np.array([1]), text=f"prompt {text}")
+    rollouts = tuple(
+        Rollout(
+            prompt=prompt,
+            index=i,
+            tokens=np.array([5]),
+            behavior_logp=np.zeros(1),
+            finish=Finish.LENGTH,
+            eos_ids=(1,),
+            sampling=Sampling(),
+            text=f"{text} #{i}",
+        )
+        for i in range(2)
+    )
+    group = Scored(rollouts=rollouts, names=("r",), rewards=np.array([[0.0], [1.0]]), reward=np.array([0.0, 1.0]))
+    return Step(number=number, metrics=metrics, groups=(group,))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_v5_hostile_text_is_shown_not_obeyed(payload: str) -> None:
+    out, file = console(terminal=True)
+    progress = Progress(1, title=payload, console=out)
+    progress.plan([("task", payload)])
+    progress.update(step(1, payload, reward=1.0))
+    progress.note(payload)
+    progress.summary([(payload, payload)])
+    shown = file.getvalue()
+    assert escaped(payload) in shown
+    theirs = shown.replace("\x1b[2K", "").replace("\x1b[?25l", "").replace("\x1b[?25h", "").replace("\x1b[1A", "").replace("\r", "")
+    assert not any(char in theirs for char in "\x1b\x9b\x08\x00\x07\u202e\u200b\u2028")
+
+
+def test_what_is_cut_says_how_long_it_was() -> None:
+    assert safe("x" * 2_000_000, limit=10).plain == "xxxxxxxxxx... (2,000,000 characters)"
+
+
+def test_plain_lines_without_a_terminal() -> None:
+    out, file = console()
+    clock = Clock()
+    with Progress(100, console=out, every=10.0, now=clock) as progress:
+        progress.plan([("prompts", "16"), ("completions", "128")])
+        for number in range(1, 101):
+            clock.time += 1.0
+            metrics = {
+                "reward": number / 100,
+                "frac_reward_zero_std": 0.25,
+                "kl": 0.01,
+                "entropy": 1.5,
+                "completions/mean_length": 31.6,
+            }
+            progress.update(step(number, **metrics, **{"tokens/per_second": 12_345.0, "loss": 7.0}))
+    lines = [line for line in file.getvalue().splitlines() if line.startswith("step ")]
+    assert len(lines) == 11  # the first, one every ten seconds, the last
+    assert lines[0] == "step 1/100  reward 0.010  signal 75%  kl 0.010  entropy 1.500  length 32  tok/s 12.3k  left 1m39s"
+    assert lines[-1].startswith("step 100/100  reward 1.000")
+    assert "left" not in lines[-1]
+    assert "loss" not in file.getvalue()  # a policy-gradient loss tells nothing
+
+
+def test_a_step_with_an_evaluation_keeps_its_line() -> None:
+    out, file = console(terminal=True)
+    with Progress(10, console=out) as progress:
+        evaluated = Step(number=3, metrics={"reward": 0.5}, evaluation={"eval/greedy": 0.25, "eval/greedy/half_width": 0.1})
+        progress.update(evaluated)
+    assert "step 3/10  reward 0.500  eval greedy 0.250" in file.getvalue()
+    assert "half_width" not in file.getvalue()
+
+
+def test_data_set_objectives_show_their_loss() -> None:
+    out, file = console()
+    with Progress(1, console=out) as progress:
+        progress.update(Step(number=1, metrics={"loss": 2.5}))
+        progress.summary()
+    assert "step 1/1  loss 2.500" in file.getvalue()
+
+
+def test_summary_compares_the_start_with_the_end() -> None:
+    out, file = console()
+    progress = Progress(40, console=out)
+    for number in range(1, 41):
+        progress.update(step(number, reward=0.1 if number <= 20 else 0.9, frac_reward_zero_std=0.0, entropy=0.5))
+    progress.summary([("held-out accuracy", "0.33 -> 0.99")])
+    text = file.getvalue().split("steps 1-10", 1)[1]
+    assert "steps 31-40" in text
+    assert any(line.split() == ["reward", "0.100", "0.900"] for line in text.splitlines())
+    assert "0.33 -> 0.99" in text
+    assert "!" not in text
+    assert "best of step 40: reward 1, 1 tokens, length" in text
+    assert "worst of step 40: reward 0" in text
+
+
+def test_health_flags() -> None:
+    bad = {
+        "frac_reward_zero_std": 0.9,
+        "completions/clipped_ratio": 0.85,
+        "entropy": 0.005,
+        "mismatch/max": 0.2,
+        "completions/duplicates": 0.95,
+        "skipped_updates": 1.0,
+        "kl/guarded": 2.0,
+        "reward": math.nan,
+    }
+    good = dict.fromkeys(bad, 0.0) | {"entropy": 1.0}
+    assert set(bad) == {flag.metric for flag in FLAGS}
+    assert flags([good] * 20) == []
+    assert flags([]) == []
+    assert flags([good] * 20 + [bad] * 10) == flags([bad])
+    assert [line.split()[0] for line in flags([bad])] == [flag.metric for flag in FLAGS]
+    assert flags([bad] * 20 + [good] * 10) == []  # what is over is over
+
+
+def test_duration() -> None:
+    assert [duration(seconds) for seconds in (0.4, 59.4, 59.6, 3599, 3600, 90_061)] == [
+        "0s",
+        "59s",
+        "1m00s",
+        "59m59s",
+        "1h00m",
+        "25h01m",
+    ]

@@ -1,0 +1,291 @@
+"""Whole runs on a task that is learnt in seconds: the folder, resume bit for bit, stages, bad input."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from groupwise.config.recipes import load_recipe, load_stages
+from groupwise.errors import ConfigError, DataError, GroupwiseError
+from groupwise.runs.folder import choose_folder
+from groupwise.runs.run import Run, train, train_recipe
+
+TINY = {
+    "seed": 3,
+    "model": {"scratch": {"hidden": 32, "layers": 2, "heads": 4, "context": 96, "tokenizer": "arithmetic"}},
+    "data": {"task": "addition", "limit": 64, "eval_limit": 8},
+    "rewards": [{"function": "accuracy"}, {"function": "think_format", "weight": 0.5}],
+    "rollout": {"max_new_tokens": 12},
+    "eval": {"k": 2, "at_start": False},
+    "optimizer": {"lr": 1e-3},
+}
+GRPO = {"objective": "grpo", "steps": 5, "group": {"prompts_per_step": 4, "group_size": 3}}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a recipe; keywords are merged one level deep."""
+
+    def make(**changes: object) -> Path:
+        tree = json.loads(json.dumps(TINY | {"runs": str(tmp_path / "runs")}))
+        for key, value in changes.items():
+            tree[key] = tree.get(key, {}) | value if isinstance(value, dict) and isinstance(tree.get(key), dict) else value
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(tree, sort_keys=False))
+        return path
+
+    return make
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "final" / "model.safetensors")
+
+
+def metrics(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timing = ("time/", "wall", "tokens/per_second")
+    return [{key: value for key, value in line.items() if not key.startswith(timing)} for line in lines]
+
+
+def test_p43_p44_straight_equals_interrupted_at_every_step_bit_for_bit(recipe: Callable, tmp_path: Path) -> None:
+    """Also into the second epoch (8 rows are used: 64 less held-out ones, 4 a step, would be long), with mu and minibatches."""
+    changes = GRPO | {
+        "group": {"prompts_per_step": 4, "group_size": 3, "updates_per_rollout": 2, "minibatches": 2},
+        "data": {"limit": 8},
+        "save": {"every": 1},
+    }
+    path = recipe(name="straight", **changes)
+    for _ in train(load_recipe(path)):
+        pass
+    straight = tmp_path / "runs" / "straight"
+    path = recipe(name="broken", **changes)
+    for stop in range(1, 6):
+        for step in train(load_recipe(path)):
+            if step.number == stop:
+                break  # the generator is closed here: as Ctrl-C
+    for _ in train(load_recipe(path)):
+        pass
+    broken = tmp_path / "runs" / "broken"
+    expected, found = weights(straight), weights(broken)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert metrics(broken) == metrics(straight)
+
+
+@pytest.mark.parametrize("objective", ["sft", "grpo"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "autocast"])
+def test_resume_is_exact_in_every_precision(objective: str, dtype: str, recipe: Callable, tmp_path: Path) -> None:
+    changes = (GRPO | {"steps": 3}) if objective == "grpo" else {"objective": "sft", "steps": 3, "batch_size": 4}
+    changes = changes | {"save": {"every": 1}, "model": {"dtype": dtype}}
+    for name, stops in (("straight", []), ("broken", [1, 2])):
+        path = recipe(name=name, **changes)
+        for stop in [*stops, 99]:
+            for step in train(load_recipe(path)):
+                if step.number == stop:
+                    break
+    expected, found = (weights(tmp_path / "runs" / name) for name in ("straight", "broken"))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_resume_with_a_reference_that_moves(recipe: Callable, tmp_path: Path) -> None:
+    """P44 with beta > 0: the reference is the policy of the start, or what refreshing made of it; never loaded by name."""
+    changes = GRPO | {
+        "group": {"prompts_per_step": 4, "group_size": 3, "beta": 0.1, "reference_refresh": 2, "reference_mix": 0.5},
+        "save": {"every": 1},
+    }
+    for name, stops in (("straight", []), ("broken", [1, 3])):
+        path = recipe(name=name, **changes)
+        for stop in [*stops, 99]:
+            for step in train(load_recipe(path)):
+                if step.number == stop:
+                    break
+    assert metrics(tmp_path / "runs" / "broken") == metrics(tmp_path / "runs" / "straight")
+    assert "kl" in metrics(tmp_path / "runs" / "straight")[0]
+
+
+def test_p27_no_kl_without_a_reference(recipe: Callable, tmp_path: Path) -> None:
+    steps = list(train(load_recipe(recipe(name="plain", **(GRPO | {"steps": 1})))))
+    assert not [key for key in steps[-1].metrics if "kl" in key.split("/")[0]]
+    assert not (tmp_path / "runs" / "plain" / "reference").exists()
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(recipe: Callable, tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        list(train(load_recipe(recipe(name=name, **(GRPO | {"steps": 2, "seed": seed})))))
+    a, b, c = (metrics(tmp_path / "runs" / name) for name in "abc")
+    assert a == b
+    assert a != c
+
+
+def test_stages_follow_one_another_and_the_final_model_is_a_plain_folder(recipe: Callable, tmp_path: Path) -> None:
+    path = recipe(
+        name="two",
+        stages={
+            "sft": {"objective": "sft", "steps": 2, "batch_size": 4},
+            "grpo": GRPO | {"steps": 2, "model": {"path": "stage:sft", "scratch": None}},
+        },
+    )
+    assert train_recipe(path, quiet=True) == 0
+    folder = tmp_path / "runs" / "two" / "grpo" / "final"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    logits = model(input_ids=torch.tensor([[5, 6, 7]])).logits
+    assert logits.shape[-1] == len(tokenizer)
+    card = (folder / "README.md").read_text()
+    assert "objective `grpo`" in card
+    assert "stage:sft" in card
+    assert "None" not in card.split("## Recipe")[0]
+    first, second = (stage for stage in load_stages(path).values())
+    assert (first.name, second.name) == ("two/sft", "two/grpo")
+    # A finished run is not run again.
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    assert train_recipe(path, quiet=True) == 0
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_p65_rollouts_are_on_disk_with_every_number(recipe: Callable, tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    steps = list(train(load_recipe(recipe(name="seen", **(GRPO | {"steps": 1})))))
+    (file,) = (tmp_path / "runs" / "seen" / "rollouts").glob("*.parquet")
+    rows = pq.read_table(file).to_pylist()
+    rollouts = [rollout for group in steps[-1].groups for rollout in group.rollouts]
+    assert len(rows) == len(rollouts) == 12
+    for row, rollout in zip(rows, rollouts, strict=True):
+        assert row["completion_ids"] == rollout.tokens.tolist()
+        np.testing.assert_allclose(row["behavior_logp"], rollout.behavior_logp)
+
+
+def test_recorded_completions_can_be_scored_again(recipe: Callable, tmp_path: Path) -> None:
+    from groupwise.cli.score import score_file
+
+    steps = list(train(load_recipe(recipe(name="again", **(GRPO | {"steps": 2})))))
+    folder = tmp_path / "runs" / "again"
+    for where in (folder, folder / "rollouts" / "000002.parquet"):
+        report = score_file(["accuracy", "think_format"], where)
+        expected = np.concatenate([group.rewards for group in steps[-1].groups])
+        np.testing.assert_array_equal(report.rewards, expected)
+
+
+def test_p08_p14_the_first_update_sees_ratio_one(recipe: Callable) -> None:
+    steps = list(train(load_recipe(recipe(name="alarm", **GRPO))))
+    for step in steps:
+        if "mismatch/max" in step.metrics:
+            assert step.metrics["mismatch/max"] < 1e-4
+            assert step.metrics["ratio/min"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_p05_a_step_says_more_than_a_loss_of_zero(recipe: Callable) -> None:
+    path = recipe(name="told", **(GRPO | {"rewards": [{"function": "think_format"}], "data": {"limit": 16}}))
+    recipe_ = load_recipe(path, ["rewards.0.function=repetition", "rewards.0.args={n: 1, penalty: -1.0}"])
+    metrics_ = [step.metrics for step in train(recipe_)]
+    assert any(abs(m["loss"]) < 1e-6 and abs(m["progress"]) > 1e-6 and m["grad_norm"] > 0 for m in metrics_)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"data": {"limit": 2}}, ConfigError, r"prompts_per_step is 4, but the data has only"),
+        ({"rewards": [{"function": "accuracy", "args": {"column": "gold"}}]}, ConfigError, "gold"),
+        ({"rollout": {"max_new_tokens": 96}}, ConfigError, "96"),
+        ({"group": {"group_size": 1}}, ConfigError, "group_size must be at least 2"),
+        ({"group": {"surrogate": {"name": "clipped", "hgih": 0.3}}}, ConfigError, "did you mean 'high'"),
+        ({"model": {"path": "./nowhere", "scratch": None}}, ConfigError, "no such folder"),
+        ({"rewards": []}, ConfigError, "reward"),
+        ({"data": {"task": "additon"}}, GroupwiseError, "addition"),
+    ],
+)
+def test_bad_recipes_die_in_one_sentence(
+    changes: dict, error: type[Exception], says: str, recipe: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merged = {
+        key: GRPO.get(key, {}) | value if isinstance(value, dict) and key in GRPO else value for key, value in changes.items()
+    }
+    with pytest.raises(error, match=says):
+        list(train(load_recipe(recipe(name="bad", **(GRPO | merged)))))
+
+
+def test_a_checkpoint_with_nan_is_refused_by_name(recipe: Callable, tmp_path: Path, tiny_policy: Callable) -> None:
+    policy = tiny_policy()
+    with torch.no_grad():
+        policy.model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
+    policy.save(tmp_path / "nan")
+    path = recipe(name="nan", **(GRPO | {"model": {"path": str(tmp_path / "nan"), "scratch": None}}))
+    with pytest.raises(GroupwiseError, match=r"layers\.1\.mlp\.up_proj\.weight"):
+        list(train(load_recipe(path)))
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(recipe: Callable, tmp_path: Path, tiny_policy: Callable) -> None:
+    policy = tiny_policy()
+    policy.model.resize_token_embeddings(20)
+    policy.save(tmp_path / "small")
+    path = recipe(name="small", **(GRPO | {"model": {"path": str(tmp_path / "small"), "scratch": None}}))
+    (tmp_path / "small" / "model.safetensors").write_bytes(b"")  # it is refused before weights are read
+    with pytest.raises(DataError, match=r"tokens but the model's vocabulary has only 20"):
+        list(train(load_recipe(path)))
+
+
+def test_no_eos_is_refused(recipe: Callable, tmp_path: Path, tiny_policy: Callable) -> None:
+    policy = tiny_policy()
+    policy.save(tmp_path / "endless")
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json"):
+        file = tmp_path / "endless" / name
+        if file.exists():
+            tree = {k: v for k, v in json.loads(file.read_text()).items() if not k.startswith("eos_token")}
+            file.write_text(json.dumps(tree))
+    path = recipe(name="endless", **(GRPO | {"model": {"path": str(tmp_path / "endless"), "scratch": None}}))
+    with pytest.raises(DataError, match="EOS"):
+        list(train(load_recipe(path)))
+
+
+def test_the_closing_table_fits_and_says_what_it_is_about(recipe: Callable) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    changes = GRPO | {"steps": 1, "eval": {"k": 2, "at_start": True, "prompts": 3, "max_new_tokens": 4}}
+    assert train_recipe(recipe(name="seen", **changes), console=console) == 0
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    table = text[text.index("held out  ") :]
+    for figure in ("greedy accuracy", "sampled accuracy", "pass@2", "mean reward", "accuracy", "think_format", "tokens"):
+        assert re.search(rf"^{figure} +[\d.]+", table, re.MULTILINE), figure
+    assert "before grpo: the first 3 of 8 prompts" in " ".join(table.split())
+
+
+def test_two_processes_cannot_share_a_run(recipe: Callable) -> None:
+    loaded = load_recipe(recipe(name="locked", **GRPO))
+    folder = choose_folder(loaded)
+    with Run(loaded, folder), pytest.raises(ConfigError, match="in use"):
+        Run(loaded, folder)
+
+
+@pytest.mark.slow
+def test_kill_9_then_rerun_is_resume(recipe: Callable, tmp_path: Path) -> None:
+    changes = GRPO | {"steps": 12, "save": {"every": 1}}
+    list(train(load_recipe(recipe(name="straight", **changes))))
+    path = recipe(name="killed", **changes)
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from groupwise.runs.run import train_recipe; train_recipe(sys.argv[1], quiet=True)",
+    ]
+    process = subprocess.Popen([*command, str(path)])
+    log = tmp_path / "runs" / "killed" / "metrics.jsonl"
+    while process.poll() is None and (not log.exists() or len(log.read_text().splitlines()) < 4):
+        pass
+    process.kill()
+    process.wait()
+    subprocess.run([*command, str(path)], check=True)
+    expected, found = (weights(tmp_path / "runs" / name) for name in ("straight", "killed"))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert metrics(tmp_path / "runs" / "killed") == metrics(tmp_path / "runs" / "straight")

@@ -1,0 +1,267 @@
+"""The loop where it is most likely to break: nothing to learn, nothing finite, nothing long, and settings at their ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from groupwise.algorithms.losses import Terms
+from groupwise.algorithms.registry import ALGORITHMS, Algorithm, resolve
+from groupwise.config.settings import ALONE, CriticSettings, GroupSettings, ModelSettings, OptimizerSettings
+from groupwise.critics import Critic
+from groupwise.errors import Diverged, RewardError
+from groupwise.models.policy import Policy
+from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
+from groupwise.rollout.native.engine import NativeEngine
+from groupwise.teachers import Teacher
+from groupwise.training.online import train_online, weigh
+from groupwise.training.optimizer import Optimizer
+
+Rule = Callable[[Rollout], "tuple[float, ...] | float | None"]
+
+
+class Judge:
+    """Rewards by a rule of one rollout: one number, several, or None."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+
+    def score(self, groups: Sequence[tuple[Rollout, ...]]) -> list[Scored]:
+        scored = []
+        for group in groups:
+            rows = np.array([np.atleast_1d(np.array(self.rule(r), dtype=np.float64)) for r in group])
+            total = np.where(np.isnan(rows).all(1), np.nan, np.nansum(rows, 1))
+            names = tuple(f"rule{k}" for k in range(rows.shape[1]))
+            scored.append(Scored(rollouts=group, names=names, rewards=rows, reward=total))
+        return scored
+
+
+def even(rollout: Rollout) -> float:
+    return float(rollout.tokens.sum() % 2)
+
+
+@pytest.fixture
+def run(tiny_policy: Callable) -> Callable[..., tuple[Policy, Iterator[Step]]]:
+    """`run(preset, rule, ...)` -> the policy, and its steps."""
+
+    def start(
+        preset: str = "grpo",
+        rule: Rule = even,
+        *,
+        steps: int = 2,
+        sampling: Sampling | None = None,
+        policy: Policy | None = None,
+        optimizer: OptimizerSettings | None = None,
+        algorithm: Algorithm | None = None,
+        prompt: int = 3,
+        checkpointing: bool = False,
+        budget: int = 200,
+        engine: object = None,
+        **group: object,
+    ) -> tuple[Policy, Iterator[Step]]:
+        policy = policy or tiny_policy("llama", scale=2.0)
+        settings = GroupSettings(**({"prompts_per_step": 3, "group_size": 4} | group))  # type: ignore[arg-type]
+        sampling = sampling or Sampling(max_new_tokens=6)
+        algorithm = algorithm or resolve(preset, settings, sampling.max_new_tokens)
+        rng = np.random.default_rng(0)
+        prompts = (Prompt(id=f"0/{i}", tokens=rng.integers(6, 50, size=prompt), text="") for i in range(10_000))
+        return policy, train_online(
+            policy,
+            algorithm,
+            engine=engine or NativeEngine(policy, max_rows=8),  # type: ignore[arg-type]
+            rewards=Judge(rule),  # type: ignore[arg-type]
+            draw=lambda k: [next(prompts) for _ in range(k)],
+            optimizer=Optimizer(policy.model, optimizer or OptimizerSettings(lr=1e-3), 100),
+            group=settings,
+            sampling=sampling,
+            budget=budget,
+            steps=steps,
+            reference=policy.frozen_copy() if algorithm.needs_reference else None,
+            critic=Critic.on(policy, CriticSettings(lr=1e-3), OptimizerSettings(), 100) if algorithm.needs_value else None,
+            teacher=Teacher(policy=tiny_policy("llama", scale=1.7)) if algorithm.needs_teacher else None,
+            checkpointing=checkpointing,
+        )
+
+    return start
+
+
+def weights_of(policy: Policy) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten().float() for parameter in policy.model.parameters()]).clone()
+
+
+PRESETS = pytest.mark.parametrize("preset", ALGORITHMS)
+
+
+@pytest.mark.parametrize("preset", [name for name, row in ALGORITHMS.items() if row.needs_reward and not row.needs_value])
+@pytest.mark.parametrize("value", [1.0, None, 0.1])
+def test_p61_rewards_without_differences_change_nothing(preset: str, value: float | None, run: Callable) -> None:
+    """All equal, or all None: every metric is finite or left out, and the weights stay as they are."""
+    policy, steps = run(preset, lambda rollout: value, max_refills=1)
+    before = weights_of(policy)
+    for step in steps:
+        assert step.metrics["frac_reward_zero_std"] == 1.0
+        assert step.metrics["grad_norm"] == 0.0
+        unknown = {name for name, number in step.metrics.items() if not math.isfinite(number)}
+        assert unknown <= ({"reward", "rewards/rule0/mean"} if value is None else set())
+    assert torch.equal(weights_of(policy), before)
+
+
+def test_r08_a_run_without_any_reward_ends(run: Callable) -> None:
+    said: list[float | None] = [None] * 24 + [1.0] + [None] * 100
+    _, steps = run("grpo", lambda rollout: said.pop(0), steps=9)
+    taken: list[int] = []
+    with pytest.raises(RewardError, match=r"\(rule0\) said None for every completion of 3 steps: nothing can be learnt; try"):
+        taken.extend(step.number for step in steps)
+    assert taken == [1, 2, 3, 4, 5], "two silent steps, one with a reward, two silent ones; the third in a row is not taken"
+
+
+def test_p23_a_completion_without_reward_teaches_nothing(run: Callable) -> None:
+    _, steps = run("grpo", lambda rollout: None if rollout.index == 0 else even(rollout), steps=1)
+    (step,) = steps
+    for group, advantages in zip(step.groups, step.advantages, strict=True):
+        assert np.isnan(group.reward[0])
+        assert not advantages[0].any()
+    assert step.metrics["rewards/rule0/none"] == 0.25
+
+
+@PRESETS
+def test_completions_and_prompts_of_one_token(preset: str, run: Callable) -> None:
+    _, steps = run(preset, sampling=Sampling(max_new_tokens=1), prompt=1, truncated="keep")
+    for step in steps:
+        assert step.metrics["completions/max_length"] == 1
+        assert math.isfinite(step.metrics["grad_norm"])
+        assert step.metrics["mismatch/max"] < 1e-4
+
+
+def test_everything_truncated_and_masked_trains_nothing(run: Callable) -> None:
+    """With one token, only an EOS is a whole completion."""
+    policy, steps = run("grpo", sampling=Sampling(max_new_tokens=1), truncated="mask")
+    before = weights_of(policy)
+    ended = [r for step in steps for group in step.groups for r in group.rollouts if r.finish is Finish.EOS]
+    if not ended:
+        assert torch.equal(weights_of(policy), before)
+    assert all(not rollout.truncated for rollout in ended)
+
+
+class Mute:
+    """An engine whose first completion of every group is empty (an environment may end an episode at once)."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self.engine = engine
+
+    def set_version(self, version: int) -> None:
+        self.engine.set_version(version)
+
+    def generate(self, prompts: Sequence[Prompt], **how: object) -> Iterator[tuple[Rollout, ...]]:
+        nothing = np.zeros(0, dtype=np.int64)
+        for group in self.engine.generate(prompts, **how):  # type: ignore[arg-type]
+            empty = {"tokens": nothing, "behavior_logp": np.zeros(0), "trained": nothing.astype(bool), "version": nothing}
+            yield (replace(group[0], finish=Finish.STOP, text="", **empty), *group[1:])
+
+
+@PRESETS
+def test_empty_completions(preset: str, run: Callable, tiny_policy: Callable) -> None:
+    policy = tiny_policy("llama", scale=2.0)
+    beta = {"beta": 0.1}
+    _, steps = run(preset, policy=policy, engine=Mute(NativeEngine(policy, max_rows=8)), updates_per_rollout=2, **beta)
+    for step in steps:
+        assert step.metrics["completions/min_length"] == 0
+        assert all(math.isfinite(value) for value in step.metrics.values())
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 5, "top_p": 0.9, "min_p": 0.05, "temperature": 0.7}, {"top_k": 1}],
+)
+@pytest.mark.parametrize("preset", ["grpo", "gspo"])
+def test_p13_truncated_sampling_is_trained_over_its_support(preset: str, sampling: dict, run: Callable) -> None:
+    """Both heads (fused, and with sequence ratios): the ratio of the first update is 1, and the gradient finite."""
+    _, steps = run(preset, sampling=Sampling(max_new_tokens=6, **sampling), entropy_bonus=0.01)
+    for step in steps:
+        assert step.metrics["mismatch/max"] < 1e-4
+        assert math.isfinite(step.metrics["grad_norm"])
+        assert step.metrics["ratio/max"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_stop_strings_end_completions_that_are_trained(run: Callable) -> None:
+    _, steps = run(sampling=Sampling(max_new_tokens=12, stop=("1", "2", "a", "b")))
+    taken = list(steps)
+    finishes = [rollout.finish for step in taken for group in step.groups for rollout in group.rollouts]
+    assert Finish.STOP in finishes
+    assert all(step.metrics["mismatch/max"] < 1e-4 and step.metrics["grad_norm"] > 0 for step in taken)
+
+
+@pytest.mark.parametrize("preset", ["grpo", "rloo"])
+def test_gradient_checkpointing_gives_the_same_steps(preset: str, run: Callable) -> None:
+    found = [[step.metrics["grad_norm"] for step in run(preset, checkpointing=on, beta=0.1)[1]] for on in (False, True)]
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "autocast"])
+def test_lower_precision_trains_and_keeps_close_to_its_sampler(dtype: str, run: Callable, tiny_policy: Callable) -> None:
+    weights = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    policy = tiny_policy("llama", scale=2.0, dtype=weights, settings=ModelSettings(dtype=dtype))  # type: ignore[arg-type]
+    before = weights_of(policy)
+    policy, steps = run(policy=policy, steps=3)
+    for step in steps:
+        assert math.isfinite(step.metrics["grad_norm"])
+        assert step.metrics["mismatch/mean"] < 0.05
+    assert not torch.equal(weights_of(policy), before)
+
+
+def test_more_minibatches_than_groups_keep_the_first_pass_apart(run: Callable) -> None:
+    """What `current_logp` and the KL are read from is the first pass, also if there are fewer parts than were asked for."""
+    _, steps = run(minibatches=8, updates_per_rollout=2, prompts_per_step=2, steps=1, optimizer=OptimizerSettings(lr=0.05))
+    (step,) = steps
+    for group, logps in zip(step.groups[:1], step.current_logp[:1], strict=True):
+        for rollout, logp in zip(group.rollouts, logps, strict=True):
+            np.testing.assert_allclose(logp, rollout.behavior_logp, atol=1e-4)
+    assert step.metrics["ratio/max"] > 1.001
+
+
+def broken(terms: Terms) -> torch.Tensor:
+    """A surrogate whose gradient is not finite."""
+    return terms.logp_M * math.inf
+
+
+def test_a_gradient_that_is_not_finite_is_not_taken_and_in_the_end_an_error(run: Callable) -> None:
+    algorithm = replace(resolve("grpo", GroupSettings(group_size=4), 6), surrogate=broken)
+    policy, steps = run(algorithm=algorithm, steps=10, optimizer=OptimizerSettings(max_nonfinite_steps=3))
+    before = weights_of(policy)
+    assert [next(steps).metrics["skipped_updates"] for _ in range(2)] == [1.0, 1.0]
+    assert torch.equal(weights_of(policy), before)
+    with pytest.raises(Diverged, match="not finite 3 steps in a row"):
+        next(steps)
+
+
+def test_weights_that_are_not_finite_are_an_error_of_the_next_rollout(run: Callable) -> None:
+    policy, steps = run(steps=3)
+    next(steps)
+    with torch.no_grad():
+        policy.model.model.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
+    with pytest.raises(Diverged, match="not finite"):
+        next(steps)
+
+
+@pytest.mark.parametrize(("preset", "alive"), [("grpo", False), ("dr_grpo", False), ("gdpo", True)])
+def test_the_credit_decides_which_group_is_dead(preset: str, alive: bool, scored_group: Callable) -> None:
+    """Two rewards trade off so that their weighted sum is 1 everywhere: nothing for GRPO, something for GDPO."""
+    group = scored_group([1.0, 1.0, 1.0, 1.0])
+    rewards = np.array([[0.0, 1.0], [2.0, 0.0], [2.0, 0.0], [0.0, 1.0]])
+    traded = replace(group, names=("a", "b"), rewards=rewards, weights=(0.5, 1.0))
+    algorithm = resolve(preset, GroupSettings(group_size=4, dead_groups="drop"), 10)
+    assert traded.dead
+    assert algorithm.teaches(traded) == alive
+    assert bool(weigh([traded], algorithm.credit([traded]), algorithm)) == alive
+
+
+def test_presets_that_need_no_siblings_are_the_ones_that_say_so() -> None:
+    from groupwise.algorithms.advantages import compares_siblings
+
+    assert {name for name, row in ALGORITHMS.items() if not compares_siblings(row.credit)} == set(ALONE)
+    assert all(row.beta == 0.0 for row in ALGORITHMS.values()), "validation takes a beta that is not set for 0"
