@@ -6,7 +6,7 @@ VLLM   := .venv-vllm
 # One thread per worker: two workers with a thread pool each would fight over the same cores.
 TEST   := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2
 
-.PHONY: demo test test-fast test-vllm lint docs bench clean help
+.PHONY: demo test test-fast test-kernels test-vllm lint docs bench clean help
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,6 +22,10 @@ test-fast: $(VENV)/.test       ## what takes no more than seconds
 
 test-vllm: $(VENV)/.test $(VLLM)/.done   ## the tests that need a real vLLM server (installs one: 2.5 GB)
 	GROUPWISE_VLLM=$(CURDIR)/$(VLLM) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q tests/vllm
+
+test-kernels: $(VENV)/.test    ## the kernels under AddressSanitizer and UBSan, then what uses them without any kernel
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/ops/cpu/sanitized.py
+	GROUPWISE_KERNELS=off $(TEST) -m 'not slow'
 
 lint: $(VENV)/.dev             ## ruff and pyright
 	$(BIN)/ruff check .

@@ -35,8 +35,8 @@ DOCS = Path(__file__).parent
 INTRO = """\
 # The algorithms
 
-Made by `make docs` from `groupwise.algorithms.registry.ALGORITHMS`; `groupwise explain --preset NAME` works one step of any of them through
-in numbers.
+Made by `make docs` from `groupwise.algorithms.registry.ALGORITHMS`; `groupwise explain --preset NAME` works one step of any of
+them through in numbers.
 
 An online algorithm is one row of a table: **credit** (rewards -> advantages) x **ratio** level x **surrogate** x **weights**
 (normalisation), and what it needs beside them. `objective: NAME` takes a row, and keys of `group` replace single parts of it, so
@@ -165,69 +165,59 @@ def explain_block() -> str:
     return f"```console\n$ groupwise explain\n{render(work())}\n```"
 
 
-RIVER = [
-    "records",
-    "errors",
-    "settings",
-    "strict_yaml",
-    "schema",
-    "config",
-    "validation",
-    "clock",
-    "heap",
-    "objective",
-    "data",
-    "rewards",
-    "models",
-    "rollout",
-    "packing",
-    "tables",
-    "parallel",
-    "optim",
-    "scoring",
-    "updating",
-    "algorithms",
-    "metrics",
-    "online",
-    "offline",
-    "objectives",
-    "preferences",
-    "baselines",
-    "evaluate",
-    "plan",
-    "jobs",
-    "runlog",
-    "checkpoint",
-    "progress",
-    "card",
-    "run",
-    "use",
-    "rescore",
-    "check",
-    "explain",
-    "cli",
-]
-"""The order of the README's tree: as data flows."""
+LAW = DOCS.parent / "tests" / "arch" / "test_laws.py"
+PACKAGE = DOCS.parent / "src" / "groupwise"
+
+
+def rooms() -> list[str]:
+    """The packages in the order that the architecture's test holds."""
+    tree = ast.parse(LAW.read_text(encoding="utf-8"))
+    (value,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ROOMS")
+    return [name for name in ast.literal_eval(value) if (PACKAGE / name / "__init__.py").exists()]
+
+
+def rooms_table() -> str:
+    """Every package with the first sentence of its docstring, upstream first."""
+    lines = ["| package | what it is for |", "|---|---|"]
+    for name in rooms():
+        lines.append(f"| `{name}` | {cell(sentence(PACKAGE / name / '__init__.py'))} |")
+    return "\n".join(lines)
 
 
 def tree() -> str:
-    """Every source file with the first sentence of its docstring."""
-    root = DOCS.parent / "src" / "groupwise"
-    places = {path.stem: path for path in root.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    """Every source file with the first sentence of its docstring, upstream first."""
     lines = ["src/groupwise/"]
-    for name in [*RIVER, *sorted(set(places) - set(RIVER))]:
-        lines += branch(places[name], 2)
+    for name in ("records.py", "errors.py", *rooms(), "__init__.py", "__main__.py"):
+        lines += branch(PACKAGE / name, 2)
     return "\n".join(["```text", *lines, "```"])
+
+
+def public_table() -> str:
+    """The functions and classes of each package that other packages import."""
+    used: dict[str, set[str]] = {name: set() for name in rooms()}
+    for path in PACKAGE.rglob("*.py"):
+        home = path.relative_to(PACKAGE).parts[0]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("groupwise."):
+                _, room, *rest = str(node.module).split(".")
+                for alias in node.names:
+                    module = "/".join((*rest, alias.name)) + ".py"
+                    if room in used and room != home and not (PACKAGE / room / module).exists():
+                        used[room].add(".".join((*rest, alias.name)))
+    lines = ["| package | what others use of it |", "|---|---|"]
+    return "\n".join(
+        [*lines, *(f"| `{room}` | {', '.join(f'`{name}`' for name in sorted(names))} |" for room, names in used.items() if names)]
+    )
 
 
 def branch(path: Path, indent: int) -> list[str]:
     """The lines of a file, or of a folder and what is in it."""
     label = " " * indent + path.name
     if path.is_file():
-        return [f"{label:<26}{sentence(path)}"]
+        return [f"{label:<32}{sentence(path)}"]
     inside = [entry for entry in sorted(path.iterdir()) if entry.suffix == ".py" or (entry / "__init__.py").exists()]
     below = [line for entry in inside if entry.name != "__init__.py" for line in branch(entry, indent + 2)]
-    return [f"{label + '/':<26}{sentence(path / '__init__.py')}", *below]
+    return [f"{label + '/':<32}{sentence(path / '__init__.py')}", *below]
 
 
 def sentence(path: Path) -> str:
@@ -356,7 +346,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "trl": trl_table,
     "rewards": rewards_table,
     "explain": explain_block,
+    "rooms": rooms_table,
     "tree": tree,
+    "public": public_table,
     "balance": balance_table,
     "sizing": sizing_table,
     "parallel": parallel_table,

@@ -26,7 +26,6 @@ from groupwise.config.settings import (
     RolloutSettings,
     ScratchSettings,
 )
-from groupwise.critics import Critic
 from groupwise.data.order import Order
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.distributed import comm, sharded_checkpoint
@@ -47,10 +46,11 @@ from groupwise.runs.engines import mixed_engine
 from groupwise.runs.policies import hold
 from groupwise.runs.run import Run, train
 from groupwise.runs.saving import reader
-from groupwise.teachers import Teacher
+from groupwise.training.critics import Critic
 from groupwise.training.objectives import OBJECTIVES, language_model
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.teachers import Teacher
 
 LONGEST = 12
 

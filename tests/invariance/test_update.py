@@ -16,12 +16,12 @@ from torch import Tensor
 
 from groupwise.algorithms.registry import ALGORITHMS, Algorithm, describe, resolve
 from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
-from groupwise.critics import Critic, with_values
 from groupwise.data.packing import pack
 from groupwise.models.policy import Policy
 from groupwise.records import Sample, Scored
-from groupwise.teachers import Teacher, with_teacher
+from groupwise.training.critics import Critic, with_values
 from groupwise.training.online import policy_loss, weigh, with_reference
+from groupwise.training.teachers import Teacher, with_teacher
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}
 

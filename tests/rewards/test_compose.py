@@ -6,7 +6,7 @@ import itertools
 import os
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +201,20 @@ def test_x10_code_comes_from_the_working_directory_or_an_installed_module(functi
 # ------------------------------------------------------------------------------------------------------ what is returned
 
 
+@pytest.fixture(scope="module")
+def returning(tmp_path_factory) -> Iterator[Rewards]:
+    """The reward function `f` that returns what the column `result` says, as Python.  One process, for it imports torch."""
+    folder = tmp_path_factory.mktemp("returning")
+    (folder / "answers.py").write_text(
+        "import numpy as np, torch\nasync def later(): return []\ndef f(completions, result): return eval(result[0])"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        rewards = build_rewards([RewardSettings(function="answers.py:f")], columns=["result"])
+    with rewards:
+        yield rewards
+
+
 @pytest.mark.parametrize(
     ("result", "said"),
     [
@@ -222,19 +236,17 @@ def test_x10_code_comes_from_the_working_directory_or_an_installed_module(functi
     ],
 )
 @pytest.mark.filterwarnings("ignore:coroutine")
-def test_r09_bad_results_are_named_by_function_type_and_length(one, group, result, said):
-    rewards = one(f"import numpy as np, torch\nasync def later(): return []\ndef f(completions): return {result}")
+def test_r09_bad_results_are_named_by_function_type_and_length(returning, group, result, said):
     with pytest.raises(RewardError, match=said):
-        rewards.score([group("4", "5")])
+        returning.score([group("4", "5", result=result)])
 
 
 @pytest.mark.parametrize(
     "value", ["float('nan')", "float('inf')", "-float('inf')", "1e39", "np.float32('nan')", "torch.tensor(float('inf'))"]
 )
-def test_r06_a_reward_that_is_not_finite_is_an_error_and_not_none(one, group, value):
-    rewards = one(f"import numpy as np, torch\ndef f(completions): return [1.0, {value}]")
+def test_r06_a_reward_that_is_not_finite_is_an_error_and_not_none(returning, group, value):
     with pytest.raises(RewardError, match=r"'f' returned (-?inf|nan|1e\+39) for completion 0/0#1: a reward is finite"):
-        rewards.score([group("4", "5")])
+        returning.score([group("4", "5", result=f"[1.0, {value}]")])
 
 
 @pytest.mark.parametrize(
@@ -252,9 +264,8 @@ def test_r06_a_reward_that_is_not_finite_is_an_error_and_not_none(one, group, va
         "[np.array(1.0), 0]",
     ],
 )
-def test_r09_good_kinds_are_taken(one, group, result):
-    rewards = one(f"import numpy as np, torch\ndef f(completions): return {result}")
-    (scored,) = rewards.score([group("4", "5")])
+def test_r09_good_kinds_are_taken(returning, group, result):
+    (scored,) = returning.score([group("4", "5", result=result)])
     assert scored.rewards.dtype == np.float64
     assert scored.rewards[:, 0].tolist() == [1.0, 0.0]
 
@@ -292,7 +303,7 @@ def test_r02_an_exception_names_function_completions_and_message(one, group):
     said = r"'f' raised KeyError: 'no such key' \(.*mine_\d+.py, line 1: .*\); on 3/1#0, 3/1#1, 3/1#2 \.\.\. \(5 completions\)"
     with pytest.raises(RewardError, match=said) as caught:
         rewards.score(groups)
-    assert isinstance(caught.value.__cause__, KeyError)
+    assert "in f\n" in str(caught.value.__cause__), "the traceback of the worker"
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])
@@ -415,11 +426,12 @@ def test_r12_async_functions_run_side_by_side_and_in_order(functions, group):
     )
     rewards = build_rewards([RewardSettings(function=f"{path}:{name}") for name in ("single", "batch", "plain")], columns=[])
     groups = [group(*(str(8 * g + n) for n in range(8)), id=f"0/{g}") for g in range(8)]
+    rewards.score([group("1")])  # the start of processes is paid once
     start = time.monotonic()
     scored = rewards.score(groups)
     took = time.monotonic() - start
     np.testing.assert_array_equal(np.concatenate([s.rewards for s in scored]), np.arange(64)[:, None] * [1.0, 2.0, 3.0])
-    assert took < 0.5 * 1.1 + 0.3  # the slowest + 10 %, and the noise of a shared machine; one after the other: 14 s
+    assert took < 5.0  # the slowest takes 0.5 s; one after the other they take 14 s
 
 
 def test_async_functions_keep_one_loop_and_work_inside_another(one, group):

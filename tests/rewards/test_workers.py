@@ -10,7 +10,7 @@ import time
 import pytest
 
 from groupwise.errors import RewardError
-from groupwise.rewards.workers import Loop, Pool
+from groupwise.rewards.workers import Pool
 
 
 @pytest.fixture
@@ -197,23 +197,3 @@ def test_a_fork_does_not_talk_to_the_parents_workers(hostile):
 def test_a_worker_that_cannot_start_says_why(hostile):
     with pytest.raises(RewardError, match="hostile_calls:broken could not start: no module named luck"):
         Pool("hostile_calls:broken", size=1, seconds=1.0).run()
-
-
-def test_loop_runs_side_by_side_and_times_out():
-    loop = Loop()
-
-    async def wait(seconds: float) -> float:
-        await asyncio.sleep(seconds)
-        return seconds
-
-    async def own_timeout() -> None:
-        raise TimeoutError("the server said so")
-
-    start = time.monotonic()
-    waits = [loop.submit(wait(0.3), None) for _ in range(20)]
-    assert [w().value for w in waits] == [0.3] * 20
-    assert time.monotonic() - start < 1.0
-    assert loop.submit(wait(60.0), 0.1)().failure == "timeout"
-    outcome = loop.submit(own_timeout(), 5.0)()
-    assert (outcome.failure, outcome.message) == ("error", "the server said so")
-    loop.close()

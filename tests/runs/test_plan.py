@@ -114,7 +114,7 @@ load = Load(prompts=8, group=8, prompt_tokens=32, completion_tokens=64, budget=b
 planned = rank(shape, load, world=1, sharded="ddp", shards=1, prompts=8).memory.above
 Path("/proc/self/clear_refs").write_text("5")
 base = _resident()
-for step in range(4):
+for step in range(2):
     prompts = [Prompt(id=f"{step}/{p}", tokens=np.arange(2, 34) + p, text="", row={}) for p in range(8)]
     engine.set_version(step)
     groups = list(engine.generate(prompts, group_size=8, sampling=Sampling(max_new_tokens=64), seed=0))
@@ -127,14 +127,18 @@ print(planned, peak - base)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # where bfloat16 is emulated, a step with autocast takes twenty times as long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
 @pytest.mark.parametrize(("dtype", "vocabulary"), [("float32", 2000), ("float32", 16_000), ("autocast", 2000)])
 def test_the_planned_peak_is_what_a_step_takes(dtype: str, vocabulary: int) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", STEP, dtype, str(vocabulary)]
-    peaks = []  # of one run: +-6 %, by where the heap finds room
-    for _ in range(3):
-        found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        planned, peak = map(int, found.stdout.split()[-2:])
-        peaks.append(peak)
+    peaks = []  # of one run: +-6 %, by where the heap finds room; the median of three where one is off
+    for runs in (1, 3):
+        while len(peaks) < runs:
+            found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+            planned, peak = map(int, found.stdout.split()[-2:])
+            peaks.append(peak)
+        if statistics.median(peaks) == pytest.approx(planned, rel=0.15):
+            return
     assert planned == pytest.approx(statistics.median(peaks), rel=0.15)

@@ -140,7 +140,7 @@ class Judge:
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_the_off_policy_mask_compares_with_the_engine_that_sampled(ahead: int, tiny_policy: Callable) -> None:
-    """Through the loop, for another engine and for older weights: the gradient is the one with the mask, and the share is logged."""
+    """Through the loop, for another engine and for older weights: the gradient is the masked one, and the share is logged."""
     policy = tiny_policy(dtype=torch.float64, scale=2.0)
     sampler = policy if ahead else tiny_policy(dtype=torch.float64, scale=2.3)
     settings = GroupSettings(prompts_per_step=4, group_size=4, off_policy_delta=0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,14 +14,14 @@ import torch
 from groupwise.algorithms.losses import Terms
 from groupwise.algorithms.registry import ALGORITHMS, Algorithm, resolve
 from groupwise.config.settings import ALONE, CriticSettings, GroupSettings, ModelSettings, OptimizerSettings
-from groupwise.critics import Critic
 from groupwise.errors import Diverged, RewardError
 from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.teachers import Teacher
+from groupwise.training.critics import Critic
 from groupwise.training.online import train_online, weigh
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.teachers import Teacher
 
 Rule = Callable[[Rollout], "tuple[float, ...] | float | None"]
 
@@ -138,14 +139,26 @@ def test_completions_and_prompts_of_one_token(preset: str, run: Callable) -> Non
         assert step.metrics["mismatch/max"] < 1e-4
 
 
-def test_everything_truncated_and_masked_trains_nothing(run: Callable) -> None:
-    """With one token, only an EOS is a whole completion."""
-    policy, steps = run("grpo", sampling=Sampling(max_new_tokens=1), truncated="mask")
+class Endless(NativeEngine):
+    """Draws again until no completion of a request has ended by itself."""
+
+    def generate(self, prompts, *, group_size, sampling, seed):
+        for again in itertools.count():
+            groups = list(super().generate(prompts, group_size=group_size, sampling=sampling, seed=seed + 1000 * again))
+            if not any(rollout.finish is Finish.EOS for group in groups for rollout in group):
+                yield from groups
+                return
+
+
+def test_everything_truncated_and_masked_trains_nothing(run: Callable, tiny_policy: Callable) -> None:
+    policy = tiny_policy("llama", scale=2.0)
     before = weights_of(policy)
-    ended = [r for step in steps for group in step.groups for r in group.rollouts if r.finish is Finish.EOS]
-    if not ended:
-        assert torch.equal(weights_of(policy), before)
-    assert all(not rollout.truncated for rollout in ended)
+    endless = Endless(policy, max_rows=8)
+    _, steps = run("grpo", policy=policy, engine=endless, sampling=Sampling(max_new_tokens=1), truncated="mask")
+    for step in steps:
+        assert all(rollout.truncated for group in step.groups for rollout in group.rollouts)
+        assert step.metrics["tokens/trained"] == 0
+    assert torch.equal(weights_of(policy), before)
 
 
 class Mute:

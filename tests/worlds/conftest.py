@@ -12,15 +12,15 @@ from transformers import PreTrainedTokenizerFast
 
 from groupwise.algorithms.registry import corrected, resolve
 from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
-from groupwise.critics import Critic
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Rollout, Sampling, Scored, Step
 from groupwise.rollout.asynchronous import Ahead
 from groupwise.rollout.mixed import MixedEngine
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.teachers import Teacher
+from groupwise.training.critics import Critic
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.teachers import Teacher
 
 EOS = 0
 

@@ -12,10 +12,10 @@ from groupwise.config.settings import OptimizerSettings
 from groupwise.data.demonstrations import Demonstration
 from groupwise.models.policy import Policy
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.teachers import Teacher
 from groupwise.training.offline import SFT, train_offline
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.scoring import sample_of, score
+from groupwise.training.teachers import Teacher
 
 SEEDS = [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 

@@ -83,7 +83,7 @@ def maxrl(groups: Sequence[Scored]) -> Advantages:
     """`A_i = (r_i - mean) / mean`: the gradient of log p(success), not of p(success), to the order that G samples allow (MaxRL,
     2602.02710).
 
-    A prompt that is rarely solved counts for as much as one that often is.  For rewards from 0; a group without any teaches nothing.
+    A prompt that is rarely solved counts for as much as one that often is.  For rewards from 0; a group of zeros teaches nothing.
     """
     advantages = []
     for group in groups:
@@ -264,7 +264,7 @@ def compares_siblings(credit: Callable) -> bool:
 
 
 def needs_value(credit: Callable) -> bool:
-    """True if `credit` (a function of this file, or a partial of one) reads the signal `value`, so that a critic must be trained."""
+    """True if `credit` (a function of this file, or a partial of one) reads the signal `value`: a critic must be trained."""
     return (credit.func if isinstance(credit, partial) else credit) in VALUE_BASED
 
 

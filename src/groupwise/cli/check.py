@@ -16,14 +16,14 @@ from rich.console import Console
 from rich.text import Text
 
 from groupwise.config.recipes import load_stages
-from groupwise.config.settings import Recipe, positions_of
+from groupwise.config.settings import Recipe, is_online, positions_of
 from groupwise.data.load import load_data
 from groupwise.data.templates import Template
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy, embedding_rows
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
-from groupwise.rewards.compose import Rewards, build_rewards
+from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
 from groupwise.runs.build import Job, make_job, sampling_of
 from groupwise.runs.progress import safe
 from groupwise.runs.run import resolved
@@ -89,9 +89,7 @@ def check_stage(recipe: Recipe) -> Iterator[Finding]:
             seed=recipe.seed,
         )
         columns = list(data.train[0].row)
-        rewards = (
-            build_rewards(recipe.rewards, columns=columns, tokenizer=job.policy.tokenizer) if recipe.rewards else Rewards([], [])
-        )
+        rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=job.policy.tokenizer) if recipe.rewards else no_rewards()
         with rewards:
             yield from _golds(rewards, data.train[:64]) if rewards.names else ()
             yield from _samples(recipe, job, rewards, data.train[:PROMPTS])

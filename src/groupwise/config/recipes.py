@@ -30,7 +30,7 @@ ALTERNATIVES = {
     "model.path": ("model.scratch",),
     "model.scratch": ("model.path",),
     "data.path": ("data.task", "data.task_args"),
-    "data.task": ("data.path",),
+    "data.task": ("data.path", "data.task_args"),
     "steps": ("epochs",),
     "epochs": ("steps",),
 }
@@ -457,7 +457,7 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 def recipe_folder() -> Path:
     """Where the recipes that come with Groupwise lie: `recipes/` of a checkout, else of the installed distribution."""
-    checkout = Path(__file__).resolve().parents[2] / "recipes"
+    checkout = Path(__file__).resolve().parents[3] / "recipes"
     return checkout if checkout.is_dir() else Path(sys.prefix) / "share" / "groupwise" / "recipes"
 
 

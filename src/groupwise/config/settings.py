@@ -80,7 +80,7 @@ PARTS = {
         "nothing",
         "maxrl",
         "batch_centered",
-    ),  # fmt: skip
+    ),
     "ratio": ("token", "sequence_mean", "sequence_sum", "sequence_token"),
     "surrogate": ("clipped", "cispo", "sapo", "vespo", "geometric", "reinforce", "importance", "silent"),
     "weights": ("sequence_mean", "token_mean", "constant", "sequence_sum", "prompt_mean"),
@@ -109,7 +109,7 @@ ENGINES: Mapping[str, tuple[str, ...]] = {
     "vllm": ("servers", "colocated", "dtype", "ahead", "correct"),
 }
 """Rollout engines, and what a mapping that names one may say beside it."""
-TASKS = ("addition", "sums", "countdown", "sorting", "gsm8k_arithmetic")
+TASKS = ("addition", "sums", "countdown", "sorting", "arithmetic", "gsm8k_arithmetic", "preferences")
 """Built-in generated tasks."""
 
 
@@ -227,7 +227,8 @@ class RewardSettings:
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of a built-in, or extra keyword arguments of your own function."""
     timeout: Annotated[float, Gt(0.0)] | None = None
-    """Seconds after which a call is stopped and counts as None; more than a tenth of the calls end the run."""
+    """Seconds after which a call is stopped and counts as None; more than a tenth of the calls end the run.  Without it a call that
+    takes ten minutes (and 10 s for each of its completions) is stopped and ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,8 +299,8 @@ class GroupSettings:
     """Groups without reward differences: `exact` (skipped, still in the denominators), `drop` (leave the denominators),
     `refill` (sample on until the step is full of live groups).  Default: the preset's."""
     filter: Part | None = None
-    """Which groups are worth training, for `dead_groups: refill`: `module:function` of your own, from a scored group to true or false.
-    Default: those whose rewards differ."""
+    """Which groups are worth training, for `dead_groups: refill`: `module:function` of your own, from a scored group to true or
+    false.  Default: those whose rewards differ."""
     max_refills: Positive = 4
     """`refill` gives up after this many times `prompts_per_step` further prompts."""
     truncated: Literal["keep", "mask"] | None = None
@@ -340,7 +341,8 @@ class TeacherSettings:
     path: str | None = None
     """A checkpoint with the policy's vocabulary, or `stage:NAME`.  null: the policy itself, as it was before its first step."""
     ema: Fraction = 0.0
-    """Of a policy that is its own teacher: share of the policy that moves into the teacher after every step; 1: it is the policy."""
+    """Of a policy that is its own teacher: share of the policy that moves into the teacher after every step; 1: it is the
+    policy."""
     hint: str | None = None
     """What only the teacher reads, before the prompt: a Python format string over the row's columns, e.g. `Answer: {answer}\n`."""
     demonstrations: Mapping[str, Any] | None = None
@@ -423,7 +425,8 @@ class RewardModelSettings:
     known too."""
     replay: Mapping[str, Any] | None = None
     """Continued training on new pairs: `{path: old.jsonl, share: 0.1}` mixes in pairs of an older file with the same columns as
-    `data.path`, so many that they make up `share` of all (default: a tenth, as in DeepSeekMath 2402.03300, Algorithm 1)."""
+    `data.path`, or of a built-in task (`{task: preferences}`), so many that they make up `share` of all (default: a tenth, as in
+    DeepSeekMath 2402.03300, Algorithm 1)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,6 +38,8 @@ Finding = tuple[tuple[str, ...], str]
 
 STAGE = "stage:"
 """Prefix of a path that means the final model of an earlier stage."""
+REPLAY = ("path", "task", "share")
+"""Keys of `reward_model.replay`."""
 
 COMPARES_SIBLINGS = ("standardized", "centered", "leave_one_out", "decoupled", "maxrl")
 """Credits that need at least two completions per prompt."""
@@ -175,13 +177,15 @@ def _replay(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     if replay is None:
         return
     for key in replay:
-        if key not in ("path", "share"):
-            yield (f"{at}.{key}", at), f"{at} has no key {key!r}: it takes path and share{closest(key, ('path', 'share'))}"
-    path, share = replay.get("path"), replay.get("share", 0.1)
-    if not isinstance(path, str):
-        yield (f"{at}.path", at), f"{at} needs the path of a file of older pairs: {{path: old.jsonl, share: 0.1}}"
-    elif wrong := _wrong_data(path):
+        if key not in REPLAY:
+            yield (f"{at}.{key}", at), f"{at} has no key {key!r}: it takes {', '.join(REPLAY)}{closest(key, REPLAY)}"
+    path, task, share = replay.get("path"), replay.get("task"), replay.get("share", 0.1)
+    if (path is None) == (task is None) or not isinstance(path or task, str):
+        yield (at,), f"{at} needs the path of a file of older pairs, or a built-in task: {{path: old.jsonl, share: 0.1}}"
+    elif path is not None and (wrong := _wrong_data(path)):
         yield (f"{at}.path", at), f"{at}.path: {wrong}"
+    elif task is not None and task not in TASKS:
+        yield (f"{at}.task", at), f"{at}.task must be one of {', '.join(TASKS)}; got {task!r}{closest(task, TASKS)}"
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
         yield (f"{at}.share", at), f"{at}.share must be greater than 0 and less than 1, got {share!r}"
 
@@ -408,12 +412,14 @@ def _mixing(recipe: Recipe) -> Iterator[Finding]:
         yield (
             ("rollout.top_k", "rollout.top_p", "rollout.min_p", "group.mix"),
             (
-                "the teacher helps to sample (group.mix), from the whole distribution: leave rollout.top_k, top_p and min_p out, or set "
-                "group.mix: 0"
+                "the teacher helps to sample (group.mix), from the whole distribution: leave rollout.top_k, top_p and min_p out, or "
+                "set group.mix: 0"
             ),
         )
     if rollout.engine != "native":
-        message = f"the teacher helps to sample (group.mix) in the trainer's process: leave rollout.engine out, got {show(rollout.engine)}"
+        message = (
+            f"the teacher helps to sample (group.mix) in the trainer's process: leave rollout.engine ({show(rollout.engine)}) out"
+        )
         yield ("rollout.engine", "group.mix"), f"{message}, or set group.mix: 0"
 
 

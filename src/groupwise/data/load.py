@@ -15,6 +15,7 @@ from groupwise.data.sources import Rows, read_rows
 from groupwise.data.split import part_of
 from groupwise.data.steps import Solution, encode_solutions
 from groupwise.data.tasks import make_task
+from groupwise.data.tasks.base import Paired
 from groupwise.data.templates import Template, Wording
 from groupwise.errors import ConfigError, DataError
 from groupwise.records import Prompt
@@ -93,16 +94,16 @@ def load_demonstrations(
     return _load(settings, template, encode, "demonstrations", seed)
 
 
-def load_pairs(settings: DataSettings, tokenizer: PreTrainedTokenizerBase, *, context: int, eos_ids: Sequence[int]) -> Data[Pair]:
-    """Preference pairs for a reward model or DPO.  Raises DataError or ConfigError as `load_data`; built-in tasks have no pairs."""
-    if settings.task is not None:
-        raise ConfigError(f"the task {settings.task!r} has no preference pairs: give data.path with chosen and rejected columns")
+def load_pairs(
+    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, *, context: int, eos_ids: Sequence[int], seed: int
+) -> Data[Pair]:
+    """Preference pairs for a reward model or DPO.  Raises DataError or ConfigError as `load_data`, and for a task without pairs."""
     template = Template.build(settings, tokenizer)
 
     def encode(rows: Rows) -> tuple[list[Pair], Report]:
         return encode_pairs(rows, template, context=context, eos_ids=eos_ids, too_long=settings.too_long)
 
-    return _load(settings, template, encode, "pairs", seed=0)
+    return _load(settings, template, encode, "pairs", seed)
 
 
 def load_solutions(
@@ -181,6 +182,13 @@ def _sources(settings: DataSettings, kind: str, seed: int) -> tuple[Rows, Rows |
     count = settings.limit or TASK_ROWS
     if kind == "demonstrations":
         return Rows(f"task {settings.task}", task.demonstrations(count, seed)), held_out
+    if kind == "pairs":
+        if not isinstance(task, Paired):
+            given = "data.task: preferences, or data.path with chosen and rejected columns"
+            raise ConfigError(f"the task {settings.task!r} has no preference pairs: give {given}")
+        if held_out is None:
+            held_out = Rows(f"task {settings.task}, held out", task.held_out_pairs(settings.eval_limit or TASK_HELD_OUT))
+        return Rows(f"task {settings.task}", task.pairs(count, seed)), held_out
     if held_out is None:
         held_out = Rows(f"task {settings.task}, held out", task.held_out(settings.eval_limit or TASK_HELD_OUT))
     return Rows(f"task {settings.task}", task.prompts(count, seed)), held_out

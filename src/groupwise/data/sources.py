@@ -130,10 +130,19 @@ def _parse_line(line: bytes, where: str) -> Mapping[str, Any]:
     except json.JSONDecodeError as error:
         cut = "the line is cut off" if error.pos >= len(text.rstrip()) or "Unterminated" in error.msg else error.msg
         raise DataError(f"{where}: not JSON: {cut} at column {error.colno}: {_excerpt(text, error.pos)}") from None
+    except ValueError as error:
+        raise _too_long(where, error) from None
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row is a JSON object, this is {_kind(row)}")
     _refuse_lone_surrogates(text, row, where)
     return row
+
+
+def _too_long(where: str, error: ValueError) -> DataError:
+    """Python's limit of the digits of a whole number, which would meet whoever writes the row out again."""
+    digits = re.search(r"has (\d+) digits", str(error))
+    found = f"a whole number of {int(digits[1]):,} digits" if digits else str(error)
+    return DataError(f"{where}: {found}: write it as a string")
 
 
 def _decode(data: bytes, where: str) -> str:
@@ -164,6 +173,8 @@ def _read_json(file: Path, name: str) -> Rows:
         raise DataError(
             f"{name} line {error.lineno}: not JSON: {error.msg} at column {error.colno}: {_excerpt(text, error.pos)}{hint}"
         ) from None
+    except ValueError as error:
+        raise _too_long(name, error) from None
     if not isinstance(rows, list):
         raise DataError(f"{name}: expected a list of objects, found {_kind(rows)}")
     for i, row in enumerate(rows):

@@ -13,7 +13,7 @@ from groupwise.algorithms.registry import Algorithm
 from groupwise.config.settings import GroupSettings
 from groupwise.distributed import comm
 from groupwise.records import Prompt, Rollout, Sampling, Scored
-from groupwise.rewards.compose import Rewards
+from groupwise.rewards.compose import Judge
 from groupwise.rollout.engine import Engine
 
 Draw = Callable[[int], Sequence[Prompt]]
@@ -27,7 +27,7 @@ class Source:
     """All that it takes to sample and score the groups of a step."""
 
     engine: Engine
-    rewards: Rewards
+    rewards: Judge
     draw: Draw
     algorithm: Algorithm
     group: GroupSettings

@@ -23,12 +23,12 @@ from groupwise.errors import EngineError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sampling
-from groupwise.rollout.engine import check_request, completion_limit, make_rollout
+from groupwise.rollout.engine import InProcess, check_request, completion_limit, make_rollout
 from groupwise.rollout.sampling import draw, stream_keys, uniforms
 from groupwise.rollout.stopping import Stopping
 
 
-class MixedEngine:
+class MixedEngine(InProcess):
     """Implements `engine.Engine`, with random streams per completion."""
 
     def __init__(
@@ -38,11 +38,7 @@ class MixedEngine:
         if not 0.0 < mix < 1.0:
             raise EngineError(f"mix must be above 0 and below 1, got {mix}")
         self.policy, self.teacher, self.mix = policy, teacher, mix
-        self.max_rows, self.keep_special_tokens, self.version = max_rows, keep_special_tokens, 0
-
-    def set_version(self, version: int) -> None:
-        """See `engine.Engine`."""
-        self.version = version
+        self.max_rows, self.keep_special_tokens = max_rows, keep_special_tokens
 
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int

@@ -20,7 +20,6 @@ from groupwise.algorithms.advantages import process
 from groupwise.algorithms.registry import Algorithm, describe, resolve
 from groupwise.config.settings import ModelSettings, Recipe, RolloutSettings, is_online, positions_of
 from groupwise.config.validation import STAGE
-from groupwise.critics import Critic
 from groupwise.data.load import Data, load_data, load_texts
 from groupwise.data.order import Order
 from groupwise.data.prompts import visit
@@ -33,29 +32,22 @@ from groupwise.models.scratch import scratch_model
 from groupwise.models.shape import Shape
 from groupwise.ops.cpu.library import absence
 from groupwise.records import Prompt, Sampling, Step
-from groupwise.rewards.compose import Rewards, build_rewards
+from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
 from groupwise.rewards.model import POSITIONS
 from groupwise.rewards.registry import MAKERS
 from groupwise.rollout.asynchronous import Ahead, Begun
 from groupwise.rollout.engine import Engine
-from groupwise.runs.engines import (
-    agreeing,
-    closing_of,
-    engine_lines,
-    make_ahead,
-    make_engine,
-    mixed_engine,
-    sampled_elsewhere,
-)
+from groupwise.runs.engines import agreeing, engine_lines, make_ahead, make_engine, mixed_engine, sampled_elsewhere
 from groupwise.runs.plan import Lines, fitted, memory_lines, offline_plan, online_plan, scoring_memory
 from groupwise.runs.policies import critic_of, hold, parameter_count, reference_of, teacher_of, weightless
 from groupwise.runs.sizing import H100, Load, rank, rank_lines
-from groupwise.teachers import Teacher
+from groupwise.training.critics import Critic
 from groupwise.training.evaluate import Evaluation, evaluate
 from groupwise.training.objectives import OBJECTIVES, language_model
 from groupwise.training.offline import Validation, train_offline, validate
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.teachers import Teacher
 
 Judged = Evaluation | Validation
 """What a policy does on held-out prompts, or what an objective says of held-out rows."""
@@ -104,7 +96,8 @@ class Job:
         return found if self.critic is None else found | {"critic": self.critic.optimizer.numbers()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The optimizer's tensors, and the weights of a reference that moves of a critic and of a policy's former self; as they are held, spread or whole."""
+        """The optimizer's tensors, and the weights of a reference that moves, of a critic and of a policy's former self; as they are
+        held, spread or whole."""
         moved = self.reference is not None and self.recipe.group.reference_refresh > 0
         reference = dict(self.reference.model.named_parameters()) if moved and self.reference is not None else {}
         found = self.optimizer.tensors() | {f"reference.{name}": parameter.detach() for name, parameter in reference.items()}
@@ -167,7 +160,10 @@ def plan_of(
     if config is not None:
         blueprint = replace(blueprint, config=dict(config), context=context_length(dict(config)))
     recipe = fitted(recipe, shape_of(recipe, blueprint))
-    return _Prepared.of(recipe, blueprint, [blueprint_of(scorer, None) for scorer in scorers], world).plan
+    prepared = _Prepared.of(recipe, blueprint, [blueprint_of(scorer, None) for scorer in scorers], world)
+    if prepared.rewards is not None:
+        prepared.rewards.close()
+    return prepared.plan
 
 
 def shape_of(recipe: Recipe, blueprint: Blueprint) -> Shape:
@@ -256,7 +252,7 @@ class _Prepared:
         )
         rewards = None
         if not recipe.rewards and not algorithm.needs_reward:
-            rewards = Rewards([], [])
+            rewards = no_rewards()
         elif recipe.rewards or not scorers:
             rewards = build_rewards(recipe.rewards, columns=list(prompts.train[0].row), tokenizer=blueprint.tokenizer)
             _check_credit(algorithm, rewards)
@@ -271,6 +267,7 @@ class _Prepared:
                 *lines,
                 *adapter_lines(recipe, blueprint),
                 *_held(recipe, blueprint, load, world),
+                *_judges(rewards),
                 ("read", str(prompts.report)),
             ],
         )
@@ -295,8 +292,13 @@ class _Prepared:
         columns = list(prompts.held_out[0].row) if prompts is not None and prompts.held_out else []
         rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer) if columns else None
         lines = [("objective", kind.title), *lines, *adapter_lines(recipe, blueprint)]
-        plan = [*lines, *_held(recipe, blueprint, load, world), ("read", str(rows.report))]
+        plan = [*lines, *_held(recipe, blueprint, load, world), *_judges(rewards), ("read", str(rows.report))]
         return cls(prompts=prompts, rows=rows, rewards=rewards, algorithm=None, steps=steps, plan=plan)
+
+
+def _judges(rewards: Rewards | None) -> Lines:
+    """Where each reward function runs, and what ends a call that does not come back."""
+    return [("reward", line) for line in rewards.plan()] if rewards is not None else []
 
 
 def _held(recipe: Recipe, blueprint: Blueprint, load: Load, world: int | None) -> Lines:
@@ -416,11 +418,12 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
     per_step = recipe.group.updates_per_rollout * recipe.group.minibatches
     critic = critic_of(recipe, policy, prepared.steps * per_step) if algorithm.needs_value else None
     teacher = teacher_of(recipe, policy) if algorithm.needs_teacher else None
-    sampler = (
-        engine if teacher is None or not algorithm.mix else mixed_engine(policy, teacher.policy, algorithm.mix, recipe.rollout)
-    )
-    waiting = 0 if critic is None else critic.settings.pretrain
-    optimizer = Optimizer(policy.model, recipe.optimizer, (prepared.steps - waiting) * per_step)
+    sampler = engine
+    if teacher is not None and algorithm.mix > 0.0:
+        sampler = mixed_engine(policy, teacher.policy, algorithm.mix, recipe.rollout)
+    beside: dict[str, Any] = {"reference": anchor, "critic": critic, "teacher": teacher}
+    learning = prepared.steps - (0 if critic is None else critic.settings.pretrain)
+    optimizer = Optimizer(policy.model, recipe.optimizer, learning * per_step)
     order = Order(len(prompts.train), recipe.seed, recipe.data.shuffle)
     ahead = make_ahead(recipe.rollout, prompts.train)
 
@@ -442,9 +445,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
             budget=positions_of(recipe),
             steps=prepared.steps,
             done=done,
-            reference=anchor,
-            critic=critic,
-            teacher=teacher,
+            **beside,
             ahead=ahead,
             checkpointing=recipe.model.gradient_checkpointing,
             seed=recipe.seed,
@@ -460,12 +461,10 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
         order=order,
         loop=loop,
         judge=judge,
-        reference=anchor,
-        critic=critic,
-        teacher=teacher,
+        **beside,
         engine=engine,
         ahead=ahead,
-        closing=[*closing_of(engine), rewards.close],
+        closing=[engine.close, rewards.close],
     )
 
 
@@ -520,5 +519,8 @@ def _dataset_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, r
         judge=judge,
         reference=anchor,
         engine=engine,
-        closing=[*([prepared.rewards.close] if prepared.rewards is not None else []), *closing_of(engine)],
+        closing=[
+            *([prepared.rewards.close] if prepared.rewards is not None else []),
+            *([engine.close] if engine is not None else []),
+        ],
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,17 +22,37 @@ from groupwise.rollout.vllm.engine import VllmEngine
 from groupwise.runs.plan import Lines
 
 
+def _in_process(engine: Callable[..., Engine]) -> Callable[[Policy, RolloutSettings], Engine]:
+    def make(policy: Policy, settings: RolloutSettings) -> Engine:
+        if isinstance(policy, ShardedPolicy):
+            return GatheredEngine(policy, lambda plain: make(plain, settings))
+        return engine(policy, **_common(settings))
+
+    return make
+
+
+def _vllm(policy: Policy, settings: RolloutSettings) -> Engine:
+    given = engine_of(settings)[1]
+    given |= {"in_flight": given.pop("ahead", 0) > 0}
+    given.pop("correct", None)
+    return VllmEngine(policy, **given, **_common(settings))
+
+
+def _common(settings: RolloutSettings) -> dict[str, Any]:
+    return {"max_rows": settings.max_rows, "keep_special_tokens": settings.keep_special_tokens}
+
+
+ENGINES: dict[str, Callable[[Policy, RolloutSettings], Engine]] = {
+    "native": _in_process(NativeEngine),
+    "transformers": _in_process(TransformersEngine),
+    "vllm": _vllm,
+}
+"""The rollout engines that a recipe may name; what it may say beside a name stands in `config.settings.ENGINES`."""
+
+
 def make_engine(policy: Policy, settings: RolloutSettings) -> Engine:
     """The rollout engine that a recipe names."""
-    name, given = engine_of(settings)
-    common: dict[str, Any] = {"max_rows": settings.max_rows, "keep_special_tokens": settings.keep_special_tokens}
-    if name == "vllm":
-        given |= {"in_flight": given.pop("ahead", 0) > 0}
-        given.pop("correct", None)
-        return VllmEngine(policy, **given, **common)
-    if isinstance(policy, ShardedPolicy):
-        return GatheredEngine(policy, lambda plain: make_engine(plain, settings))
-    return {"native": NativeEngine, "transformers": TransformersEngine}[name](policy, **common)
+    return ENGINES[engine_of(settings)[0]](policy, settings)
 
 
 def engine_of(settings: RolloutSettings) -> tuple[str, dict[str, Any]]:
@@ -48,10 +67,7 @@ def mixed_engine(policy: Policy, teacher: Policy, mix: float, settings: RolloutS
         raise ConfigError(
             "group.mix: a teacher that is spread over processes cannot help to sample: set parallel: ddp, or group.mix: 0"
         )
-    how: dict[str, Any] = {"max_rows": settings.max_rows, "keep_special_tokens": settings.keep_special_tokens}
-    if isinstance(policy, ShardedPolicy):
-        return GatheredEngine(policy, lambda plain: MixedEngine(plain, teacher, mix, **how))
-    return MixedEngine(policy, teacher, mix, **how)
+    return _in_process(lambda plain, **how: MixedEngine(plain, teacher, mix, **how))(policy, settings)
 
 
 def sampled_elsewhere(algorithm: Algorithm, settings: RolloutSettings) -> Algorithm:
@@ -79,7 +95,7 @@ def agreeing(steps: Iterator[Step], engine: Engine) -> Iterator[Step]:
     Raises EngineError at the first step whose mean difference no rounding explains: the servers sample with other weights, another
     temperature or old keys and values.  That step has been trained on; it is not yielded, and so not saved.
     """
-    limit = engine.tolerance if isinstance(engine, VllmEngine) else math.inf
+    limit = engine.tolerance
     for step in steps:
         gap = step.metrics.get("mismatch/mean", 0.0)
         if not gap <= limit:
@@ -93,13 +109,8 @@ def agreeing(steps: Iterator[Step], engine: Engine) -> Iterator[Step]:
 
 def engine_lines(engine: Engine, ahead: Ahead) -> Lines:
     """Where completions come from and by how old weights, for the plan; nothing where it is this process with the newest ones."""
-    lines = [("rollouts", engine.where)] if isinstance(engine, VllmEngine) else []
+    lines = [("rollouts", engine.where)] if engine.where is not None else []
     if ahead.steps:
         how = "while it goes on" if ahead.beside else "in turn with it"
         lines.append(("ahead", f"sampling is up to {ahead.steps} step{'s' * (ahead.steps > 1)} ahead of training, {how}"))
     return lines
-
-
-def closing_of(engine: Engine | None) -> list[Callable[[], None]]:
-    """What ends with the job: a vLLM server that the engine has started."""
-    return [engine.close] if isinstance(engine, VllmEngine) else []

@@ -12,7 +12,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from groupwise.config.settings import ModelSettings, Recipe
-from groupwise.critics import Critic
 from groupwise.data.load import load_demonstrations
 from groupwise.data.tokenizers import check_same_tokens
 from groupwise.distributed import comm
@@ -31,8 +30,9 @@ from groupwise.models.policy import (
 from groupwise.models.reward_head import make_scorer, probe_scorer
 from groupwise.models.streaming import check_finite
 from groupwise.records import Prompt
-from groupwise.teachers import Demonstrations, Teacher
+from groupwise.training.critics import Critic
 from groupwise.training.objectives import language_model
+from groupwise.training.teachers import Demonstrations, Teacher
 
 
 def hold(

@@ -20,19 +20,19 @@ from groupwise.algorithms.advantages import Advantages, is_dead
 from groupwise.algorithms.losses import Mismatch, Terms, entropy_threshold
 from groupwise.algorithms.registry import Algorithm
 from groupwise.config.settings import GroupSettings
-from groupwise.critics import Critic, Together, with_values
 from groupwise.distributed import comm
 from groupwise.errors import RewardError
 from groupwise.models.policy import Policy
 from groupwise.records import Batch, Sample, Sampling, Scored, Step
-from groupwise.rewards.compose import Rewards
+from groupwise.rewards.compose import Judge
 from groupwise.rollout.asynchronous import Ahead
 from groupwise.rollout.collection import Draw, Source
 from groupwise.rollout.engine import Engine
-from groupwise.teachers import Teacher, with_demonstrations, with_teacher
+from groupwise.training.critics import Critic, Together, with_values
 from groupwise.training.metrics import measure
 from groupwise.training.optimizer import Optimizer, Taken
 from groupwise.training.scoring import sample_of, score
+from groupwise.training.teachers import Teacher, with_demonstrations, with_teacher
 from groupwise.training.updating import Update, assess, token_loss, update
 from groupwise.utils.clock import Clock
 
@@ -42,7 +42,7 @@ def train_online(
     algorithm: Algorithm,
     *,
     engine: Engine,
-    rewards: Rewards,
+    rewards: Judge,
     draw: Draw,
     optimizer: Optimizer,
     group: GroupSettings,

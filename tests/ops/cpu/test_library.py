@@ -46,7 +46,7 @@ def test_a_compiler_that_hangs_is_left_alone(tmp_path: Path) -> None:
     slow = tmp_path / "c++"
     slow.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho thinking >&2\nexec sleep 60\n')
     slow.chmod(0o755)
-    told, none = ask(tmp_path, "from groupwise.kernels import library as l; l.SECONDS = 1; ", CXX=str(slow))
+    told, none = ask(tmp_path, "from groupwise.ops.cpu import library as l; l.SECONDS = 1; ", CXX=str(slow))
     assert told == f"{slow} could not make them: thinking" and none == "True"
 
 
@@ -108,13 +108,13 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
 
 OTHER = """
 import sys, pytest
-from groupwise.kernels import library
+from groupwise.ops.cpu import library
 library.FLAGS += tuple(sys.argv[2:])
 assert library.absence() is None, library.absence()
 assert library.has_tiles() == ("-include" in sys.argv)
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[1].split(",")]))
 """
-FILES = ",".join(str(Path(__file__).parent / name) for name in ("test_cpu.py", "test_matrices.py"))
+FILES = ",".join(str(Path(__file__).parent / name) for name in ("test_kernels.py", "test_matrices.py"))
 FLAGS = {
     "SSE2": ["-march=x86-64"],
     "AVX2": ["-mno-avx512f"],

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from groupwise.ops.cpu.interface import declare, explained
+
 SOURCES = Path(__file__).parent
 SWITCH = "GROUPWISE_KERNELS"
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-ffp-contract=fast")
@@ -55,13 +57,11 @@ def has_gemm() -> bool:
 
 
 def call(name: str, *arguments: Any) -> None:
-    """The kernel of this name, on what C++ takes it to be given."""
-    getattr(library(), name)(*arguments)
-
-
-def address(tensor: Tensor | None) -> ctypes.c_void_p:
-    """Where a tensor's numbers begin; a null pointer for none."""
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+    """The kernel of this name; TypeError, which names the argument, for what `kernels.h` does not say."""
+    try:
+        getattr(library(), name)(*arguments)
+    except (ctypes.ArgumentError, TypeError) as error:
+        raise TypeError(explained(name, arguments, error)) from None
 
 
 def half(tensor: Tensor) -> int:
@@ -84,7 +84,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
             reasons.append(f"{compiler} could not make them: {_told(error)}")
             continue
         try:
-            return ctypes.CDLL(str(made)), None
+            return declare(ctypes.CDLL(str(made))), None
         except OSError as error:  # on Linux clang's: its OpenMP is not the one that torch has loaded
             reasons.append(f"what {compiler} made cannot be loaded ({error}): install g++, or delete that file if it is broken")
     return None, next(iter(reasons), "no C++ compiler was found: install g++, or name one in CXX")

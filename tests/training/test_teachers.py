@@ -28,10 +28,10 @@ from groupwise.rewards.compose import unjudged
 from groupwise.rollout.mixed import MixedEngine
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.run import train
-from groupwise.teachers import Demonstrations, Teacher, with_demonstrations, with_teacher
 from groupwise.training.online import improve, policy_loss, weigh, with_scores
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.scoring import sample_of, score
+from groupwise.training.teachers import Demonstrations, Teacher, with_demonstrations, with_teacher
 
 F64 = torch.float64
 
@@ -340,7 +340,7 @@ def test_a_teacher_with_padding_rows_is_taken(tmp_path: Path, write_recipe: Call
     model.save_pretrained(tmp_path / "padded")
     AutoTokenizer.from_pretrained(larger).save_pretrained(tmp_path / "padded")
     found = [
-        list(train(load_recipe(write_recipe(tmp_path, name, **(TREE | {"teacher": {"path": path}})))))[0].metrics["loss"]
+        next(iter(list(train(load_recipe(write_recipe(tmp_path, name, **(TREE | {"teacher": {"path": path}}))))))).metrics["loss"]
         for name, path in (("plain", larger), ("rows", str(tmp_path / "padded")))
     ]
     assert found[0] == pytest.approx(found[1], rel=1e-6)

@@ -1,8 +1,8 @@
 """Critics: what a state is worth, for credits that ask for it (`gae`).
 
 A critic is a number per state, read off hidden states: of the policy's own backbone, which then learns from both losses in one
-backward pass, or of a backbone of its own, whose scores are those of a reward model (`models/heads.py`).  V of token t is read where
-the policy predicts token t, before that token is there: at the same row of the packed stream.
+backward pass, or of a backbone of its own, whose scores are those of a reward model (`models/reward_head.py`).  V of token t is
+read where the policy predicts token t, before that token is there: at the same row of the packed stream.
 
 M trained positions of a batch   D width
 """

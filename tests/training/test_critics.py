@@ -15,14 +15,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from groupwise import critics
 from groupwise.algorithms import advantages as credit
 from groupwise.algorithms import losses
 from groupwise.algorithms.registry import Algorithm, resolve
 from groupwise.config import validation
 from groupwise.config.recipes import load_recipe
 from groupwise.config.settings import CriticSettings, GroupSettings, ModelSettings, OptimizerSettings
-from groupwise.critics import Critic, with_values
 from groupwise.data.packing import pack
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
@@ -31,7 +29,8 @@ from groupwise.models.reward_head import make_scorer
 from groupwise.records import Scored
 from groupwise.runs import policies
 from groupwise.runs.run import train
-from groupwise.training import metrics
+from groupwise.training import critics, metrics
+from groupwise.training.critics import Critic, with_values
 from groupwise.training.online import improve, policy_loss, weigh, with_reference
 from groupwise.training.optimizer import Optimizer
 
@@ -138,8 +137,7 @@ def settled(critic: Critic) -> Critic:
 def scorer_of(policy: Policy, tmp_path: Path) -> Policy:
     """A critic's own backbone, other than the policy's."""
     policy.save(tmp_path / "other")
-    scorer = make_scorer(read_blueprint(ModelSettings(path=str(tmp_path / "other"))), ModelSettings(), pooling="last")
-    return scorer
+    return make_scorer(read_blueprint(ModelSettings(path=str(tmp_path / "other"))), ModelSettings(), pooling="last")
 
 
 @pytest.fixture

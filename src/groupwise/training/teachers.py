@@ -24,7 +24,7 @@ from groupwise.data.packing import pack
 from groupwise.errors import ConfigError
 from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
-from groupwise.objective.divergence import head_divergence
+from groupwise.ops.divergence import head_divergence
 from groupwise.records import Batch, Prompt, Sample, Scored
 from groupwise.training.scoring import sample_of, score
 
