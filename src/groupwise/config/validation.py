@@ -409,17 +409,12 @@ def _mixing(recipe: Recipe) -> Iterator[Finding]:
     if not (recipe.group.mix or (recipe.group.mix is None and recipe.objective in MIXED)):
         return
     if rollout.top_k or rollout.top_p < 1 or rollout.min_p:
-        yield (
-            ("rollout.top_k", "rollout.top_p", "rollout.min_p", "group.mix"),
-            (
-                "the teacher helps to sample (group.mix), from the whole distribution: leave rollout.top_k, top_p and min_p out, or "
-                "set group.mix: 0"
-            ),
-        )
-    if rollout.engine != "native":
         message = (
-            f"the teacher helps to sample (group.mix) in the trainer's process: leave rollout.engine ({show(rollout.engine)}) out"
+            "the teacher helps to sample (group.mix), from the whole distribution: leave top_k, top_p and min_p out, or set mix: 0"
         )
+        yield ("rollout.top_k", "rollout.top_p", "rollout.min_p", "group.mix"), message
+    if rollout.engine != "native":
+        message = f"the teacher helps to sample (group.mix) in this process: leave rollout.engine ({show(rollout.engine)}) out"
         yield ("rollout.engine", "group.mix"), f"{message}, or set group.mix: 0"
 
 

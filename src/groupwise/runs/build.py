@@ -96,8 +96,8 @@ class Job:
         return found if self.critic is None else found | {"critic": self.critic.optimizer.numbers()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The optimizer's tensors, and the weights of a reference that moves, of a critic and of a policy's former self; as they are
-        held, spread or whole."""
+        """The optimizer's tensors, and the weights of a reference that moves, of a critic and of a policy's former self; as they
+        are held, spread or whole."""
         moved = self.reference is not None and self.recipe.group.reference_refresh > 0
         reference = dict(self.reference.model.named_parameters()) if moved and self.reference is not None else {}
         found = self.optimizer.tensors() | {f"reference.{name}": parameter.detach() for name, parameter in reference.items()}

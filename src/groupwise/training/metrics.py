@@ -172,8 +172,13 @@ def off_policy_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
     logp_N, sampler_N, advantage_N, segment_N = _columns(seen)
     if algorithm.off_policy_delta is None or not logp_N.numel():
         return {}
-    columns = {"logp_M": logp_N, "behavior_logp_M": sampler_N, "advantage_M": advantage_N, "segment_M": segment_N}
-    terms = Terms(**columns, segments=len(seen))
+    terms = Terms(
+        logp_M=logp_N,
+        behavior_logp_M=sampler_N,
+        advantage_M=advantage_N,
+        segment_M=segment_N,
+        segments=len(seen),
+    )
     return {"off_policy/dropped": diagnostics.dropped(off_policy_keep(terms, delta=algorithm.off_policy_delta))}
 
 
