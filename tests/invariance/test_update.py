@@ -85,7 +85,7 @@ def teacher_of(policy: Policy, algorithm: Algorithm) -> Teacher | None:
     other = policy.frozen_copy()
     with torch.no_grad():
         for parameter in other.model.parameters():
-            parameter.mul_(1.2)
+            parameter.mul_(2.0)
     return Teacher(policy=other)
 
 
