@@ -17,8 +17,10 @@ from rich.text import Text
 
 from groupwise.config.recipes import load_stages
 from groupwise.config.settings import Recipe, is_online, positions_of
-from groupwise.data.load import load_data
+from groupwise.data.order import Order
+from groupwise.data.prompts import visit
 from groupwise.data.templates import Template
+from groupwise.data.turns import Turns
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy, embedding_rows
@@ -31,7 +33,7 @@ from groupwise.training.evaluate import RIGHT
 from groupwise.training.scoring import sample_of, score
 
 PROMPTS, COMPLETIONS, TOKENS = 8, 4, 96
-"""Size of the sample that is looked at: prompts, completions of each, longest completion in tokens."""
+"""Size of the sample that is looked at: first prompts that training draws, completions of each, longest completion in tokens."""
 GAP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Largest difference of a log-prob, nats, that rounding explains, by the type in which products run."""
 
@@ -74,25 +76,19 @@ def check_stage(recipe: Recipe) -> Iterator[Finding]:
         return
     try:
         for label, text in job.plan:
-            if label in ("data", "in all", "memory"):
+            if label in ("data", "in all", "memory", "warning"):
                 yield Finding(label, None, text)
         yield Finding("model", True, "packed and prompt-shared forward equals the model's own, one sequence at a time")
         yield from _tokenizer(job.policy)
         yield from _template(recipe, job.policy)
         if job.engine is None or not is_online(recipe.objective):
             return
-        data = load_data(
-            recipe.data,
-            job.policy.tokenizer,
-            context=job.policy.context,
-            max_new_tokens=recipe.rollout.max_new_tokens,
-            seed=recipe.seed,
-        )
-        columns = list(data.train[0].row)
+        columns = list(job.prompts[0].row)
         rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=job.policy.tokenizer) if recipe.rewards else no_rewards()
         with rewards:
-            yield from _golds(rewards, data.train[:64]) if rewards.names else ()
-            yield from _samples(recipe, job, rewards, data.train[:PROMPTS])
+            yield from _golds(rewards, job.prompts[:64]) if rewards.names else ()
+            order = Order(len(job.prompts), recipe.seed, recipe.data.shuffle)
+            yield from _samples(recipe, job, rewards, [visit(job.prompts[row], epoch) for epoch, row in order.take(PROMPTS)])
     except GroupwiseError as error:
         yield Finding(type(error).__name__, False, str(error))
     finally:
@@ -128,6 +124,17 @@ def _template(recipe: Recipe, policy: Policy) -> Iterator[Finding]:
         else "the chat template writes a prompt otherwise once it is answered: several turns would be scored on other ids than "
         "were sampled; use a template whose generation prompt is a prefix",
     )
+    yield _turns(policy)
+
+
+def _turns(policy: Policy) -> Finding:
+    """What the template does to the past when a conversation goes on."""
+    proofs = Turns(tokenizer=policy.tokenizer, eos_ids=policy.eos_ids).prove()
+    rewriting = [proof for proof in proofs if proof.verdict == "rewrites"]
+    cases = ", ".join(f"{proof.case}: {proof.verdict}" for proof in proofs)
+    if not rewriting:
+        return Finding("turns", True, f"a next turn leaves the past as it was sampled ({cases})")
+    return Finding("turns", None, f"the template writes the past otherwise once a conversation goes on ({cases}); {rewriting[0]}")
 
 
 def _golds(rewards: Rewards, prompts: Sequence[Prompt]) -> Iterator[Finding]:

@@ -88,6 +88,43 @@ PARTS = {
     "filter": (),
 }
 """Functions that the parts of `group` may name, so that a misspelt one is refused before torch is imported."""
+PART_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "standardized": {"ddof": Literal[0, 1], "eps": Annotated[float, Ge(0.0)], "scale": Literal["group", "batch", "none"]},
+    "leave_one_out": {"scale": Literal["none", "batch"], "ddof": Literal[0, 1], "eps": Annotated[float, Ge(0.0)]},
+    "decoupled": {"ddof": Literal[0, 1], "eps": Annotated[float, Ge(0.0)]},
+    "whitened": {"baseline": bool, "ddof": Literal[0, 1], "eps": Annotated[float, Ge(0.0)]},
+    "process": {"ddof": Literal[0, 1], "eps": Annotated[float, Ge(0.0)]},
+    "gae": {
+        "kl": Literal["k1", "k3"],
+        "gamma": Fraction,
+        "lam": Fraction,
+        "value_lam": Fraction | None,
+        "whiten": bool,
+        "ddof": Literal[0, 1],
+        "eps": Annotated[float, Ge(0.0)],
+    },
+    "reverse_kl": {"gamma": Fraction, "own": bool, "normalize": bool},
+    "clipped": {
+        "low": Annotated[float, Ge(0.0), Lt(1.0)],
+        "high": Annotated[float, Ge(0.0)],
+        "delta": Annotated[float, Gt(1.0)] | None,
+        "dual": Annotated[float, Gt(1.0)] | None,
+    },
+    "cispo": {"cap": Annotated[float, Gt(1.0)]},
+    "sapo": {"tau_pos": Annotated[float, Gt(0.0)], "tau_neg": Annotated[float, Gt(0.0)]},
+    "vespo": {
+        "k_pos": Annotated[float, Ge(0.0)],
+        "lam_pos": Annotated[float, Gt(0.0)],
+        "k_neg": Annotated[float, Ge(0.0)],
+        "lam_neg": Annotated[float, Gt(0.0)],
+    },
+    "geometric": {"clip": Annotated[float, Gt(0.0)]},
+    "importance": {"drop": Annotated[float, Gt(0.0), Le(1.0)]},
+    "constant": {"length": Annotated[int, Gt(0)]},
+    "jsd": {"beta": Fraction, "top_k": Positive | None},
+}
+"""What these functions take, beside what other settings give them, so that a value out of range stands in the one list of mistakes;
+a part that is not here takes nothing."""
 PARALLEL = ("auto", "ddp", "zero2", "zero3")
 """What `parallel` may name."""
 REWARDS = (
@@ -111,6 +148,10 @@ ENGINES: Mapping[str, tuple[str, ...]] = {
 """Rollout engines, and what a mapping that names one may say beside it."""
 TASKS = ("addition", "sums", "countdown", "sorting", "arithmetic", "gsm8k_arithmetic", "preferences")
 """Built-in generated tasks."""
+
+
+ControlTokens = Literal["warn", "plain", "drop", "error"]
+"""What becomes of control tokens in the text of messages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +212,7 @@ class DataSettings:
     split: str = "train"
     """Split of a hub data set."""
     task: str | None = None
-    """Instead of `path`: a built-in generated task (`groupwise recipes` lists the tasks)."""
+    """Instead of `path`: a built-in task (addition, sums, countdown, sorting, arithmetic, gsm8k_arithmetic, preferences)."""
     task_args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the task."""
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -184,6 +225,9 @@ class DataSettings:
     """Python format string that makes the prompt from the row's columns, or `alpaca` for instruction/input rows."""
     limit: Positive | None = None
     """Use only the first rows."""
+    control_tokens: ControlTokens = "warn"
+    """Text of the tokenizer's special tokens (`<|im_end|>`) inside the messages that rows bring, other than the assistant's: `warn`
+    (encoded as those tokens, counted, said before training), `plain` (encoded as text), `drop` (the row is left out), `error`."""
     max_prompt_tokens: Positive | None = None
     """Longest prompt; default: the context less `rollout.max_new_tokens`."""
     too_long: Literal["drop", "truncate_left", "error"] = "drop"
@@ -454,7 +498,8 @@ class Recipe:
     seed: Seed = 0
     """Of weights from scratch, data order and sampling."""
     threads: Annotated[int, Gt(0), Le(1024)] | None = None
-    """CPU threads of torch; default: torch's own choice."""
+    """CPU threads of torch; default: what OMP_NUM_THREADS says, else one for a model of less than a million parameters, else what
+    torch chooses."""
     parallel: Part = "auto"
     """What each of several processes holds (`--nproc`, torchrun): `ddp` everything; `zero3` a part of weights, gradients and
     optimizer state (FSDP2); `zero2` the same, but weights stay gathered from forward to backward; `auto` takes `zero3` from a

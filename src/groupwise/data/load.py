@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from groupwise.config.settings import DataSettings
 from groupwise.data.demonstrations import Demonstration, encode_demonstrations
-from groupwise.data.pairs import Pair, encode_pairs, with_prompt
+from groupwise.data.pairs import Pair, encode_pairs
 from groupwise.data.prompts import encode_prompts, prompt_limit, visit
+from groupwise.data.published import as_pairs
 from groupwise.data.report import Report
 from groupwise.data.sources import Rows, read_rows
 from groupwise.data.split import part_of
@@ -103,7 +104,7 @@ def load_pairs(
     def encode(rows: Rows) -> tuple[list[Pair], Report]:
         return encode_pairs(rows, template, context=context, eos_ids=eos_ids, too_long=settings.too_long)
 
-    return _load(settings, template, encode, "pairs", seed)
+    return _load(settings, template, encode, "pairs", seed, read=lambda rows: as_pairs(rows, template))
 
 
 def load_solutions(
@@ -124,16 +125,24 @@ def load_texts(settings: DataSettings, seed: int) -> Iterator[str]:
     """Every text of the training rows, for training a tokenizer on them; held-out rows are left out."""
     train, _ = _sources(settings, "demonstrations", seed)
     if settings.parts:
-        train = _split(train, Wording.of(settings), settings.parts)["train"]
+        wording = Wording.of(settings)
+        pairs = {"chosen", "rejected"} <= set(train[0])
+        train = _split(as_pairs(train, wording) if pairs else train, wording, settings.parts)["train"]
     for row in train:
         for value in row.values():
             yield from _texts_in(value)
 
 
 def _load(
-    settings: DataSettings, template: Template, encode: Callable[[Rows], tuple[list[Item], Report]], kind: str, seed: int
+    settings: DataSettings,
+    template: Template,
+    encode: Callable[[Rows], tuple[list[Item], Report]],
+    kind: str,
+    seed: int,
+    read: Callable[[Rows], Rows] = lambda rows: rows,
 ) -> Data[Item]:
     train, held_out = _sources(settings, kind, seed)
+    train, held_out = read(train), None if held_out is None else read(held_out)
     watched = None
     if settings.parts:
         parts = _split(train, template, settings.parts)
@@ -198,6 +207,7 @@ def _split(rows: Rows, wording: Wording, fractions: Mapping[str, float]) -> dict
     """Rows by part, `train` among them, by a hash of each row's prompt."""
     parts = [part_of(_key(wording, row, rows.where(i)), fractions) for i, row in enumerate(rows)]
     found = {name: rows.subset([i for i, part in enumerate(parts) if part == name]) for name in ("train", *fractions)}
+    found["train"] = replace(found["train"], left_out=rows.left_out)
     titles = {"test": "held out", "validation": "for validation"}
     return {name: replace(part, name=f"{rows.name}, {titles[name]}") if name in titles else part for name, part in found.items()}
 
@@ -206,11 +216,11 @@ def _without(rows: Rows, held_out: Rows, wording: Wording) -> tuple[Rows, int]:
     """Rows whose prompts are not held out, and how many others there were."""
     hidden = {_key(wording, row, held_out.where(i)) for i, row in enumerate(held_out)}
     kept = rows.subset([i for i, row in enumerate(rows) if _key(wording, row, rows.where(i)) not in hidden])
-    return kept, len(rows) - len(kept)
+    return replace(kept, left_out=rows.left_out), len(rows) - len(kept)
 
 
 def _key(wording: Wording, row: Mapping[str, Any], where: str) -> str:
-    return wording.key(wording.content(with_prompt(row, where), where))
+    return wording.key(wording.content(row, where))
 
 
 def _texts_in(value: object) -> Iterator[str]:

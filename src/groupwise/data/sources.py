@@ -10,9 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.errors import DataError
+from groupwise.utils.files import digest
 
 READERS_OF = (".jsonl", ".ndjson", ".json", ".parquet")
+MAX_DEPTH = 100
+"""Lists and objects inside one another in a row; Python's own functions fail beyond some hundreds."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A row that is not used."""
+
+    reason: str
+    """As it is counted."""
+    where: str
+    """Which it is, or what is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +37,8 @@ class Rows(Sequence[Mapping[str, Any]]):
     numbers: Sequence[int] = field(default=(), repr=False)
     """What each row is called in its source, from 1: its line in a JSONL file.  Default: 1, 2, 3 ..."""
     unit: str = "row"
+    left_out: tuple[LeftOut, ...] = field(default=(), repr=False)
+    """Rows of the source that are not among these, for the report; a part of these rows does not repeat them."""
 
     def __post_init__(self) -> None:
         if not self.numbers:
@@ -49,7 +64,7 @@ class Rows(Sequence[Mapping[str, Any]]):
 
     def subset(self, places: Sequence[int]) -> Rows:
         """The rows at `places`, under the names they had."""
-        return replace(self, rows=[self.rows[i] for i in places], numbers=[self.numbers[i] for i in places])
+        return replace(self, rows=[self.rows[i] for i in places], numbers=[self.numbers[i] for i in places], left_out=())
 
     def renamed(self, columns: Mapping[str, str]) -> Rows:
         """Columns under our names (`{ours: yours}`), all at once, so that two can be exchanged.
@@ -70,7 +85,7 @@ class Rows(Sequence[Mapping[str, Any]]):
 
 def missing_column(name: str, row: Mapping[str, Any], where: str, ours: str | None = None) -> str:
     """The message for a column that is not there: it lists those that are.  ours: what `data.columns` calls it, where it does."""
-    there = ", ".join(sorted(row)) or "none"
+    there = printable(", ".join(sorted(row))) or "none"
     return f"{where}: no column {name!r}; there are: {there} (data.columns renames: {{{ours or name}: YOURS}})"
 
 
@@ -127,6 +142,8 @@ def _parse_line(line: bytes, where: str) -> Mapping[str, Any]:
     text = _decode(line, where).rstrip()
     try:
         row = json.loads(text)
+    except RecursionError:
+        raise _too_deep(where) from None
     except json.JSONDecodeError as error:
         cut = "the line is cut off" if error.pos >= len(text.rstrip()) or "Unterminated" in error.msg else error.msg
         raise DataError(f"{where}: not JSON: {cut} at column {error.colno}: {_excerpt(text, error.pos)}") from None
@@ -134,8 +151,28 @@ def _parse_line(line: bytes, where: str) -> Mapping[str, Any]:
         raise _too_long(where, error) from None
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row is a JSON object, this is {_kind(row)}")
+    _refuse_depth(row, where)
     _refuse_lone_surrogates(text, row, where)
     return row
+
+
+def _refuse_depth(row: Mapping[str, Any], where: str) -> None:
+    """Raises DataError if a row is nested so deeply that comparing or writing it would fail later."""
+    level: list[Any] = [row]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for value in level
+            for inner in (value.values() if isinstance(value, Mapping) else value)
+            if isinstance(inner, list | Mapping)
+        ]
+        if not level:
+            return
+    raise _too_deep(where)
+
+
+def _too_deep(where: str) -> DataError:
+    return DataError(f"{where}: lists and objects are nested more than {MAX_DEPTH} deep: flatten the row, or store it as a string")
 
 
 def _too_long(where: str, error: ValueError) -> DataError:
@@ -168,6 +205,8 @@ def _read_json(file: Path, name: str) -> Rows:
     text = _decode(file.read_bytes(), name)
     try:
         rows = json.loads(text)
+    except RecursionError:
+        raise _too_deep(name) from None
     except json.JSONDecodeError as error:
         hint = " (one object per line? then name it .jsonl)" if error.msg == "Extra data" else ""
         raise DataError(
@@ -180,6 +219,7 @@ def _read_json(file: Path, name: str) -> Rows:
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
             raise DataError(f"{name} row {i + 1}: a row is a JSON object, this is {_kind(row)}")
+        _refuse_depth(row, f"{name} row {i + 1}")
         _refuse_lone_surrogates(text, row, f"{name} row {i + 1}")
     return Rows(name, rows)
 
@@ -196,19 +236,43 @@ def _read_parquet(file: Path, name: str) -> Rows:
         raise DataError(f"{name}: not a readable Parquet file (begins with {start!r}): {str(error).splitlines()[0]}") from None
 
 
-def _read_hub(name: str, split: str) -> Rows:
+def fingerprint(path: str, split: str = "train") -> dict[str, Any]:
+    """What stands for the content of `read_rows(path, split)`: size and xxh3-128 of a file, the fingerprint of a hub's data set.
+
+    Raises DataError, OSError.
+    """
+    file = Path(path).expanduser()
+    if file.exists() or _looks_like_a_path(path):
+        return {"size": file.stat().st_size, "xxh3_128": digest(file)}
+    return {"fingerprint": str(_load_hub(path, split)._fingerprint)}
+
+
+def _load_hub(name: str, split: str) -> Any:
     """Through `datasets`, with its cache.  Scripts of a data set are never run: `datasets` no longer can."""
     import datasets
 
     path, _, config = name.partition(":")
     try:
-        loaded = datasets.load_dataset(path, config or None, split=split)
+        return datasets.load_dataset(path, config or None, split=split)
     except (OSError, ValueError, RuntimeError) as error:  # not found, no connection, no such config or split
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(f"cannot load {name!r} (split {split!r}) from the hub, and no such file is here: {reason}") from error
+
+
+def _read_hub(name: str, split: str) -> Rows:
+    loaded = _load_hub(name, split)
     if not len(loaded):
         raise DataError(f"{name} (split {split}) holds no rows")
     return Rows(name, loaded.to_list())
+
+
+def printable(text: object) -> str:
+    r"""Foreign text for a message: characters that could steer a terminal stand there as escapes.
+
+    >>> printable("a\x1b[2Jb")
+    'a\\x1b[2Jb'
+    """
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in str(text))
 
 
 def _kind(value: object) -> str:

@@ -96,6 +96,22 @@ def check_same_tokens(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizer
         )
 
 
+def with_chat_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> PreTrainedTokenizerBase:
+    """The same tokenizer; its chat template is `template` (Jinja, or the path of a `.jinja` file) unless that is None.
+
+    Raises ConfigError if the file cannot be read.
+    """
+    if template is None:
+        return tokenizer
+    if template.endswith(".jinja"):
+        try:
+            template = Path(template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"model.chat_template: {template!r} cannot be read: {error}") from error
+    tokenizer.chat_template = template
+    return tokenizer
+
+
 def arithmetic_tokenizer() -> PreTrainedTokenizerFast:
     r"""One token per character, for the built-in tasks; `\boxed{`, `<think>` and `</think>` are single tokens.
 

@@ -7,6 +7,7 @@ anything large is loaded.
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +24,7 @@ from groupwise.config.validation import STAGE
 from groupwise.data.load import Data, load_data, load_texts
 from groupwise.data.order import Order
 from groupwise.data.prompts import visit
-from groupwise.data.tokenizers import make_tokenizer
+from groupwise.data.tokenizers import make_tokenizer, with_chat_template
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError
 from groupwise.models.lora import adapter_size, bare
@@ -71,6 +72,8 @@ class Job:
     judge: Callable[[bool], Judged | None]
     """Evaluates on what is held out: all of it if True, else as much as `eval` says, of the validation part where there is one.
     None if nothing is held out."""
+    prompts: tuple[Prompt, ...] = ()
+    """What an online objective draws from."""
     reference: Policy | None = None
     critic: Critic | None = None
     teacher: Teacher | None = None
@@ -182,6 +185,7 @@ def blueprint_of(recipe: Recipe, resume: Path | None) -> Blueprint:
     tokenizer = make_tokenizer(
         scratch.tokenizer, load_texts(recipe.data, recipe.seed) if scratch.tokenizer.startswith("bpe") else ()
     )
+    tokenizer = with_chat_template(tokenizer, recipe.model.chat_template)
     model = scratch_model(
         scratch,
         vocabulary=len(tokenizer),
@@ -266,9 +270,11 @@ class _Prepared:
             plan=[
                 *lines,
                 *adapter_lines(recipe, blueprint),
+                *precision_lines(recipe),
                 *_held(recipe, blueprint, load, world),
                 *_judges(rewards),
                 ("read", str(prompts.report)),
+                *(("warning", text) for text in prompts.report.warnings),
             ],
         )
 
@@ -291,8 +297,9 @@ class _Prepared:
         )
         columns = list(prompts.held_out[0].row) if prompts is not None and prompts.held_out else []
         rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer) if columns else None
-        lines = [("objective", kind.title), *lines, *adapter_lines(recipe, blueprint)]
+        lines = [("objective", kind.title), *lines, *adapter_lines(recipe, blueprint), *precision_lines(recipe)]
         plan = [*lines, *_held(recipe, blueprint, load, world), *_judges(rewards), ("read", str(rows.report))]
+        plan += [("warning", text) for text in rows.report.warnings]
         return cls(prompts=prompts, rows=rows, rewards=rewards, algorithm=None, steps=steps, plan=plan)
 
 
@@ -373,6 +380,16 @@ def adapter_lines(recipe: Recipe, blueprint: Blueprint) -> Lines:
     if lr < ADAPTER_LR:
         lines.append(("warning", f"optimizer.lr {lr:g} is one for training all weights; an adapter learns with about 1e-4"))
     return lines
+
+
+def precision_lines(recipe: Recipe) -> Lines:
+    """A warning where the processor has no products in `model.dtype` and computes them one number at a time."""
+    lower, device = recipe.model.dtype != "float32", resolve_device(recipe.model)
+    old = platform.machine() in ("x86_64", "AMD64") and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+    if not (lower and old and device.type == "cpu"):
+        return []
+    cost = "an update takes about 19 times as long as in float32 (12.8 s for 0.68 s at 3 million parameters)"
+    return [("warning", f"model.dtype {recipe.model.dtype}: this processor has no AVX-512, and {cost}: set model.dtype=float32")]
 
 
 def _prompts(recipe: Recipe, blueprint: Blueprint) -> Data[Prompt]:
@@ -461,6 +478,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
         order=order,
         loop=loop,
         judge=judge,
+        prompts=prompts.train,
         **beside,
         engine=engine,
         ahead=ahead,
