@@ -435,9 +435,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
     per_step = recipe.group.updates_per_rollout * recipe.group.minibatches
     critic = critic_of(recipe, policy, prepared.steps * per_step) if algorithm.needs_value else None
     teacher = teacher_of(recipe, policy) if algorithm.needs_teacher else None
-    sampler = engine
-    if teacher is not None and algorithm.mix > 0.0:
-        sampler = mixed_engine(policy, teacher.policy, algorithm.mix, recipe.rollout)
+    sampler = mixed_engine(policy, teacher.policy, algorithm.mix, recipe.rollout) if teacher and algorithm.mix else engine
     beside: dict[str, Any] = {"reference": anchor, "critic": critic, "teacher": teacher}
     learning = prepared.steps - (0 if critic is None else critic.settings.pretrain)
     optimizer = Optimizer(policy.model, recipe.optimizer, learning * per_step)
