@@ -301,23 +301,24 @@ def train_recipe(
         if step is not None:
             console.print(f"{title}: finished at step {step}; its model is in {folder / FINAL}", highlight=False)
             continue
-        outcomes[name] = _train_stage(recipe, folder, title, console, quiet)
+        with Run(recipe, folder) as run, comm.peers():
+            outcomes[name] = train_stage(run, title, console, quiet)
     if outcomes and not dry_run:
         _closing_table(outcomes, stages[list(outcomes)[-1]], console)
     comm.leave()
     return 0
 
 
-def _train_stage(recipe: Recipe, folder: Path, title: str, console: Console, quiet: bool) -> Outcome:
-    with Run(recipe, folder) as run, comm.peers():
-        begin = run.done
-        with Progress(run.job.steps, title, console=console, quiet=quiet) as progress:
-            progress.plan([*run.job.plan, ("resumed", f"after step {begin}")] if begin else run.job.plan)
-            for step in run.steps():
-                progress.update(step)
-            progress.stop()
-            progress.summary([("model", str(folder / FINAL)), ("log", str(folder / "metrics.jsonl"))])
-        return Outcome(folder=folder, before=run.before, after=run.after, steps=run.done - begin)
+def train_stage(run: Run, title: str, console: Console, quiet: bool) -> Outcome:
+    """Train a run to its end and show it: the plan, the progress line, the table at the end."""
+    begin = run.done
+    with Progress(run.job.steps, title, console=console, quiet=quiet) as progress:
+        progress.plan([*run.job.plan, ("resumed", f"after step {begin}")] if begin else run.job.plan)
+        for step in run.steps():
+            progress.update(step)
+        progress.stop()
+        progress.summary([("model", str(run.folder / FINAL)), ("log", str(run.folder / "metrics.jsonl"))])
+    return Outcome(folder=run.folder, before=run.before, after=run.after, steps=run.done - begin)
 
 
 def _plan_from_beginning(
