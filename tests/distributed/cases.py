@@ -46,6 +46,7 @@ from groupwise.runs.saving import reader
 from groupwise.training.objectives import OBJECTIVES, language_model
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
+from groupwise.utils import files
 
 LONGEST = 12
 
@@ -326,7 +327,7 @@ def sampled(mode: Any, tokens: int) -> dict[str, float]:
 def saved_while_training(folder: str, recipe: str) -> dict[str, Any]:
     """Weights and optimizer change while a checkpoint of them is written; what comes back is what they were."""
     started, go_on = threading.Event(), threading.Event()
-    fingerprint = checkpoint.fingerprint
+    fingerprint = files.fingerprint
 
     def slow(path: Path) -> dict[str, Any]:
         started.set()
@@ -337,7 +338,7 @@ def saved_while_training(folder: str, recipe: str) -> dict[str, Any]:
         steps = run.steps()
         next(steps)
         before = weights(run.job.policy), {n: comm.whole(t).numpy().copy() for n, t in run.job.tensors().items()}
-        checkpoint.fingerprint = slow
+        files.fingerprint = slow
         try:
             run._save()
             assert started.wait(30)
@@ -348,7 +349,7 @@ def saved_while_training(folder: str, recipe: str) -> dict[str, Any]:
             comm.wait()
         finally:
             go_on.set()
-            checkpoint.fingerprint = fingerprint
+            files.fingerprint = fingerprint
         run.saver.wait()
         newest = checkpoint.latest(Path(folder))
         assert newest is not None

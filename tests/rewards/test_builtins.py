@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import time
 
 import pytest
 
@@ -74,10 +73,8 @@ def test_regex_and_its_guards():
     assert regex(["ab\ncd", "cd"], pattern="^cd$", flags="m") == [1.0, 1.0]
     assert regex(["ab1", "1"], pattern=r"\d", mode="fullmatch") == [0.0, 1.0]
     assert regex([" " * 60_000 + "x"], pattern="x") == [0.0]  # beyond the 50,000 characters that are read
-    start = time.monotonic()
     with pytest.raises(RewardError, match=r"needs more than 1 s for '\(a\|aa\)\+\$' on a completion of 41 characters"):
         regex(["a" * 40 + "b"], pattern="(a|aa)+$")
-    assert time.monotonic() - start < 30.0
 
 
 @pytest.mark.parametrize(

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+import platform
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from groupwise.config.recipes import load_recipe
 from groupwise.data.packing import pack
 from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
 from groupwise.models.shape import Shape
 from groupwise.records import Batch
+from groupwise.runs.build import plan_of
 from groupwise.runs.plan import kept_per_block, memory, microbatch
 
 
@@ -75,6 +79,23 @@ def test_rows_of_the_rollout_and_of_the_head_are_not_mixed_up() -> None:
     found = memory(shape, microbatch=5000, rows=8, prompts=2, prompt_tokens=16, completion_tokens=32)
     assert found.cache == 2 * 2 * 64 * (2 * 16 + 8 * 32) * 4 + 8 * 100 * 12
     assert memory(shape, microbatch=5000).cache == 0
+
+
+@pytest.mark.parametrize(("dtype", "capability", "warned"), [
+    ("bfloat16", "AVX2", True), ("autocast", "AVX2", True), ("float32", "AVX2", False), ("bfloat16", "AVX512", False),
+])  # fmt: skip
+def test_products_that_a_processor_does_not_have_are_warned_of(
+    dtype: str, capability: str, warned: bool, write_recipe: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    scratch = {"hidden": 32, "layers": 1, "heads": 4, "context": 96, "tokenizer": "arithmetic"}
+    for objective in ("grpo", "sft"):
+        changes = {"model": {"scratch": scratch, "dtype": dtype, "device": "cpu"}, "objective": objective}
+        plan = plan_of(load_recipe(write_recipe(tmp_path, "run", **changes, rewards=[{"function": "accuracy"}])))
+        said = [text for label, text in plan if label == "warning"]
+        assert len(said) == warned
+        assert all(f"model.dtype {dtype}" in text and "19 times" in text and "set model.dtype=float32" in text for text in said)
 
 
 STEP = """

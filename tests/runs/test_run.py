@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -204,7 +205,7 @@ def test_p05_a_step_says_more_than_a_loss_of_zero(recipe: Callable) -> None:
         ({"rewards": [{"function": "accuracy", "args": {"column": "gold"}}]}, ConfigError, "gold"),
         ({"rollout": {"max_new_tokens": 96}}, ConfigError, "96"),
         ({"group": {"group_size": 1}}, ConfigError, "group_size must be at least 2"),
-        ({"group": {"surrogate": {"name": "clipped", "hgih": 0.3}}}, ConfigError, "did you mean 'high'"),
+        ({"group": {"surrogate": {"name": "clipped", "hgih": 0.3}}}, ConfigError, "did you mean high"),
         ({"model": {"path": "./nowhere", "scratch": None}}, ConfigError, "no such folder"),
         ({"rewards": []}, ConfigError, "reward"),
         ({"data": {"task": "additon"}}, GroupwiseError, "addition"),
@@ -284,10 +285,30 @@ def test_kill_9_then_rerun_is_resume(recipe: Callable, tmp_path: Path) -> None:
     process = subprocess.Popen([*command, str(path)])
     log = tmp_path / "runs" / "killed" / "metrics.jsonl"
     while process.poll() is None and (not log.exists() or len(log.read_text().splitlines()) < 4):
-        pass
+        time.sleep(0.02)
     process.kill()
     process.wait()
     subprocess.run([*command, str(path)], check=True)
     expected, found = (weights(tmp_path / "runs" / name) for name in ("straight", "killed"))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert metrics(tmp_path / "runs" / "killed") == metrics(tmp_path / "runs" / "straight")
+
+
+@pytest.mark.parametrize(("said", "named", "used"), [(None, None, 1), (2, None, 2), (None, "3", 3)])
+def test_a_small_model_trains_in_one_thread_where_nobody_says_otherwise(
+    said: int | None, named: str | None, used: int, recipe: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And whoever had set another number finds it again."""
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if named is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", named)
+    torch.set_num_threads(3)
+    try:
+        steps = train(load_recipe(recipe(**GRPO | {"steps": 2, "threads": said})))
+        next(steps)
+        assert torch.get_num_threads() == used
+        steps.close()
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

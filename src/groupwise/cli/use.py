@@ -12,7 +12,7 @@ from groupwise.data.load import load_data
 from groupwise.data.prompts import encode_prompts, prompt_limit, visit
 from groupwise.data.sources import read_rows
 from groupwise.data.templates import Template
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, DataError
 from groupwise.models.policy import Policy, load_policy
 from groupwise.records import Prompt, Sampling
 from groupwise.rewards.compose import build_rewards
@@ -138,6 +138,10 @@ def chat(path: str, *, temperature: float = 1.0, max_new_tokens: int = 256, seed
         except EOFError:
             console.print()  # Ctrl-D leaves the cursor behind the prompt
             return 0
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"standard input: not {error.encoding.upper()}: {error.reason} (byte 0x{error.object[error.start]:02x})"
+            ) from None
         if not said:
             return 0
         messages.append({"role": "user", "content": said})

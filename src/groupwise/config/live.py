@@ -20,7 +20,7 @@ class Live(str):
     """The name of an object, `live:...`, with the object itself.
 
     It is equal to its text: a run that is resumed with an object of the same name is the same run.  So a name says enough to tell
-    objects apart (see `digest`).
+    objects apart (see `short_digest`).
 
     >>> rows = Live("2 rows", [{"prompt": "1+1"}, {"prompt": "2+2"}])
     >>> rows, len(rows.value)
@@ -52,7 +52,7 @@ def missing(name: str, key: str) -> ConfigError:
     )
 
 
-def digest(parts: Iterable[bytes]) -> str:
+def short_digest(parts: Iterable[bytes]) -> str:
     """Eight hexadecimal digits that tell contents apart."""
     found = hashlib.blake2b(digest_size=4)
     for part in parts:

@@ -26,6 +26,7 @@ from groupwise.config.strict_yaml import Node, Problem, parse, parse_value
 from groupwise.config.strict_yaml import dump as dump_yaml
 from groupwise.config.validation import STAGE, validate_recipe
 from groupwise.errors import ConfigError
+from groupwise.utils.secrets import redacted
 
 ALTERNATIVES = {
     "model.path": ("model.scratch",),
@@ -43,12 +44,6 @@ SOURCES = (("model", "path"), ("model", "scratch"), *DATA)
 
 NEUTRAL = ("save.", "parallel", "runs", "name", "threads")
 """Keys that may change when a run is resumed: they do not say what is computed."""
-
-REDACTED = "[redacted]"
-_SECRET_KEY = re.compile(r"(?:^|[_-])(token|secret|password|passwd|api[_-]?key|authorization)$", re.IGNORECASE)
-_SECRET_VALUE = re.compile(
-    r"\b(hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{8,}|AKIA[0-9A-Z]{12,}|gh[pousr]_[A-Za-z0-9]{16,}|Bearer\s+\S{8,})|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
-)
 
 
 # ---------------------------------------------------------------- loading
@@ -466,25 +461,6 @@ def dump_stages(stages: Mapping[str, Recipe]) -> str:
 def _plain(recipe: Recipe) -> dict[str, Any]:
     """Dicts, lists and scalars only."""
     return json.loads(json.dumps(dataclasses.asdict(recipe)))
-
-
-def redacted(value: Any, key: str = "") -> Any:
-    """A copy without secrets: text under keys that end in token, secret, password, api_key or authorization, and text that looks
-    like a key of Hugging Face, OpenAI, AWS or GitHub, a bearer token or a password in an address.
-
-    >>> redacted({"hub_token": "abc", "max_new_tokens": 8, "url": "https://me:pw@host/"})
-    {'hub_token': '[redacted]', 'max_new_tokens': 8, 'url': 'https://[redacted]@host/'}
-    """
-    match value:
-        case str() if value and _SECRET_KEY.search(key):
-            return REDACTED
-        case str():
-            return _SECRET_VALUE.sub(REDACTED, value)
-        case Mapping():
-            return {name: redacted(inner, str(name)) for name, inner in value.items()}
-        case list() | tuple():
-            return [redacted(inner, key) for inner in value]
-    return value
 
 
 # ---------------------------------------------------------------- resuming

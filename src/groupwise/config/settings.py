@@ -55,6 +55,31 @@ PARTS = {
     "weights": ("sequence_mean", "token_mean", "constant", "sequence_sum", "prompt_mean"),
 }
 """Functions that the parts of `group` may name, so that a misspelt one is refused before torch is imported."""
+PART_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "standardized": {"ddof": Literal[0, 1], "eps": Annotated[float, Ge(0.0)], "scale": Literal["group", "batch", "none"]},
+    "leave_one_out": {"scale": Literal["none", "batch"], "ddof": Literal[0, 1], "eps": Annotated[float, Ge(0.0)]},
+    "decoupled": {"ddof": Literal[0, 1], "eps": Annotated[float, Ge(0.0)]},
+    "whitened": {"baseline": bool, "ddof": Literal[0, 1], "eps": Annotated[float, Ge(0.0)]},
+    "process": {"ddof": Literal[0, 1], "eps": Annotated[float, Ge(0.0)]},
+    "clipped": {
+        "low": Annotated[float, Ge(0.0), Lt(1.0)],
+        "high": Annotated[float, Ge(0.0)],
+        "delta": Annotated[float, Gt(1.0)] | None,
+        "dual": Annotated[float, Gt(1.0)] | None,
+    },
+    "cispo": {"cap": Annotated[float, Gt(1.0)]},
+    "sapo": {"tau_pos": Annotated[float, Gt(0.0)], "tau_neg": Annotated[float, Gt(0.0)]},
+    "vespo": {
+        "k_pos": Annotated[float, Ge(0.0)],
+        "lam_pos": Annotated[float, Gt(0.0)],
+        "k_neg": Annotated[float, Ge(0.0)],
+        "lam_neg": Annotated[float, Gt(0.0)],
+    },
+    "geometric": {"clip": Annotated[float, Gt(0.0)]},
+    "constant": {"length": Annotated[int, Gt(0)]},
+}
+"""What these functions take, beside what other settings give them, so that a value out of range stands in the one list of mistakes;
+a part that is not here takes nothing."""
 PARALLEL = ("auto", "ddp", "zero2", "zero3")
 """What `parallel` may name."""
 REWARDS = (
@@ -142,7 +167,7 @@ class DataSettings:
     split: str = "train"
     """Split of a hub data set."""
     task: str | None = None
-    """Instead of `path`: a built-in generated task (`groupwise recipes` lists the tasks)."""
+    """Instead of `path`: a built-in task (addition, sums, countdown, sorting, arithmetic, gsm8k_arithmetic, preferences)."""
     task_args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the task."""
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -384,7 +409,8 @@ class Recipe:
     seed: Seed = 0
     """Of weights from scratch, data order and sampling."""
     threads: Annotated[int, Gt(0), Le(1024)] | None = None
-    """CPU threads of torch; default: torch's own choice."""
+    """CPU threads of torch; default: what OMP_NUM_THREADS says, else one for a model of less than a million parameters, else what
+    torch chooses."""
     parallel: Part = "auto"
     """What each of several processes holds (`--nproc`, torchrun): `ddp` everything; `zero3` a part of weights, gradients and
     optimizer state (FSDP2); `zero2` the same, but weights stay gathered from forward to backward; `auto` takes `zero3` from a

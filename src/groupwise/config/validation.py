@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from groupwise.config.live import LIVE
 from groupwise.config.schema import closest, show
 from groupwise.config.settings import (
@@ -22,6 +24,7 @@ from groupwise.config.settings import (
     OBJECTIVES,
     ONLINE,
     PARALLEL,
+    PART_OPTIONS,
     PARTS,
     REWARDS,
     TASKS,
@@ -333,6 +336,8 @@ def _group(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
         ]
         if part is not None and (wrong := _wrong_part(part, names)):
             yield (f"group.{place}",), f"group.{place}: {wrong}"
+        elif isinstance(part, Mapping):
+            yield from _wrong_options(place, part, names)
     if recipe.objective not in ONLINE:
         return
     if group.minibatches > group.prompts_per_step:
@@ -361,6 +366,28 @@ def _wrong_part(part: Part, names: Sequence[str]) -> str | None:
     others = [f"group.{place}" for place, known in PARTS.items() if name in known]
     hint = f" (which is one of {' and '.join(others)})" if others else closest(name, names)
     return f"must be one of {', '.join(names)} or module:function; got {name!r}{hint}"
+
+
+def _wrong_options(place: str, part: Mapping[str, Any], names: Sequence[str]) -> Iterator[Finding]:
+    """What is wrong with the keywords of a part; those of functions that are not ours are looked at when they are imported."""
+    name = part["name"]
+    if name not in names:
+        return
+    known = PART_OPTIONS.get(name, {})
+    for key, value in part.items():
+        at = f"group.{place}.{key}"
+        if key == "name":
+            continue
+        if key == "beta" and place == "credit":
+            yield (at, f"group.{place}"), f"group.{place}: beta is a setting of its own, group.beta; got {value!r} here"
+        elif key not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            yield (at, f"group.{place}"), f"{at}: {name} has no such keyword ({takes}){closest(key, list(known))}"
+        else:
+            try:
+                TypeAdapter(known[key]).validate_python(value)
+            except ValidationError as error:
+                yield (at, f"group.{place}"), f"{at}: {error.errors()[0]['msg'].lower()}, got {value!r}"
 
 
 def _parallel(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:

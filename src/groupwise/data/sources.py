@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.live import LIVE, Live, digest, missing
+from groupwise.config.live import LIVE, Live, missing, short_digest
 from groupwise.errors import DataError
+from groupwise.utils.files import digest
 
 READERS_OF = (".jsonl", ".ndjson", ".json", ".parquet")
 MAX_DEPTH = 100
@@ -132,14 +133,14 @@ def live_rows(given: object, name: str) -> Live:
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         hint = {"pandas": ": give frame.to_dict('records')", "datasets": ": give list(stream.take(1000))"}.get(library, "")
         hint = hint or (": give list(...)" if isinstance(given, Iterator) else "")
-        raise DataError(f"{name} is a list of mappings or a datasets.Dataset, got {_described(given)}{hint}")
+        raise DataError(f"{name} is a list of mappings or a datasets.Dataset, got {kind_of(given)}{hint}")
     if not given:
         raise DataError(f"{name} holds no rows")
     written = []
     for i, row in enumerate(given):
         where = f"{name} row {i + 1}"
         if not isinstance(row, Mapping):
-            raise DataError(f"{where} is {_described(row)}: a row is a mapping of columns to values, e.g. {{'prompt': ...}}")
+            raise DataError(f"{where} is {kind_of(row)}: a row is a mapping of columns to values, e.g. {{'prompt': ...}}")
         _refuse_depth(row, where)
         try:
             written.append(json.dumps(row, sort_keys=True, ensure_ascii=False, default=lambda value: type(value).__name__).encode())
@@ -148,13 +149,23 @@ def live_rows(given: object, name: str) -> Live:
         except (TypeError, ValueError) as error:
             raise DataError(f"{where}: {error}") from None
     count = f"{len(given):,} row" + ("s" if len(given) > 1 else "")
-    return Live(f"{count} ({digest(written)})", Rows(name, given))
+    return Live(f"{count} ({short_digest(written)})", Rows(name, given))
 
 
-def _described(value: object) -> str:
-    """What was given, for a message: its type and the beginning of it."""
+def kind_of(value: object) -> str:
+    """What was given, for a message: its type, and the beginning of a value that is short to write.
+
+    >>> kind_of(3), kind_of(None)
+    ('an int: 3', 'None')
+    """
+    if value is None:
+        return "None"
+    kind = type(value).__name__
+    named = f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
+    if not isinstance(value, str | int | float | list | tuple | dict | set) and not callable(value):
+        return named
     shown = printable(repr(value))
-    return f"a {type(value).__name__}: {shown if len(shown) <= 60 else shown[:57] + '...'}"
+    return f"{named}: {shown if len(shown) <= 60 else shown[:57] + '...'}"
 
 
 def _looks_like_a_path(name: str) -> bool:
@@ -280,16 +291,31 @@ def _read_parquet(file: Path, name: str) -> Rows:
         raise DataError(f"{name}: not a readable Parquet file (begins with {start!r}): {str(error).splitlines()[0]}") from None
 
 
-def _read_hub(name: str, split: str) -> Rows:
+def fingerprint(path: str, split: str = "train") -> dict[str, Any]:
+    """What stands for the content of `read_rows(path, split)`: size and xxh3-128 of a file, the fingerprint of a hub's data set.
+
+    Raises DataError, OSError.
+    """
+    file = Path(path).expanduser()
+    if file.exists() or _looks_like_a_path(path):
+        return {"size": file.stat().st_size, "xxh3_128": digest(file)}
+    return {"fingerprint": str(_load_hub(path, split)._fingerprint)}
+
+
+def _load_hub(name: str, split: str) -> Any:
     """Through `datasets`, with its cache.  Scripts of a data set are never run: `datasets` no longer can."""
     import datasets
 
     path, _, config = name.partition(":")
     try:
-        loaded = datasets.load_dataset(path, config or None, split=split)
+        return datasets.load_dataset(path, config or None, split=split)
     except (OSError, ValueError, RuntimeError) as error:  # not found, no connection, no such config or split
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(f"cannot load {name!r} (split {split!r}) from the hub, and no such file is here: {reason}") from error
+
+
+def _read_hub(name: str, split: str) -> Rows:
+    loaded = _load_hub(name, split)
     if not len(loaded):
         raise DataError(f"{name} (split {split}) holds no rows")
     return Rows(name, loaded.to_list())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +35,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
-from groupwise.config.live import LIVE, Live, digest, missing
+from groupwise.config.live import LIVE, Live, missing, short_digest
 from groupwise.config.settings import ModelSettings
 from groupwise.data.tokenizers import has_tokenizer, load_tokenizer, with_chat_template
 from groupwise.distributed import comm
@@ -350,8 +351,13 @@ def _load(kind: Any, path: str, dtype: torch.dtype, trust_remote_code: bool) -> 
         model, found = kind.from_pretrained(path, trust_remote_code=trust_remote_code, dtype=dtype, output_loading_info=True)
     except torch.OutOfMemoryError:
         raise
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        said = str(error).strip().splitlines()[0]
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            f"model.path: the weights in {path!r} are a pickle (pytorch_model.bin) that holds more than weights, or is damaged; "
+            "nothing of it was run. Take the checkpoint's .safetensors, or save it anew as such where you trust it"
+        ) from error
+    except (OSError, ValueError, RuntimeError, EOFError, SafetensorError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"model.path: the weights in {path!r} cannot be read: {said}; fetch or copy them again") from error
     if missing := sorted(found["missing_keys"]):  # transformers would leave them random
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -384,7 +390,7 @@ def live_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Li
             yield flat[:: max(flat.numel() // 64, 1)].double().cpu().numpy().tobytes()
 
     origin = getattr(model.config, "name_or_path", "")
-    return Live(f"{type(model).__name__}{f' of {origin}' if origin else ''} ({digest(sampled())})", (model, tokenizer))
+    return Live(f"{type(model).__name__}{f' of {origin}' if origin else ''} ({short_digest(sampled())})", (model, tokenizer))
 
 
 def _live_blueprint(settings: ModelSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Blueprint:

@@ -43,7 +43,7 @@ from groupwise.config.settings import (
     RolloutSettings,
     SaveSettings,
 )
-from groupwise.data.sources import live_rows, printable
+from groupwise.data.sources import kind_of, live_rows
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError
 from groupwise.models.policy import Policy, live_model
@@ -73,9 +73,9 @@ from groupwise.runs.run import train as train_recipe
 class Training:
     """A run that has been checked and is ready to go: iterate over it for its steps, or let it `run`."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, *, accept_changes: bool = False) -> None:
         """Use `train`."""
-        self.recipe = recipe
+        self.recipe, self.accept_changes = recipe, accept_changes
 
     @property
     def folder(self) -> Path:
@@ -87,9 +87,9 @@ class Training:
 
         Leaving the loop saves a checkpoint; iterating again, or the same call in another process, resumes there.
 
-        Raises ConfigError, DataError, RewardError, EngineError, CheckpointError, Diverged.
+        Raises ConfigError, DataError, RewardError, EngineError, CheckpointError, StorageError, Diverged.
         """
-        return train_recipe(self.recipe)
+        return train_recipe(self.recipe, accept_changes=self.accept_changes)
 
     def plan(self) -> Lines:
         """What will happen, as label and text, without loading weights from a file or training."""
@@ -102,7 +102,7 @@ class Training:
         """
         here = join(self.recipe)
         folder = comm.from_first(lambda: choose_folder(self.recipe))
-        with Run(self.recipe, folder) as run, comm.peers():
+        with Run(self.recipe, folder, accept_changes=self.accept_changes) as run, comm.peers():
             return train_stage(run, self.recipe.name, console or Console(quiet=not here.first), quiet)
 
     def __repr__(self) -> str:
@@ -114,6 +114,7 @@ def train(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     fresh: bool = False,
+    accept_changes: bool = False,
     # made from config/settings.py by make docs
     objective: str | None = None,
     name: str | None = None,
@@ -147,6 +148,7 @@ def train(
     rewards: one or several of: the name of a function as in a recipe, the function itself, a `LiveReward`, a mapping of the keys of
     an entry of `rewards`, whose `function` may be the function itself.
     fresh: start anew, under the first of NAME, NAME-2, NAME-3 ... that has not run.
+    accept_changes: resume although data files or reward functions have changed since the run began.
     The other keywords are the keys of a recipe (`groupwise config` lists them); a section is a mapping: `optimizer={"lr": 1e-5}`.
 
     Raises ConfigError or DataError with everything that is wrong, before anything is loaded.
@@ -155,11 +157,13 @@ def train(
     >>> training.recipe.data.path
     'live:1 row (1bd0e5a4)'
     """
-    given = {key: value for key, value in locals().items() if key not in ("recipe", "tokenizer", "fresh", "unknown")}
+    given = {
+        key: value for key, value in locals().items() if key not in ("recipe", "tokenizer", "fresh", "accept_changes", "unknown")
+    }
     keys = {key: value for key, value in (given | unknown).items() if value is not None}
     if not isinstance(recipe, str | os.PathLike | Recipe | None):
         remedy = ": give a mapping's keys as keywords, train(**mapping)" if isinstance(recipe, Mapping) else ""
-        raise ConfigError(f"a recipe is a file's path, the name of a bundled one or a Recipe, got {_kind(recipe)}{remedy}")
+        raise ConfigError(f"a recipe is a file's path, the name of a bundled one or a Recipe, got {kind_of(recipe)}{remedy}")
     if "model" in keys:
         keys["model"] = _model(keys["model"], tokenizer)
     elif tokenizer is not None:
@@ -177,7 +181,11 @@ def train(
     if fresh:
         stages = {made.objective: made}
         made = comm.from_first(lambda: anew(stages))[made.objective]
-    return Training(made)
+    return Training(made, accept_changes=accept_changes)
+
+
+_OWN = ("recipe", "tokenizer", "fresh", "accept_changes", "unknown")
+"""Parameters of `train` that are no keys of a recipe."""
 
 
 # ---------------------------------------------------------------- objects in, keys out
@@ -196,17 +204,17 @@ def _model(given: object, tokenizer: PreTrainedTokenizerBase | None) -> object:
     if isinstance(model, PreTrainedModel):
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise ConfigError(
-                f"a loaded model needs its tokenizer: tokenizer=AutoTokenizer.from_pretrained(...), got {_kind(tokenizer)}"
+                f"a loaded model needs its tokenizer: tokenizer=AutoTokenizer.from_pretrained(...), got {kind_of(tokenizer)}"
             )
         return {**_own_dtype(model, keys), **keys, "path": live_model(model, tokenizer)}
     if tokenizer is not None:
-        raise ConfigError(f"tokenizer is given with a loaded model, and model is {_kind(model)}; a checkpoint brings its own")
+        raise ConfigError(f"tokenizer is given with a loaded model, and model is {kind_of(model)}; a checkpoint brings its own")
     if model is not None and not isinstance(model, str | os.PathLike):
         hint = ""
         if hasattr(model, "merge_and_unload"):
             hint = ": give the model under the adapter, and the adapter as model={'path': model, 'lora': {'rank': 16}}"
         wanted = "a checkpoint's folder or hub name, a loaded transformers model, a Policy, or a mapping of the keys of `model`"
-        raise ConfigError(f"model is {wanted}, got {_kind(model)}{hint}")
+        raise ConfigError(f"model is {wanted}, got {kind_of(model)}{hint}")
     return keys
 
 
@@ -236,7 +244,7 @@ def _rewards(given: object) -> list[object]:
     """The entries of `rewards`; a function itself is a `Live` name."""
     single = isinstance(given, str | Mapping | LiveReward | RewardSettings) or callable(given)
     if not single and not isinstance(given, Sequence):
-        raise ConfigError(f"rewards is a function, its name, or a list of them, got {_kind(given)}")
+        raise ConfigError(f"rewards is a function, its name, or a list of them, got {kind_of(given)}")
     entries = [given] if single else list(given)  # type: ignore[call-overload]
     return [_reward(entry, place) for place, entry in enumerate(entries)]
 
@@ -248,7 +256,7 @@ def _reward(given: object, place: int) -> object:
     if keys is None and not isinstance(given, LiveReward):
         if not callable(given):
             wanted = "a function, the name of one, a LiveReward, or a mapping with `function`"
-            raise ConfigError(f"rewards.{place} is {wanted}, got {_kind(given)}")
+            raise ConfigError(f"rewards.{place} is {wanted}, got {kind_of(given)}")
         keys = {"function": given}
     if keys is not None:
         function = keys.get("function")
@@ -263,7 +271,7 @@ def _reward(given: object, place: int) -> object:
         unknown = {}
     assert isinstance(given, LiveReward)
     if not callable(given.function):
-        raise ConfigError(f"rewards.{place}: a LiveReward holds a function, got {_kind(given.function)}")
+        raise ConfigError(f"rewards.{place}: a LiveReward holds a function, got {kind_of(given.function)}")
     if given.name is None and getattr(given.function, "__name__", "") == "<lambda>":
         given = dataclasses.replace(given, name=f"reward_{place + 1}")
     written = given.settings()
@@ -294,18 +302,8 @@ def _plain(value: object, key: str) -> object:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _plain(dataclasses.asdict(value), key)
     raise ConfigError(
-        f"{key} is {_kind(value)}, which no recipe can hold: {_REMEDY.get(key.partition('.')[0], 'give plain values')}"
+        f"{key} is {kind_of(value)}, which no recipe can hold: {_REMEDY.get(key.partition('.')[0], 'give plain values')}"
     )
 
 
 _REMEDY = {"rewards": "give the function itself an object by a closure or functools.partial"}
-
-
-def _kind(value: object) -> str:
-    """What was given, for messages: its type, and the beginning of a small value."""
-    if value is None:
-        return "None"
-    shown = printable(repr(value))
-    kind = type(value).__name__
-    small = isinstance(value, str | int | float | list | tuple | dict) or callable(value)
-    return f"a {kind}: {shown if len(shown) <= 60 else shown[:57] + '...'}" if small else f"a {kind}"

@@ -7,6 +7,7 @@ anything large is loaded.
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -235,6 +236,7 @@ class _Prepared:
             plan=[
                 *lines,
                 *adapter_lines(recipe, blueprint),
+                *precision_lines(recipe),
                 *_held(recipe, blueprint, load, world),
                 *_judges(rewards),
                 ("read", str(prompts.report)),
@@ -261,7 +263,7 @@ class _Prepared:
         )
         columns = list(prompts.held_out[0].row) if prompts is not None and prompts.held_out else []
         rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer) if columns else None
-        lines = [("objective", kind.title), *lines, *adapter_lines(recipe, blueprint)]
+        lines = [("objective", kind.title), *lines, *adapter_lines(recipe, blueprint), *precision_lines(recipe)]
         plan = [*lines, *_held(recipe, blueprint, load, world), *_judges(rewards), ("read", str(rows.report))]
         plan += [("warning", text) for text in rows.report.warnings]
         return cls(prompts=prompts, rows=rows, rewards=rewards, algorithm=None, steps=steps, plan=plan)
@@ -333,6 +335,16 @@ def adapter_lines(recipe: Recipe, blueprint: Blueprint) -> Lines:
     if lr < ADAPTER_LR:
         lines.append(("warning", f"optimizer.lr {lr:g} is one for training all weights; an adapter learns with about 1e-4"))
     return lines
+
+
+def precision_lines(recipe: Recipe) -> Lines:
+    """A warning where the processor has no products in `model.dtype` and computes them one number at a time."""
+    lower, device = recipe.model.dtype != "float32", resolve_device(recipe.model)
+    old = platform.machine() in ("x86_64", "AMD64") and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+    if not (lower and old and device.type == "cpu"):
+        return []
+    cost = "an update takes about 19 times as long as in float32 (12.8 s for 0.68 s at 3 million parameters)"
+    return [("warning", f"model.dtype {recipe.model.dtype}: this processor has no AVX-512, and {cost}: set model.dtype=float32")]
 
 
 def _prompts(recipe: Recipe, blueprint: Blueprint) -> Data[Prompt]:

@@ -10,13 +10,14 @@ from groupwise.config.live import LIVE
 from groupwise.config.recipes import dump
 from groupwise.config.settings import Recipe
 from groupwise.runs.build import Judged
-from groupwise.runs.folder import write_atomically
 from groupwise.runs.plan import Lines
+from groupwise.utils import files
+from groupwise.utils.secrets import scrubbed
 
 
 def write_card(folder: Path, recipe: Recipe, plan: Lines, after: Judged | None) -> None:
     """Write `README.md` into the folder of the final model."""
-    write_atomically(folder / "README.md", card(recipe, plan, after).encode())
+    files.write(folder / "README.md", card(recipe, plan, after).encode())
 
 
 def card(recipe: Recipe, plan: Lines, after: Judged | None) -> str:
@@ -55,4 +56,4 @@ def card(recipe: Recipe, plan: Lines, after: Judged | None) -> str:
             "|" + "---|" * len(figures),
             f"| {' | '.join(figures.values())} |",
         ]
-    return "\n".join([*lines, "", "## Recipe", "", "```yaml", text.rstrip(), "```", ""])
+    return scrubbed("\n".join([*lines, "", "## Recipe", "", "```yaml", text.rstrip(), "```", ""]))

@@ -122,8 +122,8 @@ def evaluate(
 
 
 def _complete(engine: Engine, rewards: Judge, prompts: Sequence[Prompt], size: int, sampling: Sampling, seed: int) -> list[Scored]:
-    own = rewards.score(list(engine.generate(comm.share(prompts), group_size=size, sampling=sampling, seed=seed)))
-    groups = comm.gather(own)
+    own = comm.share(prompts)
+    groups = comm.together(lambda: rewards.score(list(engine.generate(own, group_size=size, sampling=sampling, seed=seed))))
     by_prompt = {group.prompt.id: group for group in groups}
     return [by_prompt[prompt.id] for prompt in prompts]
 

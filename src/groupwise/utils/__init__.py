@@ -1,4 +1,4 @@
-"""Small things that everyone uses: seconds by phase, the allocator, statistics.
+"""Small things that everyone uses: whole files, background threads, terminal text, secrets, seconds by phase, the allocator.
 
 In: plain values. Out: plain values. Nothing here knows what a policy, a recipe or a run is.
 """

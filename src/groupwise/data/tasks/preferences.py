@@ -62,8 +62,12 @@ KINDS = {
     "tool": ("hammer", "saw", "wrench", "chisel", "spade", "drill", "pliers", "file"),
     "food": ("bread", "cheese", "soup", "butter", "porridge", "honey", "noodles", "pudding"),
 }
+COLOURS = {
+    "white": ("snow", "salt", "milk"), "black": ("coal", "tar", "soot"), "red": ("blood", "a tomato", "a cherry"),
+    "green": ("grass", "spinach", "a frog"), "yellow": ("a lemon", "a canary", "corn"),
+    "blue": ("the sea", "the sky", "a sapphire"),
+}  # fmt: skip
 NAMES = ("Anna", "Bert", "Clara", "David", "Emma", "Frank", "Greta", "Hugo", "Ida", "Jonas", "Klara", "Leo")
-TOWNS = ("Oslo", "Rome", "Lima", "Cairo", "Delhi", "Paris", "Quito", "Tokyo", "Vienna", "Dublin", "Havana", "Nairobi")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +78,8 @@ class Preferences(Paired):
     `wrong` one that a bad side gives: `friendly` and `right` of this module say what is true of a completion.
 
     >>> row = Preferences().question(random.Random(7))
-    >>> row["prompt"].splitlines(), row["answer"], row["wrong"]
-    (['Which number is smaller?', '29 and 60'], '29', '60')
+    >>> row["prompt"], row["answer"], row["wrong"]
+    ('Bert asks: What colour is a sapphire?', 'blue', 'red')
     """
 
     correctness: float = 0.5
@@ -87,8 +91,9 @@ class Preferences(Paired):
         check_share("slip", self.slip)
 
     def question(self, rng: random.Random) -> Row:
-        """One of four kinds: opposites, what kind of thing, the larger or smaller of two numbers, who lives where."""
-        instruction, given, answer, wrong, sentence = rng.choice((_opposite, _kind, _number, _town))(rng)
+        """One of four kinds: opposites, what kind of thing, what colour, the larger or smaller of two numbers."""
+        asked, given, answer, wrong, sentence = rng.choice((_opposite, _kind, _colour, _number))(rng)
+        instruction = f"{rng.choice(NAMES)} asks: {asked}"
         row = {"instruction": instruction, "input": given, "answer": answer, "wrong": wrong, "sentence": sentence}
         return {"prompt": f"{instruction}\n{given}" if given else instruction, **row}
 
@@ -153,19 +158,19 @@ def _kind(rng: random.Random) -> Question:
     return f"Is this rather {_a(first)} or {_a(second)}?", thing, answer, wrong, f"The word {thing} stands for this kind: {{}}."
 
 
+def _colour(rng: random.Random) -> Question:
+    answer, wrong = rng.sample(sorted(COLOURS), 2)
+    thing = rng.choice(COLOURS[answer])
+    asked = rng.choice(("What colour is {}?", "Name the colour of {}.")).format(thing)
+    return asked, "", answer, wrong, f"{thing[0].upper()}{thing[1:]} is {{}}."
+
+
 def _number(rng: random.Random) -> Question:
-    a, b = rng.sample(range(10, 100), 2)
+    a, b = rng.sample(range(1, 31), 2)
     larger = rng.random() < 0.5
     answer, wrong = (max(a, b), min(a, b)) if larger else (min(a, b), max(a, b))
     word = "larger" if larger else "smaller"
     return f"Which number is {word}?", f"{a} and {b}", str(answer), str(wrong), f"The {word} number is {{}}."
-
-
-def _town(rng: random.Random) -> Question:
-    names, towns = rng.sample(NAMES, 2), rng.sample(TOWNS, 2)
-    asked = rng.randrange(2)
-    given = " ".join(f"{name} lives in {town}." for name, town in zip(names, towns, strict=True))
-    return f"Where does {names[asked]} live?", given, towns[asked], towns[1 - asked], f"{names[asked]} lives in {{}}."
 
 
 def _a(noun: str) -> str:

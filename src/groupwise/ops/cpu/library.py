@@ -25,10 +25,13 @@ import torch
 from torch import Tensor
 
 from groupwise.ops.cpu.interface import declare, explained
+from groupwise.utils import files
 
 SOURCES = Path(__file__).parent
 SWITCH = "GROUPWISE_KERNELS"
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-ffp-contract=fast")
+SEAL = ".xxh3"
+"""Suffix of the file beside a compiled library that holds its digest."""
 SECONDS = 120
 """A compiler that takes longer hangs."""
 
@@ -118,15 +121,23 @@ def _compiled(compiler: str) -> Path:
         seen.update(part)
     folder = _cache()
     made = folder / f"kernels-{seen.hexdigest()[:16]}.so"
-    if made.is_file():
+    if _whole(made):
         return made
     with _alone(folder), tempfile.TemporaryDirectory(dir=folder) as work:
-        if not made.is_file():
+        if not _whole(made):
             _run([compiler, *FLAGS, "-fopenmp", "-c", *map(str, sources)], work)
             # Not linked to OpenMP: the one that torch has loaded serves both, so that no two pools of threads fight for the cores.
             _run([compiler, "-shared", *(f"{path.stem}.o" for path in sources), "-o", "made.so"], work)
+            files.sync(Path(work) / "made.so")
             os.replace(Path(work) / "made.so", made)
+            files.write(made.with_suffix(SEAL), files.digest(made).encode())
     return made
+
+
+def _whole(made: Path) -> bool:
+    """True if a library is what was compiled: to load one that is cut off, or damaged, ends the process (SIGBUS)."""
+    seal = made.with_suffix(SEAL)
+    return made.is_file() and seal.is_file() and seal.read_bytes() == files.digest(made).encode()
 
 
 @contextmanager
