@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from groupwise.config import schema
-from groupwise.config.live import Live
+from groupwise.config.live import LIVE, Live, missing
 from groupwise.config.settings import Recipe
 from groupwise.config.strict_yaml import Node, Problem, parse, parse_value
 from groupwise.config.strict_yaml import dump as dump_yaml
@@ -155,6 +155,15 @@ def _with_objects(recipe: Recipe, objects: Mapping[str, Live]) -> Recipe:
         data=replace(data, path=bound(data.path), eval_path=bound(data.eval_path)),
         rewards=tuple(replace(reward, function=objects.get(reward.function, reward.function)) for reward in recipe.rewards),
     )
+
+
+def demand_objects(recipe: Recipe) -> None:
+    """Raises ConfigError for a name of an object without the object: the recipe was read from the file of a run."""
+    names = {"model.path": recipe.model.path, "data.path": recipe.data.path, "data.eval_path": recipe.data.eval_path}
+    names |= {f"rewards.{place}.function": reward.function for place, reward in enumerate(recipe.rewards)}
+    for key, name in names.items():
+        if name is not None and name.startswith(LIVE) and not isinstance(name, Live):
+            raise missing(name, key)
 
 
 def _read(file: Path) -> str:

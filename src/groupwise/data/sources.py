@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from groupwise.config.live import LIVE, Live, missing, short_digest
@@ -131,8 +132,9 @@ def live_rows(given: object, name: str) -> Live:
     if library == "datasets" and hasattr(given, "to_list"):
         given = given.to_list()  # type: ignore[attr-defined]
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
-        hint = {"pandas": ": give frame.to_dict('records')", "datasets": ": give list(stream.take(1000))"}.get(library, "")
-        hint = hint or (": give list(...)" if isinstance(given, Iterator) else "")
+        hint = (
+            ": give frame.to_dict('records')" if library == "pandas" else ": give list(...)" if isinstance(given, Iterator) else ""
+        )
         raise DataError(f"{name} is a list of mappings or a datasets.Dataset, got {kind_of(given)}{hint}")
     if not given:
         raise DataError(f"{name} holds no rows")
@@ -162,7 +164,7 @@ def kind_of(value: object) -> str:
         return "None"
     kind = type(value).__name__
     named = f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
-    if not isinstance(value, str | int | float | list | tuple | dict | set) and not callable(value):
+    if not isinstance(value, str | int | float | list | tuple | dict | set | FunctionType):
         return named
     shown = printable(repr(value))
     return f"{named}: {shown if len(shown) <= 60 else shown[:57] + '...'}"

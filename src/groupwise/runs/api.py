@@ -207,14 +207,17 @@ def _model(given: object, tokenizer: PreTrainedTokenizerBase | None) -> object:
                 f"a loaded model needs its tokenizer: tokenizer=AutoTokenizer.from_pretrained(...), got {kind_of(tokenizer)}"
             )
         return {**_own_dtype(model, keys), **keys, "path": live_model(model, tokenizer)}
-    if tokenizer is not None:
-        raise ConfigError(f"tokenizer is given with a loaded model, and model is {kind_of(model)}; a checkpoint brings its own")
     if model is not None and not isinstance(model, str | os.PathLike):
-        hint = ""
-        if hasattr(model, "merge_and_unload"):
-            hint = ": give the model under the adapter, and the adapter as model={'path': model, 'lora': {'rank': 16}}"
+        adapted = hasattr(model, "merge_and_unload")
+        hint = (
+            ": merge its adapter first, or give the model under it with model={'path': model, 'lora': {'rank': 16}}"
+            if adapted
+            else ""
+        )
         wanted = "a checkpoint's folder or hub name, a loaded transformers model, a Policy, or a mapping of the keys of `model`"
         raise ConfigError(f"model is {wanted}, got {kind_of(model)}{hint}")
+    if tokenizer is not None:
+        raise ConfigError(f"tokenizer belongs to a loaded model, and model is {kind_of(model)}; a checkpoint brings its own")
     return keys
 
 

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from groupwise.config.recipes import load_stages
+from groupwise.config.recipes import demand_objects, load_stages
 from groupwise.config.settings import Recipe
 from groupwise.config.validation import STAGE
 from groupwise.distributed import comm
@@ -88,6 +88,7 @@ class Run:
 
     def __init__(self, recipe: Recipe, folder: Path, *, accept_changes: bool = False) -> None:
         """accept_changes: see `train`."""
+        demand_objects(recipe)
         self.recipe, self.folder = recipe, folder
         self.before: Judged | None = None
         self.after: Judged | None = None

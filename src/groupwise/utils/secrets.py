@@ -109,6 +109,7 @@ OWN_TOKENS = frozenset(
         "cls",
         "mask",
         "special",
+        "control",
         "stop",
         "end",
         "start",
