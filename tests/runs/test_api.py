@@ -476,7 +476,7 @@ import groupwise as gw
 gw.train(objective="grpo", lr=1e-4)
 gw.train(objective="grpo", steps="3")
 gw.train(objective="grpo", optimizer={"learning_rate": 1e-4})
-gw.train(objective="grpo", data=3)
+gw.train(objective="grpo", rewards=3)
 gw.load_policy("x").generate(3)
 """
 

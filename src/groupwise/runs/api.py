@@ -155,7 +155,7 @@ def train(
 
     >>> training = train(objective="sft", model={"scratch": {"hidden": 32}}, data=[{"prompt": "1+1=", "completion": "2"}], steps=1)
     >>> training.recipe.data.path
-    'live:1 row (1bd0e5a4)'
+    'live:1 row (eeebffb9)'
     """
     given = {
         key: value for key, value in locals().items() if key not in ("recipe", "tokenizer", "fresh", "accept_changes", "unknown")

@@ -165,10 +165,11 @@ class LoadedPolicy(Policy):
         return np.append(ids, [self.eos_ids[0]] if end else []).astype(np.int64)
 
 
-def _is_conversation(given: object) -> bool:
+def _is_conversation(given: Any) -> bool:
     """True for a list of messages."""
-    listed = isinstance(given, Sequence) and not isinstance(given, str)
-    return listed and len(given) > 0 and all(isinstance(message, Mapping) for message in given)
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        return False
+    return len(given) > 0 and all(isinstance(message, Mapping) for message in given)
 
 
 def _is_single(prompts: object) -> bool:
