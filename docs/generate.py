@@ -409,11 +409,13 @@ RewardGiven: TypeAlias = "str | Callable[..., Any] | LiveReward | RewardKeys | R
 def python_types() -> tuple[dict[str, dict[str, str]], dict[str, type]]:
     """The classes of settings.py with each field's type as text, without its range; and the sections among them."""
     tree = ast.parse(Path(settings.__file__).read_text(encoding="utf-8"))
-    ranges = {
-        node.targets[0].id: ast.unparse(node.value.slice.elts[0])  # type: ignore[attr-defined]
-        for node in tree.body
-        if isinstance(node, ast.Assign) and "Annotated" in ast.unparse(node.value) and isinstance(node.targets[0], ast.Name)
-    }
+    ranges = {}
+    for node in tree.body:
+        match node:  # `Positive = Annotated[int, Gt(0)]`
+            case ast.Assign(
+                targets=[ast.Name(name)], value=ast.Subscript(value=ast.Name("Annotated"), slice=ast.Tuple(elts=[base, *_]))
+            ):
+                ranges[name] = ast.unparse(base)
 
     class Plain(ast.NodeTransformer):
         def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
@@ -428,7 +430,7 @@ def python_types() -> tuple[dict[str, dict[str, str]], dict[str, type]]:
     for part in tree.body:
         if isinstance(part, ast.ClassDef):
             fields = [line for line in part.body if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)]
-            found[part.name] = {line.target.id: ast.unparse(Plain().visit(line.annotation)).replace("'", '"') for line in fields}
+            found[part.name] = {ast.unparse(line.target): ast.unparse(Plain().visit(line.annotation)).replace("'", '"') for line in fields}
     return found, {name: getattr(settings, name) for name in found if name != "Recipe"}
 
 

@@ -208,12 +208,9 @@ def _model(given: object, tokenizer: PreTrainedTokenizerBase | None) -> object:
             )
         return {**_own_dtype(model, keys), **keys, "path": live_model(model, tokenizer)}
     if model is not None and not isinstance(model, str | os.PathLike):
-        adapted = hasattr(model, "merge_and_unload")
-        hint = (
-            ": merge its adapter first, or give the model under it with model={'path': model, 'lora': {'rank': 16}}"
-            if adapted
-            else ""
-        )
+        hint = ""
+        if hasattr(model, "merge_and_unload"):
+            hint = ": merge its adapter first, or give the model under it with model={'path': model, 'lora': {'rank': 16}}"
         wanted = "a checkpoint's folder or hub name, a loaded transformers model, a Policy, or a mapping of the keys of `model`"
         raise ConfigError(f"model is {wanted}, got {kind_of(model)}{hint}")
     if tokenizer is not None:
@@ -252,33 +249,30 @@ def _rewards(given: object) -> list[object]:
     return [_reward(entry, place) for place, entry in enumerate(entries)]
 
 
-def _reward(given: object, place: int) -> object:
+def _reward(given: Any, place: int) -> object:
+    """One entry of `rewards`."""
     if isinstance(given, str):
         return {"function": given}
-    keys = _keys(given)
-    if keys is None and not isinstance(given, LiveReward):
-        if not callable(given):
-            wanted = "a function, the name of one, a LiveReward, or a mapping with `function`"
-            raise ConfigError(f"rewards.{place} is {wanted}, got {kind_of(given)}")
-        keys = {"function": given}
-    if keys is not None:
-        function = keys.get("function")
-        if not callable(function) and not isinstance(function, LiveReward):
-            return keys
+    others: dict[str, Any] = {}
+    if isinstance(given, LiveReward):
+        live = given
+    else:
+        keys = _keys(given)
+        function: Any = given if keys is None else keys.get("function")
         if isinstance(function, LiveReward):
             raise ConfigError(f"rewards.{place}.function is a LiveReward: give it as the entry itself")
-        others = {key: keys[key] for key in ("weight", "args", "timeout") if keys.get(key) is not None}
-        given = LiveReward(function=function, name=keys.get("name"), **others)
-        unknown = {key: value for key, value in keys.items() if key not in ("function", "weight", "name", "args", "timeout")}
-    else:
-        unknown = {}
-    assert isinstance(given, LiveReward)
-    if not callable(given.function):
-        raise ConfigError(f"rewards.{place}: a LiveReward holds a function, got {kind_of(given.function)}")
-    if given.name is None and getattr(given.function, "__name__", "") == "<lambda>":
-        given = dataclasses.replace(given, name=f"reward_{place + 1}")
-    written = given.settings()
-    return dataclasses.asdict(written) | {"function": Live(str(written.name), given)} | unknown
+        if keys is not None and not callable(function):
+            return keys  # by name
+        live, others = LiveReward(function=function), dict(keys or {})
+    if not callable(live.function):
+        wanted = "a function, the name of one, a LiveReward, or a mapping with `function`"
+        raise ConfigError(f"rewards.{place} is {wanted}, got {kind_of(live.function)}")
+    others = {key: value for key, value in others.items() if key != "function" and value is not None}
+    if getattr(live.function, "__name__", "") == "<lambda>":
+        others.setdefault("name", live.name or f"reward_{place + 1}")
+    written = live.settings()
+    keys = dataclasses.asdict(written) | others
+    return keys | {"function": Live(str(keys["name"]), live)}
 
 
 def _keys(given: object) -> dict[str, Any] | None:
