@@ -311,5 +311,9 @@ class Step:
     """Per group and completion (n_i,), as trained."""
     current_logp: Sequence[Sequence[np.ndarray]] = ()
     """Per group and completion (n_i,): log-probs under the policy at the first update; empty where nothing was scored."""
+    columns: Mapping[str, Sequence[Sequence[np.ndarray]]] = field(default_factory=dict)
+    """What the step's updates did, by name, per group and completion (n_i,); empty where nothing was computed: `weight` (of the
+    loss, first update), `entropy` (nats, first update), `last_logp` (nats, last update), `clipped` (share of the
+    updates that cut it)."""
     evaluation: Mapping[str, float] | None = None
     """Metrics on the held-out set, at the steps where it was evaluated."""

@@ -76,6 +76,8 @@ def test_p11_a_scorer_at_another_temperature_is_found(check: Callable, monkeypat
     status, text = check()
     assert status == 1
     assert "FAIL  log-probs" in text
+    assert "the scorer's log-probs are" in text
+    assert "temperature explains 100% of it: they are those of temperature 1" in text
 
 
 def test_p07_positions_that_start_anew_are_found(check: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,7 @@ def test_train_passes_everything_on(calls: list) -> None:
         "timeout": 1800,
         "world": None,
         "model_config": None,
+        "report": commands._report,
     }
     assert calls == [("train", ("r.yaml", ["steps=4"]), given)]
 

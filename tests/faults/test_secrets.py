@@ -197,3 +197,10 @@ def test_logs_and_lists_steer_no_terminal(
     line = json_line({f"rewards/{HOSTILE}": HOSTILE})
     assert harmless(line.removesuffix("\n"))
     assert json.loads(line) == {f"rewards/{HOSTILE}": HOSTILE}
+
+
+def test_no_setting_is_taken_for_a_secret() -> None:
+    """Else a run's config.yaml would not be read back as the recipe that it is of."""
+    from groupwise.config.schema import settings_table
+
+    assert not [key for key, setting in settings_table().items() if not setting.section and secret_name(key)]

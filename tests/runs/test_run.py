@@ -20,9 +20,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from groupwise.config.recipes import load_recipe, load_stages
+from groupwise.data.vocabulary import read
 from groupwise.errors import ConfigError, DataError, GroupwiseError
-from groupwise.runs.folder import choose_folder
+from groupwise.runs import recorded
+from groupwise.runs.folder import choose_folder, read_step
 from groupwise.runs.run import Run, train, train_recipe
+from groupwise.viewer import export
 
 TINY = {
     "seed": 3,
@@ -312,3 +315,25 @@ def test_a_small_model_trains_in_one_thread_where_nobody_says_otherwise(
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_run_records_what_the_viewer_shows_and_ends_with_a_report(recipe: Callable, tmp_path: Path) -> None:
+    """Token texts, what the updates did, held-out completions, one page; a report that fails is said and the run is whole."""
+    path = recipe(name="shown", **GRPO)
+    assert train_recipe(path, quiet=True, report=lambda folder: export([folder], folder / "report.html")) == 0
+    folder = tmp_path / "runs" / "shown"
+    step = read_step(folder, 2)
+    assert {"weight", "entropy", "clipped"} <= set(step.columns)
+    known = read(folder / "tokens.parquet")
+    for rollout in (rollout for group in step.groups for rollout in group.rollouts):
+        said = [text for text, token in zip(known.texts(rollout.tokens), rollout.tokens, strict=True) if token not in known.special]
+        assert "".join(said) == rollout.text
+    assert list(recorded.places(folder / recorded.EVALUATIONS)) == [5]
+    assert "think_format" in (folder / "report.html").read_text(encoding="utf-8")
+
+    def failing(folder: Path) -> None:
+        raise DataError("no room")
+
+    console = Console(file=io.StringIO(), width=100)
+    assert train_recipe(recipe(name="unreported", **GRPO), console=console, report=failing) == 0
+    assert "no report: no room" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.online import train_online, weigh
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.scoring import sample_of, score
 
 Rule = Callable[[Rollout], "tuple[float, ...] | float | None"]
 
@@ -274,3 +275,37 @@ def test_presets_that_need_no_siblings_are_the_ones_that_say_so() -> None:
 
     assert {name for name, row in ALGORITHMS.items() if not compares_siblings(row.credit)} == set(ALONE)
     assert all(row.beta == 0.0 for row in ALGORITHMS.values()), "validation takes a beta that is not set for 0"
+
+
+# ---------------------------------------------------------------- what the updates did, token by token
+
+
+@pytest.mark.parametrize("preset", ["grpo", "gspo"])
+def test_a_step_says_the_entropy_and_the_weight_of_every_token(run: Callable, tiny_policy: Callable, preset: str) -> None:
+    """With a fused loss and without one: the entropies are those that scoring says before the step, the weights the loss's."""
+    before = tiny_policy("llama", scale=2.0)
+    _, steps = run(preset, steps=1)
+    step = next(steps)
+    rollouts = [rollout for group in step.groups for rollout in group.rollouts]
+    scored = score(before, [sample_of(rollout) for rollout in rollouts], budget=200, entropy=True)
+    entropy = [values for group in step.columns["entropy"] for values in group]
+    weight = [values for group in step.columns["weight"] for values in group]
+    advantage = [values for group in step.advantages for values in group]
+    assert any(values.size for values in entropy)
+    for found, weighed, credit, expected, rollout in zip(entropy, weight, advantage, scored.entropy, rollouts, strict=True):
+        assert found.size == weighed.size == (len(rollout) if credit.any() else 0)
+        if found.size:
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(weighed, 1 / len(rollouts) / len(rollout))
+    assert "last_logp" not in step.columns, "one pass: it would repeat current_logp"
+
+
+def test_a_step_says_which_tokens_were_clipped_as_often_as_its_metrics_do(run: Callable) -> None:
+    _, steps = run("grpo", steps=1, updates_per_rollout=3, optimizer=OptimizerSettings(lr=0.05, warmup_steps=0))
+    step = next(steps)
+    clipped = np.concatenate([values for group in step.columns["clipped"] for values in group])
+    assert 0 < clipped.mean() < 1
+    np.testing.assert_allclose(clipped.mean(), step.metrics["clip/low"] + step.metrics["clip/high"], rtol=1e-5)
+    last = [values for group in step.columns["last_logp"] for values in group]
+    first = [values for group in step.current_logp for values in group]
+    assert any(not np.allclose(a, b, atol=1e-3) for a, b in zip(last, first, strict=True) if a.size)

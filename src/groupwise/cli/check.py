@@ -31,6 +31,7 @@ from groupwise.runs.build import Job, make_job, sampling_of
 from groupwise.runs.progress import safe
 from groupwise.runs.run import resolved
 from groupwise.training.evaluate import RIGHT
+from groupwise.training.mismatch import diagnose
 from groupwise.training.scoring import sample_of, score
 
 PROMPTS, COMPLETIONS, TOKENS = 8, 4, 96
@@ -184,9 +185,9 @@ def _samples(recipe: Recipe, job: Job, rewards: Rewards, prompts: Sequence[Promp
     scored = score(policy, samples, budget=budget).logp
     limit = GAP.get(torch.bfloat16 if policy.autocast else policy.dtype, 0.25)
     how = f"temperature {sampling.temperature:g}" + (", over the truncated support" if sampling.truncates else "")
-    yield _agree(
-        "log-probs", [r.behavior_logp for r in rollouts], scored, limit, f"sampled = scored at {how}", "the engine and the scorer"
-    )
+    behavior = [rollout.behavior_logp for rollout in rollouts]
+    agreed = _agree("log-probs", behavior, scored, limit, f"sampled = scored at {how}", "the engine and the scorer")
+    yield agreed if agreed.good else replace(agreed, says=f"{agreed.says}; {diagnose(policy, rollouts, scored, budget=budget)}")
     alone = [score(policy, [sample], budget=budget).logp[0] for sample in samples]
     yield _agree("batching", alone, scored, limit, "scores do not depend on what else is in the batch", "batched and single scores")
     unshared = score(replace(policy, attention="packed"), samples, budget=budget).logp if policy.attention == "shared" else alone

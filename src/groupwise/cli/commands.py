@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,6 +26,8 @@ from groupwise.utils.allocator import prefer_large_pages
 from groupwise.utils.secrets import scrubbed
 from groupwise.utils.terminal import HARMLESS, escaped
 
+REPORT = "report.html"
+"""What a finished run's report is called, in its folder."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
@@ -174,8 +177,12 @@ def _parser() -> argparse.ArgumentParser:
     config.add_argument("key", nargs="?", metavar="KEY", help="a key, a section or a TRL argument; without it all keys")
     config.add_argument("--markdown", action="store_true", help="all keys as a Markdown page")
 
+    _add_view(add("view", _view, "look at runs in the browser, token by token, also while they go on"))
+
     _add_serve(add("serve", _serve, "start a vLLM server that training can sample from (rollout.engine: vllm)"))
     _add_install(add("install-vllm", _install_vllm, "install vLLM into an environment of its own"))
+
+    _add_replay(add("replay", _replay, "compute a recorded step again, as it was or with something changed"))
 
     _add_explain(add("explain", _explain, "one step of an algorithm worked through in numbers"))
 
@@ -227,6 +234,15 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print JSON")
 
 
+def _add_view(command: argparse.ArgumentParser) -> None:
+    command.add_argument("paths", nargs="+", metavar="RUN", help="run folders, or Parquet or JSONL files of completions")
+    command.add_argument("--export", metavar="FILE", help="write one self-contained page, for example report.html, and stop")
+    port = "default: 8765, or any that is free"
+    command.add_argument("--port", type=int, metavar="N", help=port)
+    command.add_argument("--open", action="store_true", help="open it in the browser of this machine")
+    command.epilog = "From another machine: ssh -L 8765:127.0.0.1:8765 HOST, and open the address there."
+
+
 def _add_serve(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help="a model folder or a hub name: the model that will be trained")
     host = "whoever reaches it can replace its weights (default %(default)s)"
@@ -242,6 +258,18 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
 def _add_install(command: argparse.ArgumentParser) -> None:
     command.add_argument("folder", nargs="?", default=".venv-vllm", metavar="FOLDER", help="default: %(default)s")
     command.add_argument("--gpu", action="store_true", help="vLLM's CUDA build instead of its CPU build")
+
+
+def _add_replay(command: argparse.ArgumentParser) -> None:
+    command.add_argument("folder", metavar="RUN", help="a run folder")
+    command.add_argument("--step", type=_positive, required=True, metavar="N", help="a recorded step")
+    changed = "print beside it what this would have done: objective=dr_grpo, group.surrogate.high=0.28, optimizer.lr=1e-5 ..."
+    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes", help=changed)
+    command.add_argument("--no-model", action="store_true", help="leave out what needs the weights before the step")
+    reach = "recorded steps to train again, at most, from the nearest checkpoint on (default 20)"
+    command.add_argument("--reach", type=_count, metavar="N", help=reach)
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.epilog = "The exit status is 0 exactly if the numbers are the recorded ones."
 
 
 def _add_explain(command: argparse.ArgumentParser) -> None:
@@ -272,6 +300,13 @@ def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {number}")
     return number
 
 
@@ -333,7 +368,15 @@ def _train(given: argparse.Namespace) -> int:
         timeout=given.timeout,
         world=given.world or (given.nproc if given.nproc > 1 else None),
         model_config=given.model_config,
+        report=_report,
     )
+
+
+def _report(folder: Path) -> None:
+    """The one page that stands in the folder of every finished run."""
+    from groupwise.viewer import export
+
+    export([folder], folder / REPORT)
 
 
 def _become_torchrun(given: argparse.Namespace) -> NoReturn:
@@ -477,6 +520,39 @@ def _explain(given: argparse.Namespace) -> int:
 
     print(render(work(given.rewards, given.lengths, preset=given.preset, mu=given.mu, beta=given.beta, lr=given.lr)))
     return 0
+
+
+def _replay(given: argparse.Namespace) -> int:
+    from groupwise.cli.replay import replay_step
+
+    reach = {} if given.reach is None else {"reach": given.reach}
+    return replay_step(given.folder, given.step, given.changes, model=not given.no_model, as_json=given.json, **reach)
+
+
+def _view(given: argparse.Namespace) -> int:
+    from groupwise.viewer import export, serve
+
+    if given.export is not None:
+        print(export(given.paths, given.export))
+        return 0
+    try:
+        viewer = serve(given.paths, 8765 if given.port is None else given.port)
+    except ConfigError:
+        if given.port is not None:
+            raise
+        viewer = serve(given.paths, 0)
+    print(f"{viewer.address}  (Ctrl-C ends it)", flush=True)
+    if given.open:
+        import webbrowser
+
+        webbrowser.open(viewer.address)
+    try:
+        while True:
+            time.sleep(3600)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        viewer.close()
 
 
 def _runs(given: argparse.Namespace) -> int:

@@ -173,6 +173,27 @@ def _read(file: Path) -> str:
         raise ConfigError(f"cannot read the recipe {file}: {error}") from error
 
 
+def parse_recorded(text: str, name: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a run's `config.yaml`, with overrides.
+
+    What it names elsewhere (its data, its model, an earlier stage) need not be there any more.  Raises ConfigError.
+    """
+    root, problems = parse(text, name)
+    if problems or not isinstance(root.value, dict) or "stages" in root.value:
+        _refuse(name, problems or [Problem(name, "not the config.yaml of a run")])
+    changes = _read_overrides(overrides, problems)
+    tree = _stage_trees(root, changes, problems)[""]
+    recipe, wrong = _validated(tree.plain())
+    problems += [Problem(tree.find(path).where, _message(".".join(map(str, path)), kind, value)) for path, kind, value in wrong]
+    if recipe is not None:
+        changed = {".".join(path) for path, _ in changes}
+        problems += [Problem(", ".join(keys), said) for keys, said in validate_recipe(recipe) if changed & set(keys)]
+    if problems or recipe is None:
+        _refuse(name, problems)
+    assert recipe is not None
+    return recipe
+
+
 def _is_staged(recipes: Mapping[str, Recipe]) -> bool:
     return any(recipe.name.endswith(f"/{stage}") for stage, recipe in recipes.items())
 

@@ -162,6 +162,7 @@ class _Chosen(torch.autograd.Function):
         entropy: bool,
         chunk_numbers: int,
     ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)  # entropies that are only looked at cost nothing on the way back
         visits = _Visits(hidden_MD, head, target_M, temperature_M, support, entropy, chunk_numbers)
         for rows, raw_CV in visits.products():
             visits.measure(rows, raw_CV)
@@ -172,12 +173,13 @@ class _Chosen(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_logp_M, grad_entropy_M = grads
         visits: _Visits = ctx.visits
+        grad_logp_M = torch.zeros_like(visits.logp_M) if grads[0] is None else grads[0]
+        grad_entropy_M = grads[1] if visits.entropy else None
         _ = ctx.saved_tensors  # what the visits read again: autograd sees whether it has changed
         sums = _Gradients(visits, ctx.needs_input_grad, in_place=ctx.summing)
         for rows, raw_CV in visits.products():
-            sums.add(rows, raw_CV, grad_logp_M[rows], grad_entropy_M[rows] if visits.entropy else None)
+            sums.add(rows, raw_CV, grad_logp_M[rows], None if grad_entropy_M is None else grad_entropy_M[rows])
         return *sums.found, None, None, None, None, None, None
 
 

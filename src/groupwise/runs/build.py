@@ -37,7 +37,7 @@ from groupwise.rewards.model import POSITIONS
 from groupwise.rewards.registry import MAKERS
 from groupwise.rollout.asynchronous import Ahead, Begun
 from groupwise.rollout.engine import Engine
-from groupwise.runs.engines import agreeing, engine_lines, make_ahead, make_engine, sampled_elsewhere
+from groupwise.runs.engines import agreeing, engine_lines, make_ahead, make_engine, sampled_elsewhere, why_apart
 from groupwise.runs.plan import Lines, fitted, memory_lines, offline_plan, online_plan, scoring_memory
 from groupwise.runs.policies import hold, parameter_count, reference_of, weightless
 from groupwise.runs.sizing import H100, Load, rank, rank_lines
@@ -54,15 +54,34 @@ Place = tuple[Mapping[str, Any], tuple[Begun, ...]]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Job:
-    """A run that is ready to go."""
+class Learner:
+    """What a step changes, and what it is held against."""
 
     recipe: Recipe
+    policy: Policy
+    optimizer: Optimizer
+    reference: Policy | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The optimizer's tensors, and the weights of a reference that moves; as they are held, spread or whole."""
+        moved = self.reference is not None and self.recipe.group.reference_refresh > 0
+        reference = dict(self.reference.model.named_parameters()) if moved and self.reference is not None else {}
+        return self.optimizer.tensors() | {f"reference.{name}": parameter.detach() for name, parameter in reference.items()}
+
+    def restore(self, numbers: Mapping[str, Any], read: Callable[[Mapping[str, Tensor]], None]) -> None:
+        """Continue from a job's `numbers()` and `tensors()`, which `read` fills in; the weights are loaded with the policy."""
+        self.optimizer.restore(numbers["optimizer"], read)
+        with torch.no_grad():
+            read({name: tensor for name, tensor in self.tensors().items() if name.startswith("reference.")})
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Job(Learner):
+    """A run that is ready to go."""
+
     plan: Lines
     """What will happen, as label and text."""
     steps: int
-    policy: Policy
-    optimizer: Optimizer
     order: Order
     loop: Callable[[int], Iterator[Step]]
     """Steps done before -> the steps that are left."""
@@ -71,7 +90,6 @@ class Job:
     None if nothing is held out."""
     prompts: tuple[Prompt, ...] = ()
     """What an online objective draws from."""
-    reference: Policy | None = None
     engine: Engine | None = None
     """What samples, where the objective or its evaluation does."""
     ahead: Ahead = field(default_factory=Ahead)
@@ -87,19 +105,11 @@ class Job:
         order, pending = place or self.place()
         return {"optimizer": self.optimizer.numbers(), "order": order, "ahead": [begun.state() for begun in pending]}
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The optimizer's tensors, and the weights of a reference that moves; as they are held, spread or whole."""
-        moved = self.reference is not None and self.recipe.group.reference_refresh > 0
-        reference = dict(self.reference.model.named_parameters()) if moved and self.reference is not None else {}
-        return self.optimizer.tensors() | {f"reference.{name}": parameter.detach() for name, parameter in reference.items()}
-
     def restore(self, numbers: Mapping[str, Any], read: Callable[[Mapping[str, Tensor]], None]) -> None:
-        """Continue from `numbers()` and `tensors()`, which `read` fills in; the policy's weights are loaded with the policy."""
-        self.optimizer.restore(numbers["optimizer"], read)
+        """See `Learner`; also where the run stands in its data."""
+        Learner.restore(self, numbers, read)
         self.order.restore(numbers["order"])
         self.ahead.restore(numbers.get("ahead", ()))
-        with torch.no_grad():
-            read({name: tensor for name, tensor in self.tensors().items() if name.startswith("reference.")})
 
     def close(self) -> None:
         """End reward workers."""
@@ -117,6 +127,19 @@ def make_job(recipe: Recipe, *, resume: Path | None = None, reference: Path | No
     blueprint = blueprint_of(recipe, resume if recipe.model.lora is None else None)
     maker = _online_job if recipe.objective in ALGORITHMS else _dataset_job
     return maker(fitted(recipe, shape_of(recipe, blueprint)), blueprint, reference, resume)
+
+
+def make_learner(
+    recipe: Recipe, blueprint: Blueprint, algorithm: Algorithm, *, reference: Path | None = None, resume: Path | None = None
+) -> Learner:
+    """Policy, reference and optimizer of an online recipe.   reference, resume: see `make_job`."""
+    policy = hold(recipe, blueprint, language_model, resume)
+    anchor = None
+    if algorithm.needs_reference:
+        anchor = bare(policy) if recipe.model.lora is not None else reference_of(recipe, policy, reference)
+    assert recipe.steps is not None
+    updates = recipe.steps * recipe.group.updates_per_rollout * recipe.group.minibatches
+    return Learner(recipe=recipe, policy=policy, optimizer=Optimizer(policy.model, recipe.optimizer, updates), reference=anchor)
 
 
 def plan_of(
@@ -382,13 +405,9 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
     prepared = _Prepared.of(recipe, blueprint)
     algorithm, prompts, rewards = prepared.algorithm, prepared.prompts, prepared.rewards
     assert algorithm is not None and prompts is not None and rewards is not None
-    policy = hold(recipe, blueprint, language_model, resume)
-    anchor = None
-    if algorithm.needs_reference:
-        anchor = bare(policy) if recipe.model.lora is not None else reference_of(recipe, policy, reference)
+    learner = make_learner(recipe, blueprint, algorithm, reference=reference, resume=resume)
+    policy, optimizer, anchor = learner.policy, learner.optimizer, learner.reference
     engine = make_engine(policy, recipe.rollout)
-    updates = prepared.steps * recipe.group.updates_per_rollout * recipe.group.minibatches
-    optimizer = Optimizer(policy.model, recipe.optimizer, updates)
     order = Order(len(prompts.train), recipe.seed, recipe.data.shuffle)
     ahead = make_ahead(recipe.rollout, prompts.train)
 
@@ -411,7 +430,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
             checkpointing=recipe.model.gradient_checkpointing,
             seed=recipe.seed,
         )
-        return agreeing(steps, engine)
+        return agreeing(steps, engine, lambda step: why_apart(step, policy, anchor, positions_of(recipe)))
 
     return Job(
         recipe=recipe,

@@ -3,7 +3,9 @@
     config.yaml               resolved recipe, secrets redacted
     environment.json          one entry per start: versions, git commit, hardware
     metrics.jsonl             one line a step
-    rollouts/000012.parquet   one row per completion of that step
+    rollouts/000012.parquet   one row per completion of that step; old steps together: `recorded`
+    evaluations/              the same of the held-out prompts, where there were evaluations
+    tokens.parquet            the text of every token id
     tensorboard/              the same metrics for TensorBoard (optional)
     inputs.json               data and reward files: what they held when the run began
     done.json                 written when the last step is taken: the files of the final model
@@ -32,14 +34,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from groupwise.config.recipes import changes, dump, run_folder
 from groupwise.config.settings import Recipe
-from groupwise.data.rollout_table import groups_of, jsonable, table_of
+from groupwise.data import vocabulary
+from groupwise.data.rollout_table import columns_of, groups_of, jsonable
 from groupwise.errors import ConfigError, DataError, StorageError
-from groupwise.records import Step
+from groupwise.records import Scored, Step
+from groupwise.runs import recorded
 from groupwise.utils import files
 from groupwise.utils.secrets import redacted_command
 from groupwise.utils.terminal import json_line
@@ -58,9 +59,10 @@ PACKAGES = (
     "math-verify",
     "peft",
 )
-METRICS, ROLLOUTS, CONFIG, ENVIRONMENT, DONE, LOCK = (
+METRICS, ROLLOUTS, TOKENS, CONFIG, ENVIRONMENT, DONE, LOCK = (
     "metrics.jsonl",
-    "rollouts",
+    recorded.ROLLOUTS,
+    "tokens.parquet",
     "config.yaml",
     "environment.json",
     "done.json",
@@ -224,9 +226,9 @@ class RunLog:
             self.lines = {line["step"]: line for line in read_metrics(self.folder) if line["step"] <= done} if done else {}
             """What stands in the log, by step."""
             self._write_lines()
-            for step in list_rollouts(self.folder):
-                if step > done:
-                    _rollout_file(self.folder, step).unlink()
+            for kind in (recorded.ROLLOUTS, recorded.EVALUATIONS):
+                recorded.cut(self.folder / kind, done)
+            self._run = recipe.name
             (self.folder / DONE).unlink(missing_ok=True)
             self._board = _Board(self.folder / "tensorboard", list(self.lines.values())) if recipe.save.tensorboard else None
 
@@ -242,9 +244,12 @@ class RunLog:
         line["wall"] = time.time()
         try:
             if self._every and step.groups and step.number % self._every == 0:
-                file = _rollout_file(self.folder, step.number)
-                with files.storing(file, "the completions of a step"):
-                    write_rollouts(file, step)
+                with files.storing(self.folder / ROLLOUTS / f"{step.number:06d}.parquet", "the completions of a step"):
+                    recorded.write(self.folder / ROLLOUTS, step, self._run)
+                try:
+                    recorded.pack(self.folder / ROLLOUTS)
+                except OSError as error:  # the steps stay in files of their own
+                    log.warning("older rollouts could not be put together: %s", error)
         finally:  # the step was taken, whatever becomes of its completions
             self._write_line(line)
 
@@ -270,6 +275,18 @@ class RunLog:
             self._write_lines()
             if self._board:
                 self._board.write({"step": step, "wall": time.time()} | _evaluated(evaluation))
+
+    def held_out(self, number: int, groups: Sequence[Scored]) -> None:
+        """Record completions of held-out prompts after step `number`."""
+        if self._every and groups:
+            with files.storing(self.folder / recorded.EVALUATIONS, "held-out completions"):
+                recorded.write(self.folder / recorded.EVALUATIONS, Step(number=number, metrics={}, groups=groups), self._run)
+
+    def tokens(self, tokenizer: Any) -> None:
+        """Record the text of every token id once, so that readers of the run need no tokenizer."""
+        if not (self.folder / TOKENS).exists():
+            with files.storing(self.folder / TOKENS, "the vocabulary"):
+                files.write(self.folder / TOKENS, vocabulary.packed(vocabulary.of(tokenizer)))
 
     def sync(self) -> None:
         """Make what was written survive a power cut; call it before a checkpoint."""
@@ -447,20 +464,6 @@ class _Board:
         self._writer.close()
 
 
-# ---------------------------------------------------------------- completions of a step
-
-
-def _rollout_file(folder: Path, step: int) -> Path:
-    return Path(folder) / ROLLOUTS / f"{step:06d}.parquet"
-
-
-def write_rollouts(path: Path, step: Step) -> None:
-    """The completions of a step as a Parquet file of `tables.table_of`'s columns; whole or not at all."""
-    table = table_of(step)
-    with files.replacing(path) as temporary:
-        pq.write_table(table, temporary, compression="zstd")
-
-
 # ---------------------------------------------------------------- reading
 
 
@@ -494,24 +497,13 @@ def _number(value: Any) -> Any:
 
 def list_rollouts(folder: Path) -> list[int]:
     """The steps whose completions were written, in order."""
-    return sorted(int(path.stem) for path in (Path(folder) / ROLLOUTS).glob("[0-9]*.parquet") if path.stem.isdigit())
-
-
-def _table(folder: Path, step: int) -> pa.Table:
-    path = _rollout_file(folder, step)
-    if not path.is_file():
-        steps = list_rollouts(folder)
-        have = f"it holds steps {steps[0]} to {steps[-1]}" if steps else "it holds no rollouts"
-        raise DataError(f"the completions of step {step} are not in {folder} ({have})")
-    try:
-        return pq.ParquetFile(path).read()
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path} is damaged: {error}") from error
+    return list(recorded.places(Path(folder) / ROLLOUTS))
 
 
 def read_step(folder: Path, step: int) -> Step:
     """A recorded step as the record it was: the same ids, log-probs, rewards, advantages, metrics."""
-    groups, advantages, current = groups_of(_table(folder, step))
+    table = recorded.table(Path(folder) / ROLLOUTS, step)
+    groups, advantages, current = groups_of(table)
     lines = {line["step"]: line for line in read_metrics(folder)}
     flat = {name: value for name, value in lines.get(step, {}).items() if name not in ("step", "wall")}
     timings = {name.removeprefix("time/"): flat.pop(name) for name in list(flat) if name.startswith("time/")}
@@ -523,6 +515,7 @@ def read_step(folder: Path, step: int) -> Step:
         groups=tuple(groups),
         advantages=tuple(advantages) if any(advantages) else (),
         current_logp=tuple(current) if any(current) else (),
+        columns=columns_of(table),
         evaluation=evaluation or None,
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from groupwise.config.validation import STAGE
 from groupwise.distributed import comm
 from groupwise.errors import CheckpointError, ConfigError, Ended, GroupwiseError, PeerError
 from groupwise.models.policy import Policy, resolve_device
-from groupwise.records import Step
+from groupwise.records import Scored, Step
 from groupwise.runs import checkpoint
 from groupwise.runs.build import Job, Judged, make_job, plan_of
 from groupwise.runs.folder import FINAL, Lock, RunLog, anew, choose_folder, finished, unfinished
@@ -160,9 +160,11 @@ class Run:
         if self.done == 0 and job.reference is not None and recipe.model.lora is None:
             _export(job.reference, self.folder / REFERENCE, "the reference")
         with self._open_log() as log, endings(self._may_end) as end_if_told:
+            log.tokens(job.policy.tokenizer)
             if self.done == 0 and recipe.eval.at_start:
                 self.before = job.judge("validation" in recipe.data.parts)  # on what the last evaluation will be on
                 if self.before is not None:
+                    log.held_out(0, completions(self.before))
                     first = Step(number=0, metrics={}, evaluation=self.before.metrics())
                     comm.from_first(lambda: log.write(first))
                     yield first
@@ -172,6 +174,8 @@ class Run:
                     told = None
                     if self._due(step.number):
                         step, told = self._judged(step, step.number == job.steps)
+                        if step.evaluation is not None and self.after is not None:
+                            log.held_out(step.number, completions(self.after))
                     with self._undisturbed():
                         self._whole = (step.number, job.optimizer.taken, job.place())
                         self.done = step.number
@@ -235,6 +239,7 @@ class Run:
             self.after = self.job.judge(self.done == self.job.steps)
             if (found := self.after) is not None:
                 comm.from_first(lambda: log.amend(self.done, found.metrics()))
+                log.held_out(self.done, completions(found))
 
     def _keep(self, error: Exception) -> None:
         """Save the last whole step before an error ends the run.
@@ -292,6 +297,15 @@ class Run:
         return apart and not self._writing and (self._judging or self._whole[1] == self.job.optimizer.taken)
 
 
+SHOWN = 32
+"""Held-out prompts whose sampled completions are kept at every evaluation."""
+
+
+def completions(judged: Judged) -> tuple[Scored, ...]:
+    """Sampled completions of the first held-out prompts; none where what is held out is not prompts."""
+    return judged.groups[:SHOWN] if isinstance(judged, Evaluation) else ()
+
+
 SMALL = 1_000_000
 """Parameters of a model that gains nothing from a second thread (with three million a step is 1.3 times as fast with two)."""
 
@@ -310,6 +324,12 @@ class Unwritten:
         pass
 
     def write(self, step: Step) -> None:
+        """See `RunLog`."""
+
+    def held_out(self, number: int, groups: Sequence[Scored]) -> None:
+        """See `RunLog`."""
+
+    def tokens(self, tokenizer: Any) -> None:
         """See `RunLog`."""
 
     def evaluated(self, step: int) -> bool:
@@ -370,12 +390,14 @@ def train_recipe(
     world: int | None = None,
     model_config: str | Path | None = None,
     console: Console | None = None,
+    report: Callable[[Path], object] | None = None,
 ) -> int:
     """What `groupwise train` does: every stage of a recipe, one after the other.  Returns the exit status.
 
     dry_run: only the plans.  fresh: start anew, under a numbered name.  quiet: print warnings and the closing table only.
     accept_changes: see `train`.
     world, model_config: of a dry run, so many processes and another model's `config.json`.
+    report: called with the folder of every stage that has finished; if it fails, that is said and nothing else.
     """
     stages = load_stages(path, overrides)
     here = join(next(iter(stages.values())), timeout)
@@ -396,6 +418,11 @@ def train_recipe(
                 continue
         with Run(recipe, folder, accept_changes=accept_changes) as run, comm.peers():
             outcomes[name] = train_stage(run, title, console, quiet)
+        if report is not None and here.first:
+            try:
+                report(folder)
+            except GroupwiseError as error:
+                console.print(safe(f"no report: {error}", style="yellow"), soft_wrap=True)
     if outcomes and not dry_run:
         _closing_table(outcomes, stages[list(outcomes)[-1]], console)
     comm.leave()
@@ -500,7 +527,8 @@ def _part(label: str, found: Judged, last: Judged | None) -> list[str]:
 def _next_commands(recipe: Recipe, folder: Path) -> list[str]:
     """Commands to go on with: talk to the model, evaluate it again, look at what the rewards said."""
     data = recipe.data
-    commands = [["groupwise", "chat", str(folder)]] if data.chat else []
+    commands = [["groupwise", "view", str(folder)]]
+    commands += [["groupwise", "chat", str(folder)]] if data.chat else []
     source = ["--task", data.task] if data.task is not None else ["--data", data.eval_path or ""]
     elsewhere = data.task is not None or data.eval_path is not None  # else the file holds the rows that were trained on, too
     if recipe.rewards and not recipe.rewards[0].args and not elsewhere:
@@ -515,7 +543,7 @@ def _next_commands(recipe: Recipe, folder: Path) -> list[str]:
         length = recipe.eval.max_new_tokens or recipe.rollout.max_new_tokens
         commands.append(["groupwise", "eval", str(folder), *source, *options, "--max-new-tokens", str(length)])
         commands.append(["groupwise", "score", recipe.rewards[0].function, str(folder)])
-    return [shlex.join(command) for command in commands or [["groupwise", "runs", str(folder.parent)]]]
+    return [shlex.join(command) for command in commands]
 
 
 def _export(policy: Policy, folder: Path, what: str) -> None:

@@ -131,6 +131,52 @@ def kl_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
     return diagnostics.reference_kl(algorithm.kl(logp_N, reference_N, log_ratio_N), logp_N, reference_N)
 
 
+def token_columns(
+    groups: Sequence[Scored], updates: Sequence[Update], algorithm: Algorithm, *, minibatches: int
+) -> dict[str, list[list[np.ndarray]]]:
+    """What the updates of a step did to every token, for the record: the columns of `Step`.
+
+    `clipped` is the share of the updates that trained a token in which its ratio, at the algorithm's level, was beyond the clip
+    range on the side that its advantage pushes it to: what `clip/low` and `clip/high` count.  `last_logp` is left out where
+    there was but one pass over the rollout, because it would say what `current_logp` says.
+    """
+    first, last = updates[:minibatches], updates[-minibatches:]
+    found = {
+        "weight": by_completion(groups, [(sample, sample.weight) for taken in first for sample in taken.samples]),
+        "entropy": by_completion(groups, [pair for taken in first for pair in zip(taken.samples, taken.entropy, strict=True)]),
+    }
+    if len(updates) > minibatches:
+        pairs = [pair for taken in last for pair in zip(taken.samples, taken.seen, strict=True)]
+        found["last_logp"] = by_completion(groups, pairs)
+    if algorithm.clip_range is not None:
+        passes = len(updates) // minibatches
+        cut: dict[tuple[str, int], tuple[Sample, np.ndarray]] = {}
+        for taken in updates:
+            for sample, logp in zip(taken.samples, taken.seen, strict=True):
+                key = (sample.group, sample.index)
+                before = cut[key][1] if key in cut else np.zeros(sample.completion.size, np.float32)
+                cut[key] = sample, before + _clipped(sample, logp, algorithm) / np.float32(passes)
+        found["clipped"] = by_completion(groups, list(cut.values()))
+    return found
+
+
+def _clipped(sample: Sample, logp: np.ndarray, algorithm: Algorithm) -> np.ndarray:
+    """float32 (n,): 1 where the update cut a token's gradient."""
+    assert algorithm.clip_range is not None
+    logp_N, behavior_N, advantage_N, segment_N = _columns([(_as_trained(sample, logp, algorithm), logp)])
+    clipped = np.zeros(sample.completion.size, np.float32)
+    log_ratio_N = algorithm.ratio(logp_N, behavior_N, segment_N, 1)
+    clipped[sample.weight != 0] = diagnostics.clipped(log_ratio_N, advantage_N, algorithm.clip_range).numpy()
+    return clipped
+
+
+def by_completion(groups: Sequence[Scored], found: Seen) -> list[list[np.ndarray]]:
+    """Numbers per token of samples, in the order of the groups' completions; empty where there are none."""
+    numbers = {(sample.group, sample.index): values for sample, values in found}
+    nothing = np.zeros(0)
+    return [[numbers.get((group.prompt.id, rollout.index), nothing) for rollout in group.rollouts] for group in groups]
+
+
 def _as_trained(sample: Sample, logp: np.ndarray, algorithm: Algorithm) -> Sample:
     """A sample with the log-probs that its ratios are taken to: with a correction the policy's own before its first update."""
     return sample if algorithm.correction is None else replace(sample, behavior_logp=sample.extra.get("scored_logp", logp))

@@ -22,12 +22,13 @@ from groupwise.config.settings import GroupSettings
 from groupwise.distributed import comm
 from groupwise.errors import RewardError
 from groupwise.models.policy import Policy
+from groupwise.ops.linear_cross_entropy import TokenLoss
 from groupwise.records import Batch, Sample, Sampling, Scored, Step
 from groupwise.rewards.compose import Judge
 from groupwise.rollout.asynchronous import Ahead
 from groupwise.rollout.collection import Draw, Source
 from groupwise.rollout.engine import Engine
-from groupwise.training.metrics import measure
+from groupwise.training.metrics import by_completion, measure, token_columns
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.scoring import sample_of, score
 from groupwise.training.updating import Update, token_loss, update
@@ -92,6 +93,7 @@ def train_online(
             groups=groups,
             advantages=advantages,
             current_logp=first_pass(groups, updates[: len(parts)]),
+            columns=token_columns(groups, updates, algorithm, minibatches=len(parts)),
         )
 
 
@@ -166,23 +168,39 @@ def weigh(groups: Sequence[Scored], advantages: Advantages, algorithm: Algorithm
 def improve(policy: Policy, algorithm: Algorithm, samples: Sequence[Sample], optimizer: Optimizer, *, budget: int) -> Update:
     """One optimizer step on weighted samples.
 
-    Samples whose advantages are all 0 are left out where nothing else gives them a gradient: exactly the same step for less
-    work.  A high-entropy mask needs its threshold before the first micro-batch, and so a pass of its own.
+    A high-entropy mask needs its threshold before the first micro-batch, and so a pass of its own.
     """
-    threshold: Tensor | None = None
-    tokens = float(sum(np.count_nonzero(sample.weight) for sample in samples))
-    if algorithm.needs_threshold:
-        entropies = score(policy, samples, budget=budget, entropy=True).entropy
-        trained = [values[sample.weight != 0] for values, sample in zip(entropies, samples, strict=True)]
-        entropy_N = torch.from_numpy(np.concatenate(trained)) if trained else torch.zeros(0)
-        threshold = entropy_threshold(entropy_N, algorithm.entropy_quantile)
-        tokens = float((entropy_N >= threshold).sum())
-    worked = [sample for sample in samples if sample.advantage.any() or not algorithm.skips_dead]
+    entropies = score(policy, samples, budget=budget, entropy=True).entropy if algorithm.needs_threshold else None
+    tokens, threshold = entropy_terms(algorithm, samples, entropies)
 
     def loss(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
         return policy_loss(policy, algorithm, batch, entropy_tokens=tokens, threshold=threshold)
 
-    return update(policy, loss, worked, optimizer, budget=budget)
+    return update(policy, loss, worked(algorithm, samples), optimizer, budget=budget)
+
+
+def worked(algorithm: Algorithm, samples: Sequence[Sample]) -> list[Sample]:
+    """The samples that a step computes.
+
+    Those whose advantages are all 0 are left out where nothing else gives them a gradient: exactly the same step for less work.
+    """
+    return [sample for sample in samples if sample.advantage.any() or not algorithm.skips_dead]
+
+
+def entropy_terms(
+    algorithm: Algorithm, samples: Sequence[Sample], entropies: Sequence[np.ndarray] | None
+) -> tuple[float, Tensor | None]:
+    """Of a whole step: the tokens over which an entropy bonus is a mean, and the threshold of a high-entropy mask, if there is one.
+
+    entropies: per sample (n,), nats; only where the algorithm `needs_threshold`.
+    """
+    if not algorithm.needs_threshold:
+        return float(sum(np.count_nonzero(sample.weight) for sample in samples)), None
+    assert entropies is not None, f"{algorithm.name} with entropy_quantile {algorithm.entropy_quantile} needs entropies"
+    trained = [values[sample.weight != 0] for values, sample in zip(entropies, samples, strict=True)]
+    entropy_N = torch.from_numpy(np.concatenate(trained)) if trained else torch.zeros(0)
+    threshold = entropy_threshold(entropy_N, algorithm.entropy_quantile)
+    return float((entropy_N >= threshold).sum()), threshold
 
 
 def policy_loss(
@@ -191,7 +209,16 @@ def policy_loss(
     """The algorithm's loss of a packed batch, differentiable, and the log-probs (M,) of its trained tokens.
 
     For plain GRPO, with rho = exp(log-prob now - log-prob when sampled) and A the completion's advantage:
-    `sum over tokens of weight x (-min(rho A, clip(rho, 1 - e, 1 + e) A) + beta KL)`; the parts stand in `objective/losses.py`.
+    `sum over tokens of weight x (-min(rho A, clip(rho, 1 - e, 1 + e) A) + beta KL)`; the parts stand in `algorithms/losses.py`.
+
+    entropy_tokens, threshold: see `batch_loss`.
+    """
+    loss = batch_loss(algorithm, batch, entropy_tokens=entropy_tokens, threshold=threshold)
+    return token_loss(policy, batch, loss, separable=algorithm.token_level, entropy=True, as_is=True)
+
+
+def batch_loss(algorithm: Algorithm, batch: Batch, *, entropy_tokens: float, threshold: Tensor | None = None) -> TokenLoss:
+    """The algorithm's loss of a packed batch as a function of the log-probs (and entropies) of its trained tokens.
 
     entropy_tokens: tokens of the whole step over which the entropy bonus is a mean.   threshold: of a high-entropy mask.
     """
@@ -214,7 +241,7 @@ def policy_loss(
         )
         return algorithm.total(terms, weight_C, entropy_tokens)
 
-    return token_loss(policy, batch, loss, separable=algorithm.token_level, entropy=algorithm.needs_entropy, as_is=True)
+    return loss
 
 
 def behavior(algorithm: Algorithm, batch: Batch, rows_C: Tensor, logp_C: Tensor) -> tuple[Tensor, Mismatch | None]:
@@ -240,9 +267,6 @@ def refresh(reference: Policy, policy: Policy, share: float) -> None:
 
 def first_pass(groups: Sequence[Scored], updates: Sequence[Update]) -> list[list[np.ndarray]]:
     """Per group and completion (n_i,): the log-probs that its first update saw; empty where nothing was computed."""
-    seen: dict[tuple[str, int], np.ndarray] = {}
-    for taken in updates:
-        for sample, logp in zip(taken.samples, taken.seen, strict=True):
-            seen[sample.group, sample.index] = logp
-    nothing = np.zeros(0)
-    return [[seen.get((group.prompt.id, rollout.index), nothing) for rollout in group.rollouts] for group in groups]
+    return by_completion(
+        groups, [(sample, logp) for taken in updates for sample, logp in zip(taken.samples, taken.seen, strict=True)]
+    )
