@@ -1,8 +1,10 @@
 """Groupwise: post-train language models with GRPO and its family.
 
     import groupwise as gw
-    for step in gw.train(gw.load_recipe("recipes/demo.yaml")):
+    for step in gw.train("recipe.yaml"):                                       # or the same in Python:
         print(step.number, step.metrics.get("reward"))
+
+    gw.train(objective="grpo", model="Qwen/Qwen2.5-0.5B", data=rows, rewards=[check], steps=100).run()
 
 Every stage is an ordinary function; the names below are the ones most loops of one's own need.  Importing the package alone
 imports neither torch nor transformers.
@@ -11,10 +13,30 @@ imports neither torch nor transformers.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from groupwise.algorithms.registry import ALGORITHMS, resolve
+    from groupwise.config.recipes import load_recipe, load_stages
+    from groupwise.config.settings import Recipe
+    from groupwise.data.packing import pack
+    from groupwise.errors import GroupwiseError
+    from groupwise.models.policy import Policy, make_policy
+    from groupwise.records import Prompt, Rollout, Sample, Sampling, Scored, Step
+    from groupwise.rewards.compose import build_rewards
+    from groupwise.rewards.find import LiveReward
+    from groupwise.rollout.native.engine import NativeEngine
+    from groupwise.runs.api import Training, train
+    from groupwise.runs.loaded import LoadedPolicy, load_policy
+    from groupwise.training.offline import train_offline
+    from groupwise.training.online import train_online
+    from groupwise.training.optimizer import Optimizer
+    from groupwise.training.scoring import score
+    from groupwise.training.updating import update
 
 _WHERE = {
-    "train": "runs.run",
+    "train": "runs.api",
+    "Training": "runs.api",
     "load_recipe": "config.recipes",
     "load_stages": "config.recipes",
     "Recipe": "config.settings",
@@ -24,11 +46,13 @@ _WHERE = {
     "Scored": "records",
     "Sample": "records",
     "Step": "records",
-    "load_policy": "models.policy",
+    "load_policy": "runs.loaded",
+    "LoadedPolicy": "runs.loaded",
     "make_policy": "models.policy",
     "Policy": "models.policy",
     "NativeEngine": "rollout.native.engine",
     "build_rewards": "rewards.compose",
+    "LiveReward": "rewards.find",
     "ALGORITHMS": "algorithms.registry",
     "resolve": "algorithms.registry",
     "pack": "data.packing",
@@ -40,7 +64,11 @@ _WHERE = {
     "GroupwiseError": "errors",
 }
 
-__all__ = sorted(_WHERE)
+__all__ = [
+    "ALGORITHMS", "GroupwiseError", "LiveReward", "LoadedPolicy", "NativeEngine", "Optimizer", "Policy", "Prompt", "Recipe",
+    "Rollout", "Sample", "Sampling", "Scored", "Step", "Training", "build_rewards", "load_policy", "load_recipe",
+    "load_stages", "make_policy", "pack", "resolve", "score", "train", "train_offline", "train_online", "update",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -27,8 +27,10 @@ from groupwise.config.recipes import (
     redacted,
     run_folder,
 )
+from groupwise.config.schema import knobs
 from groupwise.config.settings import GroupSettings, ModelSettings, OptimizerSettings, Recipe, RewardSettings, ScratchSettings
 from groupwise.errors import ConfigError
+from groupwise.utils.secrets import secret_name
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -477,3 +479,8 @@ def test_c9_changes_on_resume() -> None:
     cosine = one(GOOD, "optimizer.schedule=cosine")
     longer = one(GOOD, "optimizer.schedule=cosine", "steps=99")
     assert changes(dump(cosine), longer) == ["steps: 3 -> 99"]
+
+
+def test_no_setting_is_taken_for_a_secret() -> None:
+    """Its value would be written as `[redacted]`, and the run's config.yaml could not be read again."""
+    assert not [key for key in knobs() if secret_name(key.rpartition(".")[2])]

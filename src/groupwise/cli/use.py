@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from groupwise.config.settings import DataSettings, ModelSettings, RewardSettings
-from groupwise.config.validation import wrong_model
 from groupwise.data.load import load_data
 from groupwise.data.prompts import encode_prompts, prompt_limit, visit
 from groupwise.data.sources import read_rows
@@ -19,7 +17,7 @@ from groupwise.models.policy import Policy, load_policy
 from groupwise.records import Prompt, Sampling
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.runs.checkpoint import policy_folder
+from groupwise.runs.loaded import model_folder
 from groupwise.training.evaluate import Evaluation, evaluate
 
 
@@ -49,18 +47,6 @@ class EvalReport:
         """One JSON object."""
         found = {"checkpoint": self.checkpoint, "prompts": self.evaluation.prompts, "k": self.evaluation.k}
         return json.dumps(found | self.evaluation.metrics(), indent=1)
-
-
-def model_folder(path: str) -> str:
-    """The model meant by a path: a hub name as it is, else the Hugging Face folder in it (see `checkpoint.policy_folder`).
-
-    Raises ConfigError or CheckpointError if there is none.
-    """
-    if Path(path).expanduser().is_dir():
-        return str(policy_folder(path))
-    if wrong := wrong_model(path):
-        raise ConfigError(wrong)
-    return path
 
 
 def evaluate_checkpoint(

@@ -7,8 +7,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
+from groupwise.config.live import LIVE, Live, missing, short_digest
 from groupwise.errors import DataError
 from groupwise.utils.files import digest
 
@@ -92,9 +94,13 @@ def missing_column(name: str, row: Mapping[str, Any], where: str, ours: str | No
 def read_rows(path: str, split: str = "train") -> Rows:
     """Rows of a JSONL, JSON or Parquet file, or of a hub data set: `owner/name`, or `owner/name:config`.
 
-    A name that looks like a path is never looked up on the hub.
-    Raises DataError naming the file, the line and what was found there.
+    A name that looks like a path is never looked up on the hub.  Rows in memory are a `Live` name (see `live_rows`).
+    Raises DataError naming the file, the line and what was found there, ConfigError for a `live:` name without its rows.
     """
+    if isinstance(path, Live):
+        return path.value
+    if path.startswith(LIVE):
+        raise missing(path, "data.path")
     file = Path(path).expanduser()
     if file.is_dir():
         raise DataError(f"{path} is a folder: give one of its files ({', '.join(READERS_OF)})")
@@ -111,6 +117,57 @@ def read_rows(path: str, split: str = "train") -> Rows:
     if not rows:
         raise DataError(f"{path} holds no rows")
     return rows
+
+
+def live_rows(given: object, name: str) -> Live:
+    """Rows in memory as a name that holds them: a list of mappings, or a `datasets.Dataset`.
+
+    name: what the rows are called in messages, `data` or `eval_data`.   The name in the recipe has a digest of their content.
+    Raises DataError with what was given instead.
+    """
+    library = type(given).__module__.partition(".")[0]
+    if library == "datasets" and isinstance(given, Mapping):
+        splits = ", ".join(map(repr, given))
+        raise DataError(f"{name} is a {type(given).__name__} with the splits {splits}: give one of them, e.g. dataset['train']")
+    if library == "datasets" and hasattr(given, "to_list"):
+        given = given.to_list()  # type: ignore[attr-defined]
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        hint = (
+            ": give frame.to_dict('records')" if library == "pandas" else ": give list(...)" if isinstance(given, Iterator) else ""
+        )
+        raise DataError(f"{name} is a list of mappings or a datasets.Dataset, got {kind_of(given)}{hint}")
+    if not given:
+        raise DataError(f"{name} holds no rows")
+    written = []
+    for i, row in enumerate(given):
+        where = f"{name} row {i + 1}"
+        if not isinstance(row, Mapping):
+            raise DataError(f"{where} is {kind_of(row)}: a row is a mapping of columns to values, e.g. {{'prompt': ...}}")
+        _refuse_depth(row, where)
+        try:
+            written.append(json.dumps(row, sort_keys=True, ensure_ascii=False, default=lambda value: type(value).__name__).encode())
+        except UnicodeEncodeError as error:
+            raise DataError(f"{where}: half of a character, {error.object[error.start]!a}, stands alone: mend the text") from None
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{where}: {error}") from None
+    count = f"{len(given):,} row" + ("s" if len(given) > 1 else "")
+    return Live(f"{count} ({short_digest(written)})", Rows(name, given))
+
+
+def kind_of(value: object) -> str:
+    """What was given, for a message: its type, and the beginning of a value that is short to write.
+
+    >>> kind_of(3), kind_of(None)
+    ('an int: 3', 'None')
+    """
+    if value is None:
+        return "None"
+    kind = type(value).__name__
+    named = f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
+    if not isinstance(value, str | int | float | list | tuple | dict | set | FunctionType):
+        return named
+    shown = printable(repr(value))
+    return f"{named}: {shown if len(shown) <= 60 else shown[:57] + '...'}"
 
 
 def _looks_like_a_path(name: str) -> bool:

@@ -35,6 +35,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
+from groupwise.config.live import LIVE, Live, missing, short_digest
 from groupwise.config.settings import ModelSettings
 from groupwise.data.tokenizers import has_tokenizer, load_tokenizer, with_chat_template
 from groupwise.distributed import comm
@@ -277,6 +278,10 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
     """
     assert settings.path is not None
     path = settings.path
+    if isinstance(path, Live):
+        return _live_blueprint(settings, *path.value)
+    if path.startswith(LIVE):
+        raise missing(path, "model.path")
     if (Path(path) / ADAPTER_CONFIG).is_file():
         return _adapted_blueprint(settings, tokenizer)
     if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
@@ -370,6 +375,50 @@ def _adapted_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBa
     base = read_blueprint(replace(settings, path=read_adapter(Path(folder))), tokenizer)
     # Read whole: its weights are in no file.
     return replace(base, load=lambda: merge_adapter(base.load(), folder), empty=None, pieces=lambda: None)
+
+
+def live_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Live:
+    """A loaded model as a name that holds it and its tokenizer.
+
+    The name says its class, where it was loaded from, and a digest of its weights, made of a few numbers of each.
+    """
+
+    def sampled() -> Iterator[bytes]:
+        for name, parameter in model.named_parameters():
+            flat = parameter.detach().reshape(-1)
+            yield f"{name} {tuple(parameter.shape)}".encode()
+            yield flat[:: max(flat.numel() // 64, 1)].double().cpu().numpy().tobytes()
+
+    origin = getattr(model.config, "name_or_path", "")
+    return Live(f"{type(model).__name__}{f' of {origin}' if origin else ''} ({short_digest(sampled())})", (model, tokenizer))
+
+
+def _live_blueprint(settings: ModelSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Blueprint:
+    """Of a model that is loaded already.  What is trained is a copy: neither the model nor its tokenizer is changed."""
+    if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
+        raise ConfigError(
+            "the model carries an adapter: merge it first (model = model.merge_and_unload()), or give the model without it and let "
+            "the run make one: model={'path': model, 'lora': {}}"
+        )
+    tokenizer = with_chat_template(copy.deepcopy(tokenizer), settings.chat_template)
+    check_vocabulary(len(tokenizer), embedding_rows(model))
+    generation = model.generation_config if model.can_generate() else GenerationConfig.from_model_config(model.config)
+    dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+
+    def load() -> PreTrainedModel:
+        trained = copy.deepcopy(model).requires_grad_(True)
+        for parameter in trained.parameters():
+            parameter.grad = None
+            parameter.data = parameter.data.to(dtype)  # parameters only, as from_pretrained does
+        return trained
+
+    return Blueprint(
+        tokenizer=tokenizer,
+        config=model.config.to_dict(),
+        eos_ids=eos_ids(generation, tokenizer),
+        context=context_length(model.config.to_dict()),
+        load=load,
+    )
 
 
 def is_scorer(config: dict[str, Any]) -> bool:

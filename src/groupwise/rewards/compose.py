@@ -10,10 +10,12 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
+from groupwise.config.live import LIVE, Live, missing
 from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, RewardError
 from groupwise.records import Rollout, Scored
@@ -55,7 +57,10 @@ def build_rewards(
     if not settings:
         raise ConfigError("there is no reward function; name at least one under rewards:, e.g. `- function: accuracy`")
     offered = [column for column in columns if column not in RESERVED]
-    live = [one if isinstance(one, RewardSettings | LiveReward) else LiveReward(function=one) for one in settings]
+    live = [
+        _bound(one, n) if isinstance(one, RewardSettings | LiveReward) else LiveReward(function=one)
+        for n, one in enumerate(settings)
+    ]
     asked = [(one, None) if isinstance(one, RewardSettings) else (one.settings(), one) for one in live]
     names = [check_name(one) for one, _ in asked]
     hosts = _hosts(asked)
@@ -85,6 +90,16 @@ def build_rewards(
         for host in hosts.values():
             host.kill()
         raise
+
+
+def _bound(one: RewardSettings | LiveReward, place: int) -> RewardSettings | LiveReward:
+    """An entry of a recipe; with the function itself where it is a `Live` name."""
+    if isinstance(one, LiveReward) or not one.function.startswith(LIVE):
+        return one
+    if not isinstance(one.function, Live):
+        raise missing(one.function, f"rewards.{place}.function")
+    live: LiveReward = one.function.value
+    return replace(live, weight=one.weight, name=one.name or live.name, args=one.args, timeout=one.timeout)
 
 
 Asked = Sequence[tuple[RewardSettings, LiveReward | None]]

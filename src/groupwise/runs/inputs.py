@@ -6,6 +6,7 @@ run begins; a resumed run that finds another content refuses to mix the two, unl
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -13,11 +14,14 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
+from groupwise.config.live import Live, short_digest
 from groupwise.config.settings import PARTS, Recipe
 from groupwise.data.sources import fingerprint
 from groupwise.errors import ConfigError, DataError
+from groupwise.rewards.process import ProcessReward
 from groupwise.runs.folder import model_digest
 from groupwise.utils import files
 from groupwise.utils.secrets import redacted
@@ -39,14 +43,14 @@ def _all(recipe: Recipe) -> Iterator[tuple[str, tuple[str, dict[str, Any] | None
     replay = recipe.reward_model.replay or {}
     sources = {"data.path": data.path, "data.eval_path": data.eval_path, "reward_model.replay.path": replay.get("path")}
     for key, source in sources.items():
-        if isinstance(source, str):
+        if isinstance(source, str) and not isinstance(source, Live):  # the name of rows in memory has a digest of them
             yield key, (source, _data(source, data.split if key != "data.eval_path" else data.eval_split))
-    if recipe.model.path is not None:
+    if recipe.model.path is not None and not isinstance(recipe.model.path, Live):
         yield "model.path", (recipe.model.path, _stage(recipe.model.path))
     if (template := recipe.model.chat_template) is not None:
         yield "model.chat_template", (template, _file(template))
     for place, reward in enumerate(recipe.rewards):
-        yield f"rewards.{place}.function", (reward.function, _code(reward.function))
+        yield f"rewards.{place}.function", (reward.function, _live_code(reward.function) or _code(reward.function))
         for key, value in reward.args.items():
             if isinstance(value, str):
                 yield f"rewards.{place}.args.{key}", (value, _file(value) or _stage(value))
@@ -76,6 +80,29 @@ def _stage(path: str) -> dict[str, Any] | None:
     """The weights of a run that has finished, if its final model is what the path names."""
     digest = model_digest(Path(path).parent)
     return None if digest is None else {"weights": digest}
+
+
+def _live_code(function: str) -> dict[str, Any] | None:
+    """What a function of the program that is running does, as far as its own instructions say."""
+    if not isinstance(function, Live):
+        return None
+    inner = function.value.function
+    inner = inner.function if isinstance(inner, ProcessReward) else inner
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
+    return None if code is None else {"code": short_digest(_instructions(code))}
+
+
+def _instructions(code: CodeType) -> Iterator[bytes]:
+    """Of a function and those inside it, wherever they stand."""
+    yield code.co_code
+    yield repr((code.co_names, code.co_varnames)).encode()
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _instructions(constant)
+        elif not isinstance(constant, frozenset):  # its order is another one in each process
+            yield repr(constant).encode()
 
 
 def _code(function: str) -> dict[str, Any] | None:
@@ -120,6 +147,8 @@ def _difference(key: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> st
     source = now.get("source")
     if "weights" in now:
         return f"{key} {source}: the stage has been trained again; its weights are others"
+    if "code" in now:
+        return f"{key} {source}: it is another function now, or another version of Python runs it"
     if "fingerprint" in now:
         return f"{key} {source}: the data set has changed (fingerprint {then.get('fingerprint')} then, {now['fingerprint']} now)"
     sizes = (then.get("size"), now.get("size"))

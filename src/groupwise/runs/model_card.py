@@ -6,6 +6,7 @@ import hashlib
 from importlib.metadata import version
 from pathlib import Path
 
+from groupwise.config.live import LIVE
 from groupwise.config.recipes import dump
 from groupwise.config.settings import Recipe
 from groupwise.runs.build import Judged
@@ -22,12 +23,13 @@ def write_card(folder: Path, recipe: Recipe, plan: Lines, after: Judged | None) 
 def card(recipe: Recipe, plan: Lines, after: Judged | None) -> str:
     """The text of the card: base, data, method, held-out figures and the recipe itself, secrets redacted."""
     text = dump(recipe)
+    published = recipe.model.path is not None and not recipe.model.path.startswith(LIVE) and not Path(recipe.model.path).exists()
     base = recipe.model.path or f"random weights ({recipe.model.scratch.family if recipe.model.scratch else '?'})"
     data = recipe.data.path or f"built-in task `{recipe.data.task}`"
     lines = [
         "---",
         "library_name: transformers",
-        *([f"base_model: {recipe.model.path}"] if recipe.model.path and not Path(recipe.model.path).exists() else []),
+        *([f"base_model: {recipe.model.path}"] if published else []),
         "tags: [groupwise]",
         "---",
         "",

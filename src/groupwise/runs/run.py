@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from groupwise.config.recipes import load_stages
+from groupwise.config.recipes import demand_objects, load_stages
 from groupwise.config.settings import Recipe
 from groupwise.config.validation import STAGE
 from groupwise.distributed import comm
@@ -88,6 +88,7 @@ class Run:
 
     def __init__(self, recipe: Recipe, folder: Path, *, accept_changes: bool = False) -> None:
         """accept_changes: see `train`."""
+        demand_objects(recipe)
         self.recipe, self.folder = recipe, folder
         self.before: Judged | None = None
         self.after: Judged | None = None
@@ -418,7 +419,7 @@ def train_recipe(
             if more is None:
                 continue
         with Run(recipe, folder, accept_changes=accept_changes) as run, comm.peers():
-            outcomes[name] = _train_stage(run, title, console, quiet)
+            outcomes[name] = train_stage(run, title, console, quiet)
         if report is not None and here.first:
             try:
                 report(folder)
@@ -448,7 +449,8 @@ def _standing(recipe: Recipe) -> tuple[Path, int | None, str | None]:
     return folder, step, more
 
 
-def _train_stage(run: Run, title: str, console: Console, quiet: bool) -> Outcome:
+def train_stage(run: Run, title: str, console: Console, quiet: bool) -> Outcome:
+    """Train a run to its end and show it: the plan, the progress line, the table at the end."""
     begin = run.done
     with Progress(run.job.steps, title, console=console, quiet=quiet) as progress:
         progress.plan([*run.job.plan, ("resumed", f"after step {begin}")] if begin else run.job.plan)
