@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
-# One thread per worker: two workers with a thread pool each would fight over the same cores.
-TEST   := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2
+# One thread per worker: two workers with a thread pool each would fight over the same cores.  The few tests that ask for more
+# threads do not let them spin while they wait: beside a busy neighbour that costs ten times what it saves.
+TEST   := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2
 
-.PHONY: demo test test-fast test-vllm lint docs bench clean help
+.PHONY: demo test test-fast test-faults test-kernels test-vllm lint docs bench clean help
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -20,8 +21,15 @@ test: $(VENV)/.test            ## the whole suite
 test-fast: $(VENV)/.test       ## what takes no more than seconds
 	$(TEST) -m 'not slow'
 
+test-faults: $(VENV)/.test     ## inject every fault, print how each ends, and make docs/reliability.md of it
+	$(TEST) -n 0 tests/faults --fault-page docs/reliability.md
+
 test-vllm: $(VENV)/.test $(VLLM)/.done   ## the tests that need a real vLLM server (installs one: 2.5 GB)
 	GROUPWISE_VLLM=$(CURDIR)/$(VLLM) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q tests/vllm
+
+test-kernels: $(VENV)/.test    ## the kernels under AddressSanitizer and UBSan, then what uses them without any kernel
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/ops/cpu/sanitized.py
+	GROUPWISE_KERNELS=off $(TEST) -m 'not slow'
 
 lint: $(VENV)/.dev             ## ruff and pyright
 	$(BIN)/ruff check .

@@ -5,8 +5,8 @@ judged by models that never saw its prompt, and by a bag of words trained on the
 of their difference.  For each seed and each fold (by a hash of the prompt) the recipe's stage `sft` and its reward models are
 trained anew, tokenizer included; those that begin with a model begin with that of `sft`, the others with random weights.
 
-    python benchmarks/preferences.py                              # recipes/preference.yaml, 4 folds, seed 0
-    python benchmarks/preferences.py --folds 5 --seeds 0 1 2 data.path=pairs.json
+    python benchmarks/preferences.py data.path=pairs.json         # recipes/preference.yaml, 4 folds, seed 0
+    python benchmarks/preferences.py data.path=pairs.json --folds 5 --seeds 0 1 2
 
 Intervals are 95 %, over pairs; a pair's verdict is its mean over seeds.
 """
@@ -51,7 +51,12 @@ def halves(rows: Rows, recipe: Recipe, fold: int, folds: int, folder: Path) -> l
         parts["eval_path" if int(hash_share(key) * folds) == fold else "path"].append(row)
     for name, part in parts.items():
         (folder / f"{name}.json").write_text(json.dumps(part))
-    return ["data.eval_fraction=0", *(f"data.{name}={folder / name}.json" for name in parts)]
+    return [
+        "data.eval_fraction=0",
+        "data.limit=null",
+        "data.eval_limit=null",
+        *(f"data.{name}={folder / name}.json" for name in parts),
+    ]
 
 
 def trained(recipe: Recipe, start: Path | None) -> Job:
@@ -75,7 +80,7 @@ def verdicts(
     sft = trained(stages["sft"], None)
     sft.policy.save(folder / "sft")
     context, eos_ids = sft.policy.context, sft.policy.eos_ids
-    pairs = load_pairs(stages["sft"].data, sft.policy.tokenizer, context=context, eos_ids=eos_ids)
+    pairs = load_pairs(stages["sft"].data, sft.policy.tokenizer, context=context, eos_ids=eos_ids, seed=seed)
     yield RULE, _right(bag_of_words(texts_of(sft.policy, pairs.train), texts_of(sft.policy, pairs.held_out)))
     sft.close()
     for recipe in (recipe for recipe in stages.values() if recipe.objective == "reward"):
@@ -118,9 +123,8 @@ def main() -> None:
     parser.add_argument("--folds", type=int, default=4)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     given = parser.parse_args()
-    file = Path(str(load_stages(given.recipe, given.overrides)["sft"].data.path))
-    if not file.is_file():
-        print(f"nothing measured: {file} is not there (data.path=FILE names another one)")
+    if load_stages(given.recipe, given.overrides)["sft"].data.path is None:
+        print("nothing measured: data.path=FILE names the pairs")
         return
     found: dict[str, list[np.ndarray]] = {}
     for seed in given.seeds:

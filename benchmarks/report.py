@@ -21,15 +21,15 @@ names. Processor time of all threads (`cpu`) stands beside elapsed time (`wall`)
 time it is the steadier of the two. `load` is the machine's load when a result was written; above the number of cores the figures
 are rough.
 
-On a CPU the inner loops are compiled C++ (`src/groupwise/kernels`): what lies between large matrix products everywhere, decoding's
+On a CPU the inner loops are compiled C++ (`src/groupwise/ops/cpu`): what lies between large matrix products everywhere, decoding's
 products, and the float32 products of the update too, as exact as torch's, on processors with matrix tiles (AMX) or AVX-512 (not on
 Intel's without tiles: not measured) (`tests/ops/cpu/test_matrices.py`). `GROUPWISE_KERNELS=off` runs the same without.
 The command asks torch for pages of 2 MB for large tensors, as our side of these benchmarks does (`THP_MEM_ALLOC_ENABLE=0` leaves
 them); TRL's side is no faster with them and takes more memory.
 
 No GPU has been at hand: nothing of this was ever run on one, and there are no figures for any. What runs there is checked on CPUs
-(`tests/rollout/native/test_graphs.py`, `tests/models/test_attention.py`) and has tests marked `gpu`; `--device cuda`, or `--shape 0.5B`
-and `1.5B` (Qwen2.5's shapes), are for the day.
+(`tests/rollout/native/test_graphs.py`, `tests/models/test_attention.py`) and has tests marked `gpu`; `--device cuda`, or
+`--shape 0.5B` and `1.5B` (Qwen2.5's shapes), are for the day.
 """
 TRL = """\
 ## Against TRL

@@ -1,7 +1,7 @@
-"""Makes what the documentation repeats of the code: `python docs/generate.py` (part of `make docs`).
+"""Makes what is a repetition of the code: `python docs/generate.py` (part of `make docs`).
 
-Whole pages (algorithms.md, models.md), the README's tree, and tables between `<!-- made: NAME -->` and `<!-- end -->` in pages
-that are otherwise written.
+Whole pages (algorithms.md, models.md), the README's tree, the types of `gw.train`'s keywords, and tables between
+`<!-- made: NAME -->` and `<!-- end -->` in pages that are otherwise written.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import yaml
 
 from groupwise.algorithms.registry import ALGORITHMS, PARTS, Algorithm, describe, options, resolve
 from groupwise.cli.explain import render, work
+from groupwise.config import settings
 from groupwise.config.schema import TRL, settings_table, show
 from groupwise.config.settings import GroupSettings
 from groupwise.data.packing import divide
@@ -35,8 +36,8 @@ DOCS = Path(__file__).parent
 INTRO = """\
 # The algorithms
 
-Made by `make docs` from `groupwise.algorithms.registry.ALGORITHMS`; `groupwise explain --preset NAME` works one step of any of them through
-in numbers.
+Made by `make docs` from `groupwise.algorithms.registry.ALGORITHMS`; `groupwise explain --preset NAME` works one step of any of
+them through in numbers.
 
 An online algorithm is one row of a table: **credit** (rewards -> advantages) x **ratio** level x **surrogate** x **weights**
 (normalisation), and what it needs beside them. `objective: NAME` takes a row, and keys of `group` replace single parts of it, so
@@ -79,23 +80,26 @@ def section(row: Algorithm) -> list[str]:
     """One preset: what it is, its equation, what differs from grpo, and the lines of a recipe."""
     source = f" Paper: [{row.paper}](https://arxiv.org/abs/{row.paper})." if row.paper else ""
     lines = [f"## {row.name}", "", row.summary + source, "", "```text", f"loss = {row.equation}", "```", ""]
+    if row.notes:
+        lines += [row.notes, ""]
     changed = from_grpo(row)
     if row.name != "grpo":
         named = [f"{key} `{describe(value) if callable(value) else value}`" for key, value in different(row).items()]
         lines += ["Differs from `grpo` in: " + ", ".join(named) + ".", ""]
-    lines += ["```yaml", f"objective: {row.name}", "```"]
-    if changed is None:
+    taught = ["teacher: {path: Qwen/Qwen3-8B}"] if row.needs_teacher else []
+    lines += ["```yaml", f"objective: {row.name}", *taught, "```"]
+    if changed is None and row.kl_place == "reward":
         lines += ["", "The KL in the reward (with `group.beta` above 0) belongs to the preset; no key of `group` moves it there."]
     elif changed:
         group = yaml.safe_dump({"group": changed}, default_flow_style=None, sort_keys=False, width=120).strip()
-        lines += ["", "The same, part by part:", "", "```yaml", "objective: grpo", *group.splitlines(), "```"]
+        lines += ["", "The same, part by part:", "", "```yaml", "objective: grpo", *group.splitlines(), *taught, "```"]
     return lines
 
 
 def different(row: Algorithm) -> dict[str, Any]:
     """The fields in which a row is not grpo."""
     base = ALGORITHMS["grpo"]
-    skipped = ("name", "summary", "paper", "equation")
+    skipped = ("name", "summary", "paper", "equation", "notes")
     names = [field.name for field in dataclasses.fields(Algorithm) if field.name not in skipped]
     return {name: getattr(row, name) for name in names if not same(getattr(row, name), getattr(base, name))}
 
@@ -111,7 +115,7 @@ def from_grpo(row: Algorithm) -> dict[str, Any] | None:
     """The keys of `group` that turn grpo into this row; None if no keys do."""
     changed: dict[str, Any] = {}
     for name, value in different(row).items():
-        if name == "kl_place":
+        if name in ("kl_place", "importance", "kl"):
             return None
         if not callable(value):
             changed[name] = value
@@ -162,69 +166,59 @@ def explain_block() -> str:
     return f"```console\n$ groupwise explain\n{render(work())}\n```"
 
 
-RIVER = [
-    "records",
-    "errors",
-    "settings",
-    "strict_yaml",
-    "schema",
-    "config",
-    "validation",
-    "clock",
-    "heap",
-    "objective",
-    "data",
-    "rewards",
-    "models",
-    "rollout",
-    "packing",
-    "tables",
-    "parallel",
-    "optim",
-    "scoring",
-    "updating",
-    "algorithms",
-    "metrics",
-    "online",
-    "offline",
-    "objectives",
-    "preferences",
-    "baselines",
-    "evaluate",
-    "plan",
-    "jobs",
-    "runlog",
-    "checkpoint",
-    "progress",
-    "card",
-    "run",
-    "use",
-    "rescore",
-    "check",
-    "explain",
-    "cli",
-]
-"""The order of the README's tree: as data flows."""
+LAW = DOCS.parent / "tests" / "arch" / "test_laws.py"
+PACKAGE = DOCS.parent / "src" / "groupwise"
+
+
+def rooms() -> list[str]:
+    """The packages in the order that the architecture's test holds."""
+    tree = ast.parse(LAW.read_text(encoding="utf-8"))
+    (value,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ROOMS")
+    return [name for name in ast.literal_eval(value) if (PACKAGE / name / "__init__.py").exists()]
+
+
+def rooms_table() -> str:
+    """Every package with the first sentence of its docstring, upstream first."""
+    lines = ["| package | what it is for |", "|---|---|"]
+    for name in rooms():
+        lines.append(f"| `{name}` | {cell(sentence(PACKAGE / name / '__init__.py'))} |")
+    return "\n".join(lines)
 
 
 def tree() -> str:
-    """Every source file with the first sentence of its docstring."""
-    root = DOCS.parent / "src" / "groupwise"
-    places = {path.stem: path for path in root.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    """Every source file with the first sentence of its docstring, upstream first."""
     lines = ["src/groupwise/"]
-    for name in [*RIVER, *sorted(set(places) - set(RIVER))]:
-        lines += branch(places[name], 2)
+    for name in ("records.py", "errors.py", *rooms(), "__init__.py", "__main__.py"):
+        lines += branch(PACKAGE / name, 2)
     return "\n".join(["```text", *lines, "```"])
+
+
+def public_table() -> str:
+    """The functions and classes of each package that other packages import."""
+    used: dict[str, set[str]] = {name: set() for name in rooms()}
+    for path in PACKAGE.rglob("*.py"):
+        home = path.relative_to(PACKAGE).parts[0]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("groupwise."):
+                _, room, *rest = str(node.module).split(".")
+                for alias in node.names:
+                    module = "/".join((*rest, alias.name)) + ".py"
+                    if room in used and room != home and not (PACKAGE / room / module).exists():
+                        used[room].add(".".join((*rest, alias.name)))
+    lines = ["| package | what others use of it |", "|---|---|"]
+    return "\n".join(
+        [*lines, *(f"| `{room}` | {', '.join(f'`{name}`' for name in sorted(names))} |" for room, names in used.items() if names)]
+    )
 
 
 def branch(path: Path, indent: int) -> list[str]:
     """The lines of a file, or of a folder and what is in it."""
     label = " " * indent + path.name
     if path.is_file():
-        return [f"{label:<26}{sentence(path)}"]
+        return [f"{label:<32}{sentence(path)}"]
     inside = [entry for entry in sorted(path.iterdir()) if entry.suffix == ".py" or (entry / "__init__.py").exists()]
     below = [line for entry in inside if entry.name != "__init__.py" for line in branch(entry, indent + 2)]
-    return [f"{label + '/':<26}{sentence(path / '__init__.py')}", *below]
+    return [f"{label + '/':<32}{sentence(path / '__init__.py')}", *below]
 
 
 def sentence(path: Path) -> str:
@@ -448,7 +442,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "trl": trl_table,
     "rewards": rewards_table,
     "explain": explain_block,
+    "rooms": rooms_table,
     "tree": tree,
+    "public": public_table,
     "balance": balance_table,
     "sizing": sizing_table,
     "parallel": parallel_table,
@@ -464,6 +460,113 @@ def filled(text: str) -> str:
     return re.sub(r"<!-- made: (\w+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
 
 
+KEYS = DOCS.parent / "src" / "groupwise" / "runs" / "keys.py"
+API = DOCS.parent / "src" / "groupwise" / "runs" / "api.py"
+WIDER = {
+    "model": "ModelGiven | ModelKeys | ModelSettings",
+    "data": "RowsGiven | DataKeys | DataSettings",
+    "rewards": "RewardGiven | Sequence[RewardGiven]",
+    "ModelKeys.path": "ModelGiven | None",
+    "DataKeys.path": "RowsGiven | None",
+    "DataKeys.eval_path": "RowsGiven | None",
+    "RewardKeys.function": "str | Callable[..., Any]",
+}
+"""Where Python may say more than a file can: an object in the place of its name."""
+LOOSER = {"tuple[str, ...]": "Sequence[str]", "tuple[float, float]": "Sequence[float]"}
+
+KEYS_HEAD = '''\
+"""The sections of a recipe as `gw.train` takes them: a type for each, so that an editor completes and checks their keys.
+
+Made from `config/settings.py` by `make docs`; what the keys mean stands there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
+
+from groupwise.config.settings import %s
+from groupwise.rewards.find import LiveReward
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedModel
+
+    from groupwise.models.policy import Policy
+
+ModelGiven: TypeAlias = "str | PathLike[str] | PreTrainedModel | Policy"
+"""A checkpoint's folder or hub name, or a loaded model."""
+RowsGiven: TypeAlias = "str | PathLike[str] | Sequence[Mapping[str, Any]] | Dataset"
+"""A file or hub name, or the rows themselves."""
+RewardGiven: TypeAlias = "str | Callable[..., Any] | LiveReward | RewardKeys | RewardSettings"
+"""A reward function by name, itself, or with its weight, name, arguments and timeout."""
+'''
+
+
+def python_types() -> tuple[dict[str, dict[str, str]], dict[str, type]]:
+    """The classes of settings.py with each field's type as text, without its range; and the sections among them."""
+    tree = ast.parse(Path(settings.__file__).read_text(encoding="utf-8"))
+    ranges = {}
+    for node in tree.body:
+        match node:  # `Positive = Annotated[int, Gt(0)]`
+            case ast.Assign(
+                targets=[ast.Name(name)], value=ast.Subscript(value=ast.Name("Annotated"), slice=ast.Tuple(elts=[base, *_]))
+            ):
+                ranges[name] = ast.unparse(base)
+
+    class Plain(ast.NodeTransformer):
+        def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+            if isinstance(node.value, ast.Name) and node.value.id == "Annotated" and isinstance(node.slice, ast.Tuple):
+                return self.visit(node.slice.elts[0])
+            return self.generic_visit(node)
+
+        def visit_Name(self, node: ast.Name) -> ast.AST:
+            return ast.Name(ranges[node.id]) if node.id in ranges else node
+
+    found = {}
+    for part in tree.body:
+        if isinstance(part, ast.ClassDef):
+            fields = [line for line in part.body if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)]
+            found[part.name] = {
+                ast.unparse(line.target): ast.unparse(Plain().visit(line.annotation)).replace("'", '"') for line in fields
+            }
+    return found, {name: getattr(settings, name) for name in found if name != "Recipe"}
+
+
+def keys_file() -> str:
+    """runs/keys.py: one TypedDict for every section."""
+    classes, sections = python_types()
+    body, used = [], {"RewardSettings"}
+    for section in sections:
+        name = section.removesuffix("Settings") + "Keys"
+        lines = [f"class {name}(TypedDict, total=False):", f'    """Keys of `settings.{section}`."""', ""]
+        for key, hint in classes[section].items():
+            hint = WIDER.get(f"{name}.{key}", LOOSER.get(hint, hint))
+            inner = [other for other in sections if re.search(rf"\b{other}\b", hint)]
+            for other in inner:
+                hint = re.sub(rf"\b{other}\b", f"{other.removesuffix('Settings')}Keys | {other}", hint)
+            used |= {*inner, *(word for word in re.findall(r"[A-Z]\w+", hint) if word in ("Part", "ControlTokens"))}
+            lines.append(f"    {key}: {hint}")
+        body.append("\n".join(lines))
+    return KEYS_HEAD % ", ".join(sorted(used)) + "\n\n" + "\n\n\n".join(body) + "\n"
+
+
+def with_signature(text: str) -> str:
+    """runs/api.py with the keywords of `train` between its two marks."""
+    classes, sections = python_types()
+    lines = []
+    for key, hint in classes["Recipe"].items():
+        section = next((other for other in sections if re.search(rf"\b{other}\b", hint)), None)
+        if section is not None and key not in WIDER:
+            hint = f"{section.removesuffix('Settings')}Keys | {section}"
+        hint = WIDER.get(key, hint).removesuffix(" | None")
+        lines.append(f"    {key}: {hint} | None = None,\n")
+    start, end = "    # made from config/settings.py by make docs\n", "    # end\n"
+    before, _, rest = text.partition(start)
+    return before + start + "".join(lines) + end + rest.partition(end)[2]
+
+
 def pages() -> dict[Path, str]:
     """Every page that is made, wholly or in part, as it ought to be."""
     found = {DOCS / name: make() for name, make in PAGES.items()}
@@ -471,6 +574,8 @@ def pages() -> dict[Path, str]:
         text = path.read_text(encoding="utf-8")
         if path not in found and "<!-- made: " in text:
             found[path] = filled(text)
+    found[KEYS] = keys_file()
+    found[API] = with_signature(API.read_text(encoding="utf-8"))
     return found
 
 

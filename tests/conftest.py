@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import settings
 from torch import nn
 
 from groupwise.config.settings import ModelSettings, ScratchSettings
+from groupwise.data.tasks.arithmetic import Arithmetic
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.models.policy import Policy, make_policy
 from groupwise.models.scratch import scratch_model
@@ -151,6 +153,26 @@ def scored_group() -> Callable[..., Scored]:
         return Scored(rollouts=tuple(rollouts), names=("r",), rewards=values[:, None], reward=values)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with train.jsonl and test.jsonl in GSM8K's form: a story, its calculations as `<<12+9=21>>`, the answer behind ####.
+
+    The calculations are those of the built-in arithmetic; the first thirty of train stand in test too.
+    """
+    task, folder = Arithmetic(), tmp_path_factory.mktemp("gsm8k")
+    train = task.prompts(900, seed=0)
+    for name, rows in (("train", train), ("test", train[:30] + task.held_out(270))):
+        lines = []
+        for i in range(0, len(rows), 3):
+            sums = [(row["prompt"], row["answer"]) for row in rows[i : i + 3]]
+            story = f"Janet fills three baskets. She reckons {', '.join(asked for asked, _ in sums)}. What is the last number?"
+            worked = "".join(f"A basket holds <<{asked}={value}>>{value}.\n" for asked, value in sums)
+            answer = f"{worked}#### {sums[-1][1]}"
+            lines.append(json.dumps({"question": story, "answer": answer}) + "\n")
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    return folder
 
 
 @pytest.fixture(scope="session")

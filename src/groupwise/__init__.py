@@ -1,8 +1,10 @@
 """Groupwise: post-train language models with GRPO and its family.
 
     import groupwise as gw
-    for step in gw.train(gw.load_recipe("recipes/demo.yaml")):
+    for step in gw.train("recipe.yaml"):                                       # or the same in Python:
         print(step.number, step.metrics.get("reward"))
+
+    gw.train(objective="grpo", model="Qwen/Qwen2.5-0.5B", data=rows, rewards=[check], steps=100).run()
 
 Every stage is an ordinary function; the names below are the ones most loops of one's own need.  Importing the package alone
 imports neither torch nor transformers.
@@ -11,36 +13,62 @@ imports neither torch nor transformers.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from groupwise.algorithms.registry import ALGORITHMS, resolve
+    from groupwise.config.recipes import load_recipe, load_stages
+    from groupwise.config.settings import Recipe
+    from groupwise.data.packing import pack
+    from groupwise.errors import GroupwiseError
+    from groupwise.models.policy import Policy, make_policy
+    from groupwise.records import Prompt, Rollout, Sample, Sampling, Scored, Step
+    from groupwise.rewards.compose import build_rewards
+    from groupwise.rewards.find import LiveReward
+    from groupwise.rollout.native.engine import NativeEngine
+    from groupwise.runs.api import Training, train
+    from groupwise.runs.loaded import LoadedPolicy, load_policy
+    from groupwise.training.offline import train_offline
+    from groupwise.training.online import train_online
+    from groupwise.training.optimizer import Optimizer
+    from groupwise.training.scoring import score
+    from groupwise.training.updating import update
 
 _WHERE = {
-    "train": "run",
-    "load_recipe": "config",
-    "load_stages": "config",
-    "Recipe": "settings",
+    "train": "runs.api",
+    "Training": "runs.api",
+    "load_recipe": "config.recipes",
+    "load_stages": "config.recipes",
+    "Recipe": "config.settings",
     "Prompt": "records",
     "Rollout": "records",
     "Sampling": "records",
     "Scored": "records",
     "Sample": "records",
     "Step": "records",
-    "load_policy": "models.policy",
+    "load_policy": "runs.loaded",
+    "LoadedPolicy": "runs.loaded",
     "make_policy": "models.policy",
     "Policy": "models.policy",
-    "NativeEngine": "rollout.native",
+    "NativeEngine": "rollout.native.engine",
     "build_rewards": "rewards.compose",
-    "ALGORITHMS": "algorithms",
-    "resolve": "algorithms",
-    "pack": "packing",
-    "score": "scoring",
-    "update": "updating",
-    "Optimizer": "optim",
-    "train_online": "online",
-    "train_offline": "offline",
+    "LiveReward": "rewards.find",
+    "ALGORITHMS": "algorithms.registry",
+    "resolve": "algorithms.registry",
+    "pack": "data.packing",
+    "score": "training.scoring",
+    "update": "training.updating",
+    "Optimizer": "training.optimizer",
+    "train_online": "training.online",
+    "train_offline": "training.offline",
     "GroupwiseError": "errors",
 }
 
-__all__ = sorted(_WHERE)
+__all__ = [
+    "ALGORITHMS", "GroupwiseError", "LiveReward", "LoadedPolicy", "NativeEngine", "Optimizer", "Policy", "Prompt", "Recipe",
+    "Rollout", "Sample", "Sampling", "Scored", "Step", "Training", "build_rewards", "load_policy", "load_recipe",
+    "load_stages", "make_policy", "pack", "resolve", "score", "train", "train_offline", "train_online", "update",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

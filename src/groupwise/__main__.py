@@ -1,8 +1,6 @@
 """`python -m groupwise` is the command `groupwise`."""
 
-import sys
-
-from groupwise.cli.commands import main
+from groupwise.cli.commands import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -18,6 +18,8 @@ class GroupwiseError(Exception):
     """Base of every error that Groupwise raises on purpose.  `exit_code` is what the command `groupwise` ends with."""
 
     exit_code = 1
+    everywhere = False
+    """True of one that all processes of a run raise at the same point: they can still do things together."""
 
 
 class ConfigError(GroupwiseError):
@@ -48,8 +50,8 @@ class CheckpointError(GroupwiseError):
     exit_code = 5
 
 
-class StorageError(CheckpointError):
-    """A disk that is full, read-only or gone."""
+class StorageError(GroupwiseError):
+    """A disk that is full, read-only or gone, or a file that is in the way: the message names the path."""
 
     exit_code = 6
 

@@ -1,8 +1,7 @@
 """Every number that TRL 1.16.0's own code produced for small tensors, reproduced through the library's functions.
 
-The folder of the files is $GROUPWISE_ORACLE; else `shared/oracle` beside the project; else the copy in `tests/fixtures`.  What a
-file holds is read off its cases, so that further files of the same form are run too.  Where the library differs on purpose, the
-adapters below say so with the word "purpose".
+The folder of the files is $GROUPWISE_ORACLE, else the copy in `tests/fixtures`.  What a file holds is read off its cases, so that
+further files of the same form are run too.  Where the library differs on purpose, the adapters below say so with that word.
 """
 
 import json
@@ -25,10 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def oracle_folder() -> Path:
-    if named := os.environ.get("GROUPWISE_ORACLE"):
-        return Path(named)
-    beside = ROOT.parent / "shared" / "oracle"
-    return beside if beside.is_dir() else ROOT / "tests" / "fixtures" / "oracle"
+    return Path(os.environ.get("GROUPWISE_ORACLE") or ROOT / "tests" / "fixtures" / "oracle")
 
 
 def kind_of(case: dict) -> str:

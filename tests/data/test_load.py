@@ -63,7 +63,6 @@ def test_columns_are_renamed_in_both_files(write, tokenizer):
         ({"task": "addition", "task_args": {"digit": 3}}, "has no argument 'digit'; it takes: digits, blurt, slip"),
         ({"task": "addition", "task_args": {"digits": "3"}}, "digits must be an integer from 1 to 12, got '3'"),
         ({"task": "addition", "task_args": {"blurt": 1.5}}, "blurt must be a number from 0 to 1, got 1.5"),
-        ({"task": "gsm8k_arithmetic"}, "'gsm8k_arithmetic'.*missing.*'train' and 'test'"),
     ],
 )
 def test_settings_that_contradict_each_other(settings, message, tokenizer):
@@ -90,7 +89,7 @@ def test_no_row_left_says_why_and_what_to_do(write, tokenizer):
         load_data(DataSettings(path=path, columns={"prompt": "question"}), tokenizer, **SIZES)
 
 
-@pytest.mark.parametrize("task", ["addition", "sums", "countdown", "sorting"])
+@pytest.mark.parametrize("task", ["addition", "sums", "countdown", "sorting", "arithmetic"])
 def test_built_in_tasks_give_prompts_held_out_prompts_and_demonstrations(task, tokenizer):
     settings = DataSettings(task=task, chat=True, limit=50, eval_limit=20)
     data = load_data(settings, tokenizer, context=128, max_new_tokens=64, seed=0)
@@ -102,7 +101,7 @@ def test_built_in_tasks_give_prompts_held_out_prompts_and_demonstrations(task, t
     held_out = {prompt.text for prompt in data.held_out}
     assert not held_out & {tokenizer.decode(one.prompt) for one in taught.train}
     with pytest.raises(ConfigError, match="has no preference pairs"):
-        load_pairs(settings, tokenizer, context=128, eos_ids=(1,))
+        load_pairs(settings, tokenizer, context=128, eos_ids=(1,), seed=0)
 
 
 def test_texts_for_a_tokenizer_are_the_training_rows_of_any_form(write):
@@ -116,35 +115,68 @@ def test_texts_for_a_tokenizer_are_the_training_rows_of_any_form(write):
     assert len(make_tokenizer("bpe:300", load_texts(DataSettings(task="addition", limit=200), seed=0))) == 300
 
 
-def test_the_preference_file_as_it_is(shared_data):
-    path = str(shared_data / "preference" / "instruction-data-with-preference.json")
+def alpaca(count):
+    """Rows of an instruction file, with chosen and rejected answers; every fifth has an input."""
+    rows = []
+    for i in range(count):
+        given = f"{i} kilometers" if i % 5 == 0 else ""
+        output = f"{i} kilometers is {1000 * i} meters."
+        sides = {"output": output, "chosen": output, "rejected": f"Obviously {output}"}
+        rows.append({"instruction": f"Convert {i} to meters.", "input": given, **sides})
+    return rows
+
+
+def test_a_file_of_preferences(write):
+    rows = alpaca(200)
+    for row in rows[::40]:
+        row["rejected"] = row["chosen"]
     tokenizer = byte_tokenizer()
     end = tokenizer.eos_token_id
-    data = load_pairs(DataSettings(path=path, template="alpaca", eval_fraction=0.2), tokenizer, context=1024, eos_ids=(end,))
+    settings = DataSettings(path=write(rows, "pairs.json"), template="alpaca", eval_fraction=0.2)
+    data = load_pairs(settings, tokenizer, context=1024, eos_ids=(end,), seed=0)
     reports = (data.report, data.held_out_report)
-    assert sum(report.rows for report in reports) == 1100
-    assert sum(report.dropped.get("with chosen = rejected", 0) for report in reports) == 6
-    assert sum(report.kept for report in reports) == 1094
+    assert sum(report.rows for report in reports) == 200
+    assert sum(report.dropped.get("with chosen = rejected", 0) for report in reports) == 5
+    assert sum(report.kept for report in reports) == 195 == len(data.train) + len(data.held_out)
     assert all(pair.chosen[-1] == end == pair.rejected[-1] for pair in data.train)
     assert all(np.count_nonzero(pair.chosen == end) == 1 for pair in data.train)
 
 
-def test_the_instruction_file_as_it_is(shared_data):
-    path = str(shared_data / "preference" / "instruction-data.json")
+def test_a_file_of_instructions(write):
+    path = write(alpaca(150), "instructions.json")
     tokenizer = byte_tokenizer()
     settings = DataSettings(path=path, template="alpaca", limit=100)
     data = load_demonstrations(settings, tokenizer, context=1024, eos_ids=(tokenizer.eos_token_id,), seed=0)
     assert data.report.kept == 100
-    assert tokenizer.decode(data.train[2].completion) == "45 kilometers is 45000 meters.<|end|>"
+    assert tokenizer.decode(data.train[45].completion) == "45 kilometers is 45000 meters.<|end|>"
+    assert "### Input:" in tokenizer.decode(data.train[45].prompt) and "### Input:" not in tokenizer.decode(data.train[46].prompt)
     with pytest.raises(ConfigError, match=r"set data\.template: alpaca"):
         load_demonstrations(DataSettings(path=path), tokenizer, context=1024, eos_ids=(1,), seed=0)
 
 
-def test_gsm8k_questions_as_they_are(shared_data):
-    settings = DataSettings(path=str(shared_data / "gsm8k" / "test.jsonl"), columns={"prompt": "question"}, chat=True)
+def test_questions_in_the_form_of_gsm8k(gsm8k):
+    settings = DataSettings(path=str(gsm8k / "test.jsonl"), columns={"prompt": "question"}, chat=True)
     data = load_data(settings, byte_tokenizer(), context=2048, max_new_tokens=256, seed=0)
-    assert data.report.kept == 1319
-    assert data.train[0].row["answer"].endswith("#### 18")
+    assert data.report.kept == 100
+    assert all("####" in prompt.row["answer"] for prompt in data.train)
+
+
+def test_the_preferences_task_gives_pairs_demonstrations_and_prompts_that_share_no_held_out_prompt():
+    tokenizer = byte_tokenizer()
+    end = tokenizer.eos_token_id
+    settings = DataSettings(task="preferences", template="{instruction}\n{input}\n", limit=300, eval_limit=40)
+    pairs = load_pairs(settings, tokenizer, context=512, eos_ids=(end,), seed=0)
+    assert (len(pairs.train), len(pairs.held_out)) == (300, 40)
+    prompts = load_data(settings, tokenizer, context=512, max_new_tokens=64, seed=0)
+    taught = load_demonstrations(settings, tokenizer, context=512, eos_ids=(end,), seed=0)
+    held_out = {tokenizer.decode(pair.prompt) for pair in pairs.held_out}
+    assert held_out == {prompt.text for prompt in prompts.held_out}
+    for part in (pairs.train, taught.train, prompts.train):
+        assert not held_out & {tokenizer.decode(getattr(one, "prompt", getattr(one, "tokens", None))) for one in part}
+    again, other = (load_pairs(settings, tokenizer, context=512, eos_ids=(end,), seed=seed) for seed in (0, 1))
+    same = [[pair.chosen.tolist() for pair in data.train] for data in (pairs, again, other)]
+    assert same[0] == same[1] != same[2]
+    assert [pair.chosen.tolist() for pair in other.held_out] == [pair.chosen.tolist() for pair in pairs.held_out]
 
 
 def test_two_held_out_parts_share_nothing_and_the_test_part_is_the_same_with_and_without_the_other(write, tokenizer):

@@ -55,7 +55,7 @@ def test_missing_columns_and_different_prompts(tokenizer):
     with pytest.raises(DataError, match="row 1: chosen is 5"):
         pairs(tokenizer, [{"prompt": "1", "chosen": 5, "rejected": "2"}])
     good, bad = ([{"role": "user", "content": q}, {"role": "assistant", "content": "3"}] for q in "12")
-    with pytest.raises(DataError, match="must be answers to the same messages"):
+    with pytest.raises(DataError, match="whose conversations differ before the last turn"):
         pairs(tokenizer, [{"chosen": good, "rejected": bad}])
     with pytest.raises(ConfigError, match=r"set data\.template: alpaca"):
         pairs(tokenizer, [{"instruction": "1", "chosen": "2", "rejected": "3"}], chat=False)

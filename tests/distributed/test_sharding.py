@@ -27,6 +27,7 @@ from groupwise.models.shape import Shape
 from groupwise.models.streaming import empty_model
 from groupwise.runs import checkpoint
 from groupwise.runs.sizing import Load, rank, traffic
+from groupwise.utils.files import fingerprint
 
 spec = importlib.util.spec_from_file_location("cases_of_sharding", Path(__file__).with_name("cases.py"))
 assert spec is not None and spec.loader is not None
@@ -263,7 +264,7 @@ def test_c3_a_flipped_bit_in_a_shard_is_found_before_it_is_read(name: str, shard
     assert temporary is not None
     (shard_folder).rename(temporary / "trainer" / "shards")
     checkpoint.write_state(temporary, {"x": 1})
-    checkpoint.seal(temporary, 7, {file: checkpoint.fingerprint(temporary / file) for file in checkpoint.files(temporary)})
+    checkpoint.seal(temporary, 7, {file: fingerprint(temporary / file) for file in checkpoint.listed(temporary)})
     final = checkpoint.finish(tmp_path / "run", 7)
     assert checkpoint.latest(tmp_path / "run") == final
     file = final / "trainer" / "shards" / name

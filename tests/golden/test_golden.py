@@ -113,5 +113,8 @@ def test_ten_steps_are_what_they_were(name: str, tiny_policy: Callable) -> None:
         path.write_text("\n".join(lines) + "\n")
     header, *rows = path.read_text().splitlines()
     assert header.split() == list(columns)
-    np.testing.assert_allclose(found, np.array([[float(value) for value in row.split()] for row in rows]), rtol=1e-6, atol=1e-9)
+    golden = np.array([[float(value) for value in row.split()] for row in rows])
+    # Processors round differently.  Before and after a change on one machine nothing may: `write` on the one, `exact` on the other.
+    near = {"rtol": 0.0, "atol": 0.0} if os.environ.get("GROUPWISE_GOLDEN") == "exact" else {"rtol": 1e-6, "atol": 1e-9}
+    np.testing.assert_allclose(found, golden, **near)
     assert np.ptp(found[:, 1]) > 0

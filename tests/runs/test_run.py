@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,9 +20,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from groupwise.config.recipes import load_recipe, load_stages
+from groupwise.data.vocabulary import read
 from groupwise.errors import ConfigError, DataError, GroupwiseError
-from groupwise.runs.folder import choose_folder
+from groupwise.runs import recorded
+from groupwise.runs.folder import choose_folder, read_step
 from groupwise.runs.run import Run, train, train_recipe
+from groupwise.viewer import export
 
 TINY = {
     "seed": 3,
@@ -181,11 +185,13 @@ def test_recorded_completions_can_be_scored_again(recipe: Callable, tmp_path: Pa
 
 
 def test_p08_p14_the_first_update_sees_ratio_one(recipe: Callable) -> None:
-    steps = list(train(load_recipe(recipe(name="alarm", **GRPO))))
-    for step in steps:
-        if "mismatch/max" in step.metrics:
-            assert step.metrics["mismatch/max"] < 1e-4
-            assert step.metrics["ratio/min"] == pytest.approx(1.0, abs=1e-4)
+    teaches = [{"function": "repetition", "args": {"n": 1, "penalty": -1.0}}]
+    steps = list(train(load_recipe(recipe(name="alarm", **(GRPO | {"rewards": teaches})))))
+    live = [step.metrics for step in steps if "mismatch/max" in step.metrics]
+    assert live, "no step had a group that teaches: nothing was compared"
+    for metrics_ in live:
+        assert metrics_["mismatch/max"] < 1e-4
+        assert metrics_["ratio/min"] == pytest.approx(1.0, abs=1e-4)
 
 
 def test_p05_a_step_says_more_than_a_loss_of_zero(recipe: Callable) -> None:
@@ -202,7 +208,7 @@ def test_p05_a_step_says_more_than_a_loss_of_zero(recipe: Callable) -> None:
         ({"rewards": [{"function": "accuracy", "args": {"column": "gold"}}]}, ConfigError, "gold"),
         ({"rollout": {"max_new_tokens": 96}}, ConfigError, "96"),
         ({"group": {"group_size": 1}}, ConfigError, "group_size must be at least 2"),
-        ({"group": {"surrogate": {"name": "clipped", "hgih": 0.3}}}, ConfigError, "did you mean 'high'"),
+        ({"group": {"surrogate": {"name": "clipped", "hgih": 0.3}}}, ConfigError, "did you mean high"),
         ({"model": {"path": "./nowhere", "scratch": None}}, ConfigError, "no such folder"),
         ({"rewards": []}, ConfigError, "reward"),
         ({"data": {"task": "additon"}}, GroupwiseError, "addition"),
@@ -282,10 +288,52 @@ def test_kill_9_then_rerun_is_resume(recipe: Callable, tmp_path: Path) -> None:
     process = subprocess.Popen([*command, str(path)])
     log = tmp_path / "runs" / "killed" / "metrics.jsonl"
     while process.poll() is None and (not log.exists() or len(log.read_text().splitlines()) < 4):
-        pass
+        time.sleep(0.02)
     process.kill()
     process.wait()
     subprocess.run([*command, str(path)], check=True)
     expected, found = (weights(tmp_path / "runs" / name) for name in ("straight", "killed"))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert metrics(tmp_path / "runs" / "killed") == metrics(tmp_path / "runs" / "straight")
+
+
+@pytest.mark.parametrize(("said", "named", "used"), [(None, None, 1), (2, None, 2), (None, "3", 3)])
+def test_a_small_model_trains_in_one_thread_where_nobody_says_otherwise(
+    said: int | None, named: str | None, used: int, recipe: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And whoever had set another number finds it again."""
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if named is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", named)
+    torch.set_num_threads(3)
+    try:
+        steps = train(load_recipe(recipe(**GRPO | {"steps": 2, "threads": said})))
+        next(steps)
+        assert torch.get_num_threads() == used
+        steps.close()
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_run_records_what_the_viewer_shows_and_ends_with_a_report(recipe: Callable, tmp_path: Path) -> None:
+    """Token texts, what the updates did, held-out completions, one page; a report that fails is said and the run is whole."""
+    path = recipe(name="shown", **GRPO)
+    assert train_recipe(path, quiet=True, report=lambda folder: export([folder], folder / "report.html")) == 0
+    folder = tmp_path / "runs" / "shown"
+    step = read_step(folder, 2)
+    assert {"weight", "entropy", "clipped"} <= set(step.columns)
+    known = read(folder / "tokens.parquet")
+    for rollout in (rollout for group in step.groups for rollout in group.rollouts):
+        said = [text for text, token in zip(known.texts(rollout.tokens), rollout.tokens, strict=True) if token not in known.special]
+        assert "".join(said) == rollout.text
+    assert list(recorded.places(folder / recorded.EVALUATIONS)) == [5]
+    assert "think_format" in (folder / "report.html").read_text(encoding="utf-8")
+
+    def failing(folder: Path) -> None:
+        raise DataError("no room")
+
+    console = Console(file=io.StringIO(), width=100)
+    assert train_recipe(recipe(name="unreported", **GRPO), console=console, report=failing) == 0
+    assert "no report: no room" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -12,13 +13,16 @@ import torch
 
 from groupwise.algorithms.losses import Terms
 from groupwise.algorithms.registry import ALGORITHMS, Algorithm, resolve
-from groupwise.config.settings import ALONE, GroupSettings, ModelSettings, OptimizerSettings
+from groupwise.config.settings import ALONE, CriticSettings, GroupSettings, ModelSettings, OptimizerSettings
 from groupwise.errors import Diverged, RewardError
 from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
 from groupwise.rollout.native.engine import NativeEngine
+from groupwise.training.critics import Critic
 from groupwise.training.online import train_online, weigh
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.scoring import sample_of, score
+from groupwise.training.teachers import Teacher
 
 Rule = Callable[[Rollout], "tuple[float, ...] | float | None"]
 
@@ -80,6 +84,8 @@ def run(tiny_policy: Callable) -> Callable[..., tuple[Policy, Iterator[Step]]]:
             budget=budget,
             steps=steps,
             reference=policy.frozen_copy() if algorithm.needs_reference else None,
+            critic=Critic.on(policy, CriticSettings(lr=1e-3), OptimizerSettings(), 100) if algorithm.needs_value else None,
+            teacher=Teacher(policy=tiny_policy("llama", scale=1.7)) if algorithm.needs_teacher else None,
             checkpointing=checkpointing,
         )
 
@@ -93,7 +99,7 @@ def weights_of(policy: Policy) -> torch.Tensor:
 PRESETS = pytest.mark.parametrize("preset", ALGORITHMS)
 
 
-@PRESETS
+@pytest.mark.parametrize("preset", [name for name, row in ALGORITHMS.items() if row.needs_reward and not row.needs_value])
 @pytest.mark.parametrize("value", [1.0, None, 0.1])
 def test_p61_rewards_without_differences_change_nothing(preset: str, value: float | None, run: Callable) -> None:
     """All equal, or all None: every metric is finite or left out, and the weights stay as they are."""
@@ -131,17 +137,29 @@ def test_completions_and_prompts_of_one_token(preset: str, run: Callable) -> Non
     for step in steps:
         assert step.metrics["completions/max_length"] == 1
         assert math.isfinite(step.metrics["grad_norm"])
-        assert step.metrics["mismatch/max"] < 1e-4
+        assert step.metrics.get("mismatch/max", 0.0) < 1e-4  # a teacher that helps to sample is another distribution
 
 
-def test_everything_truncated_and_masked_trains_nothing(run: Callable) -> None:
-    """With one token, only an EOS is a whole completion."""
-    policy, steps = run("grpo", sampling=Sampling(max_new_tokens=1), truncated="mask")
+class Endless(NativeEngine):
+    """Draws again until no completion of a request has ended by itself."""
+
+    def generate(self, prompts, *, group_size, sampling, seed):
+        for again in itertools.count():
+            groups = list(super().generate(prompts, group_size=group_size, sampling=sampling, seed=seed + 1000 * again))
+            if not any(rollout.finish is Finish.EOS for group in groups for rollout in group):
+                yield from groups
+                return
+
+
+def test_everything_truncated_and_masked_trains_nothing(run: Callable, tiny_policy: Callable) -> None:
+    policy = tiny_policy("llama", scale=2.0)
     before = weights_of(policy)
-    ended = [r for step in steps for group in step.groups for r in group.rollouts if r.finish is Finish.EOS]
-    if not ended:
-        assert torch.equal(weights_of(policy), before)
-    assert all(not rollout.truncated for rollout in ended)
+    endless = Endless(policy, max_rows=8)
+    _, steps = run("grpo", policy=policy, engine=endless, sampling=Sampling(max_new_tokens=1), truncated="mask")
+    for step in steps:
+        assert all(rollout.truncated for group in step.groups for rollout in group.rollouts)
+        assert step.metrics["tokens/trained"] == 0
+    assert torch.equal(weights_of(policy), before)
 
 
 class Mute:
@@ -261,3 +279,37 @@ def test_presets_that_need_no_siblings_are_the_ones_that_say_so() -> None:
 
     assert {name for name, row in ALGORITHMS.items() if not compares_siblings(row.credit)} == set(ALONE)
     assert all(row.beta == 0.0 for row in ALGORITHMS.values()), "validation takes a beta that is not set for 0"
+
+
+# ---------------------------------------------------------------- what the updates did, token by token
+
+
+@pytest.mark.parametrize("preset", ["grpo", "gspo"])
+def test_a_step_says_the_entropy_and_the_weight_of_every_token(run: Callable, tiny_policy: Callable, preset: str) -> None:
+    """With a fused loss and without one: the entropies are those that scoring says before the step, the weights the loss's."""
+    before = tiny_policy("llama", scale=2.0)
+    _, steps = run(preset, steps=1)
+    step = next(steps)
+    rollouts = [rollout for group in step.groups for rollout in group.rollouts]
+    scored = score(before, [sample_of(rollout) for rollout in rollouts], budget=200, entropy=True)
+    entropy = [values for group in step.columns["entropy"] for values in group]
+    weight = [values for group in step.columns["weight"] for values in group]
+    advantage = [values for group in step.advantages for values in group]
+    assert any(values.size for values in entropy)
+    for found, weighed, credit, expected, rollout in zip(entropy, weight, advantage, scored.entropy, rollouts, strict=True):
+        assert found.size == weighed.size == (len(rollout) if credit.any() else 0)
+        if found.size:
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(weighed, 1 / len(rollouts) / len(rollout))
+    assert "last_logp" not in step.columns, "one pass: it would repeat current_logp"
+
+
+def test_a_step_says_which_tokens_were_clipped_as_often_as_its_metrics_do(run: Callable) -> None:
+    _, steps = run("grpo", steps=1, updates_per_rollout=3, optimizer=OptimizerSettings(lr=0.05, warmup_steps=0))
+    step = next(steps)
+    clipped = np.concatenate([values for group in step.columns["clipped"] for values in group])
+    assert 0 < clipped.mean() < 1
+    np.testing.assert_allclose(clipped.mean(), step.metrics["clip/low"] + step.metrics["clip/high"], rtol=1e-5)
+    last = [values for group in step.columns["last_logp"] for values in group]
+    first = [values for group in step.current_logp for values in group]
+    assert any(not np.allclose(a, b, atol=1e-3) for a, b in zip(last, first, strict=True) if a.size)

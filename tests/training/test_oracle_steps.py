@@ -38,9 +38,8 @@ LONGEST = 6
 
 
 def oracle() -> dict:
-    named = os.environ.get("GROUPWISE_ORACLE")
-    folders = [Path(named)] if named else [ROOT.parent / "shared" / "oracle", ROOT / "tests" / "fixtures" / "oracle"]
-    return json.loads(next(folder / "step_cases.json" for folder in folders if (folder / "step_cases.json").exists()).read_text())
+    folder = Path(os.environ.get("GROUPWISE_ORACLE") or ROOT / "tests" / "fixtures" / "oracle")
+    return json.loads((folder / "step_cases.json").read_text())
 
 
 CONTENT = oracle()

@@ -33,10 +33,17 @@ def ratio(log_ratio_N: Tensor, advantage_N: Tensor, clip_range: tuple[float, flo
         "ratio/ess": ratio_N.sum().square() / (ratio_N.square().sum() * ratio_N.numel()),
     }
     if clip_range is not None:
-        low, high = clip_range
-        values["clip/low"] = ((ratio_N < low) & (advantage_N < 0)).double().mean()
-        values["clip/high"] = ((ratio_N > high) & (advantage_N > 0)).double().mean()
+        clipped_N = clipped(log_ratio_N, advantage_N, clip_range)
+        values["clip/low"] = (clipped_N & (advantage_N < 0)).double().mean()
+        values["clip/high"] = (clipped_N & (advantage_N > 0)).double().mean()
     return _floats(values)
+
+
+def clipped(log_ratio_N: Tensor, advantage_N: Tensor, clip_range: tuple[float, float]) -> Tensor:
+    """bool (N,): the tokens whose gradient is cut, their ratio being below the range with A < 0 or above it with A > 0."""
+    low, high = clip_range
+    ratio_N = guarded_exp(log_ratio_N.detach().double())
+    return ((ratio_N < low) & (advantage_N < 0)) | ((ratio_N > high) & (advantage_N > 0))
 
 
 def progress(logp_N: Tensor, advantage_N: Tensor) -> dict[str, float]:

@@ -15,24 +15,26 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from groupwise.algorithms.registry import ALGORITHMS
 from groupwise.config.recipes import load_stages
-from groupwise.config.settings import Recipe, positions_of
-from groupwise.data.load import load_data
+from groupwise.config.settings import Recipe, is_online, positions_of
+from groupwise.data.order import Order
+from groupwise.data.prompts import visit
 from groupwise.data.templates import Template
+from groupwise.data.turns import Turns
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy, embedding_rows
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
-from groupwise.rewards.compose import Rewards, build_rewards
+from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
 from groupwise.runs.build import Job, make_job, sampling_of
 from groupwise.runs.progress import safe
 from groupwise.runs.run import resolved
 from groupwise.training.evaluate import RIGHT
+from groupwise.training.mismatch import diagnose
 from groupwise.training.scoring import sample_of, score
 
 PROMPTS, COMPLETIONS, TOKENS = 8, 4, 96
-"""Size of the sample that is looked at: prompts, completions of each, longest completion in tokens."""
+"""Size of the sample that is looked at: first prompts that training draws, completions of each, longest completion in tokens."""
 GAP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Largest difference of a log-prob, nats, that rounding explains, by the type in which products run."""
 
@@ -75,24 +77,19 @@ def check_stage(recipe: Recipe) -> Iterator[Finding]:
         return
     try:
         for label, text in job.plan:
-            if label in ("data", "in all", "memory"):
+            if label in ("data", "in all", "memory", "warning"):
                 yield Finding(label, None, text)
         yield Finding("model", True, "packed and prompt-shared forward equals the model's own, one sequence at a time")
         yield from _tokenizer(job.policy)
         yield from _template(recipe, job.policy)
-        if job.engine is None or recipe.objective not in ALGORITHMS:
+        if job.engine is None or not is_online(recipe.objective):
             return
-        data = load_data(
-            recipe.data,
-            job.policy.tokenizer,
-            context=job.policy.context,
-            max_new_tokens=recipe.rollout.max_new_tokens,
-            seed=recipe.seed,
-        )
-        rewards = build_rewards(recipe.rewards, columns=list(data.train[0].row), tokenizer=job.policy.tokenizer)
+        columns = list(job.prompts[0].row)
+        rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=job.policy.tokenizer) if recipe.rewards else no_rewards()
         with rewards:
-            yield from _golds(rewards, data.train[:64])
-            yield from _samples(recipe, job, rewards, data.train[:PROMPTS])
+            yield from _golds(rewards, job.prompts[:64]) if rewards.names else ()
+            order = Order(len(job.prompts), recipe.seed, recipe.data.shuffle)
+            yield from _samples(recipe, job, rewards, [visit(job.prompts[row], epoch) for epoch, row in order.take(PROMPTS)])
     except GroupwiseError as error:
         yield Finding(type(error).__name__, False, str(error))
     finally:
@@ -128,6 +125,17 @@ def _template(recipe: Recipe, policy: Policy) -> Iterator[Finding]:
         else "the chat template writes a prompt otherwise once it is answered: several turns would be scored on other ids than "
         "were sampled; use a template whose generation prompt is a prefix",
     )
+    yield _turns(policy)
+
+
+def _turns(policy: Policy) -> Finding:
+    """What the template does to the past when a conversation goes on."""
+    proofs = Turns(tokenizer=policy.tokenizer, eos_ids=policy.eos_ids).prove()
+    rewriting = [proof for proof in proofs if proof.verdict == "rewrites"]
+    cases = ", ".join(f"{proof.case}: {proof.verdict}" for proof in proofs)
+    if not rewriting:
+        return Finding("turns", True, f"a next turn leaves the past as it was sampled ({cases})")
+    return Finding("turns", None, f"the template writes the past otherwise once a conversation goes on ({cases}); {rewriting[0]}")
 
 
 def _golds(rewards: Rewards, prompts: Sequence[Prompt]) -> Iterator[Finding]:
@@ -177,9 +185,9 @@ def _samples(recipe: Recipe, job: Job, rewards: Rewards, prompts: Sequence[Promp
     scored = score(policy, samples, budget=budget).logp
     limit = GAP.get(torch.bfloat16 if policy.autocast else policy.dtype, 0.25)
     how = f"temperature {sampling.temperature:g}" + (", over the truncated support" if sampling.truncates else "")
-    yield _agree(
-        "log-probs", [r.behavior_logp for r in rollouts], scored, limit, f"sampled = scored at {how}", "the engine and the scorer"
-    )
+    behavior = [rollout.behavior_logp for rollout in rollouts]
+    agreed = _agree("log-probs", behavior, scored, limit, f"sampled = scored at {how}", "the engine and the scorer")
+    yield agreed if agreed.good else replace(agreed, says=f"{agreed.says}; {diagnose(policy, rollouts, scored, budget=budget)}")
     alone = [score(policy, [sample], budget=budget).logp[0] for sample in samples]
     yield _agree("batching", alone, scored, limit, "scores do not depend on what else is in the batch", "batched and single scores")
     unshared = score(replace(policy, attention="packed"), samples, budget=budget).logp if policy.attention == "shared" else alone
@@ -193,7 +201,7 @@ def _samples(recipe: Recipe, job: Job, rewards: Rewards, prompts: Sequence[Promp
         f"{ended:.0%} of {len(rollouts)} completions ended within {sampling.max_new_tokens} tokens"
         + ("" if ended else ": EOS was never sampled; warm the model up with SFT, or raise rollout.max_new_tokens"),
     )
-    yield from _spread(rewards.score(groups))
+    yield from _spread(rewards.score(groups)) if rewards.names else ()
 
 
 def _agree(name: str, found: Sequence[np.ndarray], expected: Sequence[np.ndarray], limit: float, says: str, what: str) -> Finding:

@@ -7,17 +7,27 @@ take a fraction of a second, because none of them imports torch.
 from __future__ import annotations
 
 import argparse
+import atexit
+import logging
 import math
 import os
 import shutil
 import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from groupwise.errors import ConfigError, Ended, GroupwiseError
+from groupwise.errors import ConfigError, Ended, GroupwiseError, StorageError
 from groupwise.utils.allocator import prefer_large_pages
+from groupwise.utils.secrets import scrubbed
+from groupwise.utils.terminal import HARMLESS, escaped
 
+REPORT = "report.html"
+"""What a finished run's report is called, in its folder."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
@@ -39,29 +49,71 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parse(arguments)
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     prefer_large_pages()
+    logging.getLogger("groupwise").addFilter(HARMLESS)
     try:
         return given.run(given)
     except GroupwiseError as error:
         if given.debug:
             raise
-        who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        print("\n".join([f"{who}{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr, flush=True)
+        _tell("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]))
         return error.exit_code
     except KeyboardInterrupt:
         if given.debug:
             raise
         again = "; the same command goes on from the last checkpoint" if given.command == "train" else ""
-        print(f"\ninterrupted{again}", file=sys.stderr)
+        _tell(f"interrupted{again}", before="\n")
         return INTERRUPTED
     except Ended as told:
-        who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
         meanwhile = [f"meanwhile {type(told.__cause__).__name__}: {told.__cause__}"] if told.__cause__ is not None else []
-        print("; ".join([f"{who}ended by SIGTERM", *getattr(told, "__notes__", ()), *meanwhile]), file=sys.stderr, flush=True)
+        _tell("; ".join(["ended by SIGTERM", *getattr(told, "__notes__", ()), *meanwhile]))
         return told.exit_code
     except BrokenPipeError:
         # The reader of our output went away (`groupwise config | head`); Python would complain once more while it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        from groupwise.utils.files import disk_failed
+
+        if given.debug or not disk_failed(error):
+            raise
+        place = error.filename or "the working directory, or where the output goes"
+        _tell("\n".join([f"StorageError: {error.strerror}: {place}", *getattr(error, "__notes__", ())]))
+        return StorageError.exit_code
+
+
+def command() -> NoReturn:
+    """The command as a process: `main`, and the end of the process at once, without taking Python down first.
+
+    While it is taken down, a library's thread that asks for the interpreter aborts the process ("terminate called without an active
+    exception"): gloo's, as it lets go of what the last exchange sent, did so in one of thirty runs on a busy machine, after all
+    work was done.  What is due at an exit is done as ever: threads that are no daemons are waited for, `atexit` is heard, output is
+    flushed.
+    """
+    status: Any = 1
+    try:
+        status = main()
+    except SystemExit as ended:
+        status = ended.code
+        if isinstance(status, str):
+            _tell(status)
+            status = 1
+    except BaseException:  # `main` has told of what is expected; the rest is shown as Python would, but harmless
+        _tell("".join(traceback.format_exception(*sys.exc_info())).rstrip())
+    # As `Py_FinalizeEx` begins; there is no public name for either.
+    for finish in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
+        with suppress(Exception):  # said to stderr by itself
+            finish()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # a reader that went away; closed by somebody
+            stream.flush()
+    os._exit(int(status or 0))
+
+
+def _tell(text: str, before: str = "") -> None:
+    """The last words, to stderr: without secrets, and with nothing in them that steers a terminal."""
+    who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+    with suppress(OSError, ValueError):  # a full disk, or somebody closed it
+        print(before + escaped(scrubbed(f"{who}{text}")), file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------- what can be typed
@@ -116,17 +168,21 @@ def _parser() -> argparse.ArgumentParser:
     chat = add("chat", _chat, "talk to a checkpoint")
     chat.add_argument("checkpoint", metavar="CHECKPOINT", help="a run, a checkpoint or a model folder")
 
-    recipes = add("recipes", _recipes, "list the bundled recipes, or copy one to edit it")
-    recipes.add_argument("action", nargs="?", choices=("list", "copy", "show"), default="list", help="default: list")
-    recipes.add_argument("name", nargs="?", metavar="NAME", help="a bundled recipe")
-    recipes.add_argument("to", nargs="?", metavar="TO", help="where to copy it (default: NAME.yaml)")
+    recipes = add("recipes", _recipes, "list the bundled recipes, tell about one, or copy it to edit it")
+    recipes.add_argument("action", nargs="?", default="list", metavar="NAME | copy | show", help="a bundled recipe, to read of it")
+    recipes.add_argument("name", nargs="?", metavar="NAME", help="with copy or show: a bundled recipe")
+    recipes.add_argument("to", nargs="?", metavar="TO", help="with copy: where to (default: NAME.yaml)")
 
     config = add("config", _config, "what a key of a recipe means: type, range, default, TRL's name")
     config.add_argument("key", nargs="?", metavar="KEY", help="a key, a section or a TRL argument; without it all keys")
     config.add_argument("--markdown", action="store_true", help="all keys as a Markdown page")
 
+    _add_view(add("view", _view, "look at runs in the browser, token by token, also while they go on"))
+
     _add_serve(add("serve", _serve, "start a vLLM server that training can sample from (rollout.engine: vllm)"))
     _add_install(add("install-vllm", _install_vllm, "install vLLM into an environment of its own"))
+
+    _add_replay(add("replay", _replay, "compute a recorded step again, as it was or with something changed"))
 
     _add_explain(add("explain", _explain, "one step of an algorithm worked through in numbers"))
 
@@ -145,6 +201,8 @@ def _add_train(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--fresh", action="store_true", help="start anew under a name of its own (NAME-2, ...) instead of resuming"
     )
+    changed = "resume although data or reward files have changed since the run began"
+    command.add_argument("--accept-changes", action="store_true", help=changed)
     command.add_argument("--quiet", action="store_true", help="print warnings and the closing table only")
     command.add_argument("--nproc", type=_positive, default=1, metavar="N", help="processes on this machine, started by torchrun")
     patience = "with several processes: seconds that one waits for another (default %(default)g)"
@@ -176,6 +234,15 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print JSON")
 
 
+def _add_view(command: argparse.ArgumentParser) -> None:
+    command.add_argument("paths", nargs="+", metavar="RUN", help="run folders, or Parquet or JSONL files of completions")
+    command.add_argument("--export", metavar="FILE", help="write one self-contained page, for example report.html, and stop")
+    port = "default: 8765, or any that is free"
+    command.add_argument("--port", type=int, metavar="N", help=port)
+    command.add_argument("--open", action="store_true", help="open it in the browser of this machine")
+    command.epilog = "From another machine: ssh -L 8765:127.0.0.1:8765 HOST, and open the address there."
+
+
 def _add_serve(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help="a model folder or a hub name: the model that will be trained")
     host = "whoever reaches it can replace its weights (default %(default)s)"
@@ -191,6 +258,18 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
 def _add_install(command: argparse.ArgumentParser) -> None:
     command.add_argument("folder", nargs="?", default=".venv-vllm", metavar="FOLDER", help="default: %(default)s")
     command.add_argument("--gpu", action="store_true", help="vLLM's CUDA build instead of its CPU build")
+
+
+def _add_replay(command: argparse.ArgumentParser) -> None:
+    command.add_argument("folder", metavar="RUN", help="a run folder")
+    command.add_argument("--step", type=_positive, required=True, metavar="N", help="a recorded step")
+    changed = "print beside it what this would have done: objective=dr_grpo, group.surrogate.high=0.28, optimizer.lr=1e-5 ..."
+    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes", help=changed)
+    command.add_argument("--no-model", action="store_true", help="leave out what needs the weights before the step")
+    reach = "recorded steps to train again, at most, from the nearest checkpoint on (default 20)"
+    command.add_argument("--reach", type=_count, metavar="N", help=reach)
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.epilog = "The exit status is 0 exactly if the numbers are the recorded ones."
 
 
 def _add_explain(command: argparse.ArgumentParser) -> None:
@@ -221,6 +300,13 @@ def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {number}")
     return number
 
 
@@ -277,18 +363,28 @@ def _train(given: argparse.Namespace) -> int:
         given.overrides,
         dry_run=given.dry_run,
         fresh=given.fresh,
+        accept_changes=given.accept_changes,
         quiet=given.quiet,
         timeout=given.timeout,
         world=given.world or (given.nproc if given.nproc > 1 else None),
         model_config=given.model_config,
+        report=_report,
     )
+
+
+def _report(folder: Path) -> None:
+    """The one page that stands in the folder of every finished run."""
+    from groupwise.viewer import export
+
+    export([folder], folder / REPORT)
 
 
 def _become_torchrun(given: argparse.Namespace) -> NoReturn:
     """Replace this process by the launcher, which starts the same command `--nproc` times."""
     if "RANK" in os.environ:
         raise ConfigError("--nproc starts processes, but a launcher has started this one already: leave --nproc out")
-    flags = [f"--{name}" for name in ("debug", "fresh", "quiet") if getattr(given, name)] + [f"--timeout={given.timeout}"]
+    switches = ("debug", "fresh", "accept_changes", "quiet")
+    flags = [f"--{name.replace('_', '-')}" for name in switches if getattr(given, name)] + [f"--timeout={given.timeout}"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={given.nproc}"]
     # Else torchrun gives every process a single thread, however many cores there are.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // given.nproc)))
@@ -359,9 +455,14 @@ def _recipes(given: argparse.Namespace) -> int:
 
     bundled = bundled_recipes()
     if given.action == "list":
+        wide = max(map(len, bundled), default=0)
         for name, path in bundled.items():
-            first, *rest = header(path).splitlines() or ["(no header)"]
-            print("\n".join([f"{name}: {first}", *(f"    {line}" for line in rest)]))
+            print(f"{name:{wide}}  {header(path).partition(chr(10))[0]}")
+        return 0
+    if given.action not in ("copy", "show"):
+        if given.name is not None:
+            raise ConfigError(f"groupwise recipes takes the name of one recipe, or copy or show and a name; got {given.action!r}")
+        print(header(given.action))
         return 0
     if given.name is None:
         raise ConfigError(f"groupwise recipes {given.action} needs a NAME: one of {', '.join(bundled)}")
@@ -421,6 +522,39 @@ def _explain(given: argparse.Namespace) -> int:
     return 0
 
 
+def _replay(given: argparse.Namespace) -> int:
+    from groupwise.cli.replay import replay_step
+
+    reach = {} if given.reach is None else {"reach": given.reach}
+    return replay_step(given.folder, given.step, given.changes, model=not given.no_model, as_json=given.json, **reach)
+
+
+def _view(given: argparse.Namespace) -> int:
+    from groupwise.viewer import export, serve
+
+    if given.export is not None:
+        print(export(given.paths, given.export))
+        return 0
+    try:
+        viewer = serve(given.paths, 8765 if given.port is None else given.port)
+    except ConfigError:
+        if given.port is not None:
+            raise
+        viewer = serve(given.paths, 0)
+    print(f"{viewer.address}  (Ctrl-C ends it)", flush=True)
+    if given.open:
+        import webbrowser
+
+        webbrowser.open(viewer.address)
+    try:
+        while True:
+            time.sleep(3600)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        viewer.close()
+
+
 def _runs(given: argparse.Namespace) -> int:
     from groupwise.runs.folder import finished, in_use, list_runs, read_metrics
 
@@ -437,7 +571,7 @@ def _runs(given: argparse.Namespace) -> int:
         rows.append((str(folder.relative_to(root)), state, f"step {last.get('step', 0)}", reward))
     widths = [max((len(row[place]) for row in rows), default=0) for place in range(4)]
     for row in rows:
-        print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+        print(escaped("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()))
     if not rows:
         print(f"{root} holds no runs")
     return 0

@@ -20,7 +20,7 @@ from groupwise.data.sources import Rows, read_rows
 from groupwise.errors import DataError
 from groupwise.rewards.compose import as_messages, build_rewards, combine
 from groupwise.rewards.find import Completions
-from groupwise.runs.folder import list_rollouts
+from groupwise.runs import recorded
 
 TOKEN_COLUMNS = {"prompt_ids": "prompt_ids", "completion_ids": "completion_ids", "finish_reason": "finish_reasons"}
 """Columns of the file that reach a function under the name that it asks for: a recorded run has them."""
@@ -138,8 +138,9 @@ def _summary(name: str, column: np.ndarray) -> list[str]:
 
 def _rows(path: Path) -> Rows:
     """Rows of a file; of a run folder, or of one of its recorded steps, the completions as they were sampled."""
-    if path.is_dir() and (steps := list_rollouts(path)):
-        return _recorded(read_rows(str(path / "rollouts" / f"{steps[-1]:06d}.parquet")))
+    if path.is_dir() and (steps := recorded.places(folder := path / recorded.ROLLOUTS)):
+        newest = max(steps)
+        return _recorded(Rows(name=str(steps[newest].path), rows=recorded.table(folder, newest).to_pylist()))
     rows = read_rows(str(path))
     return _recorded(rows) if len(rows) and set(rows[0]) >= RECORDED else rows
 

@@ -5,24 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from groupwise.config.settings import DataSettings, ModelSettings, RewardSettings
-from groupwise.config.validation import wrong_model
 from groupwise.data.load import load_data
 from groupwise.data.prompts import encode_prompts, prompt_limit, visit
 from groupwise.data.sources import read_rows
 from groupwise.data.templates import Template
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, DataError
 from groupwise.models.policy import Policy, load_policy
 from groupwise.records import Prompt, Sampling
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.probe import prove_engine
-from groupwise.runs.checkpoint import policy_folder
+from groupwise.runs.loaded import model_folder
 from groupwise.training.evaluate import Evaluation, evaluate
 
 
@@ -52,18 +48,6 @@ class EvalReport:
         """One JSON object."""
         found = {"checkpoint": self.checkpoint, "prompts": self.evaluation.prompts, "k": self.evaluation.k}
         return json.dumps(found | self.evaluation.metrics(), indent=1)
-
-
-def model_folder(path: str) -> str:
-    """The model meant by a path: a hub name as it is, else the Hugging Face folder in it (see `checkpoint.policy_folder`).
-
-    Raises ConfigError or CheckpointError if there is none.
-    """
-    if Path(path).expanduser().is_dir():
-        return str(policy_folder(path))
-    if wrong := wrong_model(path):
-        raise ConfigError(wrong)
-    return path
 
 
 def evaluate_checkpoint(
@@ -147,6 +131,7 @@ def chat(path: str, *, temperature: float = 1.0, max_new_tokens: int = 256, seed
     policy = load_policy(ModelSettings(path=model_folder(path)))
     prove_engine(policy, NativeEngine)
     engine = NativeEngine(policy, max_rows=1)
+    template = Template(tokenizer=policy.tokenizer)
     messages: list[dict[str, str]] = []
     console.print(f"{path}: an empty line ends the conversation", style="dim", markup=False)
     turn = 0
@@ -156,14 +141,16 @@ def chat(path: str, *, temperature: float = 1.0, max_new_tokens: int = 256, seed
         except EOFError:
             console.print()  # Ctrl-D leaves the cursor behind the prompt
             return 0
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"standard input: not {error.encoding.upper()}: {error.reason} (byte 0x{error.object[error.start]:02x})"
+            ) from None
         if not said:
             return 0
         messages.append({"role": "user", "content": said})
-        templated = bool(policy.tokenizer.chat_template)
-        text = policy.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) if templated else said
-        ids = policy.tokenizer(str(text), add_special_tokens=not templated)["input_ids"]
+        (question,) = template.ask([messages if policy.tokenizer.chat_template else said], ["the conversation"])
         sampling = Sampling(temperature=temperature, max_new_tokens=max_new_tokens)
-        prompt = Prompt(id=f"chat/{turn}", tokens=np.asarray(ids, dtype=np.int64), text=str(text))
+        prompt = Prompt(id=f"chat/{turn}", tokens=question.tokens, text=question.text)
         ((rollout,),) = engine.generate([prompt], group_size=1, sampling=sampling, seed=seed)
         messages.append({"role": "assistant", "content": rollout.text})
         console.print(safe(rollout.text))

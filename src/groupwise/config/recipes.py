@@ -20,17 +20,19 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from groupwise.config import schema
+from groupwise.config.live import LIVE, Live, missing
 from groupwise.config.settings import Recipe
 from groupwise.config.strict_yaml import Node, Problem, parse, parse_value
 from groupwise.config.strict_yaml import dump as dump_yaml
 from groupwise.config.validation import STAGE, validate_recipe
 from groupwise.errors import ConfigError
+from groupwise.utils.secrets import redacted
 
 ALTERNATIVES = {
     "model.path": ("model.scratch",),
     "model.scratch": ("model.path",),
     "data.path": ("data.task", "data.task_args"),
-    "data.task": ("data.path",),
+    "data.task": ("data.path", "data.task_args"),
     "steps": ("epochs",),
     "epochs": ("steps",),
 }
@@ -42,12 +44,6 @@ SOURCES = (("model", "path"), ("model", "scratch"), *DATA)
 
 NEUTRAL = ("save.", "parallel", "runs", "name", "threads")
 """Keys that may change when a run is resumed: they do not say what is computed."""
-
-REDACTED = "[redacted]"
-_SECRET_KEY = re.compile(r"(?:^|[_-])(token|secret|password|passwd|api[_-]?key|authorization)$", re.IGNORECASE)
-_SECRET_VALUE = re.compile(
-    r"\b(hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{8,}|AKIA[0-9A-Z]{12,}|gh[pousr]_[A-Za-z0-9]{16,}|Bearer\s+\S{8,})|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
-)
 
 
 # ---------------------------------------------------------------- loading
@@ -74,11 +70,7 @@ def load_stages(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Re
     Raises ConfigError with every mistake at once.
     """
     file = find_recipe(path)
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the recipe {file}: {error}") from error
-    return parse_stages(text, str(path) if Path(path).is_file() else file.name, overrides)
+    return parse_stages(_read(file), str(path) if Path(path).is_file() else file.name, overrides)
 
 
 def parse_stages(text: str, name: str, overrides: Sequence[str] = ()) -> dict[str, Recipe]:
@@ -101,6 +93,105 @@ def parse_stages(text: str, name: str, overrides: Sequence[str] = ()) -> dict[st
     if "stages" not in root.value:
         return {recipe.objective: recipe for recipe in found.values()}
     return {stage: dataclasses.replace(recipe, name=f"{recipe.name}/{stage}") for stage, recipe in found.items()}
+
+
+def make_recipe(keys: Mapping[str, Any], base: str | Path | Recipe | None = None) -> Recipe:
+    """The recipe of keys as they would stand in a file, over those of `base`: a file, a bundled recipe's name or a recipe.
+
+    A value may be a `Live` name.   Raises ConfigError with every mistake at once.
+
+    >>> make_recipe({"objective": "sft", "steps": 3, "data": {"task": "sums"}, "model": {"scratch": {}}}).data.task
+    'sums'
+    """
+    name, problems, earlier = "the recipe", [], ()
+    tree = Node({}, "")
+    if isinstance(base, Recipe):
+        tree = _node_of(dataclasses.asdict(base))
+        earlier = tuple(text.removeprefix(STAGE).partition(":")[0] for text in _texts(tree.plain()) if text.startswith(STAGE))
+    elif base is not None:
+        file, name = find_recipe(base), str(base)
+        tree, problems = parse(_read(file), name if Path(base).is_file() else file.name)
+        if not isinstance(tree.value, dict):
+            raise ConfigError(f"{name}: a recipe is a mapping of keys to values, got {schema.show(tree.plain())}")
+        if "stages" in tree.value:
+            stages = ", ".join(tree.value["stages"].value or ()) if isinstance(tree.value["stages"].value, dict) else ""
+            raise ConfigError(f"{name} holds the stages {stages}: load_stages gives them one by one, each a recipe")
+    overlay = _node_of(keys)
+    tree = _overlaid(tree, overlay)
+    recipe, wrong = _build(tree, earlier, None)
+    if problems + wrong:
+        _refuse(name, problems + wrong)
+    return _with_objects(recipe, {text: text for text in _texts(tree.plain()) if isinstance(text, Live)})
+
+
+def _node_of(value: Any) -> Node:
+    """A tree of values that stand nowhere."""
+    if isinstance(value, Mapping):
+        return Node({str(key): _node_of(inner) for key, inner in value.items()}, "")
+    if isinstance(value, list | tuple):
+        return Node([_node_of(inner) for inner in value], "")
+    return Node(value, "")
+
+
+def _texts(value: Any) -> Iterable[str]:
+    """Every text inside of plain values."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(inner)
+
+
+def _with_objects(recipe: Recipe, objects: Mapping[str, Live]) -> Recipe:
+    """The recipe with `Live` names where its names are those of objects: a recipe is checked as plain text."""
+
+    def bound(name: str | None) -> str | None:
+        return name if name is None else objects.get(name, name)
+
+    replace, data = dataclasses.replace, recipe.data
+    return replace(
+        recipe,
+        model=replace(recipe.model, path=bound(recipe.model.path)),
+        data=replace(data, path=bound(data.path), eval_path=bound(data.eval_path)),
+        rewards=tuple(replace(reward, function=objects.get(reward.function, reward.function)) for reward in recipe.rewards),
+    )
+
+
+def demand_objects(recipe: Recipe) -> None:
+    """Raises ConfigError for a name of an object without the object: the recipe was read from the file of a run."""
+    names = {"model.path": recipe.model.path, "data.path": recipe.data.path, "data.eval_path": recipe.data.eval_path}
+    names |= {f"rewards.{place}.function": reward.function for place, reward in enumerate(recipe.rewards)}
+    for key, name in names.items():
+        if name is not None and name.startswith(LIVE) and not isinstance(name, Live):
+            raise missing(name, key)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the recipe {file}: {error}") from error
+
+
+def parse_recorded(text: str, name: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a run's `config.yaml`, with overrides.
+
+    What it names elsewhere (its data, its model, an earlier stage) need not be there any more.  Raises ConfigError.
+    """
+    root, problems = parse(text, name)
+    if problems or not isinstance(root.value, dict) or "stages" in root.value:
+        _refuse(name, problems or [Problem(name, "not the config.yaml of a run")])
+    changes = _read_overrides(overrides, problems)
+    tree = _stage_trees(root, changes, problems)[""]
+    recipe, wrong = _validated(tree.plain())
+    problems += [Problem(tree.find(path).where, _message(".".join(map(str, path)), kind, value)) for path, kind, value in wrong]
+    if recipe is not None:
+        changed = {".".join(path) for path, _ in changes}
+        problems += [Problem(", ".join(keys), said) for keys, said in validate_recipe(recipe) if changed & set(keys)]
+    if problems or recipe is None:
+        _refuse(name, problems)
+    assert recipe is not None
+    return recipe
 
 
 def _is_staged(recipes: Mapping[str, Recipe]) -> bool:
@@ -402,25 +493,6 @@ def _plain(recipe: Recipe) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(recipe)))
 
 
-def redacted(value: Any, key: str = "") -> Any:
-    """A copy without secrets: text under keys that end in token, secret, password, api_key or authorization, and text that looks
-    like a key of Hugging Face, OpenAI, AWS or GitHub, a bearer token or a password in an address.
-
-    >>> redacted({"hub_token": "abc", "max_new_tokens": 8, "url": "https://me:pw@host/"})
-    {'hub_token': '[redacted]', 'max_new_tokens': 8, 'url': 'https://[redacted]@host/'}
-    """
-    match value:
-        case str() if value and _SECRET_KEY.search(key):
-            return REDACTED
-        case str():
-            return _SECRET_VALUE.sub(REDACTED, value)
-        case Mapping():
-            return {name: redacted(inner, str(name)) for name, inner in value.items()}
-        case list() | tuple():
-            return [redacted(inner, key) for inner in value]
-    return value
-
-
 # ---------------------------------------------------------------- resuming
 
 
@@ -457,7 +529,7 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 def recipe_folder() -> Path:
     """Where the recipes that come with Groupwise lie: `recipes/` of a checkout, else of the installed distribution."""
-    checkout = Path(__file__).resolve().parents[2] / "recipes"
+    checkout = Path(__file__).resolve().parents[3] / "recipes"
     return checkout if checkout.is_dir() else Path(sys.prefix) / "share" / "groupwise" / "recipes"
 
 

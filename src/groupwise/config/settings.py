@@ -40,21 +40,91 @@ ONLINE = (
     "gmpo",
     "rloo",
     "reinforce_pp",
+    "reinforce",
+    "reinforce_pp_baseline",
+    "maxrl",
+    "gspo_token",
     "gdpo",
+    "ppo",
+    "distill",
+    "distill_sampled",
+    "minillm",
 )
 """Objectives that sample their own completions: the rows of `algorithms.ALGORITHMS` (a test compares them)."""
-ALONE = ("reinforce_pp",)
+ALONE = ("reinforce_pp", "reinforce", "ppo", "distill", "distill_sampled", "minillm")
 """Those of them whose advantages compare no siblings: one completion per prompt is enough (a test asks the table)."""
+VALUED = ("ppo",)
+"""Those whose credit asks a critic (a test asks the table); `group.credit: gae` makes one of any."""
+TAUGHT = ("distill", "distill_sampled", "minillm")
+"""Those that learn from a teacher and need no reward (a test asks the table)."""
 DATASET = ("sft", "reward", "dpo", "prm")
 """Objectives that learn from a data set."""
 OBJECTIVES = DATASET + ONLINE
+
+
+def is_online(objective: str) -> bool:
+    """True for objectives that sample their own completions; a `module:NAME` of one's own is such a one."""
+    return objective in ONLINE or ":" in objective
+
+
 PARTS = {
-    "credit": ("standardized", "centered", "leave_one_out", "decoupled", "whitened", "process"),
+    "credit": (
+        "standardized",
+        "centered",
+        "leave_one_out",
+        "decoupled",
+        "whitened",
+        "process",
+        "gae",
+        "reverse_kl",
+        "nothing",
+        "maxrl",
+        "batch_centered",
+    ),
     "ratio": ("token", "sequence_mean", "sequence_sum", "sequence_token"),
-    "surrogate": ("clipped", "cispo", "sapo", "vespo", "geometric", "reinforce"),
+    "surrogate": ("clipped", "cispo", "sapo", "vespo", "geometric", "reinforce", "importance", "silent"),
     "weights": ("sequence_mean", "token_mean", "constant", "sequence_sum", "prompt_mean"),
+    "divergence": ("jsd",),
+    "filter": (),
 }
 """Functions that the parts of `group` may name, so that a misspelt one is refused before torch is imported."""
+PART_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "standardized": {"ddof": Literal[0, 1], "eps": Annotated[float, Ge(0.0)], "scale": Literal["group", "batch", "none"]},
+    "leave_one_out": {"scale": Literal["none", "batch"], "ddof": Literal[0, 1], "eps": Annotated[float, Ge(0.0)]},
+    "decoupled": {"ddof": Literal[0, 1], "eps": Annotated[float, Ge(0.0)]},
+    "whitened": {"baseline": bool, "ddof": Literal[0, 1], "eps": Annotated[float, Ge(0.0)]},
+    "process": {"ddof": Literal[0, 1], "eps": Annotated[float, Ge(0.0)]},
+    "gae": {
+        "kl": Literal["k1", "k3"],
+        "gamma": Fraction,
+        "lam": Fraction,
+        "value_lam": Fraction | None,
+        "whiten": bool,
+        "ddof": Literal[0, 1],
+        "eps": Annotated[float, Ge(0.0)],
+    },
+    "reverse_kl": {"gamma": Fraction, "own": bool, "normalize": bool},
+    "clipped": {
+        "low": Annotated[float, Ge(0.0), Lt(1.0)],
+        "high": Annotated[float, Ge(0.0)],
+        "delta": Annotated[float, Gt(1.0)] | None,
+        "dual": Annotated[float, Gt(1.0)] | None,
+    },
+    "cispo": {"cap": Annotated[float, Gt(1.0)]},
+    "sapo": {"tau_pos": Annotated[float, Gt(0.0)], "tau_neg": Annotated[float, Gt(0.0)]},
+    "vespo": {
+        "k_pos": Annotated[float, Ge(0.0)],
+        "lam_pos": Annotated[float, Gt(0.0)],
+        "k_neg": Annotated[float, Ge(0.0)],
+        "lam_neg": Annotated[float, Gt(0.0)],
+    },
+    "geometric": {"clip": Annotated[float, Gt(0.0)]},
+    "importance": {"drop": Annotated[float, Gt(0.0), Le(1.0)]},
+    "constant": {"length": Annotated[int, Gt(0)]},
+    "jsd": {"beta": Fraction, "top_k": Positive | None},
+}
+"""What these functions take, beside what other settings give them, so that a value out of range stands in the one list of mistakes;
+a part that is not here takes nothing."""
 PARALLEL = ("auto", "ddp", "zero2", "zero3")
 """What `parallel` may name."""
 REWARDS = (
@@ -76,8 +146,12 @@ ENGINES: Mapping[str, tuple[str, ...]] = {
     "vllm": ("servers", "colocated", "dtype", "ahead", "correct"),
 }
 """Rollout engines, and what a mapping that names one may say beside it."""
-TASKS = ("addition", "sums", "countdown", "sorting", "gsm8k_arithmetic")
+TASKS = ("addition", "sums", "countdown", "sorting", "arithmetic", "gsm8k_arithmetic", "preferences")
 """Built-in generated tasks."""
+
+
+ControlTokens = Literal["warn", "plain", "drop", "error"]
+"""What becomes of control tokens in the text of messages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +212,7 @@ class DataSettings:
     split: str = "train"
     """Split of a hub data set."""
     task: str | None = None
-    """Instead of `path`: a built-in generated task (`groupwise recipes` lists the tasks)."""
+    """Instead of `path`: a built-in task (addition, sums, countdown, sorting, arithmetic, gsm8k_arithmetic, preferences)."""
     task_args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the task."""
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -151,6 +225,9 @@ class DataSettings:
     """Python format string that makes the prompt from the row's columns, or `alpaca` for instruction/input rows."""
     limit: Positive | None = None
     """Use only the first rows."""
+    control_tokens: ControlTokens = "warn"
+    """Text of the tokenizer's special tokens (`<|im_end|>`) inside the messages that rows bring, other than the assistant's: `warn`
+    (encoded as those tokens, counted, said before training), `plain` (encoded as text), `drop` (the row is left out), `error`."""
     max_prompt_tokens: Positive | None = None
     """Longest prompt; default: the context less `rollout.max_new_tokens`."""
     too_long: Literal["drop", "truncate_left", "error"] = "drop"
@@ -194,7 +271,8 @@ class RewardSettings:
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of a built-in, or extra keyword arguments of your own function."""
     timeout: Annotated[float, Gt(0.0)] | None = None
-    """Seconds after which a call is stopped and counts as None; more than a tenth of the calls end the run."""
+    """Seconds after which a call is stopped and counts as None; more than a tenth of the calls end the run.  Without it a call that
+    takes ten minutes (and 10 s for each of its completions) is stopped and ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,16 +325,26 @@ class GroupSettings:
     kl: Literal["k1", "k2", "k3", "k3_ratio"] | None = None
     """KL estimator in the loss.  Default: the preset's (k3)."""
     credit: Part | None = None
-    """Rewards -> advantages: standardized, centered, leave_one_out, decoupled, whitened, process."""
+    """Rewards -> advantages: standardized, centered, leave_one_out, decoupled, whitened, process, gae, reverse_kl, nothing, maxrl,
+    batch_centered."""
     ratio: Part | None = None
     """Level of the importance ratio: token, sequence_mean, sequence_sum, sequence_token."""
     surrogate: Part | None = None
-    """Per-token policy loss: clipped, cispo, sapo, vespo, geometric, reinforce."""
+    """Per-token policy loss: clipped, cispo, sapo, vespo, geometric, reinforce, importance, silent."""
     weights: Part | None = None
     """Normalisation: sequence_mean, token_mean, constant, sequence_sum, prompt_mean."""
+    divergence: Part | None = None
+    """Distance of the policy's next token from the teacher's, added to the loss: jsd (`beta` 0: KL(teacher || policy), 1, the
+    default: KL(policy || teacher), and between; `top_k`: over the policy's likeliest tokens and one for the rest).  Default: the
+    preset's; any other preset has none."""
+    mix: Share | None = None
+    """Share of the teacher in the distribution that completions are drawn from.  Default: the preset's (0 for most)."""
     dead_groups: Literal["exact", "drop", "refill"] | None = None
     """Groups without reward differences: `exact` (skipped, still in the denominators), `drop` (leave the denominators),
     `refill` (sample on until the step is full of live groups).  Default: the preset's."""
+    filter: Part | None = None
+    """Which groups are worth training, for `dead_groups: refill`: `module:function` of your own, from a scored group to true or
+    false.  Default: those whose rewards differ."""
     max_refills: Positive = 4
     """`refill` gives up after this many times `prompts_per_step` further prompts."""
     truncated: Literal["keep", "mask"] | None = None
@@ -271,6 +359,39 @@ class GroupSettings:
     """Every this many steps the reference moves to the policy; 0: never."""
     reference_mix: Annotated[float, Gt(0.0), Le(1.0)] = 1.0
     """Share of the policy in a refreshed reference (TR-DPO's alpha)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticSettings:
+    """The value function of algorithms that train one (`ppo`, or any other with `group.credit: gae`)."""
+
+    path: str | None = None
+    """A backbone of its own: a checkpoint, a reward model whose head it goes on with, or `stage:NAME`.  null: a new head on the
+    policy's backbone, which then learns from both losses."""
+    lr: Annotated[float, Gt(0.0), Lt(1.0)] = 1e-5
+    """Peak learning rate of the head, and of a backbone of its own; all else is as in `optimizer`."""
+    coefficient: Annotated[float, Gt(0.0)] = 0.1
+    """Weight of the value loss."""
+    clip: Annotated[float, Gt(0.0)] | None = 0.2
+    """How far a value may move from what it was when the rollout was scored; null: as far as it wants."""
+    pretrain: Count = 0
+    """Train only the critic in the first so many steps; the policy stays as it is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TeacherSettings:
+    """Who teaches (`distill`, `distill_sampled`, `minillm`, or any other preset with `group.divergence`)."""
+
+    path: str | None = None
+    """A checkpoint with the policy's vocabulary, or `stage:NAME`.  null: the policy itself, as it was before its first step."""
+    ema: Fraction = 0.0
+    """Of a policy that is its own teacher: share of the policy that moves into the teacher after every step; 1: it is the
+    policy."""
+    hint: str | None = None
+    """What only the teacher reads, before the prompt: a Python format string over the row's columns, e.g. `Answer: {answer}\n`."""
+    demonstrations: Mapping[str, Any] | None = None
+    """Mixes demonstrations into every optimizer step: `{path: demos.jsonl, rows: 8, lm: 1, divergence: 0}`, with the columns of
+    `data`; `lm` is the weight of their language-model loss, `divergence` that of the distance from the teacher on them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -348,7 +469,8 @@ class RewardModelSettings:
     known too."""
     replay: Mapping[str, Any] | None = None
     """Continued training on new pairs: `{path: old.jsonl, share: 0.1}` mixes in pairs of an older file with the same columns as
-    `data.path`, so many that they make up `share` of all (default: a tenth, as in DeepSeekMath 2402.03300, Algorithm 1)."""
+    `data.path`, or of a built-in task (`{task: preferences}`), so many that they make up `share` of all (default: a tenth, as in
+    DeepSeekMath 2402.03300, Algorithm 1)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -367,7 +489,8 @@ class Recipe:
 
     objective: Annotated[str, MinLen(1)]
     """`sft`, `reward`, `dpo`, `prm` (a process reward model), or an online algorithm: grpo, dr_grpo, dapo, bnpo, gspo, luspo,
-    cispo, sapo, vespo, gmpo, rloo, reinforce_pp, gdpo."""
+    cispo, sapo, vespo, gmpo, rloo, reinforce_pp, reinforce, reinforce_pp_baseline, maxrl, gspo_token, gdpo, ppo, distill,
+    distill_sampled, minillm; or `module:NAME`, an `Algorithm` of your own."""
     name: str = "run"
     """The run folder is `runs`/`name`."""
     runs: str = "runs"
@@ -375,7 +498,8 @@ class Recipe:
     seed: Seed = 0
     """Of weights from scratch, data order and sampling."""
     threads: Annotated[int, Gt(0), Le(1024)] | None = None
-    """CPU threads of torch; default: torch's own choice."""
+    """CPU threads of torch; default: what OMP_NUM_THREADS says, else one for a model of less than a million parameters, else what
+    torch chooses."""
     parallel: Part = "auto"
     """What each of several processes holds (`--nproc`, torchrun): `ddp` everything; `zero3` a part of weights, gradients and
     optimizer state (FSDP2); `zero2` the same, but weights stay gathered from forward to backward; `auto` takes `zero3` from a
@@ -395,6 +519,8 @@ class Recipe:
     reward_model: RewardModelSettings = field(default_factory=RewardModelSettings)
     pairs: PairSettings = field(default_factory=PairSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    critic: CriticSettings = field(default_factory=CriticSettings)
+    teacher: TeacherSettings = field(default_factory=TeacherSettings)
     eval: EvalSettings = field(default_factory=EvalSettings)
     save: SaveSettings = field(default_factory=SaveSettings)
 

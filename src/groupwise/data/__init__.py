@@ -1,4 +1,5 @@
-"""Data: prompts, demonstrations and preference pairs from files, the hub or built-in tasks; templates, tokenizers, order.
+"""What the policy reads: rows from files, the hub or built-in tasks -> prompts, demonstrations, pairs; then packed batches.
 
-`load.py` is the entry: it turns the `data` section of a recipe into records.
+In: the `data` section of a recipe. Out: records. `load` is the entry; `templates` knows chat templates; `packing` turns samples
+into `Batch`es without padding; `rollout_table` is the form in which rollouts lie in files.
 """

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from groupwise.config.settings import DataSettings
 from groupwise.data.demonstrations import Demonstration, encode_demonstrations
-from groupwise.data.pairs import Pair, encode_pairs, with_prompt
+from groupwise.data.pairs import Pair, encode_pairs
 from groupwise.data.prompts import encode_prompts, prompt_limit, visit
+from groupwise.data.published import as_pairs
 from groupwise.data.report import Report
 from groupwise.data.sources import Rows, read_rows
 from groupwise.data.split import part_of
 from groupwise.data.steps import Solution, encode_solutions
 from groupwise.data.tasks import make_task
+from groupwise.data.tasks.base import Paired
 from groupwise.data.templates import Template, Wording
 from groupwise.errors import ConfigError, DataError
 from groupwise.records import Prompt
@@ -93,16 +95,16 @@ def load_demonstrations(
     return _load(settings, template, encode, "demonstrations", seed)
 
 
-def load_pairs(settings: DataSettings, tokenizer: PreTrainedTokenizerBase, *, context: int, eos_ids: Sequence[int]) -> Data[Pair]:
-    """Preference pairs for a reward model or DPO.  Raises DataError or ConfigError as `load_data`; built-in tasks have no pairs."""
-    if settings.task is not None:
-        raise ConfigError(f"the task {settings.task!r} has no preference pairs: give data.path with chosen and rejected columns")
+def load_pairs(
+    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, *, context: int, eos_ids: Sequence[int], seed: int
+) -> Data[Pair]:
+    """Preference pairs for a reward model or DPO.  Raises DataError or ConfigError as `load_data`, and for a task without pairs."""
     template = Template.build(settings, tokenizer)
 
     def encode(rows: Rows) -> tuple[list[Pair], Report]:
         return encode_pairs(rows, template, context=context, eos_ids=eos_ids, too_long=settings.too_long)
 
-    return _load(settings, template, encode, "pairs", seed=0)
+    return _load(settings, template, encode, "pairs", seed, read=lambda rows: as_pairs(rows, template))
 
 
 def load_solutions(
@@ -123,16 +125,24 @@ def load_texts(settings: DataSettings, seed: int) -> Iterator[str]:
     """Every text of the training rows, for training a tokenizer on them; held-out rows are left out."""
     train, _ = _sources(settings, "demonstrations", seed)
     if settings.parts:
-        train = _split(train, Wording.of(settings), settings.parts)["train"]
+        wording = Wording.of(settings)
+        pairs = {"chosen", "rejected"} <= set(train[0])
+        train = _split(as_pairs(train, wording) if pairs else train, wording, settings.parts)["train"]
     for row in train:
         for value in row.values():
             yield from _texts_in(value)
 
 
 def _load(
-    settings: DataSettings, template: Template, encode: Callable[[Rows], tuple[list[Item], Report]], kind: str, seed: int
+    settings: DataSettings,
+    template: Template,
+    encode: Callable[[Rows], tuple[list[Item], Report]],
+    kind: str,
+    seed: int,
+    read: Callable[[Rows], Rows] = lambda rows: rows,
 ) -> Data[Item]:
     train, held_out = _sources(settings, kind, seed)
+    train, held_out = read(train), None if held_out is None else read(held_out)
     watched = None
     if settings.parts:
         parts = _split(train, template, settings.parts)
@@ -181,6 +191,13 @@ def _sources(settings: DataSettings, kind: str, seed: int) -> tuple[Rows, Rows |
     count = settings.limit or TASK_ROWS
     if kind == "demonstrations":
         return Rows(f"task {settings.task}", task.demonstrations(count, seed)), held_out
+    if kind == "pairs":
+        if not isinstance(task, Paired):
+            given = "data.task: preferences, or data.path with chosen and rejected columns"
+            raise ConfigError(f"the task {settings.task!r} has no preference pairs: give {given}")
+        if held_out is None:
+            held_out = Rows(f"task {settings.task}, held out", task.held_out_pairs(settings.eval_limit or TASK_HELD_OUT))
+        return Rows(f"task {settings.task}", task.pairs(count, seed)), held_out
     if held_out is None:
         held_out = Rows(f"task {settings.task}, held out", task.held_out(settings.eval_limit or TASK_HELD_OUT))
     return Rows(f"task {settings.task}", task.prompts(count, seed)), held_out
@@ -190,6 +207,7 @@ def _split(rows: Rows, wording: Wording, fractions: Mapping[str, float]) -> dict
     """Rows by part, `train` among them, by a hash of each row's prompt."""
     parts = [part_of(_key(wording, row, rows.where(i)), fractions) for i, row in enumerate(rows)]
     found = {name: rows.subset([i for i, part in enumerate(parts) if part == name]) for name in ("train", *fractions)}
+    found["train"] = replace(found["train"], left_out=rows.left_out)
     titles = {"test": "held out", "validation": "for validation"}
     return {name: replace(part, name=f"{rows.name}, {titles[name]}") if name in titles else part for name, part in found.items()}
 
@@ -198,11 +216,11 @@ def _without(rows: Rows, held_out: Rows, wording: Wording) -> tuple[Rows, int]:
     """Rows whose prompts are not held out, and how many others there were."""
     hidden = {_key(wording, row, held_out.where(i)) for i, row in enumerate(held_out)}
     kept = rows.subset([i for i, row in enumerate(rows) if _key(wording, row, rows.where(i)) not in hidden])
-    return kept, len(rows) - len(kept)
+    return replace(kept, left_out=rows.left_out), len(rows) - len(kept)
 
 
 def _key(wording: Wording, row: Mapping[str, Any], where: str) -> str:
-    return wording.key(wording.content(with_prompt(row, where), where))
+    return wording.key(wording.content(row, where))
 
 
 def _texts_in(value: object) -> Iterator[str]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from groupwise.data.demonstrations import checked_answer, fit_prompt
-from groupwise.data.prompts import UNKNOWN, TooLong, ask_rows
+from groupwise.data.prompts import REFUSED, UNKNOWN, TooLong, ask_rows
+from groupwise.data.published import UNREADABLE, as_pairs
+from groupwise.data.rendering import Refusal
 from groupwise.data.report import Report, Tally
-from groupwise.data.sources import Rows, missing_column
+from groupwise.data.sources import Rows
 from groupwise.data.templates import Template, is_blank
 from groupwise.errors import DataError
 
@@ -44,24 +46,35 @@ def encode_pairs(
 ) -> tuple[list[Pair], Report]:
     """Pairs of rows with `chosen` and `rejected` (strings or messages) and a prompt in any form that prompts may have.
 
-    Dropped and counted: empty prompts, empty completions, identical completions, unknown characters, and pairs whose longer side
-    exceeds `context` (`truncate_left` cuts the prompt, the same for both sides).
-    Raises DataError if a column is missing, or if no pair is left.
+    Other published forms are read too (`published`).  Dropped and counted: rows that cannot be read, that diverge before their last
+    turn or that the chat template refuses, empty prompts, empty completions, identical completions, unknown characters, and pairs
+    whose longer side exceeds `context` (`truncate_left` cuts the prompt, the same for both sides).
+    Raises DataError if a column is in no row, or if no pair is left.
     """
-    rows = replace(rows, rows=[with_prompt(_both_sides(row, rows.where(i)), rows.where(i)) for i, row in enumerate(rows)])
-    tally = Tally(rows.name, len(rows))
+    rows = as_pairs(rows, template)
+    tally = Tally(rows.name, len(rows) + len(rows.left_out))
+    for left in rows.left_out:
+        tally.drop(left.reason, first=left.where)
     asked = []
-    for i, question in ask_rows(rows, template, tally):
-        sides = [checked_answer(rows[i][side], side, question.where) for side in ("chosen", "rejected")]
+    for i, question in ask_rows(rows, template, tally, lenient=True):
+        try:
+            sides = [checked_answer(rows[i][side], side, question.where) for side in ("chosen", "rejected")]
+            margin = _margin(rows[i], question.where)
+        except DataError as error:
+            tally.drop(UNREADABLE, first=str(error))
+            continue
         if any(is_blank(side) for side in sides):
             tally.drop("with an empty completion")
         else:
-            asked.append((i, question, *sides))
-    questions = [question for _, question, _, _ in asked]
-    all_chosen = template.complete(questions, [chosen for _, _, chosen, _ in asked], eos_ids)
-    all_rejected = template.complete(questions, [rejected for _, _, _, rejected in asked], eos_ids)
+            asked.append((i, question, *sides, margin))
+    questions = [question for _, question, *_ in asked]
+    all_chosen = template.try_complete(questions, [chosen for _, _, chosen, _, _ in asked], eos_ids)
+    all_rejected = template.try_complete(questions, [rejected for _, _, _, rejected, _ in asked], eos_ids)
     pairs = []
-    for (i, question, _, _), chosen, rejected in zip(asked, all_chosen, all_rejected, strict=True):
+    for (i, question, _, _, margin), chosen, rejected in zip(asked, all_chosen, all_rejected, strict=True):
+        if isinstance(chosen, Refusal) or isinstance(rejected, Refusal):
+            tally.drop(REFUSED, first=str(chosen if isinstance(chosen, Refusal) else rejected))
+            continue
         if np.array_equal(chosen.tokens, rejected.tokens):
             tally.drop("with chosen = rejected")
             continue
@@ -75,26 +88,11 @@ def encode_pairs(
         if not (chosen.stable and rejected.stable):
             tally.note("with a completion encoded apart from its prompt")
         tally.keep(template.key(question.content))
-        pairs.append(
-            Pair(id=str(i), prompt=prompt, chosen=chosen.tokens, rejected=rejected.tokens, margin=_margin(rows[i], rows.where(i)))
-        )
+        pairs.append(Pair(id=str(i), prompt=prompt, chosen=chosen.tokens, rejected=rejected.tokens, margin=margin))
     report = tally.report([len(pair) for pair in pairs])
     if not pairs:
         raise DataError(f"no pair is left: {report}")
     return pairs, report
-
-
-def with_prompt(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """The row with its prompt in a column of its own: conversations in `chosen` and `rejected` repeat it.
-
-    Rows of another kind are returned as they are.  Raises DataError if the two conversations differ before their last turn.
-    """
-    chosen, rejected = row.get("chosen"), row.get("rejected")
-    if not isinstance(chosen, list) or not isinstance(rejected, list) or len(chosen) < 2:
-        return row
-    if chosen[:-1] != rejected[:-1]:
-        raise DataError(f"{where}: chosen and rejected must be answers to the same messages, theirs differ before the last turn")
-    return {**row, "prompt": chosen[:-1]}
 
 
 def _margin(row: Mapping[str, Any], where: str) -> float:
@@ -104,10 +102,3 @@ def _margin(row: Mapping[str, Any], where: str) -> float:
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not np.isfinite(margin):
         raise DataError(f"{where}: margin is {margin!r}: expected a number")
     return float(margin)
-
-
-def _both_sides(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    for side in ("chosen", "rejected"):
-        if side not in row:
-            raise DataError(missing_column(side, row, where))
-    return row

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
+from groupwise.data.rendering import Refusal
 from groupwise.data.report import Report, Tally
-from groupwise.data.sources import Rows
+from groupwise.data.sources import Rows, printable
 from groupwise.data.templates import Question, Template, is_blank
 from groupwise.errors import DataError
 from groupwise.records import Prompt
 
 TooLong = Literal["drop", "truncate_left", "error"]
 UNKNOWN = "with characters unknown to the tokenizer"
+REFUSED = "refused by the chat template"
+CONTROL = "with control tokens in their messages"
 
 
 def prompt_limit(context: int, max_new_tokens: int, max_prompt_tokens: int | None) -> int:
@@ -68,8 +72,12 @@ def visit(prompt: Prompt, epoch: int | str) -> Prompt:
     return replace(prompt, id=f"{epoch}/{prompt.id}")
 
 
-def ask_rows(rows: Rows, template: Template, tally: Tally) -> list[tuple[int, Question]]:
-    """(row number, question) of the rows that ask something the tokenizer can write; the others are counted in `tally`."""
+def ask_rows(rows: Rows, template: Template, tally: Tally, *, lenient: bool = False) -> list[tuple[int, Question]]:
+    """(row number, question) of the rows that ask something the tokenizer can write; the others are counted in `tally`.
+
+    lenient: a row whose messages the chat template refuses is counted too, and no error.
+    Raises DataError for a row that cannot be read or is refused, and for control tokens in messages where the recipe says so.
+    """
     asked = []
     for i, row in enumerate(rows):
         content = template.content(row, rows.where(i))
@@ -77,16 +85,42 @@ def ask_rows(rows: Rows, template: Template, tally: Tally) -> list[tuple[int, Qu
             tally.drop("empty")
             continue
         asked.append((i, content))
-    questions = template.ask([content for _, content in asked], [rows.where(i) for i, _ in asked])
-    kept = []
+    questions = template.try_ask([content for _, content in asked], [rows.where(i) for i, _ in asked])
+    kept, control = [], []
     for (i, _), question in zip(asked, questions, strict=True):
-        if not question.tokens.size:
+        if isinstance(question, Refusal):
+            if not lenient:
+                raise DataError(str(question))
+            tally.drop(REFUSED, first=str(question))
+        elif not question.tokens.size:
             tally.drop("empty")
         elif template.unknown(question.text, question.tokens):
             tally.drop(UNKNOWN)
+        elif question.control and template.control_tokens == "drop":
+            tally.drop(CONTROL, first=question.where)
         else:
             kept.append((i, question))
+            control += [question] * bool(question.control)
+    _tell_control(control, template, tally)
     return kept
+
+
+def _tell_control(questions: Sequence[Question], template: Template, tally: Tally) -> None:
+    """Count questions with control tokens in their messages; say what becomes of them, or raise DataError."""
+    if not questions:
+        return
+    first = questions[0]
+    found = f"{first.where}: its messages hold {', '.join(map(repr, first.control))}, which {{}} of the tokenizer"
+    found = found.format("is a control token" if len(first.control) == 1 else "are control tokens")
+    remedy = "data.control_tokens: plain encodes them as text, drop leaves such rows out"
+    if template.control_tokens == "error":
+        raise DataError(f"{printable(found)}; {remedy}")
+    plain = template.control_tokens == "plain"
+    for question in questions:
+        tally.note(f"{CONTROL}, encoded as text" if plain else CONTROL, first=question.where)
+    if not plain:
+        more = f" ({len(questions)} such rows)" if len(questions) > 1 else ""
+        tally.warn(f"{printable(found)}{more}: they can end a turn or begin another; {remedy}")
 
 
 def cut_left(ids: np.ndarray, room: int, bos_id: int | None) -> np.ndarray:

@@ -24,6 +24,10 @@ class Report:
     """Rows left out, by reason."""
     noted: Mapping[str, int] = field(default_factory=dict)
     """Rows kept although something is to be known about them, by what it is."""
+    first: Mapping[str, str] = field(default_factory=dict)
+    """The first row of a reason or of a remark, where that helps to find it."""
+    warnings: tuple[str, ...] = ()
+    """What to look at before training."""
     mean_tokens: float = 0.0
     max_tokens: int = 0
 
@@ -36,8 +40,11 @@ class Report:
         )
         for label, counts in (("dropped", self.dropped), ("kept", self.noted)):
             if counts:
-                text += f"; {label}: " + ", ".join(f"{count} {reason}" for reason, count in counts.items())
+                text += f"; {label}: " + ", ".join(f"{count} {reason}{self._first(reason)}" for reason, count in counts.items())
         return text
+
+    def _first(self, reason: str) -> str:
+        return f" (first: {self.first[reason]})" if reason in self.first else ""
 
 
 class Tally:
@@ -48,14 +55,28 @@ class Tally:
         self._dropped: Counter[str] = Counter()
         self._noted: Counter[str] = Counter()
         self._kept: set[object] = set()
+        self._first: dict[str, str] = {}
+        self._warnings: list[str] = []
 
-    def drop(self, reason: str, count: int = 1) -> None:
-        """Rows that are left out."""
-        self._dropped[reason] += count
+    def drop(self, reason: str, *, first: str | None = None) -> None:
+        """A row that is left out.  first: where it is, or what is wrong with it; shown of the first row with this reason."""
+        self._dropped[reason] += 1
+        if first is not None:
+            self._first.setdefault(reason, first)
 
-    def note(self, remark: str, count: int = 1) -> None:
-        """Rows that stay."""
-        self._noted[remark] += count
+    def note(self, remark: str, *, first: str | None = None) -> None:
+        """A row that stays."""
+        self._noted[remark] += 1
+        if first is not None:
+            self._first.setdefault(remark, first)
+
+    def warn(self, text: str) -> None:
+        """Something to be said before training."""
+        self._warnings.append(text)
+
+    def count(self, reason: str) -> int:
+        """Rows that were dropped or noted with this reason."""
+        return self._dropped[reason] + self._noted[reason]
 
     def keep(self, key: object) -> None:
         """A row that stays; it is a duplicate if a row with this key stayed before."""
@@ -71,6 +92,8 @@ class Tally:
             kept=len(lengths),
             dropped={reason: count for reason, count in self._dropped.items() if count},
             noted={remark: count for remark, count in self._noted.items() if count},
+            first=dict(self._first),
+            warnings=tuple(self._warnings),
             mean_tokens=float(np.mean(lengths)) if len(lengths) else 0.0,
             max_tokens=max(lengths, default=0),
         )

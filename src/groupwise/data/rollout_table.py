@@ -37,11 +37,13 @@ def table_of(step: Step) -> pa.Table:
 
     Columns: step, group, prompt_id, prompt_text, prompt_ids, row (JSON), index, completion_text, completion_ids, behavior_logp,
     current_logp, advantages, trained, version, finish, eos_ids, sampling (JSON), support, `rewards/NAME` per function, reward,
-    `signals/NAME` per token signal (reference_logp ...).  Lists have one entry per completion token; null: was not computed.
+    `signals/NAME` per token signal (reference_logp ...), `update/NAME` per column of the step (weight ...).  Lists have one
+    entry per completion token; null: was not computed.
     """
     names = step.groups[0].names if step.groups else ()
     assert all(group.names == names for group in step.groups), "the groups of a step share their reward functions"
     signals = sorted({name for group in step.groups for name in group.signals})
+    assert not {name for name in step.columns if "/" in name}, "a column's name is one word"
     rows = [_row(step, place, i, names, signals) for place, group in enumerate(step.groups) for i in range(len(group.rollouts))]
     return pa.Table.from_pylist(rows, schema=_schema(names, signals, step))
 
@@ -62,7 +64,7 @@ def _schema(names: Sequence[str], signals: Sequence[str], step: Step) -> pa.Sche
         ("completion_text", pa.string()),
         ("completion_ids", pa.list_(pa.int64())),
         ("behavior_logp", per_token(rollout.behavior_logp for rollout in rollouts)),
-        ("current_logp", per_token(column for group in step.current_logp for column in group)),
+        ("current_logp", per_token(column for group in step.current_logp for column in group if column.size)),
         ("advantages", per_token(column for group in step.advantages for column in group)),
         ("trained", pa.list_(pa.bool_())),
         ("version", pa.list_(pa.int64())),
@@ -75,6 +77,8 @@ def _schema(names: Sequence[str], signals: Sequence[str], step: Step) -> pa.Sche
     ]
     for name in signals:
         fields.append((f"signals/{name}", per_token(column for group in step.groups for column in group.signals.get(name, ()))))
+    for name, column in sorted(step.columns.items()):
+        fields.append((f"update/{name}", per_token(values for group in column for values in group if values.size)))
     weights = step.groups[0].weights if step.groups else ()
     about = {"reward_names": json.dumps(list(names)), "reward_weights": json.dumps(list(weights))}
     return pa.schema(fields, metadata={f"groupwise.{key}": value for key, value in about.items()})
@@ -107,6 +111,7 @@ def _row(step: Step, place: int, i: int, names: Sequence[str], signals: Sequence
         **{f"rewards/{name}": float(value) for name, value in zip(names, group.rewards[i], strict=True)},
         "reward": float(group.reward[i]),
         **{f"signals/{name}": group.signals[name][i] if name in group.signals else None for name in signals},
+        **{f"update/{name}": column[place][i] if column[place][i].size else None for name, column in step.columns.items()},
     }
 
 
@@ -132,6 +137,20 @@ def groups_of(table: pa.Table) -> tuple[list[Scored], Columns, Columns]:
         advantages.append([np.array(row["advantages"], kinds["advantages"]) for row in rows if row["advantages"] is not None])
         current.append([np.array(row["current_logp"], kinds["current_logp"]) for row in rows if row["current_logp"] is not None])
     return scored, advantages, current
+
+
+def columns_of(table: pa.Table) -> dict[str, Columns]:
+    """The further columns of a table's step, by name; empty lists of numbers where nothing was computed."""
+    found: dict[str, Columns] = {}
+    groups = table.column("group").to_pylist()
+    for field in table.schema:
+        if field.name.startswith("update/"):
+            columns: dict[int, list[np.ndarray]] = {}
+            kind = field.type.value_type.to_pandas_dtype()
+            for group, values in zip(groups, table.column(field.name).to_pylist(), strict=True):
+                columns.setdefault(group, []).append(np.array(values if values is not None else [], kind))
+            found[field.name.removeprefix("update/")] = list(columns.values())
+    return found
 
 
 def _scored(

@@ -7,12 +7,27 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
+from groupwise.config.live import LIVE, Live, missing, short_digest
 from groupwise.errors import DataError
+from groupwise.utils.files import digest
 
 READERS_OF = (".jsonl", ".ndjson", ".json", ".parquet")
+MAX_DEPTH = 100
+"""Lists and objects inside one another in a row; Python's own functions fail beyond some hundreds."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A row that is not used."""
+
+    reason: str
+    """As it is counted."""
+    where: str
+    """Which it is, or what is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +39,8 @@ class Rows(Sequence[Mapping[str, Any]]):
     numbers: Sequence[int] = field(default=(), repr=False)
     """What each row is called in its source, from 1: its line in a JSONL file.  Default: 1, 2, 3 ..."""
     unit: str = "row"
+    left_out: tuple[LeftOut, ...] = field(default=(), repr=False)
+    """Rows of the source that are not among these, for the report; a part of these rows does not repeat them."""
 
     def __post_init__(self) -> None:
         if not self.numbers:
@@ -49,7 +66,7 @@ class Rows(Sequence[Mapping[str, Any]]):
 
     def subset(self, places: Sequence[int]) -> Rows:
         """The rows at `places`, under the names they had."""
-        return replace(self, rows=[self.rows[i] for i in places], numbers=[self.numbers[i] for i in places])
+        return replace(self, rows=[self.rows[i] for i in places], numbers=[self.numbers[i] for i in places], left_out=())
 
     def renamed(self, columns: Mapping[str, str]) -> Rows:
         """Columns under our names (`{ours: yours}`), all at once, so that two can be exchanged.
@@ -70,16 +87,20 @@ class Rows(Sequence[Mapping[str, Any]]):
 
 def missing_column(name: str, row: Mapping[str, Any], where: str, ours: str | None = None) -> str:
     """The message for a column that is not there: it lists those that are.  ours: what `data.columns` calls it, where it does."""
-    there = ", ".join(sorted(row)) or "none"
+    there = printable(", ".join(sorted(row))) or "none"
     return f"{where}: no column {name!r}; there are: {there} (data.columns renames: {{{ours or name}: YOURS}})"
 
 
 def read_rows(path: str, split: str = "train") -> Rows:
     """Rows of a JSONL, JSON or Parquet file, or of a hub data set: `owner/name`, or `owner/name:config`.
 
-    A name that looks like a path is never looked up on the hub.
-    Raises DataError naming the file, the line and what was found there.
+    A name that looks like a path is never looked up on the hub.  Rows in memory are a `Live` name (see `live_rows`).
+    Raises DataError naming the file, the line and what was found there, ConfigError for a `live:` name without its rows.
     """
+    if isinstance(path, Live):
+        return path.value
+    if path.startswith(LIVE):
+        raise missing(path, "data.path")
     file = Path(path).expanduser()
     if file.is_dir():
         raise DataError(f"{path} is a folder: give one of its files ({', '.join(READERS_OF)})")
@@ -96,6 +117,57 @@ def read_rows(path: str, split: str = "train") -> Rows:
     if not rows:
         raise DataError(f"{path} holds no rows")
     return rows
+
+
+def live_rows(given: object, name: str) -> Live:
+    """Rows in memory as a name that holds them: a list of mappings, or a `datasets.Dataset`.
+
+    name: what the rows are called in messages, `data` or `eval_data`.   The name in the recipe has a digest of their content.
+    Raises DataError with what was given instead.
+    """
+    library = type(given).__module__.partition(".")[0]
+    if library == "datasets" and isinstance(given, Mapping):
+        splits = ", ".join(map(repr, given))
+        raise DataError(f"{name} is a {type(given).__name__} with the splits {splits}: give one of them, e.g. dataset['train']")
+    if library == "datasets" and hasattr(given, "to_list"):
+        given = given.to_list()  # type: ignore[attr-defined]
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        hint = (
+            ": give frame.to_dict('records')" if library == "pandas" else ": give list(...)" if isinstance(given, Iterator) else ""
+        )
+        raise DataError(f"{name} is a list of mappings or a datasets.Dataset, got {kind_of(given)}{hint}")
+    if not given:
+        raise DataError(f"{name} holds no rows")
+    written = []
+    for i, row in enumerate(given):
+        where = f"{name} row {i + 1}"
+        if not isinstance(row, Mapping):
+            raise DataError(f"{where} is {kind_of(row)}: a row is a mapping of columns to values, e.g. {{'prompt': ...}}")
+        _refuse_depth(row, where)
+        try:
+            written.append(json.dumps(row, sort_keys=True, ensure_ascii=False, default=lambda value: type(value).__name__).encode())
+        except UnicodeEncodeError as error:
+            raise DataError(f"{where}: half of a character, {error.object[error.start]!a}, stands alone: mend the text") from None
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{where}: {error}") from None
+    count = f"{len(given):,} row" + ("s" if len(given) > 1 else "")
+    return Live(f"{count} ({short_digest(written)})", Rows(name, given))
+
+
+def kind_of(value: object) -> str:
+    """What was given, for a message: its type, and the beginning of a value that is short to write.
+
+    >>> kind_of(3), kind_of(None)
+    ('an int: 3', 'None')
+    """
+    if value is None:
+        return "None"
+    kind = type(value).__name__
+    named = f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
+    if not isinstance(value, str | int | float | list | tuple | dict | set | FunctionType):
+        return named
+    shown = printable(repr(value))
+    return f"{named}: {shown if len(shown) <= 60 else shown[:57] + '...'}"
 
 
 def _looks_like_a_path(name: str) -> bool:
@@ -127,13 +199,44 @@ def _parse_line(line: bytes, where: str) -> Mapping[str, Any]:
     text = _decode(line, where).rstrip()
     try:
         row = json.loads(text)
+    except RecursionError:
+        raise _too_deep(where) from None
     except json.JSONDecodeError as error:
         cut = "the line is cut off" if error.pos >= len(text.rstrip()) or "Unterminated" in error.msg else error.msg
         raise DataError(f"{where}: not JSON: {cut} at column {error.colno}: {_excerpt(text, error.pos)}") from None
+    except ValueError as error:
+        raise _too_long(where, error) from None
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row is a JSON object, this is {_kind(row)}")
+    _refuse_depth(row, where)
     _refuse_lone_surrogates(text, row, where)
     return row
+
+
+def _refuse_depth(row: Mapping[str, Any], where: str) -> None:
+    """Raises DataError if a row is nested so deeply that comparing or writing it would fail later."""
+    level: list[Any] = [row]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for value in level
+            for inner in (value.values() if isinstance(value, Mapping) else value)
+            if isinstance(inner, list | Mapping)
+        ]
+        if not level:
+            return
+    raise _too_deep(where)
+
+
+def _too_deep(where: str) -> DataError:
+    return DataError(f"{where}: lists and objects are nested more than {MAX_DEPTH} deep: flatten the row, or store it as a string")
+
+
+def _too_long(where: str, error: ValueError) -> DataError:
+    """Python's limit of the digits of a whole number, which would meet whoever writes the row out again."""
+    digits = re.search(r"has (\d+) digits", str(error))
+    found = f"a whole number of {int(digits[1]):,} digits" if digits else str(error)
+    return DataError(f"{where}: {found}: write it as a string")
 
 
 def _decode(data: bytes, where: str) -> str:
@@ -159,16 +262,21 @@ def _read_json(file: Path, name: str) -> Rows:
     text = _decode(file.read_bytes(), name)
     try:
         rows = json.loads(text)
+    except RecursionError:
+        raise _too_deep(name) from None
     except json.JSONDecodeError as error:
         hint = " (one object per line? then name it .jsonl)" if error.msg == "Extra data" else ""
         raise DataError(
             f"{name} line {error.lineno}: not JSON: {error.msg} at column {error.colno}: {_excerpt(text, error.pos)}{hint}"
         ) from None
+    except ValueError as error:
+        raise _too_long(name, error) from None
     if not isinstance(rows, list):
         raise DataError(f"{name}: expected a list of objects, found {_kind(rows)}")
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
             raise DataError(f"{name} row {i + 1}: a row is a JSON object, this is {_kind(row)}")
+        _refuse_depth(row, f"{name} row {i + 1}")
         _refuse_lone_surrogates(text, row, f"{name} row {i + 1}")
     return Rows(name, rows)
 
@@ -185,19 +293,43 @@ def _read_parquet(file: Path, name: str) -> Rows:
         raise DataError(f"{name}: not a readable Parquet file (begins with {start!r}): {str(error).splitlines()[0]}") from None
 
 
-def _read_hub(name: str, split: str) -> Rows:
+def fingerprint(path: str, split: str = "train") -> dict[str, Any]:
+    """What stands for the content of `read_rows(path, split)`: size and xxh3-128 of a file, the fingerprint of a hub's data set.
+
+    Raises DataError, OSError.
+    """
+    file = Path(path).expanduser()
+    if file.exists() or _looks_like_a_path(path):
+        return {"size": file.stat().st_size, "xxh3_128": digest(file)}
+    return {"fingerprint": str(_load_hub(path, split)._fingerprint)}
+
+
+def _load_hub(name: str, split: str) -> Any:
     """Through `datasets`, with its cache.  Scripts of a data set are never run: `datasets` no longer can."""
     import datasets
 
     path, _, config = name.partition(":")
     try:
-        loaded = datasets.load_dataset(path, config or None, split=split)
+        return datasets.load_dataset(path, config or None, split=split)
     except (OSError, ValueError, RuntimeError) as error:  # not found, no connection, no such config or split
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(f"cannot load {name!r} (split {split!r}) from the hub, and no such file is here: {reason}") from error
+
+
+def _read_hub(name: str, split: str) -> Rows:
+    loaded = _load_hub(name, split)
     if not len(loaded):
         raise DataError(f"{name} (split {split}) holds no rows")
     return Rows(name, loaded.to_list())
+
+
+def printable(text: object) -> str:
+    r"""Foreign text for a message: characters that could steer a terminal stand there as escapes.
+
+    >>> printable("a\x1b[2Jb")
+    'a\\x1b[2Jb'
+    """
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in str(text))
 
 
 def _kind(value: object) -> str:

@@ -8,14 +8,16 @@ its text.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from groupwise.config.settings import DataSettings
+from groupwise.config.settings import ControlTokens, DataSettings
+from groupwise.data.rendering import Chat, Refusal, render_chats
 from groupwise.data.sources import missing_column
 from groupwise.errors import ConfigError, DataError
 
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 Messages = list[dict[str, Any]]
 Content = str | Messages
 """What a row asks, before any chat template: a plain string, or chat messages."""
+
+OPEN, CLOSE = "\U000ffffc", "\U000ffffd"
+"""Marks around control tokens that are text, while they pass through a chat template: two characters that nobody uses."""
 
 ALPACA = """Below is an instruction that describes a task{with_input}. Write a response that appropriately completes the request.
 
@@ -109,11 +114,19 @@ class Template(Wording):
     """
 
     tokenizer: PreTrainedTokenizerBase
+    control_tokens: ControlTokens = "warn"
+    """What becomes of the tokenizer's special tokens where a row's messages hold their text: see `DataSettings.control_tokens`."""
 
     @classmethod
     def build(cls, settings: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Template:
         """The template that the settings describe."""
-        return cls(tokenizer=tokenizer, chat=settings.chat, system=settings.system, format=settings.template)
+        return cls(
+            tokenizer=tokenizer,
+            chat=settings.chat,
+            system=settings.system,
+            format=settings.template,
+            control_tokens=settings.control_tokens,
+        )
 
     def text(self, content: Content, where: str = "row") -> str:
         """The prompt's text: a string as it is, messages through the chat template up to where the assistant starts.
@@ -121,17 +134,23 @@ class Template(Wording):
         A last message of the assistant is continued, not closed.
         Raises DataError if the tokenizer has no chat template, or its template refuses the messages.
         """
-        if isinstance(content, str):
-            return content
-        continued = content[-1]["role"] == "assistant"
-        return self._chat(content, where, add_generation_prompt=not continued, continue_final_message=continued)
+        return _accepted(self._rendered([_prompt_chat(content, where)])[0])
 
     def ask(self, contents: Sequence[Content], wheres: Sequence[str]) -> list[Question]:
-        """Texts and ids of contents; `wheres` names their rows in messages."""
+        """Texts and ids of contents; `wheres` names their rows in messages.  Raises DataError as `text`."""
+        return [_accepted(question) for question in self.try_ask(contents, wheres)]
+
+    def try_ask(self, contents: Sequence[Content], wheres: Sequence[str]) -> list[Question | Refusal]:
+        """The same, with what the chat template says of messages that it refuses in the place of their question."""
+        control = [self.control_in(content) for content in contents]
+        shown = [self._marked(content) if found else content for content, found in zip(contents, control, strict=True)]
+        texts = self._rendered([_prompt_chat(content, where) for content, where in zip(shown, wheres, strict=True)])
         plain = [isinstance(content, str) for content in contents]
-        texts = [self.text(content, where) for content, where in zip(contents, wheres, strict=True)]
-        encoded = self.encode(texts, plain=plain)
-        return [Question(*fields) for fields in zip(wheres, contents, texts, encoded, strict=True)]
+        encoded = self._encode_some(texts, plain)
+        return [
+            text if isinstance(text, Refusal) else Question(where, content, _unmarked(text), ids, found)
+            for where, content, text, ids, found in zip(wheres, contents, texts, encoded, control, strict=True)
+        ]
 
     def encode(self, texts: Sequence[str], *, plain: Sequence[bool]) -> list[np.ndarray]:
         """int64 ids of prompts.  `plain` texts get what the tokenizer puts before a string, unless they begin with it already.
@@ -141,8 +160,10 @@ class Template(Wording):
         if not texts:
             return []
         encoded = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        marked = self.control_tokens == "plain"
+        found = [self._encode_marked(text) if marked and OPEN in text else ids for text, ids in zip(texts, encoded, strict=True)]
         lead = self._lead
-        rows = [lead + ids if bare and ids[: len(lead)] != lead else ids for ids, bare in zip(encoded, plain, strict=True)]
+        rows = [lead + ids if bare and ids[: len(lead)] != lead else ids for ids, bare in zip(found, plain, strict=True)]
         return [np.asarray(ids, dtype=np.int64) for ids in rows]
 
     def complete(self, questions: Sequence[Question], answers: Sequence[Content], eos_ids: Sequence[int]) -> list[Completion]:
@@ -150,12 +171,22 @@ class Template(Wording):
 
         A question's ids are kept as they are in generation.  Where the tokenizer would merge across the border, or the chat
         template renders an answered prompt differently, the answer is encoded on its own and `stable` is False.
+        Raises DataError if the chat template refuses an answered prompt.
         """
+        return [_accepted(completion) for completion in self.try_complete(questions, answers, eos_ids)]
+
+    def try_complete(
+        self, questions: Sequence[Question], answers: Sequence[Content], eos_ids: Sequence[int]
+    ) -> list[Completion | Refusal]:
+        """The same, with what the chat template says of conversations that it refuses in the place of their completion."""
         spoken = [answer if isinstance(answer, str) else str(answer[-1]["content"] or "") for answer in answers]
-        whole = [self._answered(question, text) for question, text in zip(questions, spoken, strict=True)]
-        joint = self.encode(whole, plain=[question.plain for question in questions])
-        completions = []
-        for question, text, ids in zip(questions, spoken, joint, strict=True):
+        whole = self._rendered([self._answered(question, text) for question, text in zip(questions, spoken, strict=True)])
+        joint = self._encode_some(whole, [question.plain for question in questions])
+        completions: list[Completion | Refusal] = []
+        for question, text, rendered, ids in zip(questions, spoken, whole, joint, strict=True):
+            if isinstance(rendered, Refusal):
+                completions.append(rendered)
+                continue
             m = question.tokens.size
             stable = np.array_equal(ids[:m], question.tokens)
             if not stable:
@@ -190,29 +221,89 @@ class Template(Wording):
         starts = [i for i in range(len(full)) if full[i : i + len(bare)] == bare]
         return list(full[: starts[0]]) if starts else []
 
-    def _chat(self, messages: Messages, where: str, **options: Any) -> str:
-        if not self.tokenizer.chat_template:
-            raise DataError(
-                "the prompts are chat messages but the tokenizer has no chat template: set model.chat_template, "
-                "or use string prompts without data.chat"
-            )
-        import jinja2
+    def control_in(self, content: Content) -> tuple[str, ...]:
+        """The special tokens whose text stands in the messages that a row brings, once each, in their order.
 
-        try:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
-        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
-            raise DataError(f"{where}: the chat template refuses these messages: {error}") from error
+        Strings that no chat template wraps are taken at their word, and so are the assistant's messages: both may hold the
+        model's own format on purpose.
+        """
+        if isinstance(content, str):
+            return ()
+        found = (token for text in _texts_of(self._foreign(content)) for token in self.control_pattern.findall(text))
+        return tuple(dict.fromkeys(found))
 
-    def _answered(self, question: Question, spoken: str) -> str:
-        """The text of question and answer together."""
-        content = question.content
+    def _foreign(self, messages: Messages) -> Messages:
+        """Messages that neither the recipe nor the assistant wrote."""
+        own = messages[1:] if self.system is not None else messages
+        return [message for message in own if message["role"] != "assistant"]
+
+    def _marked(self, content: Content) -> Content:
+        """Messages whose control tokens stand between marks, where they are to be encoded as text."""
+        if isinstance(content, str) or self.control_tokens != "plain":
+            return content
+        foreign = {id(message) for message in self._foreign(content)}
+        return [self.shielded(message) if id(message) in foreign else message for message in content]
+
+    def shielded(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message whose control tokens stand between marks: `encode` makes plain text of them (`control_tokens` is `plain`)."""
+        return _map_texts(message, self._mark)
+
+    def _mark(self, text: str) -> str:
+        return self.control_pattern.sub(lambda found: f"{OPEN}{found[0]}{CLOSE}", _unmarked(text))
+
+    @cached_property
+    def control_pattern(self) -> re.Pattern[str]:
+        """Finds special tokens in a text, the longest first."""
+        known = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        known |= set(self.tokenizer.all_special_tokens)
+        return re.compile("|".join(map(re.escape, sorted(known, key=len, reverse=True))) or "(?!)")
+
+    def _encode_marked(self, text: str) -> list[int]:
+        """Ids of a text with marks: between two special tokens of the template everything is text, if a mark stands there.
+
+        Special tokens cut a text before it is tokenised; so the ids of the other stretches are those of the whole.
+        """
+        pattern = re.compile(f"{OPEN}.*?{CLOSE}|({self.control_pattern.pattern})", re.DOTALL)
+        pieces, plain, start = [""], [False], 0
+        for found in pattern.finditer(text):
+            if found[1] is None:
+                continue
+            stretch = text[start : found.start()]
+            if OPEN in stretch or CLOSE in stretch:
+                pieces += [stretch, found[0]]
+                plain += [True, False]
+            else:
+                pieces[-1] += stretch + found[0]
+            start = found.end()
+        rest = text[start:]
+        if OPEN in rest or CLOSE in rest:
+            pieces.append(rest)
+            plain.append(True)
+        else:
+            pieces[-1] += rest
+        ids: list[int] = []
+        for piece, as_text in zip(pieces, plain, strict=True):
+            ids += self.tokenizer(_unmarked(piece), add_special_tokens=False, split_special_tokens=as_text)["input_ids"]
+        return ids
+
+    def _rendered(self, chats: Sequence[str | Chat]) -> list[str | Refusal]:
+        """Texts; strings are texts already."""
+        rendered = iter(render_chats(self.tokenizer, [chat for chat in chats if isinstance(chat, Chat)]))
+        return [next(rendered) if isinstance(chat, Chat) else chat for chat in chats]
+
+    def _encode_some(self, texts: Sequence[str | Refusal], plain: Sequence[bool]) -> list[np.ndarray]:
+        """Ids of texts; of what is none, no ids."""
+        return self.encode([text if isinstance(text, str) else "" for text in texts], plain=plain)
+
+    def _answered(self, question: Question, spoken: str) -> str | Chat:
+        """Question and answer together."""
+        content = self._marked(question.content) if question.control else question.content
         if isinstance(content, str):
             return content + spoken
         if content[-1]["role"] == "assistant":
             last = {**content[-1], "content": str(content[-1]["content"]) + spoken}
-            return self._chat([*content[:-1], last], question.where, add_generation_prompt=False)
-        turn = {"role": "assistant", "content": spoken}
-        return self._chat([*content, turn], question.where, add_generation_prompt=False)
+            return Chat([*content[:-1], last], question.where)
+        return Chat([*content, {"role": "assistant", "content": spoken}], question.where)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -225,6 +316,8 @@ class Question:
     text: str
     tokens: np.ndarray
     """int64 (m,)."""
+    control: tuple[str, ...] = ()
+    """Special tokens whose text stands in its messages."""
 
     @property
     def plain(self) -> bool:
@@ -241,6 +334,50 @@ class Completion:
     text: str
     stable: bool
     """False if the answer had to be encoded apart from its prompt."""
+
+
+Found = TypeVar("Found", str, Question, Completion)
+
+
+def _accepted(found: Found | Refusal) -> Found:
+    """What was found.  Raises DataError for a refusal."""
+    if isinstance(found, Refusal):
+        raise DataError(str(found))
+    return found
+
+
+def _prompt_chat(content: Content, where: str) -> str | Chat:
+    """What is rendered of a prompt: up to where the assistant starts, or goes on."""
+    if isinstance(content, str):
+        return content
+    continued = content[-1]["role"] == "assistant"
+    return Chat(content, where, add_generation_prompt=not continued, continue_final_message=continued)
+
+
+def _texts_of(value: object) -> Iterator[str]:
+    """Every string inside messages; the names of roles and of kinds are not looked at."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            if key not in ("role", "type"):
+                yield from _texts_of(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts_of(inner)
+
+
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """The same with every string changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: inner if key in ("role", "type") else _map_texts(inner, change) for key, inner in value.items()}
+    return [_map_texts(inner, change) for inner in value] if isinstance(value, list) else value
+
+
+def _unmarked(text: str) -> str:
+    return text.replace(OPEN, "").replace(CLOSE, "")
 
 
 def is_blank(content: Content) -> bool:

@@ -37,8 +37,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from groupwise import errors
 from groupwise.distributed.heartbeat import SILENCE, Watch, say
-from groupwise.errors import ConfigError, GroupwiseError, PeerError
+from groupwise.errors import ConfigError, GroupwiseError, PeerError, StorageError
 
 Item = TypeVar("Item")
 
@@ -148,6 +149,9 @@ def leave() -> None:
         if _talk.watch is not None:
             _talk.watch.stop()
         dist.destroy_process_group()
+        # gloo's threads end with the last reference.  One that lives on, and lets go of the last exchange's tensors while Python is
+        # being taken down, asks for the interpreter then: that aborts the process.
+        _talk.group = _talk.aside = _talk.watch = None
 
 
 @contextmanager
@@ -206,17 +210,35 @@ def from_first(function: Callable[[], Item]) -> Item:
     here = world()
     if here.size == 1:
         return function()
-    outcome: list[Any] = []
+    return together(lambda: [function()] if here.first else [])[0]
+
+
+def together(work: Callable[[], Iterable[Item]]) -> list[Item]:
+    """`gather` of what `work` gives on each process.  What goes wrong on one is raised on all, so that they stay in step.
+
+    Its own GroupwiseError, or an OSError as StorageError, is raised by the process itself, the same with its rank by the others;
+    anything else ends the process, which the others notice (PeerError).
+    """
+    if world().size == 1:
+        return list(work())
+    mine: list[Item] = []
     failure: GroupwiseError | None = None
-    if here.first:
-        try:
-            outcome = [function()]
-        except GroupwiseError as error:
-            failure = error
-    found = gather([(outcome, failure)])[0]
-    if found[1] is not None:
-        raise found[1]
-    return found[0][0]
+    try:
+        mine = list(work())
+    except GroupwiseError as error:
+        failure = error
+    except OSError as error:
+        failure = StorageError(f"{type(error).__name__}: {error}")
+        failure.__cause__ = error
+    # By name and text: an error may hold what cannot travel.
+    told = None if failure is None else (type(failure).__name__, str(failure))
+    outcomes = gather([(mine, told)])
+    for rank, (_, wrong) in enumerate(outcomes):
+        if wrong is not None:
+            raised = failure or getattr(errors, wrong[0], PeerError)(f"on rank {rank}: {wrong[1]}")
+            raised.everywhere = True
+            raise raised
+    return [item for items, _ in outcomes for item in items]
 
 
 def wait() -> None:

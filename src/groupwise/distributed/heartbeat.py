@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, Protocol
 
 from groupwise.errors import PeerError
+from groupwise.utils.terminal import escaped
 
 BEAT = 1.0
 """Seconds between two signs of life."""
@@ -115,7 +116,7 @@ class Watch:
 
 def say(rank: int, text: str) -> None:
     """A last line to stderr, from wherever the process is."""
-    sys.stderr.write(f"rank {rank}: {text}\n")
+    sys.stderr.write(f"rank {rank}: {escaped(text)}\n")
     sys.stderr.flush()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,10 +31,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import cached_file
 
+from groupwise.config.live import LIVE, Live, missing, short_digest
 from groupwise.config.settings import ModelSettings
-from groupwise.data.tokenizers import has_tokenizer, load_tokenizer
+from groupwise.data.tokenizers import has_tokenizer, load_tokenizer, with_chat_template
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError, DataError
 from groupwise.models import rope
@@ -347,12 +351,18 @@ class Blueprint:
 
 
 def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None = None) -> Blueprint:
-    """Everything about a checkpoint but its weights.  Raises ConfigError or DataError with the remedy.
+    """Everything about a checkpoint but its weights; its tokenizer has the chat template of the recipe, if that names one.
+
+    Raises ConfigError or DataError with the remedy.
 
     A folder that holds an adapter in peft's format means its base with the adapter merged into the weights.
     """
     assert settings.path is not None
     path = settings.path
+    if isinstance(path, Live):
+        return _live_blueprint(settings, *path.value)
+    if path.startswith(LIVE):
+        raise missing(path, "model.path")
     if (Path(path) / ADAPTER_CONFIG).is_file():
         return _adapted_blueprint(settings, tokenizer)
     if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
@@ -369,11 +379,9 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
         tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=settings.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {path!r} cannot be read: {str(error).splitlines()[0]}") from error
+    tokenizer = with_chat_template(tokenizer, settings.chat_template)
     check_vocabulary(len(tokenizer), config.to_dict().get("vocab_size"))
-    try:
-        generation = GenerationConfig.from_pretrained(path)
-    except OSError:  # not every checkpoint has a generation_config.json; its config then says what ends a completion
-        generation = GenerationConfig.from_model_config(config)
+    generation = _read_generation_config(path) or GenerationConfig.from_model_config(config)
 
     dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
     kind = AutoModelForSequenceClassification if is_scorer(config.to_dict()) else AutoModelForCausalLM
@@ -399,14 +407,38 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
     )
 
 
+def _read_generation_config(path: str) -> GenerationConfig | None:
+    """A checkpoint's generation_config.json, which may name several EOS ids; None if it has none.
+
+    Raises ConfigError if the file is there and cannot be read: without it, completions would end elsewhere.
+    """
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    file = cached_file(path, GENERATION_CONFIG_NAME, **quiet)
+    if file is None:
+        return None
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        said = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"model.path: {file} cannot be read ({said}): it says which tokens end a completion; fetch or copy it again, "
+            "or remove it to go by config.json"
+        ) from error
+
+
 def _load(kind: Any, path: str, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     """A checkpoint's model, every weight of which was read.  Raises ConfigError.   kind: a class of transformers' Auto family."""
     try:
         model, found = kind.from_pretrained(path, trust_remote_code=trust_remote_code, dtype=dtype, output_loading_info=True)
     except torch.OutOfMemoryError:
         raise
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        said = str(error).strip().splitlines()[0]
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            f"model.path: the weights in {path!r} are a pickle (pytorch_model.bin) that holds more than weights, or is damaged; "
+            "nothing of it was run. Take the checkpoint's .safetensors, or save it anew as such where you trust it"
+        ) from error
+    except (OSError, ValueError, RuntimeError, EOFError, SafetensorError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"model.path: the weights in {path!r} cannot be read: {said}; fetch or copy them again") from error
     if missing := sorted(found["missing_keys"]):  # transformers would leave them random
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -424,6 +456,50 @@ def _adapted_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBa
     base = read_blueprint(replace(settings, path=read_adapter(Path(folder))), tokenizer)
     # Read whole: its weights are in no file.
     return replace(base, load=lambda: merge_adapter(base.load(), folder), empty=None, pieces=lambda: None)
+
+
+def live_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Live:
+    """A loaded model as a name that holds it and its tokenizer.
+
+    The name says its class, where it was loaded from, and a digest of its weights, made of a few numbers of each.
+    """
+
+    def sampled() -> Iterator[bytes]:
+        for name, parameter in model.named_parameters():
+            flat = parameter.detach().reshape(-1)
+            yield f"{name} {tuple(parameter.shape)}".encode()
+            yield flat[:: max(flat.numel() // 64, 1)].double().cpu().numpy().tobytes()
+
+    origin = getattr(model.config, "name_or_path", "")
+    return Live(f"{type(model).__name__}{f' of {origin}' if origin else ''} ({short_digest(sampled())})", (model, tokenizer))
+
+
+def _live_blueprint(settings: ModelSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Blueprint:
+    """Of a model that is loaded already.  What is trained is a copy: neither the model nor its tokenizer is changed."""
+    if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
+        raise ConfigError(
+            "the model carries an adapter: merge it first (model = model.merge_and_unload()), or give the model without it and let "
+            "the run make one: model={'path': model, 'lora': {}}"
+        )
+    tokenizer = with_chat_template(copy.deepcopy(tokenizer), settings.chat_template)
+    check_vocabulary(len(tokenizer), embedding_rows(model))
+    generation = model.generation_config if model.can_generate() else GenerationConfig.from_model_config(model.config)
+    dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+
+    def load() -> PreTrainedModel:
+        trained = copy.deepcopy(model).requires_grad_(True)
+        for parameter in trained.parameters():
+            parameter.grad = None
+            parameter.data = parameter.data.to(dtype)  # parameters only, as from_pretrained does
+        return trained
+
+    return Blueprint(
+        tokenizer=tokenizer,
+        config=model.config.to_dict(),
+        eos_ids=eos_ids(generation, tokenizer),
+        context=context_length(model.config.to_dict()),
+        load=load,
+    )
 
 
 def is_scorer(config: dict[str, Any]) -> bool:
@@ -456,9 +532,7 @@ def make_policy(
         raise ConfigError(
             f"{model.config.name_or_path or 'the model'} is a reward model, not a language model: it cannot be a policy"
         )
-    if settings.chat_template is not None:
-        template = Path(settings.chat_template)
-        tokenizer.chat_template = template.read_text() if template.suffix == ".jinja" else settings.chat_template
+    tokenizer = with_chat_template(tokenizer, settings.chat_template)
     size = len(tokenizer)
     check_vocabulary(size, embedding_rows(model))
     empty = model.device.type == "meta"

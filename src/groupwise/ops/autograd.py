@@ -15,7 +15,7 @@ Gradients = tuple[Tensor | None, ...]
 def first_derivative(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
     """An operation's `backward` that cannot be differentiated again, and says so: `create_graph=True` raises RuntimeError.
 
-    torch's `once_differentiable` raises only where what comes in needs a gradient itself; a sum's slope does not, and what is
+    torch's `once_differentiable` raises only where what comes in needs a gradient itself; a sum's gradient does not, and what is
     found is then taken for a constant.
     """
 

@@ -1,7 +1,7 @@
 """The operations of `models/fused`: transformers' functions to rounding, with their gradients written out.
 
 Each saves less for the backward pass than a composition of torch's operations does (of an MLP a third less: what is between its
-products is made again), and makes fewer passes over the activations: one, where there are compiled kernels (groupwise/kernels).
+products is made again), and makes fewer passes over the activations: one, where there are compiled kernels (groupwise/ops/cpu).
 
 T positions of a stream   D width   H heads   W head width   I inner width of an MLP
 """
@@ -109,13 +109,13 @@ class RMSNorm(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight_D, scale_T = ctx.saved_tensors
-        slope_TD, wide_D = grads[0].flatten(0, -2), weight_D.to(scale_T.dtype)
+        grad_out_TD, wide_D = grads[0].flatten(0, -2), weight_D.to(scale_T.dtype)
         if scale_T.ndim == 1:  # made by the compiled norm
-            grad_x_TD, _, grad_weight_D = kernels.rms_norm_backward(slope_TD.contiguous(), x_TD, weight_D, scale_T)
+            grad_x_TD, _, grad_weight_D = kernels.rms_norm_backward(grad_out_TD.contiguous(), x_TD, weight_D, scale_T)
             return grad_x_TD.view_as(grads[0]), grad_weight_D, None, None
         grad_x_TD, grad_weight_D = torch.empty_like(x_TD), torch.zeros_like(wide_D)
         for rows in _blocks(x_TD):
-            grad_TD = slope_TD[rows].to(scale_T.dtype)
+            grad_TD = grad_out_TD[rows].to(scale_T.dtype)
             unit_TD = x_TD[rows] * scale_T[rows]
             along_TD = unit_TD * grad_TD
             grad_weight_D += along_TD.sum(0)
@@ -139,11 +139,11 @@ class AddNorm(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         total, weight_D, scale_T = ctx.saved_tensors
-        more, slope = grads
-        if slope is None:  # nobody has read the norm
-            slope = torch.zeros_like(total, dtype=ctx.dtype)
+        more, grad = grads
+        if grad is None:  # nobody has read the norm
+            grad = torch.zeros_like(total, dtype=ctx.dtype)
         more = None if more is None else more.contiguous()
-        grad_x, grad_add, grad_weight_D = kernels.rms_norm_backward(slope.contiguous(), total, weight_D, scale_T, more)
+        grad_x, grad_add, grad_weight_D = kernels.rms_norm_backward(grad.contiguous(), total, weight_D, scale_T, more)
         return grad_x, grad_add if ctx.added else None, grad_weight_D, None, None
 
 
@@ -247,13 +247,13 @@ class GatedMLP(torch.autograd.Function):
             inner_TI, grad_up_TI = kernels.gated_backward(grad_gate_TI, gate_TI, up_TI)
         else:
             inner_TI, grad_up_TI = _gate_backward(grad_gate_TI, gate_TI, up_TI)
-        grad_down_DI = _slope(ctx, grad_TD, inner_TI, down_DI) if needs_down else None
+        grad_down_DI = _weight_grad(ctx, grad_TD, inner_TI, down_DI) if needs_down else None
         del inner_TI
         grad_x_TD = product(grad_gate_TI, _like(gate_ID, x_TD, ctx.copies)) if needs_x else None
         if grad_x_TD is not None:
             add_product(grad_x_TD, grad_up_TI, _like(up_ID, x_TD, ctx.copies), fresh=False)
-        grad_gate_ID = _slope(ctx, grad_gate_TI, x_TD, gate_ID) if needs_gate else None
-        return grad_x_TD, grad_gate_ID, _slope(ctx, grad_up_TI, x_TD, up_ID) if needs_up else None, grad_down_DI
+        grad_gate_ID = _weight_grad(ctx, grad_gate_TI, x_TD, gate_ID) if needs_gate else None
+        return grad_x_TD, grad_gate_ID, _weight_grad(ctx, grad_up_TI, x_TD, up_ID) if needs_up else None, grad_down_DI
 
 
 def _gated(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
@@ -312,11 +312,11 @@ class PlainMLP(torch.autograd.Function):
         else:
             opened_TI = F.gelu(inner_TI, approximate="tanh") if needs_out else None
             grad_TI = torch.ops.aten.gelu_backward(grad_TI, inner_TI, approximate="tanh")
-        grad_out_ID = _slope(ctx, opened_TI, grad_TD, out_ID) if needs_out and opened_TI is not None else None
+        grad_out_ID = _weight_grad(ctx, opened_TI, grad_TD, out_ID) if needs_out and opened_TI is not None else None
         del opened_TI
         return (
             product(grad_TI, _like(in_DI, x_TD, ctx.copies).T) if needs_x else None,
-            _slope(ctx, x_TD, grad_TI, in_DI) if needs_in else None,
+            _weight_grad(ctx, x_TD, grad_TI, in_DI) if needs_in else None,
             grad_TI.sum(0).to(in_I.dtype) if needs_in_bias else None,
             grad_out_ID,
             grad_TD.sum(0).to(out_D.dtype) if needs_out_bias else None,
@@ -346,7 +346,7 @@ class Linear(torch.autograd.Function):
         grad_TO = grads[0]
         grad_weight = None
         if x_TI is not None:
-            grad_weight = _slope(ctx, x_TI, grad_TO, weight) if ctx.turned else _slope(ctx, grad_TO, x_TI, weight)
+            grad_weight = _weight_grad(ctx, x_TI, grad_TO, weight) if ctx.turned else _weight_grad(ctx, grad_TO, x_TI, weight)
         weight_OI = _like(weight, grad_TO, ctx.copies).T if ctx.turned else _like(weight, grad_TO, ctx.copies)
         return (
             product(grad_TO, weight_OI) if needs_x else None,
@@ -415,7 +415,7 @@ def _like(weight: Tensor, x: Tensor, copies: Copies | None) -> Tensor:
     return found[1]
 
 
-def _slope(ctx: Any, left_TN: Tensor, right_TM: Tensor, weight_NM: Tensor) -> Tensor | None:
+def _weight_grad(ctx: Any, left_TN: Tensor, right_TM: Tensor, weight_NM: Tensor) -> Tensor | None:
     """Gradient of a weight, in its own type; None where it was added to the weight's `.grad` itself."""
     total_NM, fresh = gradient_of(weight_NM, ctx.summing)
     if total_NM is None:

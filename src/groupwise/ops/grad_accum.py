@@ -3,7 +3,7 @@
 The head's gradient is as large as its matrix; where the embedding is the same matrix, autograd makes its gradient just as large,
 adds the two, and adds their sum to that of the micro-batches before: three or four matrices of V x D, and as many passes over
 them.  Inside `summed_in_place` the head's products and the embedding's rows are added to the parameter's `.grad` itself, and so
-are the slopes of linear layers: made of bfloat16 numbers for a float32 matrix, they are then never rounded.
+are the weight gradients of linear layers: made of bfloat16 numbers for a float32 matrix, they are then never rounded.
 
 V vocabulary, or another matrix's rows   D width
 """

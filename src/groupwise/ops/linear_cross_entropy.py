@@ -162,6 +162,7 @@ class _Chosen(torch.autograd.Function):
         entropy: bool,
         chunk_numbers: int,
     ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)  # entropies that are only looked at cost nothing on the way back
         visits = _Visits(hidden_MD, head, target_M, temperature_M, support, entropy, chunk_numbers)
         for rows, raw_CV in visits.products():
             visits.measure(rows, raw_CV)
@@ -172,12 +173,13 @@ class _Chosen(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_logp_M, grad_entropy_M = grads
         visits: _Visits = ctx.visits
+        grad_logp_M = torch.zeros_like(visits.logp_M) if grads[0] is None else grads[0]
+        grad_entropy_M = grads[1] if visits.entropy else None
         _ = ctx.saved_tensors  # what the visits read again: autograd sees whether it has changed
         sums = _Gradients(visits, ctx.needs_input_grad, in_place=ctx.summing)
         for rows, raw_CV in visits.products():
-            sums.add(rows, raw_CV, grad_logp_M[rows], grad_entropy_M[rows] if visits.entropy else None)
+            sums.add(rows, raw_CV, grad_logp_M[rows], None if grad_entropy_M is None else grad_entropy_M[rows])
         return *sums.found, None, None, None, None, None, None
 
 
@@ -208,9 +210,9 @@ class _Fused(torch.autograd.Function):
                 entropy_C = entropy_M[rows].clone().requires_grad_() if entropy else None
                 value = loss(leaf_C, entropy_C, rows)
                 leaves = (leaf_C,) if entropy_C is None else (leaf_C, entropy_C)
-                slopes = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else (None, None)
+                grads = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else (None, None)
             total += value.detach()
-            sums.add(rows, raw_CV, torch.zeros_like(leaf_C) if slopes[0] is None else slopes[0], slopes[1] if entropy else None)
+            sums.add(rows, raw_CV, torch.zeros_like(leaf_C) if grads[0] is None else grads[0], grads[1] if entropy else None)
         ctx.sums = sums
         ctx.mark_non_differentiable(logp_M, entropy_M)
         return total, logp_M, entropy_M
@@ -350,15 +352,15 @@ class _Gradients:
         return [hidden_MD, None if self.in_place else self.weight_VD, self.bias_V]
 
     def add(self, rows: slice, raw_CV: Tensor, grad_logp_C: Tensor, grad_entropy_C: Tensor | None) -> None:
-        """Add a measured chunk, given the slopes of the loss in its log-probs and entropies.  `raw_CV` is overwritten."""
+        """Add a measured chunk, given the gradients of the loss in its log-probs and entropies.  `raw_CV` is overwritten."""
         visits = self.visits
         own_CV = raw_CV[: rows.stop - rows.start]
         if self.bias_V is None and visits.compiled(raw_CV):
             read = visits.factor_M[rows], visits.target_M[rows], visits.lse_M[rows], visits.entropy_M[rows]
             in_entropy_C = None if grad_entropy_C is None else grad_entropy_C.contiguous()
-            kernels.slope_of_logits(own_CV, *read, grad_logp_C.contiguous(), in_entropy_C)
+            kernels.logits_gradient(own_CV, *read, grad_logp_C.contiguous(), in_entropy_C)
         else:
-            self._slopes(rows, own_CV, grad_logp_C, grad_entropy_C)
+            self._logits_gradient(rows, own_CV, grad_logp_C, grad_entropy_C)
         raw_CV[rows.stop - rows.start :] = 0.0
         every = visits.with_filler(rows)
         if self.hidden_MD is not None:
@@ -367,17 +369,17 @@ class _Gradients:
             add_product(self.weight_VD, raw_CV.T, visits.hidden_MD[every], fresh=self.fresh)
             self.fresh = False
 
-    def _slopes(self, rows: slice, raw_CV: Tensor, grad_logp_C: Tensor, grad_entropy_C: Tensor | None) -> None:
-        """`kernels.cpu.slope_of_logits`, of any head, in torch's operations; the bias is given its gradient, too."""
+    def _logits_gradient(self, rows: slice, raw_CV: Tensor, grad_logp_C: Tensor, grad_entropy_C: Tensor | None) -> None:
+        """`kernels.logits_gradient`, of any head, in torch's operations; the bias is given its gradient, too."""
         head = self.visits.head
         for block, raw_BV, z_BV in self.visits.blocks(rows, raw_CV):
             own = slice(block.start - rows.start, block.stop - rows.start)
-            slope_BV = None
+            softcap_grad_BV = None
             if head.softcap is not None:
-                slope_BV = 1.0 - torch.tanh(raw_BV.to(z_BV.dtype) * (head.scale / head.softcap)).square()
+                softcap_grad_BV = 1.0 - torch.tanh(raw_BV.to(z_BV.dtype) * (head.scale / head.softcap)).square()
             grad_BV = self._block(block, z_BV, grad_logp_C[own], None if grad_entropy_C is None else grad_entropy_C[own])
-            if slope_BV is not None:
-                grad_BV.mul_(slope_BV)
+            if softcap_grad_BV is not None:
+                grad_BV.mul_(softcap_grad_BV)
             if self.bias_V is not None:
                 self.bias_V += grad_BV.sum(0)
             if grad_BV is not raw_BV:

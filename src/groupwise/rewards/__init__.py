@@ -1,5 +1,6 @@
-"""Rewards: completions in, one number or None per completion and function out.
+"""What is good: completions in, one number or None per completion and function out.
 
-`compose.build_rewards` makes what a recipe names; `registry.BUILTINS` is the table of built-in functions.  Importing this
-package imports nothing: its worker processes start through it, and a start should cost milliseconds.
+In: groups of rollouts. Out: `records.Scored`. `compose.build_rewards` makes what a recipe names; `registry.BUILTINS` has the
+built-in functions; `workers` is where code that may never return is run.  Importing this package imports nothing: worker processes
+start through it, and a start should cost milliseconds.
 """

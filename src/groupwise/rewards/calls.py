@@ -1,180 +1,46 @@
-"""Calling a reward function on completions: here, in a worker or in the asyncio loop, and what it returned, checked."""
+"""What a reward function returned, checked; and what to say of one that did not return."""
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
-import functools
 import inspect
 import math
 import sys
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import numpy as np
 
 from groupwise.errors import RewardError
-from groupwise.rewards.find import Completions, Reward, find_function
-from groupwise.rewards.process import ProcessReward, checked_steps
-from groupwise.rewards.workers import Loop, Outcome, Pool, failed, raised_at
+from groupwise.rewards.process import checked_steps
+from groupwise.rewards.workers import Outcome
 
 LARGEST = float(np.finfo(np.float32).max)
 """A reward beyond this is taken for an accident: single precision cannot hold it."""
 
 
-def start(reward: Reward, batch: Completions, loop: Loop, pool: Pool | None) -> Callable[[], Outcome]:
-    """Begin a call on all N completions; calling what this returns waits for its outcome, whose value is checked.
-
-    Asynchronous functions run at once, beside everything else; functions with a timeout in a worker process of their own, so that
-    they can be killed; the others in the calling thread, when they are waited for.
-    """
-    if reward.asynchronous and reward.single:
-        return functools.partial(_with_late, loop.submit(_gathered(reward, batch), None), reward, batch)
-    if reward.asynchronous:
-        return loop.submit(_awaited(reward, batch), reward.timeout)
-    if pool is not None and reward.single:
-        return functools.partial(_one_by_one, reward, batch, pool)
-    if pool is not None:
-        return functools.partial(pool.run, list(batch.labels), reward.keywords(batch))
-    return functools.partial(_here, reward, batch)
-
-
-def worker_pool(reward: Reward) -> Pool:
-    """The process of a function with a timeout."""
-    assert reward.timeout is not None
-    setup = (reward.spec, reward.name, dict(reward.arguments), reward.single, reward.process)
-    return Pool("groupwise.rewards.calls:in_worker", setup=setup, size=1, seconds=reward.timeout)
-
-
-def in_worker(spec: str, name: str, arguments: dict[str, Any], single: bool, process: bool) -> Callable[..., Any]:
-    """In a worker: find the function and return what calls it."""
-    function, _ = find_function(spec)
-    inner = function.function if isinstance(function, ProcessReward) else function
-
-    def call(labels: list[str], given: Any) -> Any:
-        try:
-            if single:
-                values = [_each(inner, arguments, label, row) for label, row in zip(labels, given, strict=True)]
-            else:
-                values = inner(**given, **arguments)
-        except _Located as located:
-            raise RewardError(describe_failure(name, [located.label], Outcome(failure="error", **located.said))) from None
-        return _settled(name, values, labels, process)
-
-    return call
-
-
-def _here(reward: Reward, batch: Completions) -> Outcome:
-    began = time.monotonic()
-    try:
-        if reward.single:
-            values = []
-            for label, row in zip(batch.labels, reward.rows(batch), strict=True):
-                values.append(_each(reward.function, reward.arguments, label, row))
-        else:
-            values = reward.function(**reward.keywords(batch), **reward.arguments)
-        value = _settled(reward.name, values, batch.labels, reward.process)
-    except (Exception, SystemExit) as error:  # whatever a user's function raises is an outcome, judged in one place
-        return failed(error, began)
-    return Outcome(value=value, seconds=time.monotonic() - began)
-
-
-def _one_by_one(reward: Reward, batch: Completions, pool: Pool) -> Outcome:
-    """A function of one completion in a worker: each call has the deadline to itself, and one that is late costs no other."""
-    values, late, seconds = [], [], 0.0
-    for index, (label, row) in enumerate(zip(batch.labels, reward.rows(batch), strict=True)):
-        outcome = pool.run([label], [row])
-        seconds += outcome.seconds
-        if outcome.failure == "timeout":
-            late.append(index)
-        elif outcome.failure is not None:
-            return dataclasses.replace(outcome, seconds=seconds)
-        values.append(outcome.value[0] if outcome.failure is None else _nothing(reward))
-    return Outcome(value=values, late=tuple(late), seconds=seconds)
-
-
-async def _awaited(reward: Reward, batch: Completions) -> Any:
-    values = await _contained(reward, reward.keywords(batch))
-    return _settled(reward.name, values, batch.labels, reward.process)
-
-
-async def _contained(reward: Reward, given: Mapping[str, Any]) -> Any:
-    """What the function returns; its SystemExit, which would end the loop's thread, is an error like others."""
-    try:
-        return await reward.function(**given, **reward.arguments)
-    except SystemExit as error:
-        raise RuntimeError(f"SystemExit: {error}").with_traceback(error.__traceback__) from error
-
-
-async def _gathered(reward: Reward, batch: Completions) -> list[Any]:
-    """What a function of one completion returned for each, all awaited side by side; `_LATE` where its deadline passed."""
-
-    async def one(label: str, row: dict[str, Any]) -> Any:
-        task = asyncio.ensure_future(_contained(reward, row))
-        await asyncio.wait([task], timeout=reward.timeout)
-        if not task.done():
-            task.cancel()
-            return _LATE
-        try:
-            return task.result()
-        except Exception as error:
-            raise _Located(label, error) from error
-
-    return await asyncio.gather(*(one(label, row) for label, row in zip(batch.labels, reward.rows(batch), strict=True)))
-
-
-def _with_late(wait: Callable[[], Outcome], reward: Reward, batch: Completions) -> Outcome:
-    """The outcome of `_gathered`, checked, with its late rows named."""
-    outcome = wait()
-    if outcome.failure is not None:
-        return outcome
-    late = tuple(index for index, value in enumerate(outcome.value) if value is _LATE)
-    values = [_nothing(reward) if value is _LATE else value for value in outcome.value]
-    try:
-        values = _settled(reward.name, values, batch.labels, reward.process)
-    except RewardError as error:
-        return failed(error, time.monotonic() - outcome.seconds)
-    return dataclasses.replace(outcome, value=values, late=late)
-
-
-def _nothing(reward: Reward) -> Any:
-    """The result of a completion that a function has nothing to say of."""
-    return [] if reward.process else None
-
-
-_LATE = object()
-
-
-def _each(function: Callable[..., Any], arguments: Mapping[str, Any], label: str, row: Mapping[str, Any]) -> Any:
-    try:
-        return function(**row, **arguments)
-    except (Exception, SystemExit) as error:
-        raise _Located(label, error) from error
-
-
-class _Located(Exception):
-    """What a function of one completion raised, and on which."""
-
-    def __init__(self, label: str, error: BaseException) -> None:
-        super().__init__(label)
-        self.label, self.error = label, error
-
-    @property
-    def said(self) -> dict[str, Any]:
-        error = self.error
-        return {"message": str(error), "kind": type(error).__name__, "where": raised_at(error), "cause": error}
-
-
 def describe_failure(name: str, labels: Sequence[str], outcome: Outcome) -> str:
-    """The message of a call that did not end with a value: function, what happened, where, on which completions."""
-    if isinstance(outcome.cause, _Located):
-        return describe_failure(name, [outcome.cause.label], Outcome(failure="error", **outcome.cause.said))
+    r"""The message of a call that did not end with a value: function, what happened, where, on which completions.
+
+    It may quote a completion: control characters are shown as escapes.
+
+    >>> describe_failure("f", ["0#0"], Outcome(failure="error", kind="ValueError", message="\x1b[31mred"))
+    "the reward function 'f' raised ValueError: \\x1b[31mred; on 0#0"
+    """
     if outcome.kind == "RewardError":
-        return outcome.message
+        return printable(outcome.message)
     raised = f"raised {outcome.kind}: {outcome.message}" + (f" ({outcome.where})" if outcome.where else "")
     happened = {"error": raised, "died": f"did not return: {outcome.message}"}
-    return f"the reward function {name!r} {happened[outcome.failure or 'error']}; on {described(labels)}"
+    on = described([outcome.label] if outcome.label else labels)
+    return printable(f"the reward function {name!r} {happened[outcome.failure or 'error']}; on {on}")
+
+
+def printable(text: str) -> str:
+    r"""The text on one line, control and invisible characters as escapes.
+
+    >>> printable("a\x1b[31mred\n")
+    'a\\x1b[31mred\\n'
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def described(labels: Sequence[str]) -> str:
@@ -189,7 +55,8 @@ def described(labels: Sequence[str]) -> str:
 # ----------------------------------------------------------------------------------------------------------- checking
 
 
-def _settled(name: str, values: Any, labels: Sequence[str], process: bool) -> list[Any]:
+def settled(name: str, values: Any, labels: Sequence[str], process: bool) -> list[Any]:
+    """What a function returned, checked: numbers, or steps of a process reward.  Raises RewardError."""
     if process:
         return checked_steps(name, values, labels)
     return checked(name, values, labels)

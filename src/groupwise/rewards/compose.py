@@ -6,20 +6,25 @@ G completions of a prompt   K reward functions   N completions of a step
 from __future__ import annotations
 
 import logging
+import pickle
 import threading
-from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
+from groupwise.config.live import LIVE, Live, missing
 from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, RewardError
 from groupwise.records import Rollout, Scored
-from groupwise.rewards.calls import describe_failure, described, start, worker_pool
-from groupwise.rewards.find import Completions, Reward, find_reward
+from groupwise.rewards.calls import describe_failure, described, settled
+from groupwise.rewards.find import Completions, LiveReward, Reward, Signature, check_name, find_builtin, read_signature
+from groupwise.rewards.functions import Functions, Thread, Unit
+from groupwise.rewards.hosts import DEFAULT_SECONDS, SECONDS_EACH, Answers, Host, Task, finish
 from groupwise.rewards.process import step_signal
-from groupwise.rewards.workers import Loop, Outcome
+from groupwise.rewards.workers import Outcome, failed
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +34,17 @@ RESERVED = ("prompt", "completion")
 """Columns that are not passed on: they would be the recipe's demonstration, not the policy's words."""
 
 
-def build_rewards(settings: Sequence[RewardSettings], *, columns: Collection[str], tokenizer: Any = None) -> Rewards:
+def build_rewards(
+    settings: Sequence[RewardSettings | LiveReward | Callable[..., Any]], *, columns: Collection[str], tokenizer: Any = None
+) -> Rewards:
     """Find and check every function that a recipe names; `columns` are those of the data rows, `tokenizer` is the policy's.
 
     A function is a built-in (`registry.BUILTINS`), `module:function` or `path/to/file.py:function`, with TRL's signature
     `f(prompts, completions, **columns) -> list[float | None]` or `f(completion, answer) -> float | None`, plain or `async`.
+    A function that is given itself, and not by name, is a `LiveReward`.
+
+    Built-ins and reward models run in this process.  All else runs in worker processes (`hosts.py`), on their main thread and with
+    copies of its arguments, in training as in evaluation, `check` and `score`; what it prints goes to standard error.
 
     Raises ConfigError: no function, an unknown one, two of the same name, a weight that is not finite, a bad argument, or a
     parameter that the data have no column for.
@@ -46,28 +57,147 @@ def build_rewards(settings: Sequence[RewardSettings], *, columns: Collection[str
     if not settings:
         raise ConfigError("there is no reward function; name at least one under rewards:, e.g. `- function: accuracy`")
     offered = [column for column in columns if column not in RESERVED]
-    rewards = [find_reward(one, offered, tokenizer) for one in settings]
-    names = [reward.name for reward in rewards]
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise ConfigError(f"two reward functions have the name {twice[0]!r}; give one of them another by name:")
-    return Rewards(rewards, offered)
+    live = [
+        _bound(one, n) if isinstance(one, RewardSettings | LiveReward) else LiveReward(function=one)
+        for n, one in enumerate(settings)
+    ]
+    asked = [(one, None) if isinstance(one, RewardSettings) else (one.settings(), one) for one in live]
+    names = [check_name(one) for one, _ in asked]
+    hosts = _hosts(asked)
+    try:
+        for host in hosts.values():
+            host.start()  # they start side by side
+        described = _describe(asked, hosts, offered)
+        rewards = [
+            find_builtin(one, offered, tokenizer)
+            if n not in described
+            else Reward(
+                name=name,
+                weight=float(one.weight),
+                spec=one.function,
+                signature=_signature(described[n]),
+                arguments=dict(one.args),
+                timeout=one.timeout,
+                live=itself,
+            )
+            for n, (name, (one, itself)) in enumerate(zip(names, asked, strict=True))
+        ]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise ConfigError(f"two reward functions have the name {twice[0]!r}; give one of them another by name:")
+        return Rewards(rewards, offered, hosts)
+    except BaseException:
+        for host in hosts.values():
+            host.kill()
+        raise
+
+
+def _bound(one: RewardSettings | LiveReward, place: int) -> RewardSettings | LiveReward:
+    """An entry of a recipe; with the function itself where it is a `Live` name."""
+    if isinstance(one, LiveReward) or not one.function.startswith(LIVE):
+        return one
+    if not isinstance(one.function, Live):
+        raise missing(one.function, f"rewards.{place}.function")
+    live: LiveReward = one.function.value
+    return replace(live, weight=one.weight, name=one.name or live.name, args=one.args, timeout=one.timeout)
+
+
+Asked = Sequence[tuple[RewardSettings, LiveReward | None]]
+
+
+def _place(n: int, one: RewardSettings, live: LiveReward | None) -> Any:
+    """What functions of one process have in common; None for those that run in this one."""
+    if live is not None:
+        return n if live.runs == "fork" else None
+    place, named, _ = one.function.rpartition(":")
+    if not named:
+        return None if one.timeout is None else n
+    return place if one.timeout is None else n
+
+
+def _hosts(asked: Asked) -> dict[Any, Host]:
+    hosts: dict[Any, Host] = {}
+    for n, (one, live) in enumerate(asked):
+        place = _place(n, one, live)
+        if place is not None and place not in hosts:
+            hosts[place] = Host(None if live is None else lambda spec=one.function, f=live.function: Functions({spec: f}).answer)
+    return hosts
+
+
+def _describe(asked: Asked, hosts: Mapping[Any, Host], columns: Sequence[str]) -> dict[int, dict[str, Any]]:
+    """Signatures, or what is wrong with them, of the functions that are not built in."""
+    found: dict[int, dict[str, Any]] = {}
+    by_host: dict[Any, list[int]] = {}
+    for n, (one, live) in enumerate(asked):
+        if live is not None:
+            found[n] = read_signature(live.function, str(one.name), one.args, columns).as_dict()
+        elif ":" in one.function:
+            by_host.setdefault(_place(n, one, live), []).append(n)
+    for place, members in by_host.items():
+        functions = [(asked[n][0].function, check_name(asked[n][0]), dict(asked[n][0].args), columns) for n in members]
+        found |= zip(members, hosts[place].describe(functions), strict=True)
+    return found
+
+
+def _signature(described: Mapping[str, Any]) -> Signature:
+    if "wrong" in described:
+        raise ConfigError(described["wrong"])
+    return Signature.of(described)
+
+
+class Judge(Protocol):
+    """What the loops and the evaluation ask of rewards.  `Rewards` is one; a loop of one's own may bring another."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """K names, the columns of `Scored.rewards`."""
+        ...
+
+    def score(self, groups: Sequence[Sequence[Rollout]], /) -> list[Scored]:
+        """Each group with its rewards, in the same order.  It may be called from any thread, also from several at once."""
+        ...
 
 
 class Rewards:
     """Reward functions and their weights.  Use it as a context manager, or call `close`, to end its workers early."""
 
-    def __init__(self, rewards: Sequence[Reward], columns: Collection[str]) -> None:
+    def __init__(self, rewards: Sequence[Reward], columns: Collection[str], hosts: Mapping[Any, Host]) -> None:
         """Use `build_rewards`."""
         self._rewards = tuple(rewards)
         self._columns = tuple(columns)
-        self._loop = Loop()
+        self._hosts = self._settle_in(hosts)
+        self._thread = Thread()
+        self._functions = Functions({r.spec: r.live.function for r in rewards if r.live is not None and r.live.runs == "here"})
         self._lock = threading.Lock()
-        self._pools = {r.name: worker_pool(r) for r in rewards if r.timeout is not None and not r.asynchronous}
         self.seconds: dict[str, float] = {}
         """How long each function took in the last call of `score`."""
         self._calls = dict.fromkeys(self.names, 0)
         self._late = dict.fromkeys(self.names, 0)
+
+    def _settle_in(self, hosts: Mapping[Any, Host]) -> dict[str, Host]:
+        """The host of each function that has one.  Asynchronous functions of a file move together into one."""
+        found: dict[str, Host] = {}
+        together: dict[Any, Host] = {}
+        rows = [(r, _place(n, _settings_of(r), r.live)) for n, r in enumerate(self._rewards)]
+        plain = {place for r, place in rows if not r.signature.asynchronous}
+        for reward, place in rows:
+            if place is None:
+                continue
+            host = hosts[place]
+            if reward.signature.asynchronous and reward.live is None:
+                file = reward.spec.rpartition(":")[0]
+                if file not in together:
+                    together[file] = Host() if place in plain else host
+                host = together[file]
+            found[reward.name] = host
+            if reward.live is None:
+                host.specs = (*host.specs, reward.spec)
+        for host in {id(h): h for h in hosts.values()}.values():
+            if host not in found.values():
+                host.kill()
+        for host in found.values():
+            host.start()
+        return found
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -82,7 +212,7 @@ class Rewards:
     @property
     def process(self) -> bool:
         """True if some function rewards steps: groups then come with the signal `process`."""
-        return any(reward.process for reward in self._rewards)
+        return any(reward.signature.process for reward in self._rewards)
 
     def __enter__(self) -> Rewards:
         return self
@@ -91,10 +221,25 @@ class Rewards:
         self.close()
 
     def close(self) -> None:
-        """Kill the workers and end the loop of asynchronous functions."""
-        self._loop.close()
-        for pool in self._pools.values():
-            pool.close()
+        """Kill the workers; a call that another thread waits for has failed."""
+        alone = self._lock.acquire(blocking=False)
+        for host in self._hosts.values():
+            host.kill() if alone else host.end()
+        self._thread.close()
+        if alone:
+            self._lock.release()
+
+    def plan(self) -> Iterator[str]:
+        """Each function with where it runs, and what happens to a call that does not end."""
+        for reward in self._rewards:
+            own = reward.timeout is not None
+            if reward.name in self._hosts:
+                each = "a completion" if reward.signature.single else "a call"
+                default = f"{DEFAULT_SECONDS:g} s" + ("" if reward.signature.single else f", or {SECONDS_EACH:g} s a completion,")
+                late = f"{reward.timeout:g} s for {each}, then None" if own else f"{each} that takes {default} ends the run"
+                yield f"{reward.name}: in a worker process; {late}"
+            else:
+                yield f"{reward.name}: in this process"
 
     def score(self, groups: Sequence[Sequence[Rollout]]) -> list[Scored]:
         """Score every completion of every group, in one call per function; groups and completions keep their order.
@@ -106,8 +251,9 @@ class Rewards:
         rollouts = [rollout for group in groups for rollout in group]
         if not rollouts:
             return []
-        with self._lock:  # rollouts ahead of training come from several threads, and a function need not bear that
-            values = self.call(self._completions(rollouts))
+        if not self._rewards:  # a teacher is learnt from
+            return [unjudged(group) for group in groups]
+        values = self.call(self._completions(rollouts))
         rewards = self.matrix(values)
         combined = combine(rewards, self.weights)
         process = self._process(rollouts, values)
@@ -127,15 +273,45 @@ class Rewards:
         return scored
 
     def call(self, batch: Completions) -> list[list[Any]]:
-        """K lists of N results: floats and None, or steps for process rewards.  All functions that can run side by side do."""
-        with ThreadPoolExecutor(max_workers=max(1, len(self._pools))) as threads:
-            waits = [start(reward, batch, self._loop, self._pools.get(reward.name)) for reward in self._rewards]
-            waits = [threads.submit(w).result if r.name in self._pools else w for r, w in zip(self._rewards, waits, strict=True)]
-            # Those that this thread computes come first: the others go on meanwhile.
-            done = {w: w() for r, w in zip(self._rewards, waits, strict=True) if r.name not in self._pools and not r.asynchronous}
-            outcomes = [done[wait] if wait in done else wait() for wait in waits]
-        self.seconds = {name: outcome.seconds for name, outcome in zip(self.names, outcomes, strict=True)}
-        return [self._settle(r, outcome, batch) for r, outcome in zip(self._rewards, outcomes, strict=True)]
+        """K lists of N results: floats and None, or steps for process rewards.  Worker processes compute side by side, and beside
+        what this process computes itself."""
+        with self._lock:  # rollouts ahead of training come from several threads, and a function need not bear that
+            outcomes = self._outcomes(batch)
+            self.seconds |= {r.name: o.seconds for r, o in zip(self._rewards, outcomes, strict=True) if o is not None}
+            found = [None if o is None else self._settle(r, o, batch) for r, o in zip(self._rewards, outcomes, strict=True)]
+        assert all(one is not None for one in found), "a call without an outcome is beside one that failed"
+        return found  # type: ignore[return-value]
+
+    def _outcomes(self, batch: Completions) -> list[Outcome | None]:
+        """How each call ended; None where it was ended because another had failed."""
+        units = {reward.name: _unit(reward, batch) for reward in self._rewards if reward.function is None}
+        by_host: dict[Host, list[str]] = {}
+        for name in units:
+            if name in self._hosts:
+                by_host.setdefault(self._hosts[name], []).append(name)
+        tasks = {Task(host, [units[name] for name in members]): members for host, members in by_host.items()}
+        ended: dict[str, Outcome | None] = {}
+        try:
+            for task in tasks:
+                task.begin()
+            here = [name for name in units if name not in self._hosts]
+            wait = self._thread.run(self._functions, [units[name] for name in here]) if here else None
+            for reward in self._rewards:
+                if reward.function is not None:
+                    ended[reward.name] = _here(reward, batch)
+            if wait is not None:
+                answers = Answers([units[name] for name in here])
+                for message in wait():
+                    answers.take(*message)
+                ended |= zip(here, answers.outcomes, strict=True)
+            finish(list(tasks))
+        except BaseException:  # Ctrl-C among others: their answers would be taken for those of the next call
+            for task in tasks:
+                task.host.kill()
+            raise
+        for task, members in tasks.items():
+            ended |= zip(members, task.outcomes, strict=True)
+        return [ended[name] for name in self.names]
 
     def matrix(self, values: Sequence[Sequence[Any]]) -> np.ndarray:
         """float64 (N, K): what `call` returned as numbers, None as NaN, step rewards as their sum."""
@@ -147,17 +323,23 @@ class Rewards:
         """
         if outcome.failure not in (None, "timeout"):
             _refuse(reward, outcome, batch)
+        if outcome.failure == "timeout" and reward.timeout is None:
+            on = described([outcome.label] if outcome.label else batch.labels)
+            raise RewardError(
+                f"the reward function {reward.name!r} gave {outcome.message} and was stopped; on {on}; if it may take so long, "
+                "say how long by timeout: (calls without a result then count as None as long as they are few)"
+            )
         late = tuple(range(len(batch))) if outcome.failure == "timeout" else outcome.late
-        self._calls[reward.name] += len(batch) if reward.single else 1
+        self._calls[reward.name] += len(batch) if reward.signature.single else 1
         if not late:
             return outcome.value
-        self._late[reward.name] += len(late) if reward.single else 1
+        self._late[reward.name] += len(late) if reward.signature.single else 1
         said = f"{self._late[reward.name]} of {self._calls[reward.name]} calls of the reward function {reward.name!r} had no result"
         said = f"{said} within {reward.timeout:g} s; the last on {described([batch.labels[index] for index in late])}"
         if self._late[reward.name] > max(1.0, LATE_SHARE * self._calls[reward.name]):
             raise RewardError(f"{said}; give it more time (timeout:) or make it faster")
         log.warning("%s; they count as None", said)
-        return outcome.value if outcome.failure is None else [[] if reward.process else None for _ in late]
+        return outcome.value if outcome.failure is None else [[] if reward.signature.process else None for _ in late]
 
     def _completions(self, rollouts: Sequence[Rollout]) -> Completions:
         chat = [isinstance(rollout.prompt.row.get("prompt"), list) for rollout in rollouts]
@@ -175,7 +357,7 @@ class Rewards:
 
     def _process(self, rollouts: Sequence[Rollout], values: Sequence[Sequence[Any]]) -> list[np.ndarray] | None:
         """Per completion (n,): weighted step rewards at the tokens that end a step, summed over the process functions, else NaN."""
-        columns = [(reward, column) for reward, column in zip(self._rewards, values, strict=True) if reward.process]
+        columns = [(reward, column) for reward, column in zip(self._rewards, values, strict=True) if reward.signature.process]
         if not columns:
             return None
         signals = []
@@ -184,6 +366,16 @@ class Rewards:
             parts = [step_signal(reward.name, column[index], len(rollout), label) for reward, column in columns]
             signals.append(combine(np.stack(parts, axis=1), tuple(reward.weight for reward, _ in columns)))
         return signals
+
+
+def no_rewards() -> Rewards:
+    """Of a run that learns from a teacher: no function, no reward."""
+    return Rewards((), (), {})
+
+
+def unjudged(group: Sequence[Rollout]) -> Scored:
+    """A group that no reward function has looked at."""
+    return Scored(rollouts=tuple(group), names=(), rewards=np.zeros((len(group), 0)), reward=np.full(len(group), np.nan))
 
 
 def combine(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
@@ -202,10 +394,48 @@ def as_messages(text: str) -> list[dict[str, str]]:
 
 def _column(reward: Reward, values: Sequence[Any]) -> np.ndarray:
     """(N,): the results of a function as numbers, None as NaN, steps as their sum."""
-    if reward.process:
+    if reward.signature.process:
         values = [sum(r for _, r in steps) if steps else None for steps in values]
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 
 def _refuse(reward: Reward, outcome: Outcome, batch: Completions) -> NoReturn:
     raise RewardError(describe_failure(reward.name, batch.labels, outcome)) from outcome.cause
+
+
+def _settings_of(reward: Reward) -> RewardSettings:
+    return RewardSettings(function=reward.spec, timeout=reward.timeout)
+
+
+def _unit(reward: Reward, batch: Completions) -> Unit:
+    given = reward.keywords(batch)
+    try:
+        payload = pickle.dumps(given)
+    except Exception as error:  # whatever an object of a data row raises
+        raise RewardError(
+            f"the reward function {reward.name!r} cannot be given copies of {', '.join(given)}: {type(error).__name__}: {error}"
+        ) from error
+    signature = reward.signature
+    return Unit(
+        spec=reward.spec,
+        name=reward.name,
+        arguments=reward.arguments,
+        single=signature.single,
+        asynchronous=signature.asynchronous,
+        process=signature.process,
+        timeout=reward.timeout,
+        labels=list(batch.labels),
+        given=payload,
+    )
+
+
+def _here(reward: Reward, batch: Completions) -> Outcome:
+    """Call a built-in or a model."""
+    assert reward.function is not None
+    began = time.monotonic()
+    try:
+        values = reward.function(**reward.keywords(batch), **reward.arguments)
+        value = settled(reward.name, values, batch.labels, reward.signature.process)
+    except Exception as error:  # an outcome like others, judged in one place
+        return failed(error, began)
+    return Outcome(value=value, seconds=time.monotonic() - began)

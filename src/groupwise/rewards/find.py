@@ -16,9 +16,9 @@ import sys
 import traceback
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, RewardError
@@ -54,42 +54,64 @@ class Completions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Signature:
+    """What a function asks for, and how it is called."""
+
+    asks: tuple[str, ...]
+    """What it is given by name: of `OFFERED` (or `SINGULAR`), columns, or `gold`."""
+    named: tuple[str, ...]
+    """Its own parameters; what else it asks for is taken by its `**keywords`."""
+    single: bool
+    """True: it takes one completion and returns one number.  False: TRL's signature."""
+    asynchronous: bool
+    process: bool
+    """True: it returns step rewards (see `process.py`)."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """As it travels from a worker."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Signature:
+        """From what `as_dict` became on its way."""
+        found: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in told.items()}
+        return cls(**found)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Reward:
     """A reward function that has been found and whose signature the data can satisfy."""
 
     name: str
     weight: float
     spec: str
-    function: Callable[..., Any]
+    signature: Signature
     arguments: Mapping[str, Any]
     """Fixed keyword arguments."""
-    asks: tuple[str, ...]
-    """What it is given by name: of `OFFERED` (or `SINGULAR`), columns, or `gold`."""
-    gold: str | None
+    function: Callable[..., Any] | None = None
+    """Built-ins that run in this process: the function itself.  None: it is called elsewhere, by its `spec`."""
+    gold: str | None = None
     """The column behind `gold`, for built-ins that compare with one."""
-    builtin: bool
-    single: bool
-    """True: it takes one completion and returns one number.  False: TRL's signature."""
-    asynchronous: bool
-    process: bool
-    """True: it returns step rewards (see `process.py`)."""
-    timeout: float | None
+    builtin: bool = False
+    timeout: float | None = None
     """Seconds of one call: of a completion where it takes one, else of all that are scored at once."""
+    live: LiveReward | None = None
+    """Where the function was given itself."""
 
     def keywords(self, batch: Completions) -> dict[str, Any]:
         """The keyword arguments of a call on all N completions.  Raises RewardError for what this batch does not hold."""
         given: dict[str, Any] = {}
-        for name in self.asks:
+        for name in self.signature.asks:
             if name in self.arguments:
                 continue
-            wanted = SINGULAR.get(name, name) if self.single else name
+            wanted = SINGULAR.get(name, name) if self.signature.single else name
             if wanted == "gold" and self.gold is not None:
                 given[name] = list(batch.columns[self.gold])
             elif self.builtin and wanted in ("prompts", "completions"):
                 given[name] = list(batch.prompt_texts if wanted == "prompts" else batch.texts)
             elif wanted in OFFERED:
                 value = getattr(batch, wanted)
-                if value is None and name not in inspect.signature(self.function).parameters:
+                if value is None and name not in self.signature.named:
                     continue  # its **keywords would have taken it; it did not ask for it by name
                 if value is None:
                     raise RewardError(f"the reward {self.name!r} asks for {wanted!r}, which these completions do not come with")
@@ -98,46 +120,83 @@ class Reward:
                 given[name] = list(batch.columns[wanted])
         return given
 
-    def rows(self, batch: Completions) -> list[dict[str, Any]]:
-        """For a function of one completion: the keyword arguments of each of its N calls."""
-        given = self.keywords(batch)
-        return [{name: values[n] for name, values in given.items()} for n in range(len(batch))]
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveReward:
+    """A reward function that exists only in this process: a lambda, a closure, a bound method, a function of a notebook.
 
-def find_reward(settings: RewardSettings, columns: Collection[str], tokenizer: Any = None) -> Reward:
-    """Find the function that the settings name and check that the data can satisfy its signature.  tokenizer: the policy's.
+    `runs: fork` (the default) calls it on the main thread of a fork of this process, made when the rewards are built.  It sees
+    everything as it was then; what it changes stays in the fork, from call to call, and is not seen here.  Like a function of a
+    file it can use signals, can be killed, and may hold the interpreter without holding up Ctrl-C.  A fork has no other thread of
+    this process: locks that they held stay locked, torch computes on one thread, and CUDA cannot be used.  A lock that blocks it
+    for ever shows as a call without a result.  Build rewards before models are loaded, and there is little to inherit.  After its
+    end (a timeout) it is forked again, from the process as it is then.
 
-    Raises ConfigError for an unknown name, a function that cannot be loaded, a column that the data lack, or bad arguments.
+    `runs: here` calls it in this process, always in the same thread, which is not the main one.  It sees and changes the
+    program's own objects (its arguments are still copies), may use CUDA, and cannot be stopped: a `timeout` is refused unless it is
+    asynchronous, `signal.alarm` raises, and while it holds the interpreter the whole program stands still.
     """
+
+    function: Callable[..., Any]
+    weight: float = 1.0
+    name: str | None = None
+    """Name in the log; default: the function's."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Extra keyword arguments."""
+    timeout: float | None = None
+    """Seconds after which a call counts as None, as in `RewardSettings`."""
+    runs: Literal["fork", "here"] = "fork"
+
+    def settings(self) -> RewardSettings:
+        """The same as an entry of a recipe, apart from the function."""
+        inner = self.function.function if isinstance(self.function, ProcessReward) else self.function
+        name = self.name or getattr(inner, "__name__", type(inner).__name__)
+        if self.timeout is not None and not (math.isfinite(self.timeout) and self.timeout > 0.0):
+            raise ConfigError(f"the reward {name!r} has the timeout {self.timeout}; it is a number of seconds above 0")
+        if self.runs not in ("fork", "here"):
+            raise ConfigError(f"the reward {name!r} runs 'fork' or 'here', got {self.runs!r}")
+        if self.timeout is not None and self.runs == "here" and not asynchronous(inner):
+            raise ConfigError(
+                f"the reward {name!r} runs in this process and cannot be stopped: leave timeout out, or let it run 'fork'"
+            )
+        return RewardSettings(function=f"live:{name}", weight=self.weight, name=name, args=self.args, timeout=self.timeout)
+
+
+def check_name(settings: RewardSettings) -> str:
+    """Its name in the log.  Raises ConfigError for a weight that is not finite."""
     name = settings.name or settings.function.rpartition(":")[2]
     if not math.isfinite(settings.weight):
         raise ConfigError(f"the reward {name!r} has weight {settings.weight}; a weight is a finite number")
-    arguments = dict(settings.args)
+    return name
+
+
+def find_builtin(settings: RewardSettings, columns: Collection[str], tokenizer: Any = None) -> Reward:
+    """The built-in that the settings name, its arguments checked.  tokenizer: the policy's.
+
+    Raises ConfigError for bad arguments or a column that the data lack.
+    """
+    name, arguments, gold = settings.name or settings.function, dict(settings.args), None
     if settings.function in MAKERS:
-        function, builtin, arguments = _made(settings, name, tokenizer), False, {}
+        function, arguments = _made(settings, name, tokenizer), {}
     else:
-        function, builtin = find_function(settings.function)
-    process = isinstance(function, ProcessReward)
+        function, _ = find_function(settings.function)
+        gold = _gold_column(name, function, arguments, columns)
+    signature = read_signature(function, name, arguments, columns, gold)
     inner = function.function if isinstance(function, ProcessReward) else function
-    gold = _gold_column(name, inner, arguments, columns) if builtin else None
-    asks, single = _signature(name, inner, arguments, columns, gold)
-    reward = Reward(
+    builtin = settings.function in BUILTINS
+    if builtin:
+        inner(**{ask: [] for ask in signature.asks}, **arguments)  # refuses bad arguments now
+    return Reward(
         name=name,
         weight=float(settings.weight),
         spec=settings.function,
-        function=inner,
+        signature=signature,
         arguments=arguments,
-        asks=asks,
+        function=inner if settings.timeout is None else None,
         gold=gold,
         builtin=builtin,
-        single=single,
-        asynchronous=_asynchronous(inner),
-        process=process,
         timeout=settings.timeout,
     )
-    if builtin:
-        inner(**{ask: [] for ask in asks}, **arguments)  # refuses bad arguments now
-    return reward
 
 
 def _made(settings: RewardSettings, name: str, tokenizer: Any) -> Callable[..., Any]:
@@ -241,10 +300,12 @@ def _gold_column(name: str, function: Callable[..., Any], arguments: dict[str, A
     )
 
 
-def _signature(
-    name: str, function: Callable[..., Any], arguments: Mapping[str, Any], columns: Collection[str], gold: str | None
-) -> tuple[tuple[str, ...], bool]:
-    """What the function asks for by name, and whether it takes one completion at a time.  Raises ConfigError."""
+def read_signature(
+    function: Callable[..., Any], name: str, arguments: Mapping[str, Any], columns: Collection[str], gold: str | None = None
+) -> Signature:
+    """What the function asks for by name, and how it is called.  Raises ConfigError for what the data cannot satisfy."""
+    process = isinstance(function, ProcessReward)
+    function = function.function if isinstance(function, ProcessReward) else function
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
@@ -273,7 +334,7 @@ def _signature(
         asks += [key for key in (*usual, *columns) if key in available and key not in asks and key not in arguments]
     if not any(ask in ("completion", "completions", "completion_ids") for ask in asks):
         raise ConfigError(f"the reward {name!r} takes neither completions nor completion_ids: is it a reward function?")
-    return tuple(asks), single
+    return Signature(asks=tuple(asks), named=tuple(named), single=single, asynchronous=asynchronous(function), process=process)
 
 
 def _options(named: Mapping[str, inspect.Parameter], columns: Collection[str]) -> list[str]:
@@ -285,7 +346,8 @@ def _listed(names: Collection[str]) -> str:
     return ", ".join(map(repr, names)) or "none"
 
 
-def _asynchronous(function: Callable[..., Any]) -> bool:
+def asynchronous(function: Callable[..., Any]) -> bool:
+    """True if calling it gives something to be awaited."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

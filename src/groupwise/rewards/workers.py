@@ -1,40 +1,60 @@
-"""The one place that waits for code that may never return: worker processes that are killed on time, and an asyncio loop.
+"""The one place that waits for code that may never return: worker processes that are killed on time.
 
 A worker is a fresh Python process that talks over a socket: it inherits no thread, no GPU handle and no lock, works from any
-thread of the parent, needs no `if __name__ == "__main__"` in the user's script, and dies by SIGKILL.  Requests travel as pickles
-towards the worker only; answers come back as JSON, so that nothing a worker says can run code in the parent.
+thread of the parent, needs no `if __name__ == "__main__"` in the user's script, and dies by SIGKILL, together with everything that
+it started.  What it runs, it runs on its main thread, where signals and `signal.alarm` work.  It does not hear the terminal's
+Ctrl-C, and it ends when its parent ends, however that happens (`serving.py`).  Requests travel as pickles towards the worker only;
+answers come back as JSON, so that nothing a worker says can run code in the parent.
 """
 
 from __future__ import annotations
 
-import asyncio
-import atexit
 import contextlib
-import importlib
 import json
 import os
 import pickle
-import resource
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Coroutine, Sequence
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from groupwise.errors import RewardError
+from groupwise.rewards.serving import Function, message_of, raised_at, receive, send, supervise
 
-START_SECONDS = 120.0
-"""Deadline for a worker's start: imports on a loaded machine with a cold disk."""
-START = "from groupwise.rewards.workers import serve; serve()"
-LONGEST_ANSWER = 1 << 28
-"""Bytes; a worker that announces more is taken for broken."""
+START_SECONDS = 600.0
+"""Deadline for a worker's start: imports of somebody else's file on a loaded machine with a cold disk."""
+END_SECONDS = 10.0
+"""How long a supervisor may take to end what it watches over."""
+START = "from groupwise.rewards.serving import main; main()"
+_ends: set[socket.socket] = set()
+"""The parent's ends of all connections: a fork of the parent must not keep workers alive by holding them too."""
+_starting = threading.RLock()
+
+
+def _let_go() -> None:
+    global _starting
+    _starting = threading.RLock()
+    for end in list(_ends):
+        end.close()
+    _ends.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+class Traceback(Exception):
+    """Where an exception was raised in a worker: the cause of what is raised for it in the parent."""
+
+    def __str__(self) -> str:
+        return f"\n\nin a worker process:\n{self.args[0]}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,10 +70,219 @@ class Outcome:
     where: str = ""
     """For `error`: file, line and source where it was raised."""
     cause: BaseException | None = None
-    """For `error` in this process: the exception itself."""
+    """For `error`: the exception itself, of a worker its traceback."""
+    label: str = ""
+    """The completion on which it failed, where that is known."""
     late: tuple[int, ...] = ()
     """Of a value with an entry per row: the rows whose own deadline passed; their entry is empty."""
     seconds: float = 0.0
+
+
+class WorkerGone(Exception):
+    """A worker that has ended, by itself or at a deadline; `outcome` says how."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.message)
+        self.outcome = outcome
+
+
+class Worker:
+    """The parent's end of one worker process.  Its start goes on beside the parent's own work until `ready` is asked for."""
+
+    def __init__(
+        self,
+        target: str | Callable[..., Function],
+        setup: tuple[Any, ...] = (),
+        *,
+        memory: int | None = None,
+        cpu_seconds: float | None = None,
+        quiet: bool = False,
+        folder: str | None = None,
+    ) -> None:
+        """`target`: `module:factory` for a fresh process, or a factory of this process for a fork of it.  The worker calls it with
+        `setup` once; what it returns is what answers requests.  `folder`: its working directory.  The rest as of `Pool`.
+        """
+        self.name = target if isinstance(target, str) else "a function of this process"
+        self.calls, self._ready = 0, False
+        options = {"cpu_seconds": cpu_seconds, "memory": memory}
+        payload = pickle.dumps(setup)
+        with _starting:  # no other start may inherit the child's ends
+            self._lifeline, lifeline = socket.socketpair()
+            self._channel, channel = socket.socketpair()
+            _ends.update((self._lifeline, self._channel))
+            with lifeline, channel:
+                if isinstance(target, str):
+                    self._process: Any = _spawn(lifeline, channel, target, options, quiet, folder)
+                else:
+                    self._process = _Forked(lambda: supervise(lifeline, channel, target, options), folder)
+        self._end = weakref.finalize(self, _bury, os.getpid(), self._process, self._lifeline, self._channel)
+        self.begun = time.monotonic()
+        with contextlib.suppress(OSError):  # who asks whether it is ready is told
+            send(self._channel, payload, self.begun + START_SECONDS)
+
+    def ready(self) -> None:
+        """Wait for the end of its start.  Raises RewardError if it failed."""
+        if self._ready:
+            return
+        try:
+            self.receive(self.begun + START_SECONDS)
+        except WorkerGone as gone:
+            raise RewardError(f"the worker process of {self.name} could not start: {gone.outcome.message}") from None
+        except Failed as failed:
+            self.kill()
+            raise RewardError(
+                f"the worker process of {self.name} could not start: {failed.outcome.message}"
+            ) from failed.outcome.cause
+        self._ready = True
+
+    def fileno(self) -> int:
+        """For `select`: readable when an answer has come or it has ended."""
+        return self._channel.fileno()
+
+    def alive(self) -> bool:
+        """False once its end of the socket is closed, which is how every death shows, without reaping it yet."""
+        try:
+            self._channel.settimeout(0.0)
+            return self._channel.recv(1, socket.MSG_PEEK) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def request(self, payload: bytes, deadline: float) -> None:
+        """Send a pickle of the arguments.  Raises WorkerGone."""
+        self.calls += 1
+        with self._watched(deadline):
+            send(self._channel, payload, deadline)
+
+    def receive(self, deadline: float) -> Any:
+        """The next value that it answers with.  Raises Failed if the function raised, WorkerGone if it is no more."""
+        with self._watched(deadline):
+            reply = json.loads(receive(self._channel, deadline))
+            if "error" not in reply:
+                return reply["value"]
+            cause = Traceback(reply["trace"]) if reply["trace"] else None
+            said = Outcome(failure="error", message=reply["error"], kind=reply["kind"], where=reply["where"], cause=cause)
+        raise Failed(said)
+
+    @contextlib.contextmanager
+    def _watched(self, deadline: float) -> Any:
+        try:
+            yield
+        except TimeoutError:
+            self.kill()
+            raise WorkerGone(Outcome(failure="timeout")) from None  # who set the deadline says it
+        except (OSError, EOFError, ValueError, KeyError, TypeError):
+            raise WorkerGone(self._obituary()) from None
+        except BaseException:  # Ctrl-C in the parent: the worker is in the middle of a call
+            self.kill()
+            raise
+
+    def _obituary(self) -> Outcome:
+        self.kill()
+        code = self._process.returncode
+        if code == -signal.SIGPROF:  # the worker's own timer
+            return Outcome(failure="timeout", message="no result within the processor time allowed")
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return Outcome(failure="died", message=f"worker died ({how})")
+
+    def kill(self) -> None:
+        """SIGKILL the worker and what it started, and reap it: no zombie stays.  So it is too when nobody holds it any more."""
+        self._end()
+
+    def end(self) -> None:
+        """Tell its supervisor to SIGKILL it, without clearing anything away."""
+        with contextlib.suppress(OSError):
+            self._lifeline.shutdown(socket.SHUT_RDWR)
+
+
+def _bury(owner: int, process: Any, lifeline: socket.socket, channel: socket.socket) -> None:
+    if owner != os.getpid():
+        return
+    with contextlib.suppress(OSError):
+        lifeline.shutdown(socket.SHUT_RDWR)
+    for end in (lifeline, channel):
+        _ends.discard(end)
+        end.close()
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+class Failed(Exception):
+    """What a worker's function raised; `outcome` says it in words.  The worker lives on."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.message)
+        self.outcome = outcome
+
+
+def _spawn(
+    lifeline: socket.socket, channel: socket.socket, target: str, options: dict[str, Any], quiet: bool, folder: str | None
+) -> subprocess.Popen:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    out = subprocess.DEVNULL if quiet else 2
+    descriptors = (lifeline.fileno(), channel.fileno())
+    # -P: the folder of this file must not come first on the path.  A session of its own: Ctrl-C reaches the parent only.
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", START, *map(str, descriptors), target, json.dumps(options)],
+        pass_fds=descriptors,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=out,
+        env=environment,
+        cwd=folder,
+        start_new_session=True,
+    )
+
+
+class _Forked:
+    """A fork of this process, handled like a `subprocess.Popen`."""
+
+    def __init__(self, work: Callable[[], Any], folder: str | None) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, ValueError, OSError):
+                stream.flush()
+        self.returncode: int | None = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # that there are other threads: see `LiveReward`
+            self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                self._settle(folder)
+                work()
+            finally:
+                os._exit(70)
+
+    @staticmethod
+    def _settle(folder: str | None) -> None:
+        os.setsid()
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
+        os.dup2(2, 1)
+        sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+        if folder is not None:
+            os.chdir(folder)
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            torch.set_num_threads(1)  # the pool of threads did not come along
+
+    def wait(self, timeout: float | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.returncode is None:
+            pid, status = os.waitpid(self.pid, 0 if deadline is None else os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+            elif deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("fork", timeout or 0.0)
+            else:
+                time.sleep(0.001)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
 
 
 class Pool:
@@ -84,14 +313,14 @@ class Pool:
         `quiet`: what workers print is dropped instead of going to the parent's standard error.
         """
         self.target, self.setup, self.size, self.seconds = target, setup, size, seconds
-        self.cpu_seconds, self.memory, self.max_calls, self.quiet = cpu_seconds, memory, max_calls, quiet
+        self.max_calls = max_calls
+        self._options: dict[str, Any] = {"cpu_seconds": cpu_seconds, "memory": memory, "quiet": quiet}
         self._reset()
-        atexit.register(self.close)
 
     def _reset(self) -> None:
         self._owner = os.getpid()
-        self._idle: list[_Worker] = []
-        self._busy = set[_Worker]()
+        self._idle: list[Worker] = []
+        self._busy = set[Worker]()
         self._lock = threading.Lock()
         self._slots = threading.BoundedSemaphore(self.size)
 
@@ -105,6 +334,7 @@ class Pool:
         """Call the function in a worker.  Returns within the deadline (plus, at times, a worker's start), whatever it does."""
         if self._owner != os.getpid():
             self._reset()  # a fork of the parent must not talk to the parent's workers
+        payload = pickle.dumps(arguments)  # raises in the caller's face if an argument cannot travel
         with self._slots:
             with self._lock:
                 worker = self._idle.pop() if self._idle else None
@@ -112,10 +342,11 @@ class Pool:
                 worker.kill()
                 worker = None
             if worker is None:
-                worker = _Worker(self)
+                worker = Worker(self.target, self.setup, **self._options)
             self._busy.add(worker)
             try:
-                outcome, usable = worker.call(arguments, self.seconds)
+                worker.ready()
+                outcome, usable = self._call(worker, payload)
             finally:
                 self._busy.discard(worker)
             if usable and (self.max_calls is None or worker.calls < self.max_calls):
@@ -125,12 +356,35 @@ class Pool:
                 worker.kill()
             return outcome
 
+    def _call(self, worker: Worker, payload: bytes) -> tuple[Outcome, bool]:
+        """The outcome, and whether the worker can be used again."""
+        start = time.monotonic()
+        try:
+            worker.request(payload, start + self.seconds)
+            value = worker.receive(start + self.seconds)
+            return Outcome(value=value, seconds=time.monotonic() - start), True
+        except Failed as failed:
+            # A worker that ran out of memory may be left with a heap full of holes.
+            return timed(failed.outcome, start), failed.outcome.kind != "MemoryError"
+        except WorkerGone as gone:
+            outcome = timed(gone.outcome, start)
+            if outcome.failure == "timeout" and not outcome.message:
+                outcome = replace(outcome, message=f"no result within {self.seconds:g} s")
+            return outcome, False
+
     def map(self, calls: Sequence[tuple[Any, ...]]) -> list[Outcome]:
         """Many calls on all workers; outcomes in the order of the calls."""
         if len(calls) <= 1 or self.size == 1:
             return [self.run(*call) for call in calls]
-        with ThreadPoolExecutor(max_workers=min(self.size, len(calls))) as threads:
+        threads = ThreadPoolExecutor(max_workers=min(self.size, len(calls)))
+        try:
             return list(threads.map(lambda call: self.run(*call), calls))
+        except BaseException:  # Ctrl-C: what waits is not begun, what runs is ended
+            threads.shutdown(wait=False, cancel_futures=True)
+            self.close()
+            raise
+        finally:
+            threads.shutdown()
 
     def close(self) -> None:
         """Kill the workers; a call that another thread waits for has died.  The pool may be used again."""
@@ -144,224 +398,18 @@ class Pool:
             worker.end()
 
 
-class _Worker:
-    """The parent's end of one worker process."""
-
-    def __init__(self, pool: Pool) -> None:
-        self.calls = 0
-        self._socket, child = socket.socketpair()
-        options = {"seconds": pool.seconds, "cpu_seconds": pool.cpu_seconds, "memory": pool.memory}
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        out = subprocess.DEVNULL if pool.quiet else 2
-        with child:
-            # -P: the folder of this file must not come first on the path.  A session of its own: Ctrl-C reaches the parent only,
-            # and the kill takes along what the function started.
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", START, str(child.fileno()), pool.target, json.dumps(options)],
-                pass_fds=(child.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                env=environment,
-                start_new_session=True,
-            )
-        started, _ = self.call(pool.setup, START_SECONDS)
-        self.calls = 0
-        if started.failure:
-            self.kill()
-            raise RewardError(f"the worker process of {pool.target} could not start: {started.message}")
-
-    def alive(self) -> bool:
-        """False once its end of the socket is closed, which is how every death shows, without reaping it yet."""
-        self._socket.settimeout(0.0)
-        try:
-            return self._socket.recv(1, socket.MSG_PEEK) != b""
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-
-    def call(self, arguments: tuple[Any, ...], seconds: float) -> tuple[Outcome, bool]:
-        """Send, wait, receive.  Returns the outcome and whether the worker can be used again."""
-        self.calls += 1
-        start = time.monotonic()
-        payload = pickle.dumps(arguments)  # raises in the caller's face if an argument cannot travel
-        try:
-            _send(self._socket, payload, start + seconds)
-            reply = json.loads(_receive(self._socket, start + seconds))
-        except TimeoutError:
-            self.kill()
-            took = time.monotonic() - start
-            return Outcome(failure="timeout", message=f"no result within {seconds:g} s", seconds=took), False
-        except (OSError, EOFError, ValueError):
-            return self._obituary(time.monotonic() - start), False
-        except BaseException:  # Ctrl-C in the parent: the worker is in the middle of a call
-            self.kill()
-            raise
-        took = time.monotonic() - start
-        if "error" in reply:
-            # A worker that ran out of memory may be left with a heap full of holes.
-            usable = reply["kind"] != "MemoryError"
-            failed = Outcome(failure="error", message=reply["error"], kind=reply["kind"], where=reply["where"], seconds=took)
-            return failed, usable
-        return Outcome(value=reply["value"], seconds=took), True
-
-    def _obituary(self, took: float) -> Outcome:
-        self.kill()
-        code = self._process.returncode
-        if code in (-signal.SIGPROF, -signal.SIGALRM):  # the worker's own timers, see _arm
-            return Outcome(failure="timeout", message=f"no result within the processor time allowed ({took:.1f} s)", seconds=took)
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return Outcome(failure="died", message=f"worker died ({how})", seconds=took)
-
-    def kill(self) -> None:
-        """SIGKILL the worker and what it started, and reap it: no zombie stays."""
-        self._socket.close()
-        if self._process.returncode is None:
-            self.end()
-            self._process.wait()
-
-    def end(self) -> None:
-        """SIGKILL, without clearing anything away."""
-        if self._process.returncode is None:  # once reaped, its number may belong to somebody else
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a group of zombies
-                os.killpg(self._process.pid, signal.SIGKILL)
-
-
-def serve() -> None:
-    """Life of a worker process: limits, set-up, then one call after the other until the parent closes the socket."""
-    descriptor, target, options = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-    parent = socket.socket(fileno=descriptor)
-    if options["memory"] is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (options["memory"], options["memory"]))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    function: Callable[..., Any] | None = None
-    while True:
-        try:
-            request = _receive(parent, None)
-        except (EOFError, OSError):
-            os._exit(0)  # the parent is gone; skip the clean-up of whatever the function left behind
-        try:
-            if function is None:
-                module, _, name = target.partition(":")
-                function = getattr(importlib.import_module(module), name)(*pickle.loads(request))
-                reply: dict[str, Any] = {"value": None}
-            else:
-                arguments = pickle.loads(request)
-                _arm(options["seconds"] + 1.0, options["cpu_seconds"])
-                try:
-                    reply = {"value": function(*arguments)}
-                finally:
-                    _arm(0.0, 0.0)
-            message = json.dumps(reply).encode()
-        except BaseException as error:  # whatever it is (SystemExit, math-verify's BaseException), it is this call's outcome
-            reply = {"error": _describe(error), "kind": type(error).__name__, "where": raised_at(error)}
-            message = json.dumps(reply).encode()
-        _send(parent, message, None)
-
-
-def _arm(wall: float, cpu: float | None) -> None:
-    """Let the kernel end this process even if the parent no longer can.  No handler: the default action needs no interpreter."""
-    for number in (signal.SIGALRM, signal.SIGPROF):
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGALRM, signal.SIGPROF))
-    signal.setitimer(signal.ITIMER_REAL, wall)
-    if cpu is not None:
-        signal.setitimer(signal.ITIMER_PROF, cpu)
-
-
-def _describe(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # an exception of somebody else whose message cannot be made
-        return ""
-
-
-def _send(channel: socket.socket, payload: bytes, deadline: float | None) -> None:
-    channel.settimeout(_left(deadline))
-    channel.sendall(struct.pack("!Q", len(payload)) + payload)
-
-
-def _receive(channel: socket.socket, deadline: float | None) -> bytes:
-    (size,) = struct.unpack("!Q", _exactly(channel, 8, deadline))
-    if deadline is not None and size > LONGEST_ANSWER:
-        raise ValueError(f"an answer of {size} bytes")
-    return _exactly(channel, size, deadline)
-
-
-def _exactly(channel: socket.socket, size: int, deadline: float | None) -> bytes:
-    chunks = bytearray()
-    while len(chunks) < size:
-        channel.settimeout(_left(deadline))
-        chunk = channel.recv(min(size - len(chunks), 1 << 20))
-        if not chunk:
-            raise EOFError
-        chunks += chunk
-    return bytes(chunks)
-
-
-def _left(deadline: float | None) -> float | None:
-    if deadline is None:
-        return None
-    left = deadline - time.monotonic()
-    if left <= 0.0:
-        raise TimeoutError
-    return left
+def timed(outcome: Outcome, start: float) -> Outcome:
+    """The outcome of a call that began at `start` (time.monotonic) and has just ended."""
+    return replace(outcome, seconds=time.monotonic() - start)
 
 
 def failed(error: BaseException, start: float) -> Outcome:
     """The outcome of a call in this process, begun at `start` (time.monotonic), that raised."""
     return Outcome(
         failure="error",
-        message=_describe(error),
+        message=message_of(error),
         kind=type(error).__name__,
         where=raised_at(error),
         cause=error,
         seconds=time.monotonic() - start,
     )
-
-
-def raised_at(error: BaseException) -> str:
-    """File, line and source of where it was raised; empty where that is not known."""
-    frames = traceback.extract_tb(error.__traceback__, limit=-1)
-    return f"{frames[0].filename}, line {frames[0].lineno}: {frames[0].line}" if frames else ""
-
-
-class Loop:
-    """One asyncio loop in a thread of its own, kept between calls so that a function's sessions and locks stay valid."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._owner = 0
-
-    def submit(self, coroutine: Coroutine[Any, Any, Any], seconds: float | None) -> Callable[[], Outcome]:
-        """Start a coroutine.  Calling what this returns waits for it, at most `seconds` from its start; then it is cancelled."""
-        if self._loop is None or self._owner != os.getpid():
-            self._loop, self._owner = asyncio.new_event_loop(), os.getpid()
-            threading.Thread(target=self._loop.run_forever, name="groupwise-rewards", daemon=True).start()
-        start = time.monotonic()
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-        def wait() -> Outcome:
-            try:
-                left = None if seconds is None else max(0.0, start + seconds - time.monotonic())
-                return Outcome(value=future.result(left), seconds=time.monotonic() - start)
-            except TimeoutError as error:
-                if future.done() and not future.cancelled():  # the function's own TimeoutError
-                    return failed(error, start)
-                future.cancel()
-                took = time.monotonic() - start
-                return Outcome(failure="timeout", message=f"no result within {seconds:g} s", seconds=took)
-            except Exception as error:  # whatever a user's function raises is an outcome, judged in one place
-                return failed(error, start)
-            except BaseException:
-                future.cancel()
-                raise
-
-        return wait
-
-    def close(self) -> None:
-        """End the thread."""
-        if self._loop is not None and self._owner == os.getpid():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        self._loop = None

@@ -1,1 +1,6 @@
-"""Rollout engines: prompts in, groups of completions with the log-probabilities that they were drawn with out."""
+"""Who samples: prompts become groups of completions with the log-probs that they were drawn with.
+
+In: prompts and a policy. Out: groups of `records.Rollout`, and of `records.Scored` from the collection.
+`engine.Engine` is the protocol; `native`, `transformers` and `vllm` implement it. `collection` draws prompts, has them sampled and
+scored, and replaces groups that teach nothing; `asynchronous` does that some steps ahead of training.
+"""

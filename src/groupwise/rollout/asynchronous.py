@@ -10,17 +10,16 @@ the same run every time.  Beside: servers sample while the trainer computes, and
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from groupwise.data.rollout_table import packed, unpacked
 from groupwise.errors import EngineError
-from groupwise.records import Prompt, Scored
+from groupwise.records import Prompt
 from groupwise.rollout.collection import Collected, Source
+from groupwise.utils import background
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,15 +80,7 @@ class Ahead:
             collected = source.collect(prompts)
             return Begun(step=step, version=version, prompts=(), result=lambda: collected)
         prompts = prompts or tuple(source.prompts())
-        own: Future[list[Scored]] = Future()
-
-        def sample() -> None:
-            try:
-                own.set_result(source.sample(prompts))
-            except BaseException as error:  # whatever it is, it belongs to the thread that waits
-                own.set_exception(error)
-
-        threading.Thread(target=sample, name=f"rollout-{step}", daemon=True).start()
+        own = background.begin(lambda: source.sample(prompts), f"rollout-{step}")
         return Begun(step=step, version=version, prompts=prompts, result=lambda: source.collect(prompts, own.result))
 
     def pending(self) -> tuple[Begun, ...]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -13,8 +11,9 @@ from groupwise.algorithms.registry import Algorithm
 from groupwise.config.settings import GroupSettings
 from groupwise.distributed import comm
 from groupwise.records import Prompt, Rollout, Sampling, Scored
-from groupwise.rewards.compose import Rewards
+from groupwise.rewards.compose import Judge
 from groupwise.rollout.engine import Engine
+from groupwise.utils import background
 
 Draw = Callable[[int], Sequence[Prompt]]
 """The next k prompts of the data's order."""
@@ -27,7 +26,7 @@ class Source:
     """All that it takes to sample and score the groups of a step."""
 
     engine: Engine
-    rewards: Rewards
+    rewards: Judge
     draw: Draw
     algorithm: Algorithm
     group: GroupSettings
@@ -41,16 +40,9 @@ class Source:
     def sample(self, prompts: Sequence[Prompt]) -> list[Scored]:
         """This process's share of the prompts as scored groups; finished ones are scored while others are still being sampled."""
         finished: SimpleQueue[tuple[Rollout, ...] | None] = SimpleQueue()
-        scored: Future[list[Scored]] = Future()
-
-        def score() -> None:
-            try:
-                scored.set_result([one for rollouts in iter(finished.get, None) for one in self.rewards.score([rollouts])])
-            except BaseException as error:  # whatever it is, it belongs to the thread that waits
-                scored.set_exception(error)
-
-        # A daemon: a reward function that never returns must not keep a process from its end.
-        threading.Thread(target=score, name="rewards", daemon=True).start()
+        scored = background.begin(
+            lambda: [one for rollouts in iter(finished.get, None) for one in self.rewards.score([rollouts])], "rewards"
+        )
         how: dict[str, Any] = {"group_size": self.group.group_size, "sampling": self.sampling, "seed": self.seed}
         try:
             for rollouts in self.engine.generate(comm.share(prompts), **how):
@@ -76,7 +68,7 @@ class Source:
         dead: list[Scored] = []
         prompts = prompts or self.prompts()
         while True:
-            scored = comm.gather(self.sample(prompts) if own is None else own())
+            scored = comm.together(own or (lambda prompts=prompts: self.sample(prompts)))
             found = {one.prompt.id: one for one in scored}
             for prompt in prompts:
                 (dead if refill and not self.algorithm.teaches(found[prompt.id]) else live).append(found[prompt.id])

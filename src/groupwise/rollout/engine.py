@@ -5,6 +5,7 @@ R completions decoded at the same time   T tokens of a completion
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -25,6 +26,11 @@ class Engine(Protocol):
 
     version: int
     """Optimizer steps that the policy had taken when `set_version` was last called; every token drawn carries it."""
+    where: str | None
+    """Where completions come from, for the plan; None: from this process."""
+    tolerance: float
+    """Mean difference of sampled and scored log-probs (nats) that this engine's rounding explains; infinity: nothing is watched,
+    because the trainer's own weights sample in its own process."""
 
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int
@@ -39,6 +45,25 @@ class Engine(Protocol):
     def set_version(self, version: int) -> None:
         """Tell the engine that the weights have changed: `version` optimizer steps have been taken."""
         ...
+
+    def close(self) -> None:
+        """End what the engine has started beside this process; harmless if called again."""
+        ...
+
+
+class InProcess:
+    """What engines that sample on the trainer's own weights, in its own process, have in common."""
+
+    version = 0
+    where: str | None = None
+    tolerance = math.inf
+
+    def set_version(self, version: int) -> None:
+        """See `Engine`."""
+        self.version = version
+
+    def close(self) -> None:
+        """Nothing was started."""
 
 
 def check_request(policy: Policy, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> None:

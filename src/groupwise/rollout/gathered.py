@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from groupwise.models.fsdp import ShardedPolicy
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Rollout, Sampling
-from groupwise.rollout.engine import Engine
+from groupwise.rollout.engine import Engine, InProcess
 
 
-class GatheredEngine:
+class GatheredEngine(InProcess):
     """Implements `engine.Engine` for a sharded policy: one gather of the weights per call of `generate`."""
 
     def __init__(self, policy: ShardedPolicy, make: Callable[[Policy], Engine]) -> None:
         """make: the engine to sample with, given a plain policy."""
         self.policy, self.inner = policy, make(policy.plain)
-        self.version = self.inner.version
 
     def set_version(self, version: int) -> None:
         """See `engine.Engine`."""

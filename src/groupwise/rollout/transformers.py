@@ -23,11 +23,11 @@ from groupwise.errors import EngineError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sampling
-from groupwise.rollout.engine import check_request, completion_limit, make_rollout
+from groupwise.rollout.engine import InProcess, check_request, completion_limit, make_rollout
 from groupwise.rollout.stopping import Stopping
 
 
-class TransformersEngine:
+class TransformersEngine(InProcess):
     """Implements `engine.Engine`, without random streams per completion: the same seed, prompts, order and `max_rows` give the
     same completions."""
 
@@ -37,11 +37,6 @@ class TransformersEngine:
         self.policy = policy
         self.max_rows = max_rows
         self.keep_special_tokens = keep_special_tokens
-        self.version = 0
-
-    def set_version(self, version: int) -> None:
-        """See `engine.Engine`."""
-        self.version = version
 
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int

@@ -7,6 +7,7 @@ anything large is loaded.
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,12 +18,13 @@ import torch
 from torch import Tensor
 
 from groupwise.algorithms.advantages import process
-from groupwise.algorithms.registry import ALGORITHMS, Algorithm, describe, resolve
-from groupwise.config.settings import ModelSettings, Recipe, RolloutSettings, positions_of
+from groupwise.algorithms.registry import Algorithm, describe, resolve
+from groupwise.config.settings import ModelSettings, Recipe, RolloutSettings, is_online, positions_of
+from groupwise.config.validation import STAGE
 from groupwise.data.load import Data, load_data, load_texts
 from groupwise.data.order import Order
 from groupwise.data.prompts import visit
-from groupwise.data.tokenizers import make_tokenizer
+from groupwise.data.tokenizers import make_tokenizer, with_chat_template
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError
 from groupwise.models.lora import adapter_size, bare
@@ -31,20 +33,30 @@ from groupwise.models.scratch import scratch_model
 from groupwise.models.shape import Shape
 from groupwise.ops.cpu.library import absence
 from groupwise.records import Prompt, Sampling, Step
-from groupwise.rewards.compose import Rewards, build_rewards
+from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
 from groupwise.rewards.model import POSITIONS
 from groupwise.rewards.registry import MAKERS
 from groupwise.rollout.asynchronous import Ahead, Begun
 from groupwise.rollout.engine import Engine
-from groupwise.runs.engines import agreeing, closing_of, engine_lines, make_ahead, make_engine, sampled_elsewhere
+from groupwise.runs.engines import (
+    agreeing,
+    engine_lines,
+    make_ahead,
+    make_engine,
+    mixed_engine,
+    sampled_elsewhere,
+    why_apart,
+)
 from groupwise.runs.plan import Lines, fitted, memory_lines, offline_plan, online_plan, scoring_memory
-from groupwise.runs.policies import hold, parameter_count, reference_of, weightless
+from groupwise.runs.policies import critic_of, hold, parameter_count, reference_of, teacher_of, weightless
 from groupwise.runs.sizing import H100, Load, rank, rank_lines
+from groupwise.training.critics import Critic
 from groupwise.training.evaluate import Evaluation, evaluate
 from groupwise.training.objectives import OBJECTIVES, language_model
 from groupwise.training.offline import Validation, train_offline, validate
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.teachers import Teacher
 
 Judged = Evaluation | Validation
 """What a policy does on held-out prompts, or what an objective says of held-out rows."""
@@ -53,22 +65,44 @@ Place = tuple[Mapping[str, Any], tuple[Begun, ...]]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Job:
-    """A run that is ready to go."""
+class Learner:
+    """What a step changes, and what it is held against."""
 
     recipe: Recipe
+    policy: Policy
+    optimizer: Optimizer
+    reference: Policy | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The optimizer's tensors, and the weights of a reference that moves; as they are held, spread or whole."""
+        moved = self.reference is not None and self.recipe.group.reference_refresh > 0
+        reference = dict(self.reference.model.named_parameters()) if moved and self.reference is not None else {}
+        return self.optimizer.tensors() | {f"reference.{name}": parameter.detach() for name, parameter in reference.items()}
+
+    def restore(self, numbers: Mapping[str, Any], read: Callable[[Mapping[str, Tensor]], None]) -> None:
+        """Continue from a job's `numbers()` and `tensors()`, which `read` fills in; the weights are loaded with the policy."""
+        self.optimizer.restore(numbers["optimizer"], read)
+        with torch.no_grad():
+            read({name: tensor for name, tensor in self.tensors().items() if name.startswith("reference.")})
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Job(Learner):
+    """A run that is ready to go."""
+
     plan: Lines
     """What will happen, as label and text."""
     steps: int
-    policy: Policy
-    optimizer: Optimizer
     order: Order
     loop: Callable[[int], Iterator[Step]]
     """Steps done before -> the steps that are left."""
     judge: Callable[[bool], Judged | None]
     """Evaluates on what is held out: all of it if True, else as much as `eval` says, of the validation part where there is one.
     None if nothing is held out."""
-    reference: Policy | None = None
+    prompts: tuple[Prompt, ...] = ()
+    """What an online objective draws from."""
+    critic: Critic | None = None
+    teacher: Teacher | None = None
     engine: Engine | None = None
     """What samples, where the objective or its evaluation does."""
     ahead: Ahead = field(default_factory=Ahead)
@@ -79,29 +113,50 @@ class Job:
         """Where the run stands in its data."""
         return self.order.state(), self.ahead.pending()
 
+    @property
+    def taken(self) -> int:
+        """Optimizer steps of everything that is trained: if it is another number, weights have changed."""
+        return self.optimizer.taken + (0 if self.critic is None else self.critic.optimizer.taken)
+
     def numbers(self, place: Place | None = None) -> dict[str, Any]:
         """What the next step depends on beside the weights and `tensors`.  place: if not the present one."""
         order, pending = place or self.place()
-        return {"optimizer": self.optimizer.numbers(), "order": order, "ahead": [begun.state() for begun in pending]}
+        found = {"optimizer": self.optimizer.numbers(), "order": order, "ahead": [begun.state() for begun in pending]}
+        return found if self.critic is None else found | {"critic": self.critic.optimizer.numbers()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The optimizer's tensors, and the weights of a reference that moves; as they are held, spread or whole."""
-        moved = self.reference is not None and self.recipe.group.reference_refresh > 0
-        reference = dict(self.reference.model.named_parameters()) if moved and self.reference is not None else {}
-        return self.optimizer.tensors() | {f"reference.{name}": parameter.detach() for name, parameter in reference.items()}
+        """See `Learner`; also the weights of a critic and of a policy's former self."""
+        found = Learner.tensors(self) | {f"teacher.{name}": parameter.detach() for name, parameter in self._taught_by_itself()}
+        if self.critic is not None:
+            found |= {f"critic.{name}": parameter.detach() for name, parameter in self.critic.module.named_parameters()}
+            found |= _of_critic(self.critic.optimizer.tensors())
+        return found
+
+    def _taught_by_itself(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights of a teacher that are the policy's of some time: they are in no checkpoint of their own."""
+        teacher = self.teacher
+        if teacher is not None and self.recipe.teacher.path is None and teacher.policy.model is not self.policy.model:
+            yield from teacher.policy.model.named_parameters()
 
     def restore(self, numbers: Mapping[str, Any], read: Callable[[Mapping[str, Tensor]], None]) -> None:
-        """Continue from `numbers()` and `tensors()`, which `read` fills in; the policy's weights are loaded with the policy."""
-        self.optimizer.restore(numbers["optimizer"], read)
+        """See `Learner`; also where the run stands in its data."""
+        Learner.restore(self, numbers, read)
         self.order.restore(numbers["order"])
         self.ahead.restore(numbers.get("ahead", ()))
+        if self.critic is not None:
+            self.critic.optimizer.restore(numbers["critic"], lambda tensors: read(_of_critic(tensors)))
         with torch.no_grad():
-            read({name: tensor for name, tensor in self.tensors().items() if name.startswith("reference.")})
+            read({name: tensor for name, tensor in self.tensors().items() if name.startswith(("critic.", "teacher."))})
 
     def close(self) -> None:
         """End reward workers."""
         for close in self.closing:
             close()
+
+
+def _of_critic(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a critic's optimizer by names that are nobody else's."""
+    return {f"critic_optimizer.{name}": tensor for name, tensor in tensors.items()}
 
 
 def make_job(recipe: Recipe, *, resume: Path | None = None, reference: Path | None = None) -> Job:
@@ -112,8 +167,22 @@ def make_job(recipe: Recipe, *, resume: Path | None = None, reference: Path | No
     Raises ConfigError, DataError or Diverged before the first step.
     """
     blueprint = blueprint_of(recipe, resume if recipe.model.lora is None else None)
-    maker = _online_job if recipe.objective in ALGORITHMS else _dataset_job
+    maker = _online_job if is_online(recipe.objective) else _dataset_job
     return maker(fitted(recipe, shape_of(recipe, blueprint)), blueprint, reference, resume)
+
+
+def make_learner(
+    recipe: Recipe, blueprint: Blueprint, algorithm: Algorithm, *, reference: Path | None = None, resume: Path | None = None
+) -> Learner:
+    """Policy, reference and optimizer of an online recipe.   reference, resume: see `make_job`."""
+    policy = hold(recipe, blueprint, language_model, resume)
+    anchor = None
+    if algorithm.needs_reference:
+        anchor = bare(policy) if recipe.model.lora is not None else reference_of(recipe, policy, reference)
+    assert recipe.steps is not None
+    learning = recipe.steps - (recipe.critic.pretrain if algorithm.needs_value else 0)
+    updates = learning * recipe.group.updates_per_rollout * recipe.group.minibatches
+    return Learner(recipe=recipe, policy=policy, optimizer=Optimizer(policy.model, recipe.optimizer, updates), reference=anchor)
 
 
 def plan_of(
@@ -128,7 +197,10 @@ def plan_of(
     if config is not None:
         blueprint = replace(blueprint, config=dict(config), context=context_length(dict(config)))
     recipe = fitted(recipe, shape_of(recipe, blueprint))
-    return _Prepared.of(recipe, blueprint, [blueprint_of(scorer, None) for scorer in scorers], world).plan
+    prepared = _Prepared.of(recipe, blueprint, [blueprint_of(scorer, None) for scorer in scorers], world)
+    if prepared.rewards is not None:
+        prepared.rewards.close()
+    return prepared.plan
 
 
 def shape_of(recipe: Recipe, blueprint: Blueprint) -> Shape:
@@ -147,6 +219,7 @@ def blueprint_of(recipe: Recipe, resume: Path | None) -> Blueprint:
     tokenizer = make_tokenizer(
         scratch.tokenizer, load_texts(recipe.data, recipe.seed) if scratch.tokenizer.startswith("bpe") else ()
     )
+    tokenizer = with_chat_template(tokenizer, recipe.model.chat_template)
     model = scratch_model(
         scratch,
         vocabulary=len(tokenizer),
@@ -189,7 +262,7 @@ class _Prepared:
 
     @classmethod
     def of(cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint] = (), world: int | None = None) -> _Prepared:
-        if recipe.objective in ALGORITHMS:
+        if is_online(recipe.objective):
             return cls._online(recipe, blueprint, scorers, world)
         return cls._dataset(recipe, blueprint, world)
 
@@ -213,10 +286,12 @@ class _Prepared:
             reference=algorithm.needs_reference,
             recompute=recipe.model.gradient_checkpointing,
             adapter=adapter_count(recipe, blueprint),
-            rewards=sum(scoring_memory(*one) for one in _scorers(recipe, scorers)),
+            rewards=sum(scoring_memory(*one) for one in _scorers(recipe, scorers)) + critic_memory(recipe, algorithm),
         )
         rewards = None
-        if recipe.rewards or not scorers:
+        if not recipe.rewards and not algorithm.needs_reward:
+            rewards = no_rewards()
+        elif recipe.rewards or not scorers:
             rewards = build_rewards(recipe.rewards, columns=list(prompts.train[0].row), tokenizer=blueprint.tokenizer)
             _check_credit(algorithm, rewards)
         assert recipe.steps is not None
@@ -229,8 +304,11 @@ class _Prepared:
             plan=[
                 *lines,
                 *adapter_lines(recipe, blueprint),
+                *precision_lines(recipe),
                 *_held(recipe, blueprint, load, world),
+                *_judges(rewards),
                 ("read", str(prompts.report)),
+                *(("warning", text) for text in prompts.report.warnings),
             ],
         )
 
@@ -253,9 +331,15 @@ class _Prepared:
         )
         columns = list(prompts.held_out[0].row) if prompts is not None and prompts.held_out else []
         rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer) if columns else None
-        lines = [("objective", kind.title), *lines, *adapter_lines(recipe, blueprint)]
-        plan = [*lines, *_held(recipe, blueprint, load, world), ("read", str(rows.report))]
+        lines = [("objective", kind.title), *lines, *adapter_lines(recipe, blueprint), *precision_lines(recipe)]
+        plan = [*lines, *_held(recipe, blueprint, load, world), *_judges(rewards), ("read", str(rows.report))]
+        plan += [("warning", text) for text in rows.report.warnings]
         return cls(prompts=prompts, rows=rows, rewards=rewards, algorithm=None, steps=steps, plan=plan)
+
+
+def _judges(rewards: Rewards | None) -> Lines:
+    """Where each reward function runs, and what ends a call that does not come back."""
+    return [("reward", line) for line in rewards.plan()] if rewards is not None else []
 
 
 def _held(recipe: Recipe, blueprint: Blueprint, load: Load, world: int | None) -> Lines:
@@ -298,7 +382,18 @@ def algorithm_line(algorithm: Algorithm) -> str:
     """An algorithm as its four parts."""
     parts = [describe(part) for part in (algorithm.credit, algorithm.ratio, algorithm.surrogate, algorithm.weights)]
     kl = f", KL {algorithm.kl.__name__} x {algorithm.beta} in the {algorithm.kl_place}" if algorithm.needs_reference else ", no KL"
+    kl += "; a critic" if algorithm.needs_value else ""
+    kl += f"; {describe(algorithm.divergence)} from a teacher" if algorithm.divergence is not None else ""
+    kl += f"; the teacher's share in sampling {algorithm.mix:g}" if algorithm.mix else ""
     return f"{algorithm.name}: {' x '.join(parts)}{kl}; dead groups {algorithm.dead_groups}, truncated {algorithm.truncated}"
+
+
+def critic_memory(recipe: Recipe, algorithm: Algorithm) -> int:
+    """Bytes of a critic with a backbone of its own: weights, gradients and moments in float32; 0 where there is none yet."""
+    path = recipe.critic.path
+    if not algorithm.needs_value or path is None or path.startswith(STAGE):
+        return 0
+    return 16 * parameter_count(read_blueprint(ModelSettings(path=path)))
 
 
 def adapter_count(recipe: Recipe, blueprint: Blueprint) -> int:
@@ -319,6 +414,16 @@ def adapter_lines(recipe: Recipe, blueprint: Blueprint) -> Lines:
     if lr < ADAPTER_LR:
         lines.append(("warning", f"optimizer.lr {lr:g} is one for training all weights; an adapter learns with about 1e-4"))
     return lines
+
+
+def precision_lines(recipe: Recipe) -> Lines:
+    """A warning where the processor has no products in `model.dtype` and computes them one number at a time."""
+    lower, device = recipe.model.dtype != "float32", resolve_device(recipe.model)
+    old = platform.machine() in ("x86_64", "AMD64") and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+    if not (lower and old and device.type == "cpu"):
+        return []
+    cost = "an update takes about 19 times as long as in float32 (12.8 s for 0.68 s at 3 million parameters)"
+    return [("warning", f"model.dtype {recipe.model.dtype}: this processor has no AVX-512, and {cost}: set model.dtype=float32")]
 
 
 def _prompts(recipe: Recipe, blueprint: Blueprint) -> Data[Prompt]:
@@ -345,7 +450,7 @@ def _judge(recipe: Recipe, engine: Engine, prepared: _Prepared) -> Callable[[boo
 
     def judge(whole: bool) -> Judged | None:
         judged = () if prompts is None else prompts.held_out if whole else prompts.watched[: settings.prompts]
-        if not judged or rewards is None:
+        if not judged or rewards is None or not rewards.names:
             return None
         return evaluate(engine, rewards, judged, k=settings.k, sampling=sampling, seed=recipe.seed)
 
@@ -356,22 +461,27 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
     prepared = _Prepared.of(recipe, blueprint)
     algorithm, prompts, rewards = prepared.algorithm, prepared.prompts, prepared.rewards
     assert algorithm is not None and prompts is not None and rewards is not None
-    policy = hold(recipe, blueprint, language_model, resume)
-    anchor = None
-    if algorithm.needs_reference:
-        anchor = bare(policy) if recipe.model.lora is not None else reference_of(recipe, policy, reference)
+    learner = make_learner(recipe, blueprint, algorithm, reference=reference, resume=resume)
+    policy, optimizer, anchor = learner.policy, learner.optimizer, learner.reference
     engine = make_engine(policy, recipe.rollout)
-    updates = prepared.steps * recipe.group.updates_per_rollout * recipe.group.minibatches
-    optimizer = Optimizer(policy.model, recipe.optimizer, updates)
+    per_step = recipe.group.updates_per_rollout * recipe.group.minibatches
+    critic = critic_of(recipe, policy, prepared.steps * per_step) if algorithm.needs_value else None
+    teacher = teacher_of(recipe, policy) if algorithm.needs_teacher else None
+    sampler = mixed_engine(policy, teacher.policy, algorithm.mix, recipe.rollout) if teacher and algorithm.mix else engine
+    beside: dict[str, Any] = {"reference": anchor, "critic": critic, "teacher": teacher}
     order = Order(len(prompts.train), recipe.seed, recipe.data.shuffle)
     ahead = make_ahead(recipe.rollout, prompts.train)
 
+    def judge(whole: bool) -> Judged | None:
+        engine.set_version(optimizer.taken)  # it is not told where another one samples for training
+        return _judge(recipe, engine, prepared)(whole)
+
     def loop(done: int) -> Iterator[Step]:
-        engine.set_version(optimizer.taken)
+        sampler.set_version(optimizer.taken)
         steps = train_online(
             policy,
             algorithm,
-            engine=engine,
+            engine=sampler,
             rewards=rewards,
             draw=lambda k: [visit(prompts.train[row], epoch) for epoch, row in order.take(k)],
             optimizer=optimizer,
@@ -380,12 +490,12 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
             budget=positions_of(recipe),
             steps=prepared.steps,
             done=done,
-            reference=anchor,
+            **beside,
             ahead=ahead,
             checkpointing=recipe.model.gradient_checkpointing,
             seed=recipe.seed,
         )
-        return agreeing(steps, engine)
+        return agreeing(steps, engine, lambda step: why_apart(step, policy, anchor, positions_of(recipe)))
 
     return Job(
         recipe=recipe,
@@ -395,11 +505,12 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
         optimizer=optimizer,
         order=order,
         loop=loop,
-        judge=_judge(recipe, engine, prepared),
-        reference=anchor,
+        judge=judge,
+        prompts=prompts.train,
+        **beside,
         engine=engine,
         ahead=ahead,
-        closing=[*closing_of(engine), rewards.close],
+        closing=[engine.close, rewards.close],
     )
 
 
@@ -454,5 +565,8 @@ def _dataset_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, r
         judge=judge,
         reference=anchor,
         engine=engine,
-        closing=[*([prepared.rewards.close] if prepared.rewards is not None else []), *closing_of(engine)],
+        closing=[
+            *([prepared.rewards.close] if prepared.rewards is not None else []),
+            *([engine.close] if engine is not None else []),
+        ],
     )

@@ -16,10 +16,8 @@ pickle is written, or read before that.
 from __future__ import annotations
 
 import base64
-import errno
 import json
 import logging
-import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -28,10 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
-from safetensors import SafetensorError
 
 from groupwise.errors import CheckpointError, StorageError
+from groupwise.utils import files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +38,6 @@ log = logging.getLogger("groupwise")
 CHECKPOINTS, LATEST, MANIFEST, COMPLETE = "checkpoints", "latest", "manifest.json", "COMPLETE"
 TENSORS = "tensors.safetensors"
 FORMAT = 2
-CHUNK = 1 << 20
 HEADROOM = 16 << 20
 """Bytes that must stay free on the disk after a save."""
 
@@ -80,7 +76,7 @@ def save(
         _write_state(temporary / "trainer", *encoded)
         if tensors:
             _save_file(tensors, temporary / "trainer" / TENSORS)
-        seal(temporary, step, {name: fingerprint(temporary / name) for name in files(temporary)})
+        seal(temporary, step, {name: files.fingerprint(temporary / name) for name in listed(temporary)})
     final = finish(folder, step)
     if wrong := damage(final):
         raise StorageError(f"{final} was written and reads back differently: {wrong}; is the disk failing?")
@@ -97,20 +93,20 @@ def begin(folder: Path, step: int, needed: int) -> Path | None:
     root = final.parent
     with _storage(root):
         root.mkdir(parents=True, exist_ok=True)
-        _sweep(root)
+        files.sweep(root)
         if final.is_dir():
             if not damage(final):
                 return None
-            _remove(final)
+            files.remove(final)
         needed = max(needed, _size_of_newest(root)) + HEADROOM
         free = shutil.disk_usage(root).free
         if free < needed:
             raise StorageError(
                 f"disk full: the checkpoint of step {step} needs {needed / 1e6:.0f} MB, {root} has {free / 1e6:.0f} MB"
             )
-        temporary = root / f".new-{step:06d}"
+        temporary = files.new_folder(final)
         for part in ("policy", "trainer"):
-            (temporary / part).mkdir(parents=True)
+            (temporary / part).mkdir()
     return temporary
 
 
@@ -128,11 +124,11 @@ def storing(temporary: Path) -> Iterator[None]:
 def finish(folder: Path, step: int) -> Path:
     """Give a sealed checkpoint its name.  Raises StorageError."""
     final = place(folder, step)
-    temporary = final.with_name(f".new-{final.name}")
+    temporary = final.with_name(f"{files.NEW}{final.name}")
     with storing(temporary):
-        os.rename(temporary, final)
-        _sync_folder(final.parent)
-        _point(Path(folder), final.name)
+        files.place(temporary, final)
+        # For people and other programs: `latest()` does not trust it.
+        files.write(Path(folder) / LATEST, f"{final.name}\n".encode())
     return final
 
 
@@ -143,7 +139,7 @@ def rotate(folder: Path, step: int, keep: int) -> None:
         candidates = _candidates(root)
         past = [path for path in candidates if int(path.name) <= step]
         for path in past[max(keep, 1) :] + [path for path in candidates if int(path.name) > step and damage(path)]:
-            _remove(path)
+            files.remove(path)
 
 
 def write_state(temporary: Path, state: Mapping[str, Any]) -> None:
@@ -162,29 +158,19 @@ def _save_file(tensors: Mapping[str, Tensor], path: Path) -> None:
     save_file(dict(tensors), str(path))
 
 
-def files(folder: Path) -> list[str]:
+def listed(folder: Path) -> list[str]:
     """What a checkpoint's manifest lists, by relative name.  Raises CheckpointError for what is no plain file."""
     return [name for name, _ in _files(folder)]
 
 
-def fingerprint(path: Path) -> dict[str, Any]:
-    """What a manifest says of a file, read back from the disk once it is there."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-    return {"size": path.stat().st_size, "xxh3_128": _hash(path)}
-
-
 def seal(folder: Path, step: int, fingerprints: Mapping[str, Mapping[str, Any]]) -> None:
     """Add manifest and COMPLETE and bring them to the disk."""
-    listed = dict(sorted(fingerprints.items()))
-    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "step": step, "files": listed}, indent=1), encoding="utf-8")
-    (folder / COMPLETE).write_text(_hash(folder / MANIFEST) + "\n", encoding="utf-8")
-    for path in [folder / MANIFEST, folder / COMPLETE]:
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
+    manifest = {"format": FORMAT, "step": step, "files": dict(sorted(fingerprints.items()))}
+    files.write(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+    files.write(folder / COMPLETE, f"{files.digest(folder / MANIFEST)}\n".encode())
     for path in [folder, *folder.rglob("*")]:
         if path.is_dir():
-            _sync_folder(path)
+            files.sync(path)
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -197,60 +183,21 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
             yield name, path
 
 
-def _hash(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _point(folder: Path, name: str) -> None:
-    """Writes `latest`, which is for people and other programs: `latest()` does not trust it."""
-    temporary = folder / f".{LATEST}.{os.getpid()}"
-    temporary.write_text(name + "\n", encoding="utf-8")
-    os.replace(temporary, folder / LATEST)
-
-
 def _size_of_newest(root: Path) -> int:
     existing = _candidates(root)
     return sum(path.stat().st_size for path in existing[0].rglob("*") if path.is_file()) if existing else 0
 
 
-def _remove(path: Path) -> None:
-    """Rename, then delete: a half-deleted checkpoint has no name that a reader would look at."""
-    doomed = path.with_name(f".old-{path.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.rename(path, doomed)
-    shutil.rmtree(doomed)
-
-
-def _sweep(root: Path) -> None:
-    """Deletes what a killed process left half-written or half-deleted."""
-    for pattern in (".new-*", ".old-*"):
-        for path in root.glob(pattern):
-            shutil.rmtree(path)
-
-
 @contextmanager
 def _storage(root: Path) -> Iterator[None]:
-    """Tells what the operating system says about a disk in our words."""
+    """Says in our words what the operating system says of a disk, and what is left."""
     try:
-        yield
-    except (OSError, SafetensorError) as error:
-        number = error.errno if isinstance(error, OSError) else None
-        if number in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error):
-            free = f"{shutil.disk_usage(root).free / 1e6:.0f} MB free" if root.is_dir() else "it is gone"
-            raise StorageError(f"disk full while writing a checkpoint to {root} ({free}); the older ones are intact") from error
-        raise StorageError(f"cannot write a checkpoint to {root}: {error}") from error
+        with files.storing(root, "a checkpoint"):
+            yield
+    except StorageError as error:
+        if (left := _candidates(root)) and "intact" not in str(error):
+            raise StorageError(f"{error}; the older ones ({left[0].name} and before) are intact") from error
+        raise
 
 
 # ---------------------------------------------------------------- loading
@@ -280,12 +227,17 @@ def _candidates(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name), reverse=True)
 
 
+def exists(folder: Path) -> bool:
+    """True if a run folder holds a checkpoint, whole or not."""
+    return bool(_candidates(Path(folder) / CHECKPOINTS))
+
+
 def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint, the bad file named; None if every byte is as it was written."""
     path = Path(path)
     if not (path / COMPLETE).is_file() or not (path / MANIFEST).is_file():
         return f"{COMPLETE if not (path / COMPLETE).is_file() else MANIFEST} is missing"
-    if (path / COMPLETE).read_bytes() != f"{_hash(path / MANIFEST)}\n".encode():
+    if (path / COMPLETE).read_bytes() != f"{files.digest(path / MANIFEST)}\n".encode():
         return f"{MANIFEST} and {COMPLETE} do not belong together"
     manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     if manifest["format"] != FORMAT:
@@ -300,11 +252,8 @@ def damage(path: Path) -> str | None:
             return f"{name} is missing"
         if name not in expected:
             return f"{name} does not belong to it"
-        size = present[name].stat().st_size
-        if size != expected[name]["size"]:
-            return f"{name} has {size} bytes, {expected[name]['size']} were written"
-        if _hash(present[name]) != expected[name]["xxh3_128"]:
-            return f"{name} is not what was written (its checksum differs)"
+        if wrong := files.altered(present[name], expected[name]):
+            return f"{name} {wrong}"
     return None
 
 

@@ -2,46 +2,75 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from groupwise.algorithms.registry import Algorithm, corrected
 from groupwise.config.settings import RolloutSettings
 from groupwise.data.prompts import visit
-from groupwise.errors import EngineError
+from groupwise.errors import ConfigError, EngineError
 from groupwise.models.fsdp import ShardedPolicy
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Step
 from groupwise.rollout.asynchronous import Ahead
 from groupwise.rollout.engine import Engine
 from groupwise.rollout.gathered import GatheredEngine
+from groupwise.rollout.mixed import MixedEngine
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.probe import prove_engine
 from groupwise.rollout.transformers import TransformersEngine
 from groupwise.rollout.vllm.engine import VllmEngine
 from groupwise.runs.plan import Lines
+from groupwise.training.mismatch import diagnose
+
+
+def _in_process(engine: Callable[..., Engine]) -> Callable[[Policy, RolloutSettings], Engine]:
+    def make(policy: Policy, settings: RolloutSettings) -> Engine:
+        if isinstance(policy, ShardedPolicy):
+            return GatheredEngine(policy, lambda plain: make(plain, settings))
+        prove_engine(policy, engine)
+        return engine(policy, **_common(settings))
+
+    return make
+
+
+def _vllm(policy: Policy, settings: RolloutSettings) -> Engine:
+    given = engine_of(settings)[1]
+    given |= {"in_flight": given.pop("ahead", 0) > 0}
+    given.pop("correct", None)
+    return VllmEngine(policy, **given, **_common(settings))
+
+
+def _common(settings: RolloutSettings) -> dict[str, Any]:
+    return {"max_rows": settings.max_rows, "keep_special_tokens": settings.keep_special_tokens}
+
+
+ENGINES: dict[str, Callable[[Policy, RolloutSettings], Engine]] = {
+    "native": _in_process(NativeEngine),
+    "transformers": _in_process(TransformersEngine),
+    "vllm": _vllm,
+}
+"""The rollout engines that a recipe may name; what it may say beside a name stands in `config.settings.ENGINES`."""
 
 
 def make_engine(policy: Policy, settings: RolloutSettings) -> Engine:
     """The rollout engine that a recipe names."""
-    name, given = engine_of(settings)
-    common: dict[str, Any] = {"max_rows": settings.max_rows, "keep_special_tokens": settings.keep_special_tokens}
-    if name == "vllm":
-        given |= {"in_flight": given.pop("ahead", 0) > 0}
-        given.pop("correct", None)
-        return VllmEngine(policy, **given, **common)
-    if isinstance(policy, ShardedPolicy):
-        return GatheredEngine(policy, lambda plain: make_engine(plain, settings))
-    make = {"native": NativeEngine, "transformers": TransformersEngine}[name]
-    prove_engine(policy, make)
-    return make(policy, **common)
+    return ENGINES[engine_of(settings)[0]](policy, settings)
 
 
 def engine_of(settings: RolloutSettings) -> tuple[str, dict[str, Any]]:
     """The name of a recipe's engine, and what the recipe says beside it."""
     given = {"name": settings.engine} if isinstance(settings.engine, str) else dict(settings.engine)
     return str(given.pop("name")), given
+
+
+def mixed_engine(policy: Policy, teacher: Policy, mix: float, settings: RolloutSettings) -> Engine:
+    """An engine whose completions a teacher helps to write.  Raises ConfigError for a teacher that is spread over processes."""
+    if teacher.sharded:
+        raise ConfigError(
+            "group.mix: a teacher that is spread over processes cannot help to sample: set parallel: ddp, or group.mix: 0"
+        )
+    return _in_process(lambda plain, **how: MixedEngine(plain, teacher, mix, **how))(policy, settings)
 
 
 def sampled_elsewhere(algorithm: Algorithm, settings: RolloutSettings) -> Algorithm:
@@ -63,33 +92,44 @@ def make_ahead(settings: RolloutSettings, prompts: Sequence[Prompt]) -> Ahead:
     return Ahead(given.get("ahead", 0), beside=name == "vllm", find=find)
 
 
-def agreeing(steps: Iterator[Step], engine: Engine) -> Iterator[Step]:
+def agreeing(steps: Iterator[Step], engine: Engine, why: Callable[[Step], str] | None = None) -> Iterator[Step]:
     """Steps, as long as what a vLLM engine samples is what the trainer scores.
 
     Raises EngineError at the first step whose mean difference no rounding explains: the servers sample with other weights, another
     temperature or old keys and values.  That step has been trained on; it is not yielded, and so not saved.
+    why: what the difference comes from.
     """
-    limit = engine.tolerance if isinstance(engine, VllmEngine) else math.inf
+    limit = engine.tolerance
     for step in steps:
         gap = step.metrics.get("mismatch/mean", 0.0)
         if not gap <= limit:
             raise EngineError(
                 f"step {step.number}: sampled and scored log-probs differ by {gap:.2g} nats on average, more than rounding "
                 f"explains ({limit:g}): the vLLM servers sample with other weights, at another temperature or from an old cache. "
-                "The step is thrown away; `groupwise check` tests the servers"
+                "The step is thrown away; `groupwise check` tests the servers" + (f".  {why(step)}" if why is not None else "")
             )
         yield step
 
 
+def why_apart(step: Step, policy: Policy, reference: Policy | None, budget: int) -> str:
+    """The mismatch meter's word on a step that was just trained on, with the weights after it; empty if it has none."""
+    if isinstance(policy, ShardedPolicy) or type(reference) not in (Policy, type(None)):
+        return ""  # weights that are spread, or shared with a reference: neither can be copied to be looked at
+    pairs = [
+        (rollout, logp)
+        for group, columns in zip(step.groups, step.current_logp, strict=True)
+        for rollout, logp in zip(group.rollouts, columns, strict=True)
+        if logp.size
+    ]
+    older = {} if reference is None else {"those of the reference": reference}
+    found = diagnose(policy, [rollout for rollout, _ in pairs], [logp for _, logp in pairs], budget=budget, older=older)
+    return "" if found is None else f"By the weights after the step {found}"
+
+
 def engine_lines(engine: Engine, ahead: Ahead) -> Lines:
     """Where completions come from and by how old weights, for the plan; nothing where it is this process with the newest ones."""
-    lines = [("rollouts", engine.where)] if isinstance(engine, VllmEngine) else []
+    lines = [("rollouts", engine.where)] if engine.where is not None else []
     if ahead.steps:
         how = "while it goes on" if ahead.beside else "in turn with it"
         lines.append(("ahead", f"sampling is up to {ahead.steps} step{'s' * (ahead.steps > 1)} ahead of training, {how}"))
     return lines
-
-
-def closing_of(engine: Engine | None) -> list[Callable[[], None]]:
-    """What ends with the job: a vLLM server that the engine has started."""
-    return [engine.close] if isinstance(engine, VllmEngine) else []

@@ -3,9 +3,12 @@
     config.yaml               resolved recipe, secrets redacted
     environment.json          one entry per start: versions, git commit, hardware
     metrics.jsonl             one line a step
-    rollouts/000012.parquet   one row per completion of that step
+    rollouts/000012.parquet   one row per completion of that step; old steps together: `recorded`
+    evaluations/              the same of the held-out prompts, where there were evaluations
+    tokens.parquet            the text of every token id
     tensorboard/              the same metrics for TensorBoard (optional)
-    done.json                 written when the last step is taken
+    inputs.json               data and reward files: what they held when the run began
+    done.json                 written when the last step is taken: the files of the final model
     .lock                     held by the process that writes here
 
 Importing this file does not import torch: `groupwise runs` and `groupwise score` read run folders through it.
@@ -25,19 +28,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from groupwise.config.recipes import changes, dump, redacted, run_folder
+from groupwise.config.recipes import changes, dump, run_folder
 from groupwise.config.settings import Recipe
-from groupwise.data.rollout_table import groups_of, jsonable, table_of
-from groupwise.errors import ConfigError, DataError
-from groupwise.records import Step
+from groupwise.data import vocabulary
+from groupwise.data.rollout_table import columns_of, groups_of, jsonable
+from groupwise.errors import ConfigError, DataError, StorageError
+from groupwise.records import Scored, Step
+from groupwise.runs import recorded
+from groupwise.utils import files
+from groupwise.utils.secrets import redacted_command
+from groupwise.utils.terminal import json_line
 
 log = logging.getLogger("groupwise")
 
@@ -53,14 +59,19 @@ PACKAGES = (
     "math-verify",
     "peft",
 )
-METRICS, ROLLOUTS, CONFIG, ENVIRONMENT, DONE, LOCK = (
+METRICS, ROLLOUTS, TOKENS, CONFIG, ENVIRONMENT, DONE, LOCK = (
     "metrics.jsonl",
-    "rollouts",
+    recorded.ROLLOUTS,
+    "tokens.parquet",
     "config.yaml",
     "environment.json",
     "done.json",
     ".lock",
 )
+FINAL = "final"
+"""Folder of the trained model."""
+EVALUATED = "eval/"
+"""Prefix of an evaluation's figures in the log."""
 
 
 # ---------------------------------------------------------------- choosing and locking a folder
@@ -81,31 +92,33 @@ def anew(stages: Mapping[str, Recipe]) -> dict[str, Recipe]:
 
 
 def choose_folder(recipe: Recipe) -> Path:
-    """The folder in which a recipe runs, made if need be.
+    """The folder in which a recipe runs; `Lock` makes it.
 
     Running the same recipe again resumes it.  Raises ConfigError with the differences if the folder holds a run of another recipe.
     """
     folder = run_folder(recipe)
     if (folder / CONFIG).is_file():
-        different = changes((folder / CONFIG).read_text(encoding="utf-8"), recipe)
+        try:
+            different = changes((folder / CONFIG).read_text(encoding="utf-8"), recipe)
+        except (OSError, UnicodeDecodeError, ConfigError) as error:
+            raise ConfigError(
+                f"{folder / CONFIG} is damaged, so that nobody knows whether it is the same run ({error}): restore it, delete it "
+                "to go on with the recipe as it is now, or start anew with --fresh"
+            ) from error
         if different:
             lines = "\n".join(f"  {line}" for line in different)
             remedy = "undo the change, choose another name=..., or start anew with --fresh"
             raise ConfigError(f"{folder} holds a run of another configuration; {remedy}:\n{lines}")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make the run folder {folder}: {error.strerror}") from error
     return folder
 
 
 class Lock:
-    """Keeps a second process out of a run folder while this one writes there.
+    """Keeps a second process out of a run folder, which it makes if need be, while this one writes there.
 
     Held through the operating system, so it ends with the process however that dies; the file says who holds it.  Where the file
     system cannot lock, the process id and host in the file decide.
 
-    Raises ConfigError if a live process holds it.
+    Raises ConfigError if a live process holds it, StorageError if nothing can be written there.
     """
 
     _held: set[str] = set()  # POSIX locks do not keep a process out of its own files
@@ -114,7 +127,10 @@ class Lock:
         self.path = Path(folder).resolve() / LOCK
         if str(self.path) in self._held:
             raise ConfigError(f"{folder} is in use by this process already")
-        self._file: IO[str] = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 - held until `release`
+        self._made = [path for path in (self.path.parent, *self.path.parent.parents) if not path.exists()]
+        with files.storing(Path(folder), "the run"):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: IO[str] = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 - held until `release`
         self._file.seek(0)
         holder = _holder(self._file.read())
         try:
@@ -126,18 +142,30 @@ class Lock:
                 who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
                 raise ConfigError(f"{folder} is in use by {who}; wait for it, end it, or choose another name=...") from error
         self._held.add(str(self.path))
-        self._file.seek(0)
-        self._file.truncate()
-        self._file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}))
-        self._file.flush()
+        try:
+            with files.storing(Path(folder), "the run"):
+                self._file.seek(0)
+                self._file.truncate()
+                self._file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}))
+                self._file.flush()
+        except StorageError:
+            self.release()
+            raise
 
-    def release(self) -> None:
-        """Let others in.  Safe to call twice."""
+    def release(self, *, undo: bool = False) -> None:
+        """Let others in.  Safe to call twice.   undo: also delete the folders that it made, where nothing was written into them."""
         if self._file.closed:
             return
-        self._file.seek(0)
-        self._file.truncate()
-        self._file.close()
+        with suppress(OSError):  # a full disk, which may have been the reason
+            self._file.seek(0)
+            self._file.truncate()
+        if undo and self._made and os.listdir(self.path.parent) == [LOCK]:
+            with suppress(OSError):  # another process's file: the folder is in use after all
+                self.path.unlink()
+                for folder in self._made:
+                    folder.rmdir()
+        with suppress(OSError):
+            self._file.close()
         self._held.discard(str(self.path))
 
     def __enter__(self) -> Lock:
@@ -184,50 +212,101 @@ def in_use(folder: Path) -> bool:
 class RunLog:
     """Writes the run folder, step by step.
 
-    done: steps that the run resumed with; what was written of later ones is taken away, because they are taken again.
+    done: steps that the run resumed with; what was written of later ones is taken away, because they are taken again, and so is the
+    evaluation before the first step if there is none.   Every method raises StorageError if the disk fails.
     """
 
     def __init__(self, folder: Path, recipe: Recipe, *, done: int = 0) -> None:
         self.folder = Path(folder)
         self._every = recipe.save.rollouts_every
-        (self.folder / ROLLOUTS).mkdir(parents=True, exist_ok=True)
-        write_atomically(self.folder / CONFIG, dump(recipe).encode())
-        _add_environment(self.folder / ENVIRONMENT, done)
-        kept = [line for line in read_metrics(self.folder) if line["step"] <= done]
-        write_atomically(self.folder / METRICS, "".join(_line(line) for line in kept).encode())
-        for step in list_rollouts(self.folder):
-            if step > done:
-                _rollout_file(self.folder, step).unlink()
-        (self.folder / DONE).unlink(missing_ok=True)
+        with files.storing(self.folder, "the run"):
+            (self.folder / ROLLOUTS).mkdir(parents=True, exist_ok=True)
+            files.write(self.folder / CONFIG, dump(recipe).encode())
+            _add_environment(self.folder / ENVIRONMENT, done)
+            self.lines = {line["step"]: line for line in read_metrics(self.folder) if line["step"] <= done} if done else {}
+            """What stands in the log, by step."""
+            self._write_lines()
+            for kind in (recorded.ROLLOUTS, recorded.EVALUATIONS):
+                recorded.cut(self.folder / kind, done)
+            self._run = recipe.name
+            (self.folder / DONE).unlink(missing_ok=True)
+            self._board = _Board(self.folder / "tensorboard", list(self.lines.values())) if recipe.save.tensorboard else None
+
+    def _write_lines(self) -> None:
+        files.write(self.folder / METRICS, "".join(_line(line) for line in self.lines.values()).encode())
         self._file = open(self.folder / METRICS, "a", encoding="utf-8")  # noqa: SIM115 - held until `close`
-        self._board = _Board(self.folder / "tensorboard", kept) if recipe.save.tensorboard else None
 
     def write(self, step: Step) -> None:
         """Record a step: its line at once, and its completions where they are due."""
         line: dict[str, Any] = {"step": step.number, **step.metrics}
         line |= {f"time/{phase}": seconds for phase, seconds in step.timings.items()}
-        line |= {"eval/" + name.removeprefix("eval/"): value for name, value in (step.evaluation or {}).items()}
+        line |= _evaluated(step.evaluation or {})
         line["wall"] = time.time()
-        if self._every and step.groups and step.number % self._every == 0:
-            write_rollouts(_rollout_file(self.folder, step.number), step)
-        self._file.write(_line(line))
-        self._file.flush()
-        if self._board:
-            self._board.write(line)
+        try:
+            if self._every and step.groups and step.number % self._every == 0:
+                with files.storing(self.folder / ROLLOUTS / f"{step.number:06d}.parquet", "the completions of a step"):
+                    recorded.write(self.folder / ROLLOUTS, step, self._run)
+                try:
+                    recorded.pack(self.folder / ROLLOUTS)
+                except OSError as error:  # the steps stay in files of their own
+                    log.warning("older rollouts could not be put together: %s", error)
+        finally:  # the step was taken, whatever becomes of its completions
+            self._write_line(line)
+
+    def _write_line(self, line: dict[str, Any]) -> None:
+        with files.storing(self.folder / METRICS, "the log"):
+            if not os.fstat(self._file.fileno()).st_nlink:
+                raise FileNotFoundError(errno.ENOENT, "it was deleted while the run went on")
+            self._file.write(_line(line))
+            self._file.flush()
+            if self._board:
+                self._board.write(line)
+        self.lines[line["step"]] = line
+
+    def evaluated(self, step: int) -> bool:
+        """True if the log holds an evaluation after `step` steps."""
+        return any(name.startswith(EVALUATED) for name in self.lines.get(step, ()))
+
+    def amend(self, step: int, evaluation: Mapping[str, float]) -> None:
+        """Add the evaluation after a step whose line stands there already."""
+        self.lines[step] = self.lines.get(step, {"step": step}) | _evaluated(evaluation)
+        with files.storing(self.folder / METRICS, "the log"):
+            self._file.close()
+            self._write_lines()
+            if self._board:
+                self._board.write({"step": step, "wall": time.time()} | _evaluated(evaluation))
+
+    def held_out(self, number: int, groups: Sequence[Scored]) -> None:
+        """Record completions of held-out prompts after step `number`."""
+        if self._every and groups:
+            with files.storing(self.folder / recorded.EVALUATIONS, "held-out completions"):
+                recorded.write(self.folder / recorded.EVALUATIONS, Step(number=number, metrics={}, groups=groups), self._run)
+
+    def tokens(self, tokenizer: Any) -> None:
+        """Record the text of every token id once, so that readers of the run need no tokenizer."""
+        if not (self.folder / TOKENS).exists():
+            with files.storing(self.folder / TOKENS, "the vocabulary"):
+                files.write(self.folder / TOKENS, vocabulary.packed(vocabulary.of(tokenizer)))
 
     def sync(self) -> None:
         """Make what was written survive a power cut; call it before a checkpoint."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with files.storing(self.folder / METRICS, "the log"):
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
-    def finish(self, step: int, summary: Mapping[str, Any] | None = None) -> None:
-        """Mark the run as finished after `step` steps."""
-        found = {"step": step, "time": time.time(), **(summary or {})}
-        write_atomically(self.folder / DONE, json.dumps(jsonable(found), indent=1).encode())
+    def finish(self, step: int, summary: Mapping[str, Any] | None = None, model: Path | None = None) -> None:
+        """Mark the run as finished after `step` steps.   model: folder of what came of it, whose files are listed."""
+        found: dict[str, Any] = {"step": step, "time": time.time(), **(summary or {})}
+        with files.storing(self.folder / DONE, "the end of the run"):
+            if model is not None:
+                names = sorted(path.name for path in model.iterdir() if path.is_file())
+                found["model"] = {"folder": model.name, "files": {name: files.fingerprint(model / name) for name in names}}
+            files.write(self.folder / DONE, json.dumps(jsonable(found), indent=1).encode())
 
     def close(self) -> None:
         """Close the files.  Safe to call twice."""
-        self._file.close()
+        with suppress(OSError):  # a full disk has been told of when the line was written
+            self._file.close()
         if self._board:
             self._board.close()
 
@@ -240,35 +319,71 @@ class RunLog:
 
 def finished(folder: Path) -> int | None:
     """The step after which a run finished, or None."""
+    found = _ended(folder).get("step")
+    return found if isinstance(found, int) else None
+
+
+def _ended(folder: Path) -> Mapping[str, Any]:
+    """What `RunLog.finish` wrote; empty if it did not, or if that is damaged."""
     try:
-        return int(json.loads((Path(folder) / DONE).read_text(encoding="utf-8"))["step"])
-    except (OSError, ValueError, KeyError):
+        found = json.loads((Path(folder) / DONE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def unfinished(folder: Path) -> str | None:
+    """What is wrong with the model of a run that says it has finished, the file named; None if it is there as it was written.
+
+    Weights are compared byte by byte; of the rest, which people edit (a card, a template), it is enough that it is there.
+    """
+    model = _ended(folder).get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("files"), dict):
+        place = Path(folder) / FINAL  # written before models were listed
+        whole = (place / "config.json").is_file() and any(file.stat().st_size for file in place.glob("*.safetensors"))
+        return None if whole else f"{FINAL}/ is not there, or not whole"
+    place = Path(folder) / str(model.get("folder"))
+    for name, expected in model["files"].items():
+        file = place / name
+        if name.endswith(".safetensors"):
+            wrong = files.altered(file, expected)
+        else:
+            wrong = None if file.is_file() and (file.stat().st_size or not expected["size"]) else "is missing or empty"
+        if wrong:
+            return f"{place.name}/{name} {wrong}"
+    return None
+
+
+def model_digest(folder: Path) -> str | None:
+    """One text that stands for the weights of a finished run's model; None if the run has not finished."""
+    model = _ended(folder).get("model")
+    named = model.get("files") if isinstance(model, dict) else None
+    if not isinstance(named, dict):
         return None
+    return " ".join(str(found.get("xxh3_128")) for name, found in sorted(named.items()) if name.endswith(".safetensors"))
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file as a whole: a reader sees the old content or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def _evaluated(evaluation: Mapping[str, float]) -> dict[str, float]:
+    return {EVALUATED + name.removeprefix(EVALUATED): value for name, value in evaluation.items()}
 
 
 def _line(values: Mapping[str, Any]) -> str:
-    return json.dumps(jsonable(values), ensure_ascii=False, allow_nan=False) + "\n"
+    return json_line(jsonable(values))
 
 
 def _add_environment(path: Path, done: int) -> None:
-    try:
-        attempts = json.loads(path.read_text(encoding="utf-8"))["attempts"]
-    except (OSError, ValueError, KeyError):
-        attempts = []
-    write_atomically(path, json.dumps({"attempts": [*attempts, {"after_step": done, **environment()}]}, indent=1).encode())
+    """Add this start to those that are there; a file that cannot be read is put aside."""
+    attempts: Any = []
+    if path.exists():
+        try:
+            attempts = json.loads(path.read_text(encoding="utf-8"))["attempts"]
+            if not isinstance(attempts, list):
+                raise ValueError("attempts is no list")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            attempts, aside = [], path.with_suffix(".damaged.json")
+            os.replace(path, aside)
+            log.warning("%s was damaged (%s): it is %s now, and begun anew", path, error, aside.name)
+    files.write(path, json.dumps({"attempts": [*attempts, {"after_step": done, **environment()}]}, indent=1).encode())
 
 
 def environment() -> dict[str, Any]:
@@ -281,7 +396,7 @@ def environment() -> dict[str, Any]:
             versions[package] = None
     found: dict[str, Any] = {
         "time": time.time(),
-        "command": redacted([_without_secret(argument) for argument in sys.argv]),
+        "command": redacted_command(sys.argv),
         "versions": versions,
         "git": _commit(Path(__file__).parent),
         "platform": platform.platform(),
@@ -297,11 +412,6 @@ def environment() -> dict[str, Any]:
 
             found["kernels"] = absence() or "compiled"
     return found
-
-
-def _without_secret(argument: str) -> str:
-    key, equals, value = argument.partition("=")
-    return f"{key}={redacted(value, key.rsplit('.', 1)[-1])}" if equals else argument
 
 
 def _cpu() -> str:
@@ -354,24 +464,6 @@ class _Board:
         self._writer.close()
 
 
-# ---------------------------------------------------------------- completions of a step
-
-
-def _rollout_file(folder: Path, step: int) -> Path:
-    return Path(folder) / ROLLOUTS / f"{step:06d}.parquet"
-
-
-def write_rollouts(path: Path, step: Step) -> None:
-    """The completions of a step as a Parquet file of `tables.table_of`'s columns; whole or not at all."""
-    table = table_of(step)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        pq.write_table(table, temporary, compression="zstd")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 # ---------------------------------------------------------------- reading
 
 
@@ -391,7 +483,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
             values = json.loads(line)
             if not isinstance(values, dict) or not isinstance(values.get("step"), int):
                 raise ValueError("no step in it")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines) - 1:
                 break
             raise DataError(f"{path}:{number}: not a line of metrics ({error}): {line[:60]!r}") from error
@@ -405,24 +497,13 @@ def _number(value: Any) -> Any:
 
 def list_rollouts(folder: Path) -> list[int]:
     """The steps whose completions were written, in order."""
-    return sorted(int(path.stem) for path in (Path(folder) / ROLLOUTS).glob("[0-9]*.parquet") if path.stem.isdigit())
-
-
-def _table(folder: Path, step: int) -> pa.Table:
-    path = _rollout_file(folder, step)
-    if not path.is_file():
-        steps = list_rollouts(folder)
-        have = f"it holds steps {steps[0]} to {steps[-1]}" if steps else "it holds no rollouts"
-        raise DataError(f"the completions of step {step} are not in {folder} ({have})")
-    try:
-        return pq.ParquetFile(path).read()
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path} is damaged: {error}") from error
+    return list(recorded.places(Path(folder) / ROLLOUTS))
 
 
 def read_step(folder: Path, step: int) -> Step:
     """A recorded step as the record it was: the same ids, log-probs, rewards, advantages, metrics."""
-    groups, advantages, current = groups_of(_table(folder, step))
+    table = recorded.table(Path(folder) / ROLLOUTS, step)
+    groups, advantages, current = groups_of(table)
     lines = {line["step"]: line for line in read_metrics(folder)}
     flat = {name: value for name, value in lines.get(step, {}).items() if name not in ("step", "wall")}
     timings = {name.removeprefix("time/"): flat.pop(name) for name in list(flat) if name.startswith("time/")}
@@ -434,6 +515,7 @@ def read_step(folder: Path, step: int) -> Step:
         groups=tuple(groups),
         advantages=tuple(advantages) if any(advantages) else (),
         current_logp=tuple(current) if any(current) else (),
+        columns=columns_of(table),
         evaluation=evaluation or None,
     )
 

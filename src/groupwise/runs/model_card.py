@@ -6,27 +6,30 @@ import hashlib
 from importlib.metadata import version
 from pathlib import Path
 
+from groupwise.config.live import LIVE
 from groupwise.config.recipes import dump
 from groupwise.config.settings import Recipe
 from groupwise.runs.build import Judged
-from groupwise.runs.folder import write_atomically
 from groupwise.runs.plan import Lines
+from groupwise.utils import files
+from groupwise.utils.secrets import scrubbed
 
 
 def write_card(folder: Path, recipe: Recipe, plan: Lines, after: Judged | None) -> None:
     """Write `README.md` into the folder of the final model."""
-    write_atomically(folder / "README.md", card(recipe, plan, after).encode())
+    files.write(folder / "README.md", card(recipe, plan, after).encode())
 
 
 def card(recipe: Recipe, plan: Lines, after: Judged | None) -> str:
     """The text of the card: base, data, method, held-out figures and the recipe itself, secrets redacted."""
     text = dump(recipe)
+    published = recipe.model.path is not None and not recipe.model.path.startswith(LIVE) and not Path(recipe.model.path).exists()
     base = recipe.model.path or f"random weights ({recipe.model.scratch.family if recipe.model.scratch else '?'})"
     data = recipe.data.path or f"built-in task `{recipe.data.task}`"
     lines = [
         "---",
         "library_name: transformers",
-        *([f"base_model: {recipe.model.path}"] if recipe.model.path and not Path(recipe.model.path).exists() else []),
+        *([f"base_model: {recipe.model.path}"] if published else []),
         "tags: [groupwise]",
         "---",
         "",
@@ -53,4 +56,4 @@ def card(recipe: Recipe, plan: Lines, after: Judged | None) -> str:
             "|" + "---|" * len(figures),
             f"| {' | '.join(figures.values())} |",
         ]
-    return "\n".join([*lines, "", "## Recipe", "", "```yaml", text.rstrip(), "```", ""])
+    return scrubbed("\n".join([*lines, "", "## Recipe", "", "```yaml", text.rstrip(), "```", ""]))

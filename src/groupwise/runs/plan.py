@@ -108,7 +108,7 @@ def memory(
     # Of a block that is computed again its inputs; the last is kept, and leaves its room to the others one by one.
     recomputed = shape.layers - 1 if recompute else 0
     kept = recomputed * shape.hidden * stream + (shape.layers - recomputed) * kept_per_block(shape)
-    # While a block goes backward: its MLP's activations and the slopes of its two inner products.
+    # While a block goes backward: its MLP's activations and the gradients of its two inner products.
     working = 3 * shape.intermediate * shape.bytes_per_product + 2 * shape.hidden * stream
     # The head holds one chunk of logits, and the trained rows once more with their gradient.
     predicted = int(trained_share * microbatch)

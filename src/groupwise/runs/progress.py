@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import time
-import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,28 +19,13 @@ from rich.table import Table
 from rich.text import Text
 
 from groupwise.records import Step
+from groupwise.utils.terminal import escaped
 
 Plan = Sequence[tuple[str, str]]
 """What is about to happen, as (label, value) pairs."""
 
 
 # ---------------------------------------------------------------- hostile text
-
-
-def escaped(text: str, keep: str = "\n") -> str:
-    r"""A text with control, format and bidirectional characters as escapes, so that it cannot steer a terminal.
-
-    >>> escaped("a\x1b[2Jb\u202ec")
-    'a\\x1b[2Jb\\u202ec'
-    """
-
-    def shown(char: str) -> str:
-        if char in keep or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Zl", "Zp"):
-            return char
-        code = ord(char)
-        return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
-
-    return "".join(map(shown, text))
 
 
 def safe(text: str, limit: int | None = None, style: str = "") -> Text:

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 from groupwise.errors import DataError
-from groupwise.runs.folder import list_rollouts, read_step, write_atomically
+from groupwise.runs.folder import list_rollouts, read_step
 from groupwise.training.preferences import preference_rows
+from groupwise.utils import files
 
 
 def recorded_pairs(folder: Path, judge: str | None = None) -> Path:
@@ -22,5 +23,5 @@ def recorded_pairs(folder: Path, judge: str | None = None) -> Path:
             f"{folder} holds no pair: {len(steps)} steps are recorded there (save.rollouts_every), none with a difference"
         )
     path = folder / f"pairs{'' if judge is None else f'-{judge}'}.jsonl"
-    write_atomically(path, "".join(json.dumps(row, default=str) + "\n" for row in rows).encode())
+    files.write(path, "".join(json.dumps(row, default=str) + "\n" for row in rows).encode())
     return path

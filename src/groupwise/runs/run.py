@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,30 +17,32 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from groupwise.config.recipes import load_stages
+from groupwise.config.recipes import demand_objects, load_stages
 from groupwise.config.settings import Recipe
 from groupwise.config.validation import STAGE
 from groupwise.distributed import comm
-from groupwise.errors import ConfigError, Ended, EngineError, GroupwiseError, PeerError
+from groupwise.errors import CheckpointError, ConfigError, Ended, GroupwiseError, PeerError
 from groupwise.models.policy import Policy, resolve_device
-from groupwise.records import Step
+from groupwise.records import Scored, Step
 from groupwise.runs import checkpoint
 from groupwise.runs.build import Job, Judged, make_job, plan_of
-from groupwise.runs.folder import Lock, RunLog, anew, choose_folder, finished
+from groupwise.runs.folder import FINAL, Lock, RunLog, anew, choose_folder, finished, unfinished
+from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs
 from groupwise.runs.model_card import write_card
 from groupwise.runs.plan import Lines
 from groupwise.runs.policies import read_config
-from groupwise.runs.progress import Progress
+from groupwise.runs.progress import Progress, safe
 from groupwise.runs.recorded_pairs import recorded_pairs
 from groupwise.runs.saving import Saver, advise, reader
 from groupwise.runs.signals import endings
 from groupwise.training.evaluate import Evaluation
+from groupwise.utils import files
 
 ACROSS = 5
 """Figures that stand side by side in 80 columns; more of them stand below one another."""
 
-FINAL, REFERENCE = "final", "reference"
-"""Folders of a run: the trained model, and the weights before the first step where a reference is needed."""
+REFERENCE = "reference"
+"""Folder of a run: the weights before the first step, where a reference is needed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,11 +57,12 @@ class Outcome:
     """Steps taken by this process."""
 
 
-def train(recipe: Recipe) -> Iterator[Step]:
+def train(recipe: Recipe, *, accept_changes: bool = False) -> Iterator[Step]:
     """Run a recipe and yield its steps; the run folder is written on the way.  Running it again resumes it.
 
     A step numbered 0 carries the evaluation before training.
-    Raises ConfigError, DataError, RewardError, EngineError, CheckpointError, Diverged.
+    accept_changes: resume although data or reward files have changed since the run began.
+    Raises ConfigError, DataError, RewardError, EngineError, CheckpointError, StorageError, Diverged.
 
     >>> from groupwise.config.recipes import load_recipe
     >>> for step in train(load_recipe("recipes/demo.yaml")):  # doctest: +SKIP
@@ -68,7 +70,7 @@ def train(recipe: Recipe) -> Iterator[Step]:
     """
     join(recipe)
     folder = comm.from_first(lambda: choose_folder(recipe))
-    with Run(recipe, folder) as run, comm.peers():
+    with Run(recipe, folder, accept_changes=accept_changes) as run, comm.peers():
         yield from run.steps()
 
 
@@ -84,42 +86,58 @@ class Run:
     only the first writes; all of them must take the same steps.
     """
 
-    def __init__(self, recipe: Recipe, folder: Path) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, *, accept_changes: bool = False) -> None:
+        """accept_changes: see `train`."""
+        demand_objects(recipe)
         self.recipe, self.folder = recipe, folder
         self.before: Judged | None = None
         self.after: Judged | None = None
         self.first = join(recipe).first
         self.lock: Lock | None = None
+        self._threads = torch.get_num_threads()
         comm.from_first(self._take_lock)
         try:
             if recipe.threads is not None:
                 torch.set_num_threads(recipe.threads)
-            newest = comm.from_first(lambda: checkpoint.latest(folder))
+            newest = comm.from_first(self._newest)
             self.done = checkpoint.step_of(newest) if newest is not None else 0
             advise(newest)
+            meant = resolved(recipe)
+            self._inputs = comm.from_first(lambda: inputs_of(meant))
+            if newest is not None:
+                comm.from_first(lambda: check_inputs(folder, self._inputs, accept=accept_changes))
             self.job: Job = make_job(
-                resolved(recipe),
+                meant,
                 resume=newest / "policy" if newest is not None else None,
                 reference=folder / REFERENCE,
             )
+            if recipe.threads is None and _is_small(self.job.policy) and "OMP_NUM_THREADS" not in os.environ:
+                torch.set_num_threads(1)
             if newest is not None:  # every byte of it has just been verified
                 self.job.restore(checkpoint.load(newest, verify=False), reader(newest))
             self.saver = Saver(folder, self.job, recipe.save.keep)
             # The last whole step: its number, the optimizer steps taken by then, and where the data stood.
-            self._whole = (self.done, self.job.optimizer.taken, self.job.place())
-            self._judging = self._saving = False
+            self._whole = (self.done, self.job.taken, self.job.place())
+            self._judging = self._writing = False
         except BaseException:
             if "job" in vars(self):
                 self.job.close()
-            self._release_lock()
+            self._release_lock(undo=True)
+            torch.set_num_threads(self._threads)
             raise
 
     def _take_lock(self) -> None:
         self.lock = Lock(self.folder)
 
-    def _release_lock(self) -> None:
+    def _release_lock(self, *, undo: bool = False) -> None:
         if self.lock is not None:
-            self.lock.release()
+            self.lock.release(undo=undo)
+
+    def _newest(self) -> Path | None:
+        with files.storing(self.folder, "the run"):
+            for name in (FINAL, REFERENCE):
+                files.recover(self.folder / name)
+        return checkpoint.latest(self.folder)
 
     def __enter__(self) -> Run:
         return self
@@ -131,6 +149,7 @@ class Run:
                 self.saver.wait()
         self.job.close()
         self._release_lock()
+        torch.set_num_threads(self._threads)
         if isinstance(error, (GroupwiseError, Ended)):
             error.add_note(comm.advice())
 
@@ -139,26 +158,32 @@ class Run:
         recipe, job = self.recipe, self.job
         # What lies under an adapter is where it came from.
         if self.done == 0 and job.reference is not None and recipe.model.lora is None:
-            _export(job.reference, self.folder / REFERENCE)
-        with (
-            RunLog(self.folder, recipe, done=self.done) if self.first else Unwritten() as log,
-            endings(self._may_end) as end_if_told,
-        ):
+            _export(job.reference, self.folder / REFERENCE, "the reference")
+        with self._open_log() as log, endings(self._may_end) as end_if_told:
+            log.tokens(job.policy.tokenizer)
             if self.done == 0 and recipe.eval.at_start:
                 self.before = job.judge("validation" in recipe.data.parts)  # on what the last evaluation will be on
                 if self.before is not None:
+                    log.held_out(0, completions(self.before))
                     first = Step(number=0, metrics={}, evaluation=self.before.metrics())
-                    log.write(first)
+                    comm.from_first(lambda: log.write(first))
                     yield first
             try:
+                self._make_up(log)
                 for step in job.loop(self.done):
-                    last, told = step.number == job.steps, None
-                    if last or (recipe.eval.every and step.number % recipe.eval.every == 0):
-                        step, told = self._judged(step, last)
-                    log.write(step)
-                    self._whole = (step.number, job.optimizer.taken, job.place())
-                    self.done = step.number
-                    if last or (recipe.save.every and step.number % recipe.save.every == 0):
+                    told = None
+                    if self._due(step.number):
+                        step, told = self._judged(step, step.number == job.steps)
+                        if step.evaluation is not None and self.after is not None:
+                            log.held_out(step.number, completions(self.after))
+                    with self._undisturbed():
+                        self._whole = (step.number, job.taken, job.place())
+                        self.done = step.number
+                        if told is None or getattr(told, "everywhere", False):
+                            comm.from_first(lambda step=step: log.write(step))
+                        else:  # the others have not been told, or have ended already
+                            log.write(step)
+                    if step.number == job.steps or (recipe.save.every and step.number % recipe.save.every == 0):
                         log.sync()
                         self._save()
                     if told is not None:
@@ -173,19 +198,64 @@ class Run:
                 self._save()
                 self.saver.wait()
                 raise
-            except (EngineError, PeerError):
-                # Completions failed, and the weights are still those of the last whole step.  To gather spread ones takes all
-                # processes.
-                if not job.policy.sharded:
-                    self._save(alone=True)
+            except Exception as error:
+                self._keep(error)
                 raise
             self.saver.wait()
-            if self.after is None:  # the evaluation after the last step was broken off
+            if self.after is None:  # the run was killed behind its last step
                 self.after = job.judge(True)
-            _export(job.policy, self.folder / FINAL)
-            if self.first:
-                write_card(self.folder / FINAL, recipe, job.plan, self.after)
-            log.finish(self.done, {} if self.after is None else self.after.metrics())
+            self._finish(log)
+
+    def _open_log(self) -> RunLog | Unwritten:
+        opened: list[RunLog] = []
+
+        def begin() -> None:
+            opened.append(RunLog(self.folder, self.recipe, done=self.done))
+            record_inputs(self.folder, self._inputs, self.done)
+
+        comm.from_first(begin)
+        return opened[0] if self.first else Unwritten()
+
+    def _finish(self, log: RunLog | Unwritten) -> None:
+        """Export the final model, and mark the run as finished."""
+        final = self.folder / FINAL
+        _export(self.job.policy, final, "the final model")
+        after = self.after
+
+        def close() -> None:
+            with files.storing(final, "the model card"):
+                write_card(final, self.recipe, self.job.plan, after)
+            log.finish(self.done, {} if after is None else after.metrics(), final)
+
+        comm.from_first(close)
+
+    def _due(self, step: int) -> bool:
+        """True if an evaluation belongs behind a step."""
+        return step == self.job.steps or bool(self.recipe.eval.every and step % self.recipe.eval.every == 0)
+
+    def _make_up(self, log: RunLog | Unwritten) -> None:
+        """The evaluation behind the step that the run resumed with, if a signal or an error broke it off."""
+        if self.done and self._due(self.done) and comm.from_first(lambda: not log.evaluated(self.done)):
+            self.after = self.job.judge(self.done == self.job.steps)
+            if (found := self.after) is not None:
+                comm.from_first(lambda: log.amend(self.done, found.metrics()))
+                log.held_out(self.done, completions(found))
+
+    def _keep(self, error: Exception) -> None:
+        """Save the last whole step before an error ends the run.
+
+        Of several processes the first one can do so by itself, unless weights are spread: those take all processes, who are there
+        only if the error is one that all of them raise.
+        """
+        everywhere = getattr(error, "everywhere", False)
+        if self.job.policy.sharded and not everywhere and comm.world().size > 1:
+            return
+        try:
+            self._save(alone=not everywhere and not self.job.policy.sharded)
+            self.saver.wait()
+        except (GroupwiseError, OSError, RuntimeError) as failed:
+            if str(failed) != str(error):
+                error.add_note(f"the last whole step could not be saved: {failed}")
 
     def _save(self, *, alone: bool = False) -> None:
         """Checkpoint the last whole step; nothing if the step after it has already changed the weights.
@@ -193,20 +263,30 @@ class Run:
         alone: see `Saver.save`.
         """
         number, taken, place = self._whole
-        if number and taken == self.job.optimizer.taken:
-            self._saving = True
-            try:
+        if number and taken == self.job.taken:
+            with self._undisturbed():
                 self.saver.save(number, self.job.numbers(place), alone=alone)
-            finally:
-                self._saving = False
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Something is being written: a signal waits."""
+        self._writing = True
+        try:
+            yield
+        finally:
+            self._writing = False
 
     def _judged(self, step: Step, last: bool) -> tuple[Step, BaseException | None]:
-        """The step with its evaluation; without it, and what told to end, where that came meanwhile."""
+        """The step with its evaluation; without it, and what broke it off: the step itself is whole and will be saved."""
         self._judging = True
         try:
             self.after = self.job.judge(last)
         except (KeyboardInterrupt, Ended) as told:
             return step, told
+        except (GroupwiseError, OSError) as failed:
+            if comm.world().size > 1 and not getattr(failed, "everywhere", False):
+                raise
+            return step, failed
         finally:
             self._judging = False
         return replace(step, evaluation=self.after.metrics() if self.after is not None else None), None
@@ -214,7 +294,24 @@ class Run:
     def _may_end(self) -> bool:
         """True while the last whole step can be saved from any point of the program."""
         apart = not self.job.policy.sharded or comm.world().size == 1
-        return apart and not self._saving and (self._judging or self._whole[1] == self.job.optimizer.taken)
+        return apart and not self._writing and (self._judging or self._whole[1] == self.job.taken)
+
+
+SHOWN = 32
+"""Held-out prompts whose sampled completions are kept at every evaluation."""
+
+
+def completions(judged: Judged) -> tuple[Scored, ...]:
+    """Sampled completions of the first held-out prompts; none where what is held out is not prompts."""
+    return judged.groups[:SHOWN] if isinstance(judged, Evaluation) else ()
+
+
+SMALL = 1_000_000
+"""Parameters of a model that gains nothing from a second thread (with three million a step is 1.3 times as fast with two)."""
+
+
+def _is_small(policy: Policy) -> bool:
+    return policy.device.type == "cpu" and sum(parameter.numel() for parameter in policy.model.parameters()) < SMALL
 
 
 class Unwritten:
@@ -229,10 +326,23 @@ class Unwritten:
     def write(self, step: Step) -> None:
         """See `RunLog`."""
 
+    def held_out(self, number: int, groups: Sequence[Scored]) -> None:
+        """See `RunLog`."""
+
+    def tokens(self, tokenizer: Any) -> None:
+        """See `RunLog`."""
+
+    def evaluated(self, step: int) -> bool:
+        """See `RunLog`."""
+        return True
+
+    def amend(self, step: int, evaluation: Mapping[str, float]) -> None:
+        """See `RunLog`."""
+
     def sync(self) -> None:
         """See `RunLog`."""
 
-    def finish(self, step: int, results: Mapping[str, float]) -> None:
+    def finish(self, step: int, summary: Mapping[str, float], model: Path) -> None:
         """See `RunLog`."""
 
 
@@ -250,11 +360,13 @@ def resolved(recipe: Recipe) -> Recipe:
         folder = Path(_folder_of(f"{STAGE}{stage}", recipe, "data.path")).parent
         pairs = comm.from_first(lambda: str(recorded_pairs(folder, judge or None)))
         recipe = replace(recipe, data=replace(recipe.data, path=pairs))
+    critic = replace(recipe.critic, path=_folder_of(recipe.critic.path, recipe, "critic.path"))
     rewards = [
         replace(reward, args={key: _folder_of(value, recipe, f"rewards.{place}.args.{key}") for key, value in reward.args.items()})
         for place, reward in enumerate(recipe.rewards)
     ]
-    return replace(recipe, rewards=tuple(rewards))
+    teacher = replace(recipe.teacher, path=_folder_of(recipe.teacher.path, recipe, "teacher.path"))
+    return replace(recipe, rewards=tuple(rewards), critic=critic, teacher=teacher)
 
 
 def _folder_of(value: Any, recipe: Recipe, key: str) -> Any:
@@ -274,16 +386,20 @@ def train_recipe(
     *,
     dry_run: bool = False,
     fresh: bool = False,
+    accept_changes: bool = False,
     quiet: bool = False,
     timeout: float = comm.TIMEOUT,
     world: int | None = None,
     model_config: str | Path | None = None,
     console: Console | None = None,
+    report: Callable[[Path], object] | None = None,
 ) -> int:
     """What `groupwise train` does: every stage of a recipe, one after the other.  Returns the exit status.
 
     dry_run: only the plans.  fresh: start anew, under a numbered name.  quiet: print warnings and the closing table only.
+    accept_changes: see `train`.
     world, model_config: of a dry run, so many processes and another model's `config.json`.
+    report: called with the folder of every stage that has finished; if it fails, that is said and nothing else.
     """
     stages = load_stages(path, overrides)
     here = join(next(iter(stages.values())), timeout)
@@ -297,27 +413,52 @@ def train_recipe(
             with Progress(recipe.steps or 1, title, console=console) as progress:
                 progress.plan(_plan_from_beginning(recipe, stages, world, read_config(model_config)))
             continue
-        folder, step = comm.from_first(lambda recipe=recipe: (found := choose_folder(recipe), finished(found)))
+        folder, step, more = comm.from_first(lambda recipe=recipe: _standing(recipe))
         if step is not None:
-            console.print(f"{title}: finished at step {step}; its model is in {folder / FINAL}", highlight=False)
-            continue
-        outcomes[name] = _train_stage(recipe, folder, title, console, quiet)
+            console.print(safe(f"{title}: finished at step {step}{more or f'; its model is in {folder / FINAL}'}"), soft_wrap=True)
+            if more is None:
+                continue
+        with Run(recipe, folder, accept_changes=accept_changes) as run, comm.peers():
+            outcomes[name] = train_stage(run, title, console, quiet)
+        if report is not None and here.first:
+            try:
+                report(folder)
+            except GroupwiseError as error:
+                console.print(safe(f"no report: {error}", style="yellow"), soft_wrap=True)
     if outcomes and not dry_run:
         _closing_table(outcomes, stages[list(outcomes)[-1]], console)
     comm.leave()
     return 0
 
 
-def _train_stage(recipe: Recipe, folder: Path, title: str, console: Console, quiet: bool) -> Outcome:
-    with Run(recipe, folder) as run, comm.peers():
-        begin = run.done
-        with Progress(run.job.steps, title, console=console, quiet=quiet) as progress:
-            progress.plan([*run.job.plan, ("resumed", f"after step {begin}")] if begin else run.job.plan)
-            for step in run.steps():
-                progress.update(step)
-            progress.stop()
-            progress.summary([("model", str(folder / FINAL)), ("log", str(folder / "metrics.jsonl"))])
-        return Outcome(folder=folder, before=run.before, after=run.after, steps=run.done - begin)
+def _standing(recipe: Recipe) -> tuple[Path, int | None, str | None]:
+    """A recipe's folder, the step after which it finished there, and what is to be done nevertheless: its final model is not whole,
+    or more steps are wanted.  Raises CheckpointError if that takes a checkpoint, and there is none."""
+    folder = choose_folder(recipe)
+    step = finished(folder)
+    if step is None:
+        return folder, None, None
+    if recipe.steps is not None and recipe.steps > step:
+        more = f"; it goes on to step {recipe.steps}"
+    elif wrong := unfinished(folder):
+        more = f", but {wrong}: it is made again from the last checkpoint"
+    else:
+        return folder, step, None
+    if not checkpoint.exists(folder):
+        raise CheckpointError(f"{folder} finished at step {step}{more.replace(' it ', ' that ')}, and there is none; use --fresh")
+    return folder, step, more
+
+
+def train_stage(run: Run, title: str, console: Console, quiet: bool) -> Outcome:
+    """Train a run to its end and show it: the plan, the progress line, the table at the end."""
+    begin = run.done
+    with Progress(run.job.steps, title, console=console, quiet=quiet) as progress:
+        progress.plan([*run.job.plan, ("resumed", f"after step {begin}")] if begin else run.job.plan)
+        for step in run.steps():
+            progress.update(step)
+        progress.stop()
+        progress.summary([("model", str(run.folder / FINAL)), ("log", str(run.folder / "metrics.jsonl"))])
+    return Outcome(folder=run.folder, before=run.before, after=run.after, steps=run.done - begin)
 
 
 def _plan_from_beginning(
@@ -388,7 +529,8 @@ def _part(label: str, found: Judged, last: Judged | None) -> list[str]:
 def _next_commands(recipe: Recipe, folder: Path) -> list[str]:
     """Commands to go on with: talk to the model, evaluate it again, look at what the rewards said."""
     data = recipe.data
-    commands = [["groupwise", "chat", str(folder)]] if data.chat else []
+    commands = [["groupwise", "view", str(folder)]]
+    commands += [["groupwise", "chat", str(folder)]] if data.chat else []
     source = ["--task", data.task] if data.task is not None else ["--data", data.eval_path or ""]
     elsewhere = data.task is not None or data.eval_path is not None  # else the file holds the rows that were trained on, too
     if recipe.rewards and not recipe.rewards[0].args and not elsewhere:
@@ -403,21 +545,22 @@ def _next_commands(recipe: Recipe, folder: Path) -> list[str]:
         length = recipe.eval.max_new_tokens or recipe.rollout.max_new_tokens
         commands.append(["groupwise", "eval", str(folder), *source, *options, "--max-new-tokens", str(length)])
         commands.append(["groupwise", "score", recipe.rewards[0].function, str(folder)])
-    return [shlex.join(command) for command in commands or [["groupwise", "runs", str(folder.parent)]]]
+    return [shlex.join(command) for command in commands]
 
 
-def _export(policy: Policy, folder: Path) -> None:
+def _export(policy: Policy, folder: Path, what: str) -> None:
     """Write a policy as a plain Hugging Face folder, all or nothing; when this returns, every process can read it."""
-    temporary = folder.with_name(f".new-{folder.name}")
 
-    def prepare() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+    def prepare() -> Path:
+        with files.storing(folder, what):
+            return files.new_folder(folder)
 
     def name() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(temporary, folder)
+        with files.storing(folder, what):
+            files.sync_tree(temporary)
+            files.place(temporary, folder)
 
-    comm.from_first(prepare)
-    policy.export(temporary)
+    temporary = comm.from_first(prepare)
+    with files.storing(folder, what):
+        policy.export(temporary)
     comm.from_first(name)

@@ -8,8 +8,8 @@ name.  Until then the one before is the last.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from groupwise.errors import GroupwiseError, StorageError
 from groupwise.models.fsdp import ShardedPolicy
 from groupwise.runs import checkpoint
 from groupwise.runs.build import Job
+from groupwise.utils import background, files
 
 Found = TypeVar("Found")
 
@@ -31,8 +32,7 @@ class Saver:
     def __init__(self, folder: Path, job: Job, keep: int) -> None:
         """keep: newest checkpoints that stay."""
         self.folder, self.job, self.keep = folder, job, keep
-        self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
+        self._writing: Future[None] | None = None
         self._step = 0
 
     def save(self, step: int, state: Mapping[str, Any], *, alone: bool = False) -> None:
@@ -59,25 +59,13 @@ class Saver:
             staged = sharded_checkpoint.Staged(temporary / "trainer" / sharded_checkpoint.SHARDS, tensors)
             group = comm.open_aside()
             work = (temporary, dict(state), policy, parts, staged, group)
-            self._thread = threading.Thread(target=self._run, args=work, name="checkpoint", daemon=True)
-            self._thread.start()
+            self._writing = background.begin(lambda: self._write(*work), "checkpoint")
 
     def wait(self) -> None:
         """Return when everything is on the disk.  Raises StorageError or PeerError if it could not be written."""
-        if self._thread is None:
-            return
-        self._thread.join()
-        self._thread = None
-        if (failure := self._failure) is not None:
-            self._failure = None
-            raise failure
-
-    def _run(self, *work: Any) -> None:
-        try:
-            self._write(*work)
-            advise(checkpoint.place(self.folder, self._step))
-        except Exception as error:  # whatever it is, `wait` raises it where somebody can hear it
-            self._failure = error
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def _write(
         self,
@@ -104,10 +92,11 @@ class Saver:
         with checkpoint.storing(temporary) if here.first else nullcontext():
             staged.write(group)
             _together(write)
-            listed = _together(lambda: checkpoint.files(temporary) if here.first else [])[0]
+            listed = _together(lambda: checkpoint.listed(temporary) if here.first else [])[0]
             mine = listed[here.rank :: here.size]
-            fingerprints = _together(lambda: {name: checkpoint.fingerprint(temporary / name) for name in mine})
+            fingerprints = _together(lambda: {name: files.fingerprint(temporary / name) for name in mine})
             _together(name)
+        advise(checkpoint.place(self.folder, step))
 
 
 def _together(work: Callable[[], Found]) -> list[Found]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from groupwise.distributed import comm
 from groupwise.records import Prompt, Sampling, Scored
-from groupwise.rewards.compose import Rewards
+from groupwise.rewards.compose import Judge
 from groupwise.rollout.engine import Engine
 from groupwise.utils.statistics import Estimate, mean, proportion
 
@@ -83,7 +83,7 @@ def pass_at(right: int, count: int, k: int) -> float:
 
 def evaluate(
     engine: Engine,
-    rewards: Rewards,
+    rewards: Judge,
     prompts: Sequence[Prompt],
     *,
     k: int,
@@ -121,11 +121,9 @@ def evaluate(
     )
 
 
-def _complete(
-    engine: Engine, rewards: Rewards, prompts: Sequence[Prompt], size: int, sampling: Sampling, seed: int
-) -> list[Scored]:
-    own = rewards.score(list(engine.generate(comm.share(prompts), group_size=size, sampling=sampling, seed=seed)))
-    groups = comm.gather(own)
+def _complete(engine: Engine, rewards: Judge, prompts: Sequence[Prompt], size: int, sampling: Sampling, seed: int) -> list[Scored]:
+    own = comm.share(prompts)
+    groups = comm.together(lambda: rewards.score(list(engine.generate(own, group_size=size, sampling=sampling, seed=seed))))
     by_prompt = {group.prompt.id: group for group in groups}
     return [by_prompt[prompt.id] for prompt in prompts]
 

@@ -62,14 +62,16 @@ def _demonstrations(recipe: Recipe, blueprint: Blueprint) -> Data[Any]:
 
 
 def _pairs(recipe: Recipe, blueprint: Blueprint) -> Data[Any]:
-    return load_pairs(recipe.data, blueprint.tokenizer, context=blueprint.context, eos_ids=blueprint.eos_ids)
+    return load_pairs(recipe.data, blueprint.tokenizer, context=blueprint.context, eos_ids=blueprint.eos_ids, seed=recipe.seed)
 
 
 def _replayed(recipe: Recipe, blueprint: Blueprint) -> Data[Any]:
     pairs, settings = _pairs(recipe, blueprint), recipe.reward_model
     if settings.replay is None:
         return pairs
-    old = _pairs(replace(recipe, data=replace(recipe.data, path=settings.replay["path"], limit=None)), blueprint)
+    path, task = settings.replay.get("path"), settings.replay.get("task")
+    data = replace(recipe.data, path=path, task=task, limit=None if task is None else recipe.data.limit)
+    old = _pairs(replace(recipe, data=data if task is None else replace(data, eval_fraction=0.0)), blueprint)
     return replace(pairs, train=tuple(with_replay(pairs.train, old.train, settings.replay.get("share", 0.1), recipe.seed)))
 
 

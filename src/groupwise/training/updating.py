@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from groupwise.models.policy import Policy
 from groupwise.ops.grad_accum import summed_in_place
 from groupwise.ops.linear_cross_entropy import TokenLoss, chosen_logprobs, fused_loss
 from groupwise.records import Batch, Sample
-from groupwise.training.optimizer import Optimizer, Taken
+from groupwise.training.optimizer import Taken
 from groupwise.training.scoring import batches_of, support_of
 from groupwise.utils.allocator import Heap
 
@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 HEAP = Heap()
 
 BatchLoss = Callable[[Policy, Batch], tuple[Tensor, Tensor]]
-"""(policy, batch) -> (weighted loss of the batch, a differentiable scalar; a number per trained position (M,), for the log)."""
+"""(policy, batch) -> (weighted loss of the batch, a differentiable scalar; a number per trained position (M,), for the log, or two
+(M, 2): log-probs and entropies)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -45,6 +46,8 @@ class Assessment:
     samples: list[Sample]
     seen: list[np.ndarray]
     """Per sample (n_i,): what the loss reported of its tokens (log-probs, scores), before the step where there is one."""
+    entropy: list[np.ndarray]
+    """Per sample (n_i,): the policy's entropy at its tokens, nats; 0 where the loss did not report it."""
     loss: float
     positions: list[int]
     """Packed positions that each process worked on."""
@@ -59,8 +62,20 @@ class Update(Assessment):
     """Packed positions at a time that fitted into memory."""
 
 
+class Stepper(Protocol):
+    """What a step needs of an optimizer."""
+
+    def clear(self) -> None:
+        """See `Optimizer`."""
+        ...
+
+    def step(self) -> Taken:
+        """See `Optimizer`."""
+        ...
+
+
 def update(
-    policy: Policy, loss: BatchLoss, samples: Sequence[Sample], optimizer: Optimizer, *, budget: int, whole_groups: bool = False
+    policy: Policy, loss: BatchLoss, samples: Sequence[Sample], optimizer: Stepper, *, budget: int, whole_groups: bool = False
 ) -> Update:
     """Forward and backward over the samples, at most `budget` positions at a time, and one optimizer step.
 
@@ -110,6 +125,7 @@ def _visit(
 ) -> dict[str, Any]:
     """The fields of an assessment.  Every process visits its part and learns what the others found."""
     seen = [np.zeros(sample.completion.size) for sample in samples]
+    entropy = list(seen)
     own: list[tuple[int, np.ndarray]] = []
     positions = 0
     total = torch.zeros((), dtype=torch.promote_types(policy.dtype, torch.float32), device=policy.device)
@@ -120,7 +136,7 @@ def _visit(
             if learn:
                 value.backward()
             total += value.detach()
-            seen_P = seen_M.new_zeros(batch.layout.total)
+            seen_P = seen_M.new_zeros(batch.layout.total, *seen_M.shape[1:])
             seen_P[batch.trained_M] = seen_M.detach()
             own += unpack(batch, seen_P, samples)
             positions += sum(batch.layout.length)
@@ -128,9 +144,12 @@ def _visit(
     parts = comm.gather([(float(total), positions, own)])
     for index, values in (pair for _, _, pairs in parts for pair in pairs):
         seen[index] = values
+        if values.ndim == 2:
+            seen[index], entropy[index] = values.T
     return {
         "samples": list(samples),
         "seen": seen,
+        "entropy": entropy,
         "loss": sum(value for value, _, _ in parts),
         "positions": [load for _, load, _ in parts],
     }
@@ -149,22 +168,40 @@ def balance(updates: Sequence[Update]) -> dict[str, float]:
 
 
 def token_loss(
-    policy: Policy, batch: Batch, loss: TokenLoss, *, separable: bool, entropy: bool = False, as_is: bool = False
+    policy: Policy,
+    batch: Batch,
+    loss: TokenLoss,
+    *,
+    separable: bool,
+    entropy: bool = False,
+    as_is: bool = False,
+    learn: bool = True,
+    beside: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`loss` of a batch's trained tokens, differentiable with respect to the policy, and their log-probs (M,).
+    """`loss` of a batch's trained tokens, differentiable with respect to the policy, and their log-probs (M,); with `entropy` also
+    their entropies, (M, 2) in all.
 
     loss: (log-probs, entropies or None, which of the M) -> its weighted part, a scalar.
     separable: a token's loss depends on no other token; the head's gradient is then taken while its logits are at hand.
-    entropy: the loss reads entropies.
+    entropy: of every position, given to the loss, too; where nothing is differentiated with respect to it, it is a by-product.
     as_is: what is returned is what is differentiated, multiplied by nothing: `update` then keeps one gradient of the head, not two.
+    learn: False where `loss` has no gradient: log-probs are then computed for the log alone.
+    beside: of the hidden states (M, D) and the log-probs (M,), another part of the loss.
     """
     rows_M = batch.trained_M
     outputs = policy.forward(batch)
     inputs = (outputs.hidden_PD[rows_M], policy.head, batch.target_P[rows_M], batch.temperature_P[rows_M])
     with policy.precision():
-        if separable and torch.is_grad_enabled():
-            value, logp_M, _ = fused_loss(*inputs, loss, support_of(batch), entropy=entropy, as_is=as_is)
+        if not learn:
+            with torch.no_grad():
+                logp_M, entropy_M = chosen_logprobs(*inputs, support_of(batch), entropy=entropy)
+                value = loss(logp_M, entropy_M, slice(0, rows_M.shape[0]))
+        elif separable and torch.is_grad_enabled():
+            value, logp_M, entropy_M = fused_loss(*inputs, loss, support_of(batch), entropy=entropy, as_is=as_is)
         else:
             logp_M, entropy_M = chosen_logprobs(*inputs, support_of(batch), entropy=entropy)
             value = loss(logp_M, entropy_M, slice(0, rows_M.shape[0]))
-    return value + outputs.router_loss, logp_M
+    if beside is not None:
+        value = value + beside(inputs[0], logp_M)
+    seen = logp_M if entropy_M is None else torch.stack([logp_M.detach(), entropy_M.detach()], 1)
+    return value + outputs.router_loss, seen

@@ -1,5 +1,6 @@
 import random
 import re
+from collections import Counter
 
 import pytest
 
@@ -7,9 +8,11 @@ from groupwise.data.tasks import TASKS, make_task
 from groupwise.data.tasks.addition import Addition, Sums
 from groupwise.data.tasks.base import is_held_out
 from groupwise.data.tasks.countdown import Countdown, solved
+from groupwise.data.tasks.preferences import FRIENDLY, RUDE, Preferences, friendly, right
 from groupwise.data.tasks.sorting import Sorting
 from groupwise.data.tokenizers import arithmetic_tokenizer
 from groupwise.errors import ConfigError, DataError
+from groupwise.training.baselines import bag_of_words, length_rule
 
 GENERATED = [name for name in TASKS if name != "gsm8k_arithmetic"]
 
@@ -34,19 +37,19 @@ def test_rows_are_seeded_split_and_distinct(name):
     assert len({row["prompt"] for row in prompts}) == 500
 
 
-@pytest.mark.parametrize("name", GENERATED)
+@pytest.mark.parametrize("name", [name for name in GENERATED if name != "preferences"])
 def test_everything_can_be_written_by_the_arithmetic_tokenizer_in_few_tokens(name):
     tokenizer = arithmetic_tokenizer()
     for row in make_task(name).demonstrations(300, seed=0):
         for text in (row["prompt"], row["completion"]):
             ids = tokenizer(text)["input_ids"]
             assert tokenizer.unk_token_id not in ids, text
-            assert len(ids) <= 64, text
+            assert len(ids) <= 96, text
 
 
-@pytest.mark.parametrize(("name", "arguments"), [("addition", {}), ("sums", {}), ("sorting", {}), ("countdown", {})])
-def test_careful_demonstrators_are_always_right(name, arguments):
-    task = make_task(name, arguments | {"slip": 0.0})
+@pytest.mark.parametrize("name", ["addition", "sums", "sorting", "countdown", "arithmetic"])
+def test_careful_demonstrators_are_always_right(name):
+    task = make_task(name, {"slip": 0.0})
     assert all(map(is_right, task.demonstrations(300, seed=0)))
 
 
@@ -101,3 +104,47 @@ def test_completions_depend_on_the_generator_only():
     assert "<think>7+9=16,6+8+1=15,5+7+1=13</think>\\boxed{1356}" in written
     assert "<think>7+9=16,6+8=14,5+7=12</think>\\boxed{1246}" in written
     assert len(written) == 5  # blurted, and the four ways of remembering two carries
+
+
+def test_preferences_are_told_neither_by_length_nor_by_words():
+    """Phrases of both tones are as long as each other; a bag of words finds the tone, and not who is right."""
+    assert [len(text.split()) for text in FRIENDLY] == [len(text.split()) for text in RUDE]
+    assert len({*FRIENDLY, *RUDE}) == len(FRIENDLY) + len(RUDE)
+    accuracy = {}
+    for share in (0.0, 0.5, 1.0):
+        task = Preferences(correctness=share)
+        train, held_out = (
+            [(row["chosen"], row["rejected"]) for row in rows] for rows in (task.pairs(800, 0), task.held_out_pairs(600))
+        )
+        gaps = bag_of_words(train, held_out)
+        accuracy[share] = (gaps > 0).mean() + (gaps == 0).mean() / 2
+        assert abs(length_rule(held_out).mean - 0.5) < 0.08  # four standard errors
+    assert accuracy[0.0] > 0.95 and abs(accuracy[1.0] - 0.5) < 0.1 and 0.65 < accuracy[0.5] < 0.85
+
+
+def test_what_is_true_of_the_sides_of_a_pair():
+    rows = Preferences().pairs(400, seed=0)
+    truth = {}
+    for side in ("chosen", "rejected"):
+        texts = [row[side] for row in rows]
+        correct = right(texts, answer=[row["answer"] for row in rows], wrong=[row["wrong"] for row in rows])
+        truth[side] = list(zip(correct, friendly(texts), strict=True))
+    kinds = Counter(zip(truth["chosen"], truth["rejected"], strict=True))
+    in_tone, right_of_friends, right_of_the_rude = ((1, 1), (1, 0)), ((1, 1), (0, 1)), ((1, 0), (0, 0))
+    assert set(kinds) == {in_tone, right_of_friends, right_of_the_rude}
+    assert abs(kinds[in_tone] / 400 - 0.5) < 0.1
+    assert right(["5"]) == [None] and right(["It is DRY"], answer=["dry"], wrong=["wet"]) == [1.0]
+    careless = Preferences(slip=0.3).demonstrations(1000, seed=0)
+    correct = right([row["completion"] for row in careless], *([row[name] for row in careless] for name in ("answer", "wrong")))
+    assert abs(sum(correct) / 1000 - 0.7) < 0.06 and abs(sum(friendly([row["completion"] for row in careless])) / 1000 - 0.5) < 0.07
+    assert {row["prompt"] for row in Preferences().held_out_pairs(50)} == {row["prompt"] for row in Preferences().held_out(50)}
+
+
+def test_arithmetic_has_all_operators_and_values_that_can_be_written():
+    rows = make_task("arithmetic").prompts(3000, seed=0)
+    kinds = Counter(row["operator"] for row in rows)
+    assert set(kinds) == {"+", "-", "*", "/", "mixed"} and min(kinds.values()) > 300
+    for row in rows:
+        value = eval(row["prompt"], {"__builtins__": {}})  # our own text
+        assert value >= 0 and float(row["answer"]) == pytest.approx(value, abs=1e-9)
+        assert len(row["answer"].partition(".")[2]) <= 1

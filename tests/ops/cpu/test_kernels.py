@@ -62,7 +62,7 @@ groups = st.lists(st.tuples(st.integers(0, 70), st.lists(st.integers(1, 50), min
     width=st.sampled_from([16, 48, 64]),
 )
 @pytest.mark.parametrize("dtype", TYPES)
-def test_attention_and_its_slopes_are_the_definition(
+def test_attention_and_its_gradients_are_the_definition(
     dtype: torch.dtype, groups: list, filler: int, shared: int, group: int, width: int
 ) -> None:
     layout = layout_of(groups, filler)
@@ -80,9 +80,9 @@ def test_attention_and_its_slopes_are_the_definition(
     found = attend(0, *mine, width**-0.5, None, None)
     expected = explicit_attention(layout, *exact, width**-0.5, None, None)
     close(found, expected, dtype)
-    slope = torch.randn(found.shape, generator=generator).to(dtype)
-    found.backward(slope)
-    expected.backward(slope.double())
+    grad = torch.randn(found.shape, generator=generator).to(dtype)
+    found.backward(grad)
+    expected.backward(grad.double())
     for one, other in zip(mine, exact, strict=True):
         close(one.grad, other.grad, dtype)
 
@@ -110,15 +110,15 @@ def test_attention_over_many_keys_and_of_wide_heads(dtype: torch.dtype, prompt: 
     layout = layout_of([(prompt, [33, 1, 40]), (prompt // 3, [])], 0)
     generator = torch.Generator().manual_seed(0)
     given_ = [torch.randn(1, 1, layout.total, width, generator=generator).to(dtype) for _ in range(4)]
-    query, key, value, slope = given_
+    query, key, value, grad = given_
     scale = 20 / width
     stretches = PackedAttention(layout).stretches
     out, lse = kernels.attention(query, key, value, stretches, scale)
     exact = [tensor.double().requires_grad_() for tensor in given_[:3]]
     expected = explicit_attention(layout, *exact, scale, None, None).transpose(1, 2)
     close(out, expected, dtype)
-    expected.backward(slope.double())
-    found = kernels.attention_backward(slope, query, key, value, out, lse, stretches, scale)
+    expected.backward(grad.double())
+    found = kernels.attention_backward(grad, query, key, value, out, lse, stretches, scale)
     for one, other in zip(found, exact, strict=True):
         close(one, other.grad, dtype)
 
@@ -132,9 +132,9 @@ def test_attention_depends_on_nothing_that_was_there_before(dtype: torch.dtype) 
 
     def everything(layout: Layout, tensors: Tensor) -> tuple[Tensor, ...]:
         stretches = PackedAttention(layout).stretches
-        query, key, value, slope = tensors.unbind()
+        query, key, value, grad = tensors.unbind()
         out, lse = kernels.attention(query, key, value, stretches, 0.2)
-        return out, lse, *kernels.attention_backward(slope, query, key, value, out, lse, stretches, 0.2)
+        return out, lse, *kernels.attention_backward(grad, query, key, value, out, lse, stretches, 0.2)
 
     before = everything(layout, streams)
     assert all(bool(torch.isnan(one).all()) for one in everything(longer, broken))
@@ -246,14 +246,14 @@ def test_products_are_the_definition(dtype: torch.dtype, shape: tuple[int, int],
 def test_norms_are_the_definition(dtype: torch.dtype, out: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(37, 48, generator=generator).to(dtype), torch.randn(48, generator=generator)
-    slope = torch.randn(37, 48, generator=generator).to(out)
+    grad = torch.randn(37, 48, generator=generator).to(out)
     exact, exact_weight = x.double().requires_grad_(), weight.double().requires_grad_()
     expected = F.rms_norm(exact, (48,), exact_weight, 1e-5)
-    expected.backward(slope.double())
+    expected.backward(grad.double())
     same, found, scale_T = kernels.rms_norm(x, weight, 1e-5, out)
     assert same is x
     close(found, expected, out)
-    grad_x, copy, grad_weight = kernels.rms_norm_backward(slope, x, weight, scale_T)
+    grad_x, copy, grad_weight = kernels.rms_norm_backward(grad, x, weight, scale_T)
     close(grad_x, exact.grad, dtype)
     close(grad_weight, exact_weight.grad, torch.float32)
     assert copy.dtype == out
@@ -265,7 +265,7 @@ def test_norms_are_the_definition(dtype: torch.dtype, out: torch.dtype) -> None:
 def test_a_sum_and_its_norm_are_the_definition(dtype: torch.dtype, out: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     x, add, more = (torch.randn(37, 48, generator=generator).to(kind) for kind in (dtype, out, dtype))
-    weight, slope = torch.randn(48, generator=generator), torch.randn(37, 48, generator=generator).to(out)
+    weight, grad = torch.randn(48, generator=generator), torch.randn(37, 48, generator=generator).to(out)
     before = x.clone()
     total, found, scale_T = kernels.rms_norm(x, weight, 1e-5, out, add)
     assert torch.equal(x, before)
@@ -273,8 +273,8 @@ def test_a_sum_and_its_norm_are_the_definition(dtype: torch.dtype, out: torch.dt
     exact = total.double().requires_grad_()
     expected = F.rms_norm(exact, (48,), weight.double(), 1e-5)
     close(found, expected, out)
-    (expected * slope.double() + exact * more.double()).sum().backward()
-    grad_x, grad_add, _ = kernels.rms_norm_backward(slope, total, weight, scale_T, more)
+    (expected * grad.double() + exact * more.double()).sum().backward()
+    grad_x, grad_add, _ = kernels.rms_norm_backward(grad, total, weight, scale_T, more)
     close(grad_x, exact.grad, dtype)
     close(grad_add, exact.grad, out)
     assert (grad_x.dtype, grad_add.dtype) == (dtype, out)
@@ -315,7 +315,7 @@ def test_norms_of_heads_are_in_place_and_leave_what_lies_beside_them(dtype: torc
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_turning_forward_and_back(dtype: torch.dtype) -> None:
-    """Tables whose halves differ, so that an exchanged half would show: the slope is the transposed turn."""
+    """Tables whose halves differ, so that an exchanged half would show: the grad is the transposed turn."""
     joined = torch.randn(9, 5, 32).to(dtype)
     cos, sin = torch.randn(9, 32), torch.randn(9, 32)
     heads = joined[:, 1:4]
@@ -327,21 +327,21 @@ def test_turning_forward_and_back(dtype: torch.dtype) -> None:
     exact = heads.double().requires_grad_()
     expected = turned(exact)
     close(kernels.rotate(heads, cos, sin), expected, dtype)
-    slope = torch.randn(9, 3, 32).to(dtype)
-    expected.backward(slope.double())
-    close(kernels.rotate(slope, cos, sin, -1.0), exact.grad, dtype)
+    grad = torch.randn(9, 3, 32).to(dtype)
+    expected.backward(grad.double())
+    close(kernels.rotate(grad, cos, sin, -1.0), exact.grad, dtype)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_gates_and_their_slopes(dtype: torch.dtype) -> None:
+def test_gates_and_their_gradients(dtype: torch.dtype) -> None:
     joined = torch.randn(11, 64).to(dtype) * 4
     gate, up = joined.chunk(2, -1)
     exact_gate, exact_up = gate.double().requires_grad_(), up.double().requires_grad_()
     expected = F.silu(exact_gate) * exact_up
     close(kernels.gated(gate, up), expected, dtype)
-    slope = torch.randn(11, 32).to(dtype)
-    expected.backward(slope.double())
-    grad = slope.clone()
+    grad = torch.randn(11, 32).to(dtype)
+    expected.backward(grad.double())
+    grad = grad.clone()
     inner, grad_up = kernels.gated_backward(grad, gate.contiguous(), up.contiguous())
     close(inner, expected, dtype)
     close(grad_up, exact_up.grad, dtype)
@@ -350,11 +350,11 @@ def test_gates_and_their_slopes(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_gelu_and_its_slope(dtype: torch.dtype) -> None:
-    x, slope = torch.randn(11, 32).to(dtype) * 4, torch.randn(11, 32).to(dtype)
+    x, grad = torch.randn(11, 32).to(dtype) * 4, torch.randn(11, 32).to(dtype)
     exact = x.double().requires_grad_()
     expected = F.gelu(exact, approximate="tanh")
-    expected.backward(slope.double())
-    grad = slope.clone()
+    expected.backward(grad.double())
+    grad = grad.clone()
     for found in (kernels.gelu(x), kernels.gelu_backward(grad, x)):
         close(found, expected, dtype)
     close(grad, exact.grad, dtype)
@@ -416,7 +416,7 @@ def test_the_default_type_of_new_tensors_changes_nothing() -> None:
 def logits_and_loss(
     raw: Tensor, scale: Tensor, target: Tensor, in_logp: Tensor, in_entropy: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-sum-exps, log-probs, entropies and the slope of a loss, by torch in float64."""
+    """Log-sum-exps, log-probs, entropies and the grad of a loss, by torch in float64."""
     exact = raw.double().requires_grad_()
     z = exact * scale.double()[:, None]
     every = torch.log_softmax(z, -1)
@@ -430,7 +430,7 @@ def logits_and_loss(
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("width", [1, 5, 16, 33, 50257])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_logits_are_read_and_turned_into_slopes(dtype: torch.dtype, width: int, entropy: bool, threads) -> None:
+def test_logits_are_read_and_turned_into_gradients(dtype: torch.dtype, width: int, entropy: bool, threads) -> None:
     torch.manual_seed(width)
     raw = (5 * torch.randn(7, width)).to(dtype)
     target, scale = torch.randint(width, (7,)), 1.0 / (0.3 + torch.rand(7))
@@ -439,19 +439,19 @@ def test_logits_are_read_and_turned_into_slopes(dtype: torch.dtype, width: int, 
     lse, logp, found_entropy = torch.zeros(3, 7)
     threads(2)
     kernels.read_logits(raw, scale, target, lse, logp, found_entropy if entropy else None)
-    slope = raw.clone()
-    kernels.slope_of_logits(slope, scale, target, lse, found_entropy, in_logp, in_entropy if entropy else None)
+    grad = raw.clone()
+    kernels.logits_gradient(grad, scale, target, lse, found_entropy, in_logp, in_entropy if entropy else None)
     for found, exact in zip((lse, logp), expected, strict=False):
         torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
     if entropy:
         torch.testing.assert_close(found_entropy.double(), expected[2], rtol=1e-5, atol=1e-5)
-    close(slope, expected[3], dtype)
+    close(grad, expected[3], dtype)
     threads(1)
     alone = raw[3:4].clone()
-    kernels.slope_of_logits(
+    kernels.logits_gradient(
         alone, *(x[3:4].clone() for x in (scale, target, lse, found_entropy, in_logp)), in_entropy[3:4].clone() if entropy else None
     )
-    assert torch.equal(alone[0], slope[3]), "a row's bits depend on its neighbours"
+    assert torch.equal(alone[0], grad[3]), "a row's bits depend on its neighbours"
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -487,7 +487,7 @@ def test_tokens_are_drawn_where_the_cumulative_probability_passes(dtype: torch.d
     assert torch.equal(logp[7:8], alone[1])
 
 
-def test_slopes_may_be_one_number_for_all_rows() -> None:
+def test_gradients_may_be_one_number_for_all_rows() -> None:
     raw, target = torch.randn(4, 48), torch.arange(4)
     head, hidden = Head(weight_VD=torch.eye(48)), raw.clone().requires_grad_()
     logp, _ = chosen_logprobs(hidden, head, target, torch.ones(4))

@@ -200,7 +200,7 @@ def test_matrices_that_do_not_fit_together_are_refused() -> None:
 
 
 @compiled
-def test_slopes_in_float32_are_not_rounded_to_bfloat16() -> None:
+def test_gradients_in_float32_are_not_rounded_to_bfloat16() -> None:
     torch.manual_seed(0)
     a, b = matrix(128, 600, True, torch.bfloat16), matrix(600, 160, False, torch.bfloat16)
     total = torch.empty(128, 160)
@@ -212,7 +212,7 @@ def test_slopes_in_float32_are_not_rounded_to_bfloat16() -> None:
 @pytest.mark.parametrize("lower", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_linear_layer_and_its_slopes(lower: bool, in_place: bool, bias: bool) -> None:
+def test_a_linear_layer_and_its_gradients(lower: bool, in_place: bool, bias: bool) -> None:
     torch.manual_seed(0)
 
     class Model(nn.Module):
@@ -221,13 +221,13 @@ def test_a_linear_layer_and_its_slopes(lower: bool, in_place: bool, bias: bool) 
             self.base_model = self.linear = nn.Linear(128, 160, bias=bias)
 
     model = Model()
-    x, slope = torch.randn(2, 100, 128, requires_grad=True), torch.randn(2, 100, 160)
+    x, grad = torch.randn(2, 100, 128, requires_grad=True), torch.randn(2, 100, 160)
     expected = F.linear(x.double(), model.linear.weight.double(), model.linear.bias.double() if bias else None)
-    wanted = torch.autograd.grad(expected, [x, *model.parameters()], slope.double())
+    wanted = torch.autograd.grad(expected, [x, *model.parameters()], grad.double())
     with torch.autocast("cpu", torch.bfloat16, enabled=lower), fused_modules(model), summed_in_place(in_place):  # type: ignore[arg-type]
         for _ in range(2):  # gradients are summed
             found = model.linear(x)
-            found.backward(slope.to(found.dtype))
+            found.backward(grad.to(found.dtype))
     tolerance = 1e-2 if lower else 1e-6
     assert found.shape == (2, 100, 160) and found.dtype == (torch.bfloat16 if lower else torch.float32)
     assert error(found, expected.detach()) < tolerance

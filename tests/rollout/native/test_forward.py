@@ -105,7 +105,7 @@ def test_lean_in_low_precision_is_as_near_to_float32_as_the_modules(family, prec
     ("threads", "max_rows", "options"),
     [(1, 8, {}), (2, 64, {"temperature": 0.9}), (1, 5, {"temperature": 0.0}), (2, 8, {"stop": ("0", "1")})],
 )
-def test_one_call_for_many_tokens_or_all_blocks_is_the_kernels_one_by_one(
+def test_one_call_for_many_tokens_is_the_kernels_one_by_one(
     family, precision, threads, max_rows, options, policy_of, prompts_of, monkeypatch
 ):
     policy = randomized(policy_of(family.split(",")[0], dtype=torch.float32, sharpness=3.0, **FAMILIES[family]))
@@ -116,7 +116,7 @@ def test_one_call_for_many_tokens_or_all_blocks_is_the_kernels_one_by_one(
     monkeypatch.setattr(decoding, "call", lambda name, *given: called.append(name) or call(name, *given))
     torch.set_num_threads(threads)
     try:
-        for kernel, missing in (("decode_tokens", None), ("decode_blocks", "_decoder"), ("decode_attention", "_blocks")):
+        for kernel, missing in (("decode_tokens", None), ("decode_attention", "_decoder")):
             if missing:
                 for forward in (RotaryForward, GPT2Forward):
                     monkeypatch.setattr(forward, missing, lambda self: None)
@@ -128,7 +128,7 @@ def test_one_call_for_many_tokens_or_all_blocks_is_the_kernels_one_by_one(
             assert {name for name in called if name.startswith("decode")} == {kernel}
     finally:
         torch.set_num_threads(before)
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
     finishes = {finish for group in found[0].values() for _, _, finish in group}
     assert "stop" not in options or Finish.STOP in finishes
     assert len(finishes) > 1 or options.get("temperature") == 0.0

@@ -139,7 +139,7 @@ def test_the_lock_pins_everything_and_none_of_the_cuda_only_companions() -> None
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -180,13 +180,13 @@ def test_closing_ends_it_with_all_that_it_started_and_leaves_nothing(stand_in, o
     server.close()  # twice is once
 
 
-def test_closing_ends_one_that_was_stopped(stand_in, own) -> None:
+def test_closing_ends_one_that_was_stopped(stand_in, own, monkeypatch) -> None:
+    monkeypatch.setattr(serving, "END_SECONDS", 3600.0)  # what it is given to end by itself, which it cannot
     stand_in("trap 'exit 0' TERM; while true; do sleep 0.1; done")
     server = own()
     os.kill(server.process.pid, signal.SIGSTOP)
-    begin = time.monotonic()
     server.close()
-    assert time.monotonic() - begin < serving.END_SECONDS / 2
+    assert server.process.poll() is not None
 
 
 def test_its_input_ends_when_whoever_started_it_is_gone(stand_in, tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from dataclasses import fields
 from typing import Any
 
 from groupwise.data.tasks.addition import Addition, Sums
+from groupwise.data.tasks.arithmetic import Arithmetic
 from groupwise.data.tasks.base import Task
 from groupwise.data.tasks.countdown import Countdown
 from groupwise.data.tasks.gsm8k import Gsm8kArithmetic
+from groupwise.data.tasks.preferences import Preferences
 from groupwise.data.tasks.sorting import Sorting
 from groupwise.errors import ConfigError
 
@@ -19,7 +21,9 @@ TASKS: dict[str, type[Task]] = {
     "sums": Sums,
     "countdown": Countdown,
     "sorting": Sorting,
+    "arithmetic": Arithmetic,
     "gsm8k_arithmetic": Gsm8kArithmetic,
+    "preferences": Preferences,
 }
 
 

@@ -74,6 +74,28 @@ class Generated(ABC):
                 raise DataError(f"{type(self).__name__} has no question {side}: give it larger arguments")
 
 
+class Paired(Generated):
+    """A generated task that also has preference pairs: rows with `chosen` and `rejected`."""
+
+    @abstractmethod
+    def pair(self, row: Row, rng: random.Random) -> tuple[str, str]:
+        """A better and a worse completion of the row's prompt."""
+
+    def pairs(self, n: int, seed: int) -> list[Row]:
+        """`n` rows whose prompts are not held out; prompts may repeat."""
+        rng = random.Random(f"pairs/{seed}")
+        return [self._with_sides(row, rng) for row in islice(self._questions(rng, held_out=False), n)]
+
+    def held_out_pairs(self, n: int) -> list[Row]:
+        """At most `n` rows, one for each of `held_out`, always the same."""
+        rng = random.Random("held-out pairs")
+        return [self._with_sides(row, rng) for row in self.held_out(n)]
+
+    def _with_sides(self, row: Row, rng: random.Random) -> Row:
+        chosen, rejected = self.pair(row, rng)
+        return row | {"chosen": chosen, "rejected": rejected}
+
+
 def is_held_out(prompt: str) -> bool:
     """True if the first byte of the prompt's MD5 is below 26."""
     return hash_share(prompt) < HELD_OUT

@@ -100,6 +100,16 @@ def decimal(value: Fraction, places: int | None = None) -> str:
     return f"-{text}" if whole < 0 else text
 
 
+def operator_of(expression: str) -> str:
+    """The operator of a single operation, or `mixed`.  Raises ValueError if it is no expression.
+
+    >>> operator_of("48/2"), operator_of("48+24+2")
+    ('/', 'mixed')
+    """
+    operators = operators_in(parse(expression))
+    return operators[0].replace("//", "/") if len(operators) == 1 else "mixed"
+
+
 class _Parser:
     """Recursive descent: sum -> product -> factor -> number or bracket."""
 

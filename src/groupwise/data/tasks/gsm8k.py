@@ -19,9 +19,11 @@ from functools import cached_property
 from groupwise.data.sources import missing_column, read_rows
 from groupwise.data.split import hash_share
 from groupwise.data.tasks.base import Row, check_count, check_share
-from groupwise.data.tasks.expressions import decimal, operators_in, parse
-from groupwise.data.tasks.scratchpads import work
+from groupwise.data.tasks.expressions import decimal, operator_of
+from groupwise.data.tasks.scratchpads import taught
 from groupwise.errors import ConfigError, DataError
+
+HUB = "openai/gsm8k:main"
 
 _ANNOTATION = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
 
@@ -33,10 +35,10 @@ class Gsm8kArithmetic:
     Where there is no written method, or it is longer than `longest` characters, the demonstrator blurts the answer.
     """
 
-    train: str
-    """GSM8K's train.jsonl."""
-    test: str
-    """GSM8K's test.jsonl."""
+    train: str = HUB
+    """GSM8K's train.jsonl, or a hub name (its split `train` is read)."""
+    test: str = HUB
+    """GSM8K's test.jsonl, or a hub name (its split `test` is read)."""
     demonstrated: float = 0.5
     """Share of the train expressions that demonstrations are made of; the others are prompts."""
     held_out_rows: str = "all"
@@ -78,54 +80,42 @@ class Gsm8kArithmetic:
 
     def completion(self, row: Row, rng: random.Random) -> str:
         """What a careless demonstrator writes."""
-        blurted = rng.random() < self.blurt
-        done = None if blurted else work(parse(row["prompt"]), lambda: rng.random() < self.slip)
-        if done is None or len(done[0]) > self.longest:
-            return f"\\boxed{{{row['answer']}}}"
-        text, value = done
-        return f"<think>{text}</think>\\boxed{{{decimal(value)}}}"
+        return taught(row, rng, blurt=self.blurt, slip=self.slip, longest=self.longest)
 
     def _is_demonstrated(self, row: Row) -> bool:
         return hash_share(f"demonstrated/{row['prompt']}") < self.demonstrated
 
     @cached_property
     def _train(self) -> list[Row]:
-        return [row | {"seen": "seen"} for row in expressions_of(self.train)]
+        return [row | {"seen": "seen"} for row in expressions_of(self.train, "train")]
 
     @cached_property
     def _test(self) -> list[Row]:
         known = {row["prompt"] for row in self._train}
-        return [row | {"seen": "seen" if row["prompt"] in known else "unseen"} for row in expressions_of(self.test)]
+        return [row | {"seen": "seen" if row["prompt"] in known else "unseen"} for row in expressions_of(self.test, "test")]
 
 
-def annotations_of(path: str) -> Iterator[tuple[str, str]]:
-    """(expression, value) of every annotation in a GSM8K file, as written.  Raises DataError for an unreadable one."""
-    rows = read_rows(path)
+def annotations_of(path: str, split: str) -> Iterator[tuple[str, str]]:
+    """(expression, value) of every annotation in a GSM8K file, as written; `split` is that of a hub name.
+
+    Raises DataError for an unreadable one.
+    """
+    rows = read_rows(path, split)
     for i, row in enumerate(rows):
         if not isinstance(row.get("answer"), str):
             raise DataError(missing_column("answer", row, rows.where(i)))
         yield from _ANNOTATION.findall(row["answer"])
 
 
-def expressions_of(path: str) -> list[Row]:
+def expressions_of(path: str, split: str) -> list[Row]:
     """One row per distinct expression, with prompt, answer and operator.
 
     The answer is the value most often given for it, without needless zeros.
     """
     values: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for expression, value in annotations_of(path):
+    for expression, value in annotations_of(path, split):
         values[expression][decimal(Fraction(value))] += 1
     return [
         {"prompt": expression, "answer": counts.most_common(1)[0][0], "operator": operator_of(expression)}
         for expression, counts in values.items()
     ]
-
-
-def operator_of(expression: str) -> str:
-    """The operator of a single operation, or `mixed`.  Raises ValueError if it is no expression.
-
-    >>> operator_of("48/2"), operator_of("48+24+2")
-    ('/', 'mixed')
-    """
-    operators = operators_in(parse(expression))
-    return operators[0].replace("//", "/") if len(operators) == 1 else "mixed"

@@ -6,10 +6,11 @@ single equations are still true; only what should have been carried is missing, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 
-from groupwise.data.tasks.expressions import Expression, Number, decimal
+from groupwise.data.tasks.expressions import Expression, Number, decimal, parse
 
 Slip = Callable[[], bool]
 
@@ -131,6 +132,20 @@ def work(expression: Expression, slip: Slip = careful) -> tuple[str, Fraction] |
     *before, (last_task, last_text, _) = steps
     parts = [f"{task}:{text}>{decimal(result)}" for task, text, result in before]
     return ";".join([*parts, f"{last_task}:{last_text}"]), value
+
+
+def taught(row: Mapping[str, str], rng: random.Random, *, blurt: float, slip: float, longest: int) -> str:
+    """What a careless demonstrator writes for the expression `row["prompt"]`: thinking, and a box.
+
+    blurt: chance of `row["answer"]` without thinking, which also stands where there is no written method, or one longer than
+    `longest` characters.  slip: chance of forgetting each thing carried.
+    """
+    blurted = rng.random() < blurt
+    done = None if blurted else work(parse(row["prompt"]), lambda: rng.random() < slip)
+    if done is None or len(done[0]) > longest:
+        return f"\\boxed{{{row['answer']}}}"
+    text, value = done
+    return f"<think>{text}</think>\\boxed{{{decimal(value)}}}"
 
 
 def _collect(expression: Expression, slip: Slip, steps: list[tuple[str, str, Fraction]]) -> Fraction | None:

@@ -12,8 +12,6 @@
 
 constexpr long BLOCK = 4 * ROWS;  // queries that are worked on at a time
 
-struct Stretch { int64_t from, to, prompt_from, prompt_to; };
-
 // Most keys that a query of a family may see.
 static long most_keys(const Stretch *stretches, long count) {
     long most = 0;
@@ -44,21 +42,21 @@ template <typename T>
 static void forward(const T *q, const T *k, const T *v, T *out, float *lse, const Strides *step, long tokens, long group, long width,
                     float scale, const Stretch *stretches, long count, long shared) {
     long most = most_keys(stretches, count);
-    float *turned = room(2 * most * width + BLOCK * (most + 2 * width));
-    float *values = turned + most * width, *scores = values + most * width;
+    float *transposed = workspace(2 * most * width + BLOCK * (most + 2 * width));
+    float *values = transposed + most * width, *scores = values + most * width;
     float *queries = scores + BLOCK * most, *found = queries + BLOCK * width;
-    std::memset(turned, 0, most * width * sizeof(float));
+    std::memset(transposed, 0, most * width * sizeof(float));
     for (long s = 0; s < count; s++) {
         Stretch stretch = stretches[s];
         long length = stretch.to - stretch.from, before = stretch.prompt_to - stretch.prompt_from;
         read_rows(k, step[1], shared, stretch.from, length, width, 1.0f, values + before * width);
-        turn(values + before * width, length, width, turned, most, before);
+        transpose(values + before * width, length, width, transposed, most, before);
         read_rows(v, step[2], shared, stretch.from, length, width, 1.0f, values + before * width);
         for (long head = shared * group; head < (shared + 1) * group; head++)
             for (long first = 0; first < length; first += BLOCK) {
                 long rows = first + BLOCK < length ? BLOCK : length - first, keys = before + first + rows, across = padded(keys);
                 read_rows(q, step[0], head, stretch.from + first, rows, width, scale, queries);
-                product(rows, across, width, queries, width, 1, turned, most, scores, most, false);
+                product(rows, across, width, queries, width, 1, transposed, most, scores, most, false);
                 for (long r = 0; r < rows; r++) {
                     float *score = scores + r * most;
                     long seen = before + first + r + 1;
@@ -77,20 +75,20 @@ static void backward(const T *q, const T *k, const T *v, const T *out, const flo
                      T *grad_v, const Strides *step, long tokens, long group, long width, float scale, const Stretch *stretches,
                      long count, long shared) {
     long most = most_keys(stretches, count), matrix = most * width;
-    float *turned_k = room(5 * matrix + BLOCK * (2 * most + 3 * width) + BLOCK);
-    float *turned_v = turned_k + matrix, *keys = turned_v + matrix, *sum_k = keys + matrix, *sum_v = sum_k + matrix;
-    float *weights = sum_v + matrix, *slopes = weights + BLOCK * most;
-    float *queries = slopes + BLOCK * most, *grads = queries + BLOCK * width, *rows_out = grads + BLOCK * width;
-    std::memset(turned_k, 0, 2 * matrix * sizeof(float));
+    float *transposed_k = workspace(5 * matrix + BLOCK * (2 * most + 3 * width) + BLOCK);
+    float *transposed_v = transposed_k + matrix, *keys = transposed_v + matrix, *sum_k = keys + matrix, *sum_v = sum_k + matrix;
+    float *weights = sum_v + matrix, *score_grads = weights + BLOCK * most;
+    float *queries = score_grads + BLOCK * most, *grads = queries + BLOCK * width, *rows_out = grads + BLOCK * width;
+    std::memset(transposed_k, 0, 2 * matrix * sizeof(float));
     long prompt = 0, start = stretches[0].from;  // of the family's tokens, those whose sums wait for the last stretch
     if (count > 1) prompt = stretches[1].prompt_to - stretches[1].prompt_from;
     for (long s = 0; s < count; s++) {
         Stretch stretch = stretches[s];
         long length = stretch.to - stretch.from, before = stretch.prompt_to - stretch.prompt_from, own = before * width;
         read_rows(v, step[2], shared, stretch.from, length, width, 1.0f, keys + own);
-        turn(keys + own, length, width, turned_v, most, before);
+        transpose(keys + own, length, width, transposed_v, most, before);
         read_rows(k, step[1], shared, stretch.from, length, width, 1.0f, keys + own);
-        turn(keys + own, length, width, turned_k, most, before);
+        transpose(keys + own, length, width, transposed_k, most, before);
         std::memset(sum_k + own, 0, length * width * sizeof(float));
         std::memset(sum_v + own, 0, length * width * sizeof(float));
         for (long head = shared * group; head < (shared + 1) * group; head++)
@@ -100,10 +98,10 @@ static void backward(const T *q, const T *k, const T *v, const T *out, const flo
                 read_rows(q, step[0], head, place, rows, width, scale, queries);
                 read_rows(grad_out, step[4], head, place, rows, width, 1.0f, grads);
                 read_rows(out, step[3], head, place, rows, width, 1.0f, rows_out);
-                product(rows, across, width, queries, width, 1, turned_k, most, weights, most, false);
-                product(rows, across, width, grads, width, 1, turned_v, most, slopes, most, false);
+                product(rows, across, width, queries, width, 1, transposed_k, most, weights, most, false);
+                product(rows, across, width, grads, width, 1, transposed_v, most, score_grads, most, false);
                 for (long r = 0; r < rows; r++) {
-                    float *weight = weights + r * most, *slope = slopes + r * most;
+                    float *weight = weights + r * most, *score_grad = score_grads + r * most;
                     for (long t = before + first + r + 1; t < across; t++) weight[t] = -INFINITY;
                     Vec along = all(0.0f);
                     for (long d = 0; d < width; d += LANES) along += load(grads + r * width + d) * load(rows_out + r * width + d);
@@ -111,12 +109,12 @@ static void backward(const T *q, const T *k, const T *v, const T *out, const flo
                     for (long t = 0; t < across; t += LANES) {
                         Vec p = exponential(load(weight + t) - level);
                         store(weight + t, p);
-                        store(slope + t, p * (load(slope + t) - less));
+                        store(score_grad + t, p * (load(score_grad + t) - less));
                     }
                 }
-                product(rows, width, seen, slopes, most, 1, keys, width, rows_out, width, false);
+                product(rows, width, seen, score_grads, most, 1, keys, width, rows_out, width, false);
                 write_rows(rows_out, width, rows, width, scale, grad_q, step[5], head, place);
-                product(seen, width, rows, slopes, 1, most, queries, width, sum_k, width, true);
+                product(seen, width, rows, score_grads, 1, most, queries, width, sum_k, width, true);
                 product(seen, width, rows, weights, 1, most, grads, width, sum_v, width, true);
             }
         // The first stretch begins with the prompt, whose sums stay until the last completion has added its own.
@@ -129,8 +127,6 @@ static void backward(const T *q, const T *k, const T *v, const T *out, const flo
 }
 
 #include "attention_tiles.h"
-
-extern "C" int has_tiles();
 
 template <typename T, typename... Rest>
 static void forward_best(const T *q, Rest... rest) {

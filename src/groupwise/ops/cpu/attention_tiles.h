@@ -1,10 +1,10 @@
 // Attention in training on matrix tiles, 32 queries and 32 keys at a time.
 //
-// Scores are made turned, S = K Q^T, with keys below each other and queries side by side.  A softmax then runs down the lanes of vectors,
-// and what leaves it is a tile for the next product without being turned: rows of it side by side in pairs (weights that meet values,
-// slopes that meet keys), or 32 queries in a row (both, where they meet queries and slopes of outputs).
+// Scores are made transposed, S = K Q^T, with keys below each other and queries side by side.  A softmax then runs down the lanes of vectors,
+// and what leaves it is a tile for the next product without being transposed: rows of it side by side in pairs (weights times values,
+// gradients of scores times keys), or 32 queries in a row (both, times queries and gradients of outputs).
 //
-// PARTS of a tile: 1 for bfloat16 numbers, and weights and slopes are rounded to it; 3 for float32 (tiles.h).
+// PARTS of a tile: 1 for bfloat16 numbers, and weights and gradients are rounded to it; 3 for float32 (tiles.h).
 
 #pragma once
 
@@ -15,8 +15,8 @@ static_assert(PAIR == DEPTH && TILE == LANES, "a block of keys is as deep as a t
 
 static inline long whole(long count) { return (count + PAIR - 1) / PAIR * PAIR; }
 
-// Takes pieces of a thread's room.  They are whole cache lines: one of their sides is a multiple of 32, the other of 16.
-struct Room {
+// Hands out parts of a thread's workspace.  They are whole cache lines: one of their sides is a multiple of 32, the other of 16.
+struct Arena {
     float *next;
 
     float *floats(long count) { next += count; return next - count; }
@@ -30,14 +30,14 @@ struct Held {
     long width, wide;
     T *rows;             // (keys, width)
     bfloat16 *tokens;    // outside: keys, inside: width
-    bfloat16 *turned;    // outside: width, inside: keys, block of keys by block
+    bfloat16 *transposed;    // outside: width, inside: keys, block of keys by block
 
-    static long numbers(long most, long width) { return most * (width + whole(width) * PARTS); }  // of room, for both kinds of tiles
+    static long numbers(long most, long width) { return most * (width + whole(width) * PARTS); }  // of workspace, for both kinds of tiles
 
-    Held(Room &room, long most, long width, bool by_token, bool by_width) : width(width), wide(whole(width)) {
-        rows = (T *)room.floats(most * width);
-        tokens = by_token ? room.tiles(most, wide, PARTS) : nullptr;
-        turned = by_width ? room.tiles(most, wide, PARTS) : nullptr;
+    Held(Arena &arena, long most, long width, bool by_token, bool by_width) : width(width), wide(whole(width)) {
+        rows = (T *)arena.floats(most * width);
+        tokens = by_token ? arena.tiles(most, wide, PARTS) : nullptr;
+        transposed = by_width ? arena.tiles(most, wide, PARTS) : nullptr;
     }
 
     // The tokens from..to behind the first `before`, and zeros to the end of a block.
@@ -52,15 +52,15 @@ struct Held {
                     for (long d = 0; d < wide; d += DEPTH)
                         fill_tiles<PARTS>(ROWS_OUTSIDE, rows + (t + half) * width + d, width, 1, TILE, width - d,
                                           tokens + (t + half) * wide * PARTS + d / DEPTH * ONE);
-            if (turned)
+            if (transposed)
                 for (long d = 0; d < wide; d += TILE)
                     fill_tiles<PARTS>(ROWS_OUTSIDE, rows + t * width + d, 1, width, width - d, DEPTH,
-                                      turned + t * wide * PARTS + d / TILE * ONE);
+                                      transposed + t * wide * PARTS + d / TILE * ONE);
         }
     }
 
     Tiles keys(long first) const { return {tokens + first * wide * PARTS, wide / DEPTH * ONE, ONE}; }
-    Tiles widths(long first) const { return {turned + first / TILE * ONE, ONE, wide / TILE * ONE}; }
+    Tiles widths(long first) const { return {transposed + first / TILE * ONE, ONE, wide / TILE * ONE}; }
 };
 
 // 32 queries as the columns of a product, from `from` on: summed over their width, or over themselves.
@@ -70,7 +70,7 @@ struct Columns {
     long wide;
     bfloat16 *tiles;
 
-    Columns(Room &room, long width) : wide(whole(width)), tiles(room.tiles(PAIR, wide, PARTS)) {}
+    Columns(Arena &arena, long width) : wide(whole(width)), tiles(arena.tiles(PAIR, wide, PARTS)) {}
 
     Tiles by_query(const T *from, Strides step, long rows, long width) const {
         for (long half = 0; half < PAIR; half += TILE)
@@ -118,7 +118,7 @@ static inline Ints lanes() {
 
 // Sums (width, 32 queries) -> rows of the queries, each times its factor.
 template <typename T>
-static inline void write_turned(const float *sums, long rows, long width, const Vec *factor, T *to, long step) {
+static inline void write_transposed(const float *sums, long rows, long width, const Vec *factor, T *to, long step) {
     for (long d = 0; d < width; d += LANES)
         for (long half = 0; half < PAIR && half < rows; half += TILE) {
             Vec block[LANES];
@@ -151,7 +151,7 @@ static void forward_tiles(const T *q, const T *k, const T *v, T *out, float *lse
                           float scale, const Stretch *stretches, long count, long shared) {
     typedef Held<PARTS, T> Keys;
     long most = whole(most_keys(stretches, count)), wide = whole(width), ONE = PARTS * WHOLE;
-    Room taken{room(2 * Keys::numbers(most, width) + PAIR * (most + wide) * (1 + PARTS))};
+    Arena taken{workspace(2 * Keys::numbers(most, width) + PAIR * (most + wide) * (1 + PARTS))};
     Keys keys(taken, most, width, true, false), values(taken, most, width, false, true);
     Columns<PARTS, T> columns(taken, width);
     float *scores = taken.floats(most * PAIR), *found = taken.floats(wide * PAIR);
@@ -167,7 +167,7 @@ static void forward_tiles(const T *q, const T *k, const T *v, T *out, float *lse
                 long rows = first + PAIR < length ? PAIR : length - first, place = stretch.from + first;
                 long seen = before + first, across = whole(seen + rows), blocks = across / PAIR;
                 Tiles queries = columns.by_query(q + head * step[0].head + place * step[0].token, step[0], rows, width);
-                for (long t = 0; t < across; t += PAIR) meet<PARTS>(keys.keys(t), queries, wide / DEPTH, scores + t * PAIR, PAIR, false);
+                for (long t = 0; t < across; t += PAIR) tile_kernel<PARTS>(keys.keys(t), queries, wide / DEPTH, scores + t * PAIR, PAIR, false);
                 Vec share[2];
                 for (int half = 0; half < 2; half++) {
                     float *score = scores + half * TILE;
@@ -181,8 +181,8 @@ static void forward_tiles(const T *q, const T *k, const T *v, T *out, float *lse
                         lse[head * tokens + place + half * TILE + i] = top[i] + std::log(total[i]);
                 }
                 for (long d = 0; d < wide; d += PAIR)
-                    meet<PARTS>(values.widths(d), {weights, blocks * ONE, ONE}, blocks, found + d * PAIR, PAIR, false);
-                write_turned(found, rows, width, share, out + head * step[3].head + place * step[3].token, step[3].token);
+                    tile_kernel<PARTS>(values.widths(d), {weights, blocks * ONE, ONE}, blocks, found + d * PAIR, PAIR, false);
+                write_transposed(found, rows, width, share, out + head * step[3].head + place * step[3].token, step[3].token);
             }
     }
     _tile_release();
@@ -195,13 +195,13 @@ static void backward_tiles(const T *q, const T *k, const T *v, const T *out, con
                            long count, long shared) {
     typedef Held<PARTS, T> Keys;
     long most = whole(most_keys(stretches, count)), wide = whole(width), ONE = PARTS * WHOLE;
-    Room taken{room(2 * Keys::numbers(most, width) + 2 * most * wide + PAIR * (most + wide) * (1 + 2 * PARTS))};
+    Arena taken{workspace(2 * Keys::numbers(most, width) + 2 * most * wide + PAIR * (most + wide) * (1 + 2 * PARTS))};
     Keys keys(taken, most, width, true, true), values(taken, most, width, true, false);
     Columns<PARTS, T> queries_d(taken, width), grads_d(taken, width), queries_q(taken, width), grads_q(taken, width);
     float *sum_k = taken.floats(most * wide), *sum_v = taken.floats(most * wide), *found = taken.floats(wide * PAIR);
-    bfloat16 *slopes = taken.tiles(PAIR, most, PARTS);
-    alignas(64) bfloat16 weight_rows[2 * PARTS * WHOLE], slope_rows[2 * PARTS * WHOLE];
-    alignas(64) float score[PAIR * PAIR], slope[PAIR * PAIR];
+    bfloat16 *score_grads = taken.tiles(PAIR, most, PARTS);
+    alignas(64) bfloat16 weight_rows[2 * PARTS * WHOLE], score_grad_rows[2 * PARTS * WHOLE];
+    alignas(64) float score[PAIR * PAIR], score_grad[PAIR * PAIR];
     long prompt = count > 1 ? stretches[1].prompt_to - stretches[1].prompt_from : 0, start = stretches[0].from;
     open_tiles();
     for (long s = 0; s < count; s++) {
@@ -233,36 +233,36 @@ static void backward_tiles(const T *q, const T *k, const T *v, const T *out, con
                     level[half] = read(lse + head * tokens + place + half * TILE, rows - half * TILE);
                 }
                 for (long t = 0; t < across; t += PAIR) {
-                    meet<PARTS>(keys.keys(t), q_d, wide / DEPTH, score, PAIR, false);
-                    meet<PARTS>(values.keys(t), g_d, wide / DEPTH, slope, PAIR, false);
+                    tile_kernel<PARTS>(keys.keys(t), q_d, wide / DEPTH, score, PAIR, false);
+                    tile_kernel<PARTS>(values.keys(t), g_d, wide / DEPTH, score_grad, PAIR, false);
                     for (long r = 0; r < PAIR; r += 2) {
-                        Vec weight[2][2], turned[2][2];  // row, half
+                        Vec weight[2][2], transposed[2][2];  // row, half
                         for (int row = 0; row < 2; row++)
                             for (int half = 0; half < 2; half++) {
                                 long at = (r + row) * PAIR + half * TILE;
                                 Vec p = exponential(load(score + at) * scale - level[half]);
                                 if (t + r + row > seen) p = select(lanes() + half * (int)TILE >= (int)(t + r + row - seen), p, all(0.0f));
                                 weight[row][half] = p;
-                                turned[row][half] = p * (load(slope + at) - less[half]);
+                                transposed[row][half] = p * (load(score_grad + at) - less[half]);
                             }
                         for (int row = 0; row < 2; row++) {
                             long tile = (r + row) / TILE * ONE;
                             store_row<PARTS>(weight[row][0], weight[row][1], weight_rows + tile, (r + row) % TILE);
-                            store_row<PARTS>(turned[row][0], turned[row][1], slope_rows + tile, (r + row) % TILE);
+                            store_row<PARTS>(transposed[row][0], transposed[row][1], score_grad_rows + tile, (r + row) % TILE);
                         }
                         for (int half = 0; half < 2; half++)
-                            store_pairs<PARTS>(turned[0][half], turned[1][half], slopes + (half * blocks + t / PAIR) * ONE, r / 2);
+                            store_pairs<PARTS>(transposed[0][half], transposed[1][half], score_grads + (half * blocks + t / PAIR) * ONE, r / 2);
                     }
                     for (long d = 0; d < wide; d += PAIR) {
                         Tiles grads = {g_q.from + d / TILE * ONE, ONE, ONE}, queries = {q_q.from + d / TILE * ONE, ONE, ONE};
-                        meet<PARTS>({weight_rows, ONE, ONE}, grads, 1, sum_v + t * wide + d, wide, true);
-                        meet<PARTS>({slope_rows, ONE, ONE}, queries, 1, sum_k + t * wide + d, wide, true);
+                        tile_kernel<PARTS>({weight_rows, ONE, ONE}, grads, 1, sum_v + t * wide + d, wide, true);
+                        tile_kernel<PARTS>({score_grad_rows, ONE, ONE}, queries, 1, sum_k + t * wide + d, wide, true);
                     }
                 }
                 for (long d = 0; d < wide; d += PAIR)
-                    meet<PARTS>(keys.widths(d), {slopes, blocks * ONE, ONE}, blocks, found + d * PAIR, PAIR, false);
+                    tile_kernel<PARTS>(keys.widths(d), {score_grads, blocks * ONE, ONE}, blocks, found + d * PAIR, PAIR, false);
                 Vec scales[2] = {all(scale), all(scale)};
-                write_turned(found, rows, width, scales, grad_q + head * step[5].head + place * step[5].token, step[5].token);
+                write_transposed(found, rows, width, scales, grad_q + head * step[5].head + place * step[5].token, step[5].token);
             }
         // The first stretch begins with the prompt, whose sums stay until the last completion has added its own.
         long kept = s == 0 ? prompt : 0;

@@ -1,14 +1,14 @@
 // Attention of one new token per row while completions are decoded: to its prompt, which its group shares, and to its own tokens.
 //
 // query, key, value   (R, heads, D) of the new tokens; strides: how far apart two heads and two rows lie, tensor by tensor
-// own, prompt         slabs (entries, K, room, D) of kept keys and values; row r's own tokens are entry places[r], or r without places
-// parts               (prompt entry, from, to): rows[from..to] belong to that prompt, whose keys they meet in one product
+// own, prompt         slabs (entries, K, capacity, D) of kept keys and values; row r's own tokens are entry places[r], or r without places
+// parts               (prompt entry, from, to): rows[from..to] belong to that prompt, whose keys they are multiplied by in one product
 //
-// What is kept lies as products meet it, in words: a float32 number, or two bfloat16 ones over which a product sums.  Keys: 16 tokens'
+// What is kept lies as products read it, in words: a float32 number, or two bfloat16 ones over which a product sums.  Keys: 16 tokens'
 // first words, their second ones and so on, then the next 16 tokens.  Values: a word holds a number of one token, or of two neighbours.
-// A slab has room for whole blocks of 32 tokens, in which zeros lie behind the last token's values.
+// A slab has capacity for whole blocks of 32 tokens, in which zeros lie behind the last token's values.
 //
-// All sums are float32.  Where bfloat16 numbers meet in pairs or on tiles, weights are rounded to it first and subnormal numbers are
+// All sums are float32.  Where bfloat16 numbers are multiplied in pairs or on tiles, weights are rounded to it first and subnormal numbers are
 // zeros.
 
 #include "tiles.h"
@@ -33,19 +33,19 @@ struct Kept {
         std::memcpy(&words, word(k, n * LANES), sizeof words);
         return (Vec)(DEEP == 1 ? words : part ? words & 0xffff0000 : words << 16);
     }
-    static Vec met(const float *number) { return all(*number); }
+    static Vec broadcast(const float *number) { return all(*number); }
     static Vec add(Vec total, Vec number, Vec row) { return plus(total, number, row); }
 };
 
 #if defined(__AVX512BF16__)
-// The same words, which meet pairs of bfloat16 numbers as they are.
+// The same words, multiplied by pairs of bfloat16 numbers as they are.
 struct Pairs {
     static constexpr int DEEP = 2, PARTS = 1;
     Kept<bfloat16> kept;
 
     Pairs behind(long columns) const { return {kept.behind(columns)}; }
     Vec at(long k, int, int n) const { return load((const float *)kept.word(k, n * LANES)); }
-    static Vec met(const bfloat16 *pair) {
+    static Vec broadcast(const bfloat16 *pair) {
         uint32_t both;
         std::memcpy(&both, pair, sizeof both);
         return bits(both);
@@ -83,16 +83,16 @@ struct Head {
 template <typename T>
 struct Slab {
     T *keys, *values;
-    long room;
+    long capacity;
 
     Head<T> at(long entry, long head, long shared, long width) const {
-        long place = (entry * shared + head) * room * width;
+        long place = (entry * shared + head) * capacity * width;
         return {keys + place, values + place, width};
     }
 };
 
-// How queries meet keys, and weights values.  Number: as which they do; UNIT: of how many tokens scores are found at a time.
-struct Alone {
+// How queries are multiplied by keys, and weights by values.  Number: in which type; UNIT: of how many tokens scores are found at a time.
+struct OneByOne {
     typedef float Number;
     static constexpr long UNIT = PANEL;
     static void open(long) {}
@@ -105,7 +105,7 @@ struct Alone {
 };
 
 #if defined(__AVX512BF16__)
-struct InPairs : Alone {
+struct InPairs : OneByOne {
     typedef bfloat16 Number;
 
     static void multiply(long rows, long columns, long depth, const bfloat16 *a, long a_row, Kept<bfloat16> b, float *c, long c_row,
@@ -114,7 +114,7 @@ struct InPairs : Alone {
     }
 };
 #else
-typedef Alone InPairs;
+typedef OneByOne InPairs;
 #endif
 
 #ifdef MATRIX_TILES
@@ -177,7 +177,7 @@ static void decode(const T *query, const T *key, const T *value, T *out, const S
     long longest = 0, m = prompt_length, wide_m = whole(m, BLOCK), heads = shared * group, queries = count * group;
     for (long i = 0; i < count; i++) longest = length[rows[i]] > longest ? length[rows[i]] : longest;
     long across = wide_m + whole(longest, BLOCK), high = queries + PANEL;
-    float *scores = room(high * (2 * across + 2 * width + 1)), *found = scores + high * across, *totals = found + high * width;
+    float *scores = workspace(high * (2 * across + 2 * width + 1)), *found = scores + high * across, *totals = found + high * width;
     Number *asked = (Number *)(totals + high), *weights = HALF ? asked + high * width : (Number *)scores;
     for (long q = 0; q < queries; q++)
         for (long d = 0; d < width; d += LANES)
@@ -187,8 +187,8 @@ static void decode(const T *query, const T *key, const T *value, T *out, const S
     auto ask_for = [&](long i) {
         Head<T> kept = at(rows[i]);
         long bytes = whole(length[rows[i]], PANEL) * width * sizeof(T);
-        ask(kept.k, bytes);
-        ask(kept.v, bytes);
+        prefetch(kept.k, bytes);
+        prefetch(kept.v, bytes);
     };
     ask_for(0);
     Head<T> shown = prompt.at(entry, head, shared, width);
@@ -220,15 +220,13 @@ static void decode(const T *query, const T *key, const T *value, T *out, const S
             store(out + (rows[q / group] * heads + head * group + q % group) * width + d, load(found + q * width + d) * (1.0f / totals[q]));
 }
 
-extern "C" int has_tiles();
-
 template <typename T>
 static void run(const void *query, const void *key, const void *value, void *out, const Strides *step, void *own_k, void *own_v,
                 long own_room, void *prompt_k, void *prompt_v, long prompt_room, const Part *parts, long count,
                 const int64_t *prompt_length, const int64_t *rows, const int64_t *length, const int64_t *places, long heads, long shared,
                 long width, float scale, long window, int threads) {
     Slab<T> own{(T *)own_k, (T *)own_v, own_room}, prompt{(T *)prompt_k, (T *)prompt_v, prompt_room};
-    auto way = decode<Alone, T>;
+    auto way = decode<OneByOne, T>;
     if constexpr (sizeof(T) == sizeof(bfloat16)) {
         way = decode<InPairs, T>;
 #ifdef MATRIX_TILES
@@ -244,9 +242,9 @@ static void run(const void *query, const void *key, const void *value, void *out
 }
 
 template <typename T>
-static void keep(const void *key, const void *value, const long *step, void *keys, void *values, long room, long first, long count,
+static void keep(const void *key, const void *value, const long *step, void *keys, void *values, long capacity, long first, long count,
                  long length, long shared, long width, int threads) {
-    Slab<T> slab{(T *)keys, (T *)values, room};
+    Slab<T> slab{(T *)keys, (T *)values, capacity};
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (long item = 0; item < count * shared; item++) {
         long entry = item / shared, head = item % shared;
@@ -258,9 +256,9 @@ static void keep(const void *key, const void *value, const long *step, void *key
 }
 
 // Whole entries from `first` on; key, value: (count, length, K, D), whose steps are said one after another.
-extern "C" void keep_entries(int half, const void *key, const void *value, const long *step, void *keys, void *values, long room,
+extern "C" void keep_entries(int half, const void *key, const void *value, const long *step, void *keys, void *values, long capacity,
                              long first, long count, long length, long shared, long width, int threads) {
-    (half ? keep<bfloat16> : keep<float>)(key, value, step, keys, values, room, first, count, length, shared, width, threads);
+    (half ? keep<bfloat16> : keep<float>)(key, value, step, keys, values, capacity, first, count, length, shared, width, threads);
 }
 
 extern "C" void decode_attention(int half, const void *query, const void *key, const void *value, void *out, const Strides *step,

@@ -63,7 +63,7 @@ struct OnTiles {
         pack(ROWS_INSIDE, matrix, outers, inners, to, part, of);
     }
 
-    // Packed rows meet packed columns, 32 and 32 at a time.
+    // Packed rows times packed columns, 32 and 32 at a time.
     static void block(const bfloat16 *a, const bfloat16 *b, Result out, long inners) {
         long depth = ceiling(inners, DEPTH);
         for (long j = 0; j < out.columns; j += PAIR)
@@ -77,7 +77,7 @@ struct OnTiles {
             const float *line = out.to + m * out.row;
             __builtin_prefetch(line, 1), __builtin_prefetch(line + TILE, 1);
         }
-        meet<PARTS>({a, depth * ONE, ONE}, {b, depth * ONE, ONE}, depth, sums, PAIR, false);
+        tile_kernel<PARTS>({a, depth * ONE, ONE}, {b, depth * ONE, ONE}, depth, sums, PAIR, false);
         for (long m = 0; m < PAIR && m < out.rows; m++)
             for (long n = 0; n < PAIR && n < out.columns; n += LANES) {
                 Vec found = load(sums + m * PAIR + n);
@@ -93,7 +93,7 @@ struct OnTiles {
 template <typename T>
 struct OnVectors {
     static constexpr long ROWS_OF_BLOCK = 252 / MOST * MOST, SIDE = MOST;
-    static constexpr long STRETCH = Meeting<T>::DEEP == 1 ? 192 : 512;  // longer sums would be less exact than MKL's
+    static constexpr long STRETCH = MicroKernel<T>::DEEP == 1 ? 192 : 512;  // longer sums would be less exact than MKL's
     typedef float Packed;
 
     static void open() {}
@@ -124,8 +124,8 @@ struct OnVectors {
         for (long j = 0; j < out.columns; j += 2 * LANES)
             for (long i = 0; i < out.rows; i += MOST) {
                 Result here = out.at(i, j, true);
-                Pass<T, float> *meet = pass_for<T, float>(least(MOST, here.rows), here.columns > LANES ? 2 : 1);
-                meet(a + i * steps, b + j * steps, steps, here.bias, here.add ? here.to : nullptr, here.to, here.row, here.columns,
+                Pass<T, float> *micro_kernel = pass_for<T, float>(least(MOST, here.rows), here.columns > LANES ? 2 : 1);
+                micro_kernel(a + i * steps, b + j * steps, steps, here.bias, here.add ? here.to : nullptr, here.to, here.row, here.columns,
                      nullptr);
             }
     }
@@ -135,11 +135,11 @@ struct OnVectors {
 template <typename On, typename T>
 static void few_rows(Matrix<T> a, Matrix<T> b, Result out, long inners, long stretch, int threads) {
     typedef typename On::Packed Packed;
-    Packed *rows = (Packed *)room<1>(On::numbers(out.rows, stretch) * sizeof(Packed) / sizeof(float));
+    Packed *rows = (Packed *)workspace<1>(On::numbers(out.rows, stretch) * sizeof(Packed) / sizeof(float));
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         On::open();
-        Packed *columns = (Packed *)room(On::numbers(FEW_COLUMNS, stretch) * sizeof(Packed) / sizeof(float));
+        Packed *columns = (Packed *)workspace(On::numbers(FEW_COLUMNS, stretch) * sizeof(Packed) / sizeof(float));
         for (long k = 0; k < inners; k += stretch) {
             long deep = least(stretch, inners - k);
 #pragma omp for schedule(static)
@@ -161,11 +161,11 @@ template <typename On, typename T>
 static void many_rows(Matrix<T> a, Matrix<T> b, Result out, long inners, long stretch, int threads) {
     typedef typename On::Packed Packed;
     long shared = ceiling(out.rows, threads), height = least(On::ROWS_OF_BLOCK, ceiling(shared, On::SIDE) * On::SIDE);
-    Packed *columns = (Packed *)room<1>(On::numbers(COLUMNS, stretch) * sizeof(Packed) / sizeof(float));
+    Packed *columns = (Packed *)workspace<1>(On::numbers(COLUMNS, stretch) * sizeof(Packed) / sizeof(float));
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         On::open();
-        Packed *rows = (Packed *)room(On::numbers(height, stretch) * sizeof(Packed) / sizeof(float));
+        Packed *rows = (Packed *)workspace(On::numbers(height, stretch) * sizeof(Packed) / sizeof(float));
         for (long n = 0; n < out.columns; n += COLUMNS)
             for (long k = 0; k < inners; k += stretch) {
                 long wide = least(COLUMNS, out.columns - n), deep = least(stretch, inners - k);
@@ -189,8 +189,6 @@ static void multiply(Matrix<T> a, Matrix<T> b, Result out, long inners, int thre
     if (out.rows <= On::ROWS_OF_BLOCK) few_rows<On>(a, b, out, inners, stretch, threads);
     else many_rows<On>(a, b, out, inners, stretch, threads);
 }
-
-extern "C" int has_tiles();
 
 // True if these products are worth it: on matrix tiles, and on long vectors of processors that MKL was not written for.  With shorter
 // vectors other libraries' are as good.

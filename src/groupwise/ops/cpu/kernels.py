@@ -5,15 +5,15 @@ T tokens of a stream   D width of the model   H query heads   K key-value heads 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from ctypes import c_float, c_long
+from ctypes import c_int64
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from groupwise.ops.cpu.library import address, call, half, has_gemm, has_tiles, library
+from groupwise.ops.cpu.interface import Stretch, Strides, array
+from groupwise.ops.cpu.library import call, half, has_gemm, has_tiles, library
 
 TYPES = (torch.float32, torch.bfloat16)
 WIDTHS = 16
@@ -52,7 +52,7 @@ def worth_attention(keys: int, query: Tensor, key: Tensor, value: Tensor) -> boo
 def _steps(*tensors: Tensor) -> Any:
     """Numbers from head to head and from token to token, of tensors (1, heads, T, W)."""
     found = [step for tensor in tensors for step in (tensor.stride(1), tensor.stride(2))]
-    return (c_long * len(found))(*found)
+    return array(Strides, list(zip(found[::2], found[1::2], strict=True)))
 
 
 class Families:
@@ -63,16 +63,15 @@ class Families:
         self.first = [0]
         for family in families:
             self.first.append(self.first[-1] + len(family))
-        flat = [number for family in families for stretch in family for number in stretch]
         self.longest = max((b - a + d - c for family in families for a, b, c, d in family), default=0)
         self.end = max((family[-1][1] for family in families), default=0)
-        self.c_first = (ctypes.c_int64 * len(self.first))(*self.first)
-        self.c_stretches = (ctypes.c_int64 * len(flat))(*flat)
+        self.c_first = array(c_int64, self.first)
+        self.c_stretches = array(Stretch, [stretch for family in families for stretch in family])
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         """The last arguments of both functions."""
-        return self.c_first, self.c_stretches, c_long(len(self.first) - 1), torch.get_num_threads()
+        return self.c_first, self.c_stretches, len(self.first) - 1, torch.get_num_threads()
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, families: Families, scale: float) -> tuple[Tensor, Tensor]:
@@ -83,10 +82,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, families: Families, sca
     out[:, :, families.end :] = 0.0  # filler
     call(
         "attention_forward",
-        *(half(query), address(query), address(key), address(value), address(out), address(lse), _steps(query, key, value, out)),
-        *(c_long(tokens), c_long(heads), c_long(key.shape[1]), c_long(width), c_float(scale)),
-        *families.arguments,
-    )
+        half(query), query, key, value, out, lse, _steps(query, key, value, out), tokens, heads, key.shape[1],
+        width, scale, *families.arguments,
+    )  # fmt: skip
     return out, lse
 
 
@@ -102,20 +100,10 @@ def attention_backward(
         grad[:, :, families.end :] = 0.0
     call(
         "attention_backward",
-        *(
-            half(query),
-            address(query),
-            address(key),
-            address(value),
-            address(out),
-            address(lse),
-            address(grad_out),
-            *map(address, found),
-        ),
-        _steps(query, key, value, out, grad_out, *found),
-        *(c_long(tokens), c_long(heads), c_long(key.shape[1]), c_long(width), c_float(scale)),
+        half(query), query, key, value, out, lse, grad_out, *found,
+        _steps(query, key, value, out, grad_out, *found), tokens, heads, key.shape[1], width, scale,
         *families.arguments,
-    )
+    )  # fmt: skip
     return grad_query, grad_key, grad_value
 
 
@@ -131,9 +119,9 @@ def add_layer_norm(x_RD: Tensor, add_RD: Tensor | None, weight_D: Tensor, eps: f
     out_RD = torch.empty_like(x_RD, dtype=dtype)
     call(
         "add_layer_norm",
-        *(half(out_RD), *map(address, (x_RD, add_RD, weight_D, bias_D, out_RD))),
-        *(c_long(x_RD.shape[0]), c_long(x_RD.shape[1]), c_float(eps), torch.get_num_threads()),
-    )
+        half(out_RD), x_RD, add_RD, weight_D, bias_D, out_RD, x_RD.shape[0], x_RD.shape[1], eps,
+        torch.get_num_threads(),
+    )  # fmt: skip
     return out_RD
 
 
@@ -155,10 +143,9 @@ def _add_rms_norm(
 ) -> None:
     call(
         "add_rms_norm",
-        *(half(x), 0 if add is None else half(add), half(out)),
-        *map(address, (x, add, total, weight_D, out, scale_T)),
-        *(c_long(x.numel() // x.shape[-1]), c_long(x.shape[-1]), c_float(eps), torch.get_num_threads()),
-    )
+        half(x), 0 if add is None else half(add), half(out), x, add, total, weight_D, out, scale_T,
+        x.numel() // x.shape[-1], x.shape[-1], eps, torch.get_num_threads(),
+    )  # fmt: skip
 
 
 def rms_norm_backward(
@@ -169,40 +156,27 @@ def rms_norm_backward(
     copy = torch.empty_like(grad) if grad.dtype != x.dtype else None
     call(
         "rms_norm_backward",
-        *(half(x), half(grad)),
-        *map(address, (x, grad, weight_D, scale_T, more, grad_x, copy, grad_weight_D)),
-        *(c_long(x.numel() // x.shape[-1]), c_long(x.shape[-1])),
-    )
+        half(x), half(grad), x, grad, weight_D, scale_T, more, grad_x, copy, grad_weight_D,
+        x.numel() // x.shape[-1], x.shape[-1],
+    )  # fmt: skip
     return grad_x, grad_x if copy is None else copy, grad_weight_D
 
 
 def head_norm(x_THW: Tensor, weight_HW: Tensor, eps: float) -> None:
     """Norms of heads in place, each with its own weight (float32); heads lie side by side."""
     tokens, heads, width = x_THW.shape
-    call(
-        "head_norm",
-        *(half(x_THW), address(x_THW), c_long(x_THW.stride(0)), address(weight_HW), c_long(tokens), c_long(heads), c_long(width)),
-        *(c_float(eps), torch.get_num_threads()),
-    )
+    call("head_norm", half(x_THW), x_THW, x_THW.stride(0), weight_HW, tokens, heads, width, eps, torch.get_num_threads())
 
 
 def rotate(x_THW: Tensor, cos_TW: Tensor, sin_TW: Tensor, sign: float = 1.0) -> Tensor:
-    """Pairs (i, i + W/2) turned by the angles of their position, sign -1: back.  (T, heads, W), any steps; tables float32."""
+    """Rotary embedding: pairs (i, i + W/2) rotated by their position's angles, sign -1: back.  (T, heads, W); tables float32."""
     tokens, heads, width = x_THW.shape
     out_THW = x_THW.new_empty(tokens, heads, width)
     call(
         "rotate",
-        *(
-            half(x_THW),
-            address(x_THW),
-            c_long(x_THW.stride(0)),
-            c_long(x_THW.stride(1)),
-            address(cos_TW),
-            address(sin_TW),
-            address(out_THW),
-        ),
-        *(c_long(tokens), c_long(heads), c_long(width), c_float(sign), torch.get_num_threads()),
-    )
+        half(x_THW), x_THW, x_THW.stride(0), x_THW.stride(1), cos_TW, sin_TW, out_THW, tokens, heads, width, sign,
+        torch.get_num_threads(),
+    )  # fmt: skip
     return out_THW
 
 
@@ -210,11 +184,7 @@ def gated(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
     """silu(gate) * up, of rows equally far apart in both."""
     rows, width = gate_TI.shape
     out_TI = gate_TI.new_empty(rows, width)
-    call(
-        "gated",
-        *(half(gate_TI), address(gate_TI), address(up_TI), address(out_TI), c_long(rows), c_long(width)),
-        *(c_long(gate_TI.stride(0)), c_long(width), torch.get_num_threads()),
-    )
+    call("gated", half(gate_TI), gate_TI, up_TI, out_TI, rows, width, gate_TI.stride(0), width, torch.get_num_threads())
     return out_TI
 
 
@@ -223,25 +193,22 @@ def gated_backward(grad_TI: Tensor, gate_TI: Tensor, up_TI: Tensor) -> tuple[Ten
     inner_TI, grad_up_TI = torch.empty_like(gate_TI), torch.empty_like(gate_TI)
     call(
         "gated_backward",
-        *(half(gate_TI), address(gate_TI), address(up_TI), address(grad_TI), address(inner_TI), address(grad_up_TI)),
-        *(c_long(gate_TI.numel()), torch.get_num_threads()),
-    )
+        half(gate_TI), gate_TI, up_TI, grad_TI, inner_TI, grad_up_TI, gate_TI.numel(), torch.get_num_threads(),
+    )  # fmt: skip
     return inner_TI, grad_up_TI
 
 
 def gelu(x_TI: Tensor) -> Tensor:
     """GELU's tanh form, of a contiguous tensor."""
     out_TI = torch.empty_like(x_TI)
-    call("gelu", half(x_TI), address(x_TI), address(out_TI), c_long(x_TI.numel()), torch.get_num_threads())
+    call("gelu", half(x_TI), x_TI, out_TI, x_TI.numel(), torch.get_num_threads())
     return out_TI
 
 
 def gelu_backward(grad_TI: Tensor, x_TI: Tensor) -> Tensor:
     """Of `gelu`: its result again; `grad_TI` becomes the gradient of `x_TI`.  All contiguous."""
     out_TI = torch.empty_like(x_TI)
-    call(
-        "gelu_backward", half(x_TI), address(x_TI), address(grad_TI), address(out_TI), c_long(x_TI.numel()), torch.get_num_threads()
-    )
+    call("gelu_backward", half(x_TI), x_TI, grad_TI, out_TI, x_TI.numel(), torch.get_num_threads())
     return out_TI
 
 
@@ -252,12 +219,12 @@ def read_logits(raw_CV: Tensor, scale_C: Tensor, target_C: Tensor, lse_C: Tensor
     """
     call(
         "read_logits",
-        *(half(raw_CV), *map(address, (raw_CV, scale_C, target_C, lse_C, logp_C, entropy_C))),
-        *(c_long(raw_CV.shape[0]), c_long(raw_CV.shape[1]), torch.get_num_threads()),
-    )
+        half(raw_CV), raw_CV, scale_C, target_C, lse_C, logp_C, entropy_C, raw_CV.shape[0], raw_CV.shape[1],
+        torch.get_num_threads(),
+    )  # fmt: skip
 
 
-def slope_of_logits(
+def logits_gradient(
     raw_CV: Tensor,
     scale_C: Tensor,
     target_C: Tensor,
@@ -266,15 +233,15 @@ def slope_of_logits(
     in_logp_C: Tensor,
     in_entropy_C: Tensor | None,
 ) -> None:
-    """`raw_CV` becomes the gradient with respect to itself of a loss with these slopes in what `read_logits` has found.
+    """`raw_CV` becomes the gradient with respect to itself of a loss with these gradients in what `read_logits` has found.
 
     d logp / d raw = scale (onehot - p), d entropy / d raw = -scale p (log p + entropy); types as there.
     """
     call(
-        "slope_of_logits",
-        *(half(raw_CV), *map(address, (raw_CV, scale_C, target_C, lse_C, entropy_C, in_logp_C, in_entropy_C))),
-        *(c_long(raw_CV.shape[0]), c_long(raw_CV.shape[1]), torch.get_num_threads()),
-    )
+        "logits_gradient",
+        half(raw_CV), raw_CV, scale_C, target_C, lse_C, entropy_C, in_logp_C, in_entropy_C, raw_CV.shape[0],
+        raw_CV.shape[1], torch.get_num_threads(),
+    )  # fmt: skip
 
 
 LEAST_SIDE = 96
@@ -310,7 +277,6 @@ def gemm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, *, bias_N: Tensor | None = 
     (rows, depth), columns = a_MK.shape, b_KN.shape[1]
     call(
         "gemm",
-        *(half(a_MK), address(a_MK), c_long(a_MK.stride(0)), c_long(a_MK.stride(1))),
-        *(address(b_KN), c_long(b_KN.stride(0)), c_long(b_KN.stride(1)), address(out_MN), c_long(out_MN.stride(0))),
-        *(c_long(rows), c_long(columns), c_long(depth), address(bias_N), int(add), torch.get_num_threads()),
-    )
+        half(a_MK), a_MK, a_MK.stride(0), a_MK.stride(1), b_KN, b_KN.stride(0), b_KN.stride(1), out_MN,
+        out_MN.stride(0), rows, columns, depth, bias_N, int(add), torch.get_num_threads(),
+    )  # fmt: skip

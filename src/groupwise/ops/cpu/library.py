@@ -24,9 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from groupwise.ops.cpu.interface import declare, explained
+from groupwise.utils import files
+
 SOURCES = Path(__file__).parent
 SWITCH = "GROUPWISE_KERNELS"
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-ffp-contract=fast")
+SEAL = ".xxh3"
+"""Suffix of the file beside a compiled library that holds its digest."""
 SECONDS = 120
 """A compiler that takes longer hangs."""
 
@@ -55,13 +60,11 @@ def has_gemm() -> bool:
 
 
 def call(name: str, *arguments: Any) -> None:
-    """The kernel of this name, on what C++ takes it to be given."""
-    getattr(library(), name)(*arguments)
-
-
-def address(tensor: Tensor | None) -> ctypes.c_void_p:
-    """Where a tensor's numbers begin; a null pointer for none."""
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+    """The kernel of this name; TypeError, which names the argument, for what `kernels.h` does not say."""
+    try:
+        getattr(library(), name)(*arguments)
+    except (ctypes.ArgumentError, TypeError) as error:
+        raise TypeError(explained(name, arguments, error)) from None
 
 
 def half(tensor: Tensor) -> int:
@@ -84,7 +87,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
             reasons.append(f"{compiler} could not make them: {_told(error)}")
             continue
         try:
-            return ctypes.CDLL(str(made)), None
+            return declare(ctypes.CDLL(str(made))), None
         except OSError as error:  # on Linux clang's: its OpenMP is not the one that torch has loaded
             reasons.append(f"what {compiler} made cannot be loaded ({error}): install g++, or delete that file if it is broken")
     return None, next(iter(reasons), "no C++ compiler was found: install g++, or name one in CXX")
@@ -118,15 +121,23 @@ def _compiled(compiler: str) -> Path:
         seen.update(part)
     folder = cache_folder()
     made = folder / f"kernels-{seen.hexdigest()[:16]}.so"
-    if made.is_file():
+    if _whole(made):
         return made
     with _alone(folder), tempfile.TemporaryDirectory(dir=folder) as work:
-        if not made.is_file():
+        if not _whole(made):
             _run([compiler, *FLAGS, "-fopenmp", "-c", *map(str, sources)], work)
             # Not linked to OpenMP: the one that torch has loaded serves both, so that no two pools of threads fight for the cores.
             _run([compiler, "-shared", *(f"{path.stem}.o" for path in sources), "-o", "made.so"], work)
+            files.sync(Path(work) / "made.so")
             os.replace(Path(work) / "made.so", made)
+            files.write(made.with_suffix(SEAL), files.digest(made).encode())
     return made
+
+
+def _whole(made: Path) -> bool:
+    """True if a library is what was compiled: to load one that is cut off, or damaged, ends the process (SIGBUS)."""
+    seal = made.with_suffix(SEAL)
+    return made.is_file() and seal.is_file() and seal.read_bytes() == files.digest(made).encode()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-// What is read off logits: log-probs, entropies, slopes, and tokens drawn.  All sums are float32, but for those
+// What is read off logits: log-probs, entropies, gradients, and tokens drawn.  All sums are float32, but for those
 // of a distribution that is drawn from, whose blocks' sums are added up in float64.
 
 #include "rows.h"
@@ -55,24 +55,24 @@ extern "C" void read_logits(int half, const void *x, const float *scale, const i
     });
 }
 
-// Of the same rows, in their place: the slope of a loss whose slopes in logp and in entropy are given (entropy's: or null).
+// Of the same rows, in their place: the gradient of a loss whose gradients in logp and in entropy are given (entropy's: or null).
 //   d logp / dx = scale (1 at the target - p),   d entropy / dx = -scale p (log p + entropy)
-extern "C" void slope_of_logits(int half, void *x, const float *scale, const int64_t *target, const float *lse, const float *entropy,
+extern "C" void logits_gradient(int half, void *x, const float *scale, const int64_t *target, const float *lse, const float *entropy,
                                 const float *in_logp, const float *in_entropy, long rows, long width, int threads) {
     typed(half, half, [=](auto zero, auto) {
         typedef decltype(zero) T;
         each(rows, threads, [=](long t) {
             T *to = (T *)x + t * width;
             Logits<T> row{to, width, scale[t]};
-            float slope = in_logp[t] * scale[t], own = in_entropy ? in_entropy[t] * scale[t] : 0.0f;
+            float grad_logp = in_logp[t] * scale[t], own = in_entropy ? in_entropy[t] * scale[t] : 0.0f;
             auto found = [=](Vec logp) {
-                Vec factor = all(slope);
+                Vec factor = all(grad_logp);
                 if (in_entropy) factor += own * (bounded(logp) + entropy[t]);
                 return -factor * exponential(logp);
             };
             Vec chosen = found(all(row.one(target[t]) - lse[t]));
             for (long v = 0; v < width; v += LANES) write(to + v, found(row.at(v) - lse[t]), width - v);
-            write(to + target[t], chosen + slope, 1);
+            write(to + target[t], chosen + grad_logp, 1);
         });
     });
 }
@@ -101,7 +101,7 @@ extern "C" void draw_tokens(int half, const void *x, float temperature, const do
         each(rows, threads, [=](long t) {
             Logits<decltype(zero)> row{(const decltype(zero) *)x + t * width, width, 1.0f};
             long blocks = (width + BLOCK - 1) / BLOCK;
-            float weights[BLOCK], *totals = room(blocks), top = row.highest();
+            float weights[BLOCK], *totals = workspace(blocks), top = row.highest();
             double whole = 0.0, below, inside;
             auto weigh = [&](long block) {
                 Vec total = all(0.0f);

@@ -7,12 +7,12 @@
 constexpr int FEW = LANES == 16 ? 7 : LANES == 8 ? 3 : 2, MOST = 2 * FEW;  // rows whose sums with four panels, with two fill the registers
 constexpr long VECTORS_AHEAD = 64;  // between the numbers in use and those that are asked for
 
-// How one number, or pair, meets a vector of them; DEEP: how many of what is summed over.
+// The micro-kernel's multiply-add of one number, or pair, and a vector of them; DEEP: how many of what is summed over.
 template <typename T>
-struct Meeting;
+struct MicroKernel;
 
 template <>
-struct Meeting<float> {
+struct MicroKernel<float> {
     static constexpr long DEEP = 1;
     typedef Vec Panel;
 
@@ -22,7 +22,7 @@ struct Meeting<float> {
 
 // In pairs, as AVX-512 multiplies them (subnormal ones as zeros), or one after the other.
 template <>
-struct Meeting<bfloat16> {
+struct MicroKernel<bfloat16> {
     static constexpr long DEEP = 2;
 
     static uint32_t word(const float *pair) {
@@ -50,13 +50,13 @@ struct Meeting<bfloat16> {
 };
 
 template <typename T>
-static inline long steps_of(long inners) { return (inners + Meeting<T>::DEEP - 1) / Meeting<T>::DEEP; }
+static inline long steps_of(long inners) { return (inners + MicroKernel<T>::DEEP - 1) / MicroKernel<T>::DEEP; }
 
 // The numbers (outer, inner) at from + outer * outer_step + inner * inner_step, one of which is 1, of no more than LANES outers: for every
 // step inside `row` of them (LANES at most) side by side, zeros where there is no outer.
 template <typename T, typename Source>
 static inline void fill_panel(const Source *from, long outer_step, long inner_step, long outers, long inners, float *to, long row) {
-    constexpr long DEEP = Meeting<T>::DEEP;
+    constexpr long DEEP = MicroKernel<T>::DEEP;
     const float *end = to + steps_of<T>(inners) * row;
     for (long i = 0; i < inners; i += LANES, from += LANES * inner_step) {
         Vec block[LANES];
@@ -76,12 +76,12 @@ static inline void fill_panel(const Source *from, long outer_step, long inner_st
     }
 }
 
-// M rows, their numbers of a step side by side, meet N panels: out = or (before) += the sums, the first of which begin with a bias.
+// M rows, their numbers of a step side by side, times N panels: out = or (before) += the sums, the first of which begin with a bias.
 // columns: how many there are from the first panel's on.  next: a panel that is asked for on the way, or null.
 template <typename T, int M, int N, typename Out>
 static void pass(const float *numbers, const float *panels, long steps, const float *bias, const float *before, Out *out, long out_row,
                  long columns, const float *next) {
-    typedef Meeting<T> Meets;
+    typedef MicroKernel<T> Kernel;
     Vec total[N][M];
     for (int n = 0; n < N; n++) {
         Vec start = bias ? read(bias + n * LANES, columns - n * LANES) : all(0.0f);
@@ -89,15 +89,15 @@ static void pass(const float *numbers, const float *panels, long steps, const fl
         for (int m = 0; m < M; m++) total[n][m] = start;
     }
     for (long i = 0; i < steps; i++) {
-        typename Meets::Panel panel[N];
+        typename Kernel::Panel panel[N];
         for (int n = 0; n < N; n++) {
-            panel[n] = Meets::panel(load(panels + (n * steps + i) * LANES));
+            panel[n] = Kernel::panel(load(panels + (n * steps + i) * LANES));
             __builtin_prefetch(panels + (n * steps + i + VECTORS_AHEAD) * LANES);
         }
         if (next) __builtin_prefetch(next + i * LANES, 0, 2);
 #pragma GCC unroll 32
         for (int m = 0; m < M; m++)
-            for (int n = 0; n < N; n++) total[n][m] = Meets::add(total[n][m], numbers + i * M + m, panel[n]);
+            for (int n = 0; n < N; n++) total[n][m] = Kernel::add(total[n][m], numbers + i * M + m, panel[n]);
     }
     for (int n = 0; n < N; n++)
 #pragma GCC unroll 32

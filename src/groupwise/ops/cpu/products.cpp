@@ -32,32 +32,27 @@ static void product_panels(const T *x, const void *packed, const float *bias, T 
     for (long start = 0; start < rows; start += AT_ONCE, x += AT_ONCE * inputs, out += AT_ONCE * outputs) {
         long here = rows - start < AT_ONCE ? rows - start : AT_ONCE;
         long blocks = (here + MOST - 1) / MOST, each = (here + blocks - 1) / blocks;
-        float *turned = room(here * steps);
+        float *transposed = workspace(here * steps);
         for (long first = 0; first < here; first += each) {
             long count = here - first < each ? here - first : each;
-            fill_panel<T>(x + first * inputs, inputs, 1, count, inputs, turned + first * steps, count);
+            fill_panel<T>(x + first * inputs, inputs, 1, count, inputs, transposed + first * steps, count);
         }
-        // Few rows take several panels at a time, so that enough sums are under way.  Where panels meet several blocks of rows, each of
-        // the first ones asks for one of those behind, so that memory does not rest while what is in the cache is multiplied.
+        // Few rows take several panels at a time, so that enough sums are under way.  Where there are several blocks of rows, each of
+        // the first ones prefetches one of those behind, so that memory does not rest while what is in the cache is multiplied.
         int wide = each <= FEW ? 4 : 2;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
         for (long group = 0; group < panels; group += wide)
             for (long first = 0; first < here; first += each) {
                 int count = here - first < each ? here - first : each, together = group + wide <= panels ? wide : 1;
-                Pass<T, T> *meet = pass_for<T, T>(count, together);
+                Pass<T, T> *micro_kernel = pass_for<T, T>(count, together);
                 const float *weights = (const float *)packed;
                 long behind = group + wide + first / each;
                 const float *next = blocks > 1 && behind < std::min(group + 2 * wide, panels) ? weights + behind * steps * LANES : nullptr;
                 for (long panel = group; panel < panels && panel < group + wide; panel += together)
-                    meet(turned + first * steps, weights + panel * steps * LANES, steps, bias ? bias + panel * LANES : nullptr, nullptr,
+                    micro_kernel(transposed + first * steps, weights + panel * steps * LANES, steps, bias ? bias + panel * LANES : nullptr, nullptr,
                          out + first * outputs + panel * LANES, outputs, outputs - panel * LANES, next);
             }
     }
-}
-
-extern "C" void product_float(const float *x, const float *packed, const float *bias, float *out, long rows, long outputs, long inputs,
-                              int threads) {
-    product_panels(x, packed, bias, out, rows, outputs, inputs, threads);
 }
 
 #ifdef MATRIX_TILES
@@ -83,7 +78,7 @@ static void write_tile(const float *sums, long rows, const float *bias, bfloat16
     for (long m = 0; m < rows; m++) write(out + m * outputs + first, load(sums + m * TILE) + start, left);
 }
 
-// 16 rows meet four panels, or 32 rows two: four tiles of sums in both.
+// 16 rows times four panels, or 32 rows two: four tiles of sums in both.
 template <int M, int N>
 static void tile_pass(const bfloat16 *x, long stride, const bfloat16 *packed, long panels, long depth, float *sums) {
     long panel = depth * TILE * DEPTH;
@@ -94,7 +89,7 @@ static void tile_pass(const bfloat16 *x, long stride, const bfloat16 *packed, lo
     _tile_zero(3);
     for (long k = 0; k < depth; k++) {
         const bfloat16 *weight = packed + k * TILE * DEPTH;
-        for (int n = 0; n < N; n++) ask(weight + (n < panels ? n : 0) * panel + 4 * WHOLE, 2 * WHOLE);
+        for (int n = 0; n < N; n++) prefetch(weight + (n < panels ? n : 0) * panel + 4 * WHOLE, 2 * WHOLE);
         _tile_loadd(4, x + k * DEPTH, stride);
         _tile_loadd(6, weight, 64);
         _tile_dpbf16ps(0, 4, 6);
@@ -133,7 +128,7 @@ static void product_tiles(const bfloat16 *x, const bfloat16 *packed, const float
         long here = rows - start < AT_ONCE ? rows - start : AT_ONCE, full = (here + TILE - 1) / TILE * TILE;
         const bfloat16 *from = x;
         if (full != here || width != inputs) {
-            bfloat16 *copy = (bfloat16 *)room(full * width / 2);
+            bfloat16 *copy = (bfloat16 *)workspace(full * width / 2);
             std::memset(copy, 0, full * width * sizeof(bfloat16));
             for (long m = 0; m < here; m++) std::memcpy(copy + m * width, x + m * inputs, inputs * sizeof(bfloat16));
             from = copy;
@@ -180,10 +175,16 @@ extern "C" void pack_weight(int half, int from_half, const void *weight, long ou
     else pack(half, (const float *)weight, output_step, input_step, packed, outputs, inputs, threads);
 }
 
-extern "C" void product_half(const bfloat16 *x, const bfloat16 *packed, const float *bias, bfloat16 *out, long rows, long outputs,
-                             long inputs, int threads) {
+template <typename T>
+static void multiply(const void *x, const void *packed, const float *bias, void *out, long rows, long outputs, long inputs, int threads) {
 #ifdef MATRIX_TILES
-    if (has_tiles()) return product_tiles(x, packed, bias, out, rows, outputs, inputs, threads);
+    if constexpr (sizeof(T) == sizeof(bfloat16))
+        if (has_tiles()) return product_tiles((const T *)x, (const T *)packed, bias, (T *)out, rows, outputs, inputs, threads);
 #endif
-    product_panels(x, packed, bias, out, rows, outputs, inputs, threads);
+    product_panels((const T *)x, (const T *)packed, bias, (T *)out, rows, outputs, inputs, threads);
+}
+
+extern "C" void linear(int half, const void *x, const void *packed, const float *bias, void *out, long rows, long outputs, long inputs,
+                       int threads) {
+    (half ? multiply<bfloat16> : multiply<float>)(x, packed, bias, out, rows, outputs, inputs, threads);
 }

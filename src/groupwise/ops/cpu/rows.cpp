@@ -83,18 +83,18 @@ extern "C" void rms_norm_backward(int x_half, int grad_half, const void *x, cons
         typedef decltype(grad_zero) Grad;
         for (long t = 0; t < rows; t++) {
             const X *from = (const X *)x + t * width, *other = more ? (const X *)more + t * width : nullptr;
-            const Grad *slope = (const Grad *)grad + t * width;
+            const Grad *grad_row = (const Grad *)grad + t * width;
             X *to = (X *)grad_x + t * width;
             Grad *also = copy ? (Grad *)copy + t * width : nullptr;
             Vec along = all(0.0f);
             for (long d = 0; d < width; d += LANES) {
-                Vec part = load(from + d) * scale[t] * load(slope + d);
+                Vec part = load(from + d) * scale[t] * load(grad_row + d);
                 store(grad_weight + d, load(grad_weight + d) + part);
                 along += part * load(weight + d);
             }
             float share = sum(along) / width;
             for (long d = 0; d < width; d += LANES) {
-                Vec unit = load(from + d) * scale[t], found = (load(slope + d) * load(weight + d) - unit * share) * scale[t];
+                Vec unit = load(from + d) * scale[t], found = (load(grad_row + d) * load(weight + d) - unit * share) * scale[t];
                 if (other) found += load(other + d);
                 store(to + d, found);
                 if (also) store(also + d, found);
@@ -103,7 +103,7 @@ extern "C" void rms_norm_backward(int x_half, int grad_half, const void *x, cons
     });
 }
 
-// Pairs (i, i + width/2) of every head turned by the position's angle; sign -1: turned back.  x: (T, heads, width), with steps.
+// Pairs (i, i + width/2) of every head transposed by the position's angle; sign -1: transposed back.  x: (T, heads, width), with steps.
 extern "C" void rotate(int half, const void *x, long token_step, long head_step, const float *cosine, const float *sine, void *out,
                        long tokens, long heads, long width, float sign, int threads) {
     typed(half, half, [=](auto zero, auto) {
@@ -114,12 +114,12 @@ extern "C" void rotate(int half, const void *x, long token_step, long head_step,
                 T *to = (T *)out + (t * heads + head) * width;
                 for (long d = 0; d < width / 2; d += LANES) {
                     Vec a = load(from + d), b = load(from + width / 2 + d);
-                    const float *turn = sine + t * width, *stay = cosine + t * width;
-                    Vec low = load(turn + d) * sign, high = load(turn + width / 2 + d) * sign;
-                    // Turned back, a number meets the sine of the one it is paired with.
+                    const float *sin_row = sine + t * width, *cos_row = cosine + t * width;
+                    Vec low = load(sin_row + d) * sign, high = load(sin_row + width / 2 + d) * sign;
+                    // Rotated back, a number takes the sine of the one it is paired with.
                     if (sign < 0) { Vec other = low; low = high, high = other; }
-                    store(to + d, a * load(stay + d) - b * low);
-                    store(to + width / 2 + d, b * load(stay + width / 2 + d) + a * high);
+                    store(to + d, a * load(cos_row + d) - b * low);
+                    store(to + width / 2 + d, b * load(cos_row + width / 2 + d) + a * high);
                 }
             }
         });
@@ -149,11 +149,11 @@ extern "C" void gated_backward(int half, const void *gate, const void *up, void 
         typedef decltype(zero) T;
         each(numbers / LANES, threads, [=](long i) {
             long d = i * LANES;
-            Vec x = load((const T *)gate + d), other = load((const T *)up + d), slope = load((const T *)grad + d);
+            Vec x = load((const T *)gate + d), other = load((const T *)up + d), grad_out = load((const T *)grad + d);
             Vec open = sigmoid(x), opened = x * open;
             store((T *)inner + d, opened * other);
-            store((T *)grad_up + d, slope * opened);
-            store((T *)grad + d, slope * other * open * (1.0f + x * (1.0f - open)));
+            store((T *)grad_up + d, grad_out * opened);
+            store((T *)grad + d, grad_out * other * open * (1.0f + x * (1.0f - open)));
         });
     });
 }
@@ -178,9 +178,9 @@ extern "C" void gelu_backward(int half, const void *x, void *grad, void *out, lo
         each(numbers / LANES, threads, [=](long i) {
             Vec number = load((const T *)x + i * LANES), square = number * number;
             Vec open = sigmoid(BEND * number * (1.0f + CUBE * square));
-            Vec slope = open + number * open * (1.0f - open) * BEND * (1.0f + 3.0f * CUBE * square);
+            Vec derivative = open + number * open * (1.0f - open) * BEND * (1.0f + 3.0f * CUBE * square);
             store((T *)out + i * LANES, number * open);
-            store((T *)grad + i * LANES, load((const T *)grad + i * LANES) * slope);
+            store((T *)grad + i * LANES, load((const T *)grad + i * LANES) * derivative);
         });
     });
 }

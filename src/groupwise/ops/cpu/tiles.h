@@ -53,7 +53,7 @@ static inline void fill_tiles(Form form, const T *from, long outer_step, long in
     if (inner_step == 1)
         for (long r = 0; r < TILE; r++) {
             const T *row = from + r * outer_step;
-            ask(row + TILE * outer_step, DEPTH * sizeof(T));  // the tiles below these
+            prefetch(row + TILE * outer_step, DEPTH * sizeof(T));  // the tiles below these
             long left = r < outers ? inners : 0;
             Bits low[PARTS], high[PARTS];
             take<PARTS>(row, left, low);
@@ -66,7 +66,7 @@ static inline void fill_tiles(Form form, const T *from, long outer_step, long in
     else
         for (long r = 0; r < TILE; r++) {
             const T *row = from + 2 * r * inner_step;
-            ask(row + DEPTH * inner_step, 64), ask(row + (DEPTH + 1) * inner_step, 64);  // the tiles below these
+            prefetch(row + DEPTH * inner_step, 64), prefetch(row + (DEPTH + 1) * inner_step, 64);  // the tiles below these
             Bits even[PARTS], odd[PARTS];
             take<PARTS>(row, 2 * r < inners ? outers : 0, even);
             take<PARTS>(row + inner_step, 2 * r + 1 < inners ? outers : 0, odd);
@@ -104,7 +104,7 @@ struct Tiles {
 // 32 x 32 numbers, `row` apart = or += two tiles of rows times two of columns, in every combination of parts that counts, over `depth` of
 // them.
 template <int PARTS>
-static inline void meet(Tiles rows, Tiles columns, long depth, float *sums, long row, bool add) {
+static inline void tile_kernel(Tiles rows, Tiles columns, long depth, float *sums, long row, bool add) {
     constexpr long MID = WHOLE, LOW = 2 * WHOLE;
     float *right = sums + TILE, *below = sums + TILE * row, *last = below + TILE;
     __asm__ volatile("" ::: "memory");  // what is loaded below is in memory by now

@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "kernels.h"
+
 #if defined(__AVX512F__)
 constexpr int LANES = 16, ROWS = 6, WIDE = 4;
 #elif defined(__AVX__)
@@ -26,9 +28,6 @@ typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 #include <immintrin.h>
 #endif
 
-struct bfloat16 { uint16_t bits; };
-struct Strides { long head, token; };         // from one to the next
-struct Part { int64_t entry, from, to; };  // of decoding: rows[from..to] belong to that prompt
 
 static inline long padded(long count) { return (count + LANES - 1) / LANES * LANES; }
 static inline Vec all(float x) { return x - (Vec){}; }
@@ -204,15 +203,15 @@ static inline float softmax(float *scores, long count) {
     return highest + std::log(whole);
 }
 
-// A product's second matrix as it lies in memory, rows of vectors side by side, and how its vectors meet the numbers of the first.
+// A product's second matrix as it lies in memory, rows of vectors side by side, and how its vectors are multiplied by numbers of the first.
 struct Plain {
-    static constexpr int DEEP = 1, PARTS = 1;  // of what is summed over, how much a vector holds, and how often it is met
+    static constexpr int DEEP = 1, PARTS = 1;  // of what is summed over, how much a vector holds, and in how many parts it is read
     const float *from;
     long row;
 
     Plain behind(long columns) const { return {from + columns, row}; }
     Vec at(long k, int, int n) const { return load(from + k * row + n * LANES); }
-    static Vec met(const float *number) { return all(*number); }
+    static Vec broadcast(const float *number) { return all(*number); }
     static Vec add(Vec total, Vec number, Vec row) { return plus(total, number, row); }
 };
 
@@ -230,7 +229,7 @@ static inline void tile(const A *a, long a_row, long a_column, B b, float *c, lo
             Vec row[N];
             for (int n = 0; n < N; n++) row[n] = b.at(k, part, n);
             for (int m = 0; m < M; m++) {
-                Vec number = B::met(a + m * a_row + (k + part) * a_column);
+                Vec number = B::broadcast(a + m * a_row + (k + part) * a_column);
                 for (int n = 0; n < N; n++) total[m][n] = B::add(total[m][n], number, row[n]);
             }
         }
@@ -272,13 +271,13 @@ static inline void product(long rows, long columns, long depth, const float *a, 
     product(rows, columns, depth, a, a_row, a_column, Plain{b, b_row}, c, c_row, add);
 }
 
-static inline void ask(const void *from, long bytes) {
+static inline void prefetch(const void *from, long bytes) {
     for (long line = 0; line < bytes; line += 64) __builtin_prefetch((const char *)from + line);
 }
 
-// Room for a thread's intermediate results, from the beginning of a cache line on; it stays with the thread.
+// Workspace for a thread's intermediate results, from the beginning of a cache line on; it stays with the thread.
 template <int which = 0>
-static inline float *room(long numbers) {
+static inline float *workspace(long numbers) {
     static thread_local std::vector<float> kept;
     if ((long)kept.size() < numbers + 16) kept.resize(numbers + 16);
     return (float *)(((uintptr_t)kept.data() + 63) / 64 * 64);
@@ -304,7 +303,7 @@ static inline void turn_block(const float *rows, long width, float *columns, lon
 }
 
 // Rows (count, width) -> columns of (width, across) from `place` on.
-static inline void turn(const float *rows, long count, long width, float *columns, long across, long place) {
+static inline void transpose(const float *rows, long count, long width, float *columns, long across, long place) {
     for (long t = 0; t < count; t += LANES)
         for (long d = 0; d < width; d += LANES) {
             if (t + LANES <= count) turn_block(rows + t * width + d, width, columns + d * across + place + t, across);

@@ -141,10 +141,6 @@ class Decode:
         """True if the compiled kernels read what has been kept."""
         return all(slab.block > 1 for slab in self.prompts.slabs.values())
 
-    def through(self, blocks: decoding.Blocks, x_RD: Tensor, rotary_RW: tuple[Tensor, Tensor] | None) -> Tensor:
-        """The new tokens pass all blocks; see `decoding.Blocks`."""
-        return blocks(x_RD, rotary_RW, self._slabs(len(blocks.blocks)), self._rows, self._length_R)
-
     def draw(
         self, decoder: decoding.Decoder, newest_R: Tensor, limit_R: Sequence[int], uniform_RT: Tensor, steps: int, **how: Any
     ) -> decoding.Drawn:

@@ -26,7 +26,7 @@ from groupwise.ops.cpu.decoding import Decoder
 from groupwise.ops.linear_cross_entropy import chunk_rows, head_logits
 from groupwise.records import Finish, Prompt, Rollout, Sampling
 from groupwise.rollout import sampling as draws
-from groupwise.rollout.engine import check_request, completion_limit, make_rollout
+from groupwise.rollout.engine import InProcess, check_request, completion_limit, make_rollout
 from groupwise.rollout.native.attention import Decode, Prefill, whole
 from groupwise.rollout.native.forward import Forward, is_known, lean_forward
 from groupwise.rollout.native.graphs import LOOK, GraphDecode
@@ -68,7 +68,7 @@ class ModuleForward:
             return head_logits(hidden_RD, self.head)
 
 
-class NativeEngine:
+class NativeEngine(InProcess):
     """Implements `engine.Engine`.  A completion depends on (weights, seed, prompt, index, sampling) only, whatever runs beside it
     (up to rounding: products over different numbers of rows may differ in the last bit)."""
 
@@ -83,16 +83,11 @@ class NativeEngine:
         self.policy = policy
         self.max_rows = max_rows
         self.keep_special_tokens = keep_special_tokens
-        self.version = 0
 
     @property
     def path(self) -> str:
         """`lean` where the model is one whose every step `lean.py` knows, else `module`."""
         return "lean" if is_known(self.policy) else "module"
-
-    def set_version(self, version: int) -> None:
-        """See `engine.Engine`."""
-        self.version = version
 
     def prepared(self, positions: int) -> Forward:
         """A way through the weights as they are now, for sequences of up to `positions` tokens."""

@@ -29,7 +29,6 @@ from transformers.activations import NewGELUActivation, SiLUActivation
 from groupwise.models.masks import reach_of
 from groupwise.models.policy import Policy
 from groupwise.ops.cpu import decoding, kernels
-from groupwise.rollout.native.attention import Decode
 from groupwise.rollout.native.primitives import (
     CompiledHeadNorm,
     CompiledLayerNorm,
@@ -319,8 +318,6 @@ class RotaryForward(_Lean):
         count, heads, both, width = tokens_T.shape[0], self.heads, self.heads + self.shared, self.width
         filler = Filler(tokens_T, self.dtype)
         x_TD, add_TD = F.embedding(filler.add(tokens_T), self.embedding_VD), None
-        if self.blocks is not None and isinstance(self.turn, CompiledTurn) and isinstance(attend, Decode) and attend.compiled:
-            return self.norm(x_TD, attend.through(self.blocks, x_TD, self.turn.tables(position_T)))
         turn = self.turn.at(position_T)
         for i, layer in enumerate(self.layers):
             qkv = filler.drop(layer.qkv(layer.norm(x_TD, add_TD))).view(count, -1, width)
@@ -387,8 +384,6 @@ class GPT2Forward(_Lean):
         filler = Filler(tokens_T, self.dtype)
         x_TD, add_TD = F.embedding(filler.add(tokens_T), self.token_VD), None
         x_TD += F.embedding(filler.add(position_T), self.position_PD)
-        if self.blocks is not None and isinstance(attend, Decode) and attend.compiled:
-            return self.norm(x_TD, attend.through(self.blocks, x_TD, None))
         for i, layer in enumerate(self.layers):
             qkv = filler.drop(layer.qkv(layer.norm(x_TD, add_TD)))
             query, key, value = qkv.view(filler.count, 3, self.heads, self.width).unbind(1)

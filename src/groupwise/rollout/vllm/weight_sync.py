@@ -6,10 +6,9 @@ their checkpoint's names, in the servers' dtype, many at a time.
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import as_completed
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +20,7 @@ from groupwise.errors import ConfigError, EngineError, PeerError
 from groupwise.models.policy import Policy
 from groupwise.models.shape import Shape
 from groupwise.rollout.vllm.client import Wire
+from groupwise.utils import background
 
 Alive = Callable[[], None]
 """Raises if a server is known to have ended; it knows better than a broken connection what happened."""
@@ -181,21 +181,13 @@ def buckets(policy: Policy, dtype: torch.dtype, limit: int = BUCKET_BYTES) -> It
 
 def together(tasks: Sequence[Callable[[], Any]], alive: Alive | None) -> None:
     """Run all at the same time; the first failure ends the wait, whatever the others still wait for."""
-    ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-
-    def run(task: Callable[[], Any]) -> None:
-        try:
-            task()
-            ended.put(None)
-        except Exception as error:  # any failure belongs to the thread that waits
-            ended.put(error)
-
-    for task in tasks:
-        threading.Thread(target=run, args=(task,), daemon=True).start()
-    for _ in tasks:
-        failure = ended.get()
-        if failure is not None:
+    begun = [background.begin(task, "servers") for task in tasks]
+    for done in as_completed(begun):
+        failure = done.exception()
+        if isinstance(failure, Exception):
             blame(failure, alive)
+        if failure is not None:
+            raise failure
 
 
 def blame(failure: Exception, alive: Alive | None) -> NoReturn:

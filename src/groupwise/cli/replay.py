@@ -1,0 +1,206 @@
+"""`groupwise replay`: what a replay found, for people and as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from groupwise.algorithms.accounting import Accounting, Part
+from groupwise.runs.build import algorithm_line
+from groupwise.runs.replay import REACH, Figure, Outcome, Replay, replay
+from groupwise.utils.terminal import escaped
+
+SHOWN = (
+    "rewards, added up",
+    "advantages",
+    "loss, closed form",
+    "log-probs",
+    "reference_logp",
+    "scored_logp",
+    "loss",
+    "grad_norm",
+    "kl",
+)
+SHOWN += ("weights after the step", "optimizer after the step")
+"""Figures that are always printed; of the others, those that differ."""
+MOST = 3
+"""Groups and completions that are named."""
+
+
+def replay_step(
+    folder: str | Path, number: int, changes: Sequence[str] = (), *, model: bool = True, reach: int = REACH, as_json: bool = False
+) -> int:
+    """Replay a step and print what was found.  Returns 0 if every number that was computed again is the recorded one, else 1."""
+    found = replay(folder, number, changes, model=model, reach=reach)
+    print(json.dumps(as_dict(found), indent=1, allow_nan=False) if as_json else escaped(render(found)))
+    return 0 if found.same else 1
+
+
+def render(found: Replay) -> str:
+    """A replay in words and tables."""
+    groups = found.recorded.groups
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    tokens = sum(len(rollout) for rollout in rollouts)
+    lines = [f"step {found.number} of {found.folder}: {len(rollouts)} completions of {len(groups)} prompts, {tokens} tokens"]
+    lines.append(algorithm_line(found.again.algorithm))
+    if found.begun is None:
+        lines.append("without a model: from the recorded log-probs")
+    else:
+        begin = f"checkpoint {found.begun}" if found.begun else "the model that the run began with"
+        way = found.number - 1 - found.begun
+        lines.append(f"from {begin}" + (f", by way of {way} recorded step{'s' * (way > 1)}" if way else ""))
+    lines.append("compared bit for bit" if found.apart is None else f"compared within a tolerance: {found.apart}")
+    lines += ["", *_table(["", "recorded", "replayed", "largest difference"], [_row(figure) for figure in _shown(found.figures)])]
+    others = len(found.figures) - len(_shown(found.figures))
+    if others:
+        lines.append(f"{others} other metrics are the same")
+    lines += ["", *_gradient("gradient by log-prob", found.again)]
+    if found.changed is not None:
+        lines += ["", *_changed(found.again, found.changed)]
+    lines += ["", *(f"not computed: {note}" for note in found.notes)] if found.notes else []
+    lines += ["", found.mismatch] if found.mismatch is not None else []
+    wrong = [figure.name for figure in found.figures if not figure.same]
+    lines += ["", f"NOT the same: {', '.join(wrong)}" if wrong else "the same"]
+    return "\n".join(lines)
+
+
+def _shown(figures: Sequence[Figure]) -> list[Figure]:
+    return [figure for figure in figures if figure.name in SHOWN or not figure.same]
+
+
+def _row(figure: Figure) -> list[str]:
+    limit = "" if figure.same or not figure.limit else f" (at most {figure.limit:.2g})"
+    difference = "0" if figure.difference == 0.0 else f"{figure.difference:.2g}"
+    return [figure.name, _number(figure.recorded), _number(figure.replayed), difference + limit + ("" if figure.same else "  <--")]
+
+
+def _gradient(title: str, outcome: Outcome) -> list[str]:
+    """Where an outcome's gradient comes from."""
+    if not outcome.parts:
+        return []
+    found = outcome.accounting
+    lines = [f"{title}: sum of |dLoss/dlog-prob| {_number(found.total)}, {found.raised:.0%} of it makes tokens likelier"]
+    lines += _cut("sides of the clip range", found.sides) + _cut("tokens of the completion", found.lengths)
+    for what, parts in (("groups", found.groups), ("completions", found.completions)):
+        lines += _cut(f"largest {what}", sorted(parts, key=lambda part: -part.share)[:MOST])
+    return lines
+
+
+def _cut(name: str, parts: Sequence[Part]) -> list[str]:
+    shares = ", ".join(f"{part.name}: {part.share:.1%} of {part.tokens} tokens" for part in parts if part.tokens)
+    return [f"  {name}: {shares}"] if shares else []
+
+
+def _changed(again: Outcome, changed: Outcome) -> list[str]:
+    """What a changed configuration makes of the same completions."""
+    lines = [f"changed: {algorithm_line(changed.algorithm)}"]
+    if changed.without:
+        lines.append(f"not computed of the change: {changed.without}")
+    rows = [[name, *map(_number, pair)] for name, pair in compared(again, changed).items()]
+    lines += _table(["", "recorded", "changed"], rows)
+    if changed.parts and again.parts:
+        lines += _gradient("changed gradient by log-prob", changed)
+        flips = pushes(again, changed)
+        lines.append(f"  tokens: {', '.join(f'{count} {name}' for name, count in flips.items())}")
+    return lines
+
+
+def compared(again: Outcome, changed: Outcome) -> dict[str, tuple[float, float]]:
+    """What both make of the completions, by name: loss and gradient, and where there was a model the metrics that differ."""
+    found = {"mean |advantage|": (_size(again.advantages), _size(changed.advantages))}
+    if again.parts and changed.parts:
+        found["loss, first pass"] = (again.loss, changed.loss)
+        found["sum of |dLoss/dlog-prob|"] = (again.accounting.total, changed.accounting.total)
+    if again.step is not None and changed.step is not None:
+        one, other = again.step.metrics, changed.step.metrics
+        for name in one.keys() | other.keys():
+            pair = one.get(name, math.nan), other.get(name, math.nan)
+            if pair[0] != pair[1] and not all(map(math.isnan, pair)) and not name.startswith(("tokens/per_second", "ranks/")):
+                found[name] = pair
+        names = list(found)[:3] + sorted(list(found)[3:])
+        found = {name: found[name] for name in names}
+    return found
+
+
+def pushes(again: Outcome, changed: Outcome) -> dict[str, int]:
+    """How many tokens both push the same way, the other way, or only one of them."""
+    one, other = (
+        np.concatenate([_padded(column, rollout) for row, group in zip(o.column("gradient"), o.groups, strict=True)
+                        for column, rollout in zip(row, group.rollouts, strict=True)])
+        for o in (again, changed)
+    )  # fmt: skip
+    return {
+        "pushed the same way": int(((one != 0) & (np.sign(one) == np.sign(other))).sum()),
+        "pushed the other way": int((one * other < 0).sum()),
+        "only by the recorded": int(((one != 0) & (other == 0)).sum()),
+        "only by the changed": int(((one == 0) & (other != 0)).sum()),
+        "by neither": int(((one == 0) & (other == 0)).sum()),
+    }
+
+
+def _padded(column: np.ndarray, rollout: Any) -> np.ndarray:
+    return column if column.size else np.zeros(len(rollout))
+
+
+def _size(advantages: Sequence[Sequence[np.ndarray]]) -> float:
+    values = np.concatenate([np.zeros(0), *(column for group in advantages for column in group)])
+    return float(np.abs(values).mean()) if values.size else math.nan
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.6g}"
+
+
+def _table(head: list[str], rows: Sequence[list[str]]) -> list[str]:
+    widths = [max(len(row[place]) for row in [head, *rows]) for place in range(len(head))]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip()
+        for row in [head, *rows]
+    ]
+
+
+# ---------------------------------------------------------------- as JSON
+
+
+def as_dict(found: Replay) -> dict[str, Any]:
+    """A replay as what JSON knows; numbers that are not finite are null."""
+    return {
+        "run": str(found.folder),
+        "step": found.number,
+        "same": found.same,
+        "begun": found.begun,
+        "apart": found.apart,
+        "figures": [
+            {"name": f.name, "recorded": _json(f.recorded), "replayed": _json(f.replayed), "difference": _json(f.difference),
+             "limit": f.limit, "same": f.same}
+            for f in found.figures
+        ],
+        "recorded": _outcome(found.again),
+        "changed": None if found.changed is None else _outcome(found.changed),
+        "mismatch": found.mismatch,
+        "notes": found.notes,
+    }  # fmt: skip
+
+
+def _outcome(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "algorithm": algorithm_line(outcome.algorithm),
+        "loss": _json(outcome.loss),
+        "metrics": {name: _json(value) for name, value in (outcome.step.metrics if outcome.step is not None else {}).items()},
+        "gradient": _accounting(outcome.accounting) if outcome.parts else None,
+    }
+
+
+def _accounting(found: Accounting) -> dict[str, Any]:
+    cuts = {name: getattr(found, name) for name in ("groups", "completions", "lengths", "sides")}
+    parts = {name: {p.name: {"tokens": p.tokens, "silent": p.silent, "share": p.share} for p in cut} for name, cut in cuts.items()}
+    return {"total": found.total, "raised": found.raised, **parts}
+
+
+def _json(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

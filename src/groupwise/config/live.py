@@ -1,0 +1,61 @@
+"""Objects of the running program where a recipe has names: a loaded model, rows in memory, a function.
+
+A recipe names things, because it is written down.  `Live` is a name that also holds the thing it names.  What is written is the
+name alone; read back from a file it is a plain string, and whoever needs the object says that it is missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any, Self
+
+from groupwise.errors import ConfigError
+
+LIVE = "live:"
+"""Prefix of the name of an object."""
+
+
+class Live(str):
+    """The name of an object, `live:...`, with the object itself.
+
+    It is equal to its text: a run that is resumed with an object of the same name is the same run.  So a name says enough to tell
+    objects apart (see `short_digest`).
+
+    >>> rows = Live("2 rows", [{"prompt": "1+1"}, {"prompt": "2+2"}])
+    >>> rows, len(rows.value)
+    ('live:2 rows', 2)
+    """
+
+    value: Any
+
+    def __new__(cls, name: str, value: Any) -> Self:
+        found = super().__new__(cls, LIVE + name)
+        found.value = value
+        return found
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Itself: copies of a recipe share its objects."""
+        return self
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """What travels to another process is the name."""
+        return str, (str(self),)
+
+
+def missing(name: str, key: str) -> ConfigError:
+    """The error for a name without its object.  key: where the recipe has it."""
+    given = key.partition(".")[0]
+    return ConfigError(
+        f"{key} {name!r} stands for an object of the program that began this run, and no file holds it: run that program again, or "
+        f"call gw.train with the same object as {given}=..."
+    )
+
+
+def short_digest(parts: Iterable[bytes]) -> str:
+    """Eight hexadecimal digits that tell contents apart."""
+    found = hashlib.blake2b(digest_size=4)
+    for part in parts:
+        found.update(len(part).to_bytes(8, "little"))
+        found.update(part)
+    return found.hexdigest()

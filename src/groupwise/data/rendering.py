@@ -1,0 +1,219 @@
+"""Chat templates are programs that come with a checkpoint.  They run in a process of their own (`template_worker`), with
+transformers' renderer and sandbox, on a budget: one that never ends, or eats all memory, becomes an error and not a run that hangs.
+
+The process starts with the first conversation (0.6 s) and is kept; a conversation then costs about as much as it does at home.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from groupwise.data.sources import printable
+from groupwise.data.tokenizers import CHAT_TEMPLATE
+from groupwise.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SECONDS = 5.0
+"""Processor time that one conversation may take; usual ones take less than a millisecond."""
+MEMORY = 1 << 30
+"""Bytes that the process may take beyond those with which it starts."""
+LENGTH = 1 << 24
+"""Characters of one rendered conversation."""
+AT_ONCE = 64
+"""Conversations of one exchange with the process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation to be rendered."""
+
+    messages: Sequence[Mapping[str, Any]]
+    where: str = "messages"
+    """Its row, for messages about it."""
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    """Leave the last message open, to be continued."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """JSON schemas of the tools that the template shows to the model."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the template, e.g. `enable_thinking`."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the renderer takes beside messages and tools."""
+        own = {"add_generation_prompt": self.add_generation_prompt, "continue_final_message": self.continue_final_message}
+        return own | dict(self.variables)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why the template has no text for a conversation."""
+
+    where: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: the chat template refuses these messages: {self.why}"
+
+
+def render_chats(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> list[str | Refusal]:
+    """The text of each conversation by the tokenizer's chat template, as `apply_chat_template` gives it, or why there is none.
+
+    Raises DataError if the tokenizer has no template, or if its template runs out of time, memory, depth or length.
+    """
+    if not chats:
+        return []
+    if _renders_itself(tokenizer):
+        return [_at_home(tokenizer, chat) for chat in chats]
+    if not tokenizer.chat_template:
+        raise DataError(
+            "the prompts are chat messages but the tokenizer has no chat template: set model.chat_template, "
+            "or use string prompts without data.chat"
+        )
+    if tokenizer.chat_template == CHAT_TEMPLATE:  # our own: it needs no guard
+        return [_at_home(tokenizer, chat) for chat in chats]
+    if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
+        names = ", ".join(map(repr, sorted(tokenizer.chat_template)))
+        raise DataError(f"the tokenizer has several chat templates ({names}) and none called default: set model.chat_template")
+    found: list[str | Refusal] = []
+    for start in range(0, len(chats), AT_ONCE):
+        found += _WORKER.render(tokenizer, chats[start : start + AT_ONCE])
+    return found
+
+
+def _renders_itself(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """True if the tokenizer's class has a renderer of its own and not transformers' templates."""
+    from transformers import PreTrainedTokenizerBase
+
+    return type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
+
+
+def _at_home(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str | Refusal:
+    """Rendered in this process."""
+    import jinja2
+
+    tools = None if chat.tools is None else [dict(tool) for tool in chat.tools]
+    try:
+        messages = [dict(message) for message in chat.messages]
+        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **chat.options))  # type: ignore[arg-type]
+    except (jinja2.TemplateError, ValueError, TypeError, KeyError, ArithmeticError) as error:
+        return Refusal(chat.where, printable(error))
+
+
+class _Died(Exception):
+    """The process is gone."""
+
+
+class _Worker:
+    """The process, started when it is first needed and again whenever it died.  Threads take turns."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+
+    def render(self, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> list[str | Refusal]:
+        """Texts of conversations that share a tokenizer and their tools."""
+        with self._lock:
+            return self._render(tokenizer, chats)
+
+    def _render(self, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> list[str | Refusal]:
+        try:
+            answers = self._ask(tokenizer, chats)
+        except _Died as died:
+            if len(chats) > 1:  # which of them was it?
+                return [found for chat in chats for found in self._render(tokenizer, [chat])]
+            raise _exhausted(chats[0], f"the process in which it ran {died}") from None
+        found: list[str | Refusal] = []
+        for chat, (kind, said) in zip(chats, answers, strict=False):
+            if kind == "exhausted":
+                raise _exhausted(chat, said)
+            found.append(said if kind == "text" else Refusal(chat.where, printable(said)))
+        assert len(found) == len(chats)
+        return found
+
+    def close(self) -> None:
+        """End the process, if it is this one's."""
+        process, self._process = self._process, None
+        if process is None or self._owner != os.getpid():
+            return
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):
+                assert stream is not None
+                stream.close()
+
+    def _ask(self, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> list[tuple[str, str]]:
+        """One line out, one line in.  Raises _Died if the process did."""
+        process = self._started()
+        tools = list(chats[0].tools) if chats[0].tools is not None else None
+        request = {
+            "template": tokenizer.get_chat_template(None, tools),  # type: ignore[arg-type]
+            "variables": dict(tokenizer.special_tokens_map),
+            "seconds": SECONDS,
+            "memory": MEMORY,
+            "length": LENGTH,
+            "chats": [{"messages": _plain(chat.messages), "tools": chat.tools, "options": chat.options} for chat in chats],
+        }
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(request, default=_placeholder).encode() + b"\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        except BaseException:  # an interrupt: the next answer would be that of another question
+            self.close()
+            raise
+        if not line.endswith(b"\n"):
+            code = process.wait()
+            self.close()
+            raise _Died(f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}")
+        return [(str(kind), str(said)) for kind, said in json.loads(line)]
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(Path(__file__).with_name("template_worker.py"))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+            )
+            self._owner = os.getpid()
+        return self._process
+
+
+def _exhausted(chat: Chat, why: str) -> DataError:
+    return DataError(
+        f"{chat.where}: the chat template of the tokenizer cannot be used: {why}; "
+        "set model.chat_template to one that ends, or take another checkpoint"
+    )
+
+
+def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages without keys that say nothing: templates take `None` for a text, where they handle a missing key."""
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+def _placeholder(value: object) -> str:
+    """What a template sees of a value that is no JSON, as in transformers."""
+    return f"<{type(value).__name__}>"
+
+
+_WORKER = _Worker()
+atexit.register(_WORKER.close)

@@ -1,0 +1,89 @@
+"""School arithmetic with all four operators, as word problems need it: one or two operations, some with decimals."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from groupwise.data.tasks.base import Generated, Row, check_count, check_share
+from groupwise.data.tasks.expressions import decimal, evaluate, operator_of, parse
+from groupwise.data.tasks.scratchpads import taught
+
+OPERATORS = ("+", "-", "*", "/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arithmetic(Generated):
+    r"""`48/2`, `3.5*12`, `(12+9)*4`: completions are school methods, by demonstrators as careless as those of `addition`.
+
+    Rows carry `operator` (+ - * / of one operation, `mixed` of two), so that accuracy can be told apart by it.  Results are never
+    below 0, and whole or with one decimal.  Where the written method is longer than `longest` characters, the demonstrator blurts
+    the answer.
+
+    >>> Arithmetic(blurt=0.0, slip=0.0).completion({"prompt": "48*7", "answer": "336"}, random.Random(0))
+    '<think>8*7=56,4*7+5=33</think>\\boxed{336}'
+    """
+
+    mixed: float = 0.15
+    """Share of the questions with two operations."""
+    decimals: float = 0.1
+    """Share of the others in which one number has a decimal."""
+    blurt: float = 0.3
+    slip: float = 0.6
+    longest: int = 80
+
+    def __post_init__(self) -> None:
+        for name in ("mixed", "decimals", "blurt", "slip"):
+            check_share(name, getattr(self, name))
+        check_count("longest", self.longest, 1, 10_000)
+
+    def question(self, rng: random.Random) -> Row:
+        """Numbers of one to three digits; a dividend is drawn as a product."""
+        if rng.random() < self.mixed:
+            prompt = _mixed(rng)
+        else:
+            operator, tenths = rng.choice(OPERATORS), rng.random() < self.decimals
+            prompt = _single(operator, tenths, rng)
+        return {"prompt": prompt, "answer": decimal(evaluate(parse(prompt))), "operator": operator_of(prompt)}
+
+    def completion(self, row: Row, rng: random.Random) -> str:
+        """What a careless demonstrator writes."""
+        return taught(row, rng, blurt=self.blurt, slip=self.slip, longest=self.longest)
+
+
+def _single(operator: str, tenths: bool, rng: random.Random) -> str:
+    """One operation; with `tenths` its first number has a decimal."""
+    if operator in "*/":
+        a, b = _whole(rng, 3 if rng.random() < 0.5 else 2), _whole(rng, 1 if rng.random() < 0.7 else 2)
+        if operator == "*":
+            return f"{_tenth(a) if tenths else a}*{b}"
+        return f"{_tenth(a * b) if tenths else a * b}/{b}"
+    a, b = _whole(rng, rng.randint(1, 3)), _whole(rng, rng.randint(1, 3))
+    if operator == "-":
+        a, b = max(a, b), min(a, b)
+        return f"{_tenth(10 * a + rng.randint(1, 9)) if tenths else a}-{b}"
+    return f"{_tenth(a) if tenths else a}+{b}"
+
+
+def _mixed(rng: random.Random) -> str:
+    """Two operations, in brackets where the second would come first."""
+    a, b, c = _whole(rng, 2), _whole(rng, rng.randint(1, 2)), _whole(rng, 1)
+    forms = (
+        f"{a}+{b}*{c}",
+        f"({a}+{b})*{c}",
+        f"{a}+{b}+{c}",
+        f"{a}*{c}-{min(a * c, b)}",
+        f"({max(a, b)}-{min(a, b)})*{c}",
+        f"{a * c}/{c}+{b}",
+    )
+    return rng.choice(forms)
+
+
+def _whole(rng: random.Random, digits: int) -> int:
+    """A number of `digits` digits that is not 0; of one digit not 1 either."""
+    return rng.randint(10 ** (digits - 1) if digits > 1 else 2, 10**digits - 1)
+
+
+def _tenth(number: int) -> str:
+    """The number divided by ten, as written: `35` -> `3.5`, `40` -> `4`."""
+    return f"{number // 10}.{number % 10}" if number % 10 else str(number // 10)

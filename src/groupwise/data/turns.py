@@ -1,0 +1,255 @@
+"""The next turn of a conversation, as token ids to append: what the policy wrote is never tokenised again.
+
+A stream is the prompt's ids, the ids that the policy sampled, the ids of what the world answered, what the policy sampled next,
+and so on.  What the world answered comes from the chat template as a *suffix*: a dummy conversation, in which the assistant's turn
+holds a mark, is rendered with the new messages behind it; what stands behind the mark and behind the token that ends the turn is
+appended.  So the separator behind EOS and the next generation prompt are the template's, whatever it does to earlier turns.
+
+Whether the stream then is what the template would write of the whole conversation is a property of the template: `prove` tries it.
+A template `append`s, or it `rewrites` the past (drops old reasoning, adds an empty think block, ends old turns otherwise): the
+stream keeps what was sampled, which is then not what the template shows at inference.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from groupwise.data.rendering import Chat, Refusal, render_chats
+from groupwise.data.sources import printable
+from groupwise.data.templates import CLOSE, OPEN, Messages, Template
+from groupwise.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MARK = "zq7mark"
+"""Stands for what the policy wrote; followed by a number if a message holds it."""
+REASONING = "zq7reasons"
+"""Stands for reasoning in `prove`."""
+QUESTION = {"role": "user", "content": "?"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look it up.",
+        "parameters": {"type": "object", "properties": {"text": {"type": "string", "description": "What."}}, "required": ["text"]},
+    },
+}
+"""The tool that `prove` offers where a conversation has none."""
+
+Verdict = Literal["append", "rewrites", "refuses"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Suffix:
+    """What follows a turn of the policy: the rest of that turn, the new messages, and the next generation prompt."""
+
+    tokens: np.ndarray
+    """int64 (n,): ids to append; none of them is the policy's."""
+    text: str
+    closes: bool
+    """True if it begins with the end of the turn, because the policy was cut before it wrote one."""
+    same_end: bool
+    """False if the policy ended its turn with another token than the template writes there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What the template does to the past in one kind of continuation."""
+
+    case: str
+    verdict: Verdict
+    why: str = ""
+    """Of `rewrites` and `refuses`."""
+
+    def __str__(self) -> str:
+        return f"{self.case}: {self.verdict}" + (f" ({self.why})" if self.why else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """Continues conversations by one tokenizer's chat template.
+
+    >>> from groupwise.data.tokenizers import arithmetic_tokenizer
+    >>> turns = Turns(tokenizer=arithmetic_tokenizer(), eos_ids=(1,))
+    >>> turns.after(1, [{"role": "user", "content": "1+1"}]).text
+    '<|user|>1+1<|end|><|assistant|>'
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    eos_ids: tuple[int, ...]
+    """Ids that end a completion."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """JSON schemas that the template shows to the model."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the template."""
+
+    def after(self, last: int, messages: Sequence[Mapping[str, Any]]) -> Suffix:
+        """What follows a completion whose last id is `last`.
+
+        messages: everything that the world says before the policy goes on, in order: the results of all calls of the turn
+        (`role: tool`, with `name` and `tool_call_id` where the template shows them), then messages of the user, if any.  Text of
+        control tokens in them is encoded as text: an observation cannot end a turn or begin another.
+        Raises DataError if there is no message, or if the template refuses them.
+        """
+        if not messages:
+            raise DataError("a turn cannot follow without a message: give the tool's result or the user's next message")
+        template = self._template
+        shown = [template.shielded(message) for message in messages]
+        end, rest = self._split(shown)
+        end_id = self._id_of(end)
+        closed = last in self.eos_ids or last == end_id
+        text = rest if closed else end + rest
+        # Encoded behind the turn's end, as in a whole conversation: some tokenizers begin a text otherwise than they go on.
+        tokens = template.encode([end + rest], plain=[False])[0]
+        if closed and end:
+            if tokens[0] != end_id:
+                raise DataError(f"the tokenizer does not keep {end!r}, which ends a turn of its chat template, in one piece")
+            tokens = tokens[1:]
+        return Suffix(tokens, text.replace(OPEN, "").replace(CLOSE, ""), not closed, not closed or last == end_id)
+
+    def prove(self) -> list[Proof]:
+        """Whether the stream equals what the template writes of the whole conversation, for each kind of continuation."""
+        said = {"role": "assistant", "content": MARK}
+        user, result = {"role": "user", "content": "Go on."}, {"role": "tool", "name": "look", "content": "Found."}
+        return [
+            self._prove("tool result", _calling(["look"], {"text": MARK}), result),
+            self._prove("tool result after reasoning", _calling(["look"], {"text": MARK}), result, reasoning=True),
+            self._prove("user after an answer", said, user),
+            self._prove("user after reasoning", said, user, reasoning=True),
+        ]
+
+    # ---- inside --------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _template(self) -> Template:
+        return Template(tokenizer=self.tokenizer, chat=True, control_tokens="plain")
+
+    def _split(self, messages: Messages) -> tuple[str, str]:
+        """The text of the token that ends the assistant's turn before `messages`, and what stands behind it.
+
+        The former is empty where the template writes no such token.
+        """
+        mark = _unused(messages)
+        if messages[0]["role"] == "tool":
+            names = [str(message.get("name") or "look") for message in messages if message["role"] == "tool"]
+            # Some templates know one call a turn, and some want arguments as text.
+            dummies = [_calling(some, {"text": mark}, text) for text in (False, True) for some in (names, names[:1])]
+        else:
+            dummies = [{"role": "assistant", "content": mark}]
+        refused: Refusal | None = None
+        for dummy in dummies:
+            calls = "tool_calls" in dummy
+            chats = [self._chat([QUESTION, dummy], tools=calls), self._chat([QUESTION, dummy, *messages], tools=calls, gen=True)]
+            alone, followed = render_chats(self.tokenizer, chats)
+            if isinstance(alone, Refusal) or isinstance(followed, Refusal):
+                refused = refused or (followed if isinstance(followed, Refusal) else alone if isinstance(alone, Refusal) else None)
+                continue
+            if mark not in alone or mark not in followed:
+                raise DataError("the chat template does not write what the assistant said: it cannot be continued turn by turn")
+            return self._end_of_turn(_behind(alone, mark), _behind(followed, mark))
+        raise DataError(str(refused))
+
+    def _end_of_turn(self, alone: str, followed: str) -> tuple[str, str]:
+        """Of what stands behind the mark without and with further messages: the token that ends the turn, and the rest."""
+        first = self._control_from(followed)
+        if first is not None and (self._control_from(alone) or self._id_of(first[0]) in self.eos_ids):
+            return first[0], followed[first.end() :]
+        return "", followed.removeprefix(alone) if alone.strip() else followed
+
+    def _prove(self, case: str, said: dict[str, Any], answer: dict[str, Any], *, reasoning: bool = False) -> Proof:
+        calls = "tool_calls" in said
+        if reasoning:
+            said = self._with_reasoning(said)
+        for arguments in (False, True):
+            told = _calls_as_text(said) if arguments else said
+            stages = [self._chat([QUESTION], tools=calls, gen=True), self._chat([QUESTION, told], tools=calls)]
+            stages.append(self._chat([QUESTION, told, answer], tools=calls, gen=True))
+            found = render_chats(self.tokenizer, stages)
+            refused = next((one for one in found if isinstance(one, Refusal)), None)
+            if refused is None or not calls:
+                break
+        if refused is not None:
+            return Proof(case, "refuses", refused.why)
+        asked, answered, whole = (str(one) for one in found)
+        if MARK not in answered:
+            return Proof(case, "refuses", "the template does not write what the assistant said")
+        if not answered.startswith(asked):
+            return Proof(
+                case, "rewrites", f"an answered turn begins otherwise than its prompt ends: {_difference(asked, answered)}"
+            )
+        end, rest = self._split([answer])
+        place = answered.rindex(MARK) + len(MARK)
+        own = self._control_from(answered, place)
+        stream = answered[: own.end()] if own is not None else answered + end
+        if whole == stream + rest:
+            return Proof(case, "append")
+        return Proof(case, "rewrites", _difference(stream + rest, whole))
+
+    def _with_reasoning(self, said: dict[str, Any]) -> dict[str, Any]:
+        """The same with reasoning, in the message's own field where the template shows it, else as a think block in its text."""
+        named = {**said, "reasoning_content": REASONING}
+        (shown,) = render_chats(self.tokenizer, [self._chat([QUESTION, named], tools="tool_calls" in said)])
+        if isinstance(shown, str) and REASONING in shown:
+            return named
+        return {**said, "content": f"<think>\n{REASONING}\n</think>\n\n{said['content']}"}
+
+    def _chat(self, messages: Messages, *, tools: bool, gen: bool = False) -> Chat:
+        """A conversation in which the assistant does or does not call tools."""
+        shown = self.tools or ([TOOL] if tools else None)
+        return Chat(messages, "the next turn", add_generation_prompt=gen, tools=shown, variables=self.variables)
+
+    def _control_from(self, text: str, place: int = 0) -> re.Match[str] | None:
+        """The first control token of the template from a place on; those that messages bring stand between marks."""
+        found = self._template.control_pattern.finditer(text, place)
+        return next((one for one in found if text[max(0, one.start() - 1) : one.start()] != OPEN), None)
+
+    def _id_of(self, token: str) -> int | None:
+        found = self.tokenizer.convert_tokens_to_ids(token) if token else None
+        return found if isinstance(found, int) else None
+
+
+def _calling(names: Sequence[str], arguments: Mapping[str, Any], as_text: bool = False) -> dict[str, Any]:
+    """A message of the assistant that calls tools."""
+    calls = [
+        {"id": f"call_{i}", "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+        for i, name in enumerate(names)
+    ]
+    message = {"role": "assistant", "content": "", "tool_calls": calls}
+    return _calls_as_text(message) if as_text else message
+
+
+def _calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """The same with the arguments of its calls as JSON text."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _unused(messages: Messages) -> str:
+    """A mark that no message holds."""
+    told, number = str(messages), 0
+    while (mark := f"{MARK}{number}" if number else MARK) in told:
+        number += 1
+    return mark
+
+
+def _behind(text: str, mark: str) -> str:
+    return text[text.rindex(mark) + len(mark) :]
+
+
+def _difference(stream: str, whole: str) -> str:
+    """Where two texts part, for a reader."""
+    place = next((i for i, (a, b) in enumerate(zip(stream, whole, strict=False)) if a != b), min(len(stream), len(whole)))
+    start = max(0, place - 16)
+    excerpts = (printable(repr(text[start : place + 24])) for text in (stream, whole))
+    return "{} becomes {}".format(*excerpts)

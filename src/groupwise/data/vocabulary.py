@@ -1,0 +1,125 @@
+"""The text of every token id, as bytes: what one needs to show a completion token by token, without a tokenizer.
+
+A token of a byte-level vocabulary may be a part of a character, so a piece is bytes; `Vocabulary.texts` puts them together.
+
+Importing this file does not import torch.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from groupwise.errors import DataError
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Pieces by id."""
+
+    pieces: Sequence[bytes | None]
+    """None: no token has this id."""
+    special: frozenset[int]
+    """Ids of tokens that are left out of a completion's text."""
+
+    def texts(self, ids: Iterable[int]) -> list[str]:
+        """The text of each token in its place.  A character of several tokens is the text of the last of them.
+
+        >>> Vocabulary([b"a", "é".encode()[:1], "é".encode()[1:]], frozenset()).texts([0, 1, 2, 7])
+        ['a', '', 'é', '<7>']
+        """
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        found: list[str] = []
+        for token in ids:
+            piece = self.pieces[token] if 0 <= token < len(self.pieces) else None
+            found.append(decoder.decode(piece) if piece is not None else decoder.decode(b"", True) + f"<{token}>")
+        if found and (rest := decoder.decode(b"", True)):
+            found[-1] += rest
+        return found
+
+
+def of(tokenizer: Any) -> Vocabulary:
+    """The vocabulary of a Hugging Face tokenizer."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return from_json(json.loads(backend.to_str()))
+    special = frozenset(tokenizer.all_special_ids)
+    names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    return Vocabulary([None if name is None else _sentence_piece(name) for name in names], special)
+
+
+def from_json(tokenizer: Mapping[str, Any]) -> Vocabulary:
+    """The vocabulary of a parsed tokenizer.json.  Raises DataError for one without a vocabulary."""
+    try:
+        vocab = tokenizer["model"]["vocab"]
+        named = {int(i): name for name, i in vocab.items()} if isinstance(vocab, dict) else {i: v[0] for i, v in enumerate(vocab)}
+        added = {int(token["id"]): token for token in tokenizer.get("added_tokens") or ()}
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise DataError(f"a tokenizer.json without a vocabulary ({type(error).__name__}: {error})") from error
+    kinds = json.dumps([tokenizer.get("decoder"), tokenizer.get("pre_tokenizer")])
+    bytes_of = (
+        _byte_level if '"ByteLevel"' in kinds else _sentence_piece if "\\u2581" in kinds or "ByteFallback" in kinds else _plain
+    )
+    pieces: list[bytes | None] = [None] * (max([*named, *added], default=-1) + 1)
+    for i, name in named.items():
+        pieces[i] = bytes_of(name)
+    for i, token in added.items():
+        pieces[i] = _plain(token["content"])
+    return Vocabulary(pieces, frozenset(i for i, token in added.items() if token.get("special")))
+
+
+def packed(vocabulary: Vocabulary) -> bytes:
+    """The bytes of a Parquet file with a row per id: `piece` (binary, null: no token), `special`."""
+    special = [i in vocabulary.special for i in range(len(vocabulary.pieces))]
+    table = pa.table({"piece": pa.array(vocabulary.pieces, pa.binary()), "special": pa.array(special, pa.bool_())})
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    return sink.getvalue().to_pybytes()
+
+
+def read(path: Path) -> Vocabulary:
+    """What `packed` wrote, or the vocabulary of a tokenizer.json.  Raises DataError."""
+    try:
+        if path.suffix == ".json":
+            return from_json(json.loads(path.read_text(encoding="utf-8")))
+        table = pq.read_table(path)
+        special = table.column("special").to_pylist()
+        return Vocabulary(table.column("piece").to_pylist(), frozenset(i for i, found in enumerate(special) if found))
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+        raise DataError(f"{path} is no vocabulary: {error}") from error
+
+
+def _byte_table() -> dict[str, int]:
+    """The printable characters that byte-level vocabularies write bytes with (GPT-2's table)."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+_BYTES = _byte_table()
+
+
+def _plain(name: str) -> bytes:
+    return name.encode("utf-8", "backslashreplace")
+
+
+def _byte_level(name: str) -> bytes:
+    if all(character in _BYTES for character in name):
+        return bytes(_BYTES[character] for character in name)
+    return _plain(name)
+
+
+def _sentence_piece(name: str) -> bytes:
+    if match := _BYTE.fullmatch(name):
+        return bytes([int(match[1], 16)])
+    return _plain(name.replace("\u2581", " "))

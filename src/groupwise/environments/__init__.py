@@ -1,0 +1,4 @@
+"""Who answers the policy: tools, conversations, and adapters to other people's environments.
+
+In: what the policy wrote. Out: what the world says next. `calls` reads the tool calls in a completion, in the form of its family.
+"""

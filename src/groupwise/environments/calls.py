@@ -1,0 +1,336 @@
+"""Tool calls in what the policy wrote, in the form of its family.  A call that is cut or garbled is described, never an exception.
+
+| form | families | a call |
+|---|---|---|
+| `json` | Qwen 2.5, Qwen 3, Hermes | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` |
+| `xml` | Qwen 3.5, Qwen3-Coder, Nemotron 3 | `<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>` |
+| `bare` | Llama 3.1, 3.2 | the turn is `{"name": ..., "parameters": {...}}`, perhaps behind `<|python_tag|>` |
+| `channels` | gpt-oss | a message `to=functions.NAME` whose body is JSON and which ends with `<|call|>` |
+
+Texts are decoded with their special tokens, and without the EOS behind them (gpt-oss: with it, it is `<|call|>`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from groupwise.errors import ConfigError
+
+CallForm = Literal["json", "xml", "bare", "channels"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call that can be carried out, if there is such a tool."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str
+    """`call_0`, `call_1`, ... in the order in which the turn makes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenCall:
+    """Something that was meant as a call and is none."""
+
+    why: str
+    """A sentence for the policy to read."""
+    text: str
+    """What it wrote there."""
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A turn of the policy, taken apart."""
+
+    content: str
+    """What is neither reasoning nor a call."""
+    reasoning: str | None
+    calls: tuple[Call | BrokenCall, ...]
+
+    def message(self) -> dict[str, Any]:
+        """The turn as a chat message, for showing it; the ids of the stream stay those that were sampled."""
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            for call in self.calls
+            if isinstance(call, Call)
+        ]
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        return message | ({"tool_calls": calls} if calls else {})
+
+
+def form_of(chat_template: str) -> CallForm | None:
+    """The form in which a chat template (Jinja) shows calls; None if it shows none that is known.
+
+    >>> form_of("... <tool_call>\\n<function=' + name + '>' ..."), form_of("... {{ message.content }} ...")
+    ('xml', None)
+    """
+    if "<function=" in chat_template:
+        return "xml"
+    if "<tool_call>" in chat_template and '"arguments"' in chat_template:
+        return "json"
+    if "<|call|>" in chat_template:
+        return "channels"
+    return "bare" if re.search(r'"parameters\\?"', chat_template) and "ipython" in chat_template else None
+
+
+def read_turn(text: str, form: CallForm, *, thinking: bool = False, tools: Sequence[Mapping[str, Any]] | None = None) -> Said:
+    """Content, reasoning and calls of one turn.
+
+    thinking: the prompt ended inside a think block, which the turn goes on with.
+    tools: JSON schemas; the form `xml`, whose values are text, reads numbers, booleans and lists by them.
+    Raises ConfigError for an unknown form; never for anything that `text` may hold.
+
+    >>> read_turn('Let me see.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "json").calls
+    (Call(name='add', arguments={'a': 1}, id='call_0'),)
+    """
+    if form not in get_args(CallForm):
+        raise ConfigError(f"no form of calls {form!r}; there are: {', '.join(get_args(CallForm))}")
+    if form == "channels":
+        content, reasoning, found = _channels(text)
+    else:
+        reasoning, rest = _split_thinking(text, thinking)
+        types = {name: _types_of(tool) for tool in tools or () if (name := _name_of(tool)) is not None}
+        content, found = _bare(rest) if form == "bare" else _tagged(rest, types if form == "xml" else None)
+    calls = tuple(
+        BrokenCall(one.why, one.text, f"call_{i}") if isinstance(one, _Broken) else Call(*one, f"call_{i}")
+        for i, one in enumerate(found)
+    )
+    return Said(content, reasoning, calls)
+
+
+# ---- reasoning ---------------------------------------------------------------------------------------------------------------
+
+
+def _split_thinking(text: str, thinking: bool) -> tuple[str | None, str]:
+    """Reasoning, and what follows it.  A call inside a think block is a thought."""
+    opened = text.lstrip().startswith("<think>")
+    if not (opened or thinking):
+        return None, text
+    body = text.lstrip().removeprefix("<think>") if opened else text
+    reasoning, _, rest = body.partition("</think>")
+    return reasoning.strip("\n"), rest
+
+
+# ---- <tool_call> -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Broken:
+    why: str
+    text: str
+
+
+_Found = list[tuple[str, dict[str, Any]] | _Broken]
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+
+
+def _tagged(text: str, types: Mapping[str, Mapping[str, str]] | None) -> tuple[str, _Found]:
+    """Calls between tags: JSON objects, or where `types` are given functions with parameters."""
+    content, found, place = [], [], 0
+    while (start := text.find(OPENING, place)) >= 0:
+        content.append(text[place:start])
+        body = start + len(OPENING)
+        call, end = _json_call(text, body) if types is None else _xml_call(text, body, types)
+        closing = re.compile(rf"\s*{CLOSING}").match(text, end)
+        if isinstance(call, _Broken) or closing is None:
+            # What follows a call that cannot be read: the next tag, or the end.
+            stop = text.find(CLOSING, body)
+            place = len(text) if stop < 0 else stop + len(CLOSING)
+            if not isinstance(call, _Broken):
+                call = _Broken(f"the call is not closed: {CLOSING} is missing behind it", text[start:place])
+            elif stop < 0:
+                call = _Broken(f"the call is cut off: there is no {CLOSING}", text[start:])
+            found.append(call)
+        else:
+            found.append(call)
+            place = closing.end()
+    content.append(text[place:])
+    return "".join(content).strip("\n"), found
+
+
+def _json_call(text: str, place: int) -> tuple[tuple[str, dict[str, Any]] | _Broken, int]:
+    """The call whose JSON begins at `place`, and where it ends."""
+    start = re.compile(r"\s*").match(text, place).end()  # type: ignore[union-attr]
+    value, end = _decoded(text, start)
+    return (value if isinstance(value, _Broken) else _call_of(value, "arguments", text[start:end])), end
+
+
+_FUNCTION = re.compile(r"\s*<function=([^>\n]*)>")
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>")
+
+
+def _xml_call(text: str, place: int, types: Mapping[str, Mapping[str, str]]) -> tuple[tuple[str, dict[str, Any]] | _Broken, int]:
+    """The call whose `<function=...>` begins at `place`, and where it ends."""
+    function = _FUNCTION.match(text, place)
+    if function is None:
+        return _Broken("a call must begin with <function=NAME>", text[place : place + 80]), place
+    name, place = function[1].strip(), function.end()
+    if not name:
+        return _Broken("the call names no function: write <function=NAME>", function[0]), place
+    arguments: dict[str, Any] = {}
+    while (parameter := _PARAMETER.match(text, place)) is not None:
+        key = parameter[1].strip()
+        end = _end_of_value(text, parameter.end())
+        if end is None:
+            return _Broken(f"the value of the parameter {key!r} has no </parameter>", text[parameter.start() :]), len(text)
+        if key in arguments:
+            return _Broken(f"the parameter {key!r} is given twice", parameter[0]), end
+        value = text[parameter.end() : end].removeprefix("\n").removesuffix("\n")
+        converted = _converted(value, types.get(name, {}).get(key, "string"))
+        if isinstance(converted, _Broken):
+            return _Broken(f"the parameter {key!r} {converted.why}", value), end
+        arguments[key] = converted
+        place = end + len("</parameter>")
+    closing = re.compile(r"\s*</function>").match(text, place)
+    if closing is None:
+        return _Broken(f"the call of {name!r} is not closed: </function> is missing", text[function.start() :]), place
+    return (name, arguments), closing.end()
+
+
+def _end_of_value(text: str, start: int) -> int | None:
+    """Where a value ends: at the `</parameter>` behind which the call goes on, so that a value may speak of that tag itself."""
+    ends = list(re.finditer(r"</parameter>(?=\s*(<parameter=|</function>))", text[start:]))
+    if ends:
+        return start + ends[0].start()
+    end = text.find("</parameter>", start)
+    return None if end < 0 else end
+
+
+def _converted(value: str, kind: str) -> Any:
+    """A value in the type of the tool's schema.  Templates write `False` or `false`: both are read."""
+    if kind == "string":
+        return value
+    plain = {"true": True, "false": False, "none": None, "null": None}
+    if kind in ("boolean", "null") or value.strip() in ("None", "null"):
+        found = plain.get(value.strip().lower(), value)
+        return found if not isinstance(found, str) else _Broken(f"is {value[:40]!r}: expected a {kind}", value)
+    decoded, end = _decoded(value.strip(), 0)
+    wanted = {"integer": int, "number": (int, float), "array": list, "object": dict}.get(kind, object)
+    if isinstance(decoded, _Broken) or end < len(value.strip()) or not isinstance(decoded, wanted) or isinstance(decoded, bool):
+        return _Broken(f"is {value[:40]!r}: expected {'an' if kind[0] in 'aio' else 'a'} {kind}", value)
+    return decoded
+
+
+# ---- a turn that is a call ---------------------------------------------------------------------------------------------------
+
+
+def _bare(text: str) -> tuple[str, _Found]:
+    """Llama's calls: the whole turn is one, or several behind one another with `;` or white space between them."""
+    body = text.strip()
+    tagged = body.startswith("<|python_tag|>")
+    body = body.removeprefix("<|python_tag|>").strip()
+    if not tagged and re.match(r'\{\s*"(name|function)"', body) is None:
+        return text, []
+    found: _Found = []
+    place = 0
+    while place < len(body):
+        value, end = _decoded(body, place)
+        if isinstance(value, _Broken):
+            found.append(value)
+            break
+        found.append(_call_of(value, "parameters", body[place:end]))
+        place = re.compile(r"[\s;]*").match(body, end).end()  # type: ignore[union-attr]
+    return "", found or [_Broken("there is no call behind <|python_tag|>", text)]
+
+
+# ---- channels ----------------------------------------------------------------------------------------------------------------
+
+_HEADER_END, _BODY_END = "<|message|>", re.compile(r"<\|(end|call|return)\|>")
+
+
+def _channels(text: str) -> tuple[str, str | None, _Found]:
+    """gpt-oss: messages with a channel and perhaps a recipient; the first goes on behind `<|start|>assistant`."""
+    content, reasoning, found = [], [], []
+    for header, body, end in _messages(text):
+        recipient = re.search(r"to=([^\s<]+)", header)
+        channel = re.search(r"<\|channel\|>\s*([a-z]+)", header)
+        if recipient is not None:
+            found.append(_channel_call(recipient[1], body, end))
+        elif channel is not None and channel[1] == "analysis":
+            reasoning.append(body or "")
+        else:
+            content.append(body or "")
+    return "\n".join(filter(None, content)), "\n".join(filter(None, reasoning)) or None, found
+
+
+def _messages(text: str) -> Iterator[tuple[str, str | None, str | None]]:
+    """(header, body, how it ends) of each message; None for what was cut off."""
+    for part in text.split("<|start|>"):
+        if not part:
+            continue
+        header, told, rest = part.partition(_HEADER_END)
+        if not told:
+            if "<|" in header or "to=" in header:
+                yield header, None, None
+            elif header.strip():
+                yield "", header, None
+            continue
+        end = _BODY_END.search(rest)
+        yield header, rest if end is None else rest[: end.start()], None if end is None else end[1]
+
+
+def _channel_call(recipient: str, body: str | None, end: str | None) -> tuple[str, dict[str, Any]] | _Broken:
+    name = recipient.removeprefix("functions.")
+    if body is None or end is None:
+        return _Broken(f"the call of {name!r} is cut off: there is no <|call|>", body or "")
+    if end != "call":
+        return _Broken(f"the call of {name!r} ends with <|{end}|>: expected <|call|>", body)
+    value, stop = _decoded(body, len(body) - len(body.lstrip()))
+    if isinstance(value, _Broken):
+        return value
+    if not isinstance(value, dict) or body[stop:].strip():
+        return _Broken(f"the arguments of {name!r} are not one JSON object", body)
+    return name, value
+
+
+# ---- JSON --------------------------------------------------------------------------------------------------------------------
+
+_DECODER = json.JSONDecoder(strict=False)
+"""Line breaks inside strings are read: models write programs as arguments."""
+
+
+def _decoded(text: str, start: int) -> tuple[Any, int]:
+    """The JSON value that begins at `start`, and where it ends; `_Broken` if there is none."""
+    try:
+        return _DECODER.raw_decode(text, start)
+    except json.JSONDecodeError as error:
+        return _Broken(f"the call is not JSON: {error.msg} at character {error.pos - start}", text[start:]), start
+    except RecursionError:
+        return _Broken("the call is nested too deeply", text[start : start + 80]), start
+    except ValueError as error:  # a number with more digits than Python converts
+        return _Broken(f"the call is not JSON: {error}", text[start : start + 80]), start
+
+
+def _call_of(value: Any, key: str, text: str) -> tuple[str, dict[str, Any]] | _Broken:
+    """The name and the arguments of an object; `key` is the form's own name for the latter, the other one is read too."""
+    if not isinstance(value, dict):
+        return _Broken('the call is not an object with "name" and "' + key + '"', text)
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        return _Broken('the call has no "name"', text)
+    arguments = next((value[one] for one in (key, "arguments", "parameters") if one in value), {})
+    if isinstance(arguments, str):  # JSON inside JSON, as OpenAI's interface has it
+        inner, end = _decoded(arguments, 0)
+        arguments = inner if end == len(arguments) else None
+    if not isinstance(arguments, dict):
+        return _Broken(f"the {key} of {name!r} are not an object", text)
+    return name, arguments
+
+
+def _name_of(tool: Mapping[str, Any]) -> str | None:
+    name = tool.get("function", tool).get("name")
+    return name if isinstance(name, str) else None
+
+
+def _types_of(tool: Mapping[str, Any]) -> dict[str, str]:
+    """The JSON types of a tool's parameters, where its schema names one."""
+    properties = (tool.get("function", tool).get("parameters") or {}).get("properties") or {}
+    return {key: schema["type"] for key, schema in properties.items() if isinstance(schema.get("type"), str)}

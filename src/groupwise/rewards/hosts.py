@@ -1,0 +1,239 @@
+"""Calling functions that live in worker processes: requests out to all of them at once, messages in, each under its deadline.
+
+One process serves all functions of a file (or module) that have no `timeout` of their own: they share its state, as in any Python
+program, and are called in the order of the recipe.  A function with a `timeout` has a process to itself, so that its end costs
+no other's state; the asynchronous functions of a file share one, side by side in one event loop that stands still between
+calls.  Training, evaluation, `check` and `score` call them in the same way.  A process that was killed starts again from the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import selectors
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+from groupwise.errors import ConfigError
+from groupwise.rewards.functions import Unit
+from groupwise.rewards.workers import Failed, Function, Outcome, Traceback, Worker, WorkerGone
+
+DEFAULT_SECONDS = 600.0
+"""Without a timeout a call that takes longer has failed: a function that hangs must not hold a run for ever."""
+SECONDS_EACH = 10.0
+"""... or longer than this for each completion of the call, if that is more: an evaluation scores thousands at once."""
+GRACE = 5.0
+"""Seconds beyond its timeout that an asynchronous function has to be cancelled in, before its process is killed."""
+SEND_SECONDS = 60.0
+
+
+class Host:
+    """A worker process for functions of one file.  It starts when it is first needed, and again after its end."""
+
+    def __init__(self, live: Callable[..., Function] | None = None) -> None:
+        """live: makes what answers requests, in a fork of this process.  Default: functions found by name, in a fresh one."""
+        self.live = live
+        self.specs: tuple[str, ...] = ()
+        """Functions that are imported while it starts."""
+        self.folder = os.getcwd()
+        self.worker: Worker | None = None
+        self._owner = os.getpid()
+
+    def start(self) -> Worker:
+        """Begin to start, if it does not run."""
+        if self._owner != os.getpid():  # a fork of the parent must not talk to the parent's workers
+            self.worker, self._owner = None, os.getpid()
+        if self.worker is not None and not self.worker.alive():
+            self.kill()
+        if self.worker is None:
+            target = "groupwise.rewards.functions:worker" if self.live is None else self.live
+            self.worker = Worker(target, () if self.live is not None else (self.specs,), folder=self.folder)
+        return self.worker
+
+    def ready(self) -> Worker:
+        """Start, and wait until it is."""
+        worker = self.start()
+        worker.ready()
+        return worker
+
+    def describe(self, functions: Sequence[tuple[str, str, dict[str, Any], Sequence[str]]]) -> list[dict[str, Any]]:
+        """Import functions, given as name, name in the log, arguments and columns; signatures, or what is wrong with them.
+
+        Raises ConfigError if the process ends meanwhile, or does not come to an end.
+        """
+        specs = ", ".join(repr(one[0]) for one in functions)
+        try:
+            worker = self.ready()
+            deadline = time.monotonic() + DEFAULT_SECONDS
+            worker.request(pickle.dumps(("describe", *functions)), deadline)
+            return worker.receive(deadline)
+        except WorkerGone as gone:
+            ended = gone.outcome.message or f"it did not end within {DEFAULT_SECONDS:g} s"
+            raise ConfigError(f"reward function {specs}: cannot be imported: {ended}") from None
+        except Failed as failed:
+            said = failed.outcome
+            raise ConfigError(f"reward function {specs}: cannot be imported: {said.kind}: {said.message}") from said.cause
+
+    def kill(self) -> None:
+        """Kill the worker, if there is one."""
+        if self.worker is not None and self._owner == os.getpid():
+            self.worker.kill()
+        self.worker = None
+
+    def end(self) -> None:
+        """Have it killed while another thread waits for it."""
+        worker = self.worker
+        if worker is not None and self._owner == os.getpid():
+            worker.end()
+
+
+class Answers:
+    """What functions answered, message by message (`functions.Functions`), until each call has an outcome."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = tuple(units)
+        self.outcomes: list[Outcome | None] = [None if unit.labels else Outcome(value=[]) for unit in units]
+        self._rows: list[list[Any]] = [[] for _ in units]
+        self._late: list[list[int]] = [[] for _ in units]
+        self._seconds = [0.0 for _ in units]
+
+    @property
+    def done(self) -> bool:
+        """True if every call has ended."""
+        return all(outcome is not None for outcome in self.outcomes)
+
+    @property
+    def failed(self) -> bool:
+        """True if something ended in a way that no other call makes good."""
+        return any(
+            o is not None and (o.failure in ("error", "died") or (o.failure == "timeout" and unit.timeout is None))
+            for o, unit in zip(self.outcomes, self.units, strict=True)
+        )
+
+    def take(self, n: int, kind: str, what: Any) -> None:
+        """Take in a message of unit n."""
+        if kind == "row":
+            self._seconds[n] += what[1]
+            self._add(n, what[0])
+        elif kind == "values":
+            values, late, seconds = what
+            self.outcomes[n] = Outcome(value=values, late=tuple(late), seconds=seconds)
+        else:
+            cause = Traceback(what["trace"]) if what["trace"] else None
+            said = {"message": what["error"], "kind": what["kind"], "where": what["where"], "label": what["label"]}
+            self.outcomes[n] = Outcome(failure="error", cause=cause, seconds=self._seconds[n], **said)
+
+    def late(self, n: int) -> None:
+        """Unit n was ended: of a function of one completion the call that ran says nothing, of another there is no result."""
+        unit = self.units[n]
+        self._seconds[n] += patience(unit)
+        if unit.single and unit.timeout is not None and not unit.asynchronous:
+            self._late[n].append(len(self._rows[n]))
+            self._add(n, [] if unit.process else None)
+        else:
+            self._end(n, "timeout", f"no result within {patience(unit):g} s")
+
+    def _add(self, n: int, value: Any) -> None:
+        self._rows[n].append(value)
+        if len(self._rows[n]) == len(self.units[n].labels):
+            self.outcomes[n] = Outcome(value=self._rows[n], late=tuple(self._late[n]), seconds=self._seconds[n])
+
+    def _end(self, n: int, how: Literal["timeout", "died"], message: str) -> None:
+        unit = self.units[n]
+        label = unit.labels[len(self._rows[n])] if unit.single and not unit.asynchronous else ""
+        self.outcomes[n] = Outcome(failure=how, message=message, label=label, seconds=self._seconds[n])
+
+
+class Task(Answers):
+    """Functions that are being called in one host."""
+
+    def __init__(self, host: Host, units: Sequence[Unit]) -> None:
+        super().__init__(units)
+        self.host, self.deadline = host, 0.0
+        self._sent: list[int] = []
+
+    def begin(self) -> None:
+        """Send what has not ended yet."""
+        self._sent = self._running(range(len(self.units)))
+        if not self._sent:
+            return
+        worker = self.host.ready()
+        units = [self.units[n].after(len(self._rows[n])) if self._rows[n] else self.units[n] for n in self._sent]
+        with self._watched():
+            worker.request(pickle.dumps(("call", *units)), time.monotonic() + SEND_SECONDS)
+        self._wait()
+
+    def read(self) -> None:
+        """Take in one message that has come."""
+        worker = self.host.worker
+        assert worker is not None
+        with self._watched():
+            n, kind, what = worker.receive(time.monotonic() + SEND_SECONDS)
+            self.take(self._sent[n], kind, what)
+            self._wait()
+
+    def expire(self) -> None:
+        """Nothing came in time: kill, and go on with the rest."""
+        self.host.kill()
+        running = self._running(self._sent)
+        for n in running if self.units[running[0]].asynchronous else running[:1]:
+            self.late(n)
+        if not self.failed:
+            self.begin()
+
+    def _running(self, among: Iterable[int]) -> list[int]:
+        return [n for n in among if self.outcomes[n] is None]
+
+    def _wait(self) -> None:
+        """Set the deadline of the next message."""
+        running = [self.units[n] for n in self._running(self._sent)]
+        if running:
+            both = [patience(unit) for unit in running if unit.asynchronous]
+            self.deadline = time.monotonic() + (max(both) + GRACE if both else patience(running[0]))
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Its death is how the call ended."""
+        try:
+            yield
+        except (WorkerGone, Failed) as end:
+            self.host.kill()
+            self._end(self._running(self._sent)[0], "died", end.outcome.message or "its process does not answer")
+
+
+def patience(unit: Unit) -> float:
+    """Seconds that one call of the function may take."""
+    if unit.timeout is not None:
+        return unit.timeout
+    return DEFAULT_SECONDS if unit.single else max(DEFAULT_SECONDS, SECONDS_EACH * len(unit.labels))
+
+
+def finish(tasks: Sequence[Task]) -> None:
+    """Wait until every call has ended, or one has failed: then the others are killed, and have no outcome."""
+    selector, registered = selectors.DefaultSelector(), dict[Task, Worker | None]()
+    try:
+        while not any(task.failed for task in tasks):
+            waiting = {task: task.host.worker for task in tasks if not task.done}
+            if not waiting:
+                return
+            if waiting != registered:  # a process has ended, or taken another's place
+                selector.close()
+                selector, registered = selectors.DefaultSelector(), waiting
+                for task, worker in waiting.items():
+                    assert worker is not None
+                    selector.register(worker, selectors.EVENT_READ, task)
+            left = min(task.deadline for task in waiting) - time.monotonic()
+            ready = {key.data for key, _ in selector.select(max(0.0, left))}
+            for task in ready:
+                task.read()
+            now = time.monotonic()
+            for task in waiting:
+                if task not in ready and not task.done and task.deadline <= now:
+                    task.expire()
+    finally:
+        selector.close()
+        for task in tasks:
+            if not task.done:
+                task.host.kill()

@@ -1,0 +1,182 @@
+"""What a run is made of beside its recipe: the content of its data, of its reward functions and of the models of earlier stages.
+
+A recipe names files, and a file can change while its name stays.  Their content is kept in the run folder (`inputs.json`) when a
+run begins; a resumed run that finds another content refuses to mix the two, unless it is told to go on.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from groupwise.config.live import Live, short_digest
+from groupwise.config.settings import PARTS, Recipe
+from groupwise.data.sources import fingerprint
+from groupwise.errors import ConfigError, DataError
+from groupwise.rewards.process import ProcessReward
+from groupwise.runs.folder import model_digest
+from groupwise.utils import files
+from groupwise.utils.secrets import redacted
+
+INPUTS = "inputs.json"
+Inputs = dict[str, dict[str, Any]]
+"""Dotted key of the recipe -> what it names (`source`) and what that holds: size and xxh3-128 of a file, the fingerprint of a hub's
+data set, the digests of a finished stage's weights."""
+
+
+def inputs_of(recipe: Recipe) -> Inputs:
+    """The inputs of a recipe whose `stage:NAME` are folders and files already.  What is not found is left to those who read it."""
+    found = dict(_all(recipe))
+    return {key: {"source": redacted(source), **content} for key, (source, content) in found.items() if content is not None}
+
+
+def _all(recipe: Recipe) -> Iterator[tuple[str, tuple[str, dict[str, Any] | None]]]:
+    data = recipe.data
+    replay = recipe.reward_model.replay or {}
+    sources = {"data.path": data.path, "data.eval_path": data.eval_path, "reward_model.replay.path": replay.get("path")}
+    for key, source in sources.items():
+        if isinstance(source, str) and not isinstance(source, Live):  # the name of rows in memory has a digest of them
+            yield key, (source, _data(source, data.split if key != "data.eval_path" else data.eval_split))
+    if recipe.model.path is not None and not isinstance(recipe.model.path, Live):
+        yield "model.path", (recipe.model.path, _stage(recipe.model.path))
+    if (template := recipe.model.chat_template) is not None:
+        yield "model.chat_template", (template, _file(template))
+    for place, reward in enumerate(recipe.rewards):
+        yield f"rewards.{place}.function", (reward.function, _live_code(reward.function) or _code(reward.function))
+        for key, value in reward.args.items():
+            if isinstance(value, str):
+                yield f"rewards.{place}.args.{key}", (value, _file(value) or _stage(value))
+    for part in PARTS:
+        chosen = getattr(recipe.group, part)
+        name = chosen.get("name") if isinstance(chosen, Mapping) else chosen
+        if isinstance(name, str):
+            yield f"group.{part}", (name, _code(name))
+
+
+def _data(source: str, split: str) -> dict[str, Any] | None:
+    try:
+        return fingerprint(source, split)
+    except (DataError, OSError):  # whoever reads it says what is wrong
+        return None
+
+
+def _file(path: str) -> dict[str, Any] | None:
+    try:
+        file = Path(path).expanduser()
+        return {"size": file.stat().st_size, "xxh3_128": files.digest(file)} if file.is_file() else None
+    except (OSError, ValueError):  # no path at all: a text that is too long, or with a NUL in it
+        return None
+
+
+def _stage(path: str) -> dict[str, Any] | None:
+    """The weights of a run that has finished, if its final model is what the path names."""
+    digest = model_digest(Path(path).parent)
+    return None if digest is None else {"weights": digest}
+
+
+def _live_code(function: str) -> dict[str, Any] | None:
+    """What a function of the program that is running does, as far as its own instructions say."""
+    if not isinstance(function, Live):
+        return None
+    inner = function.value.function
+    inner = inner.function if isinstance(inner, ProcessReward) else inner
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
+    return None if code is None else {"code": short_digest(_instructions(code))}
+
+
+def _instructions(code: CodeType) -> Iterator[bytes]:
+    """Of a function and those inside it, wherever they stand."""
+    yield code.co_code
+    yield repr((code.co_names, code.co_varnames)).encode()
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _instructions(constant)
+        elif not isinstance(constant, frozenset):  # its order is another one in each process
+            yield repr(constant).encode()
+
+
+def _code(function: str) -> dict[str, Any] | None:
+    """The file of `file.py:function` or `module:function`."""
+    place, colon, _ = function.rpartition(":")
+    if not colon:
+        return None
+    if place.endswith(".py"):
+        return _file(place)
+    here = os.getcwd()
+    beside = Path(here, *place.split("."))
+    loaded = getattr(sys.modules.get(place), "__file__", None)
+    if loaded is None:
+        try:  # the modules of the working directory come last, as where they are imported
+            described = importlib.util.find_spec(place.partition(".")[0])
+            loaded = described.origin if described is not None and "." not in place else None
+        except (ImportError, ValueError):
+            loaded = None
+    for candidate in (loaded, beside.with_suffix(".py"), beside / "__init__.py"):
+        if candidate is not None and (found := _file(str(candidate))):
+            return found
+    return None
+
+
+def check_inputs(folder: Path, now: Inputs, *, accept: bool) -> None:
+    """Compare with what the run in a folder was last trained on.
+
+    accept: go on with what is there now.   Raises ConfigError with everything that changed.
+    """
+    then = _last(folder)
+    different = [_difference(key, then[key], now[key]) for key in sorted(then.keys() & now.keys()) if then[key] != now[key]]
+    different += [f"{key}: {then[key].get('source')} is not there any more" for key in sorted(then.keys() - now.keys())]
+    if different and not accept:
+        lines = "\n".join(f"  {line}" for line in different)
+        raise ConfigError(
+            f"{folder} was begun with other inputs than there are now; bring them back, start anew with --fresh, or go on with "
+            f"what there is now: --accept-changes\n{lines}"
+        )
+
+
+def _difference(key: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    source = now.get("source")
+    if "weights" in now:
+        return f"{key} {source}: the stage has been trained again; its weights are others"
+    if "code" in now:
+        return f"{key} {source}: it is another function now, or another version of Python runs it"
+    if "fingerprint" in now:
+        return f"{key} {source}: the data set has changed (fingerprint {then.get('fingerprint')} then, {now['fingerprint']} now)"
+    sizes = (then.get("size"), now.get("size"))
+    told = (
+        f"{sizes[0]:,} bytes then, {sizes[1]:,} now" if sizes[0] != sizes[1] and None not in sizes else f"{sizes[1]} bytes, others"
+    )
+    return f"{key} {source}: its content has changed ({told})"
+
+
+def record_inputs(folder: Path, now: Inputs, done: int) -> None:
+    """Keep what a run is trained on from now on, beside what it was trained on before, if that is something else."""
+    history = _history(folder) if done else []
+    if not history or history[-1].get("inputs") != now:
+        entry = {"after_step": done, "time": time.time(), "inputs": now}
+        with files.storing(folder / INPUTS, "the inputs of the run"):
+            files.write(folder / INPUTS, json.dumps({"history": [*history, entry]}, indent=1).encode())
+
+
+def _last(folder: Path) -> Inputs:
+    history = _history(folder)
+    found = history[-1].get("inputs") if history else None
+    return {key: value for key, value in found.items() if isinstance(value, dict)} if isinstance(found, dict) else {}
+
+
+def _history(folder: Path) -> list[dict[str, Any]]:
+    """What `record_inputs` wrote; nothing if that is not there (an older run), or damaged."""
+    try:
+        found = json.loads((folder / INPUTS).read_text(encoding="utf-8"))["history"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []
+    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []

@@ -1,0 +1,174 @@
+"""The sections of a recipe as `gw.train` takes them: a type for each, so that an editor completes and checks their keys.
+
+Made from `config/settings.py` by `make docs`; what the keys mean stands there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
+
+from groupwise.config.settings import ControlTokens, Part, RewardSettings, ScratchSettings
+from groupwise.rewards.find import LiveReward
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedModel
+
+    from groupwise.models.policy import Policy
+
+ModelGiven: TypeAlias = "str | PathLike[str] | PreTrainedModel | Policy"
+"""A checkpoint's folder or hub name, or a loaded model."""
+RowsGiven: TypeAlias = "str | PathLike[str] | Sequence[Mapping[str, Any]] | Dataset"
+"""A file or hub name, or the rows themselves."""
+RewardGiven: TypeAlias = "str | Callable[..., Any] | LiveReward | RewardKeys | RewardSettings"
+"""A reward function by name, itself, or with its weight, name, arguments and timeout."""
+
+
+class ScratchKeys(TypedDict, total=False):
+    """Keys of `settings.ScratchSettings`."""
+
+    family: Literal["llama", "qwen2", "qwen3", "gpt2", "gemma2", "mixtral"]
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int | None
+    context: int
+    tokenizer: str
+
+
+class ModelKeys(TypedDict, total=False):
+    """Keys of `settings.ModelSettings`."""
+
+    path: ModelGiven | None
+    scratch: ScratchKeys | ScratchSettings | None
+    dtype: Literal["float32", "bfloat16", "autocast"]
+    device: Literal["auto", "cpu", "cuda"]
+    attention: Literal["shared", "packed", "single"]
+    gradient_checkpointing: bool
+    lora: Mapping[str, Any] | None
+    chat_template: str | None
+    trust_remote_code: bool
+
+
+class DataKeys(TypedDict, total=False):
+    """Keys of `settings.DataSettings`."""
+
+    path: RowsGiven | None
+    split: str
+    task: str | None
+    task_args: Mapping[str, Any]
+    columns: Mapping[str, str]
+    system: str | None
+    chat: bool
+    template: str | None
+    limit: int | None
+    control_tokens: ControlTokens
+    max_prompt_tokens: int | None
+    too_long: Literal["drop", "truncate_left", "error"]
+    shuffle: bool
+    eval_path: RowsGiven | None
+    eval_split: str
+    eval_fraction: float | Mapping[str, float]
+    eval_limit: int | None
+    train_on: Literal["completion", "all"]
+
+
+class RewardKeys(TypedDict, total=False):
+    """Keys of `settings.RewardSettings`."""
+
+    function: str | Callable[..., Any]
+    weight: float
+    name: str | None
+    args: Mapping[str, Any]
+    timeout: float | None
+
+
+class RolloutKeys(TypedDict, total=False):
+    """Keys of `settings.RolloutSettings`."""
+
+    engine: Part
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    max_new_tokens: int
+    stop: Sequence[str]
+    max_rows: int
+    keep_special_tokens: bool
+
+
+class GroupKeys(TypedDict, total=False):
+    """Keys of `settings.GroupSettings`."""
+
+    prompts_per_step: int
+    group_size: int
+    updates_per_rollout: int
+    minibatches: int
+    beta: float | None
+    kl: Literal["k1", "k2", "k3", "k3_ratio"] | None
+    credit: Part | None
+    ratio: Part | None
+    surrogate: Part | None
+    weights: Part | None
+    dead_groups: Literal["exact", "drop", "refill"] | None
+    max_refills: int
+    truncated: Literal["keep", "mask"] | None
+    entropy_bonus: float
+    entropy_quantile: float
+    off_policy_delta: float | None
+    reference_refresh: int
+    reference_mix: float
+
+
+class OptimizerKeys(TypedDict, total=False):
+    """Keys of `settings.OptimizerSettings`."""
+
+    lr: float
+    schedule: Literal["constant", "linear", "cosine"]
+    min_lr_ratio: float
+    warmup_steps: int
+    betas: Sequence[float]
+    eps: float
+    weight_decay: float
+    clip_norm: float | None
+    tokens_per_microbatch: int | None
+    max_nonfinite_steps: int
+
+
+class EvalKeys(TypedDict, total=False):
+    """Keys of `settings.EvalSettings`."""
+
+    every: int
+    at_start: bool
+    prompts: int | None
+    k: int
+    temperature: float
+    max_new_tokens: int | None
+    batches: int | None
+
+
+class SaveKeys(TypedDict, total=False):
+    """Keys of `settings.SaveSettings`."""
+
+    every: int
+    keep: int
+    rollouts_every: int
+    tensorboard: bool
+
+
+class RewardModelKeys(TypedDict, total=False):
+    """Keys of `settings.RewardModelSettings`."""
+
+    pooling: Literal["last", "mean", "sum"]
+    centering: float
+    lm_coefficient: float
+    replay: Mapping[str, Any] | None
+
+
+class PairKeys(TypedDict, total=False):
+    """Keys of `settings.PairSettings`."""
+
+    beta: float
+    loss: Literal["sigmoid", "ipo"]

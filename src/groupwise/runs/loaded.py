@@ -1,0 +1,231 @@
+"""A trained policy in Python: load it, let it write, ask how likely a completion is.
+
+    policy = gw.load_policy("runs/mine")
+    policy.generate("2+2=")             # 'the completion'
+    policy.score("2+2=", "4")           # array([-0.02]): one log-prob a token, in nats
+
+A policy of a run knows how the run asked: with a chat template or without, and with which system message.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import numpy as np
+
+from groupwise.config.settings import ModelSettings
+from groupwise.config.strict_yaml import parse
+from groupwise.config.validation import wrong_model
+from groupwise.data.templates import Content, Template
+from groupwise.errors import ConfigError, DataError
+from groupwise.models import policy as models
+from groupwise.models.policy import Policy
+from groupwise.records import Prompt, Sample, Sampling
+from groupwise.rollout.native.engine import NativeEngine
+from groupwise.runs.checkpoint import policy_folder
+from groupwise.runs.folder import CONFIG
+from groupwise.training.scoring import score
+
+Conversation = Sequence[Mapping[str, Any]]
+"""Chat messages: `[{"role": "user", "content": "2+2="}]`."""
+
+ROWS = 256
+"""Completions decoded at the same time."""
+POSITIONS = 8192
+"""Packed positions of one forward pass of `score`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LoadedPolicy(Policy):
+    """A `Policy` with a way to ask it."""
+
+    chat: bool = False
+    """Strings are messages of the user, and the chat template is applied."""
+    system: str | None = None
+    """System message before every prompt."""
+
+    @overload
+    def generate(
+        self, prompts: str | Conversation, *, max_new_tokens: int = 256, temperature: float = 1.0, top_k: int = 0,
+        top_p: float = 1.0, min_p: float = 0.0, stop: Sequence[str] = (), seed: int = 0,
+    ) -> str: ...  # fmt: skip
+    @overload
+    def generate(
+        self, prompts: Sequence[str] | Sequence[Conversation], *, max_new_tokens: int = 256, temperature: float = 1.0,
+        top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, stop: Sequence[str] = (), seed: int = 0,
+    ) -> list[str]: ...  # fmt: skip
+    def generate(
+        self,
+        prompts: Any,
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        stop: Sequence[str] = (),
+        seed: int = 0,
+    ) -> str | list[str]:
+        """The completion of a prompt as text, or those of several prompts, in their order.
+
+        prompts: a text, chat messages, or a list of either.  The same prompt twice gets two draws.
+        max_new_tokens: longest completion in tokens.  temperature: 0 is greedy.  seed: the same call gives the same texts.
+        Raises DataError for what is no prompt, EngineError for what cannot be sampled.
+        """
+        single = _is_single(prompts)
+        asked = [
+            Prompt(id=f"{place}", tokens=question.tokens, text=question.text)
+            for place, question in enumerate(self._questions([prompts] if single else prompts))
+        ]
+        sampling = Sampling(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, max_new_tokens=max_new_tokens, stop=tuple(stop)
+        )
+        engine = NativeEngine(self, max_rows=ROWS)
+        groups = engine.generate(asked, group_size=1, sampling=sampling, seed=seed)
+        found = {rollout.prompt.id: rollout.text for (rollout,) in groups}
+        texts = [found[prompt.id] for prompt in asked]
+        return texts[0] if single else texts
+
+    @overload
+    def score(
+        self,
+        prompts: str | Conversation,
+        completions: str | Sequence[int] | np.ndarray,
+        *,
+        end: bool = False,
+        temperature: float = 1.0,
+    ) -> np.ndarray: ...
+    @overload
+    def score(
+        self,
+        prompts: Sequence[str] | Sequence[Conversation],
+        completions: Sequence[str] | Sequence[Sequence[int]] | Sequence[np.ndarray],
+        *,
+        end: bool = False,
+        temperature: float = 1.0,
+    ) -> list[np.ndarray]: ...
+    def score(
+        self, prompts: Any, completions: Any, *, end: bool = False, temperature: float = 1.0
+    ) -> np.ndarray | list[np.ndarray]:
+        """Log-probs of every token of a completion after its prompt: (n,), nats.  Their sum is that of the completion.
+
+        prompts, completions: one of each, or as many of each.  A completion is a text, or its token ids: a text is encoded anew,
+        which need not give the ids that a policy once sampled.
+        end: the token that ends a completion (the first of `eos_ids`) is scored too, behind the others.
+        temperature: logits are divided by it; 1 is the model's own distribution.
+        Raises DataError for what is no prompt or completion, or is longer than the context.
+        """
+        single = _is_single(prompts)
+        prompts, completions = ([prompts], [completions]) if single else (prompts, completions)
+        if len(prompts) != len(completions):
+            raise DataError(f"{len(prompts)} prompts and {len(completions)} completions: score takes as many of each")
+        if temperature <= 0:
+            raise DataError(f"score needs a temperature above 0, got {temperature:g}: greedy choices have no log-probs")
+        samples = []
+        for place, (question, completion) in enumerate(zip(self._questions(prompts), completions, strict=True)):
+            ids = self._ids(completion, end)
+            if question.tokens.size + ids.size > self.context:
+                length = f"{question.tokens.size} and {ids.size} tokens"
+                raise DataError(f"prompt and completion {place} have {length}, more than the context of {self.context}")
+            nothing = np.zeros(ids.size)
+            samples.append(
+                Sample(
+                    group=f"{place}", prompt=question.tokens, completion=ids, weight=np.ones(ids.size),
+                    advantage=nothing, behavior_logp=nothing, temperature=temperature,
+                )
+            )  # fmt: skip
+        found = score(self, samples, budget=POSITIONS).logp
+        return found[0] if single else found
+
+    def _questions(self, prompts: Sequence[Any]) -> list[Any]:
+        """Each prompt as the policy reads it."""
+        template = Template(tokenizer=self.tokenizer, chat=self.chat, system=self.system)
+        wheres = [f"prompt {place}" for place in range(len(prompts))]
+        contents: list[Content] = []
+        for prompt, where in zip(prompts, wheres, strict=True):
+            if not isinstance(prompt, str) and not _is_conversation(prompt):
+                raise DataError(f"{where} is a text or a list of chat messages, got a {type(prompt).__name__}")
+            contents.append(template.content({"prompt": prompt if isinstance(prompt, str) else list(prompt)}, where))
+        return template.ask(contents, wheres)
+
+    def _ids(self, completion: Any, end: bool) -> np.ndarray:
+        if isinstance(completion, str):
+            completion = self.tokenizer(completion, add_special_tokens=False)["input_ids"]
+        ids = np.asarray(completion)
+        if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+            raise DataError(f"a completion is a text or a list of token ids, got a {type(completion).__name__}")
+        if ids.size and not 0 <= ids.min() <= ids.max() < self.vocabulary:
+            raise DataError(
+                f"a completion holds ids outside the vocabulary of {self.vocabulary} tokens: {ids.min()} .. {ids.max()}"
+            )
+        return np.append(ids, [self.eos_ids[0]] if end else []).astype(np.int64)
+
+
+def _is_conversation(given: Any) -> bool:
+    """True for a list of messages."""
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        return False
+    return len(given) > 0 and all(isinstance(message, Mapping) for message in given)
+
+
+def _is_single(prompts: object) -> bool:
+    """True for one prompt, False for a list of them."""
+    if isinstance(prompts, str) or _is_conversation(prompts):
+        return True
+    if isinstance(prompts, Sequence):
+        return False
+    raise DataError(f"a prompt is a text, a list of chat messages, or a list of these, got a {type(prompts).__name__}")
+
+
+def load_policy(
+    path: str | os.PathLike[str] | ModelSettings,
+    *,
+    dtype: Literal["float32", "bfloat16", "autocast"] = "float32",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+) -> LoadedPolicy:
+    """The policy of a run folder (its final model, else its newest checkpoint), a checkpoint, a model folder or a hub name.
+
+    dtype, device: see `ModelSettings`, which may also be given whole.
+    Raises ConfigError, CheckpointError, DataError or Diverged with the remedy.
+    """
+    if isinstance(path, ModelSettings):
+        return _loaded(models.load_policy(path))
+    found = model_folder(os.fspath(path))
+    return _loaded(models.load_policy(ModelSettings(path=found, dtype=dtype, device=device)), **_asked_with(Path(found)))
+
+
+def _loaded(policy: Policy, **asked: Any) -> LoadedPolicy:
+    return LoadedPolicy(**{field.name: getattr(policy, field.name) for field in dataclasses.fields(Policy)}, **asked)
+
+
+def model_folder(path: str) -> str:
+    """The model meant by a path: a hub name as it is, else the Hugging Face folder in it (see `checkpoint.policy_folder`).
+
+    Raises ConfigError or CheckpointError if there is none.
+    """
+    if Path(path).expanduser().is_dir():
+        return str(policy_folder(path))
+    if wrong := wrong_model(path):
+        raise ConfigError(wrong)
+    return path
+
+
+def _asked_with(folder: Path) -> dict[str, Any]:
+    """How the run that made a model wrote its prompts: `chat` and `system`; nothing if no run made it."""
+    home = (
+        folder.parent if folder.name != "policy" else folder.parent.parent.parent
+    )  # runs/x/final, runs/x/checkpoints/000100/policy
+    try:
+        tree, problems = parse((home / CONFIG).read_text(encoding="utf-8"), CONFIG)
+    except (OSError, UnicodeDecodeError):
+        return {}
+    data = tree.find(("data",)).plain() if not problems and isinstance(tree.value, dict) and "objective" in tree.value else {}
+    found: dict[str, Any] = {}
+    if isinstance(data, dict):
+        found |= {"chat": True} if data.get("chat") is True else {}
+        found |= {"system": data["system"]} if isinstance(data.get("system"), str) else {}
+    return found

@@ -1,0 +1,86 @@
+"""The loss of an optimizer step and its gradient with respect to every log-prob, from numbers per token: no model is needed.
+
+The loss is the one that training differentiates (`online.batch_loss`); what is missing is only what lies between log-probs and
+weights.  Computed in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from groupwise.algorithms.registry import Algorithm
+from groupwise.data.packing import pack, unpack
+from groupwise.errors import DataError
+from groupwise.records import Sample
+from groupwise.training.online import batch_loss, behavior, entropy_terms, worked
+
+Tokens = Mapping[tuple[str, int], np.ndarray]
+"""By group and index of a completion: a number per token (n,)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ClosedForm:
+    """One optimizer step's loss as a function of log-probs."""
+
+    loss: float
+    gradient: Tokens
+    """dLoss / dlog-prob; 0 at tokens that are not trained.  An entropy bonus, which no log-prob decides, is not in it."""
+    ratio: Tokens
+    """Importance ratio at the algorithm's level; 1 at tokens that are not trained."""
+
+    @property
+    def scale(self) -> float:
+        """Sum of all |gradients|, and the loss: what rounding errors of the loss are in proportion to."""
+        return abs(self.loss) + float(sum(np.abs(values).sum() for values in self.gradient.values()))
+
+
+def closed_form(algorithm: Algorithm, samples: Sequence[Sample], logp: Tokens, entropy: Tokens | None = None) -> ClosedForm:
+    """The step on `samples`, whose weights are final, by a policy that gives their tokens `logp` (and `entropy`), nats.
+
+    Raises DataError for a completion of which a log-prob is missing, and for missing entropies where the loss reads them.
+    """
+    if algorithm.needs_entropy and entropy is None:
+        raise DataError("the loss reads entropies, which no column records: there is no closed form")
+    computed = worked(algorithm, samples)
+    missing = [_label(sample) for sample in computed if _of(logp, sample).size != sample.completion.size]
+    if missing:
+        raise DataError(
+            f"the log-probs of {len(missing)} completions, the first of them {missing[0]}, were not recorded, because the run "
+            "did not train them: only a model can say them"
+        )
+    known = [_of(entropy, sample) for sample in samples] if algorithm.needs_threshold and entropy is not None else None
+    tokens, threshold = entropy_terms(algorithm, samples, known)
+    columns = [
+        replace(sample, extra={**sample.extra, "logp": _of(logp, sample), "entropy": _of(entropy or {}, sample)})
+        if algorithm.needs_entropy
+        else replace(sample, extra={**sample.extra, "logp": _of(logp, sample)})
+        for sample in computed
+    ]
+    positions = sum(sample.prompt.size + sample.completion.size for sample in columns)
+    loss, gradient, ratio = 0.0, {}, {}
+    for batch in pack(columns, max(positions, 1), dtype=torch.float64):
+        rows_M = batch.trained_M
+        logp_M = batch.extra_P["logp"][rows_M].requires_grad_()
+        entropy_M = batch.extra_P["entropy"][rows_M] if algorithm.needs_entropy else None
+        value = batch_loss(algorithm, batch, entropy_tokens=tokens, threshold=threshold)(logp_M, entropy_M, slice(0, len(rows_M)))
+        (gradient_M,) = torch.autograd.grad(value, logp_M)
+        behavior_M, _ = behavior(algorithm, batch, rows_M, logp_M)
+        log_ratio_M = algorithm.ratio(logp_M.detach(), behavior_M, batch.segment_P[rows_M], batch.layout.segments)
+        loss += float(value.detach())
+        for found, values_M, empty in ((gradient, gradient_M, 0.0), (ratio, log_ratio_M.exp(), 1.0)):
+            values_P = torch.full((batch.layout.total,), empty, dtype=torch.float64)
+            values_P[rows_M] = values_M
+            found |= {(columns[i].group, columns[i].index): values.copy() for i, values in unpack(batch, values_P, columns)}
+    return ClosedForm(loss=loss, gradient=gradient, ratio=ratio)
+
+
+def _of(tokens: Tokens, sample: Sample) -> np.ndarray:
+    return tokens.get((sample.group, sample.index), np.zeros(0))
+
+
+def _label(sample: Sample) -> str:
+    return f"{sample.group}#{sample.index}"

@@ -1,0 +1,315 @@
+"""Why what was sampled is not what is scored: the mismatch meter.
+
+A few sequences are computed once more, alone, in float32, by the model's own forward pass.  Whichever of sampler and scorer is away
+from that is taken for the faulty one.  Then one cause at a time is switched on, and the first that explains 90 % of the
+difference is named.
+
+n tokens of a completion   V vocabulary
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from groupwise.models.attention import plain_attention
+from groupwise.models.policy import Policy
+from groupwise.records import Rollout, Sampling
+from groupwise.rollout.sampling import draw
+from groupwise.training.scoring import sample_of, score
+
+SEQUENCES, TOKENS = 4, 256
+"""What is looked at: the completions that differ most, and the first tokens of each."""
+ENOUGH = 0.9
+"""Share of a difference that its cause must explain."""
+SPREAD = 1.5
+"""Factor by which rounding errors of two programs that compute the same may differ in size."""
+TRUNCATIONS = (Sampling(top_k=50), Sampling(top_k=20), Sampling(top_p=0.95), Sampling(top_p=0.9), Sampling(top_p=0.8))
+"""What engines and checkpoints truncate by where nobody asked for it; beside what the model's own generation config says."""
+
+Columns = list[np.ndarray]
+"""Per completion a number per token (n,); NaN where a cause says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Something that was switched, and how much of the difference it explains."""
+
+    name: str
+    says: str
+    explained: float
+    """1: the difference is gone; 0 or less: it is no smaller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Where sampler and scorer part."""
+
+    side: str
+    """`sampler` or `scorer`: which is farther from one sequence at a time in float32."""
+    gap: float
+    """Its mean |difference| from that, nats."""
+    cause: Cause | None
+    """None if none of those that were tried explains it."""
+    tried: tuple[Cause, ...]
+
+    def __str__(self) -> str:
+        base = f"the {self.side}'s log-probs are {self.gap:.2g} nats away from one sequence at a time in float32"
+        if self.cause is not None:
+            return f"{base}; {self.cause.name} explains {self.cause.explained:.0%} of it: {self.cause.says}"
+        best = max(self.tried, key=lambda cause: cause.explained, default=None)
+        nearest = f" (the nearest, {best.name}, explains {max(best.explained, 0.0):.0%})" if best is not None else ""
+        return f"{base}; none of the usual causes explains it{nearest}"
+
+
+@torch.no_grad()
+def diagnose(
+    policy: Policy,
+    rollouts: Sequence[Rollout],
+    scored: Sequence[np.ndarray],
+    *,
+    budget: int,
+    older: Mapping[str, Policy] | None = None,
+) -> Diagnosis | None:
+    """The cause of a difference between what was sampled and `scored`; None if nothing was sampled.
+
+    policy: with the weights that scored.   scored: per rollout (n,), nats.   budget: positions of a packed batch.
+    older: weights that the sampler may have kept, by what they are called.
+    """
+    gaps = [
+        np.abs(r.behavior_logp - s)[r.trained].mean() if r.trained.any() else -1.0 for r, s in zip(rollouts, scored, strict=True)
+    ]
+    chosen = [int(i) for i in np.argsort(gaps)[::-1][:SEQUENCES] if gaps[i] >= 0]
+    if not chosen:
+        return None
+    meter = _Meter(policy, [rollouts[i] for i in chosen])
+    sides = {"scorer": [scored[i][:TOKENS] for i in chosen], "sampler": [r.behavior_logp[:TOKENS] for r in meter.rollouts]}
+    side = max(sides, key=lambda name: _gap(sides[name], meter.truth))
+    found, gap = sides[side], _gap(sides[side], meter.truth)
+    noise = _gap(meter.low(), meter.truth) if policy.autocast or policy.dtype in (torch.bfloat16, torch.float16) else 0.0
+    packed = score(policy, [sample_of(rollout) for rollout in rollouts], budget=budget).logp
+    tried: list[Cause] = []
+    causes = [
+        *meter.causes(found),
+        ("batch composition", "what stands beside a sequence changes its log-probs", lambda: [packed[i][:TOKENS] for i in chosen]),
+        *(
+            ("stale weights", f"the weights are {name}", lambda old=old: meter.alone(meter.exact(old)))
+            for name, old in (older or {}).items()
+        ),
+        *meter.late_causes(),
+    ]
+    for name, says, compute in causes:
+        cause = Cause(name, says, _explained(found, meter.truth, compute(), noise))
+        tried.append(cause)
+        if cause.explained >= ENOUGH:
+            return Diagnosis(side, gap, cause, tuple(tried))
+    tried += meter.roundings(gap)
+    return Diagnosis(side, gap, next((cause for cause in tried if cause.explained >= ENOUGH), None), tuple(tried))
+
+
+Candidate = tuple[str, str, Callable[[], Columns]]
+"""A cause's name, how it shows, and the log-probs that it would give."""
+
+
+class _Meter:
+    """A few completions, and log-probs of them under one cause at a time."""
+
+    def __init__(self, policy: Policy, rollouts: Sequence[Rollout]) -> None:
+        self.policy, self.rollouts = policy, list(rollouts)
+        self.model = self.exact(policy)
+        self.logits = [self._logits(self.model, rollout) for rollout in self.rollouts]
+        self.truth = self.read()
+
+    def exact(self, policy: Policy) -> Policy:
+        """A policy in float32, or in float64 if that is what it computes in."""
+        dtype = torch.promote_types(policy.dtype, torch.float32)
+        same = policy.dtype == dtype and not policy.autocast
+        return policy if same else replace(policy, model=_converted(policy.model, dtype), autocast=False)
+
+    def low(self, dtype: torch.dtype = torch.bfloat16) -> Columns:
+        """By a model that computes in half precision."""
+        return self.alone(replace(self.policy, model=_converted(self.policy.model, dtype), autocast=False))
+
+    def alone(self, policy: Policy, **changes: Sequence[np.ndarray]) -> Columns:
+        """One sequence at a time.   changes: see `_logits`, one for each completion."""
+        found = []
+        for i, rollout in enumerate(self.rollouts):
+            own = {name: values[i] for name, values in changes.items()}
+            found.append(self._chosen(i, self._logits(policy, rollout, **own), ids=own.get("completion")))
+        return found
+
+    def read(self, temperature: float | None = None, support: bool = True, truncated: Sampling | None = None) -> Columns:
+        """The logits at another temperature, over the whole vocabulary (`support` False), or over another support."""
+        return [self._chosen(i, logits, temperature, support, truncated) for i, logits in enumerate(self.logits)]
+
+    def causes(self, found: Columns) -> Iterator[Candidate]:
+        """Temperature, support, positions, dtype."""
+        stated = self.rollouts[0].sampling
+        if stated.temperature != 1.0:
+            yield "temperature", "they are those of temperature 1", lambda: self.read(1.0)
+        fitted = self._fitted(found)
+        yield "temperature", f"they fit temperature {fitted:.3g}, not {stated.temperature:g}", lambda: self.read(fitted)
+        if stated.truncates:
+            says = f"they are over the whole vocabulary, not over the tokens that {_cut(stated)} leaves"
+            yield "truncated support", says, lambda: self.read(support=False)
+        else:
+            for other in (*self._of_the_model(), *TRUNCATIONS):
+                says = f"they are over what {_cut(other)} leaves, which nobody asked for"
+                yield "truncated support", says, lambda other=other: self.read(truncated=other)
+        prompts = [rollout.prompt.tokens.size for rollout in self.rollouts]
+        lengths = [size + min(len(rollout), TOKENS) for size, rollout in zip(prompts, self.rollouts, strict=True)]
+        shapes: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
+            "every position is one too high": lambda p, m: p + 1,
+            "the completion's positions are one too high": lambda p, m: p + (p >= m),
+            "the completion's positions are one too low": lambda p, m: p - (p >= m),
+            "the completion's positions begin at 0 again": lambda p, m: np.where(p >= m, p - m, p),
+        }
+        for says, shape in shapes.items():
+            places = [shape(np.arange(n), m) for n, m in zip(lengths, prompts, strict=True)]
+            yield "positions", says, lambda places=places: self.alone(self.model, positions=places)
+        for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16")):
+            if self.policy.dtype != dtype:
+                yield "dtype", f"they are computed in {name}", lambda dtype=dtype: self.low(dtype)
+
+    def roundings(self, gap: float) -> Iterator[Cause]:
+        """Half precision, by the size of its errors: other kernels round otherwise, so the errors themselves are unknown."""
+        for dtype, name in ((torch.float16, "float16"), (torch.bfloat16, "bfloat16")):
+            size = _gap(self.low(dtype), self.truth)
+            if self.policy.dtype != dtype and gap >= size / SPREAD:
+                says = f"rounding to {name} makes {size:.2g} nats"
+                yield Cause("dtype", says, 1.0 - max(0.0, gap - SPREAD * size) / gap)
+
+    def late_causes(self) -> Iterator[Candidate]:
+        """Shifted index, re-tokenisation."""
+        nothing = np.full(1, np.nan)
+        late, early = (lambda: [np.concatenate([nothing, c[:-1]]) for c in self.truth]), (
+            lambda: [np.concatenate([c[1:], nothing]) for c in self.truth]
+        )  # fmt: skip
+        yield "shifted index", "each token has the log-prob of the one before it", late
+        yield "shifted index", "each token has the log-prob of the one behind it", early
+        tokenizer = self.policy.tokenizer
+        bos = tokenizer.bos_token_id
+        if bos is not None:
+            longer = [np.concatenate([[bos], rollout.prompt.tokens]) for rollout in self.rollouts]
+            yield "re-tokenisation", "the prompt has one BOS more", lambda: self.alone(self.model, prompt=longer)
+            if all(r.prompt.tokens[0] == bos and r.prompt.tokens.size > 1 for r in self.rollouts):
+                shorter = [rollout.prompt.tokens[1:] for rollout in self.rollouts]
+                yield "re-tokenisation", "the prompt has lost its BOS", lambda: self.alone(self.model, prompt=shorter)
+        for special, how in ((False, "as text"), (True, "as text, with special tokens added")):
+            again = [self._encoded(rollout.prompt.tokens, special) for rollout in self.rollouts]
+            if any(not np.array_equal(ids, r.prompt.tokens) for ids, r in zip(again, self.rollouts, strict=True)):
+                yield (
+                    "re-tokenisation",
+                    f"the prompt was tokenized again {how}",
+                    lambda again=again: self.alone(self.model, prompt=again),
+                )
+        written = [self._encoded(rollout.tokens, False) for rollout in self.rollouts]
+        written = [ids if ids.size == len(r) else r.tokens for ids, r in zip(written, self.rollouts, strict=True)]
+        if any(not np.array_equal(ids, r.tokens) for ids, r in zip(written, self.rollouts, strict=True)):
+            says = "the completion was decoded and tokenized again"
+            yield "re-tokenisation", says, lambda: self.alone(self.model, completion=written)
+
+    def _encoded(self, ids: np.ndarray, special: bool) -> np.ndarray:
+        text = self.policy.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        found = self.policy.tokenizer.encode(text, add_special_tokens=special) or ids.tolist()
+        return np.array(found, np.int64)
+
+    def _of_the_model(self) -> Iterator[Sampling]:
+        """The truncation of the model's own generation config."""
+        config = getattr(self.policy.model, "generation_config", None)
+        own = {name: getattr(config, name, None) for name in ("top_k", "top_p", "min_p")}
+        sampling = Sampling(top_k=int(own["top_k"] or 0), top_p=float(own["top_p"] or 1.0), min_p=float(own["min_p"] or 0.0))
+        if sampling.truncates:
+            yield sampling
+
+    def _fitted(self, found: Columns) -> float:
+        """The temperature whose log-probs are nearest."""
+        low, high = 0.1, 10.0
+        best = 1.0
+        for _ in range(4):
+            grid = np.geomspace(low, high, 15)
+            place = int(np.argmin([_gap(found, self.read(float(t))) for t in grid]))
+            best = float(grid[place])
+            low, high = float(grid[max(place - 1, 0)]), float(grid[min(place + 1, len(grid) - 1)])
+        return best
+
+    def _logits(
+        self,
+        policy: Policy,
+        rollout: Rollout,
+        positions: np.ndarray | None = None,
+        prompt: np.ndarray | None = None,
+        completion: np.ndarray | None = None,
+    ) -> Tensor:
+        """(n, V) float32 on the host: of a completion's first tokens, at other positions, behind another prompt, of other ids."""
+        before = rollout.prompt.tokens if prompt is None else prompt
+        written = (rollout.tokens if completion is None else completion)[:TOKENS]
+        ids = torch.from_numpy(np.concatenate([before, written])).to(policy.device)
+        places = torch.arange(ids.numel()) if positions is None else torch.from_numpy(positions)
+        with plain_attention(policy.model) as model, policy.precision():
+            out = model(input_ids=ids[None], position_ids=places[None].to(policy.device), use_cache=False)
+            logits = out.logits[0, before.size - 1 : -1, : policy.vocabulary]
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).cpu()
+
+    def _chosen(
+        self,
+        i: int,
+        logits: Tensor,
+        temperature: float | None = None,
+        support: bool = True,
+        truncated: Sampling | None = None,
+        ids: np.ndarray | None = None,
+    ) -> np.ndarray:
+        rollout = self.rollouts[i]
+        z = logits / (temperature or rollout.sampling.temperature or 1.0)
+        ids = (rollout.tokens if ids is None else ids)[: z.shape[0]]
+        kept = [torch.from_numpy(s) for s in rollout.support[: z.shape[0]]] if support and rollout.support is not None else None
+        if truncated is not None:
+            _, _, cut = draw(z, torch.zeros(z.shape[0], dtype=torch.float64), truncated)
+            assert cut is not None
+            kept = [row[:count] for row, count in zip(cut.ids_RC, cut.size_R.tolist(), strict=True)]
+        chosen = z[torch.arange(len(ids)), torch.from_numpy(ids)]
+        if kept is None:
+            return (chosen - z.logsumexp(-1)).numpy()
+        total = torch.stack([row[own].logsumexp(-1) for row, own in zip(z, kept, strict=True)])
+        inside = torch.tensor([bool((own == token).any()) for own, token in zip(kept, ids.tolist(), strict=True)])
+        return torch.where(inside, chosen - total, -torch.inf).numpy()
+
+
+def _converted(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A copy that computes in another type."""
+    return cast(PreTrainedModel, cast(nn.Module, copy.deepcopy(model)).to(dtype))
+
+
+def _cut(sampling: Sampling) -> str:
+    parts = {
+        "top_k": sampling.top_k or None,
+        "top_p": sampling.top_p if sampling.top_p < 1 else None,
+        "min_p": sampling.min_p or None,
+    }
+    return ", ".join(f"{name} {value:g}" for name, value in parts.items() if value is not None)
+
+
+def _gap(found: Columns, other: Columns) -> float:
+    """Mean |difference| over the tokens of which both say something."""
+    both = [np.abs(a - b) for a, b in zip(found, other, strict=True)]
+    values = np.concatenate([np.zeros(0), *both])
+    values = values[~np.isnan(values)]
+    return float(values.mean()) if values.size else 0.0
+
+
+def _explained(found: Columns, truth: Columns, candidate: Columns, noise: float) -> float:
+    """The share of a difference from the truth that a candidate takes away.   noise: what rounding of the stated precision is."""
+    said = [np.where(np.isnan(c), np.nan, t) for c, t in zip(candidate, truth, strict=True)]
+    known = sum(int((~np.isnan(column)).sum()) for column in said)
+    before = _gap(found, said)
+    if before == 0.0 or known < sum(column.size for column in truth) / 2:
+        return 0.0
+    return 1.0 - max(0.0, _gap(found, candidate) - noise) / before

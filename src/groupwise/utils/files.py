@@ -1,0 +1,183 @@
+"""Files and folders that are whole or are not there: written beside their place, brought to the disk, then given their name.
+
+A process may be killed, or a machine lose its power, at any moment: a reader finds what was there before or what is new, never a
+part of either.  Everything that Groupwise writes into a run folder goes through here, except the lines of a log that is appended
+to.  What the operating system says about a disk is told in words (`storing`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from safetensors import SafetensorError
+
+from groupwise.errors import StorageError
+
+CHUNK = 1 << 20
+"""Bytes that are read at a time."""
+NEW, OLD = ".new-", ".old-"
+"""Prefixes of a folder that has not got its name yet, and of one that lost it."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+GONE = (errno.ENOENT, errno.ESTALE, errno.ENODEV, errno.ENXIO)
+IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
+
+
+# ---------------------------------------------------------------- writing
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write a file to; on leaving it is on the disk and has the name `path`.
+
+    After an exception what `path` held before is still there, and nothing else.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield temporary
+        sync(temporary)
+        os.replace(temporary, path)
+        sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write(path: Path, data: bytes) -> None:
+    """Replace a file as a whole: a reader sees the old content or the new, never a part.  Raises OSError."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def sync(path: Path) -> None:
+    """Bring a file's content, or a folder's list of names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Bring a folder and everything in it to the disk."""
+    for path in [folder, *folder.rglob("*")]:
+        sync(path)
+
+
+def new_folder(final: Path) -> Path:
+    """An empty folder beside `final`, to be filled and then given its name by `place`; what was left of an earlier one goes."""
+    temporary = final.with_name(f"{NEW}{final.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def place(temporary: Path, final: Path) -> None:
+    """Give a folder, already on the disk, its name.  A folder that has this name goes only then; `recover` finds it until then."""
+    aside = final.with_name(f"{OLD}{final.name}")
+    if final.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(final, aside)
+    os.rename(temporary, final)
+    sync(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def recover(final: Path) -> None:
+    """Give a folder its name back that a process lost between the two renames of `place`."""
+    aside = final.with_name(f"{OLD}{final.name}")
+    if aside.is_dir() and not final.exists():
+        os.rename(aside, final)
+
+
+def remove(folder: Path) -> None:
+    """Rename, then delete: a half-deleted folder has no name that a reader would look at."""
+    doomed = folder.with_name(f"{OLD}{folder.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(folder, doomed)
+    shutil.rmtree(doomed)
+
+
+def sweep(root: Path) -> None:
+    """Delete what a killed process left half-written or half-deleted."""
+    for prefix in (NEW, OLD):
+        for path in root.glob(f"{prefix}*"):
+            shutil.rmtree(path)
+
+
+# ---------------------------------------------------------------- reading
+
+
+def digest(path: Path) -> str:
+    """xxh3-128 of a file's content, in hexadecimal."""
+    found = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            found.update(chunk)
+    return found.hexdigest()
+
+
+def fingerprint(path: Path) -> dict[str, Any]:
+    """What a manifest says of a file: its size in bytes and its digest.  Read back from the disk, once it is there."""
+    sync(path)
+    return {"size": path.stat().st_size, "xxh3_128": digest(path)}
+
+
+def altered(path: Path, expected: Mapping[str, Any]) -> str | None:
+    """How a file differs from its `fingerprint`, in words that follow its name; None if every byte is as it was."""
+    if not path.is_file():
+        return "is missing"
+    size = path.stat().st_size
+    if size != expected["size"]:
+        return f"has {size} bytes, {expected['size']} were written"
+    return "is not what was written (its checksum differs)" if digest(path) != expected["xxh3_128"] else None
+
+
+# ---------------------------------------------------------------- what disks say
+
+
+@contextmanager
+def storing(path: Path, what: str) -> Iterator[None]:
+    """Say in words what the operating system says of a disk: raises StorageError with the path and the remedy instead of OSError.
+
+    path: the file or folder that is written.   what: it is, for the message ("the log").
+    """
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(trouble(error, path, what)) from error
+    except SafetensorError as error:  # it tells the number in its text alone
+        found = re.search(r"os error (\d+)", str(error))
+        number = int(found[1]) if found is not None else 0
+        raise StorageError(trouble(OSError(number, os.strerror(number) if number else str(error)), path, what)) from error
+
+
+def trouble(error: OSError, path: Path, what: str) -> str:
+    """Why `what` could not be written at `path`, and what to do."""
+    place = next((folder for folder in (path, *path.parents) if folder.exists()), Path("."))
+    number = error.errno
+    if number in FULL:
+        free = shutil.disk_usage(place).free / 1e6
+        return f"disk full while writing {what} to {path} ({free:.0f} MB free): make room there"
+    if number in IN_THE_WAY:
+        named = Path(error.filename) if isinstance(error.filename, str | os.PathLike) else path
+        in_the_way = next((there for there in (named, *named.parents) if there.exists() and not there.is_dir()), named)
+        return f"cannot write {what} to {path}: {in_the_way} is in the way ({error.strerror}): move it away"
+    if number == errno.EROFS or (number in READ_ONLY and not os.access(place, os.W_OK)):
+        return f"cannot write {what} to {path}: {place} is read-only ({error.strerror}): make it writable"
+    if number in GONE:
+        return f"cannot write {what} to {path}: the folder is gone ({error.strerror}); {place} is what is still there of its path"
+    return f"cannot write {what} to {path}: {error.strerror or error}"
+
+
+def disk_failed(error: BaseException) -> bool:
+    """True for what the operating system says of a full, read-only, failing or vanished disk, wherever it was raised."""
+    return isinstance(error, OSError) and error.errno in (*FULL, errno.EROFS, errno.ESTALE, errno.EIO, errno.ENODEV)

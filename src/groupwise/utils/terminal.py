@@ -1,0 +1,58 @@
+"""Text that others wrote, made harmless for a terminal and for a line of a log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import unicodedata
+from typing import Any
+
+from groupwise.utils.secrets import scrubbed
+
+HARMFUL = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Unicode's categories of control, format and bidirectional characters, half characters, and separators of lines."""
+
+
+def escaped(text: str, keep: str = "\n") -> str:
+    r"""A text with control, format and bidirectional characters as escapes, so that it cannot steer a terminal.
+
+    >>> escaped("a\x1b[2Jb\u202ec")
+    'a\\x1b[2Jb\\u202ec'
+    """
+
+    def shown(char: str) -> str:
+        if char in keep or unicodedata.category(char) not in HARMFUL:
+            return char
+        code = ord(char)
+        return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
+
+    return text if text.isascii() and text.isprintable() else "".join(map(shown, text))
+
+
+_BARE = re.compile(
+    "[\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
+)
+
+
+def json_line(value: Any) -> str:
+    r"""A value as one line of JSON that reads the same and steers no terminal; letters of any language stand as they are.
+
+    >>> json_line({"é": "\x1b \u202e"})
+    '{"é": "\\u001b \\u202e"}\n'
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return _BARE.sub(lambda found: f"\\u{ord(found.group()):04x}", text) + "\n"
+
+
+class Harmless(logging.Filter):
+    """Escapes whatever a log record says, and takes secrets out of it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Always true; the record's message is changed."""
+        record.msg, record.args = escaped(scrubbed(record.getMessage())), ()
+        return True
+
+
+HARMLESS = Harmless()
+"""One filter for a whole process: a logger takes it once."""

@@ -1,0 +1,293 @@
+"""A step and a group of it as they are shown: rewards, finish, and every token with everything that is known of it.
+
+Numbers per token, by name, with `rho` the ratio of the policy's probability to the sampler's as the step's last update saw it:
+
+    push       advantage x rho: which way, and how hard, the update pushed the token; `clipped` says where its gradient was cut
+    logp       log-prob under the policy before the update (where it was not scored: the sampler's), nats
+    entropy    of the policy at the token, nats
+    kl         log-prob under the policy minus that under the reference, nats: positive where the policy likes the token more
+    mismatch   log-prob by the trainer minus that by the sampler, nats: rounding, unless something is wrong
+    gradient   weight x |push|, 0 where clipped, as a share of the group's sum; the KL's part is not in it
+    version    optimizer steps that the weights which drew it had taken
+
+A quantity that was not recorded has no column.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from groupwise.data.vocabulary import Vocabulary
+from groupwise.errors import DataError
+from groupwise.viewer.sources import TRAINING, Source
+
+TOKENS, CHARACTERS = 1500, 6000
+"""What one answer holds of a completion; the rest is asked for as it is scrolled to."""
+CROWD = 256
+"""Completions of a group that are answered at once."""
+EXCERPT = 160
+"""Characters of a prompt in a list."""
+
+Json = dict[str, Any]
+
+OVERVIEW = ("group", "prompt_text", "index", "completion_text", "reward", "finish", "trained")
+QUANTITIES = ("push", "logp", "entropy", "kl", "mismatch", "gradient", "version")
+
+
+def reward_names(columns: Sequence[str]) -> list[str]:
+    """The reward functions that a step was scored by."""
+    return [name.removeprefix("rewards/") for name in columns if name.startswith("rewards/")]
+
+
+def key_of(prompt: str) -> str:
+    """What a prompt is recognised by in other steps and runs."""
+    return hashlib.blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def lengths_of(table: pa.Table) -> np.ndarray:
+    """Tokens of each completion; characters where there are no tokens."""
+    if "trained" in table.column_names:
+        return pc.fill_null(pc.list_value_length(table.column("trained")), 0).to_numpy()  # type: ignore[attr-defined]
+    return pc.fill_null(pc.utf8_length(table.column("completion_text")), 0).to_numpy()  # type: ignore[attr-defined]
+
+
+def numbers(table: pa.Table, name: str) -> np.ndarray:
+    """A column as float64, NaN where it is null."""
+    if name not in table.column_names:
+        return np.full(len(table), np.nan)
+    return pc.fill_null(table.column(name).cast(pa.float64()), math.nan).to_numpy()  # type: ignore[attr-defined]
+
+
+def overview(source: Source, step: int, kind: str = TRAINING) -> Json:
+    """A step's groups, the most informative first: rewards, finish, lengths, how many different answers."""
+    names = reward_names(source.columns(step, kind))
+    table = source.table(step, [*OVERVIEW, *(f"rewards/{name}" for name in names)], kind)
+    place, reward, length = numbers(table, "group").astype(np.int64), numbers(table, "reward"), lengths_of(table)
+    finish = _finish(table)
+    prompts, texts = table.column("prompt_text"), table.column("completion_text")
+    groups = []
+    starts = np.flatnonzero(np.r_[True, place[1:] != place[:-1]]) if len(place) else np.zeros(0, np.int64)
+    for start, end in zip(starts, np.r_[starts[1:], len(place)], strict=True) if len(place) else ():
+        rows = slice(int(start), int(end))
+        prompt = prompts[int(start)].as_py() or ""
+        groups.append(
+            {
+                "group": int(place[start]),
+                "key": key_of(prompt),
+                "prompt": excerpt(prompt),
+                "rewards": plain(reward[rows]),
+                "lengths": length[rows].tolist(),
+                "finish": finish[rows],
+                "spread": spread(reward[rows]),
+                "mean": mean(reward[rows]),
+                "distinct": len(set(texts.slice(int(start), int(end - start)).to_pylist())),
+            }
+        )
+    groups.sort(key=lambda group: (-(group["spread"] or 0.0), -group["distinct"], group["group"]))
+    by_function = {name: mean(numbers(table, f"rewards/{name}")) for name in names}
+    return {
+        "step": step,
+        "kind": kind,
+        "groups": groups,
+        "functions": by_function,
+        "reward": mean(reward),
+        "completions": len(place),
+    }
+
+
+def group(source: Source, step: int, place: int, kind: str = TRAINING) -> Json:
+    """A group with its completions, tokens and all; of long completions the beginning."""
+    table = source.table(step, None, kind)
+    table = table.filter(pc.equal(table.column("group"), place))  # type: ignore[attr-defined]
+    if not len(table):
+        raise DataError(f"{source.name} holds no group {place} in step {step}")
+    names = reward_names(table.column_names)
+    rows = table.slice(0, CROWD).to_pylist()
+    first = rows[0]
+    prompt = first.get("prompt_text") or ""
+    shares = _gradient_total(rows)
+    vocabulary = source.vocabulary()
+    row = first.get("row")
+    return {
+        "step": step,
+        "kind": kind,
+        "group": place,
+        "key": key_of(prompt),
+        "prompt": prompt[:CHARACTERS],
+        "prompt_length": len(prompt),
+        "row": _loaded(row),
+        "sampling": _loaded(first.get("sampling")),
+        "functions": names,
+        "size": len(table),
+        "completions": [_completion(row, names, vocabulary, shares, 0) for row in rows],
+        "quantities": _present(rows),
+    }
+
+
+def more(source: Source, step: int, place: int, index: int, begin: int, kind: str = TRAINING) -> Json:
+    """A completion from its token (or character) `begin` on."""
+    table = source.table(step, None, kind)
+    table = table.filter(pc.equal(table.column("group"), place))  # type: ignore[attr-defined]
+    rows = table.to_pylist()
+    found = [row for row in rows if row["index"] == index]
+    if not found:
+        raise DataError(f"{source.name} holds no completion {index} in group {place} of step {step}")
+    return _completion(found[0], reward_names(table.column_names), source.vocabulary(), _gradient_total(rows), begin)
+
+
+def _completion(row: Mapping[str, Any], names: Sequence[str], known: Vocabulary | None, total: float, begin: int) -> Json:
+    ids, text = row.get("completion_ids"), row.get("completion_text") or ""
+    advantages = row.get("advantages") or []
+    found: Json = {
+        "index": row["index"],
+        "reward": _finite(row.get("reward")),
+        "rewards": {name: _finite(row.get(f"rewards/{name}")) for name in names},
+        "finish": row.get("finish") or "",
+        "advantage": _finite(advantages[0]) if advantages and len(set(advantages)) == 1 else None,
+        "begin": begin,
+    }
+    if row.get("messages"):
+        found["messages"] = _loaded(row["messages"])
+    if ids is None or known is None:
+        return {**found, "length": len(text), "unit": "characters", "text": text[begin : begin + CHARACTERS]}
+    end = begin + TOKENS
+    columns = {name: values[begin:end] for name, values in token_columns(row, total).items()}
+    return {
+        **found,
+        "length": len(ids),
+        "unit": "tokens",
+        "tokens": known.texts(ids)[begin:end],
+        "ids": ids[begin:end],
+        "special": [i for i, token in enumerate(ids[begin:end]) if token in known.special],
+        "untrained": [i for i, trained in enumerate(row["trained"][begin:end]) if not trained],
+        "columns": {name: _rounded(values) for name, values in columns.items()},
+    }
+
+
+def token_columns(row: Mapping[str, Any], total: float = math.nan) -> dict[str, np.ndarray]:
+    """The quantities of a completion's tokens (n,), as far as they were recorded.  total: the group's sum of `_gradient`."""
+
+    def column(name: str) -> np.ndarray | None:
+        values = row.get(name)
+        return np.asarray(values, np.float64) if values else None
+
+    behavior, current, advantage = column("behavior_logp"), column("current_logp"), column("advantages")
+    last, reference, clipped = column("update/last_logp"), column("signals/reference_logp"), column("update/clipped")
+    found: dict[str, np.ndarray | None] = {
+        "logp": current if current is not None else behavior,
+        "entropy": column("update/entropy"),
+    }
+    if advantage is not None and behavior is not None:
+        seen = last if last is not None else current
+        ratio = np.exp(np.clip(seen - behavior, -20.0, 20.0)) if seen is not None else np.ones_like(behavior)
+        found |= {"push": advantage * ratio, "ratio": ratio, "clipped": clipped, "advantage": advantage}
+    if reference is not None and found["logp"] is not None:
+        found["kl"] = found["logp"] - reference
+    if current is not None and behavior is not None:
+        found["mismatch"] = current - behavior
+    gradient = _gradient(row)
+    if gradient is not None and total > 0.0:
+        found["gradient"] = gradient / total
+    version = column("version")
+    found |= {"version": version, "behavior": behavior}
+    return {name: values for name, values in found.items() if values is not None and values.size == len(row["completion_ids"])}
+
+
+def _gradient(row: Mapping[str, Any]) -> np.ndarray | None:
+    """(n,): |d loss / d log-prob| by the surrogate at the last update, for a surrogate whose slope is the ratio."""
+    weight = row.get("update/weight")
+    if not weight or not row.get("advantages"):
+        return None
+    behavior = np.asarray(row["behavior_logp"], np.float64)
+    seen = np.asarray(row.get("update/last_logp") or row.get("current_logp") or behavior, np.float64)
+    found = np.asarray(weight) * np.abs(np.asarray(row["advantages"])) * np.exp(np.clip(seen - behavior, -20.0, 20.0))
+    clipped = row.get("update/clipped")
+    return found * (1.0 - np.asarray(clipped, np.float64)) if clipped else found
+
+
+def _gradient_total(rows: Sequence[Mapping[str, Any]]) -> float:
+    parts = [_gradient(row) for row in rows]
+    return float(sum(part.sum() for part in parts if part is not None))
+
+
+def _present(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """The quantities that the group has, each with the range of its scale: symmetric around 0 where it has a sign."""
+    columns = [token_columns(row, 1.0) for row in rows if row.get("completion_ids")]
+    total = _gradient_total(rows)
+    found: dict[str, list[float]] = {}
+    for name in QUANTITIES:
+        parts = [values[name] for values in columns if name in values]
+        flat = np.concatenate(parts) if parts else np.zeros(0)
+        flat = flat[np.isfinite(flat)]
+        if not flat.size:
+            continue
+        if name == "gradient":
+            if total <= 0.0:
+                continue
+            flat = flat / total
+        # A single outlier must not turn everything else pale.
+        high, low = float(np.quantile(flat, 0.98)), float(np.quantile(flat, 0.02))
+        if name in ("push", "kl", "mismatch"):
+            bound = max(abs(high), abs(low)) or (1.0 if name == "push" else 1e-6)
+            found[name] = [-bound, bound]
+        elif name == "logp":
+            found[name] = [min(low, -1.0), 0.0]
+        elif name == "version":
+            found[name] = [float(flat.min()), float(flat.max())]
+        else:
+            found[name] = [0.0, max(high, 1e-9)]
+    return found
+
+
+# ---------------------------------------------------------------- small change
+
+
+def _finish(table: pa.Table) -> list[str]:
+    return [value or "" for value in table.column("finish").to_pylist()] if "finish" in table.column_names else [""] * len(table)
+
+
+def excerpt(text: str, limit: int = EXCERPT) -> str:
+    """The end of a prompt, where it says what is asked; chat templates repeat its beginning."""
+    text = text.strip()
+    return text if len(text) <= limit else "\u2026" + text[-limit:]
+
+
+def spread(values: np.ndarray) -> float | None:
+    """Standard deviation of the rewards that are known."""
+    known = values[~np.isnan(values)]
+    return float(known.std()) if known.size else None
+
+
+def mean(values: np.ndarray) -> float | None:
+    """Mean of what is known; None if nothing is."""
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if known.size else None
+
+
+def plain(values: np.ndarray) -> list[float | None]:
+    """Numbers as JSON has them: NaN and infinities are null."""
+    return [float(value) if math.isfinite(value) else None for value in values]
+
+
+def _rounded(values: np.ndarray) -> list[float | None]:
+    """Four significant digits: as many as are shown."""
+    return [float(f"{value:.4g}") if math.isfinite(value) else None for value in values.tolist()]
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def _loaded(text: Any) -> Any:
+    try:
+        return json.loads(text) if isinstance(text, str) else None
+    except ValueError:
+        return None

@@ -1,0 +1,108 @@
+"""How a run stands: its flags in plain words, and the few figures that say most.
+
+The bounds are those of `progress.FLAGS`; here stands what a reader who does not know the metric is told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from groupwise.runs.progress import FLAGS, RECENT
+
+
+class Words(NamedTuple):
+    """What is wrong, what it means, what to do."""
+
+    title: str
+    meaning: str
+    remedy: str
+
+
+WORDS = {
+    "frac_reward_zero_std": Words(
+        "Most groups teach nothing",
+        "{share} of the groups got one reward for all their completions, so their advantages are 0.",
+        "Too hard: easier prompts, a better start (SFT), a larger group.group_size, partial rewards. Too easy: harder prompts. "
+        "Half of both: objective dapo, or group.dead_groups: refill.",
+    ),
+    "completions/clipped_ratio": Words(
+        "Most completions are cut off",
+        "{share} of the completions hit the length limit before they ended.",
+        "Raise rollout.max_new_tokens; check that the end token can be sampled (groupwise check); reward stopping (soft_overlong).",
+    ),
+    "entropy": Words(
+        "The policy no longer explores",
+        "Its entropy is {value} nats: it is sure of nearly every token.",
+        "Lower optimizer.lr, stop earlier, clip higher (dapo), or give group.entropy_bonus.",
+    ),
+    "mismatch/max": Words(
+        "What is sampled is not what is scored",
+        "The same token under the same weights gets log-probs {value} nats apart; rounding explains 0.00001 to 0.01.",
+        "groupwise check RECIPE says where.",
+    ),
+    "completions/duplicates": Words(
+        "The group says one thing again and again",
+        "{share} of the completions repeat another of their group, token for token.",
+        "The policy has collapsed, or rollout.temperature is too low.",
+    ),
+    "skipped_updates": Words(
+        "Updates were skipped",
+        "{value} updates a step were not made, because a loss or a gradient was not finite.",
+        "Lower optimizer.lr; look at the rewards' range.",
+    ),
+    "kl/guarded": Words(
+        "Tokens far off the reference",
+        "{value} tokens a step lie 20 nats or more from the reference.",
+        "Lower optimizer.lr, or raise group.beta.",
+    ),
+    "reward": Words(
+        "Nothing could be scored", "Every reward function said None to every completion.", "Try them: groupwise score."
+    ),
+}
+
+SHARES = {"frac_reward_zero_std", "completions/clipped_ratio", "completions/duplicates"}
+
+FIGURES = (
+    ("reward", "Reward", "mean of the step's completions"),
+    ("frac_reward_zero_std", "Dead groups", "share of prompts whose completions all got the same reward: they teach nothing"),
+    ("entropy", "Entropy", "nats per sampled token; falls slowly, not to 0"),
+    ("completions/mean_length", "Length", "tokens of a completion, on average"),
+    ("completions/clipped_ratio", "Cut off", "share of completions that hit the length limit"),
+    ("kl", "KL to reference", "nats; grows slowly"),
+    ("ratio/kl", "Update size", "how far the step's updates moved the policy, nats; below 0.05"),
+    ("mismatch/max", "Sampler mismatch", "largest gap between sampled and scored log-probs, nats; rounding only"),
+    ("eval/greedy", "Held out, greedy", "share of held-out prompts answered rightly"),
+    ("eval/sampled", "Held out, sampled", "share of sampled held-out completions that are right"),
+    ("accuracy", "Accuracy", "share of pairs or tokens judged rightly"),
+    ("loss", "Loss", "says nothing in reinforcement learning: look at the reward"),
+)
+"""Metric, what it is called, what it means; those that a run does not have are left out, and the loss where there is a reward."""
+
+
+def flags(history: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
+    """The signs of ill health in the last steps, in plain words; empty when all is well.
+
+    >>> flags([{"frac_reward_zero_std": 0.9, "entropy": 0.5}])[0]["title"]
+    'Most groups teach nothing'
+    """
+    recent = history[-RECENT:]
+    found = []
+    for flag in FLAGS:
+        values = [metrics[flag.metric] for metrics in recent if flag.metric in metrics]
+        if not values:
+            continue
+        value = sum(values) / len(values)
+        if flag.wrong(value):
+            words = WORDS[flag.metric]
+            shown = "NaN" if math.isnan(value) else f"{value:.3g}"
+            meaning = words.meaning.format(share=f"{value:.0%}" if not math.isnan(value) else "NaN", value=shown)
+            found.append({"metric": flag.metric, "title": words.title, "meaning": meaning, "remedy": words.remedy})
+    return found
+
+
+def figures(names: Sequence[str]) -> list[dict[str, Any]]:
+    """The figures that stand first, of those that the run has."""
+    chosen = [figure for figure in FIGURES if figure[0] in names and not (figure[0] == "loss" and "reward" in names)]
+    return [{"metric": metric, "label": label, "meaning": meaning} for metric, label, meaning in chosen]

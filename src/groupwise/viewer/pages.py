@@ -1,0 +1,259 @@
+"""Every address of the application: a name and parameters in, JSON out.  The server asks here, and so does the report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from groupwise.errors import DataError
+from groupwise.viewer import groups, health, questions
+from groupwise.viewer.groups import Json
+from groupwise.viewer.index import Index
+from groupwise.viewer.sources import HELD_OUT, TRAINING, Source
+
+POINTS = 2000
+"""Points of a curve; of longer runs each is the mean of its stretch."""
+
+Parameters = Mapping[str, str]
+
+
+class Pages:
+    """The addresses over some sources."""
+
+    def __init__(self, sources: Sequence[Source], *, points: int = POINTS) -> None:
+        self.sources = list(sources)
+        self.indexes = [Index(source) for source in sources]
+        self.points = points
+        self.known: dict[str, Callable[[Parameters], Json]] = {
+            "runs": self.runs,
+            "pulse": self.pulse,
+            "curves": self.curves,
+            "health": self.health,
+            "step": self.step,
+            "group": self.group,
+            "more": self.more,
+            "visits": self.visits,
+            "search": self.search,
+            "why": self.why,
+            "lenses": self.lenses,
+            "compare": self.compare,
+            "config": self.config,
+        }
+
+    def answer(self, name: str, parameters: Parameters) -> Json:
+        """The JSON of an address.  Raises KeyError for one that is not there, DataError for what cannot be answered."""
+        answer = self.known[name]
+        for index in self.indexes:
+            index.asked += 1
+        try:
+            return answer(parameters)
+        finally:
+            for index in self.indexes:
+                index.asked -= 1
+
+    def start(self) -> None:
+        """Begin to gather what pages about whole runs need."""
+        for index in self.indexes:
+            index.start()
+
+    def stop(self) -> None:
+        """End that."""
+        for index in self.indexes:
+            index.stop()
+
+    # ------------------------------------------------------------ addresses
+
+    def runs(self, _: Parameters) -> Json:
+        """What is looked at, and where to begin."""
+        return {"runs": [self._run(i) for i in range(len(self.sources))]}
+
+    def pulse(self, _: Parameters) -> Json:
+        """What may have changed: asked again and again while a run is live."""
+        return {"runs": [self._run(i) for i in range(len(self.sources))]}
+
+    def _run(self, i: int) -> Json:
+        source = self.sources[i]
+        steps = source.steps()
+        return {
+            "run": i,
+            "name": source.name,
+            **source.state(),
+            "recorded": _stretches(steps),
+            "newest": steps[-1] if steps else None,
+            "evaluations": source.steps(HELD_OUT),
+            "metrics": sorted(source.metrics().values.keys() - {"wall"}),
+            "read": self.indexes[i].read,
+        }
+
+    def curves(self, asked: Parameters) -> Json:
+        """Metrics over steps (`names`, with commas; none: all), and the tokens and seconds that had gone by."""
+        metrics = self._source(asked).metrics()
+        names = asked["names"].split(",") if asked.get("names") else sorted(metrics.values.keys() - {"wall"})
+        steps = list(metrics.steps)
+        cut = _stretch_size(len(steps), self.points)
+        wall = metrics.values.get("wall", ())
+        began = next((second for second in wall if math.isfinite(second)), 0.0)
+        tokens, total = [], 0.0
+        for value in metrics.values.get("tokens/sampled", ()):
+            total += value if math.isfinite(value) else 0.0
+            tokens.append(total)
+        return {
+            "steps": steps[cut - 1 :: cut] if cut > 1 else steps,
+            "tokens": [round(value) for value in (tokens[cut - 1 :: cut] if cut > 1 else tokens)],
+            "seconds": [round(value - began, 1) if math.isfinite(value) else None for value in list(wall)[cut - 1 :: cut]],
+            "values": {name: _thinned(metrics.values[name], cut) for name in names if name in metrics.values},
+        }
+
+    def health(self, asked: Parameters) -> Json:
+        """Flags in plain words, and the figures that stand first."""
+        metrics = self._source(asked).metrics()
+        names = list(metrics.values)
+        return {"flags": health.flags(metrics.history()), "figures": health.figures(names)}
+
+    def step(self, asked: Parameters) -> Json:
+        """A step's groups, the most informative first; the newest step where none is named."""
+        source, kind = self._source(asked), self._kind(asked)
+        steps = source.steps(kind)
+        if not steps:
+            return {"step": None, "kind": kind, "groups": [], "functions": {}, "reward": None, "completions": 0}
+        wanted = _whole(asked, "step")
+        step = steps[-1] if wanted is None else min(steps, key=lambda step: (abs(step - wanted), step))
+        return groups.overview(source, step, kind)
+
+    def group(self, asked: Parameters) -> Json:
+        """A group with its completions and their tokens."""
+        return groups.group(self._source(asked), _needed(asked, "step"), _needed(asked, "group"), self._kind(asked))
+
+    def more(self, asked: Parameters) -> Json:
+        """A completion from token `begin` on."""
+        step, group, index, begin = (_needed(asked, name) for name in ("step", "group", "index", "begin"))
+        return groups.more(self._source(asked), step, group, index, begin, self._kind(asked))
+
+    def visits(self, asked: Parameters) -> Json:
+        """A prompt through training: every group it had, as far as the index has read."""
+        index = self.indexes[self._number(asked)]
+        found = [
+            {"step": step, "group": group, "rewards": groups.plain(rewards)}
+            for step, group, rewards in index.visits(asked.get("key", ""))
+        ]
+        return {"visits": found, "read": index.read, "total": index.total}
+
+    def search(self, asked: Parameters) -> Json:
+        """Completions that hold what is asked for."""
+        i = self._number(asked)
+        return questions.search(
+            self.sources[i],
+            self.indexes[i],
+            text=asked.get("text", ""),
+            prompt=asked.get("prompt", ""),
+            low=_real(asked, "low"),
+            high=_real(asked, "high"),
+            function=asked.get("function", ""),
+            finish=asked.get("finish", ""),
+            first=_whole(asked, "first"),
+            last=_whole(asked, "last"),
+            cursor=_whole(asked, "cursor"),
+            kind=self._kind(asked),
+        )
+
+    def why(self, asked: Parameters) -> Json:
+        """What changed between two stretches of steps; where none are named, those between which the reward moved most."""
+        source = self._source(asked)
+        ends = [_whole(asked, name) for name in ("before0", "before1", "after0", "after1")]
+        if any(end is None for end in ends):
+            metrics = source.metrics()
+            found = questions.jump(metrics.steps, metrics.values["reward"]) if "reward" in metrics.values else None
+            if found is None:
+                raise DataError("there are too few steps with a reward to compare two stretches")
+            ends = list(found)
+        return questions.why(source, (ends[0], ends[1]), (ends[2], ends[3]))  # type: ignore[arg-type]
+
+    def lenses(self, asked: Parameters) -> Json:
+        """Signs of reward hacking in a stretch of steps; the last ten where none is named."""
+        source = self._source(asked)
+        steps = source.steps()
+        if not steps:
+            raise DataError(f"{source.name} holds no completions")
+        first, last = _whole(asked, "first"), _whole(asked, "last")
+        return questions.lenses(source, steps[-10:][0] if first is None else first, steps[-1] if last is None else last)
+
+    def compare(self, asked: Parameters) -> Json:
+        """Two steps on the prompts they share, and the steps that share most with the left one."""
+        i, j = self._number(asked), self._number({"run": asked.get("other", asked.get("run", "0"))})
+        left, right = _whole(asked, "step"), _whole(asked, "with")
+        kind = self._kind(asked)
+        steps, others = self.sources[i].steps(kind), self.sources[j].steps(kind)
+        if not steps or not others:
+            raise DataError("there are no recorded completions to compare")
+        right = others[-1] if right is None else right
+        near = questions.shared_steps(self.indexes[j], right) if kind == TRAINING else []
+        if left is None:
+            left = near[0][0] if near and i == j else steps[0]
+        found = questions.compare((self.sources[i], left), (self.sources[j], right), kind)
+        return {**found, "step": left, "with": right, "near": near}
+
+    def config(self, asked: Parameters) -> Json:
+        """The resolved recipe and the environment."""
+        source = self._source(asked)
+        return {"config": source.config(), "environment": source.environment(), "path": str(source.path)}
+
+    # ------------------------------------------------------------ parameters
+
+    def _number(self, asked: Parameters) -> int:
+        i = _whole(asked, "run") or 0
+        if not 0 <= i < len(self.sources):
+            raise DataError(f"there is no run {i}")
+        return i
+
+    def _source(self, asked: Parameters) -> Source:
+        return self.sources[self._number(asked)]
+
+    @staticmethod
+    def _kind(asked: Parameters) -> str:
+        return HELD_OUT if asked.get("kind") == HELD_OUT else TRAINING
+
+
+def _whole(asked: Parameters, name: str) -> int | None:
+    value = _real(asked, name)
+    return None if value is None else int(value)
+
+
+def _needed(asked: Parameters, name: str) -> int:
+    value = _whole(asked, name)
+    if value is None:
+        raise DataError(f"{name} is missing")
+    return value
+
+
+def _real(asked: Parameters, name: str) -> float | None:
+    try:
+        value = float(asked.get(name) or "")
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _stretches(steps: Sequence[int]) -> list[list[int]]:
+    """Steps as [first, last, stride]: of 10,000 equally spaced ones three numbers."""
+    found: list[list[int]] = []
+    for step in steps:
+        if found and (found[-1][2] == 0 or step - found[-1][1] == found[-1][2]):
+            found[-1][2] = step - found[-1][1]
+            found[-1][1] = step
+        else:
+            found.append([step, step, 0])
+    return found
+
+
+def _stretch_size(count: int, points: int) -> int:
+    return max(1, -(-count // points))
+
+
+def _thinned(values: Sequence[float], cut: int) -> list[float | None]:
+    if cut == 1:
+        return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
+    found: list[float | None] = []
+    for end in range(cut, len(values) + 1, cut):
+        known = [value for value in values[end - cut : end] if math.isfinite(value)]
+        found.append(float(f"{sum(known) / len(known):.6g}") if known else None)
+    return found

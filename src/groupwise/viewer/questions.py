@@ -1,0 +1,450 @@
+"""Questions that one asks of a run: where is it said, why did the reward move, is the reward being cheated, what differs.
+
+Every answer names completions by step, group and index, so that whatever is claimed is one click away from what was written.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from groupwise.errors import DataError
+from groupwise.viewer.groups import Json, excerpt, key_of, lengths_of, mean, numbers, plain, reward_names
+from groupwise.viewer.index import Index
+from groupwise.viewer.sources import TRAINING, Source
+
+BUDGET = 0.15
+"""Seconds of a search's one answer; where they do not suffice, it says where to go on."""
+PAGE = 60
+"""Completions of an answer."""
+SAMPLE = 600
+"""Completions that a comparison of two stretches reads of each."""
+SCATTER = 2000
+"""Completions of a picture."""
+READ = 1200
+"""Characters of a completion in which phrases are counted."""
+AROUND = 80
+"""Characters on each side of what was found."""
+
+_WORD = re.compile(r"\w+|[^\w\s]")
+
+
+# ---------------------------------------------------------------- search
+
+
+def search(
+    source: Source,
+    index: Index,
+    *,
+    text: str = "",
+    prompt: str = "",
+    low: float | None = None,
+    high: float | None = None,
+    function: str = "",
+    finish: str = "",
+    first: int | None = None,
+    last: int | None = None,
+    kind: str = TRAINING,
+    cursor: int | None = None,
+    budget: float = BUDGET,
+) -> Json:
+    """Completions, newest step first, that hold `text`, answer a prompt that holds `prompt`, and so on; whole steps at a time.
+
+    low, high: of the reward, or of the reward `function`.   cursor: the step to go on with.
+    `next` is the step to go on with, None at the end; `seen` counts the steps that were looked at.
+    """
+    steps = [
+        step
+        for step in reversed(source.steps(kind))
+        if (first is None or step >= first) and (last is None or step <= last) and (cursor is None or step <= cursor)
+    ]
+    began, found, seen = time.monotonic(), [], 0
+    for step in steps:
+        if seen and (len(found) >= PAGE or time.monotonic() - began > budget):
+            return {"found": found, "next": step, "seen": seen, "left": len(steps) - seen}
+        seen += 1
+        entry = index.entry(step) if kind == TRAINING else None
+        if entry is not None:
+            if finish and finish not in entry.finish:
+                continue
+            if not function and (low is not None or high is not None) and not _within(entry.reward, low, high).any():
+                continue
+        found += _matches(source, step, kind, text, prompt, low, high, function, finish)
+    return {"found": found, "next": None, "seen": seen, "left": 0}
+
+
+def _matches(
+    source: Source,
+    step: int,
+    kind: str,
+    text: str,
+    prompt: str,
+    low: float | None,
+    high: float | None,
+    function: str,
+    finish: str,
+) -> list[Json]:
+    judged = f"rewards/{function}" if function else "reward"
+    names = {"group", "index", "prompt_text", "completion_text", "reward", "finish", "trained", judged}
+    try:
+        table = source.table(step, sorted(names), kind)
+    except DataError:
+        return []
+    kept = np.ones(len(table), bool)
+    if low is not None or high is not None:
+        kept &= _within(numbers(table, judged), low, high)
+    if finish:
+        kept &= np.array([value == finish for value in table.column("finish").to_pylist()], bool)
+    for wanted, name in ((text, "completion_text"), (prompt, "prompt_text")):
+        if wanted and kept.any():
+            hit = pc.match_substring(table.column(name), wanted, ignore_case=True)  # type: ignore[attr-defined]
+            kept &= np.array(hit.to_pylist(), dtype=object) == True  # noqa: E712 - null is not a hit
+    places = np.flatnonzero(kept)
+    if not places.size:
+        return []
+    rows = table.take(pa.array(places))
+    lengths, finishes = lengths_of(rows), rows.column("finish").to_pylist() if "finish" in rows.column_names else [""] * len(rows)
+    columns = (rows.column(name).to_pylist() for name in ("group", "index", "completion_text", "prompt_text"))
+    scores = plain(numbers(rows, "reward"))
+    return [
+        {
+            "step": step,
+            "group": group,
+            "index": place,
+            "reward": score,
+            "value": value,
+            "finish": ended or "",
+            "length": int(length),
+            "excerpt": _around(said or "", text),
+            "prompt": excerpt(asked or "", 80),
+        }
+        for group, place, said, asked, score, value, length, ended in zip(
+            *columns, scores, plain(numbers(rows, judged)), lengths, finishes, strict=True
+        )
+    ]
+
+
+def _within(values: np.ndarray, low: float | None, high: float | None) -> np.ndarray:
+    return (values >= (-np.inf if low is None else low - 1e-9)) & (values <= (np.inf if high is None else high + 1e-9))
+
+
+def _around(text: str, wanted: str) -> str:
+    place = max(text.lower().find(wanted.lower()), 0) if wanted else 0
+    begin = max(0, place - AROUND)
+    end = begin + 2 * AROUND + len(wanted)
+    return ("\u2026" if begin else "") + text[begin:end] + ("\u2026" if end < len(text) else "")
+
+
+# ---------------------------------------------------------------- why did the reward move
+
+
+def jump(steps: Sequence[int], rewards: Sequence[float]) -> tuple[int, int, int, int] | None:
+    """The two neighbouring stretches of steps between which the mean reward differs most: (first, last) of each.
+
+    >>> jump(range(1, 9), [0, 0, 0, 0, 1, 1, 1, 1])
+    (2, 4, 5, 7)
+    """
+    known = [(step, reward) for step, reward in zip(steps, rewards, strict=True) if step > 0 and np.isfinite(reward)]
+    width = max(3, len(known) // 20)
+    if len(known) < 2 * width:
+        width = len(known) // 2
+    if not width:
+        return None
+    values = np.array([reward for _, reward in known])
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    means = (sums[width:] - sums[:-width]) / width
+    place = int(np.argmax(np.abs(means[width:] - means[:-width])))
+    number = [step for step, _ in known]
+    return number[place], number[place + width - 1], number[place + width], number[place + 2 * width - 1]
+
+
+def why(source: Source, before: tuple[int, int], after: tuple[int, int]) -> Json:
+    """What changed between two stretches of steps, and how far it goes with the reward.
+
+    `functions`, `finish`, `features`: what each was before and after, and its correlation with the reward over both.
+    `phrases`: words and short sequences, ranked by how much more (or less) frequent they became times how strongly they go with
+    the reward; `share`s of completions that hold them, and the mean reward of those that do and do not.
+    """
+    old, new = _gather(source, before), _gather(source, after)
+    reward = np.concatenate([old["reward"], new["reward"]])
+    late = np.r_[np.zeros(len(old["reward"]), bool), np.ones(len(new["reward"]), bool)]
+    features = [
+        _feature(name, np.concatenate([old["features"][name], new["features"][name]]), reward, late) for name in old["features"]
+    ]
+    functions = [
+        _feature(
+            name,
+            np.concatenate([old["functions"].get(name, _nothing(old)), new["functions"].get(name, _nothing(new))]),
+            reward,
+            late,
+        )
+        for name in dict.fromkeys([*old["functions"], *new["functions"]])
+    ]
+    reasons = sorted({*old["finish"], *new["finish"]} - {""})
+    ended = np.array([*old["finish"], *new["finish"]])
+    finish = [_feature(reason, (ended == reason).astype(float), reward, late) for reason in reasons]
+    return {
+        "before": [*before],
+        "after": [*after],
+        "reward": [mean(old["reward"]), mean(new["reward"])],
+        "completions": [len(old["reward"]), len(new["reward"])],
+        "functions": functions,
+        "finish": finish,
+        "features": sorted(features, key=lambda feature: -abs(feature["moved"] * (feature["correlation"] or 0.0))),
+        "phrases": _phrases([*old["text"], *new["text"]], reward, late),
+    }
+
+
+def _nothing(part: Json) -> np.ndarray:
+    return np.full(len(part["reward"]), np.nan)
+
+
+def _gather(source: Source, stretch: tuple[int, int]) -> Json:
+    """A sample of the completions of a stretch of steps."""
+    steps = [step for step in source.steps() if stretch[0] <= step <= stretch[1]]
+    found: list[pa.Table] = []
+    count = 0
+    # From the middle of the stretch outwards would favour nothing; evenly spread steps are read until there are enough.
+    for step in (steps[i] for i in np.linspace(0, len(steps) - 1, min(len(steps), 12)).astype(int)) if steps else ():
+        try:
+            names = [f"rewards/{name}" for name in reward_names(source.columns(step))]
+            table = source.table(step, ["group", "index", "completion_text", "reward", "finish", "trained", *names])
+        except DataError:
+            continue
+        table = table.slice(0, max(1, SAMPLE // min(len(steps), 12)))
+        found.append(table)
+        count += len(table)
+    if not count:
+        raise DataError(f"no completions of steps {stretch[0]} to {stretch[1]} are recorded")
+    table = pa.concat_tables(found, promote_options="permissive")
+    texts = [text or "" for text in table.column("completion_text").to_pylist()]
+    finish = [value or "" for value in table.column("finish").to_pylist()] if "finish" in table.column_names else [""] * len(table)
+    return {
+        "reward": numbers(table, "reward"),
+        "functions": {name: numbers(table, f"rewards/{name}") for name in reward_names(table.column_names)},
+        "finish": finish,
+        "text": texts,
+        "features": {
+            "length": lengths_of(table).astype(float),
+            "lines": np.array([text.count("\n") + 1 for text in texts], float),
+            "digits": np.array([sum(map(str.isdigit, text[:READ])) / max(len(text[:READ]), 1) for text in texts]),
+            "repetition": np.array([repetition(text) for text in texts]),
+        },
+    }
+
+
+def _feature(name: str, values: np.ndarray, reward: np.ndarray, late: np.ndarray) -> Json:
+    return {
+        "name": name,
+        "before": mean(values[~late]),
+        "after": mean(values[late]),
+        "moved": _moved(values, late),
+        "correlation": correlation(values, reward),
+    }
+
+
+def _moved(values: np.ndarray, late: np.ndarray) -> float:
+    """Difference of the means in standard deviations of all."""
+    known = values[np.isfinite(values)]
+    scale = float(known.std()) if known.size else 0.0
+    if scale == 0.0 or not np.isfinite(values[late]).any() or not np.isfinite(values[~late]).any():
+        return 0.0
+    return float((np.nanmean(values[late]) - np.nanmean(values[~late])) / scale)
+
+
+def correlation(x: np.ndarray, y: np.ndarray) -> float | None:
+    """Pearson's, over what is known; None where one of them is constant."""
+    known = np.isfinite(x) & np.isfinite(y)
+    if known.sum() < 3 or x[known].std() == 0.0 or y[known].std() == 0.0:
+        return None
+    return float(np.corrcoef(x[known], y[known])[0, 1])
+
+
+def repetition(text: str) -> float:
+    """Share of a text's three-word sequences that stand in it more than once already.
+
+    >>> repetition("one two three four"), repetition("no no no no no no")
+    (0.0, 0.75)
+    """
+    words = _WORD.findall(text[:READ])
+    triples = list(zip(words, words[1:], words[2:], strict=False))
+    return 1.0 - len(set(triples)) / len(triples) if triples else 0.0
+
+
+def _phrases(texts: Sequence[str], reward: np.ndarray, late: np.ndarray, limit: int = 16) -> list[Json]:
+    held = [_grams(text) for text in texts]
+    count = Counter(gram for grams in held for gram in grams)
+    least = max(3, len(texts) // 50)
+    chosen = {gram for gram, times in count.most_common(4000) if least <= times <= len(texts) - least}
+    where: dict[str, list[int]] = {gram: [] for gram in chosen}
+    for i, grams in enumerate(held):
+        for gram in grams & chosen:
+            where[gram].append(i)
+    known = np.isfinite(reward)
+    found = []
+    for gram, rows in where.items():
+        has = np.zeros(len(texts), bool)
+        has[rows] = True
+        shares = float(has[~late].mean()), float(has[late].mean())
+        related = correlation(has.astype(float), reward)
+        moved = shares[1] - shares[0]
+        found.append(
+            {
+                "phrase": gram,
+                "before": shares[0],
+                "after": shares[1],
+                "correlation": related,
+                "with": mean(reward[has & known]),
+                "without": mean(reward[~has & known]),
+                "rank": abs(moved) * (abs(related or 0.0) + 0.05),
+            }
+        )
+    found.sort(key=lambda phrase: (-phrase["rank"], -len(phrase["phrase"])))
+    return _apart(found, limit)
+
+
+def _apart(ranked: Iterable[Json], limit: int) -> list[Json]:
+    """The best of those that say the same: a phrase that is part of a better one, with the same numbers, is left out."""
+    kept: list[Json] = []
+    for phrase in ranked:
+        same = (
+            other for other in kept
+            if (phrase["phrase"] in other["phrase"] or other["phrase"] in phrase["phrase"])
+            and abs(other["after"] - phrase["after"]) < 0.05 and abs(other["before"] - phrase["before"]) < 0.05
+        )  # fmt: skip
+        if next(same, None) is None:
+            kept.append(phrase)
+        if len(kept) == limit:
+            break
+    return kept
+
+
+def _grams(text: str) -> set[str]:
+    """Words and sequences of two and three of them, as they stand in the text, so that a search finds them."""
+    text = text[:READ]
+    spans = [match.span() for match in _WORD.finditer(text)]
+    return {text[spans[i][0] : spans[i + n - 1][1]] for n in (1, 2, 3) for i in range(len(spans) - n + 1)}
+
+
+# ---------------------------------------------------------------- signs of reward hacking
+
+
+def lenses(source: Source, first: int, last: int) -> Json:
+    """What tells that a reward is being cheated, over a stretch of steps.
+
+    `points`: reward, length, repetition and every function of a sample of completions, with their places.
+    `conflicts`: pairs of functions of which one is satisfied (above its middle) where the other is not, and where.
+    `duplicates`: groups with the fewest different answers.   `correlations` of the reward.
+    """
+    steps = [step for step in source.steps() if first <= step <= last]
+    if not steps:
+        raise DataError(f"no completions of steps {first} to {last} are recorded")
+    chosen = [steps[i] for i in sorted(set(np.linspace(0, len(steps) - 1, min(len(steps), 12)).astype(int).tolist()))]
+    tables = []
+    for step in chosen:
+        names = [f"rewards/{name}" for name in reward_names(source.columns(step))]
+        table = source.table(step, ["group", "index", "completion_text", "reward", "finish", "trained", *names])
+        tables.append(
+            table.slice(0, SCATTER // len(chosen)).append_column("at", pa.array([step] * min(len(table), SCATTER // len(chosen))))
+        )
+    table = pa.concat_tables(tables, promote_options="permissive")
+    texts = [text or "" for text in table.column("completion_text").to_pylist()]
+    reward, length = numbers(table, "reward"), lengths_of(table).astype(float)
+    repeated = np.array([repetition(text) for text in texts])
+    functions = {name: numbers(table, f"rewards/{name}") for name in reward_names(table.column_names)}
+    place = {name: numbers(table, name).astype(int) for name in ("at", "group", "index")}
+    points = {
+        "step": place["at"].tolist(),
+        "group": place["group"].tolist(),
+        "index": place["index"].tolist(),
+        "reward": plain(reward),
+        "length": length.tolist(),
+        "repetition": [round(float(value), 3) for value in repeated],
+        "functions": {name: plain(values) for name, values in functions.items()},
+    }
+    columns = {"length": length, "repetition": repeated, **functions}
+    return {
+        "first": chosen[0],
+        "last": chosen[-1],
+        "points": points,
+        "correlations": {name: correlation(values, reward) for name, values in columns.items()},
+        "conflicts": _conflicts(functions, place),
+        "duplicates": _duplicates(place, texts, reward),
+        "unit": "tokens" if "trained" in table.column_names else "characters",
+    }
+
+
+def _conflicts(functions: dict[str, np.ndarray], place: dict[str, np.ndarray]) -> list[Json]:
+    found = []
+    for name, values in functions.items():
+        for other, against in functions.items():
+            if name != other and np.isfinite(values).any() and np.isfinite(against).any():
+                here = (values > _middle(values)) & (against <= _middle(against))
+                rows = np.flatnonzero(here)[:5]
+                share = float(here.mean())
+                if share > 0.0:
+                    found.append({"high": name, "low": other, "share": share, "places": _places(place, rows)})
+    return sorted(found, key=lambda conflict: -conflict["share"])[:12]
+
+
+def _middle(values: np.ndarray) -> float:
+    return float((np.nanmin(values) + np.nanmax(values)) / 2)
+
+
+def _duplicates(place: dict[str, np.ndarray], texts: Sequence[str], reward: np.ndarray) -> list[Json]:
+    groups: dict[tuple[int, int], list[int]] = {}
+    for i, key in enumerate(zip(place["at"].tolist(), place["group"].tolist(), strict=True)):
+        groups.setdefault(key, []).append(i)
+    found = []
+    for (step, group), rows in groups.items():
+        different = len({texts[i] for i in rows})
+        if len(rows) > 1 and different < len(rows):
+            found.append({"step": step, "group": group, "distinct": different, "size": len(rows), "reward": mean(reward[rows])})
+    return sorted(found, key=lambda group: (group["distinct"] / group["size"], -group["step"]))[:12]
+
+
+def _places(place: dict[str, np.ndarray], rows: np.ndarray) -> list[list[int]]:
+    return [[int(place["at"][i]), int(place["group"][i]), int(place["index"][i])] for i in rows]
+
+
+# ---------------------------------------------------------------- two steps side by side
+
+
+def compare(left: tuple[Source, int], right: tuple[Source, int], kind: str = TRAINING) -> Json:
+    """The prompts that two steps (of one run or of two) share, the one whose reward moved most first."""
+    sides = [_groups_of(source, step, kind) for source, step in (left, right)]
+    shared = [key for key in sides[0] if key in sides[1]]
+    pairs = [{"key": key, "prompt": sides[0][key]["prompt"], "left": sides[0][key], "right": sides[1][key]} for key in shared]
+    pairs.sort(key=lambda pair: -abs((pair["right"]["mean"] or 0.0) - (pair["left"]["mean"] or 0.0)))
+    return {"pairs": pairs, "left": len(sides[0]), "right": len(sides[1])}
+
+
+def _groups_of(source: Source, step: int, kind: str) -> dict[str, Json]:
+    table = source.table(step, ("group", "prompt_text", "reward"), kind)
+    place, reward = numbers(table, "group").astype(int), numbers(table, "reward")
+    found: dict[str, Json] = {}
+    for group in np.unique(place).tolist():
+        rows = np.flatnonzero(place == group)
+        prompt = table.column("prompt_text")[int(rows[0])].as_py() or ""
+        found[key_of(prompt)] = {
+            "group": group, "prompt": excerpt(prompt), "mean": mean(reward[rows]), "rewards": plain(reward[rows]),
+        }  # fmt: skip
+    return found
+
+
+def shared_steps(index: Index, step: int) -> list[Any]:
+    """Other steps that saw prompts of this one, and how many: those worth comparing it with."""
+    entry = index.entry(step)
+    if entry is None:
+        return []
+    count: Counter[int] = Counter()
+    for key in entry.prompts.values():
+        count.update(other for other, _, _ in index.visits(key) if other != step)
+    return sorted(([other, times] for other, times in count.most_common(12)), key=lambda pair: (-pair[1], pair[0]))

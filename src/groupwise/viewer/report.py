@@ -1,0 +1,163 @@
+"""One self-contained page: the application with a run's most telling parts inside, to be mailed and kept.
+
+It is the same application over answers that were asked beforehand: curves, the first and the last step, the two around the largest
+move of the reward, of each the most informative groups with their tokens, what changed, signs of reward hacking, configuration and
+environment.  It needs no server and no network, and its policy allows neither.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from groupwise.errors import DataError
+from groupwise.viewer import health
+from groupwise.viewer.pages import Pages
+from groupwise.viewer.server import SCRIPTS, STYLES, asset
+from groupwise.viewer.sources import HELD_OUT, TRAINING, Source, open_sources
+
+LARGEST = 5_000_000
+"""Bytes of a report."""
+GROUPS = (6, 3, 2, 1)
+"""Groups of each step, fewer where they would not fit."""
+POINTS = 400
+"""Points of a curve."""
+
+
+def export(paths: Sequence[str | Path], file: str | Path) -> Path:
+    """Write a report of runs or files of completions, whole or not at all; its path.  Raises DataError."""
+    sources = open_sources(paths)
+    file = Path(file)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        temporary.write_text(report(sources), encoding="utf-8")
+        os.replace(temporary, file)
+    except OSError as error:
+        raise DataError(f"the report could not be written to {file}: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return file
+
+
+def report(sources: Sequence[Source]) -> str:
+    """The page, smaller than LARGEST."""
+    pages = Pages(sources, points=POINTS)
+    for index in pages.indexes:
+        index.total = len(index.source.steps())
+    for count in GROUPS:
+        text = _page(pages, _answers(pages, count))
+        if len(text.encode()) < LARGEST:
+            return text
+    raise DataError(f"even one group a step makes a report of more than {LARGEST:,} bytes")
+
+
+def address(name: str, parameters: dict[str, Any]) -> str:
+    """The key of an answer: its name and its parameters in order, as the application asks for them."""
+    return name + "?" + "&".join(f"{key}={parameters[key]}" for key in sorted(parameters) if parameters[key] != "")
+
+
+def _answers(pages: Pages, count: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def ask(name: str, **parameters: Any) -> Any:
+        try:
+            answer = pages.answer(name, {key: str(value) for key, value in parameters.items()})
+        except DataError as error:
+            answer = {"error": str(error)}
+        found[address(name, parameters)] = answer
+        return answer
+
+    runs = ask("runs")["runs"]
+    for run in runs:
+        i = run["run"]
+        ask("health", run=i)
+        ask("curves", run=i)
+        ask("config", run=i)
+        if not run["newest"] and run["newest"] != 0:
+            continue
+        change = ask("why", run=i)
+        ask("lenses", run=i)
+        kept = {TRAINING: _telling(pages.sources[i], change), HELD_OUT: run["evaluations"][-1:]}
+        run["kept"] = kept
+        for kind, steps in kept.items():
+            for step in steps:
+                answer = ask("step", run=i, kind=kind, step=step)
+                answer["all"] = len(answer["groups"])
+                answer["groups"] = answer["groups"][:count]
+                for group in answer["groups"]:
+                    for completion in ask("group", run=i, kind=kind, step=step, group=group["group"]).get("completions", ()):
+                        _shorten(completion)
+                    found[address("visits", {"run": i, "key": group["key"]})] = {"visits": [], "read": 0, "total": 0}
+    return found
+
+
+def _shorten(completion: dict[str, Any]) -> None:
+    """A column that says one number everywhere says it once; the application writes it out again."""
+    columns = completion.get("columns", {})
+    columns.pop("behavior", None)
+    for name, values in columns.items():
+        if len(values) > 1 and len(set(values)) == 1:
+            columns[name] = values[:1]
+
+
+def _telling(source: Source, change: dict[str, Any]) -> list[int]:
+    """The first and the last step, and those around the largest move of the reward."""
+    steps = source.steps()
+    wanted = [steps[0], steps[-1], *(change.get("before") or [])[1:], *(change.get("after") or [])[:1]]
+    return sorted({min(steps, key=lambda step: abs(step - near)) for near in wanted})
+
+
+def _page(pages: Pages, answers: dict[str, Any]) -> str:
+    # `</script>` and `<!--` would end the element that holds the data.
+    data = json.dumps(answers, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    scripts = [asset(name).decode() for name in SCRIPTS]
+    styles = [asset(name).decode() for name in STYLES]
+    assert not any("</script" in text for text in scripts) and not any("</style" in text for text in styles)
+    policy = (
+        f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {' '.join(map(_hash, styles))}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    title = ", ".join(source.name for source in pages.sources)
+    head = (
+        f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">\n'
+        + "".join(f"<style>{text}</style>\n" for text in styles)
+    )  # fmt: skip
+    body = f'<script type="application/json" id="answers">{data}</script>\n' + "".join(
+        f"<script>{text}</script>\n" for text in scripts
+    )
+    text = asset("index.html").decode().replace('<link rel="icon" href="/static/icon.svg">\n', "")
+    text = text.replace("<!--summary-->", _summary(pages))
+    text = text.replace("<title>groupwise</title>", f"<title>{html.escape(title)} · groupwise</title>")
+    before, _, after = text.replace("<!--styles-->", head).partition("<!--scripts-->")
+    # The scripts stand behind the page, since inline ones cannot wait for it.
+    return before + after.replace("</body>", body + "</body>")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _summary(pages: Pages) -> str:
+    """The figures as plain HTML, for readers that run no scripts (mail)."""
+    parts = []
+    for source in pages.sources:
+        metrics = source.metrics()
+        rows = []
+        for figure in health.figures(list(metrics.values)):
+            known = [value for value in metrics.values[figure["metric"]] if value == value]
+            if known:
+                rows.append(f"<tr><th>{html.escape(figure['label'])}<td>{known[0]:.4g}<td>{known[-1]:.4g}")
+        warned = "".join(
+            f"<li><b>{html.escape(flag['title'])}.</b> {html.escape(flag['meaning'])} {html.escape(flag['remedy'])}"
+            for flag in health.flags(metrics.history())
+        )
+        parts.append(
+            f"<h1>{html.escape(source.name)}</h1><ul>{warned}</ul><table><tr><th><td>first step<td>last step{''.join(rows)}</table>"
+        )
+    return "<noscript>" + "".join(parts) + "</noscript>"

@@ -1,0 +1,175 @@
+"""The pages over HTTP, to browsers on this machine and to nobody else.
+
+It listens on the loopback interface, answers GET only, and serves a fixed list of its own files: no address is ever turned into a
+path.  A request that names another host (DNS rebinding) or comes from another site's page is refused, and the pages may load and
+send nothing but what comes from here: what a completion says cannot run, and if it did it could not get out.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import threading
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
+
+from groupwise.errors import ConfigError, DataError
+from groupwise.viewer.pages import Pages
+from groupwise.viewer.sources import open_sources
+
+log = logging.getLogger(__name__)
+
+SCRIPTS = ("vendor/uPlot.iife.min.js", "base.js", "tokens.js", "charts.js", "views.js", "app.js")
+"""In the order in which they are run."""
+STYLES = ("vendor/uPlot.min.css", "app.css")
+TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".txt": "text/plain", ".svg": "image/svg+xml"}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "X-Frame-Options": "DENY",
+    "Cache-Control": "no-store",
+}
+LONGEST = 8192
+"""Characters of an address."""
+SMALL = 1400
+"""Bytes that fit into one packet and are not worth compressing."""
+
+
+def asset(name: str) -> bytes:
+    """A file of the application."""
+    return (resources.files("groupwise.viewer") / "static" / name).read_bytes()
+
+
+def page() -> str:
+    """The application's page, which loads its scripts and styles."""
+    styles = "".join(f'<link rel="stylesheet" href="/static/{name}">\n' for name in STYLES)
+    scripts = "".join(f'<script defer src="/static/{name}"></script>\n' for name in SCRIPTS)
+    return asset("index.html").decode().replace("<!--styles-->", styles).replace("<!--scripts-->", scripts)
+
+
+class Viewer(ThreadingHTTPServer):
+    """The server of one set of pages.  Use it as a context manager, or call `close`."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, pages: Pages, port: int = 0) -> None:
+        """port: 0 takes a free one.  Raises ConfigError if the port is taken."""
+        self.pages = pages
+        try:
+            super().__init__(("127.0.0.1", port), _Handler)
+        except OSError as error:
+            raise ConfigError(f"port {port} cannot be listened on ({error}); name another with --port, or 0 for any") from error
+        self.port = self.server_address[1]
+        self.hosts = {f"{name}:{self.port}" for name in ("127.0.0.1", "localhost", "[::1]")}
+        served = {f"/static/{name}": asset(name) for name in (*SCRIPTS, *STYLES, "vendor/uPlot.LICENSE.txt", "icon.svg")}
+        self.files = {"/": page().encode(), **served}
+        self.pages.start()
+
+    @property
+    def address(self) -> str:
+        """Where a browser finds it."""
+        return f"http://127.0.0.1:{self.port}/"
+
+    def start(self) -> Viewer:
+        """Serve in a thread."""
+        threading.Thread(target=self.serve_forever, name="viewer", daemon=True).start()
+        return self
+
+    def close(self) -> None:
+        """Stop serving."""
+        self.shutdown()
+        self.server_close()
+        self.pages.stop()
+
+    def __enter__(self) -> Viewer:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A browser that went away is no event."""
+        log.debug("a request ended early", exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Viewer
+    server_version, sys_version = "groupwise", ""
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        if (refused := self._refused()) is not None:
+            self._send(refused, b"refused\n", "text/plain")
+            return
+        where = urlsplit(self.path)
+        if where.path in self.server.files:
+            kind = TYPES[Path(where.path).suffix or ".html"]
+            self._send(HTTPStatus.OK, self.server.files[where.path], kind)
+        elif where.path.startswith("/api/"):
+            self._answer(where.path.removeprefix("/api/"), dict(parse_qsl(where.query, max_num_fields=64)))
+        else:
+            self._send(HTTPStatus.NOT_FOUND, b"there is no such page\n", "text/plain")
+
+    do_HEAD = do_GET
+
+    def _refused(self) -> HTTPStatus | None:
+        """Why a request is not answered: another host's name, another site's page, an overlong address."""
+        if self.headers.get("Host") not in self.server.hosts:
+            return HTTPStatus.MISDIRECTED_REQUEST
+        origin = self.headers.get("Origin")
+        if origin is not None and origin not in {f"http://{host}" for host in self.server.hosts}:
+            return HTTPStatus.FORBIDDEN
+        # A link from elsewhere may open the application; nothing but the application may ask for data.
+        site, path = self.headers.get("Sec-Fetch-Site"), urlsplit(self.path).path
+        if site is not None and site not in ("same-origin", "none") and path != "/":
+            return HTTPStatus.FORBIDDEN
+        return HTTPStatus.REQUEST_URI_TOO_LONG if len(self.path) > LONGEST else None
+
+    def _answer(self, name: str, parameters: dict[str, str]) -> None:
+        status, found = HTTPStatus.OK, {}
+        try:
+            found = self.server.pages.answer(name, parameters)
+        except KeyError:
+            status, found = HTTPStatus.NOT_FOUND, {"error": "there is no such page"}
+        except DataError as error:
+            status, found = HTTPStatus.UNPROCESSABLE_ENTITY, {"error": str(error)}
+        except Exception as error:  # one bad file must not take the viewer away
+            log.exception("the page %s failed", name)
+            status, found = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"{type(error).__name__}: {error}"}
+        self._send(status, json.dumps(found, allow_nan=False, separators=(",", ":")).encode(), "application/json")
+
+    def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
+        compressed = len(body) > SMALL and "gzip" in (self.headers.get("Accept-Encoding") or "")
+        if compressed:
+            body = gzip.compress(body, compresslevel=1)
+        self.send_response(status)
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        if compressed:
+            self.send_header("Content-Encoding", "gzip")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        log.debug(format, *arguments)
+
+
+def serve(paths: Sequence[str | Path], port: int = 8765) -> Viewer:
+    """A viewer of runs and files, serving in a thread.  Raises DataError for what is neither, ConfigError for a taken port."""
+    return Viewer(Pages(open_sources(paths)), port).start()

@@ -1,0 +1,266 @@
+"use strict";
+// Completions: their tokens, coloured by a quantity, with every number of the token under the cursor.
+
+const HUES = {
+  plus: { light: "37,99,235", dark: "96,165,250" },
+  minus: { light: "234,88,12", dark: "251,146,60" },
+  violet: { light: "124,58,237", dark: "167,139,250" },
+  teal: { light: "13,148,136", dark: "45,212,191" },
+  pink: { light: "219,39,119", dark: "244,114,182" },
+  sand: { light: "161,98,7", dark: "250,204,21" },
+};
+
+/** The quantities by key 1 to 7: what they are called, what they say, how they are coloured. */
+const QUANTITIES = [
+  { id: "push", label: "Push", unit: "advantage × ratio", low: "less likely", high: "more likely", signed: true,
+    says: "What the update did to each token: advantage × ratio. Blue: made more likely, orange: less likely, hatched: clipped, its gradient was cut." },
+  { id: "logp", label: "Log-prob", unit: "nats", low: "surprising", high: "certain", hue: "violet", inverse: true,
+    says: "How likely the policy found the token before the update. The stronger the colour, the greater the surprise." },
+  { id: "entropy", label: "Entropy", unit: "nats", low: "certain", high: "open", hue: "teal",
+    says: "How open the choice was at this token. The stronger the colour, the more else it could have said." },
+  { id: "kl", label: "KL", unit: "nats, policy − reference", low: "reference likes it more", high: "policy likes it more", signed: true,
+    says: "Log-prob under the policy minus that under the reference: where the policy has moved." },
+  { id: "mismatch", label: "Mismatch", unit: "nats, trainer − sampler", low: "sampler higher", high: "trainer higher", signed: true,
+    says: "Log-prob by the trainer minus that by the sampler, of the same token. Only rounding, unless something is wrong." },
+  { id: "gradient", label: "Gradient", unit: "share of the group", low: "none", high: "much", hue: "pink", share: true,
+    says: "Share of the group's gradient that comes from this token: weight × |advantage| × ratio, 0 where clipped. The KL term is left out." },
+  { id: "version", label: "Version", unit: "optimizer steps", low: "older", high: "newer", hue: "sand",
+    says: "The version of the weights that drew the token." },
+];
+
+const theme = () => document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+
+/** [hue, strength 0..1] of a value on a scale. */
+function tint(quantity, value, [low, high]) {
+  if (value === null || value === undefined) return null;
+  if (quantity.signed) return [value < 0 ? "minus" : "plus", Math.min(1, Math.abs(value) / high)];
+  if (quantity.inverse) return [quantity.hue, Math.min(1, value / low)];
+  return [quantity.hue, high > low ? Math.max(0, Math.min(1, (value - low) / (high - low))) : 0];
+}
+
+const STRONGEST = 0.6;
+function colour(tinted) {
+  if (!tinted) return "";
+  const strength = STRONGEST * Math.sqrt(tinted[1]);
+  return strength < 0.015 ? "" : `rgba(${HUES[tinted[0]][theme()]},${strength.toFixed(3)})`;
+}
+
+/** The bar of the chosen quantity's scale, with its numbers. */
+function scaleBar(quantity, [low, high]) {
+  const stops = [];
+  for (let i = 0; i <= 12; i++) stops.push(colour(tint(quantity, low + ((high - low) * i) / 12, [low, high])) || "transparent");
+  const show = (value) => (quantity.share ? percent(value) : fmt(value, quantity.signed));
+  return h("div", { class: "scale", role: "img", "aria-label": `scale of ${quantity.label}: from ${show(low)} (${quantity.low}) to ${show(high)} (${quantity.high}), ${quantity.unit}` },
+    h("span", { class: "end", text: show(low) }),
+    h("span", { class: "bar", style: { "background-image": `linear-gradient(90deg, ${stops.join(",")})` } }),
+    h("span", { class: "end", text: show(high) }),
+    h("span", { class: "unit", text: quantity.unit }));
+}
+
+const FIRST = 280;
+const CHUNK = 600;
+
+/** A completion as a card.  `context`: what `more` needs (run, step, group, kind), the group's scales, the search to mark. */
+class Card {
+  constructor(completion, context) {
+    this.completion = completion;
+    // A report says a number that is the same for all tokens once.
+    for (const [name, values] of Object.entries(completion.columns || {})) if (values.length === 1) completion.columns[name] = Array(completion.tokens.length).fill(values[0]);
+    this.context = context;
+    this.shown = 0;
+    this.spans = [];
+    this.at = -1;
+    this.text = h("div", { class: "text", tabindex: 0, role: "group", "aria-label": `text of completion ${completion.index}; arrow keys go from token to token`, dir: "auto" });
+    this.text.addEventListener("keydown", (event) => this.walk(event));
+    this.text.addEventListener("scroll", () => this.nearEnd() && this.grow());
+    this.text.addEventListener("mousemove", (event) => this.point(event));
+    this.text.addEventListener("mouseleave", () => hideTip());
+    this.text.addEventListener("blur", () => this.leave());
+    this.element = this.frame();
+    this.grow(FIRST);
+  }
+
+  frame() {
+    const { completion, context } = this;
+    const rewards = context.rewards.filter((value) => value !== null);
+    const low = Math.min(...rewards, 0), high = Math.max(...rewards, 1e-9);
+    const share = completion.reward === null ? 0 : (completion.reward - low) / Math.max(high - low, 1e-9);
+    const cut = /length|truncat|max/i.test(completion.finish);
+    const advantage = completion.advantage;
+    const facts = [
+      advantage !== null && h("span", { class: advantage > 0 ? "fact up" : advantage < 0 ? "fact down" : "fact", title: "advantage: how far above its siblings' its reward is", text: `advantage ${fmt(advantage, true)}` }),
+      h("span", { class: "fact", text: many(completion.length, completion.unit.slice(0, -1)) }),
+      completion.finish && h("span", { class: cut ? "fact warn" : "fact", text: cut ? "cut off" : completion.finish === "eos" ? "ended" : completion.finish }),
+    ];
+    const functions = Object.entries(completion.rewards);
+    const parts = functions.length > 1 ? h("div", { class: "functions" }, functions.map(([name, value]) => h("span", { class: "chip" }, h("i", { text: name }), fmt(value)))) : null;
+    const place = addressOf({ ...here, c: completion.index });
+    return h("article", { class: "card", id: `c${context.side || ""}${completion.index}`, data: { index: completion.index }, "aria-label": `completion ${completion.index}, reward ${fmt(completion.reward)}` },
+      h("header", {},
+        h("div", { class: "reward-line" },
+          h("span", { class: "reward", text: fmt(completion.reward) }),
+          h("span", { class: "meter", "aria-hidden": "true" }, h("span", { style: { width: `${100 * share}%` } })),
+          h("a", { class: "number", href: place, title: completion.same === undefined ? "link to this completion" : `word for word the same as #${completion.same}`, text: completion.same === undefined ? `#${completion.index}` : `#${completion.index} = #${completion.same}` })),
+        h("div", { class: "facts" }, facts), parts),
+      completion.messages ? conversation(completion.messages) : this.text);
+  }
+
+  nearEnd() {
+    return this.text.scrollTop + this.text.clientHeight > this.text.scrollHeight - 240;
+  }
+
+  /** Show more: what is here already, else what the server has. */
+  async grow(count = CHUNK) {
+    const { completion } = this;
+    if (this.busy) return;
+    if (completion.messages) return;
+    this.note?.remove();
+    if (!completion.tokens) {
+      if (this.shown === 0) this.text.append(...marked(completion.text, this.context.wanted));
+      this.shown = completion.text.length;
+    } else {
+      const end = Math.min(this.shown + count, completion.tokens.length);
+      const special = new Set(completion.special), untrained = new Set(completion.untrained);
+      const fresh = document.createDocumentFragment();
+      for (let i = this.shown; i < end; i++) fresh.append(this.span(i, special.has(i), untrained.has(i)));
+      this.text.append(fresh);
+      this.shown = end;
+      this.paint();
+    }
+    if (this.shown < completion.length) {
+      const rest = completion.length - this.shown;
+      this.note = h("button", { class: "more", type: "button", text: `${many(rest, completion.unit.slice(0, -1))} more`, onclick: () => this.grow() });
+      this.text.append(this.note);
+      if (this.shown >= (completion.tokens ? completion.tokens.length : completion.text.length)) await this.fetchMore();
+    }
+  }
+
+  async fetchMore() {
+    const { completion, context } = this;
+    this.busy = true;
+    try {
+      const { run, step, group, kind } = context;
+      const more = await ask("more", { run, step, group, kind, index: completion.index, begin: this.shown });
+      if (more.tokens) {
+        const offset = completion.tokens.length;
+        completion.tokens.push(...more.tokens);
+        completion.ids.push(...more.ids);
+        completion.special.push(...more.special.map((i) => i + offset));
+        completion.untrained.push(...more.untrained.map((i) => i + offset));
+        for (const [name, values] of Object.entries(more.columns)) completion.columns[name]?.push(...values);
+      } else {
+        this.note.remove();
+        this.text.append(...marked(more.text, context.wanted));
+        completion.text += more.text;
+        this.shown = completion.text.length;
+        if (this.shown < completion.length) this.text.append(this.note);
+      }
+    } catch (error) {
+      this.note.textContent = `${this.note.textContent}: ${error.message}`;
+      this.note.disabled = true;
+    }
+    this.busy = false;
+  }
+
+  span(i, special, untrained) {
+    const { completion } = this;
+    const text = completion.tokens[i];
+    const blanks = here.blanks === "1";
+    const classes = ["t"];
+    if (special) classes.push("special");
+    if (untrained) classes.push("untrained");
+    if (completion.columns.clipped && completion.columns.clipped[i] > 0) classes.push("clipped");
+    const span = h("span", { class: classes.join(" "), data: { i } });
+    if (special) span.append(...(blanks ? visible(text) : ["∎"]));
+    else if (text === "") span.append("‥");
+    else span.append(...visible(text, blanks));
+    this.spans.push(span);
+    return span;
+  }
+
+  /** Colour what is shown by the chosen quantity. */
+  paint() {
+    const quantity = QUANTITIES.find((one) => one.id === this.context.by());
+    const scale = quantity && this.context.scales[quantity.id];
+    const values = scale && this.completion.columns?.[quantity.id];
+    this.element.classList.toggle("shows-clipped", quantity?.id === "push" || quantity?.id === "gradient");
+    this.spans.forEach((span, i) => { span.style.backgroundColor = values ? colour(tint(quantity, values[i], scale)) : ""; });
+  }
+
+  point(event) {
+    const span = event.target.closest?.(".t");
+    if (span) showTip(this, Number(span.dataset.i), span);
+    else hideTip();
+  }
+
+  walk(event) {
+    if (event.key === "ArrowRight" || event.key === "ArrowLeft") {
+      event.preventDefault();
+      event.stopPropagation();
+      const step = event.key === "ArrowRight" ? 1 : -1;
+      this.spans[this.at]?.classList.remove("at");
+      this.at = Math.max(0, Math.min(this.spans.length - 1, this.at + step));
+      const span = this.spans[this.at];
+      if (!span) return;
+      span.classList.add("at");
+      span.scrollIntoView({ block: "nearest" });
+      showTip(this, this.at, span);
+      if (this.at > this.spans.length - 20) this.grow();
+    } else if (event.key === "Escape") {
+      this.leave();
+    }
+  }
+
+  leave() {
+    this.spans[this.at]?.classList.remove("at");
+    hideTip();
+  }
+}
+
+/** All that is known of a token, beside it. */
+function showTip(card, i, span) {
+  const { completion, context } = card;
+  const value = (id) => completion.columns[id]?.[i];
+  const rows = QUANTITIES.filter((one) => completion.columns[one.id]).map((one) =>
+    h("tr", { class: one.id === context.by() ? "chosen" : "" }, h("th", { text: one.label }),
+      h("td", { text: one.share ? percent(value(one.id)) : one.id === "version" ? String(value(one.id)) : fmt(value(one.id), one.signed) })));
+  const clipped = value("clipped");
+  const extra = [
+    value("advantage") !== undefined && h("tr", {}, h("th", { text: "Advantage" }), h("td", { text: fmt(value("advantage"), true) })),
+    value("ratio") !== undefined && h("tr", {}, h("th", { text: "Ratio" }), h("td", { text: fmt(value("ratio")) })),
+    clipped > 0 && h("tr", {}, h("th", { text: "Clipped" }), h("td", { text: clipped >= 0.999 ? "yes" : `${percent(clipped)} of updates` })),
+    completion.untrained.includes(i) && h("tr", {}, h("th", { text: "Not trained" }), h("td", { text: "the policy did not write it" })),
+  ];
+  const tip = fill($("tip"),
+    h("div", { class: "token" }, h("b", {}, ...visible(completion.tokens[i] || "part of a character", true)), h("span", { text: `token ${completion.begin + i} · id ${completion.ids[i]}` })),
+    h("table", {}, h("tbody", {}, rows, extra)));
+  tip.hidden = false;
+  const box = span.getBoundingClientRect(), own = tip.getBoundingClientRect();
+  const left = Math.max(8, Math.min(box.left, innerWidth - own.width - 8));
+  const top = box.bottom + own.height + 10 < innerHeight ? box.bottom + 6 : Math.max(8, box.top - own.height - 6);
+  tip.style.left = `${left}px`;
+  tip.style.top = `${top}px`;
+}
+
+function hideTip() {
+  $("tip").hidden = true;
+}
+
+/** Messages as turns that fold: what the model said open, what it was told grey, tool calls with their arguments. */
+function conversation(messages) {
+  const turns = messages.map((message, i) => {
+    const role = String(message.role || "text");
+    const said = typeof message.content === "string" ? message.content
+      : Array.isArray(message.content) ? message.content.map((part) => part.text ?? JSON.stringify(part)).join("\n") : message.content ? JSON.stringify(message.content) : "";
+    const calls = Array.isArray(message.tool_calls) ? message.tool_calls : [];
+    const own = role === "assistant";
+    return h("details", { class: own ? "turn own" : "turn observed", open: own || said.length < 400 },
+      h("summary", {}, h("b", { text: role }), h("span", { text: `turn ${i + 1} · ${many(said.length, "character")}${calls.length ? " · " + many(calls.length, "tool call") : ""}` })),
+      h("div", { class: "said", dir: "auto" }, ...visible(said.slice(0, 20000)), said.length > 20000 ? h("i", { text: ` … ${many(said.length - 20000, "character")} more` }) : null),
+      calls.map((call) => {
+        const made = call.function || call;
+        return h("div", { class: "call" }, h("b", { text: String(made.name || "tool") }), h("pre", {}, ...visible(typeof made.arguments === "string" ? made.arguments : JSON.stringify(made.arguments ?? made, null, 1))));
+      }));
+  });
+  return h("div", { class: "text conversation", tabindex: 0, role: "group", "aria-label": "conversation" }, turns);
+}

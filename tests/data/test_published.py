@@ -1,0 +1,237 @@
+"""Preference data in exactly the forms in which they are published: columns, types and turns as there."""
+
+import pytest
+
+from groupwise.config.settings import DataSettings
+from groupwise.data.load import load_pairs, load_texts
+from groupwise.data.pairs import encode_pairs
+from groupwise.data.published import as_pairs
+from groupwise.data.sources import Rows
+from groupwise.data.templates import Template, Wording
+from groupwise.data.tokenizers import byte_tokenizer
+from groupwise.errors import ConfigError, DataError
+
+TOKENIZER = byte_tokenizer()
+ASKED = [{"role": "user", "content": "1+2"}]
+CHAT = "<|user|>1+2<|end|><|assistant|>"
+
+
+def told(rows, *, chat=True, format=None, context=2000):
+    """(prompt, chosen, rejected) of each pair as text, and the report."""
+    template = Template(tokenizer=TOKENIZER, chat=chat, format=format)
+    pairs, report = encode_pairs(Rows("f.jsonl", rows), template, context=context, eos_ids=(TOKENIZER.eos_token_id,))
+    return [tuple(TOKENIZER.decode(side) for side in (pair.prompt, pair.chosen, pair.rejected)) for pair in pairs], report
+
+
+def spoken(text):
+    return [*ASKED, {"role": "assistant", "content": text}]
+
+
+HH = {
+    "chosen": "\n\nHuman: 1+1\n\nAssistant: 2\n\nHuman: 1+2\n\nAssistant: 3",
+    "rejected": "\n\nHuman: 1+1\n\nAssistant: 2\n\nHuman: 1+2\n\nAssistant: No.",
+}
+COMPLETION = {"annotations": {"helpfulness": {"Rating": "4"}}, "custom_system_prompt": "Be kind.", "model": "m", "critique": "c"}
+
+
+def test_hh_rlhf_with_chat_becomes_turns():
+    ((prompt, chosen, rejected),), _ = told([HH])
+    assert prompt == "<|user|>1+1<|end|><|assistant|>2<|end|><|user|>1+2<|end|><|assistant|>"
+    assert (chosen, rejected) == ("3<|end|>", "No.<|end|>")
+
+
+def test_hh_rlhf_without_chat_keeps_its_own_text():
+    ((prompt, chosen, rejected),), _ = told([HH], chat=False)
+    assert prompt == "\n\nHuman: 1+1\n\nAssistant: 2\n\nHuman: 1+2\n\nAssistant:"
+    assert prompt + chosen == HH["chosen"] + "<|end|>" and prompt + rejected == HH["rejected"] + "<|end|>"
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_hh_rlhf_as_it_is_with_its_odd_rows(chat):
+    rows = [
+        HH,
+        {"chosen": HH["chosen"], "rejected": HH["chosen"]},
+        {"chosen": HH["chosen"], "rejected": "\n\nHuman: 1+2\n\nAssistant: 3"},
+        {"chosen": HH["chosen"] + "\n\nHuman: thanks", "rejected": HH["rejected"]},
+        {"chosen": HH["chosen"], "rejected": HH["rejected"].replace("No.", "")},
+        {"chosen": None, "rejected": HH["rejected"]},
+        {"chosen": HH["chosen"], "rejected": "no conversation"},
+        {"chosen": HH["chosen"]},
+    ]
+    pairs, report = told(rows, chat=chat)
+    assert (len(pairs), report.rows, report.kept) == (1, 8, 1)
+    assert report.dropped == {
+        "with chosen = rejected": 1,
+        "whose conversations differ before the last turn": 1,
+        "that do not end with a turn of the assistant": 1,
+        "with an empty completion": 1,
+        "that cannot be read": 1,
+        "in which one side is no conversation": 1,
+        "without rejected": 1,
+    }
+    assert "1 that cannot be read (first: f.jsonl row 6: no column 'prompt'" in str(report)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(
+            {"prompt": "1+2", "prompt_id": "a1", "chosen": spoken("3"), "rejected": spoken("No."), "messages": spoken("3")}
+            | {"score_chosen": 8.5, "score_rejected": 3.0},
+            id="ultrafeedback_binarized",
+        ),
+        pytest.param(
+            {"chosen": spoken("3"), "rejected": spoken("No."), "score_chosen": 8.5, "score_rejected": 3.0}, id="without a prompt"
+        ),
+        pytest.param({"prompt": ASKED, "chosen": spoken("3")[1:], "rejected": spoken("No.")[1:]}, id="TRL, conversational"),
+        pytest.param({"prompt": "1+2", "chosen": "3", "rejected": "No."}, id="TRL, standard"),
+        pytest.param(
+            {"source": "evol_instruct", "instruction": "1+2", "models": ["a", "b", "c"], "correct_answers": ["None"]}
+            | {"incorrect_answers": ["None"]}
+            | {
+                "completions": [
+                    COMPLETION | {"response": "Perhaps 3?", "overall_score": 10.0, "fine-grained_score": 3.0},
+                    COMPLETION | {"response": "No.", "overall_score": 7.0, "fine-grained_score": 1.25},
+                    COMPLETION | {"response": "3", "overall_score": 8.0, "fine-grained_score": 4.75},
+                ]
+            },
+            id="UltraFeedback",
+        ),
+        pytest.param(
+            {"instruction": "1+2"}
+            | {"completions": [{"response": "3", "overall_score": 8.0}, {"response": "No.", "overall_score": 7.5}]},
+            id="UltraFeedback before its scores were averaged",
+        ),
+        pytest.param(
+            {"domain": "stem", "language": "english", "context": ASKED, "response1": "3", "response2": "No."}
+            | {"overall_preference": -2, "individual_preference": [{"score": -2, "reasoning": "r"}]},
+            id="HelpSteer3, first preferred",
+        ),
+        pytest.param(
+            {"context": ASKED, "response1": "No.", "response2": "3", "overall_preference": 1}, id="HelpSteer3, second preferred"
+        ),
+        pytest.param(
+            {"split": "train", "prompt": "1+2", "response_1": "3", "response_2": "No.", "preference_strength": -3}
+            | {"preference_statement": "s", "preference_elaboration": "e"},
+            id="HelpSteer2, preference",
+        ),
+    ],
+)
+def test_one_row_holds_the_pair(row):
+    assert told([row])[0] == [(CHAT, "3<|end|>", "No.<|end|>")]
+
+
+def test_a_multi_turn_prompt_of_helpsteer2():
+    prompt = "1+1\n<extra_id_1>Assistant\n2\n<extra_id_1>User\n1+2"
+    row = {"prompt": prompt, "response_1": "No.", "response_2": "3", "preference_strength": 2}
+    ((asked, chosen, _),), _ = told([row])
+    assert asked == "<|user|>1+1<|end|><|assistant|>2<|end|><|user|>1+2<|end|><|assistant|>" and chosen == "3<|end|>"
+    assert told([row], chat=False)[0] == [(prompt, "3<|end|>", "No.<|end|>")]
+
+
+def test_ratings_of_helpsteer2_pair_neighbouring_rows():
+    def rated(prompt, response, helpfulness):
+        return {"prompt": prompt, "response": response, "helpfulness": helpfulness, "correctness": 4, "coherence": 4} | {
+            "complexity": 2,
+            "verbosity": 1,
+        }
+
+    rows = [rated("1+2", "No.", 1), rated("1+2", "3", 4), rated("5", "a", 3), rated("5", "b", 3), rated("6", "alone", 4)]
+    pairs, report = told(rows)
+    assert pairs == [(CHAT, "3<|end|>", "No.<|end|>")]
+    assert report.dropped == {"whose completions are rated alike": 1, "without a second response to the prompt": 1}
+
+
+def test_labels_of_kto_pair_good_and_bad_completions_of_a_prompt():
+    good, bad = spoken("3")[1:], spoken("No.")[1:]
+    rows = [
+        {"prompt": ASKED, "completion": bad, "label": False},
+        {"prompt": [{"role": "user", "content": "other"}], "completion": good, "label": True},
+        {"prompt": ASKED, "completion": good, "label": True},
+        {"prompt": ASKED, "completion": good, "label": None},
+    ]
+    pairs, report = told(rows)
+    assert pairs == [(CHAT, "3<|end|>", "No.<|end|>")]
+    assert report.dropped == {
+        "whose label is neither true nor false": 1,
+        "whose prompt has no completion with the other label": 1,
+    }
+    with pytest.raises(DataError, match=r"no pair is left: .*2 whose prompt has no completion with the other label"):
+        told([{"prompt": "1", "completion": "a", "label": True}, {"prompt": "2", "completion": "b", "label": False}])
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"prompt": "1", "chosen": "a"}, "rejected"),
+        ({"chosen": "a", "rejected": "b"}, "prompt"),
+        ({"prompt": "1", "completion": "a"}, "label"),
+        ({"prompt": "1", "response_1": "a", "response_2": "b"}, "preference_strength"),
+        ({"context": ASKED, "response1": "a", "overall_preference": 1}, "response2"),
+        ({"prompt": "1", "response": "a"}, "helpfulness"),
+        ({"question": "1", "text": "a"}, "chosen"),
+    ],
+)
+def test_a_source_in_no_form_names_the_column_that_is_missing(row, column):
+    with pytest.raises(DataError, match=rf"f\.jsonl row 1: no column '{column}'; there are: "):
+        told([row])
+
+
+def test_rows_that_hold_no_pair_are_counted_never_the_end():
+    pair = {"prompt": "1+2", "chosen": "3", "rejected": "No."}
+    rows = [
+        {"prompt": None, "chosen": "3", "rejected": "No."},
+        {"prompt": "1+2", "chosen": 5, "rejected": "No."},
+        {"prompt": "1+2", "chosen": [{"role": "user", "content": "x"}], "rejected": "No."},
+        {"prompt": [{"role": "user"}], "chosen": "3", "rejected": "No."},
+        pair | {"margin": "large"},
+        pair,
+    ]
+    pairs, report = told(rows)
+    assert len(pairs) == 1 and report.dropped == {"that cannot be read": 5}
+    scored = {"instruction": "1", "completions": [{"response": "a", "overall_score": "N/A"}, {"response": "b", "overall_score": 1}]}
+    _, report = told([scored | {"completions": "?"}, scored, scored | {"completions": []}, scored | {"completions": [
+        {"response": "a", "score": 1}, {"response": "b", "score": 2}]}])  # fmt: skip
+    assert report.kept == 1 and sum(report.dropped.values()) == 3
+
+
+def test_messages_that_the_chat_template_refuses_are_counted():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    twice = [*ASKED, *ASKED]
+    rows = [{"prompt": ASKED, "chosen": "3", "rejected": "4"}, {"prompt": twice, "chosen": "3", "rejected": "4"}]
+    template = Template(tokenizer=tokenizer, chat=True)
+    pairs, report = encode_pairs(Rows("f.jsonl", rows), template, context=99, eos_ids=(tokenizer.eos_token_id,))
+    assert len(pairs) == 1 and report.dropped == {"refused by the chat template": 1}
+    assert "f.jsonl row 2: the chat template refuses these messages: roles must alternate" in str(report)
+
+
+def test_a_format_makes_the_prompt_from_other_columns():
+    rows = [{"question": "1+2", "chosen": "3", "rejected": "No."}]
+    assert told(rows, chat=False, format="Q: {question} A:")[0] == [("Q: 1+2 A:", "3<|end|>", "No.<|end|>")]
+    with pytest.raises(ConfigError, match=r"set data\.template: alpaca"):
+        told([{"instruction": "1", "chosen": "2", "rejected": "3"}], chat=False)
+
+
+def test_reading_twice_changes_nothing():
+    for row in (HH, {"context": ASKED, "response1": "3", "response2": "No.", "overall_preference": -2}):
+        once = as_pairs(Rows("f", [row]), Wording(chat=True))
+        twice = as_pairs(once, Wording(chat=True))
+        assert list(once) == list(twice)
+
+
+def test_held_out_parts_of_published_data_count_every_row_once(write):
+    rows = [{side: text.replace("1+2", f"1+{i}") for side, text in HH.items()} for i in range(100)]
+    rows += [{"chosen": HH["chosen"], "rejected": "\n\nHuman: ?\n\nAssistant: 3"}] * 3
+    path = write(rows)
+    data = load_pairs(DataSettings(path=path, eval_fraction=0.3), TOKENIZER, context=999, eos_ids=(TOKENIZER.eos_token_id,), seed=0)
+    assert data.report.rows + data.held_out_report.rows == 103 and data.held_out_report.kept == len(data.held_out) > 10
+    assert data.report.dropped == {"whose conversations differ before the last turn": 3} and not data.held_out_report.dropped
+    texts = list(load_texts(DataSettings(path=path, eval_fraction=0.3), seed=0))
+    assert sum("Human" in text for text in texts) == len(data.train)
+    other = load_pairs(DataSettings(path=path, eval_path=write(rows[:50], "e.jsonl")), TOKENIZER, context=999, eos_ids=(1,), seed=0)
+    assert (other.overlap, other.report.rows) == (50, 53)

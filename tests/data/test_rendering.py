@@ -1,0 +1,78 @@
+"""What the guarded renderer writes is what transformers writes."""
+
+import threading
+
+import pytest
+
+from groupwise.data.rendering import Chat, Refusal, render_chats
+from groupwise.data.tokenizers import byte_tokenizer
+from groupwise.errors import DataError
+
+TEMPLATES = {
+    "roles": "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}",
+    "tools": "{% if tools %}{{ tools | tojson(indent=2) }}{% endif %}{% for m in messages %}{{ m.content }}"
+    "{% if m.tool_calls %}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}{% endif %}{% endfor %}",
+    "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}{% if loop.last %}{% break %}{% endif %}{% endfor %}{{ thinking | default('off') }}",
+}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": False, "é": None}}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}}
+CHATS = [
+    Chat([{"role": "user", "content": " hi \u2028 é "}], add_generation_prompt=True),
+    Chat([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]),
+    Chat([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b "}], continue_final_message=True),
+    Chat([{"role": "user", "content": "a"}], variables={"thinking": "on"}),
+]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_texts_are_those_of_apply_chat_template(name):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATES[name]
+    found = render_chats(tokenizer, CHATS)
+    expected = [tokenizer.apply_chat_template(list(chat.messages), tokenize=False, **chat.options) for chat in CHATS]
+    assert found == expected
+
+
+def test_tools_and_calls_reach_the_template():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATES["tools"]
+    messages = [{"role": "assistant", "content": "see", "tool_calls": [CALL]}]
+    (found,) = render_chats(tokenizer, [Chat(messages, tools=[TOOL])])
+    assert found == tokenizer.apply_chat_template(messages, tools=[TOOL], tokenize=False)
+    assert '"é": null' in found
+
+
+def test_many_conversations_keep_their_order_and_their_refusals():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% if messages[0].content == '77' %}{{ 1/0 }}{% endif %}{{ messages[0].content }}"
+    found = render_chats(tokenizer, [Chat([{"role": "user", "content": str(i)}], f"row {i}") for i in range(150)])
+    assert [text for text in found if isinstance(text, str)] == [str(i) for i in range(150) if i != 77]
+    assert found[77] == Refusal("row 77", "ZeroDivisionError: division by zero")
+
+
+def test_threads_do_not_get_each_others_answers():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATES["roles"]
+    found = {}
+
+    def render(name):
+        found[name] = [render_chats(tokenizer, [Chat([{"role": "user", "content": f"{name}{i}"}])])[0] for i in range(50)]
+
+    threads = [threading.Thread(target=render, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {name: [f"[user]{name}{i}<|end|>\n" for i in range(50)] for name in "abcd"}
+
+
+def test_no_template_and_no_default_among_several():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match=r"no chat template: set model\.chat_template"):
+        render_chats(tokenizer, CHATS)
+    tokenizer.chat_template = {"rag": "x", "search": "y"}
+    with pytest.raises(DataError, match="'rag', 'search'"):
+        render_chats(tokenizer, CHATS)

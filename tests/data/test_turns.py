@@ -1,0 +1,259 @@
+"""The next turn as a suffix: own templates with the habits of the families, and the shipped ones where TRL is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from groupwise.data.rendering import Chat, render_chats
+from groupwise.data.tokenizers import byte_tokenizer, make_tokenizer
+from groupwise.data.turns import TOOL, Turns
+from groupwise.errors import DataError
+
+SPECIAL = {
+    "qwen": ["<|im_start|>", "<|im_end|>", "<|endoftext|>"],
+    "llama": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"],
+    "gpt-oss": ["<|start|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>", "<|constrain|>"],
+}
+"""`<|end|>` is there already: the tokenizer's own end is one of gpt-oss's control tokens."""
+ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|call|>", "<|return|>")
+
+TOOLS = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+RESULT = (
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}\n<tool_response>\n{{ m.content }}\n"
+    "</tool_response>{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+)
+CALL = (
+    "{% for c in m.tool_calls or [] %}{% if m.content or not loop.first %}{{ '\\n' }}{% endif %}<tool_call>\n"
+    '{{ \'{"name": "\' + c.function.name + \'", "arguments": \' + (c.function.arguments | tojson) }}}\n</tool_call>{% endfor %}'
+)
+GENERATE = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+OWN = {
+    # Everything as it was said: Qwen 2.5, Qwen3-2507.
+    "keeps": TOOLS + "{% for m in messages %}{% if m.role == 'tool' %}" + RESULT
+    + "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}" + CALL + "<|im_end|>\n{% endif %}{% endfor %}" + GENERATE,
+    # Qwen 3: an empty think block appears in the last turn, and goes with the next message; old reasoning goes too.
+    "forgets": TOOLS + "{% set ns = namespace(asked=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}" + RESULT + "{% else %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.index0 > ns.asked and (loop.last or m.reasoning_content) %}"
+    "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}" + CALL
+    + "<|im_end|>\n{% endif %}{% endfor %}" + GENERATE,
+    # Llama 3: bare JSON, one call a turn, results under a role of their own.
+    "bare": "<|begin_of_text|>{% for m in messages %}{% if m.role == 'tool' %}<|start_header_id|>ipython<|end_header_id|>\n\n"
+    "{{ m.content | tojson }}<|eot_id|>{% else %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{% if m.tool_calls %}"
+    "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call at once') }}{% endif %}"
+    '{{ \'{"name": "\' + m.tool_calls[0].function.name + \'", "parameters": \' + (m.tool_calls[0].function.arguments | tojson) }}}'
+    "{% else %}{{ m.content | trim }}{% endif %}<|eot_id|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+    # gpt-oss: channels, results named after the call, reasoning dropped once the answer is final, another end in the past.
+    "channels": "{% set ns = namespace(name=none) %}{% for m in messages %}{% if m.role == 'tool' %}{% if ns.name is none %}"
+    "{{ raise_exception('no call') }}{% endif %}<|start|>functions.{{ ns.name }} to=assistant<|channel|>commentary<|message|>"
+    "{{ m.content | tojson }}<|end|>{% elif m.role != 'assistant' %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>"
+    "{% elif m.tool_calls %}{% set ns.name = m.tool_calls[0].function.name %}{% if m.thinking %}"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "<|start|>assistant to=functions.{{ ns.name }}<|channel|>commentary json"
+    "<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>{% elif loop.last and not add_generation_prompt %}"
+    "{% if m.thinking %}"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}<|start|>assistant<|channel|>final"
+    "<|message|>{{ m.content }}<|return|>{% else %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
+    # No token ends a turn: the next one's header does (GLM).
+    "headers": "{% for m in messages %}{% if m.role == 'tool' %}<|system|>\n{{ m.content }}{% else %}<|{{ m.role }}|>\n"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function.arguments | tojson }}"
+    "</call>{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+}  # fmt: skip
+MATRIX = {  # + tool result, after reasoning; + user, after reasoning
+    "keeps": "append append append append",
+    "forgets": "rewrites append rewrites rewrites",
+    "bare": "append append append append",
+    "channels": "append append rewrites rewrites",
+    "headers": "append append append append",
+}
+SHIPPED = {
+    "qwen2_5": "append append append append",
+    "qwen3_instruct_2507": "append append append append",
+    "qwen3_8": "append append append append",
+    "qwen3": "rewrites append rewrites rewrites",
+    "qwen3_5_think": "append append rewrites rewrites",
+    "qwen3_6": "append append rewrites rewrites",
+    "llama3_1": "append append append append",
+    "llama3_2": "append append append append",
+    "gptoss": "append append rewrites rewrites",
+    "glm4moe": "append append append rewrites",
+}
+
+
+def shipped(name: str) -> str:
+    """A template that TRL ships."""
+    found = importlib.util.find_spec("trl")
+    if found is None or found.origin is None:
+        pytest.skip("trl is not installed: its chat templates are not here")
+    return (Path(found.origin).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def turns_of(template: str, tokenizer=None, **options) -> Turns:
+    tokenizer = tokenizer or byte_tokenizer()
+    tokenizer.add_tokens([*(token for tokens in SPECIAL.values() for token in tokens), "<|observation|>"], special_tokens=True)
+    tokenizer.chat_template, tokenizer.bos_token = template, "<|begin_of_text|>"
+    ends = list(ENDS)
+    if "<|im_end|>" not in template and "<|eot" not in template:
+        ends += ["<|user|>", "<|system|>", "<|observation|>"]
+    return Turns(tokenizer=tokenizer, eos_ids=tuple(tokenizer.convert_tokens_to_ids(ends)), **options)
+
+
+@pytest.fixture(params=[*OWN, *SHIPPED])
+def named(request) -> tuple[str, Turns]:
+    name = request.param
+    return name, turns_of(OWN[name] if name in OWN else shipped(name))
+
+
+def render(turns: Turns, messages, gen=False) -> str:
+    (text,) = render_chats(turns.tokenizer, [Chat(messages, tools=turns.tools or [TOOL], add_generation_prompt=gen)])
+    assert isinstance(text, str), text
+    return text
+
+
+def encode(turns: Turns, text: str) -> list[int]:
+    return list(turns.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def calling(**arguments):
+    call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def answering(text: str):
+    return {"role": "assistant", "content": text}
+
+
+def test_trap_4_the_matrix_of_templates(named):
+    name, turns = named
+    proofs = turns.prove()
+    assert " ".join(proof.verdict for proof in proofs) == (MATRIX | SHIPPED)[name], [str(proof) for proof in proofs]
+    assert all(proof.why for proof in proofs if proof.verdict != "append")
+
+
+def test_what_the_rewriting_is_said():
+    _, _, _, last = turns_of(OWN["forgets"]).prove()
+    assert str(last).startswith("user after reasoning: rewrites (") and "<think>" in last.why and " becomes " in last.why
+    (_, _, answer, _) = turns_of(OWN["channels"]).prove()
+    assert "<|return|>" in answer.why and "<|end|>" in answer.why
+
+
+def test_a_template_that_cannot_call_tools_refuses_and_says_why():
+    turns = turns_of("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}")
+    verdicts = [proof.verdict for proof in turns.prove()]
+    assert verdicts == ["refuses", "refuses", "append", "append"]
+    with pytest.raises(DataError, match="does not write what the assistant said"):
+        turns.after(1, [{"role": "tool", "content": "x"}])
+    strict = turns_of("{% for m in messages %}{% if m.role == 'user' and loop.index0 %}{{ raise_exception('only one') }}{% endif %}"
+                      "<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}")  # fmt: skip
+    with pytest.raises(DataError, match="the chat template refuses these messages: only one"):
+        strict.after(1, [{"role": "user", "content": "x"}])
+    with pytest.raises(DataError, match="cannot follow without a message"):
+        turns.after(1, [])
+
+
+# ---- conversations --------------------------------------------------------------------------------------------------------------
+
+WORDS = ["look", "ünï", "😀", "\n", " ", "false", '"q"', "{", "a\\b", "1e5", "</tool_call>", "<b>", "zq7mark", "\u2028", "..."]
+
+
+def told(chance: random.Random) -> str:
+    return "x" + "".join(chance.choice(WORDS) for _ in range(chance.randint(0, 8))) + "y"
+
+
+@pytest.mark.parametrize("name", ["keeps", "bare", "headers", *(name for name in SHIPPED if SHIPPED[name].count("append") == 4)])
+def test_traps_1_2_5_random_conversations_are_what_the_template_writes(name):
+    """Stream = full render, ids for ids, where what was sampled is canonical; any other split of the same text stays as it is."""
+    texts = [f"{word} {other}" for word in WORDS for other in WORDS] * 3 + ["user assistant system tool look arguments"] * 20
+    turns = turns_of(OWN[name] if name in OWN else shipped(name), make_tokenizer("bpe:320", texts))
+    pattern, chance = turns._template.control_pattern, random.Random(name)
+    conversations = 1000 // 3 if name in OWN else 40
+    for _ in range(conversations):
+        messages = [{"role": "user", "content": told(chance)}]
+        stream = canonical = encode(turns, render(turns, messages, gen=True))
+        for _ in range(chance.randint(1, 3)):
+            calls = chance.random() < 0.5
+            number = chance.choice([1, True, None, 1e5])
+            said = calling(text=told(chance), n=number) if calls else answering(told(chance))
+            before, answered = render(turns, messages, gen=True), render(turns, [*messages, said])
+            assert answered.startswith(before)
+            own = answered[len(before) :]
+            end = pattern.search(own)
+            own = own[: end.end()] if end is not None else own
+            results = chance.randint(1, 1 if name.startswith(("bare", "llama")) else 2)
+            more = [{"role": "tool", "name": "look", "content": told(chance)} for _ in range(results)]
+            more = more if calls else [{"role": "user", "content": told(chance)}]
+            if end is None:  # the next header ends the turn
+                own += "<|system|>" if calls else "<|user|>"
+            sampled = encode(turns, own)
+            suffix = turns.after(sampled[-1], more)
+            assert suffix.same_end and not suffix.closes
+            split = [token for char in own.removesuffix(own[own.rindex("<|") :]) for token in encode(turns, char)] + sampled[-1:]
+            assert turns.tokenizer.decode(split) == own
+            stream, canonical = stream + split + suffix.tokens.tolist(), canonical + sampled + suffix.tokens.tolist()
+            messages = [*messages, said, *more]
+        whole = render(turns, messages, gen=True)
+        assert turns.tokenizer.decode(stream) == whole
+        assert canonical == encode(turns, whole)
+
+
+def test_trap_2_the_separator_behind_the_end_of_a_turn(named):
+    name, turns = named
+    suffix = turns.after(turns.eos_ids[0], [{"role": "user", "content": "next"}])
+    if name.startswith(("qwen", "keeps", "forgets")):
+        assert suffix.text.startswith("\n<|im_start|>user\nnext<|im_end|>\n<|im_start|>assistant\n")
+    assert turns.tokenizer.decode(suffix.tokens) == suffix.text and suffix.tokens.dtype == np.int64
+
+
+def test_trap_9_a_turn_that_was_cut_is_closed_first(named):
+    _, turns = named
+    message = [{"role": "user", "content": "next"}]
+    token = encode(turns, "x")[0]
+    cut = turns.after(token, message)
+    assert cut.closes and cut.same_end and turns.tokenizer.decode(cut.tokens) == cut.text
+    ended = turns.after(int(cut.tokens[0]), message)
+    assert cut.tokens[1:].tolist() == ended.tokens.tolist() and ended.same_end and not ended.closes
+
+
+def test_another_end_than_the_templates_own_is_kept_and_said():
+    turns = turns_of(OWN["channels"])
+    ended, returned = (turns.tokenizer.convert_tokens_to_ids(token) for token in ("<|end|>", "<|return|>"))
+    own, foreign = (turns.after(last, [{"role": "user", "content": "x"}]) for last in (ended, returned))
+    assert own.tokens.tolist() == foreign.tokens.tolist() and own.text.startswith("<|start|>user<|message|>x")
+    assert own.same_end and not foreign.same_end and not foreign.closes
+
+
+def test_control_tokens_in_observations_are_text(named):
+    """What the world says can neither end a turn nor begin another."""
+    _, turns = named
+    attack = "".join(token for tokens in SPECIAL.values() for token in tokens) + "<|end|><|user|><|system|><|observation|>"
+    special = [i for i, token in turns.tokenizer.added_tokens_decoder.items() if token.special]
+    for role in ("tool", "user"):
+        message = {"role": role, "name": "look"}
+        mild, hostile = (turns.after(turns.eos_ids[0], [{**message, "content": text}]) for text in ("x", f"x{attack}"))
+        own = [[token for token in suffix.tokens.tolist() if token in special] for suffix in (mild, hostile)]
+        assert own[0] == own[1]
+        assert turns.tokenizer.decode(hostile.tokens) == hostile.text == mild.text.replace("x", f"x{attack}", 1)
+
+
+def test_trap_12_parallel_results_keep_their_order(named):
+    name, turns = named
+    results = [{"role": "tool", "name": f"f{i}", "tool_call_id": f"call_{i}", "content": f"result {i}"} for i in range(3)]
+    text = turns.after(turns.eos_ids[0], results).text
+    assert [text.index(f"result {i}") for i in range(3)] == sorted(text.index(f"result {i}") for i in range(3)), name
+
+
+def test_variables_and_tools_reach_the_template():
+    template = OWN["keeps"] + "{% if add_generation_prompt and quiet %}<think>\n\n</think>\n\n{% endif %}"
+    assert turns_of(template, variables={"quiet": True}).after(1, [{"role": "user", "content": "x"}]).text.endswith("</think>\n\n")
+    shown = turns_of("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{{ tools | length }}", tools=[TOOL, TOOL])
+    assert shown.after(shown.eos_ids[0], [{"role": "user", "content": "x"}]).text == "x<|im_end|>2"

@@ -1,0 +1,600 @@
+"""Runs that fail, are stopped, or come back to a folder that is not as it was left."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from groupwise.cli import use
+from groupwise.cli.commands import main
+from groupwise.config.recipes import load_recipe
+from groupwise.config.settings import ModelSettings
+from groupwise.data.sources import fingerprint
+from groupwise.errors import CheckpointError, ConfigError, DataError, Ended, RewardError, StorageError
+from groupwise.models.policy import load_policy
+from groupwise.ops.cpu import library
+from groupwise.records import Step
+from groupwise.rollout.native.engine import NativeEngine
+from groupwise.runs import folder as run_folder
+from groupwise.runs.checkpoint import latest, step_of
+from groupwise.runs.folder import RunLog, finished, unfinished
+from groupwise.runs.inputs import check_inputs, record_inputs
+from groupwise.runs.run import train
+from groupwise.training import evaluate
+from groupwise.utils import files
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Of the final model of a run."""
+    return {name: weight.clone() for name, weight in load_file(folder / "final" / "model.safetensors").items()}
+
+
+def same(left: Path, right: Path) -> bool:
+    """True if two runs came to the same bits."""
+    ours, theirs = weights(left), weights(right)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """Of metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def finish(path: Path, **how: Any) -> Path:
+    """Train a recipe to its end."""
+    for _ in train(load_recipe(path), **how):
+        pass
+    return Path("runs") / path.stem
+
+
+def saved(folder: Path) -> int | None:
+    found = latest(folder)
+    return None if found is None else step_of(found)
+
+
+# ---------------------------------------------------------------- an error keeps what was learnt
+
+
+@pytest.mark.fault(
+    "T1c", "a reward raises at step 3, before any checkpoint", "RewardError; step 2 is saved, the run goes on from it"
+)
+def test_t1c_an_error_of_a_reward_saves_the_last_whole_step(
+    recipe: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str], record_property: Callable
+) -> None:
+    straight = finish(recipe("straight"))
+    path = recipe("broken")
+    for step in train(load_recipe(path)):
+        if step.number == 1:
+            (tmp_path / "later").touch()
+            break
+    shutil.rmtree("runs/broken")
+    with pytest.raises(RewardError) as raised:  # noqa: PT012
+        for step in train(load_recipe(path)):
+            if step.number == 2:
+                (tmp_path / "raise").write_text("ValueError('tired')")
+    assert saved(Path("runs/broken")) == 2
+    assert "000002" in "".join(raised.value.__notes__)
+    record_property("exit", main(["train", str(path)]))
+    assert "000002" in capsys.readouterr().err
+    (tmp_path / "raise").unlink()
+    assert same(finish(path), straight)
+    assert [line["step"] for line in lines(Path("runs/broken"))] == [1, 2, 3, 4]
+
+
+@pytest.mark.fault("T1d", "the operating system refuses something in the middle of step 3", "the error is told; step 2 is saved")
+def test_an_oserror_in_a_step_saves_the_last_whole_step(recipe: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    straight, path, taken = finish(recipe("straight")), recipe("broken"), [0]
+    generate = NativeEngine.generate
+
+    def failing(*arguments: Any, **keywords: Any) -> Iterator[Any]:
+        taken[0] += 1
+        if taken[0] == 3:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return generate(*arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NativeEngine, "generate", failing)
+        with pytest.raises(OSError, match="Too many open files"):
+            finish(path)
+    assert saved(Path("runs/broken")) == 2
+    assert same(finish(path), straight)
+
+
+@pytest.mark.fault(
+    "T1e", "a reward raises while the evaluation behind step 2 is scored", "RewardError; step 2 and its line are kept"
+)
+def test_an_error_in_an_evaluation_keeps_the_step_before_it(
+    recipe: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight = finish(recipe("straight", eval={"every": 2, "k": 2, "at_start": False}))
+    path = recipe("broken", eval={"every": 2, "k": 2, "at_start": False})
+    complete = evaluate._complete
+
+    def failing(*arguments: Any) -> Any:
+        raise RewardError("tired")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "_complete", failing)
+        with pytest.raises(RewardError, match="tired"):
+            finish(path)
+    assert evaluate._complete is complete
+    assert saved(Path("runs/broken")) == 2
+    assert same(finish(path), straight)
+    compared = [{k: v for k, v in line.items() if k.startswith(("eval/", "step", "reward"))} for line in lines(Path("runs/broken"))]
+    assert compared == [{k: v for k, v in line.items() if k.startswith(("eval/", "step", "reward"))} for line in lines(straight)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ddp", "zero3"])
+@pytest.mark.fault(
+    "T1f", "a reward raises on rank 1 of 2 at step 3, weights whole and spread", "RewardError; step 2 is saved by both"
+)
+def test_an_error_on_another_rank_saves_the_last_whole_step(mode: str, recipe: Callable, tmp_path: Path) -> None:
+    (tmp_path / "judges.py").write_text(
+        "import os\nfrom pathlib import Path\n"
+        "def judge(completion_ids, **_):\n"
+        "    log = Path('runs/two/metrics.jsonl')\n"
+        "    if os.environ.get('RANK') == '1' and log.exists() and len(log.read_text().splitlines()) >= 2:\n"
+        "        raise ValueError('tired')\n"
+        "    return [float(sum(ids) % 5) for ids in completion_ids]\n"
+    )
+    path = recipe("two", parallel=mode)
+    command = [sys.executable, "-m", "groupwise", "train", str(path), "--nproc", "2", "--quiet"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert ended.returncode != 0
+    assert "RewardError" in ended.stderr
+    assert saved(Path("runs/two")) == 2, ended.stderr[-3000:]
+
+
+# ---------------------------------------------------------------- disks
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.fault(
+    "C5b", "the disk fills up while the completions of step 3 are written", "StorageError: the path, and what was kept"
+)
+def test_c5b_a_disk_that_fills_up_between_saves(
+    recipe: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], record_property: Callable
+) -> None:
+    straight, path = finish(recipe("straight")), recipe("broken", save={"every": 2})
+    write = run_folder.write_rollouts
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folder, "write_rollouts", lambda file, step: full() if step.number == 3 else write(file, step))
+        code = main(["train", str(path)])
+    record_property("exit", code)
+    told = capsys.readouterr().err
+    assert code == StorageError.exit_code == 6
+    assert "disk full while writing the completions of a step to runs/broken/rollouts/000003.parquet" in told
+    assert "checkpoints/00000" in told
+    assert "Traceback" not in told
+    # The step was whole and only its completions are missing: it was kept, with its line.
+    assert saved(Path("runs/broken")) == 3
+    assert same(finish(path), straight)
+    assert [line["step"] for line in lines(Path("runs/broken"))] == [1, 2, 3, 4]
+
+
+@pytest.mark.fault("C5c", "the disk is full when the final model is written", "StorageError; the older final model is still there")
+def test_a_full_disk_at_the_export_leaves_what_was_there(recipe: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = recipe("r", steps=2)
+    before = weights(finish(path))
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "sync_tree", full)
+        with pytest.raises(StorageError, match="disk full while writing the final model to runs/r/final"):
+            finish(path)
+    again = weights(Path("runs/r"))
+    assert all(torch.equal(again[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ESTALE, errno.EIO])
+@pytest.mark.fault(
+    "C6b", "resumed in a folder that became read-only, stale or broken", "StorageError: the path and what the disk said"
+)
+def test_c6b_a_folder_that_became_read_only(
+    number: int, recipe: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], record_property: Callable
+) -> None:
+    path = recipe("r", save={"every": 1})
+    next(iter(train(load_recipe(path))))
+
+    def refuse(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(files.os, "replace", refuse)
+    code = main(["train", str(path)])
+    record_property("exit", code)
+    told = capsys.readouterr().err
+    assert code == 6
+    assert "runs/r" in told
+    assert os.strerror(number) in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.fault("C6c", "the run folder is deleted while the run goes on", "StorageError at the next line of the log")
+@pytest.mark.parametrize("rollouts", [0, 1])
+def test_a_folder_that_vanishes_is_noticed(rollouts: int, recipe: Callable) -> None:
+    steps = train(load_recipe(recipe("r", save={"rollouts_every": rollouts, "every": 0})))
+    next(steps)
+    shutil.rmtree("runs/r")
+    with pytest.raises(StorageError, match=r"runs/r.*gone"):
+        next(steps)
+
+
+@pytest.mark.parametrize("stop", range(3))
+@pytest.mark.fault("C20", "killed anywhere while a model replaces an older one", "the old one or the new one is there, whole")
+def test_a_folder_is_replaced_as_a_whole(stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    final = tmp_path / "final"
+    final.mkdir()
+    (final / "model").write_text("old")
+    temporary = files.new_folder(final)
+    (temporary / "model").write_text("new")
+    rename, calls = os.rename, [0]
+
+    def killed(*arguments: Any) -> None:
+        calls[0] += 1
+        if calls[0] > stop:
+            raise KeyboardInterrupt
+        rename(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "rename", killed)
+        if stop < 2:
+            with pytest.raises(KeyboardInterrupt):
+                files.place(temporary, final)
+        else:
+            files.place(temporary, final)
+    files.recover(final)
+    assert (final / "model").read_text() == ("new" if stop == 2 else "old")
+
+
+# ---------------------------------------------------------------- finished, and not
+
+
+@pytest.mark.fault("C15", "a finished run of 2 steps, again with steps=4", "it goes on to step 4, as if never finished")
+def test_c15_more_steps_train_on(recipe: Callable, capsys: pytest.CaptureFixture[str], record_property: Callable) -> None:
+    straight = finish(recipe("straight"))
+    path = recipe("r", steps=2)
+    finish(path)
+    record_property("exit", main(["train", str(path), "steps=4", "--quiet"]))
+    assert "finished at step 2; it goes on to step 4" in capsys.readouterr().out
+    assert finished(Path("runs/r")) == 4
+    assert [line["step"] for line in lines(Path("runs/r"))] == [1, 2, 3, 4]
+    assert same(Path("runs/r"), straight)
+
+
+@pytest.mark.fault(
+    "C15b", "the same, but its checkpoints were deleted", "CheckpointError; nothing is trained anew over the final model"
+)
+def test_c15b_more_steps_without_a_checkpoint(recipe: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe("r", steps=2)
+    finish(path)
+    shutil.rmtree("runs/r/checkpoints")
+    assert main(["train", str(path), "steps=4"]) == CheckpointError.exit_code
+    assert "--fresh" in capsys.readouterr().err
+    assert unfinished(Path("runs/r")) is None
+
+
+@pytest.mark.fault("C17", "final/ of a finished run is deleted, emptied or altered", "it is made again from the last checkpoint")
+@pytest.mark.parametrize("how", ["deleted", "cut", "flipped", "no config"])
+def test_c17_finished_is_believed_only_with_its_model(
+    how: str, recipe: Callable, capsys: pytest.CaptureFixture[str], record_property: Callable
+) -> None:
+    path = recipe("r", steps=2)
+    expected = weights(finish(path))
+    model = Path("runs/r/final/model.safetensors")
+    match how:
+        case "deleted":
+            shutil.rmtree("runs/r/final")
+        case "cut":
+            model.write_bytes(model.read_bytes()[:-100])
+        case "flipped":
+            data = bytearray(model.read_bytes())
+            data[-5] ^= 1
+            model.write_bytes(data)
+        case "no config":
+            Path("runs/r/final/config.json").unlink()
+    code = main(["train", str(path), "--quiet"])
+    record_property("exit", code)
+    assert code == 0
+    told = capsys.readouterr().out
+    assert "but final/" in told
+    assert "made again" in told
+    again = weights(Path("runs/r"))
+    assert all(torch.equal(again[name], expected[name]) for name in expected)
+
+
+def test_a_card_that_was_edited_is_left_alone(recipe: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe("r", steps=1)
+    finish(path)
+    card = Path("runs/r/final/README.md")
+    card.write_text("# mine")
+    assert main(["train", str(path)]) == 0
+    assert "its model is in runs/r/final" in capsys.readouterr().out
+    assert card.read_text() == "# mine"
+
+
+@pytest.mark.fault("C16", "killed after the evaluation before step 1, run again", "step 0 stands once in the log")
+def test_c16_no_step_stands_twice(recipe: Callable) -> None:
+    path = recipe("r", steps=2, eval={"k": 2, "at_start": True})
+    log = RunLog(Path("runs/r"), load_recipe(path))
+    log.write(Step(number=0, metrics={}, evaluation={"greedy": 0.0}))  # and then it was killed
+    log.close()
+    finish(path)
+    assert [line["step"] for line in lines(Path("runs/r"))] == [0, 1, 2]
+
+
+@pytest.mark.fault("C19", "SIGTERM while the evaluation behind step 2 runs", "143; the resumed run makes the evaluation up")
+@pytest.mark.parametrize("at", [2, 4])
+def test_c19_an_evaluation_that_was_broken_off_is_made_up(
+    at: int, recipe: Callable, monkeypatch: pytest.MonkeyPatch, record_property: Callable
+) -> None:
+    changes = {"eval": {"every": 2, "k": 2, "at_start": False}, "save": {"every": 0, "tensorboard": True}}
+    straight, path = finish(recipe("straight", **changes)), recipe("broken", **changes)
+    complete, calls = evaluate._complete, [0]
+
+    def told(*arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == at - 1:  # two calls an evaluation: greedy and sampled
+            signal.raise_signal(signal.SIGTERM)
+        return complete(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "_complete", told)
+        with pytest.raises(Ended) as ended:
+            finish(path)
+    record_property("exit", ended.value.exit_code)
+    assert saved(Path("runs/broken")) == at
+    finish(path)
+    other = ("time/", "wall", "tokens/per_second")
+    found, expected = (
+        [{k: v for k, v in line.items() if not k.startswith(other)} for line in lines(run)]
+        for run in (Path("runs/broken"), straight)
+    )
+    assert found == expected
+    assert [any(key.startswith("eval/") for key in line) for line in found] == [False, True, False, True]
+
+
+# ---------------------------------------------------------------- folders that others have had
+
+
+@pytest.mark.fault(
+    "F7", "done.json is a list, a number, cut off, or nested without end", "it counts as not finished; the run goes on"
+)
+@pytest.mark.parametrize("text", ["[1, 2]", "7", '{"step": "x"}', '{"st', "[" * 100_000, "\x00"])
+def test_f7_a_foreign_done_json(text: str, recipe: Callable) -> None:
+    path = recipe("r", steps=1)
+    finish(path)
+    Path("runs/r/done.json").write_text(text)
+    assert finished(Path("runs/r")) is None
+    assert main(["train", str(path), "--quiet"]) == 0
+    assert finished(Path("runs/r")) == 1
+
+
+@pytest.mark.fault("F8", "config.yaml of the run is not text, or not YAML", "ConfigError: the file, and three ways out")
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00garbage", b"{unfinished: [", b"\x00"])
+def test_f8_a_damaged_config(
+    content: bytes, recipe: Callable, capsys: pytest.CaptureFixture[str], record_property: Callable
+) -> None:
+    path = recipe("r", steps=1)
+    finish(path)
+    Path("runs/r/config.yaml").write_bytes(content)
+    code = main(["train", str(path)])
+    record_property("exit", code)
+    told = capsys.readouterr().err
+    assert code == 2
+    assert "runs/r/config.yaml is damaged" in told
+    assert "delete it" in told
+    assert "--fresh" in told
+    Path("runs/r/config.yaml").unlink()
+    assert main(["train", str(path)]) == 0
+
+
+@pytest.mark.fault("F11", "environment.json: attempts is a number", "it is put aside and begun anew; the run goes on")
+@pytest.mark.parametrize("text", ['{"attempts": 3}', "[]", "{", '"x"'])
+def test_f11_a_damaged_environment(text: str, recipe: Callable) -> None:
+    path = recipe("r", steps=2, save={"every": 1})
+    next(iter(train(load_recipe(path))))
+    Path("runs/r/environment.json").write_text(text)
+    finish(path)
+    assert len(json.loads(Path("runs/r/environment.json").read_text())["attempts"]) == 1
+    assert Path("runs/r/environment.damaged.json").read_text() == text
+
+
+@pytest.mark.fault("F21", "rollouts/ of a run is a file", "StorageError: what is in the way")
+def test_f21_a_file_where_a_folder_belongs(recipe: Callable, capsys: pytest.CaptureFixture[str], record_property: Callable) -> None:
+    path = recipe("r", steps=2, save={"every": 1})
+    next(iter(train(load_recipe(path))))
+    shutil.rmtree("runs/r/rollouts")
+    Path("runs/r/rollouts").write_text("")
+    code = main(["train", str(path)])
+    record_property("exit", code)
+    assert code == 6
+    assert "runs/r/rollouts is in the way" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- inputs that changed
+
+
+def pairs(count: int, sign: str = "+") -> str:
+    return "".join(json.dumps({"prompt": f"{n}{sign}1=", "answer": str(n)}) + "\n" for n in range(1, count + 1))
+
+
+@pytest.mark.fault(
+    "C9d", "the data file changed between two runs: as many rows, other prompts", "ConfigError: which; --accept-changes goes on"
+)
+@pytest.mark.parametrize("key", ["path", "eval_path"])
+def test_c9d_data_that_changed_are_noticed(
+    key: str, recipe: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str], record_property: Callable
+) -> None:
+    for name, sign in (("path", "+"), ("eval_path", "*")):
+        (tmp_path / f"{name}.jsonl").write_text(pairs(8, sign))
+    data = {"path": "path.jsonl", "eval_path": "eval_path.jsonl", "task": None}
+    path = recipe("r", data=data, save={"every": 1}, group={"prompts_per_step": 2, "group_size": 2})
+    next(iter(train(load_recipe(path))))
+    (tmp_path / f"{key}.jsonl").write_text(pairs(8, "-"))
+    code = main(["train", str(path)])
+    record_property("exit", code)
+    told = capsys.readouterr().err
+    assert code == ConfigError.exit_code
+    assert f"data.{key} {key}.jsonl: its content has changed" in told
+    assert "--accept-changes" in told
+    assert finished(Path("runs/r")) is None
+    assert main(["train", str(path), "--quiet", "--accept-changes"]) == 0
+    history = json.loads(Path("runs/r/inputs.json").read_text())["history"]
+    assert [entry["after_step"] for entry in history] == [0, 1]
+    assert history[0]["inputs"][f"data.{key}"]["xxh3_128"] != history[1]["inputs"][f"data.{key}"]["xxh3_128"]
+
+
+@pytest.mark.fault("C9b", "the file of a reward function changed between two runs", "ConfigError: which; --accept-changes goes on")
+@pytest.mark.parametrize("function", ["judges.py:judge", "changing_judge:judge"])
+def test_c9b_reward_code_that_changed_is_noticed(
+    function: str, recipe: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / f"{function.partition(':')[0].removesuffix('.py')}.py"
+    file.write_text("def judge(completion_ids, **_):\n    return [float(sum(ids) % 5) for ids in completion_ids]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = recipe("r", rewards=[{"function": function}], save={"every": 1})
+    next(iter(train(load_recipe(path))))
+    file.write_text("def judge(completion_ids, **_):\n    return [-float(sum(ids) % 5) for ids in completion_ids]\n")
+    assert main(["train", str(path)]) == ConfigError.exit_code
+    assert f"rewards.0.function {function}: its content has changed" in capsys.readouterr().err
+    assert main(["train", str(path), "--accept-changes", "--quiet"]) == 0
+    sys.modules.pop("changing_judge", None)
+
+
+def test_nothing_is_asked_before_the_first_checkpoint(recipe: Callable, tmp_path: Path) -> None:
+    """What was taken without being saved is taken again: nothing is mixed."""
+    (tmp_path / "p.jsonl").write_text(pairs(8))
+    path = recipe("r", data={"path": "p.jsonl", "task": None}, group={"prompts_per_step": 2, "group_size": 2}, steps=1)
+    log = RunLog(Path("runs/r"), load_recipe(path))
+    log.close()
+    (tmp_path / "p.jsonl").write_text(pairs(8, "-"))
+    finish(path)
+
+
+@pytest.mark.fault("C9e", "an earlier stage was trained again with other weights", "ConfigError: which stage")
+def test_a_stage_that_was_trained_again_is_noticed(recipe: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stages = {
+        "sft": {"objective": "sft", "steps": 1, "batch_size": 4},
+        "grpo": {"objective": "grpo", "steps": 2, "model": {"path": "stage:sft"}, "save": {"every": 1}},
+    }
+    path = recipe("two", stages=stages)
+    assert main(["train", str(path), "--quiet", "stages.grpo.steps=1"]) == 0
+    shutil.rmtree("runs/two/sft")
+    capsys.readouterr()
+    assert main(["train", str(path), "--quiet", "stages.sft.seed=9"]) == ConfigError.exit_code
+    assert "model.path runs/two/sft/final: the stage has been trained again" in capsys.readouterr().err
+
+
+@pytest.mark.fault("C9f", "a data set of the hub has a new revision", "ConfigError: both fingerprints")
+def test_the_hubs_data_are_known_by_their_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sets = {name: datasets.Dataset.from_list([{"prompt": name}], split="train") for name in ("old", "new")}
+
+    def now(name: str) -> dict[str, Any]:
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: sets[name])
+        return {"data.path": {"source": "owner/name", **fingerprint("owner/name")}}
+
+    record_inputs(tmp_path, now("old"), 0)
+    check_inputs(tmp_path, now("old"), accept=False)
+    with pytest.raises(
+        ConfigError, match=rf"data\.path owner/name: .*{sets['old']._fingerprint} then, {sets['new']._fingerprint} now"
+    ):
+        check_inputs(tmp_path, now("new"), accept=False)
+    check_inputs(tmp_path, now("new"), accept=True)
+
+
+# ---------------------------------------------------------------- things that are read
+
+
+@pytest.mark.fault(
+    "T31/X1a", "a pickle bomb as a model's weights (pytorch_model.bin)", "ConfigError: take .safetensors; nothing is run"
+)
+def test_t31_a_pickle_bomb_as_weights(tiny_policy: Callable, tmp_path: Path) -> None:
+    tiny_policy().save(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    torch.save({"model.embed_tokens.weight": Bomb()}, tmp_path / "model" / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"are a pickle .* nothing of it was run.*\.safetensors"):
+        load_policy(ModelSettings(path=str(tmp_path / "model")))
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.fault("F30", "the compiled kernel library is cut in half", "it is compiled again; no crash")
+def test_a_kernel_library_that_is_cut_off_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = [0]
+
+    def run(command: list[str], folder: str | None = None) -> str:
+        if "-shared" in command:
+            compiled[0] += 1
+            (Path(str(folder)) / "made.so").write_bytes(b"\x7fELF" + bytes(1000))
+        return "g++ 13"
+
+    monkeypatch.setattr(library, "_run", run)
+    monkeypatch.setattr(library, "_cache", lambda: tmp_path)
+    made = library._compiled("g++")
+    assert library._compiled("g++") == made
+    assert compiled == [1]
+    whole = made.read_bytes()
+    for damaged in (whole[:500], b"", whole[:-1] + b"x"):
+        made.write_bytes(damaged)
+        assert library._compiled("g++").read_bytes() == whole
+    assert compiled == [4]
+
+
+@pytest.mark.fault("F31", "bytes that are no UTF-8 on the standard input of `groupwise chat`", "DataError: the byte")
+def test_bad_bytes_on_stdin(tiny_policy: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_policy().save(tmp_path / "model")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8"))
+    with pytest.raises(DataError, match=r"standard input: not UTF-8.*0xff"):
+        use.chat(str(tmp_path / "model"))
+
+
+# ---------------------------------------------------------------- the end of the process
+
+
+SPINNER = """
+import threading, torch
+def spin():
+    a = torch.ones(8, 8)
+    while True:
+        a @ a
+threading.Thread(target=spin, daemon=True).start()
+def judge(completion_ids, **_):
+    return [float(sum(ids) % 5) for ids in completion_ids]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.fault("P9", "threads of libraries work on while the process ends", "0; the process ends without being taken down")
+def test_a_thread_that_works_on_does_not_abort_the_process(recipe: Callable, tmp_path: Path, record_property: Callable) -> None:
+    """As gloo's did, once in thirty runs on two processes: a thread that asks for the interpreter while it is taken down aborts."""
+    (tmp_path / "judges.py").write_text(SPINNER)
+    (tmp_path / "spinning.py").write_text(
+        "import sys\nsys.path.insert(0, '.')\nimport judges\nfrom groupwise.cli.commands import command\ncommand()\n"
+    )
+    path = recipe("r", steps=1)
+    ended = subprocess.run(
+        [sys.executable, "spinning.py", "train", str(path), "--quiet"], capture_output=True, text=True, timeout=250
+    )
+    record_property("exit", ended.returncode)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert "terminate" not in ended.stderr

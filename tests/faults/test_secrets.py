@@ -1,0 +1,206 @@
+"""Secrets reach no file of a run folder and no message; what others wrote steers no terminal."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.cli.commands import main
+from groupwise.config.recipes import load_recipe
+from groupwise.runs.run import train
+from groupwise.utils.secrets import REDACTED, redacted, redacted_command, scrubbed, secret_name
+from groupwise.utils.terminal import escaped, json_line
+
+NAMES = (
+    "token", "hf_token", "hub_token", "tokens", "apikey", "api_key", "api-key", "apiKey", "API_KEY", "OPENAI_API_KEY", "access_key",
+    "aws_secret_access_key", "secret_key", "wandb_key", "wandb_api_key", "cookie", "cookies", "client_secret", "clientSecret",
+    "pwd", "password", "db_password", "passwd", "passphrase", "credentials", "credential", "private_key", "ssh_key", "signing_key",
+    "authorization", "auth", "bearer", "secret", "jwt", "session_token", "accessToken",
+)  # fmt: skip
+PLAIN = (
+    "max_new_tokens", "eos_token", "pad_token", "stop_token", "special_tokens", "tokenizer", "key", "keys", "sort_key", "author",
+    "passes", "compass", "tokens_per_microbatch", "secretary", "column", "pass_at",
+)  # fmt: skip
+SHAPES = (
+    "hf_abcdefghijklmnop", "sk-abcdefghijklmnop", "sk-proj-abc_def-ghi123", "AKIAABCDEFGHIJKLMNOP", "ghp_abcdefghijklmnopqrst",
+    "github_pat_11AAAAAAA0abcdefghij", "glpat-abcdefghijklmnopqrst", "xoxb-1234567890-abcdef", "AIzaSyA1234567890abcdefghijklmnopq",
+    "eyJhbGciOiJIUzI1.eyJzdWIiOiIxMjM0.abcdefgh", "Bearer abcdefghijkl",
+    "-----BEGIN RSA PRIVATE KEY-----\nMIIEabc\n-----END RSA PRIVATE KEY-----",
+)  # fmt: skip
+
+
+def everything(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_secrets(name: str) -> None:
+    assert secret_name(name)
+    assert "VALUE" not in json.dumps(redacted({"args": {name: ["VALUE", {"inner": "VALUE"}]}, "x": {name: {"user": "VALUE"}}}))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_names_of_other_things(name: str) -> None:
+    assert not secret_name(name)
+    assert redacted({name: "text", "n": {name: 3}}) == {name: "text", "n": {name: 3}}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_of_secrets(shape: str) -> None:
+    kept = shape.removeprefix("Bearer ").replace("-----", "").split("\n")[-2 if "\n" in shape else 0]
+    assert kept not in scrubbed(f"it was {shape}, they say")
+    assert kept not in json.dumps(redacted({"note": [f"a {shape} b"]}))
+
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text("abc é")
+
+
+@given(st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text("abc"), inner)))
+def test_what_is_no_secret_is_left_as_it_is(value: object) -> None:
+    assert redacted(value) == value
+
+
+@pytest.mark.fault("X6b", "secrets under 36 names, and of 12 shapes, in a recipe", "0 of them in the run folder")
+def test_x6b_no_secret_of_a_recipe_is_in_the_run_folder(recipe: Callable, tmp_path: Path) -> None:
+    hidden = {name: f"VALUE-{place:02}-zz" for place, name in enumerate(NAMES)}
+    shapes = {f"note{place}": shape for place, shape in enumerate(SHAPES)}
+    path = recipe("r", steps=1, rewards=[{"function": "judges.py:judge", "args": hidden | shapes}])
+    for _ in train(load_recipe(path)):
+        pass
+    found = everything(Path("runs/r"))
+    assert b"VALUE-" not in found
+    assert REDACTED.encode() in found
+    assert not [shape for shape in SHAPES if shape.split("\n")[0].removeprefix("Bearer ").encode() in found and "KEY" not in shape]
+    assert b"MIIEabc" not in found
+
+
+OVERRIDES = (
+    "rewards=[{function: judges.py:judge, args: {api_key: VALUE-zz}}]",
+    "rewards.0.args={api_key: VALUE-zz}",
+    "rewards.0.args={credentials: {user: VALUE-zz, list: [VALUE-zz]}}",
+    "rewards.0.args={'client_secret': \"VALUE-zz and more\"}",
+    "rewards.0.args.hf_token=VALUE-zz",
+    "rewards.0.args.note=sk-VALUE-zzzzzzzzzzz",
+    "rewards.0.args.url=https://me:VALUE-zz@host/",
+)
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+@pytest.mark.fault("X6c, X6e", "secrets in overrides, also inside of mappings", "0 of them in the run folder")
+def test_x6c_no_secret_of_an_override_is_in_the_run_folder(
+    override: str, recipe: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["groupwise", "train", str(recipe("r", steps=1)), override]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert main(arguments[1:]) == 0
+    assert b"VALUE-" not in everything(Path("runs/r"))
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (["--hf-token", "VALUE", "x"], ["--hf-token", REDACTED, "x"]),
+        (["--task-arg", "api_key=VALUE"], ["--task-arg", f"api_key={REDACTED}"]),
+        (["--task-arg=api_key=VALUE"], [f"--task-arg=api_key={REDACTED}"]),
+        (["group.beta=0.1", "data.path=a/b.jsonl"], ["group.beta=0.1", "data.path=a/b.jsonl"]),
+        (["rollout.stop=['</s>']", "name=tokens"], ["rollout.stop=['</s>']", "name=tokens"]),
+    ],
+)
+def test_commands_are_kept_without_secrets(given: list[str], kept: list[str]) -> None:
+    assert redacted_command(given) == kept
+
+
+@pytest.mark.fault(
+    "X6f", "a secret of the environment, in the recipe under another name and in a reward's exception", "0 in folder and log"
+)
+def test_secrets_of_the_environment(
+    recipe: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "VALUE-of-the-environment")
+    monkeypatch.setenv("MAX_TOKENS", "judges.py")  # no secret: the name is a tokenizer's, or a number's
+    path = recipe("r", steps=2, rewards=[{"function": "judges.py:judge", "args": {"endpoint": "x VALUE-of-the-environment y"}}])
+    steps = train(load_recipe(path))
+    next(steps)
+    steps.close()
+    (tmp_path / "raise").write_text("ValueError('401 for VALUE-of-the-environment')")
+    assert main(["train", str(path)]) == 1
+    told = "".join(capsys.readouterr())
+    assert "401 for [redacted]" in told
+    assert "VALUE" not in told
+    found = everything(Path("runs/r"))
+    assert b"VALUE-" not in found
+    assert b"judges.py" in found
+
+
+# ---------------------------------------------------------------- text of others
+
+
+HOSTILE = "\x1b]0;pwn\x07\x1b[31mred\x9b2J\u202e\u2028[/oops]"
+
+
+def harmless(text: str) -> bool:
+    return escaped(text, keep="\n\r\t") == text
+
+
+@pytest.mark.fault(
+    "R23/V5", "a reward raises an exception with terminal escapes in its message", "RewardError with the escapes shown"
+)
+@pytest.mark.parametrize("debug", [[], ["--debug"]])
+def test_r23_messages_steer_no_terminal(
+    debug: list[str], recipe: Callable, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from groupwise.cli import commands
+
+    path = recipe("r", steps=1)
+    (tmp_path / "raise").write_text(f"ValueError({HOSTILE!r})")
+    monkeypatch.setattr(sys, "argv", ["groupwise", "train", str(path), *debug])
+    ends: list[int] = []
+
+    class End(BaseException):
+        pass
+
+    def end(code: int) -> None:
+        ends.append(code)
+        raise End
+
+    monkeypatch.setattr(commands.os, "_exit", end)
+    monkeypatch.setattr(commands.threading, "_shutdown", lambda: None)
+    monkeypatch.setattr(commands.atexit, "_run_exitfuncs", lambda: None)
+    with pytest.raises(End):
+        commands.command()
+    told = capfd.readouterr().err
+    assert ends == [1]
+    assert "\\x1b]0;pwn" in told
+    assert harmless(told)
+    assert ("Traceback" in told) == bool(debug)
+
+
+@pytest.mark.fault("V5b", "terminal escapes in a log message, a folder's name and a metric's name", "shown as escapes everywhere")
+def test_logs_and_lists_steer_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / f"r{HOSTILE.replace('/', '-')}"
+    run.mkdir()
+    (run / "config.yaml").write_text("")
+    assert main(["runs", str(tmp_path)]) == 0
+    assert harmless(capsys.readouterr().out)
+    with caplog.at_level(logging.WARNING):
+        logging.getLogger("groupwise").warning("damaged: %s", run)
+    assert harmless(caplog.records[-1].getMessage())
+    line = json_line({f"rewards/{HOSTILE}": HOSTILE})
+    assert harmless(line.removesuffix("\n"))
+    assert json.loads(line) == {f"rewards/{HOSTILE}": HOSTILE}
+
+
+def test_no_setting_is_taken_for_a_secret() -> None:
+    """Else a run's config.yaml would not be read back as the recipe that it is of."""
+    from groupwise.config.schema import settings_table
+
+    assert not [key for key, setting in settings_table().items() if not setting.section and secret_name(key)]

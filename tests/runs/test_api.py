@@ -1,0 +1,563 @@
+"""Training from Python: the same run as from a file, with objects where a file has names."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import typing
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+import groupwise as gw
+from groupwise.config import settings
+from groupwise.config.live import Live
+from groupwise.config.recipes import load_recipe
+from groupwise.errors import ConfigError, DataError
+from groupwise.records import Prompt
+from groupwise.runs import api, keys
+from groupwise.training.scoring import sample_of, score
+
+ROOT = Path(__file__).parents[2]
+ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(8)]
+STAMPS = ("time/", "wall", "tokens/per_second")
+
+
+def digits(completion: str) -> float:
+    return sum(char.isdigit() for char in completion) / 6
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def call(tiny_policy: Callable[..., gw.Policy]) -> Callable[..., gw.Training]:
+    """`gw.train` of two small steps; keywords replace the given ones."""
+    policy = tiny_policy()
+
+    def train(**changes: Any) -> gw.Training:
+        given = {
+            "objective": "grpo",
+            "model": policy,
+            "data": ROWS,
+            "rewards": [digits],
+            "steps": 2,
+            "group": {"prompts_per_step": 2, "group_size": 3},
+            "rollout": {"max_new_tokens": 6},
+            "optimizer": {"lr": 1e-3},
+            "eval": {"at_start": False, "k": 2},
+            "name": "mine",
+        }
+        return gw.train(**{key: value for key, value in (given | changes).items() if value is not None})
+
+    return train
+
+
+def metrics(name: str = "mine") -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in Path("runs", name, "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not key.startswith(STAMPS)} for line in lines]
+
+
+# ---------------------------------------------------------------- objects
+
+
+def test_objects_give_the_run_that_files_give(call: Callable, tiny_policy: Callable) -> None:
+    """The same rows, weights and reward, once as objects and once as files: the same numbers, to the bit."""
+    list(call())
+    policy = tiny_policy()
+    policy.save(Path("start"))
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    Path("mine.py").write_text(inspect.getsource(digits))
+    list(call(model="start", data="rows.jsonl", rewards={"function": "mine.py:digits"}, name="files"))
+    assert metrics() == metrics("files")
+    assert metrics()[-1]["step"] == 2
+
+
+def test_a_dataset_a_list_and_a_file_are_the_same_rows(call: Callable) -> None:
+    list(call(data=datasets.Dataset.from_list(ROWS), name="dataset"))
+    list(call(name="list"))
+    assert metrics("dataset") == metrics("list")
+    assert call(data=datasets.Dataset.from_list(ROWS)).recipe == call().recipe
+
+
+def test_held_out_rows_are_objects_too(call: Callable) -> None:
+    steps = list(call(data={"path": ROWS[:6], "eval_path": ROWS[6:]}, eval={"k": 2}))
+    assert steps[0].number == 0
+    assert steps[-1].evaluation is not None
+
+
+def test_the_loaded_model_stays_as_it_is(call: Callable, tiny_policy: Callable) -> None:
+    policy = tiny_policy()
+    before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
+    implementation = policy.model.config._attn_implementation
+    list(call(model=policy.model, tokenizer=policy.tokenizer))
+    after = policy.model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert policy.model.config._attn_implementation == implementation
+    trained = AutoModelForCausalLM.from_pretrained("runs/mine/final").state_dict()
+    assert any(not torch.equal(trained[name], tensor) for name, tensor in before.items())
+
+
+def test_a_lambda_and_a_closure_reward(call: Callable) -> None:
+    wanted = "7"
+    training = call(rewards=[lambda completion: float(wanted in completion), gw.LiveReward(function=digits, weight=0.5)])
+    assert [reward.name for reward in training.recipe.rewards] == ["reward_1", "digits"]
+    steps = list(training)
+    for group in steps[-1].groups:
+        assert group.names == ("reward_1", "digits")
+        for rollout, row in zip(group.rollouts, group.rewards, strict=True):
+            assert row.tolist() == [float("7" in rollout.text), digits(rollout.text)]
+
+
+def test_two_runs_in_one_process(call: Callable) -> None:
+    """Also at the same time: one is iterated while the other one goes on."""
+    alone = [step.metrics["reward"] for step in call(name="alone")]
+    first, second = iter(call(name="first")), iter(call(name="second", seed=1))
+    rewards = [(one.metrics["reward"], other.metrics["reward"]) for one, other in zip(first, second, strict=True)]
+    assert [one for one, _ in rewards] == alone
+    assert len(rewards) == 2
+
+
+def test_an_adapter_on_a_loaded_model(call: Callable, tiny_policy: Callable) -> None:
+    policy = tiny_policy()
+    for stop in (1, 9):  # the second goes on with the adapter of the first
+        for step in call(model={"path": policy, "lora": {"rank": 2}}, save={"every": 1}):
+            if step.number == stop:
+                break
+    assert not hasattr(policy.model, "peft_config")
+    assert Path("runs/mine/final/adapter").is_dir()
+    assert [line["step"] for line in metrics()] == [1, 2]
+
+
+def test_data_set_objectives_take_objects(call: Callable) -> None:
+    rows = [{"prompt": f"{i}+{i}=", "completion": str(2 * i)} for i in range(8)]
+    sft = call(objective="sft", data=rows, rewards=None, group=None, batch_size=4)
+    assert [step.number for step in sft] == [1, 2]
+    pairs = [{"prompt": f"{i}+{i}=", "chosen": str(2 * i), "rejected": "x"} for i in range(8)]
+    dpo = call(objective="dpo", data=pairs, rewards=None, group=None, batch_size=4, name="dpo")
+    assert [step.number for step in dpo] == [1, 2]
+
+
+# ---------------------------------------------------------------- the folder, and going on
+
+
+def test_the_folder_names_the_objects(call: Callable) -> None:
+    list(call(rewards=[digits, "accuracy"]))
+    written = yaml.safe_load(Path("runs/mine/config.yaml").read_text())
+    assert re.fullmatch(r"live:LlamaForCausalLM \([0-9a-f]{8}\)", written["model"]["path"])
+    assert re.fullmatch(r"live:8 rows \([0-9a-f]{8}\)", written["data"]["path"])
+    assert [reward["function"] for reward in written["rewards"]] == ["live:digits", "accuracy"]
+    card = Path("runs/mine/final/README.md").read_text()
+    assert "base_model" not in card
+    assert "live:LlamaForCausalLM" in card
+
+
+def test_the_same_call_resumes_to_the_same_bits(call: Callable) -> None:
+    list(call(name="straight", steps=4))
+    for step in call(steps=4):
+        if step.number == 2:
+            break
+    numbers = [step.number for step in call(steps=4)]
+    assert numbers == [3, 4]
+    assert metrics() == metrics("straight")
+    left, right = (AutoModelForCausalLM.from_pretrained(f"runs/{name}/final").state_dict() for name in ("mine", "straight"))
+    assert all(torch.equal(left[name], tensor) for name, tensor in right.items())
+
+
+@pytest.mark.parametrize(
+    ("part", "told"),
+    [
+        ("model", "model.path 'live:LlamaForCausalLM (.*)' stands for an object .* as model="),
+        ("data", r"data.path 'live:8 rows \(.*\)' stands for an object .* as data="),
+        ("rewards", "rewards.0.function 'live:digits' stands for an object .* as rewards="),
+    ],
+)
+def test_resuming_asks_for_the_objects(part: str, told: str, call: Callable, tiny_policy: Callable) -> None:
+    for step in call():
+        if step.number == 1:
+            break
+    objects = {"model": tiny_policy(), "data": ROWS, "rewards": [digits]}
+    del objects[part]
+    with pytest.raises(ConfigError, match=told):
+        list(gw.train("runs/mine/config.yaml", **objects))
+    assert [step.number for step in gw.train("runs/mine/config.yaml", model=tiny_policy(), data=ROWS, rewards=[digits])] == [2]
+
+
+def test_resuming_with_other_objects_is_refused(call: Callable, tiny_policy: Callable) -> None:
+    for step in call():
+        if step.number == 1:
+            break
+    with pytest.raises(ConfigError, match=r"data.path: 'live:8 rows \(.*\)' -> 'live:7 rows"):
+        list(call(data=ROWS[1:]))
+    with pytest.raises(ConfigError, match=r"model.path: 'live:Llama.*' -> 'live:Llama"):
+        list(call(model=tiny_policy(seed=1)))
+    changed = lambda completion: 1.0 - digits(completion)  # noqa: E731
+    changed.__name__ = "digits"
+    with pytest.raises(ConfigError, match=r"rewards.0.function live:digits: it is another function now"):
+        list(call(rewards=[changed]))
+    assert [step.number for step in call(rewards=[changed], accept_changes=True)] == [2]
+
+
+def test_a_closed_over_function_is_the_same_in_another_process(tmp_path: Path) -> None:
+    """Its digest does not depend on the process: sets of constants are ordered by hashes that do."""
+    code = (
+        "from groupwise.config.live import Live\nfrom groupwise.rewards.find import LiveReward\n"
+        "from groupwise.runs.inputs import _live_code\n"
+        "def f(completion):\n    return float(completion in {'a', 'b', 'c'}) + sum(x in ('q', 'r') for x in completion)\n"
+        "print(_live_code(Live('f', LiveReward(function=f))))"
+    )
+    said = {
+        subprocess.check_output([sys.executable, "-c", code], text=True, env=os.environ | {"PYTHONHASHSEED": seed})
+        for seed in ("1", "2")
+    }
+    assert len(said) == 1
+
+
+def test_fresh_takes_the_next_name(call: Callable) -> None:
+    list(call(steps=1))
+    assert call(steps=1, fresh=True).folder == Path("runs/mine-2")
+
+
+# ---------------------------------------------------------------- a recipe with keywords over it
+
+
+def test_a_file_with_keywords_over_it(call: Callable) -> None:
+    Path("r.yaml").write_text(
+        "objective: grpo\nsteps: 5\nname: file\nmodel: {scratch: {hidden: 32}}\ndata: {task: sums}\n"
+        "rewards: [{function: accuracy}]\noptimizer: {lr: 1.0e-4, schedule: cosine}\n"
+    )
+    made = gw.train("r.yaml", steps=2, optimizer={"lr": 1e-3}, data=ROWS).recipe
+    assert (made.steps, made.optimizer.lr, made.optimizer.schedule, made.data.task) == (2, 1e-3, "cosine", None)
+    assert made.rewards == load_recipe("r.yaml").rewards
+    assert gw.train("r.yaml").recipe == load_recipe("r.yaml")
+    assert gw.train(load_recipe("r.yaml"), epochs=None, seed=3).recipe.seed == 3
+    over = gw.train(gw.train("r.yaml", data=ROWS).recipe, seed=3).recipe  # objects of the recipe stay
+    assert isinstance(over.data.path, Live)
+
+
+def test_stages_are_taken_one_by_one() -> None:
+    with pytest.raises(ConfigError, match="holds the stages sft, grpo: load_stages gives them one by one"):
+        gw.train("demo")
+    stage = gw.load_stages("demo")["grpo"]
+    assert gw.train(stage).recipe == stage
+    assert gw.train(stage, steps=3).recipe.model.path == "stage:sft"
+
+
+def test_sections_as_their_dataclasses_and_numbers_of_numpy(call: Callable) -> None:
+    made = call(optimizer=settings.OptimizerSettings(lr=1e-4), steps=np.int64(3), runs=Path("elsewhere")).recipe
+    assert (made.optimizer.lr, made.steps, made.runs) == (1e-4, 3, "elsewhere")
+
+
+# ---------------------------------------------------------------- what was given
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"lr": 1e-4}, r"unknown key 'lr' \(did you mean optimizer.lr\?\)"),
+        ({"num_generations": 8}, r"TRL name; here it is group.group_size"),
+        ({"optimizer": {"learning_rte": 1e-4}}, r"unknown key 'optimizer.learning_rte' \(did you mean optimizer.lr\?\)"),
+        ({"rewards": [{"function": digits, "wieght": 2.0}]}, r"rewards.0.wieght' \(did you mean rewards.N.weight\?\)"),
+        ({"objective": "gspp"}, r"got 'gspp' \(did you mean gspo\?\)"),
+        ({"steps": "3"}, "steps must be a whole number at least 1, or null; got '3'"),
+        ({"model": 3}, "model is a checkpoint's folder .*, got an int: 3"),
+        ({"model": torch.nn.Linear(2, 2)}, "got a Linear"),
+        ({"data": 3}, "data is a list of mappings or a datasets.Dataset, got an int: 3"),
+        ({"data": iter(ROWS)}, r"got a list_iterator: give list\(...\)"),
+        ({"data": []}, "data holds no rows"),
+        ({"data": [ROWS[0], "2+2="]}, "data row 2 is a str: '2\\+2=': a row is a mapping"),
+        ({"data": [{"prompt": "\ud83d"}]}, "data row 1: half of a character"),
+        ({"data": datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})}, r"DatasetDict with the splits 'train'"),
+        ({"data": pd.DataFrame(ROWS)}, r"got a DataFrame: give frame.to_dict\('records'\)"),
+        ({"data": {"path": ROWS, "eval_path": 3}}, "eval_data is a list of mappings .* got an int: 3"),
+        ({"rewards": 3}, "rewards is a function, its name, or a list of them, got an int: 3"),
+        ({"rewards": [3]}, "rewards.0 is a function, .* got an int: 3"),
+        ({"rewards": "acuracy"}, r"did you mean accuracy\?"),
+        ({"rewards": [digits, digits]}, "two rewards are called 'digits'"),
+        ({"rewards": {"function": digits, "args": {"x": object()}}}, r"rewards.0.args.x is an object, which no recipe can hold"),
+    ],
+)  # fmt: skip
+def test_wrong_keywords_say_what_was_given(given: dict[str, Any], told: str, call: Callable) -> None:
+    with pytest.raises((ConfigError, DataError), match=told):
+        call(**given)
+    assert not Path("runs").exists()
+
+
+def test_wrong_models_say_what_was_given(call: Callable, tiny_policy: Callable) -> None:
+    policy = tiny_policy()
+    with pytest.raises(ConfigError, match=r"a loaded model needs its tokenizer: .*, got None"):
+        call(model=policy.model)
+    with pytest.raises(ConfigError, match="a Policy has its tokenizer"):
+        call(tokenizer=policy.tokenizer)
+    with pytest.raises(ConfigError, match="a checkpoint brings its own"):
+        call(model="some/model", tokenizer=policy.tokenizer)
+    half = tiny_policy().model.half()
+    with pytest.raises(ConfigError, match="the model's weights are float16: say in which type"):
+        call(model=half, tokenizer=policy.tokenizer)
+    assert call(model={"path": half, "dtype": "float32"}, tokenizer=policy.tokenizer).plan()
+    with pytest.raises(ConfigError, match=r"a recipe is a file's path, .* got a dict: .* keywords"):
+        gw.train({"objective": "sft"})  # type: ignore[arg-type]
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(policy.model, peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ConfigError, match=r"got a PeftModel.*: merge its adapter first"):
+        call(model=adapted, tokenizer=policy.tokenizer)
+
+
+def test_all_mistakes_at_once(call: Callable) -> None:
+    with pytest.raises(ConfigError) as error:
+        call(steps=0, optimizer={"lr": "fast"}, grup={"group_size": 2})
+    assert all(told in str(error.value) for told in ("steps must be", "optimizer.lr must be", "'grup' (did you mean group?)"))
+
+
+# ---------------------------------------------------------------- plan and screen
+
+
+def test_the_plan_is_the_runs_own_and_run_shows_it(call: Callable) -> None:
+    training = call(data={"path": ROWS, "eval_fraction": 0.3})
+    plan = dict(training.plan())
+    assert not Path("runs").exists(), "a plan writes nothing"
+    assert plan["in all"].startswith("2 steps, 12 completions")
+    said = io.StringIO()
+    outcome = training.run(console=Console(file=said, width=200))
+    assert outcome.steps == 2
+    assert outcome.after is not None
+    assert plan["a step"] in said.getvalue()
+    assert "runs/mine/final" in said.getvalue()
+    assert training.run(quiet=True, console=Console(file=io.StringIO())).steps == 0, "a finished run is not trained on"
+
+
+# ---------------------------------------------------------------- a trained policy
+
+
+def test_generate_is_the_engines_and_score_the_scorers(call: Callable) -> None:
+    list(call())
+    policy = gw.load_policy("runs/mine")
+    assert isinstance(policy, gw.Policy)
+    asked = ["1+1=", "12+30=", "1+1="]
+    sampling = gw.Sampling(temperature=0.7, max_new_tokens=5)
+    encoded = [Prompt(id=str(i), tokens=np.array(policy.tokenizer(text)["input_ids"]), text=text) for i, text in enumerate(asked)]
+    drawn = gw.NativeEngine(policy, max_rows=8).generate(encoded, group_size=1, sampling=sampling, seed=4)
+    rollouts = {rollout.prompt.id: rollout for (rollout,) in drawn}
+    texts = policy.generate(asked, max_new_tokens=5, temperature=0.7, seed=4)
+    assert texts == [rollouts[str(i)].text for i in range(3)]
+    assert policy.generate(asked[0], max_new_tokens=5, temperature=0.7, seed=4) == texts[0]
+    greedy = policy.generate([asked[0], asked[0]], max_new_tokens=5, temperature=0)
+    assert greedy[0] == greedy[1]
+
+    samples = [sample_of(rollouts[str(i)]) for i in range(3)]
+    expected = score(policy, samples, budget=1000).logp
+    found = policy.score(asked, [rollout.tokens for rollout in (rollouts[str(i)] for i in range(3))], temperature=0.7)
+    for one, other, rollout in zip(found, expected, (rollouts[str(i)] for i in range(3)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(one, rollout.behavior_logp, rtol=1e-4, atol=1e-4)
+
+
+def test_score_is_the_models_own_log_probs(call: Callable) -> None:
+    list(call())
+    policy = gw.load_policy("runs/mine/final")
+    model = AutoModelForCausalLM.from_pretrained("runs/mine/final")
+    prompt, completion = (policy.tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("1+1=", "23"))
+    ids = [*prompt, *completion, policy.eos_ids[0]]
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids])).logits[0, :, : policy.vocabulary]
+    logp = torch.log_softmax(logits, -1)[range(len(prompt) - 1, len(ids) - 1), ids[len(prompt) :]].numpy()
+    np.testing.assert_allclose(policy.score("1+1=", "23", end=True), logp, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(policy.score("1+1=", "23"), logp[:-1], rtol=1e-4, atol=1e-5)
+    assert policy.score("1+1=", "").shape == (0,)
+
+
+def test_a_loaded_policy_asks_as_its_run_did(call: Callable) -> None:
+    list(call(data={"path": ROWS, "chat": True, "system": "12+3"}, save={"every": 1}))
+    for path in ("runs/mine", "runs/mine/final", "runs/mine/checkpoints/000002"):
+        policy = gw.load_policy(path)
+        assert (policy.chat, policy.system) == (True, "12+3"), path
+        messages = [{"role": "user", "content": "2+2="}]
+        as_text, as_messages = policy.generate("2+2=", max_new_tokens=4), policy.generate(messages, max_new_tokens=4)
+        assert as_text == as_messages
+        np.testing.assert_array_equal(policy.score("2+2=", "4"), policy.score(messages, "4"))
+    shutil.copytree("runs/mine/final", "elsewhere")
+    assert not gw.load_policy("elsewhere").chat
+    bare, chat = gw.load_policy("elsewhere").score("2+2=", "4"), gw.load_policy("runs/mine").score("2+2=", "4")
+    assert abs(float(bare[0] - chat[0])) > 1e-6
+
+
+def test_wrong_questions_say_what_was_given(call: Callable) -> None:
+    list(call())
+    policy = gw.load_policy(Path("runs/mine"))
+    with pytest.raises(DataError, match=r"a prompt is a text, .* got an? int"):
+        policy.generate(3)  # type: ignore[call-overload]
+    with pytest.raises(DataError, match=r"prompt 1 is a text or a list of chat messages, got an? int"):
+        policy.generate(["1+1=", 3])  # type: ignore[list-item]
+    with pytest.raises(DataError, match="2 prompts and 1 completions"):
+        policy.score(["1", "2"], ["3"])
+    with pytest.raises(DataError, match="outside the vocabulary"):
+        policy.score("1", [10**6])
+    with pytest.raises(DataError, match="more than the context of 96"):
+        policy.score("1", "1" * 200)
+    with pytest.raises(DataError, match="temperature above 0"):
+        policy.score("1", "1", temperature=0)
+    with pytest.raises(gw.GroupwiseError, match=r"no such|neither"):
+        gw.load_policy("runs/none")
+
+
+# ---------------------------------------------------------------- types
+
+
+def test_the_signature_and_the_sections_have_every_setting() -> None:
+    """Made by `make docs`; here they are compared with the settings by their types, not by their text."""
+    parameters = inspect.signature(gw.train).parameters
+    recipe = [field.name for field in fields(settings.Recipe)]
+    assert [name for name in parameters if name not in api._OWN] == recipe
+    sections = [vars(settings)[name] for name in vars(settings) if name.endswith("Settings")]
+    assert sections
+    here = {"ModelGiven": object, "RowsGiven": object}  # names of types that only a type checker can read
+    widened = {"ModelKeys.path", "ModelKeys.scratch", "DataKeys.path", "DataKeys.eval_path", "RewardKeys.function",
+               "RolloutKeys.stop", "OptimizerKeys.betas"}  # fmt: skip
+    for section in sections:
+        mine = getattr(keys, section.__name__.removesuffix("Settings") + "Keys")
+        expected = typing.get_type_hints(section)
+        found = typing.get_type_hints(mine, None, here)
+        assert list(found) == list(expected), f"{mine.__name__}: make docs"
+        for key, hint in expected.items():
+            if f"{mine.__name__}.{key}" not in widened:
+                assert found[key] == hint, f"{mine.__name__}.{key}: make docs"
+
+
+def test_the_packages_names_are_the_same_for_type_checkers_and_python() -> None:
+    import ast
+
+    tree = ast.parse(Path(gw.__file__).read_text())
+    typed = {
+        alias.name: node.module
+        for branch in tree.body
+        if isinstance(branch, ast.If)
+        for node in branch.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert typed == {name: f"groupwise.{module}" for name, module in gw._WHERE.items()}
+    assert sorted(typed) == sorted(gw.__all__)
+    assert all(getattr(gw, name) is not None for name in gw.__all__)
+    assert Path(gw.__file__).with_name("py.typed").is_file()
+
+
+SCRIPT = ROOT / "tests" / "python_api" / "user_script.py"
+
+
+def test_the_users_script_runs(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("user_script", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.main(tmp_path / "runs") == "2 2 2 (2,) True"
+
+
+WRONG = """
+import groupwise as gw
+gw.train(objective="grpo", lr=1e-4)
+gw.train(objective="grpo", steps="3")
+gw.train(objective="grpo", optimizer={"learning_rate": 1e-4})
+gw.train(objective="grpo", rewards=3)
+gw.load_policy("x").generate(3)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+def test_type_checkers_pass_the_users_script_and_find_mistakes(checker: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(checker) is None:
+        pytest.skip(f"{checker} is not installed")
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(WRONG)
+    source = str(Path(gw.__file__).parents[1])
+    if checker == "mypy":
+        command = ["mypy", "--strict", "--follow-imports=silent", "--no-error-summary", f"--cache-dir={tmp_path / 'cache'}"]
+    else:
+        (tmp_path / "pyrightconfig.json").write_text(json.dumps({"typeCheckingMode": "standard", "extraPaths": [source]}))
+        command = ["pyright", "--project", str(tmp_path / "pyrightconfig.json"), "--pythonpath", sys.executable]
+    line = [sys.executable, "-m", *command, str(SCRIPT), str(wrong)]
+    found = subprocess.run(line, capture_output=True, text=True, env=os.environ | {"MYPYPATH": source})
+    errors = [line for line in found.stdout.splitlines() if re.search(r":\d+(:\d+)?\s*(-\s*)?:?\s*error", line)]
+    assert not [line for line in errors if "user_script" in line], found.stdout + found.stderr
+    lines = {int(re.search(r"wrong\.py:(\d+)", line)[1]) for line in errors}  # type: ignore[index]
+    assert lines == {3, 4, 5, 6, 7}, found.stdout + found.stderr
+
+
+def completions(text: str, folder: Path) -> set[str]:
+    """What pyright's language server offers at the end of a text: what an editor shows."""
+    (folder / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(Path(gw.__file__).parents[1])]}))
+    line = text.rpartition("\n")[2]
+    uri = (folder / "editor.py").as_uri()
+    document = {"uri": uri, "languageId": "python", "version": 1, "text": text}
+    place = {"line": text.count("\n"), "character": len(line)}
+    messages = [
+        {"id": 1, "method": "initialize", "params": {"processId": os.getpid(), "rootUri": folder.as_uri(), "capabilities": {}}},
+        {"method": "initialized", "params": {}},
+        {"method": "textDocument/didOpen", "params": {"textDocument": document}},
+        {"id": 2, "method": "textDocument/completion", "params": {"textDocument": {"uri": uri}, "position": place}},
+    ]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "pyright.langserver", "--stdio"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=folder,
+    )  # fmt: skip
+    assert server.stdin is not None and server.stdout is not None
+
+    def send(message: dict[str, Any]) -> None:
+        body = json.dumps({"jsonrpc": "2.0"} | message).encode()
+        server.stdin.write(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))  # type: ignore[union-attr]
+        server.stdin.flush()  # type: ignore[union-attr]
+
+    try:
+        for message in messages:
+            send(message)
+        while True:
+            size = 0
+            while (header := server.stdout.readline().strip()) != b"":
+                size = int(header.partition(b":")[2]) if header.lower().startswith(b"content-length") else size
+            assert size, "the language server has ended"
+            message = json.loads(server.stdout.read(size))
+            if "method" in message and "id" in message:  # it asks for its settings
+                wanted = message["params"].get("items", []) if isinstance(message["params"], dict) else []
+                send({"id": message["id"], "result": [None] * len(wanted)})
+            elif message.get("id") == 2:
+                found = message["result"]
+                return {item["label"].strip("\"'") for item in (found["items"] if isinstance(found, dict) else found)}
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("typed", "wanted"),
+    [
+        ("gw.train(", {"objective=", "model=", "data=", "rewards=", "steps=", "optimizer=", "group=", "fresh="}),
+        ("gw.train(optimizer={", {"lr", "schedule", "betas"}),
+        ('gw.load_policy("runs/x").', {"generate", "score", "tokenizer"}),
+    ],
+)
+def test_an_editor_completes(typed: str, wanted: set[str], tmp_path: Path) -> None:
+    pytest.importorskip("pyright")
+    found = completions(f"import groupwise as gw\n{typed}", tmp_path)
+    assert wanted <= found, f"{sorted(wanted - found)} of {len(found)}"

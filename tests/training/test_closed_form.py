@@ -1,0 +1,95 @@
+"""The gradient in every log-prob, from numbers per token, is autograd's on the way through a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from groupwise.algorithms.accounting import account
+from groupwise.algorithms.registry import ALGORITHMS, corrected, resolve
+from groupwise.config.settings import GroupSettings
+from groupwise.errors import DataError
+from groupwise.models.policy import Policy
+from groupwise.ops.linear_cross_entropy import chosen_logprobs
+from groupwise.records import Scored
+from groupwise.training.closed_form import closed_form
+from groupwise.training.online import batch_loss, entropy_terms, weigh, with_reference, worked
+from groupwise.training.scoring import batches_of, sample_of, score
+
+SETTINGS = {
+    **{name: {} for name in ALGORITHMS},
+    "grpo": {"beta": 0.1, "surrogate": {"low": 0.05, "high": 0.05}},
+    "rloo": {"beta": 0.1},
+    "bnpo": {"entropy_quantile": 0.6},
+    "cispo": {"off_policy_delta": 0.01, "truncated": "mask"},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_it_is_autograds(name: str, tiny_policy: Callable[..., Policy], scored_group: Callable[..., Scored]) -> None:
+    policy, other = tiny_policy(dtype=torch.float64, scale=3.0), tiny_policy(dtype=torch.float64, scale=3.0, seed=1)
+    algorithm = resolve(name, GroupSettings(group_size=3, **SETTINGS[name]), 16)  # type: ignore[arg-type]
+    groups = [
+        scored_group([1.0, 0.0, 0.4], [3, 9, 5], id="0/0", truncated=(1,)),
+        scored_group([0.0, 2.0, None], [2, 4, 8], id="0/1", seed=1),
+        scored_group([1.0, 1.0, 1.0], [4, 4, 4], id="0/2", seed=2),
+    ]
+    drawn = score(policy, [sample_of(rollout) for group in groups for rollout in group.rollouts], budget=100).logp
+    near = iter(logp + 0.1 * np.random.default_rng(5).normal(size=logp.size) for logp in drawn)
+    groups = [replace(group, rollouts=tuple(replace(r, behavior_logp=next(near)) for r in group.rollouts)) for group in groups]
+    if algorithm.needs_reference:
+        groups = with_reference(groups, other, 100)
+    samples = weigh(groups, algorithm.credit(groups), algorithm)
+    scores = score(policy, samples, budget=100, entropy=True)
+    tokens, threshold = entropy_terms(algorithm, samples, scores.entropy)
+    loss, through = 0.0, []
+    for batch in batches_of(policy, worked(algorithm, samples), 20):  # several micro-batches
+        hidden = policy.forward(batch).hidden_PD[batch.trained_M]
+        logp_M, entropy_M = chosen_logprobs(
+            hidden, policy.head, batch.target_P[batch.trained_M], batch.temperature_P[batch.trained_M],
+            None, entropy=algorithm.needs_entropy,
+        )  # fmt: skip
+        logp_M.retain_grad()
+        value = batch_loss(algorithm, batch, entropy_tokens=tokens, threshold=threshold)(logp_M, entropy_M, slice(0, len(logp_M)))
+        value.backward()
+        assert logp_M.grad is not None
+        loss += value.item()
+        through.append(logp_M.grad)
+    assert len(through) > 1
+    keys = [(sample.group, sample.index) for sample in samples]
+    found = closed_form(algorithm, samples, dict(zip(keys, scores.logp, strict=True)), dict(zip(keys, scores.entropy, strict=True)))
+    assert found.loss == pytest.approx(loss, rel=1e-9, abs=1e-12)
+    mine = np.concatenate(list(found.gradient.values()))
+    theirs = torch.cat(through).numpy()
+    np.testing.assert_allclose(np.sort(mine[mine != 0]), np.sort(theirs[theirs != 0]), rtol=1e-8)
+    total = account([list(found.gradient.values())], ratio=[list(found.ratio.values())], clip_range=algorithm.clip_range).total
+    assert total == pytest.approx(np.abs(theirs).sum(), rel=1e-9)
+    assert total > 0
+
+
+def test_a_correction_reaches_it(scored_group: Callable[..., Scored]) -> None:
+    """With one, the ratio is to the trainer's own log-prob, and the sampler's gives the weight."""
+    algorithm = corrected(resolve("grpo", GroupSettings(group_size=2), 8), {"high": 2.0})
+    groups = [scored_group([1.0, 0.0], [2, 3])]
+    samples = weigh(groups, algorithm.credit(groups), algorithm)
+    logp = {(sample.group, sample.index): sample.behavior_logp + np.log(1.5) for sample in samples}
+    found = closed_form(algorithm, samples, logp)
+    for sample in samples:
+        key = sample.group, sample.index
+        np.testing.assert_allclose(found.ratio[key], 1.0)
+        np.testing.assert_allclose(found.gradient[key], -1.5 * sample.weight * sample.advantage, rtol=1e-9)
+
+
+def test_what_was_not_recorded_is_said(scored_group: Callable[..., Scored]) -> None:
+    group = GroupSettings(group_size=2, entropy_bonus=0.1)
+    groups = [scored_group([1.0, 0.0], [2, 3])]
+    plain, bonus = resolve("grpo", GroupSettings(group_size=2), 8), resolve("grpo", group, 8)
+    samples = weigh(groups, plain.credit(groups), plain)
+    with pytest.raises(DataError, match="log-probs of 2 completions, the first of them 0/0#0"):
+        closed_form(plain, samples, {})
+    with pytest.raises(DataError, match="reads entropies"):
+        closed_form(bonus, samples, {(s.group, s.index): s.behavior_logp for s in samples})

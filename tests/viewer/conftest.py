@@ -1,0 +1,111 @@
+"""Servers over made-up runs, and a real Chromium where there is one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_spec = importlib.util.spec_from_file_location("viewer_synthetic", Path(__file__).with_name("synthetic.py"))
+assert _spec is not None
+assert _spec.loader is not None
+synthetic = importlib.util.module_from_spec(_spec)
+sys.modules.setdefault("viewer_synthetic", synthetic)
+_spec.loader.exec_module(synthetic)
+
+from groupwise.viewer.pages import Pages  # noqa: E402
+from groupwise.viewer.server import Viewer  # noqa: E402
+from groupwise.viewer.sources import open_sources  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def made() -> Any:
+    """The module that makes runs up."""
+    return synthetic
+
+
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of 40 steps, which nobody changes."""
+    return synthetic.make_run(tmp_path_factory.mktemp("runs") / "alpha", 40)
+
+
+@pytest.fixture(scope="session")
+def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another run, with another configuration, of the same prompts."""
+    return synthetic.make_run(
+        tmp_path_factory.mktemp("more") / "beta", 30, config="steps: 30\ngroup: {beta: 0.0}\n", evaluated=False
+    )
+
+
+@pytest.fixture(scope="session")
+def hostile_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose completions try to be more than text."""
+    texts = synthetic.HOSTILE
+    return synthetic.make_run(tmp_path_factory.mktemp("bad") / "hostile", 2, groups=2, size=len(texts), texts=texts, prompts=2)
+
+
+@pytest.fixture
+def viewer() -> Iterator[Callable[..., Viewer]]:
+    """`viewer(path, ...)` -> a server of them, closed at the end."""
+    started: list[Viewer] = []
+
+    def start(*paths: Path) -> Viewer:
+        found = Viewer(Pages(open_sources(paths))).start()
+        started.append(found)
+        return found
+
+    yield start
+    for one in started:
+        one.close()
+
+
+def _chromium() -> str | None:
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    return os.environ.get("GROUPWISE_CHROMIUM") or next((found for name in names if (found := shutil.which(name))), None)
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    """A headless browser; skips, with what to install, where there is none."""
+    sync = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install 'groupwise[test]'")
+    path = _chromium()
+    if path is None:
+        pytest.skip("no Chromium: install one (apt-get install chromium), or name it in GROUPWISE_CHROMIUM")
+    with sync.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def tab(chromium: Any) -> Iterator[Callable[..., Any]]:
+    """`tab(address, width, scheme)` -> a page that is ready; at the end no error was logged and no other host was asked."""
+    opened: list[tuple[Any, list[str], str]] = []
+
+    def open_(address: str, width: int = 1280, scheme: str = "light", height: int = 900, wait: bool = True) -> Any:
+        context = chromium.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+        page = context.new_page()
+        wrong: list[str] = []
+        page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("dialog", lambda dialog: (wrong.append(f"dialog {dialog.message}"), dialog.dismiss()))
+        own = address.split("#")[0].rsplit("/", 1)[0]
+        page.on("request", lambda asked: None if asked.url.startswith((own, "data:")) else wrong.append(f"request {asked.url}"))
+        page.goto(address)
+        if wait:
+            page.wait_for_selector("main[data-ready]", timeout=30_000)
+        opened.append((context, wrong, address))
+        return page
+
+    yield open_
+    found = [problem for _, wrong, _ in opened for problem in wrong]
+    for context, _, _ in opened:
+        context.close()
+    assert not found, found

@@ -1,0 +1,229 @@
+"""Run folders made up for the tests of the viewer: small ones through the library's own writers, and a large one."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from groupwise.data import vocabulary
+from groupwise.data.vocabulary import Vocabulary
+from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
+from groupwise.runs import folder as runlog
+from groupwise.runs import recorded
+
+HOSTILE = (
+    "<script>window.pwned = 1</script>",
+    '<img src=x onerror="window.pwned = 2">',
+    "</script><script>window.pwned = 3</script>",
+    "<a href=\"javascript:window.pwned = 4\">click</a> javascript:window.pwned=5",
+    "\x1b[31mred\x1b]8;;http://evil.example/\x07link\x1b]8;;\x07\x1b]0;title\x07",
+    "[red]rich[/red] [/oops] {{ 7 * 7 }} ${7*7} <%= 7 %>",
+    "\u202egnp.exe\u202c \u2066isolated\u2069 zero\u200bwidth\ufeff soft\u00adhyphen",
+    "<svg/onload=window.pwned=6> <iframe srcdoc='<script>parent.pwned=7</script>'>",
+    "<style>*{display:none}</style><base href=//evil.example/><meta http-equiv=refresh content=0>",
+    "nul\x00byte \x7f \x85 bell\x07",
+    "lone \\ud800 surrogate",
+    "<!--<script>--> ]]> &lt;script&gt; &#x3c;b&#x3e;",
+    "__proto__ constructor toString",
+    "שלום עולם مرحبا بالعالم",
+    "x" * 100_000,
+)  # fmt: skip
+"""Completions that try to be more than text."""
+
+
+def make_step(
+    number: int,
+    *,
+    groups: int = 3,
+    size: int = 4,
+    texts: Sequence[str] = (),
+    length: int = 6,
+    clipped: bool = True,
+    reference: bool = True,
+    prompts: int = 5,
+) -> Step:
+    """A step whose rewards rise with its number; a token is a character of `texts`, or of a made-up answer."""
+    chance = np.random.default_rng(number)
+    found = []
+    columns: dict[str, list[list[np.ndarray]]] = {name: [] for name in ("weight", "entropy", "clipped", "last_logp")}
+    advantages, current = [], []
+    for g in range(groups):
+        asked = (number * groups + g) % prompts
+        prompt = Prompt(
+            id=f"{number}/{g}", tokens=np.array([65, 66]), text=f"What is {asked} + {asked}?", row={"answer": str(2 * asked)}
+        )
+        rewards = np.clip(np.round(chance.random((size, 2)) + 0.01 * number - 0.3), 0, 1)
+        if g == 0:
+            rewards[:] = 1.0  # a dead group
+        rollouts = []
+        for i in range(size):
+            text = (
+                texts[(g * size + i) % len(texts)] if texts else ("therefore " if number > 20 else "so ") + "7" * (1 + i % length)
+            )
+            ids = np.frombuffer(text.encode("utf-8", "backslashreplace"), np.uint8).astype(np.int64)
+            ids = np.concatenate([ids, [256]])
+            rollouts.append(
+                Rollout(
+                    prompt=prompt,
+                    index=i,
+                    tokens=ids,
+                    behavior_logp=-chance.random(ids.size).astype(np.float32),
+                    finish=Finish.EOS,
+                    eos_ids=(256,),
+                    sampling=Sampling(),
+                    text=text,
+                    trained=np.ones(ids.size, bool),
+                    version=np.full(ids.size, number),
+                )
+            )
+        reward = rewards @ np.array([1.0, 0.5])
+        advantage = (reward - reward.mean()) / (reward.std() + 1e-6)
+        signals = {"reference_logp": tuple(-chance.random(len(r)).astype(np.float32) for r in rollouts)} if reference else {}
+        found.append(
+            Scored(
+                rollouts=tuple(rollouts),
+                names=("accuracy", "format"),
+                rewards=rewards,
+                reward=reward,
+                weights=(1.0, 0.5),
+                signals=signals,
+            )
+        )
+        advantages.append([np.full(len(r), a) for r, a in zip(rollouts, advantage, strict=True)])
+        current.append([r.behavior_logp + np.float32(1e-4) for r in rollouts])
+        columns["weight"].append([np.full(len(r), 1 / len(r) / size) for r in rollouts])
+        columns["entropy"].append([chance.random(len(r)).astype(np.float32) for r in rollouts])
+        columns["clipped"].append([(chance.random(len(r)) < 0.1 * clipped).astype(np.float32) for r in rollouts])
+        columns["last_logp"].append([r.behavior_logp + chance.normal(0, 0.1, len(r)).astype(np.float32) for r in rollouts])
+    every = np.concatenate([group.reward for group in found])
+    metrics = {
+        "reward": float(every.mean()),
+        "entropy": 1.0 / number,
+        "frac_reward_zero_std": 1 / groups,
+        "completions/mean_length": 5.0,
+    }
+    return Step(
+        number=number,
+        metrics={**metrics, "tokens/sampled": 100.0, "kl": math.nan if number == 1 else 0.01 * number},
+        timings={"rollout": 1.0},
+        groups=found,
+        advantages=advantages,
+        current_logp=current,
+        columns=columns,
+    )
+
+
+def make_run(
+    folder: Path, steps: int = 12, *, config: str = "steps: 40\ngroup: {beta: 0.01}\n", evaluated: bool = True, **how: object
+) -> Path:
+    """A finished run folder of small steps."""
+    folder.mkdir(parents=True)
+    (folder / runlog.CONFIG).write_text(config, encoding="utf-8")
+    start = {"versions": {"torch": "2.13.0"}, "cpu": "a processor", "command": ["groupwise", "train"]}
+    (folder / runlog.ENVIRONMENT).write_text(json.dumps({"attempts": [start]}), encoding="utf-8")
+    pieces = Vocabulary([*(bytes([byte]) for byte in range(256)), b"<|end|>"], frozenset({256}))
+    (folder / runlog.TOKENS).write_bytes(vocabulary.packed(pieces))
+    for number in range(1, steps + 1):
+        add_step(folder, number, **how)
+    if evaluated:
+        held = make_step(steps)
+        recorded.write(folder / recorded.EVALUATIONS, Step(number=steps, metrics={}, groups=held.groups), folder.name)
+    (folder / runlog.DONE).write_text(json.dumps({"step": steps}), encoding="utf-8")
+    return folder
+
+
+def add_step(folder: Path, number: int, **how: object) -> None:
+    """One step more, as a run writes it: completions first, then the line."""
+    step = make_step(number, **how)  # type: ignore[arg-type]
+    recorded.write(folder / recorded.ROLLOUTS, step, folder.name)
+    line = {"step": number, **step.metrics, "time/rollout": 1.0, "wall": 1.7e9 + 10 * number}
+    with open(folder / runlog.METRICS, "a", encoding="utf-8") as file:
+        file.write(json.dumps({name: str(value) if value != value else value for name, value in line.items()}) + "\n")
+
+
+def make_large(folder: Path, steps: int = 10_000, *, groups: int = 8, size: int = 8, tokens: int = 32) -> Path:
+    """A run of `steps` x `groups` x `size` completions, in the files that a long run has: packs, and the newest steps single."""
+    first = make_run(folder, 1, evaluated=False)
+    (first / recorded.ROLLOUTS / "000001.parquet").unlink()
+    with pq.ParquetFile(_template(first)) as file:
+        schema = file.schema_arrow
+    chance = np.random.default_rng(0)
+    rows = groups * size
+    words = ["so", "then", "add", "carry", "the", "one", "and", "write", "42", "done", "=", "+"]
+    texts = [" ".join(chance.choice(words, 8)) for _ in range(997)]
+    singles = steps - steps % recorded.PACK - recorded.PACK
+    for begin in range(1, singles + 1, recorded.PACK):
+        path = first / recorded.ROLLOUTS / f"{begin:06d}-{begin + recorded.PACK - 1:06d}-1.parquet"
+        with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+            for step in range(begin, begin + recorded.PACK):
+                writer.write_table(_rows(step, schema, chance, texts, groups, rows, tokens), row_group_size=rows)
+    for step in range(singles + 1, steps + 1):
+        pq.write_table(
+            _rows(step, schema, chance, texts, groups, rows, tokens),
+            first / recorded.ROLLOUTS / f"{step:06d}.parquet",
+            compression="zstd",
+        )
+    names = [f"metric/{i}" for i in range(34)]
+    with open(first / runlog.METRICS, "w", encoding="utf-8") as file:
+        for step in range(1, steps + 1):
+            line = {
+                "step": step,
+                "reward": 0.5 + step / steps / 3,
+                "entropy": 1 / step,
+                **dict(zip(names, chance.random(34).round(6), strict=True)),
+            }
+            file.write(json.dumps({**line, "tokens/sampled": rows * tokens, "wall": 1.7e9 + step}) + "\n")
+    (first / runlog.DONE).write_text(json.dumps({"step": steps}), encoding="utf-8")
+    return first
+
+
+def _template(folder: Path) -> Path:
+    recorded.write(folder / "template", make_step(1), folder.name)
+    return folder / "template" / "000001.parquet"
+
+
+def _rows(
+    step: int, schema: pa.Schema, chance: np.random.Generator, texts: list[str], groups: int, rows: int, tokens: int
+) -> pa.Table:
+    """The completions of one step, straight into columns."""
+    flat = rows * tokens
+    offsets = pa.array(np.arange(0, flat + 1, tokens), pa.int32())
+
+    def per_token(values: np.ndarray, kind: pa.DataType) -> pa.Array:
+        return pa.ListArray.from_arrays(offsets, pa.array(values, kind))
+
+    numbers = chance.random(flat).astype(np.float32)
+    place = np.repeat(np.arange(groups), rows // groups)
+    prompts = [f"What is {(step * groups + group) % 4999} + 1?" for group in range(groups)]
+    reward = chance.random(rows).round(1)
+    plain = {
+        "step": np.full(rows, step), "group": place, "index": np.tile(np.arange(rows // groups), groups), "reward": reward,
+        "rewards/accuracy": reward, "rewards/format": np.ones(rows), "finish": ["eos"] * rows,
+        "sampling": ["{}"] * rows, "row": ["{}"] * rows,
+        "prompt_id": [f"{step}/{group}" for group in place], "prompt_text": [prompts[group] for group in place],
+        "completion_text": [texts[i] for i in chance.integers(0, len(texts), rows)], "run": ["large"] * rows,
+    }  # fmt: skip
+    columns = []
+    for field in schema:
+        if field.name in plain:
+            columns.append(pa.array(plain[field.name]).cast(field.type))
+        elif field.name == "support":
+            columns.append(pa.nulls(rows, field.type))
+        elif field.name in ("prompt_ids", "eos_ids"):
+            columns.append(pa.array([[1, 2]] * rows, field.type))
+        elif field.name == "completion_ids":
+            columns.append(per_token(chance.integers(97, 122, flat), pa.int64()))
+        elif field.name in ("trained", "version", "advantages", "update/weight", "update/clipped"):
+            constant = (
+                np.repeat(reward, tokens) if field.name == "advantages" else np.full(flat, step if field.name == "version" else 1)
+            )
+            columns.append(per_token(constant.astype(bool) if field.name == "trained" else constant, field.type.value_type))
+        else:
+            columns.append(per_token(-numbers, field.type.value_type))
+    return pa.Table.from_arrays(columns, schema=schema)

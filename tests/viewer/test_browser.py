@@ -1,0 +1,368 @@
+"""The application in a real, headless Chromium: what a person would do with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.viewer.report import export
+
+pytestmark = pytest.mark.timeout(240)
+
+Tab = Callable[..., Any]
+
+
+def settled(page: Any, view: str = "groups") -> None:
+    page.wait_for_selector(f'main[data-ready="{view}"]')
+
+
+def until(page: Any, condition: str) -> None:
+    """Wait for an expression to be true.  Playwright's own way evaluates text inside the page, which the page's policy forbids."""
+    for _ in range(400):
+        if page.evaluate(f"() => {{ try {{ return Boolean({condition}); }} catch {{ return false; }} }}"):
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(condition)
+
+
+def cards(page: Any) -> list[float]:
+    page.wait_for_selector(".card")
+    return [float(text.replace("−", "-")) for text in page.locator(".card .reward").all_inner_texts()]
+
+
+def colours(page: Any) -> list[str]:
+    return page.eval_on_selector_all(".card .t", "all => all.map((one) => one.style.backgroundColor)")
+
+
+def test_it_opens_on_the_most_informative_group_the_best_first(viewer: Callable, run_folder: Path, tab: Tab) -> None:
+    own = viewer(run_folder)
+    page = tab(own.address)
+    shown = own.pages.answer("step", {"run": "0"})["groups"][0]
+    assert page.locator(".steps h1").inner_text().startswith("Step 40")
+    assert page.locator(".group-head h2").inner_text() == f"Group {shown['group']}"
+    assert cards(page) == sorted(shown["rewards"], reverse=True)
+    assert page.locator(".figure").count() >= 4
+    assert page.locator(".group-list li").count() == 3
+    assert page.title() == "alpha · groupwise"
+
+
+def test_tokens_are_coloured_by_the_key_that_is_pressed(viewer: Callable, run_folder: Path, tab: Tab) -> None:
+    page = tab(viewer(run_folder).address)
+    seen = []
+    for key, label in zip("1234567", ("Push", "Log-prob", "Entropy", "KL", "Mismatch", "Gradient", "Version"), strict=True):
+        page.keyboard.press(key)
+        assert page.locator('.quantities button[aria-pressed="true"]').first.inner_text().endswith(label)
+        assert page.locator(".scale .bar").is_visible()
+        seen.append(tuple(colours(page)))
+    assert len(set(seen)) == 7
+    assert all(any(colour) for colour in seen[:6])
+    page.keyboard.press("0")
+    assert not any(colours(page))
+
+
+def test_the_colour_says_the_sign_and_clipped_tokens_are_hatched(viewer: Callable, run_folder: Path, tab: Tab) -> None:
+    own = viewer(run_folder)
+    page = tab(own.address + "#step=7&group=1&by=push")
+    group = own.pages.answer("group", {"run": "0", "step": "7", "group": "1"})
+    for completion in group["completions"]:
+        spans = page.locator(f"#c{completion['index']} .t")
+        found = spans.evaluate_all("all => all.map((one) => [one.style.backgroundColor, getComputedStyle(one).backgroundImage])")
+        for (colour, image), push, clipped in zip(
+            found, completion["columns"]["push"], completion["columns"]["clipped"], strict=True
+        ):
+            if abs(push) > 0.05:
+                assert colour.startswith("rgba(37, 99, 235" if push > 0 else "rgba(234, 88, 12"), (colour, push)
+            assert ("repeating" in image) == (clipped > 0)
+
+
+def test_the_number_of_a_token_is_under_the_cursor_and_under_the_arrow_keys(viewer: Callable, run_folder: Path, tab: Tab) -> None:
+    own = viewer(run_folder)
+    page = tab(own.address + "#step=7&group=1&by=entropy")
+    completion = own.pages.answer("group", {"run": "0", "step": "7", "group": "1"})["completions"][0]
+    page.locator("#c0 .t").nth(2).hover()
+    tip = page.locator("#tip")
+    assert tip.locator("tr.chosen").inner_text().split() == ["Entropy", f"{completion['columns']['entropy'][2]:.3f}"]
+    assert f"id {completion['ids'][2]}" in tip.inner_text()
+    page.locator("#c0 .text").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert f"token 1 · id {completion['ids'][1]}" in tip.inner_text()
+    page.keyboard.press("Escape")
+    assert tip.is_hidden()
+
+
+def test_blanks_and_special_tokens_on_demand(viewer: Callable, run_folder: Path, tab: Tab) -> None:
+    page = tab(viewer(run_folder).address)
+    text = lambda: page.locator(".card .text").first.inner_text()  # noqa: E731
+    assert "therefore 7" in text()
+    assert "<|end|>" not in text()
+    page.keyboard.press("w")
+    page.wait_for_selector("text=<|end|>")
+    assert "therefore·7" in text()
+
+
+def test_steps_and_groups_by_keyboard_and_the_address_follows(viewer: Callable, run_folder: Path, tab: Tab) -> None:
+    own = viewer(run_folder)
+    page = tab(own.address)
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_selector(".steps h1 >> text=Step 39")
+    first = page.locator(".group-head h2").inner_text()
+    page.keyboard.press("ArrowDown")
+    until(page, f"document.querySelector('.group-head h2').innerText !== {json.dumps(first)}")
+    page.keyboard.press("3")
+    address = page.url
+    assert "step=39" in address
+    assert "by=entropy" in address
+    again = tab(address)
+    assert again.locator(".group-head h2").inner_text() == page.locator(".group-head h2").inner_text()
+    assert again.locator('.quantities button[aria-pressed="true"]').first.inner_text().endswith("Entropy")
+    page.go_back()
+    page.wait_for_selector(f".group-head h2 >> text={first}")
+    page.keyboard.press("f")
+    page.wait_for_selector(".steps h1 >> text=Step 40")
+    for key, view in (("c", "curves"), ("y", "why"), ("l", "lenses"), ("i", "config"), ("d", "compare"), ("/", "search")):
+        page.keyboard.press(key)
+        settled(page, view)
+    assert page.evaluate("document.activeElement.id") == "search-text"
+    page.keyboard.press("Escape")
+    page.keyboard.press("?")
+    assert page.locator("dialog").is_visible()
+    page.keyboard.press("Escape")
+    page.keyboard.press("g")
+    settled(page)
+
+
+def test_everything_can_be_reached_with_tab_alone(viewer: Callable, run_folder: Path, tab: Tab) -> None:
+    page = tab(viewer(run_folder).address)
+    page.wait_for_selector(".card")
+    reached = set()
+    for _ in range(90):
+        page.keyboard.press("Tab")
+        reached.add(
+            page.evaluate(
+                "(document.activeElement.closest('nav') && 'nav')"
+                " || document.activeElement.closest('[class]')?.className.split(' ')[0]"
+            )
+        )
+    assert {"skip", "nav", "icon", "prompt-text", "text", "figure"} <= reached, reached
+    assert page.locator(".group-list a").first.evaluate("one => { one.focus(); return document.activeElement === one; }")
+
+
+def test_search_filters_and_its_link_reproduces_it(viewer: Callable, run_folder: Path, tab: Tab) -> None:
+    page = tab(viewer(run_folder).address + "#view=search")
+    page.fill('input[name="text"]', "therefore 777")
+    page.fill('input[name="first"]', "30")
+    page.locator('input[name="low"]').fill("1.5")
+    page.get_by_role("button", name="Search").click()
+    until(page, "document.querySelector('.found li') && location.hash.includes('first=30')")
+    until(page, "document.querySelector('[role=status].hint').innerText.includes('that is all')")
+    found = page.locator(".found li").all_inner_texts()
+    assert found
+    assert all("therefore 777" in row and int(re.search(r"step (\d+)", row)[1]) >= 30 for row in found)
+    assert page.locator(".found mark").first.inner_text() == "therefore 777"
+    again = tab(page.url)
+    until(again, "document.querySelector('[role=status].hint').innerText.includes('that is all')")
+    assert again.locator(".found li").all_inner_texts() == found
+    again.locator(".found a").first.click()
+    settled(again)
+    again.wait_for_selector(".card.linked")
+
+
+def test_two_runs_are_compared_on_the_same_prompts(viewer: Callable, run_folder: Path, other_folder: Path, tab: Tab) -> None:
+    page = tab(viewer(run_folder, other_folder).address + "#view=compare&step=5&other=1&with=5")
+    page.wait_for_selector("#cl0")
+    page.wait_for_selector("#cr0")
+    prompts = page.locator(".prompt-text").all_inner_texts()
+    assert len(prompts) == 2
+    assert prompts[0] == prompts[1]
+    assert [text.split(",")[0] for text in page.locator(".side-title").all_inner_texts()] == ["alpha", "beta"]
+    page.wait_for_selector("table.config")
+    rows = page.locator("table.config tbody tr").all_inner_texts()
+    assert [row.split()[0] for row in rows] == ["group.beta", "steps"]
+    before = colours(page)
+    page.keyboard.press("2")
+    assert colours(page) != before
+
+
+def test_curves_lie_over_each_other_by_step_tokens_and_time(
+    viewer: Callable, run_folder: Path, other_folder: Path, tab: Tab
+) -> None:
+    page = tab(viewer(run_folder, other_folder).address + "#view=curves&metric=rew")
+    page.wait_for_selector(".chart .uplot canvas")
+    assert page.locator(".chart").first.get_attribute("aria-label") == "reward"
+    assert page.locator(".chart .last").first.inner_text().count("·") == 1, "two runs"
+    for axis in ("tokens", "time"):
+        page.locator("select").last.select_option(axis)
+        until(page, f"location.hash.includes('x={axis}')")
+        page.wait_for_selector(".chart .uplot canvas")
+    over = page.locator(".chart .u-over").first.bounding_box()
+    page.mouse.click(over["x"] + over["width"] / 2, over["y"] + 40)
+    settled(page)
+    assert "step=" in page.url
+
+
+def test_why_leads_to_the_completions(viewer: Callable, run_folder: Path, tab: Tab) -> None:
+    page = tab(viewer(run_folder).address + "#view=why&before0=11&before1=20&after0=21&after1=30")
+    page.wait_for_selector(".moves")
+    page.get_by_role("link", name="therefore", exact=True).click()
+    settled(page, "search")
+    page.wait_for_selector(".found mark")
+    assert "first=21" in page.url
+
+
+def test_lenses_lead_to_the_completions(viewer: Callable, run_folder: Path, tab: Tab) -> None:
+    page = tab(viewer(run_folder).address + "#view=lenses")
+    page.wait_for_selector("canvas.scatter")
+    page.locator(".links a").first.click()
+    page.wait_for_selector(".card.linked")
+
+
+def test_it_follows_a_live_run(viewer: Callable, made: Any, tmp_path: Path, tab: Tab) -> None:
+    folder = made.make_run(tmp_path / "going", 3)
+    (folder / "done.json").unlink()
+    (folder / ".lock").write_text(json.dumps({"pid": os.getpid(), "host": os.uname().nodename}))
+    page = tab(viewer(folder).address)
+    assert page.locator(".state.live").inner_text() == "live · step 3 of 40"
+    made.add_step(folder, 4)
+    page.wait_for_selector(".steps h1 >> text=Step 4", timeout=20_000)
+    assert page.locator(".state").inner_text() == "live · step 4 of 40"
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_selector(".steps h1 >> text=Step 3")
+    made.add_step(folder, 5)
+    page.wait_for_selector(".state >> text=step 5", timeout=20_000)
+    assert page.locator(".steps h1 b").inner_text() == "3", "who looks at a step is not taken away from it"
+
+
+def test_held_out_completions_stand_beside_those_of_training(viewer: Callable, run_folder: Path, tab: Tab) -> None:
+    page = tab(viewer(run_folder).address)
+    page.keyboard.press("e")
+    page.wait_for_selector(".steps h1 >> text=Held out, after step 40")
+    assert cards(page)
+
+
+@pytest.mark.parametrize("where", ["server", "report"])
+def test_hostile_completions_are_text(
+    viewer: Callable, hostile_folder: Path, tab: Tab, tmp_path: Path, made: Any, where: str
+) -> None:
+    """Nothing runs, nothing is asked of another host (`tab` watches), nothing moves or hides other text."""
+    if where == "server":
+        address = viewer(hostile_folder).address
+        views = [
+            "",
+            "#step=1",
+            "#step=1&blanks=1",
+            "#view=search&text=script",
+            "#view=why",
+            "#view=lenses",
+            "#view=curves",
+            "#view=config",
+        ]
+    else:
+        address = export([hostile_folder], tmp_path / "report.html").as_uri()
+        views = ["", "#view=why", "#view=lenses"]
+    for hash_ in views:
+        page = tab(address + hash_)
+        page.wait_for_timeout(200)
+        assert page.evaluate("window.pwned") is None
+        inside = page.evaluate(
+            "document.querySelectorAll('main :is(script, img, iframe, style, base, meta), a[href^=javascript]').length"
+        )
+        assert inside == 0
+        if not hash_:
+            page.wait_for_selector(".card")
+            text = page.evaluate("[...document.querySelectorAll('.card .text')].map((one) => one.textContent).join('|')")
+            for wanted in (
+                "<script>window.pwned = 1</script>",
+                "onerror=",
+                "␛[31mred",
+                "[/oops]",
+                "U+202E",
+                "U+200B",
+                "nul␀byte",
+                "&lt;script&gt;",
+            ):
+                assert wanted in text, wanted
+            assert "\u202e" not in text
+            assert "\u200b" not in text
+            assert "\x1b" not in text
+        assert page.evaluate("document.documentElement.scrollWidth") <= 1280
+
+
+def test_a_completion_of_100_000_characters_is_shown_piece_by_piece(
+    viewer: Callable, hostile_folder: Path, tab: Tab, made: Any
+) -> None:
+    page = tab(viewer(hostile_folder).address)
+    page.wait_for_selector(".card")
+    card = f"#c{len(made.HOSTILE) - 1}"
+    assert page.locator(f"{card} .t").count() < 1000
+    page.locator(f"{card} .more").click()
+    until(page, f"document.querySelectorAll('{card} .t').length > 600")
+    page.locator(f"{card} .text").evaluate("one => { one.scrollTop = one.scrollHeight; }")
+    until(page, f"document.querySelectorAll('{card} .t').length > 1400")
+
+
+def test_a_report_is_the_application_without_a_server(run_folder: Path, other_folder: Path, tab: Tab, tmp_path: Path) -> None:
+    path = export([run_folder, other_folder], tmp_path / "report.html")
+    page = tab(path.as_uri())
+    assert page.locator(".state").inner_text() == "report · step 40 of 40"
+    assert cards(page)
+    page.keyboard.press("3")
+    assert any(colours(page))
+    page.keyboard.press("ArrowLeft")
+    until(page, "document.querySelector('.steps h1 b').innerText !== '40'")
+    assert cards(page)
+    for view in ("curves", "why", "lenses", "config", "compare", "search"):
+        page.goto(path.as_uri() + f"#view={view}")
+        settled(page, view)
+        assert page.locator("main [role=alert]").count() == 0, view
+
+
+def test_a_bad_page_says_so_and_the_next_one_works(viewer: Callable, made: Any, tmp_path: Path, chromium: Any) -> None:
+    folder = made.make_run(tmp_path / "damaged", 3)
+    (folder / "rollouts/000003.parquet").write_bytes(b"PAR1 half of it")
+    page = chromium.new_page()
+    page.goto(viewer(folder).address)
+    page.wait_for_selector("[role=alert] >> text=damaged")
+    page.goto(page.url.split("#")[0] + "#step=2")
+    page.wait_for_selector(".card")
+    page.close()
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("view", ["groups", "curves", "search", "compare", "why", "lenses", "config"])
+def test_no_view_is_wider_than_its_window(viewer: Callable, run_folder: Path, tab: Tab, width: int, scheme: str, view: str) -> None:
+    page = tab(viewer(run_folder).address + f"#view={view}", width=width, scheme=scheme)
+    page.wait_for_timeout(150)
+    wide = page.evaluate(
+        "[...document.querySelectorAll('main *')].filter((one) => one.getBoundingClientRect().right > innerWidth + 1"
+        " && !one.closest('.scroll, .strip, svg, nav')).map((one) => one.className || one.tagName).slice(0, 5)"
+    )
+    assert wide == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.skipif("GROUPWISE_AXE" not in os.environ, reason="name axe-core's axe.min.js (npm install axe-core) in GROUPWISE_AXE")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("view", ["groups", "curves", "search&text=so", "compare", "why", "lenses", "config"])
+def test_axe_finds_nothing_serious(viewer: Callable, run_folder: Path, chromium: Any, scheme: str, view: str) -> None:
+    context = chromium.new_context(viewport={"width": 1280, "height": 900}, color_scheme=scheme, bypass_csp=True)
+    page = context.new_page()
+    page.goto(viewer(run_folder).address + f"#view={view}")
+    settled(page, view.split("&")[0])
+    page.wait_for_timeout(300)
+    page.add_script_tag(path=os.environ["GROUPWISE_AXE"])
+    found = page.evaluate("axe.run()")
+    serious = [
+        (rule["id"], [node["html"][:160] for node in rule["nodes"]][:3])
+        for rule in found["violations"]
+        if rule["impact"] in ("serious", "critical")
+    ]
+    context.close()
+    assert not serious, serious

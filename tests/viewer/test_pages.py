@@ -1,0 +1,355 @@
+"""What the pages say, against what was written."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from groupwise.errors import DataError
+from groupwise.runs import folder as runlog
+from groupwise.runs import recorded
+from groupwise.runs.progress import FLAGS
+from groupwise.utils import files
+from groupwise.viewer import health, questions
+from groupwise.viewer.groups import token_columns
+from groupwise.viewer.pages import Pages
+from groupwise.viewer.sources import open_source, open_sources
+
+
+def pages_of(*paths: Path) -> Pages:
+    found = Pages(open_sources(paths))
+    for index in found.indexes:
+        index.refresh()
+    return found
+
+
+@pytest.fixture(scope="module")
+def pages(run_folder: Path) -> Pages:
+    return pages_of(run_folder)
+
+
+def test_the_newest_step_opens_on_its_most_informative_group(pages: Pages, made: Any) -> None:
+    step = pages.answer("step", {"run": "0"})
+    assert step["step"] == 40
+    spreads = {g: float(np.std(group.reward)) for g, group in enumerate(made.make_step(40).groups)}
+    assert [group["spread"] for group in step["groups"]] == sorted(spreads.values(), reverse=True)
+    assert step["groups"][0]["group"] == max(spreads, key=lambda g: spreads[g])
+    assert step["groups"][-1]["spread"] == 0.0
+
+
+def test_a_group_holds_every_token_with_its_numbers(pages: Pages, made: Any) -> None:
+    written = made.make_step(7)
+    found = pages.answer("group", {"run": "0", "step": "7", "group": "1"})
+    group = written.groups[1]
+    assert found["prompt"] == group.prompt.text
+    assert found["row"] == dict(group.prompt.row)
+    for i, completion in enumerate(found["completions"]):
+        rollout = group.rollouts[i]
+        assert "".join(completion["tokens"][:-1]) == rollout.text
+        assert completion["tokens"][-1] == "<|end|>"
+        assert completion["special"] == [len(rollout) - 1]
+        columns = completion["columns"]
+        ratio = np.exp(written.columns["last_logp"][1][i] - rollout.behavior_logp)
+        np.testing.assert_allclose(columns["push"], written.advantages[1][i] * ratio, rtol=2e-3)
+        np.testing.assert_allclose(
+            columns["kl"], written.current_logp[1][i] - group.signals["reference_logp"][i], rtol=2e-2, atol=1e-4
+        )
+        np.testing.assert_allclose(columns["mismatch"], 1e-4, atol=1e-6)
+        np.testing.assert_allclose(columns["entropy"], written.columns["entropy"][1][i], rtol=1e-3)
+        assert columns["version"] == [7] * len(rollout)
+    assert set(found["quantities"]) == {"push", "logp", "entropy", "kl", "mismatch", "gradient", "version"}
+
+
+def test_shares_of_the_gradient_sum_to_one_and_are_0_where_clipped(pages: Pages) -> None:
+    found = pages.answer("group", {"run": "0", "step": "7", "group": "1"})
+    parts = [completion["columns"] for completion in found["completions"]]
+    assert sum(sum(columns["gradient"]) for columns in parts) == pytest.approx(1.0, rel=1e-2)
+    cut = [(share, clipped) for columns in parts for share, clipped in zip(columns["gradient"], columns["clipped"], strict=True)]
+    assert any(clipped for _, clipped in cut)
+    assert all(share == 0.0 for share, clipped in cut if clipped == 1.0)
+
+
+def test_what_was_not_recorded_is_not_made_up() -> None:
+    row = {"completion_ids": [1, 2], "behavior_logp": [-1.0, -2.0], "trained": [True, True], "version": [0, 0]}
+    assert set(token_columns(row)) == {"logp", "behavior", "version"}
+
+
+def test_the_shares_of_the_gradient_are_those_of_autograd(made: Any) -> None:
+    """The closed form against the library's own loss: the clipped surrogate, differentiated by torch."""
+    torch = pytest.importorskip("torch")
+    from groupwise.algorithms.losses import Terms
+    from groupwise.algorithms.registry import ALGORITHMS
+    from groupwise.viewer.groups import _gradient
+
+    chance = np.random.default_rng(0)
+    behavior, last, advantage = -chance.random(64), -chance.random(64), chance.normal(size=64)
+    weight = chance.random(64)
+    logp = torch.tensor(last, requires_grad=True)
+    terms = Terms(
+        logp_M=logp,
+        behavior_logp_M=torch.tensor(behavior),
+        advantage_M=torch.tensor(advantage),
+        segment_M=torch.arange(64),
+        segments=64,
+    )
+    ALGORITHMS["grpo"].total(terms, torch.tensor(weight)).backward()
+    ratio = np.exp(last - behavior)
+    cut = ((ratio < 0.8) & (advantage < 0)) | ((ratio > 1.2) & (advantage > 0))
+    row = {
+        "behavior_logp": behavior,
+        "update/last_logp": list(last),
+        "advantages": list(advantage),
+        "update/weight": list(weight),
+        "update/clipped": list(cut.astype(float)),
+    }
+    assert cut.any()
+    np.testing.assert_allclose(_gradient(row), logp.grad.abs().numpy(), rtol=1e-9, atol=1e-12)
+
+
+def test_long_completions_come_in_parts_that_fit_together(made: Any, tmp_path: Path) -> None:
+    text = "".join(chr(97 + i % 26) for i in range(5000))
+    found = pages_of(made.make_run(tmp_path / "long", 1, texts=[text]))
+    first = found.answer("group", {"run": "0", "step": "1", "group": "1"})["completions"][0]
+    said, ids = list(first["tokens"]), list(first["ids"])
+    assert len(said) < 5000
+    while len(said) < first["length"]:
+        more = found.answer("more", {"run": "0", "step": "1", "group": "1", "index": "0", "begin": str(len(said))})
+        said += more["tokens"]
+        ids += more["ids"]
+    assert "".join(said) == text + "<|end|>"
+    assert ids[-1] == 256
+
+
+def test_curves_are_the_metrics_and_long_runs_are_thinned(run_folder: Path) -> None:
+    lines = runlog.read_metrics(run_folder)
+    found = Pages(open_sources([run_folder])).answer("curves", {"run": "0"})
+    assert found["steps"] == [line["step"] for line in lines]
+    np.testing.assert_allclose(found["values"]["reward"], [line["reward"] for line in lines], rtol=1e-5)
+    assert found["values"]["kl"][0] is None
+    assert found["tokens"][-1] == 4000
+    assert found["seconds"][:2] == [0.0, 10.0]
+    few = Pages(open_sources([run_folder]), points=10).answer("curves", {"run": "0", "names": "reward"})
+    assert list(few["values"]) == ["reward"]
+    assert few["steps"] == list(range(4, 41, 4))
+    np.testing.assert_allclose(few["values"]["reward"][0], np.mean([line["reward"] for line in lines[:4]]), rtol=1e-5)
+
+
+def test_metrics_follow_a_file_that_grows_and_one_that_is_replaced(made: Any, tmp_path: Path) -> None:
+    folder = made.make_run(tmp_path / "growing", 2)
+    metrics = open_source(folder).metrics()
+    made.add_step(folder, 3)
+    with open(folder / runlog.METRICS, "a") as file:
+        file.write('{"step": 4, "rew')  # half a line: the run is writing it
+    assert list(metrics.refresh().steps) == [1, 2, 3]
+    with open(folder / runlog.METRICS, "a") as file:
+        file.write('ard": 0.5}\nnot json\n')
+    assert list(metrics.refresh().steps) == [1, 2, 3, 4]
+    assert math.isnan(metrics.values["entropy"][3])
+    whole = (folder / runlog.METRICS).read_text().splitlines()[0]
+    files.write(folder / runlog.METRICS, (whole + "\n").encode())
+    assert list(metrics.refresh().steps) == [1]
+
+
+def test_a_step_that_a_run_packs_meanwhile_is_found(made: Any, tmp_path: Path) -> None:
+    folder = made.make_run(tmp_path / "packing", 8)
+    found = pages_of(folder)
+    before = found.answer("group", {"run": "0", "step": "2", "group": "1"})
+    recorded.pack(folder / recorded.ROLLOUTS, 4)
+    assert found.answer("group", {"run": "0", "step": "2", "group": "1"}) == before
+
+
+def test_a_resumed_run_takes_steps_away(made: Any, tmp_path: Path) -> None:
+    folder = made.make_run(tmp_path / "resumed", 6)
+    found = pages_of(folder)
+    recorded.cut(folder / recorded.ROLLOUTS, 3)
+    found.indexes[0].refresh()
+    assert found.indexes[0].read == 3
+    assert found.answer("step", {"run": "0"})["step"] == 3
+
+
+def test_a_prompt_through_training_is_every_visit_in_order(pages: Pages, made: Any) -> None:
+    group = pages.answer("group", {"run": "0", "step": "7", "group": "1"})
+    visits = pages.answer("visits", {"run": "0", "key": group["key"]})["visits"]
+    expected = [n for n in range(1, 41) if any(g.prompt.text == group["prompt"] for g in made.make_step(n).groups)]
+    assert [visit["step"] for visit in visits] == expected
+    there = next(visit for visit in visits if visit["step"] == 7)
+    assert there["rewards"] == pytest.approx([completion["reward"] for completion in group["completions"]])
+
+
+def search(pages: Pages, **asked: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    cursor: Any = ""
+    while cursor is not None:
+        answer = pages.answer("search", {"run": "0", "cursor": str(cursor), **{key: str(value) for key, value in asked.items()}})
+        found += answer["found"]
+        cursor = answer["next"]
+    return found
+
+
+def test_search_finds_all_of_it_and_nothing_else(pages: Pages, made: Any) -> None:
+    every = [
+        (n, g, i, r, group.reward[i])
+        for n in range(1, 41)
+        for g, group in enumerate(made.make_step(n).groups)
+        for i, r in enumerate(group.rollouts)
+    ]
+    place = lambda rows: sorted((row["step"], row["group"], row["index"]) for row in rows)  # noqa: E731
+    assert place(search(pages)) == sorted(row[:3] for row in every)
+    assert place(search(pages, text="THEREFORE 777")) == sorted(row[:3] for row in every if "therefore 777" in row[3].text)
+    assert place(search(pages, low=0.5, high=1.0)) == sorted(row[:3] for row in every if 0.5 <= row[4] <= 1.0)
+    assert place(search(pages, prompt="3 + 3", first=5, last=9)) == sorted(
+        row[:3] for row in every if "3 + 3" in row[3].prompt.text and 5 <= row[0] <= 9
+    )
+    assert search(pages, finish="length") == []
+    assert search(pages, text=".*") == [], "a text, not a pattern"
+    assert all(row["value"] == 1.0 for row in search(pages, function="format", low=1, first=30))
+
+
+def test_a_search_answers_in_time_and_says_where_to_go_on(pages: Pages, made: Any) -> None:
+    source, index = pages.sources[0], pages.indexes[0]
+    first = questions.search(source, index, text="nowhere to be found", budget=0.0)
+    assert first == {"found": [], "next": 39, "seen": 1, "left": 39}
+    second = questions.search(source, index, text="nowhere to be found", cursor=39, budget=0.0)
+    assert second["next"] == 38
+
+
+def test_why_names_what_changed(pages: Pages) -> None:
+    """From step 21 on the made-up completions say `therefore` instead of `so`, and rewards rise all the time."""
+    found = pages.answer("why", {"run": "0", "before0": "11", "before1": "20", "after0": "21", "after1": "30"})
+    phrases = {phrase["phrase"]: phrase for phrase in found["phrases"]}
+    assert phrases["therefore"]["before"] == 0.0
+    assert phrases["therefore"]["after"] == 1.0
+    assert found["reward"][1] > found["reward"][0]
+    assert {row["name"] for row in found["functions"]} == {"accuracy", "format"}
+    assert {row["name"] for row in found["features"]} == {"length", "lines", "digits", "repetition"}
+
+
+def test_why_finds_the_largest_move_itself(made: Any, tmp_path: Path) -> None:
+    folder = made.make_run(tmp_path / "jumping", 12)
+    lines = [{"step": n, "reward": 0.1 if n < 7 else 0.9} for n in range(1, 13)]
+    (folder / runlog.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = pages_of(folder).answer("why", {"run": "0"})
+    assert found["before"] == [4, 6]
+    assert found["after"] == [7, 9]
+
+
+def test_lenses_show_conflicts_and_duplicates(pages: Pages) -> None:
+    found = pages.answer("lenses", {"run": "0", "first": "1", "last": "10"})
+    points = found["points"]
+    source = pages.sources[0]
+    for conflict in found["conflicts"]:
+        for step, group, index in conflict["places"]:
+            rows = source.table(step).to_pylist()
+            row = next(row for row in rows if (row["group"], row["index"]) == (group, index))
+            assert row[f"rewards/{conflict['high']}"] == 1.0
+            assert row[f"rewards/{conflict['low']}"] == 0.0
+    assert found["conflicts"]
+    assert len(points["reward"]) == len(points["length"]) == 120
+
+
+def test_compare_pairs_groups_by_their_prompt(run_folder: Path, other_folder: Path) -> None:
+    pages = pages_of(run_folder, other_folder)
+    found = pages.answer("compare", {"run": "0", "other": "1", "step": "5", "with": "5"})
+    assert len(found["pairs"]) == 3, "the same prompts at the same step"
+    moved = [abs(pair["right"]["mean"] - pair["left"]["mean"]) for pair in found["pairs"]]
+    assert moved == sorted(moved, reverse=True)
+    within = pages.answer("compare", {"run": "0", "with": "40"})
+    assert within["near"]
+    assert within["step"] == within["near"][0][0]
+    assert within["pairs"]
+
+
+def test_every_flag_of_a_run_has_its_words() -> None:
+    assert {flag.metric for flag in FLAGS} == set(health.WORDS)
+    found = health.flags([{"completions/clipped_ratio": 0.9, "reward": math.nan}])
+    assert found[0]["meaning"].startswith("90%")
+    assert [flag["metric"] for flag in found] == ["completions/clipped_ratio", "reward"]
+    assert health.flags([{"entropy": 1.0}]) == []
+
+
+def test_every_answer_is_json(pages: Pages) -> None:
+    for name in pages.known:
+        asked = {"run": "0", "step": "7", "group": "1", "index": "0", "begin": "2", "key": "x"}
+        json.dumps(pages.answer(name, asked), allow_nan=False)
+
+
+# ---------------------------------------------------------------- other people's files
+
+
+def test_verifiers_traces_become_groups_of_conversations(tmp_path: Path) -> None:
+    said = [
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]},
+        {"role": "tool", "content": "2"},
+    ]
+    rows = [
+        {
+            "example_id": n % 2,
+            "prompt": [{"role": "user", "content": f"q{n % 2}"}],
+            "completion": said,
+            "reward": n / 4,
+            "metrics": {"exact": n / 4, "length": 3.0},
+            "is_truncated": n == 3,
+        }
+        for n in range(4)
+    ]
+    path = tmp_path / "traces.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    pages = pages_of(path)
+    step = pages.answer("step", {"run": "0"})
+    assert [len(group["rewards"]) for group in step["groups"]] == [2, 2]
+    group = pages.answer("group", {"run": "0", "step": "0", "group": "1"})
+    assert group["prompt"] == "q1"
+    assert [completion["reward"] for completion in group["completions"]] == [0.25, 0.75]
+    assert group["completions"][1]["finish"] == "length"
+    assert group["completions"][0]["messages"] == said
+    assert group["functions"] == ["exact", "length"]
+
+
+def test_any_parquet_of_completions_is_shown(tmp_path: Path) -> None:
+    pq.write_table(
+        pa.table({"global_step": [1, 1, 2], "input": ["p", "p", "q"], "output": ["a", "b", "c"], "score": [0.0, 1.0, 0.5]}),
+        tmp_path / "verl.parquet",
+    )
+    pages = pages_of(tmp_path / "verl.parquet")
+    assert pages.answer("runs", {})["runs"][0]["newest"] == 2
+    step = pages.answer("step", {"run": "0", "step": "1"})
+    assert step["groups"][0]["rewards"] == [0.0, 1.0]
+    assert pages.answer("group", {"run": "0", "step": "1", "group": "0"})["completions"][1]["text"] == "b"
+    assert search(pages, text="c")[0]["step"] == 2
+
+
+def test_a_step_of_a_run_is_a_file_of_completions_too(run_folder: Path) -> None:
+    pages = pages_of(run_folder / "rollouts/000007.parquet")
+    assert pages.answer("step", {"run": "0"})["completions"] == 12
+
+
+def test_half_a_last_line_is_left_out_and_a_bad_one_before_it_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "p", "completion": "a", "reward": 1}\n{"prompt": "p", "compl')
+    assert pages_of(path).answer("step", {"run": "0"})["completions"] == 1
+    path.write_text('{"prompt"\n{"prompt": "p", "completion": "a"}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl:1"):
+        open_source(path)
+
+
+def test_what_is_no_run_is_refused_with_a_remedy(tmp_path: Path, run_folder: Path) -> None:
+    with pytest.raises(DataError, match="no run folder"):
+        open_source(tmp_path)
+    with pytest.raises(DataError, match="there are runs in it: alpha"):
+        open_source(run_folder.parent)
+    with pytest.raises(DataError, match="neither"):
+        open_source(tmp_path / "nothing")
+    (tmp_path / "numbers.jsonl").write_text('{"a": 1}\n')
+    with pytest.raises(DataError, match="could be a completion"):
+        open_source(tmp_path / "numbers.jsonl")
+
+
+def test_a_folder_of_stages_is_its_stages(run_folder: Path) -> None:
+    assert [source.name for source in open_sources([run_folder.parent])] == ["alpha"]
