@@ -133,6 +133,8 @@ def train(
     reward_model: RewardModelKeys | RewardModelSettings | None = None,
     pairs: PairKeys | PairSettings | None = None,
     optimizer: OptimizerKeys | OptimizerSettings | None = None,
+    critic: CriticKeys | CriticSettings | None = None,
+    teacher: TeacherKeys | TeacherSettings | None = None,
     eval: EvalKeys | EvalSettings | None = None,
     save: SaveKeys | SaveSettings | None = None,
     # end
