@@ -463,16 +463,24 @@ def prove(
 def _check_truth(policy: Policy, samples: Sequence[Sample], expected: Truth) -> None:
     """Raises ConfigError for a model whose own forward pass is noisy, or lets tokens see what comes after them."""
     family = type(policy.model).__name__
-    sizes = [(sample.completion.size < 3, sample.prompt.size + sample.completion.size) for sample in samples]
-    place = sizes.index(min(sizes))  # a short one: further on, frequencies may depend on the length
-    sample, n = samples[place], samples[place].completion.size
-    (again,) = truth(policy, [sample], gradients=False).logp
-    if not np.abs(again - expected.logp[place]).max() <= VALUES / 10:
-        raise ConfigError(f"{family} gives other log-probs each time it is asked: set the dropout in its config.json to 0")
-    shorter = {key: getattr(sample, key)[: n - 1] for key in ("completion", "weight", "advantage", "behavior_logp")}
-    (before,) = truth(policy, [replace(sample, **shorter)], gradients=False).logp
-    if not np.abs(before - again[: n - 1]).max() <= VALUES:
-        raise ConfigError(f"{family} lets tokens see what comes after them: it is no causal language model, and cannot be trained")
+    places = sorted(range(len(samples)), key=lambda i: (samples[i].completion.size < 3, _size(samples[i])))
+    for place in places[:3]:  # short ones: further on, frequencies may depend on the length; several: one may hold a padding id
+        sample, n = samples[place], samples[place].completion.size
+        (again,) = truth(policy, [sample], gradients=False).logp
+        if not np.abs(again - expected.logp[place]).max() <= VALUES / 10:
+            raise ConfigError(f"{family} gives other log-probs each time it is asked: set the dropout in its config.json to 0")
+        if n < 2:
+            continue
+        shorter = {key: getattr(sample, key)[: n - 1] for key in ("completion", "weight", "advantage", "behavior_logp")}
+        (before,) = truth(policy, [replace(sample, **shorter)], gradients=False).logp
+        if not np.abs(before - again[: n - 1]).max() <= VALUES:
+            raise ConfigError(
+                f"{family} lets tokens see what comes after them: it is no causal language model, and cannot be trained"
+            )
+
+
+def _size(sample: Sample) -> int:
+    return sample.prompt.size + sample.completion.size
 
 
 @dataclass(frozen=True, slots=True, eq=False)

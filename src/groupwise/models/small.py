@@ -51,9 +51,9 @@ def small_copy(config: PretrainedConfig, *, shallow: bool = True) -> PretrainedC
 
 def small_model(kind: type[PreTrainedModel], config: PretrainedConfig, *, shallow: bool = True, seed: int = 0) -> PreTrainedModel:
     """A small copy of a model on the CPU, float32, in eval mode.  Raises ConfigError if its configuration makes none."""
-    config = small_copy(config, shallow=shallow)
-    config._attn_implementation = "eager"
     try:
+        config = small_copy(config, shallow=shallow)
+        config._attn_implementation = "eager"
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(seed)
             made = kind(config).float().eval()
