@@ -430,7 +430,8 @@ def python_types() -> tuple[dict[str, dict[str, str]], dict[str, type]]:
     for part in tree.body:
         if isinstance(part, ast.ClassDef):
             fields = [line for line in part.body if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)]
-            found[part.name] = {ast.unparse(line.target): ast.unparse(Plain().visit(line.annotation)).replace("'", '"') for line in fields}
+            types = {ast.unparse(line.target): ast.unparse(Plain().visit(line.annotation)) for line in fields}
+            found[part.name] = {name: hint.replace("'", '"') for name, hint in types.items()}
     return found, {name: getattr(settings, name) for name in found if name != "Recipe"}
 
 
