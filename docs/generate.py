@@ -80,23 +80,26 @@ def section(row: Algorithm) -> list[str]:
     """One preset: what it is, its equation, what differs from grpo, and the lines of a recipe."""
     source = f" Paper: [{row.paper}](https://arxiv.org/abs/{row.paper})." if row.paper else ""
     lines = [f"## {row.name}", "", row.summary + source, "", "```text", f"loss = {row.equation}", "```", ""]
+    if row.notes:
+        lines += [row.notes, ""]
     changed = from_grpo(row)
     if row.name != "grpo":
         named = [f"{key} `{describe(value) if callable(value) else value}`" for key, value in different(row).items()]
         lines += ["Differs from `grpo` in: " + ", ".join(named) + ".", ""]
-    lines += ["```yaml", f"objective: {row.name}", "```"]
-    if changed is None:
+    taught = ["teacher: {path: Qwen/Qwen3-8B}"] if row.needs_teacher else []
+    lines += ["```yaml", f"objective: {row.name}", *taught, "```"]
+    if changed is None and row.kl_place == "reward":
         lines += ["", "The KL in the reward (with `group.beta` above 0) belongs to the preset; no key of `group` moves it there."]
     elif changed:
         group = yaml.safe_dump({"group": changed}, default_flow_style=None, sort_keys=False, width=120).strip()
-        lines += ["", "The same, part by part:", "", "```yaml", "objective: grpo", *group.splitlines(), "```"]
+        lines += ["", "The same, part by part:", "", "```yaml", "objective: grpo", *group.splitlines(), *taught, "```"]
     return lines
 
 
 def different(row: Algorithm) -> dict[str, Any]:
     """The fields in which a row is not grpo."""
     base = ALGORITHMS["grpo"]
-    skipped = ("name", "summary", "paper", "equation")
+    skipped = ("name", "summary", "paper", "equation", "notes")
     names = [field.name for field in dataclasses.fields(Algorithm) if field.name not in skipped]
     return {name: getattr(row, name) for name in names if not same(getattr(row, name), getattr(base, name))}
 
@@ -112,7 +115,7 @@ def from_grpo(row: Algorithm) -> dict[str, Any] | None:
     """The keys of `group` that turn grpo into this row; None if no keys do."""
     changed: dict[str, Any] = {}
     for name, value in different(row).items():
-        if name == "kl_place":
+        if name in ("kl_place", "importance", "kl"):
             return None
         if not callable(value):
             changed[name] = value
@@ -462,6 +465,8 @@ def with_signature(text: str) -> str:
         if section is not None and key not in WIDER:
             hint = f"{section.removesuffix('Settings')}Keys | {section}"
         hint = WIDER.get(key, hint).removesuffix(" | None")
+        hint = re.sub(r"\b(\w+Keys|\w+Given)\b", r"typed.\1", hint)
+        hint = re.sub(r"\b(\w+Settings|Part)\b", r"settings.\1", hint)
         lines.append(f"    {key}: {hint} | None = None,\n")
     start, end = "    # made from config/settings.py by make docs\n", "    # end\n"
     before, _, rest = text.partition(start)

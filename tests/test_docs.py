@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.algorithms.registry import ALGORITHMS, corrected, resolve
+from groupwise.algorithms.registry import corrected, resolve
 from groupwise.cli import commands
 from groupwise.config.recipes import parse_stages
 from groupwise.config.schema import lookup, settings_table
-from groupwise.config.settings import GroupSettings, OptimizerSettings, RewardSettings, ScratchSettings
+from groupwise.config.settings import GroupSettings, OptimizerSettings, RewardSettings, ScratchSettings, is_online
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.models.policy import Policy, make_policy
 from groupwise.models.scratch import scratch_model
@@ -110,7 +110,7 @@ def as_recipe(block: Block) -> None:
     else:
         block_text = block.text
     for recipe in parse_stages(block_text, "page").values():
-        if recipe.objective in ALGORITHMS:
+        if is_online(recipe.objective):
             resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens)
 
 
@@ -171,7 +171,8 @@ def test_every_code_block_of_a_page_is_true(
 def test_pages_have_code_to_check() -> None:
     """The test above would pass on pages whose blocks it does not see."""
     assert {path.name for path in PAGES if any(block.language == "python" for block in blocks(path))} >= {
-        "from-trl.md", "grpo.md", "monitoring.md", "own-loop.md", "packing.md", "python.md", "rewards.md", "weights.md",
+        "from-trl.md", "grpo.md", "monitoring.md", "own-loop.md", "own-parts.md", "packing.md", "python.md",
+        "rewards.md", "weights.md",
     }  # fmt: skip
 
 
@@ -244,9 +245,14 @@ def test_the_flags_of_the_page_are_those_of_the_code() -> None:
 
 def test_the_page_explains_every_metric_of_a_step(scored_group: Callable[..., Scored], tiny_policy: Callable[..., Policy]) -> None:
     groups = [scored_group([1.0, 0.0, None], [2, 3, 4], id="0/0", truncated=(1,)), scored_group([1.0, 1.0], [2, 2], id="0/1")]
-    policy, settings = tiny_policy(), GroupSettings(group_size=2, beta=0.1)
+    policy, settings = tiny_policy(), GroupSettings(group_size=2, beta=0.1, off_policy_delta=0.5)
     groups = with_reference(groups, policy.frozen_copy(), 1000)
     algorithm = corrected(resolve("grpo", settings, 8), {})
+    made_up = {name: lambda r, i=i: np.arange(len(r)) * 0.1 + i for i, name in enumerate(("value", "return", "teacher_logp"))}
+    groups = [
+        replace(group, signals={**group.signals, **{name: tuple(map(column, group.rollouts)) for name, column in made_up.items()}})
+        for group in groups
+    ]
     samples = weigh(groups, algorithm.credit(groups), algorithm)
     taken = improve(policy, algorithm, samples, Optimizer(policy.model, OptimizerSettings(), 1), budget=1000)
     for rollout in groups[0].rollouts:  # the other group was drawn by older weights

@@ -145,7 +145,8 @@ class Scored:
 
     `signals` holds further per-token columns by name, one array (n_i,) per completion:
     `reference_logp`, `scored_logp` (of the policy before its first update, where another engine has sampled), `process` (reward at
-    the tokens that end a step, NaN elsewhere).
+    the tokens that end a step, NaN elsewhere), `value` and `return` (of a critic, and what it should have said; NaN = nothing),
+    `teacher_logp`.
     """
 
     rollouts: tuple[Rollout, ...]
@@ -196,7 +197,7 @@ class Sample:
     group: str
     """Samples of one group share the prompt: it is computed once."""
     index: int = 0
-    """Of a rollout's sample: its place in the group, which with the group's name tells whose it is."""
+    """Of a rollout's sample: its place in the group, which with the group's name tells whose it is; -1 of a demonstration's."""
     prompt: np.ndarray
     """int64 (m,), m >= 1."""
     completion: np.ndarray
@@ -211,7 +212,8 @@ class Sample:
     reference_logp: np.ndarray | None = None
     support: tuple[np.ndarray, ...] | None = None
     extra: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Further columns (n,) by name that a loss asks for: `scored_logp`, or of pairs and steps `pool`, `margin`, `lm`, `label`."""
+    """Further columns (n,) by name that a loss asks for: of rollouts their signals of the same names (`scored_logp`, `value`,
+    `return`), of demonstrations beside them the factors `lm` and `taught`, of pairs and steps `pool`, `margin`, `lm`, `label`."""
 
     def __post_init__(self) -> None:
         assert self.prompt.ndim == 1 and self.prompt.size >= 1, "a sample's prompt has at least one token"

@@ -250,3 +250,29 @@ def test_process_is_what_the_paper_writes(scored, steps):
                 if r == r and index_j >= t and len(set(pool)) > 1:
                     expected += (r - mean) / (std + 1e-4)
             assert found[i][t] == pytest.approx(expected, abs=1e-9)
+
+
+def test_maxrl_divides_by_what_the_group_reached(scored):
+    (found,) = credit.maxrl([scored([1, 0, 0, 0])])
+    assert [a[0] for a in found] == pytest.approx([3.0, -1.0, -1.0, -1.0])
+    (found,) = credit.maxrl([scored([1, 1, 0, None])])
+    assert [a[0] for a in found] == pytest.approx([0.5, 0.5, -1.0, 0.0])
+    for dead in ([0, 0, 0], [1, 1, 1], [None, None], [0.1] * 8):
+        assert not any(a.any() for a in credit.maxrl([scored(dead)])[0])
+    assert credit.compares_siblings(credit.maxrl)
+
+
+def test_maxrl_is_the_gradient_of_the_mean_over_successes(scored):
+    """2602.02710: the mean of the successes' scores, less the mean of all scores, which is 0 on average."""
+    rng = np.random.default_rng(0)
+    reward, slopes = np.array([1.0, 0.0, 1.0, 0.0, 0.0]), rng.normal(size=5)
+    (found,) = credit.maxrl([scored(reward.tolist())])
+    estimate = np.mean([a[0] * slope for a, slope in zip(found, slopes, strict=True)])
+    assert estimate == pytest.approx(slopes[reward == 1].mean() - slopes.mean())
+
+
+def test_the_batch_s_mean_is_a_baseline_without_siblings(scored):
+    groups = [scored([1.0], name="a"), scored([0.0], name="b"), scored([None], name="c"), scored([0.5], name="d")]
+    found = [group[0][0] for group in credit.batch_centered(groups)]
+    assert found == pytest.approx([0.5, -0.5, 0.0, 0.0])
+    assert not any(group[0].any() for group in credit.batch_centered([scored([0.1], name=str(i)) for i in range(8)]))

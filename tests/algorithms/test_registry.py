@@ -15,6 +15,7 @@ from groupwise.algorithms.losses import Terms
 from groupwise.algorithms.registry import ALGORITHMS, PARTS, Algorithm, describe, options, resolve
 from groupwise.config import settings
 from groupwise.config.settings import GroupSettings
+from groupwise.config.validation import MIXED
 from groupwise.errors import ConfigError
 
 
@@ -50,6 +51,14 @@ PAPER = {
     "rloo": ("leave_one_out", "sequence_sum", "clipped(low=0.2, high=0.2)", "sequence_mean"),
     "reinforce_pp": ("whitened", "token", "clipped(low=0.2, high=0.2)", "token_mean"),
     "gdpo": ("decoupled", "token", "clipped(low=0.2, high=0.2)", "sequence_mean"),
+    "reinforce": ("batch_centered", "token", "reinforce", "sequence_sum"),
+    "reinforce_pp_baseline": ("whitened", "token", "clipped(low=0.2, high=0.2)", "token_mean"),
+    "maxrl": ("maxrl", "token", "clipped(low=0.2, high=0.2)", "sequence_sum"),
+    "gspo_token": ("standardized", "sequence_token", "clipped(low=0.0003, high=0.0004)", "sequence_mean"),
+    "distill": ("nothing", "token", "silent", "token_mean"),
+    "distill_sampled": ("reverse_kl", "token", "importance(drop=0.2)", "token_mean"),
+    "minillm": ("reverse_kl", "token", "clipped(low=0.2, high=0.2)", "token_mean"),
+    "ppo": ("gae", "token", "clipped(low=0.2, high=0.2)", "token_mean"),
 }
 
 
@@ -72,11 +81,22 @@ def test_the_table_holds_what_the_settings_promise():
 def test_dapo_resamples_dead_groups_and_masks_truncated_completions():
     assert [name for name, row in ALGORITHMS.items() if row.dead_groups == "refill"] == ["dapo"]
     assert [name for name, row in ALGORITHMS.items() if row.truncated == "mask"] == ["dapo"]
-    assert {name for name, row in ALGORITHMS.items() if row.kl_place == "reward"} == {"rloo", "reinforce_pp"}
+    assert {name for name, row in ALGORITHMS.items() if row.kl_place == "reward"} == {"rloo", "reinforce_pp", "ppo"}
+    assert tuple(name for name, row in ALGORITHMS.items() if row.needs_value) == settings.VALUED
+    assert tuple(name for name, row in ALGORITHMS.items() if row.needs_teacher) == settings.TAUGHT
+    assert tuple(name for name, row in ALGORITHMS.items() if not row.needs_reward) == settings.TAUGHT
+    assert tuple(name for name, row in ALGORITHMS.items() if row.mix) == MIXED
 
 
 def test_token_level_is_what_a_fused_head_may_use():
-    assert {name for name, row in ALGORITHMS.items() if not row.token_level} == {"gspo", "luspo", "vespo", "gmpo", "rloo"}
+    assert {name for name, row in ALGORITHMS.items() if not row.token_level} == {
+        "gspo",
+        "gspo_token",
+        "luspo",
+        "vespo",
+        "gmpo",
+        "rloo",
+    }
     assert not replace(ALGORITHMS["grpo"], off_policy_delta=0.1).token_level
     assert not replace(ALGORITHMS["grpo"], surrogate=lambda terms: terms.logp_M).token_level  # unknown functions: the safe answer
 
@@ -193,7 +213,7 @@ def test_p26_every_preset_stays_finite_with_a_gap_of_100_nats():
 
 def test_dead_completions_have_no_gradient_exactly_when_they_are_skipped():
     for row in ALGORITHMS.values():
-        assert row.skips_dead
+        assert row.skips_dead == (not row.needs_value and row.divergence is None)  # these learn from all of them
         terms = replace(terms_of(), advantage_M=torch.zeros(8, dtype=torch.float64))
         (slope,) = torch.autograd.grad(row.loss(terms).sum(), terms.logp_M)
         assert not slope.any()
@@ -335,6 +355,9 @@ def test_clip_ranges():
         ("rloo", {"group_size": 1}, "leave_one_out"),
         ("reinforce_pp", {"group_size": 1, "credit": {"baseline": True}}, "compare siblings"),
         ("rloo", {"kl": "k3", "beta": 0.1}, "as k1"),
+        ("ppo", {"kl": "k2", "beta": 0.1}, "as k1 or k3"),
+        ("ppo", {"credit": {"lam": 1.5}}, "less than or equal to 1"),
+        ("ppo", {"kl": "k3", "beta": 0.1, "credit": {"kl": "k1"}}, "group.kl"),
         ("rloo", {"beta": 0.1, "credit": "centered"}, "cannot do"),
         ("rloo", {"credit": {"beta": 0.1}}, "group.beta"),
     ],

@@ -241,6 +241,7 @@ ALLOWED = {
     ("models.fused", "attention_mask"),
     ("models.policy", "generation"),
     ("rollout.vllm.colocated", "logprob"),
+    ("rollout.mixed", "attention_mask"),
     ("rollout.transformers", "attention_mask"),
 }
 """Where the word is somebody else's: transformers' argument and its generation config, vLLM's attribute."""

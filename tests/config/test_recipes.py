@@ -145,7 +145,7 @@ def test_a_good_recipe() -> None:
         ("objective=gropo", "(did you mean grpo?)"),
         (
             "group.surrogate=cliped",
-            "group.surrogate: must be one of clipped, cispo, sapo, vespo, geometric, reinforce or module:function",
+            "group.surrogate: must be one of clipped, cispo, sapo, vespo, geometric, reinforce, importance, silent or module:",
         ),
         ("group.surrogate={low: 1}", "group.surrogate: a mapping needs `name`"),
         ("rewards.0.function=acuracy", "(did you mean accuracy?)"),

@@ -18,6 +18,7 @@ from torch import nn
 from groupwise.algorithms.registry import resolve
 from groupwise.config.recipes import load_recipe
 from groupwise.config.settings import (
+    CriticSettings,
     GroupSettings,
     ModelSettings,
     OptimizerSettings,
@@ -34,18 +35,22 @@ from groupwise.models.attention import PackedAttention
 from groupwise.models.fsdp import shard
 from groupwise.models.lora import adapt, bare
 from groupwise.models.policy import Policy, make_policy, read_blueprint
+from groupwise.models.reward_head import add_head, wrap_scorer
 from groupwise.models.scratch import scratch_model
 from groupwise.models.streaming import Pieces
 from groupwise.ops.linear_cross_entropy import head_logits
 from groupwise.records import Layout, Prompt, Rollout, Sampling, Scored
 from groupwise.runs import checkpoint
 from groupwise.runs.build import make_engine
+from groupwise.runs.engines import mixed_engine
 from groupwise.runs.policies import hold
 from groupwise.runs.run import Run, train
 from groupwise.runs.saving import reader
+from groupwise.training.critics import Critic
 from groupwise.training.objectives import OBJECTIVES, language_model
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.teachers import Teacher
 from groupwise.utils import files
 
 LONGEST = 12
@@ -120,6 +125,7 @@ def online(
     budget: int = 150,
     engine: str = "native",
     lora: bool = False,
+    critic: str = "head",
     **group: Any,
 ) -> dict[str, Any]:
     """Train and return, on every rank, each step's metrics and gradient and the last weights."""
@@ -137,6 +143,12 @@ def online(
         policy = spread(policy, mode)
     updates = steps * settings.updates_per_rollout * settings.minibatches
     optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-3, clip_norm=0.5, weight_decay=0.1), updates)
+    teacher = Teacher(policy=make(family, dtype, seed=3)) if algorithm.needs_teacher else None
+    settings_of_rollouts = RolloutSettings(engine=engine, max_rows=16)  # type: ignore[arg-type]
+    sampler = make_engine(policy, settings_of_rollouts)
+    if teacher is not None and algorithm.mix:
+        sampler = mixed_engine(policy, teacher.policy, algorithm.mix, settings_of_rollouts)
+    judge = critic_of(critic, policy, family, dtype, mode, updates) if algorithm.needs_value else None
     rows = prompts()
     order = Order(len(rows), seed=0)
     gradients = watch(optimizer)
@@ -149,7 +161,7 @@ def online(
         for step in train_online(
             policy,
             algorithm,
-            engine=make_engine(policy, RolloutSettings(engine=engine, max_rows=16)),  # type: ignore[arg-type]
+            engine=sampler,
             rewards=Judge(),  # type: ignore[arg-type]
             draw=lambda k: [rename(rows[row], epoch) for epoch, row in order.take(k)],
             optimizer=optimizer,
@@ -158,11 +170,27 @@ def online(
             budget=budget,
             steps=steps,
             reference=reference,
+            critic=judge,
+            teacher=teacher,
             checkpointing=recompute,
             seed=7,
         )
     ]
-    return {"steps": found, "gradients": gradients, "weights": weights(policy)}
+    kept = weights(policy)
+    if judge is not None:
+        own = judge.head.named_parameters() if judge.shared else weights(judge.policy).items()
+        kept |= {f"critic.{name}": np.array(comm.whole(torch.as_tensor(p).detach()).double()) for name, p in own}
+    return {"steps": found, "gradients": gradients, "weights": kept}
+
+
+def critic_of(kind: str, policy: Policy, family: str, dtype: str, mode: str | dict[str, Any], updates: int) -> Critic:
+    """A head on the policy's backbone, or a backbone of its own, held as the policy is."""
+    settings, optimizer = CriticSettings(lr=1e-3, coefficient=0.5), OptimizerSettings(clip_norm=0.5)
+    if kind == "head":
+        return Critic.on(policy, settings, optimizer, updates)
+    causal = make(family, dtype, seed=2)
+    model = add_head(causal.model, causal.tokenizer, causal.eos_ids, "last", 0)
+    return Critic.of(spread(wrap_scorer(model, causal.tokenizer), mode), settings, optimizer, updates)
 
 
 def rename(prompt: Prompt, epoch: int) -> Prompt:

@@ -25,6 +25,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "gspo": {"objective": "gspo", "recompute": True, "beta": 0.05},
     "dr_grpo": {"objective": "dr_grpo", "family": "qwen3", "dead_groups": "drop", "beta": 0.05},
     "grpo without KL": {"objective": "grpo", "minibatches": 2},
+    "ppo": {"objective": "ppo", "minibatches": 2, "beta": 0.05, "critic": "own"},
+    "distill": {"objective": "distill", "minibatches": 2, "family": "gpt2"},
+    "minillm": {"objective": "minillm", "updates_per_rollout": 2},
 }
 
 
@@ -80,6 +83,14 @@ def test_p50_p51_losses_gradients_and_samples_are_those_of_one_process(plan: str
         assert all(np.array_equal(a, b) for a, b in zip(other["gradients"], found[0]["gradients"], strict=True))
         assert all(np.array_equal(other["weights"][n], w) for n, w in found[0]["weights"].items())
         assert [s["loss"] for s in other["steps"]] == [s["loss"] for s in found[0]["steps"]]
+
+
+def test_a_critic_s_head_on_the_policy_learns_the_same_on_any_number_of_processes(ranks: Callable) -> None:
+    plan = {"objective": "ppo", "minibatches": 2, "critic": "head"}
+    found, expected = ranks(2).run("online", **plan), cases.online(**plan)
+    assert_same(found[0], expected, 1e-6)
+    assert {name for name in expected["weights"] if name.startswith("critic.")} == {"critic.weight", "critic.bias"}
+    assert all(np.array_equal(found[1]["weights"][n], w) for n, w in found[0]["weights"].items())
 
 
 @pytest.mark.parametrize(

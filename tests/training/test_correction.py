@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,10 +16,12 @@ from groupwise.data.packing import pack
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
-from groupwise.records import Sample, Sampling
+from groupwise.records import Prompt, Rollout, Sample, Sampling, Scored
+from groupwise.rollout.asynchronous import Ahead
+from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.engines import sampled_elsewhere
 from groupwise.training.metrics import measure
-from groupwise.training.online import improve, policy_loss, weigh, with_scores
+from groupwise.training.online import improve, policy_loss, train_online, weigh, with_scores
 from groupwise.training.optimizer import Optimizer
 
 
@@ -123,3 +125,62 @@ def test_only_another_engine_is_corrected() -> None:
     for wrong in ({"levels": "token"}, {"level": "word"}, {"high": -1}):
         with pytest.raises(ConfigError, match=r"rollout.engine: correct"):
             sampled_elsewhere(plain, RolloutSettings(engine={"name": "vllm", "correct": wrong}))
+
+
+class Judge:
+    """A reward that has nothing to do with how likely a completion is."""
+
+    def score(self, groups: Sequence[tuple[Rollout, ...]]) -> list[Scored]:
+        found = []
+        for group in groups:
+            reward = np.array([float(rollout.tokens.sum() % 3) for rollout in group])
+            found.append(Scored(rollouts=group, names=("sum",), rewards=reward[:, None], reward=reward))
+        return found
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_off_policy_mask_compares_with_the_engine_that_sampled(ahead: int, tiny_policy: Callable) -> None:
+    """Through the loop, for another engine and for older weights: the gradient is the masked one, and the share is logged."""
+    policy = tiny_policy(dtype=torch.float64, scale=2.0)
+    sampler = policy if ahead else tiny_policy(dtype=torch.float64, scale=2.3)
+    settings = GroupSettings(prompts_per_step=4, group_size=4, off_policy_delta=0.02)
+    algorithm = corrected(resolve("grpo", settings, 8), {"high": 3})
+    prompts = (Prompt(id=f"0/{i}", tokens=np.arange(6, 9 + i % 4), text="") for i in range(100))
+    optimizer = Optimizer(policy.model, OptimizerSettings(lr=2e-2, clip_norm=None), 2)
+    seen: list[tuple[list[torch.Tensor], Policy]] = []
+    take = optimizer.adamw.step
+
+    def step() -> None:
+        seen.append(([master.grad.clone() for master in optimizer.masters], policy.frozen_copy()))
+        take()
+
+    optimizer.adamw.step = step  # type: ignore[method-assign,assignment]
+    steps = train_online(
+        policy,
+        algorithm,
+        engine=NativeEngine(sampler, max_rows=16),
+        rewards=Judge(),  # type: ignore[arg-type]
+        draw=lambda k: [next(prompts) for _ in range(k)],
+        optimizer=optimizer,
+        group=settings,
+        sampling=Sampling(max_new_tokens=8),
+        budget=100,
+        steps=2,
+        ahead=Ahead(ahead),
+    )
+    last = list(steps)[-1]
+    found, before = seen[-1]
+    before.model.requires_grad_(True)
+    samples = [sample for sample in weigh(last.groups, last.advantages, algorithm) if sample.advantage.any()]
+    loss, dropped, trained = torch.zeros((), dtype=torch.float64), 0, 0
+    for sample in samples:
+        logp, sampled = own_logp(before, sample), torch.from_numpy(sample.behavior_logp)
+        drift = float((sampled - logp.detach()).mean())
+        keep = not (sample.advantage[0] < 0 and drift > 0.02)
+        dropped, trained = dropped + (not keep) * len(sample.completion), trained + len(sample.completion)
+        weight = torch.from_numpy(sample.weight) * (logp.detach() - sampled).exp().clamp(max=3) * keep
+        loss = loss - (weight * torch.from_numpy(sample.advantage) * (logp - logp.detach()).exp()).sum()
+    assert 0 < dropped < trained
+    for ours, theirs in zip(found, gradients(before, loss), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-10)
+    assert last.metrics["off_policy/dropped"] == pytest.approx(dropped / trained)

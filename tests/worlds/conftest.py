@@ -11,13 +11,16 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from groupwise.algorithms.registry import corrected, resolve
-from groupwise.config.settings import GroupSettings, OptimizerSettings
+from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Rollout, Sampling, Scored, Step
 from groupwise.rollout.asynchronous import Ahead
+from groupwise.rollout.mixed import MixedEngine
 from groupwise.rollout.native.engine import NativeEngine
+from groupwise.training.critics import Critic
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.teachers import Teacher
 
 EOS = 0
 
@@ -53,6 +56,7 @@ class World:
     rule: Callable[[Rollout], float | None]
     sampling: Sampling
     lr: float = 3e-3
+    scorer: Policy | None = None
     drawn: int = field(default=0, init=False)
 
     def draw(self, count: int) -> list[Prompt]:
@@ -71,12 +75,23 @@ class World:
         ]
 
     def train(
-        self, preset: str, steps: int, *, engine: object = None, reference: Policy | None = None, ahead: int = 0, **group: object
+        self,
+        preset: str,
+        steps: int,
+        *,
+        engine: object = None,
+        reference: Policy | None = None,
+        teacher: Teacher | None = None,
+        ahead: int = 0,
+        **group: object,
     ) -> Iterator[Step]:
         """The steps of `train_online`, one after the other; with rollouts so many steps ahead, corrected for it."""
         settings = GroupSettings(**group)  # type: ignore[arg-type]
         updates = steps * settings.updates_per_rollout * settings.minibatches
         algorithm = resolve(preset, settings, self.sampling.max_new_tokens)
+        if engine is None and algorithm.mix:
+            assert teacher is not None
+            engine = MixedEngine(self.policy, teacher.policy, algorithm.mix, max_rows=256)
         yield from train_online(
             self.policy,
             corrected(algorithm, {}) if ahead else algorithm,
@@ -89,8 +104,17 @@ class World:
             budget=4096,
             steps=steps,
             reference=reference,
+            critic=self.critic(updates) if algorithm.needs_value else None,
+            teacher=teacher,
             ahead=Ahead(ahead),
         )
+
+    def critic(self, updates: int) -> Critic:
+        """On the policy's backbone, or on that of `scorer`."""
+        settings, optimizer = CriticSettings(lr=self.lr, coefficient=0.5), OptimizerSettings(betas=(0.9, 0.99))
+        if self.scorer is None:
+            return Critic.on(self.policy, settings, optimizer, updates)
+        return Critic.of(self.scorer, settings, optimizer, updates)
 
 
 @pytest.fixture
@@ -106,9 +130,10 @@ def world(tiny_policy: Callable) -> Callable[..., World]:
         lr: float = 3e-3,
         seed: int = 0,
         family: str = "llama",
+        hidden: int = 32,
         **sampling: object,
     ) -> World:
-        policy = tiny_policy(family, tokenizer=word_tokenizer(words), seed=seed, context=16, layers=1)
+        policy = tiny_policy(family, tokenizer=word_tokenizer(words), seed=seed, context=16, layers=1, hidden=hidden)
         return World(policy, prompts, rule, Sampling(max_new_tokens=max_new_tokens, **sampling), lr)  # type: ignore[arg-type]
 
     return make

@@ -9,13 +9,17 @@ import pytest
 
 from groupwise.algorithms.registry import ALGORITHMS
 from groupwise.models.policy import Policy
+from groupwise.models.reward_head import add_head, wrap_scorer
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.scoring import sample_of, score
 
 SIZE = {"prompts_per_step": 8, "group_size": 16}
 
 
-@pytest.mark.parametrize("preset", [pytest.param(name, marks=[] if name == "grpo" else pytest.mark.slow) for name in ALGORITHMS])
+@pytest.mark.parametrize(
+    "preset",
+    [pytest.param(name, marks=[] if name == "grpo" else pytest.mark.slow) for name, row in ALGORITHMS.items() if row.needs_reward],
+)
 def test_every_preset_learns_the_answers(preset: str, say: Callable) -> None:
     """Two passes over each rollout, so that ratios leave 1.  Thirty steps take every preset from 0.06 to more than 0.97."""
     rewards = [step.metrics["reward"] for step in say(lr=1e-2).train(preset, 30, updates_per_rollout=2, **SIZE)]
@@ -56,3 +60,20 @@ def test_beta_keeps_the_policy_near_its_reference(say: Callable) -> None:
         assert distance(tied, start) < 0.45 * far, kl  # k3's pull grows more slowly than that of the others
         assert steps[0].metrics["kl"] == pytest.approx(0.0, abs=1e-6)
         assert np.mean([step.metrics["kl"] for step in steps]) < 0.5
+
+
+@pytest.mark.parametrize("own", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_ppo_learns_without_siblings(seed: int, own: bool, say: Callable, tiny_policy: Callable) -> None:
+    """One completion per prompt, so that only the critic says what was to be expected; which it learns to do itself."""
+    made = say(lr=3e-3, seed=seed)
+    if own:
+        causal = tiny_policy(tokenizer=made.policy.tokenizer, seed=seed + 10, context=16, layers=1)
+        head = add_head(causal.model, causal.tokenizer, causal.eos_ids, "last", 0)
+        made.scorer = wrap_scorer(head, causal.tokenizer)
+    steps = list(made.train("ppo", 40, updates_per_rollout=2, minibatches=2, prompts_per_step=128, group_size=1))
+    rewards = [step.metrics["reward"] for step in steps]
+    assert rewards[0] < 0.2
+    assert np.mean(rewards[-5:]) > 0.9
+    expected, earned = (np.mean([step.metrics[f"value/{name}"] for step in steps[-5:]]) for name in ("mean", "return"))
+    assert abs(expected - earned) < 0.1

@@ -14,15 +14,16 @@ from functools import partial
 from typing import Annotated, Literal
 
 import numpy as np
-from annotated_types import Ge
+from annotated_types import Ge, Le
 
 from groupwise.errors import ConfigError
-from groupwise.records import Scored
+from groupwise.records import Rollout, Scored
 
 Advantages = list[list[np.ndarray]]
 Freedom = Literal[0, 1]
 """ddof of a standard deviation: 1 divides by n - 1 (TRL), 0 by n (the paper)."""
 NotNegative = Annotated[float, Ge(0.0)]
+Share = Annotated[float, Ge(0.0), Le(1.0)]
 
 
 def standardized(
@@ -78,6 +79,26 @@ def leave_one_out(
     return _spread(groups, advantages)
 
 
+def maxrl(groups: Sequence[Scored]) -> Advantages:
+    """`A_i = (r_i - mean) / mean`: the gradient of log p(success), not of p(success), to the order that G samples allow (MaxRL,
+    2602.02710).
+
+    A prompt that is rarely solved counts for as much as one that often is.  For rewards from 0; a group of zeros teaches nothing.
+    """
+    advantages = []
+    for group in groups:
+        reward_G = _float64(group.reward)
+        mean = float(np.nanmean(reward_G)) if not np.isnan(reward_G).all() else 0.0
+        advantages.append(_deviation(reward_G) / mean if mean > 0.0 else np.zeros(reward_G.size))
+    return _spread(groups, advantages)
+
+
+def batch_centered(groups: Sequence[Scored]) -> Advantages:
+    """`A_i = r_i - mean over the batch`: REINFORCE's baseline (Williams 1992), which asks for no siblings."""
+    sizes = np.cumsum([group.reward.size for group in groups])[:-1]
+    return _spread(groups, np.split(_deviation(np.concatenate([_float64(group.reward) for group in groups])), sizes))
+
+
 def decoupled(groups: Sequence[Scored], *, ddof: Freedom = 1, eps: NotNegative = 1e-4) -> Advantages:
     """Standardize each reward function within the group, add them up weighted, divide by the batch's std (GDPO, 2601.05242).
 
@@ -112,16 +133,73 @@ def whitened(
         start_G = _deviation(reward_G) if baseline else reward_G
         future = [np.cumsum(kl_n[::-1])[::-1] for kl_n in _reference_gap(group)] if beta else [0.0] * len(reward_G)
         values.append([start + np.zeros(len(o)) - beta * kl for start, kl, o in zip(start_G, future, group.rollouts, strict=True)])
-    trained = [v[o.trained] for group, vs in zip(groups, values, strict=True) for v, o in zip(vs, group.rollouts, strict=True)]
-    pool = np.concatenate(trained)
-    pool = pool[~np.isnan(pool)]
-    mean, std = (pool.mean(), _std(pool, ddof)) if pool.size else (0.0, 0.0)
-    if std == 0.0:
-        return [[np.zeros(value.size) for value in completions] for completions in values]
     silent = [baseline and not any(np.nan_to_num(value).any() for value in completions) for completions in values]
     return [
-        [np.zeros(value.size) if zero else np.nan_to_num((value - mean) / (std + eps)) for value in completions]
-        for completions, zero in zip(values, silent, strict=True)
+        [np.zeros(value.size) if zero else value for value in completions]
+        for completions, zero in zip(_whiten(groups, values, ddof, eps), silent, strict=True)
+    ]
+
+
+def gae(
+    groups: Sequence[Scored],
+    *,
+    beta: NotNegative = 0.0,
+    kl: Literal["k1", "k3"] = "k1",
+    gamma: Share = 1.0,
+    lam: Share = 0.95,
+    value_lam: Share | None = None,
+    whiten: bool = True,
+    ddof: Freedom = 1,
+    eps: NotNegative = 1e-8,
+) -> Advantages:
+    """`A_t = sum_k (gamma lam)^k delta_{t+k}`, `delta_t = r_t + gamma V_{t+1} - V_t` (GAE 1506.02438, eq. 16; PPO 1707.06347).
+
+    V is the signal `value`, read before the token is drawn; behind the last token it is 0, also where the length limit ended the
+    completion.  The completion's reward stands at its last trained token, and every trained token pays `beta` times its KL
+    estimate of `b` and `ref`.  Tokens that the policy did not write are passed over.  `whiten` subtracts the mean over all trained
+    tokens of the rollout and divides by their standard deviation.  `value_lam`: the lambda of what the value function learns
+    (`returns`), if it is to be another one (1: what was really earned, VC-PPO 2503.01491).
+    """
+    advantages = []
+    for group in groups:
+        gaps = _reference_gap(group) if beta else [np.zeros(len(rollout)) for rollout in group.rollouts]
+        columns = zip(group.rollouts, _float64(group.reward), _signal(group, "value"), gaps, strict=True)
+        advantages.append(
+            [
+                _discounted(rollout, reward, _float64(value_n), beta * (gap_n if kl == "k1" else _k3(gap_n)), gamma, lam)
+                for rollout, reward, value_n, gap_n in columns
+            ]
+        )
+    if whiten:
+        advantages = _whiten(groups, advantages, ddof, eps)
+    return [[np.nan_to_num(advantage_n) for advantage_n in completions] for completions in advantages]
+
+
+def _discounted(rollout: Rollout, reward: float, value_n: np.ndarray, price_n: np.ndarray, gamma: float, lam: float) -> np.ndarray:
+    """The advantages of one completion before whitening; NaN where there is none: at tokens that are not trained, or at all."""
+    advantage_n = np.full(len(rollout), np.nan)
+    later, value_after, earned = 0.0, 0.0, reward
+    for t in np.flatnonzero(rollout.trained)[::-1]:
+        later = earned - price_n[t] + gamma * value_after - value_n[t] + gamma * lam * later
+        advantage_n[t], value_after, earned = later, value_n[t], 0.0
+    return advantage_n
+
+
+def returns(groups: Sequence[Scored], credit: Callable[..., Advantages]) -> Advantages:
+    """What a value function should have said of every token: `V_t + A_t` by `credit`, not whitened, at its `value_lam`.
+
+    NaN where nothing is to be learnt: at tokens that are not trained, and in a completion without a reward.
+    """
+    other = credit.keywords.get("value_lam") if isinstance(credit, partial) else None
+    found = credit(groups, whiten=False, **({} if other is None else {"lam": other}))
+    return [
+        [
+            np.where(rollout.trained & ~np.isnan(reward), _float64(value_n) + advantage_n, np.nan)
+            for rollout, reward, value_n, advantage_n in zip(
+                group.rollouts, group.reward, _signal(group, "value"), advantages, strict=True
+            )
+        ]
+        for group, advantages in zip(groups, found, strict=True)
     ]
 
 
@@ -141,6 +219,39 @@ def process(groups: Sequence[Scored], *, ddof: Freedom = 1, eps: NotNegative = 1
     return advantages
 
 
+def reverse_kl(groups: Sequence[Scored], *, gamma: Share = 1.0, own: bool = True, normalize: bool = False) -> Advantages:
+    """`A_t = sum_{s >= t} gamma^(s - t) R_s`, `R = log p - log q`: the policy gradient of KL(student q || teacher p), the rewards'
+    place taken by a teacher (signal `teacher_logp`).
+
+    With `gamma` 0 it is the token's own log-ratio: on-policy distillation by sampled tokens.  `own` False begins behind the token,
+    and `normalize` divides by the sum of the powers of gamma: the long part of MiniLLM (2306.08543, eq. 4 and 6), of which a last
+    token has none.  q is what the policy said before its first update: `scored_logp` where another engine or a teacher helped to
+    sample, else `b`.  Tokens that the policy did not write are passed over.
+    """
+    advantages = []
+    for group in groups:
+        teacher = _signal(group, "teacher_logp")
+        student = group.signals.get("scored_logp") or tuple(rollout.behavior_logp for rollout in group.rollouts)
+        found = []
+        for rollout, p_n, q_n in zip(group.rollouts, teacher, student, strict=True):
+            places = np.flatnonzero(rollout.trained)
+            ratio_k = (_float64(p_n) - _float64(q_n))[places]
+            advantage_n, total, powers = np.zeros(len(rollout)), 0.0, 0.0
+            for k in range(places.size - 1, -1, -1):
+                with_own = ratio_k[k] + gamma * total, 1.0 + gamma * powers
+                total_here, powers_here = with_own if own else (total, powers)
+                advantage_n[places[k]] = total_here / powers_here if normalize and powers_here else total_here
+                total, powers = with_own
+            found.append(advantage_n)
+        advantages.append(found)
+    return advantages
+
+
+def nothing(groups: Sequence[Scored]) -> Advantages:
+    """0 everywhere: what is learnt comes from a teacher's distributions, not from what was drawn."""
+    return [[np.zeros(len(rollout)) for rollout in group.rollouts] for group in groups]
+
+
 def is_dead(advantages: Sequence[np.ndarray]) -> bool:
     """True if the policy gradient of a group is exactly zero, whatever the surrogate: all its advantages are 0."""
     return not any(np.any(advantage_n) for advantage_n in advantages)
@@ -152,7 +263,26 @@ def compares_siblings(credit: Callable) -> bool:
     return function in _COMPARES_SIBLINGS or bool(keywords.get("baseline"))
 
 
-_COMPARES_SIBLINGS = {standardized, centered, leave_one_out, decoupled}
+def needs_value(credit: Callable) -> bool:
+    """True if `credit` (a function of this file, or a partial of one) reads the signal `value`: a critic must be trained."""
+    return (credit.func if isinstance(credit, partial) else credit) in VALUE_BASED
+
+
+VALUE_BASED: set[Callable] = {gae}
+"""Credits that read the signal `value` and take the keyword `whiten`.  Add your own if that holds for it."""
+
+
+def needs_teacher(credit: Callable) -> bool:
+    """True if `credit` reads the signal `teacher_logp`."""
+    return (credit.func if isinstance(credit, partial) else credit) is reverse_kl
+
+
+def needs_reward(credit: Callable) -> bool:
+    """False if `credit` never looks at a reward."""
+    return (credit.func if isinstance(credit, partial) else credit) not in (reverse_kl, nothing)
+
+
+_COMPARES_SIBLINGS = {standardized, centered, leave_one_out, decoupled, maxrl}
 
 
 def _float64(values: np.ndarray) -> np.ndarray:
@@ -176,6 +306,23 @@ def _std(values: np.ndarray, ddof: int) -> float:
 
 def _over(deviation: np.ndarray, std: float, eps: float) -> np.ndarray:
     return deviation / (std + eps) if std > 0.0 else np.where(np.isnan(deviation), np.nan, 0.0)
+
+
+def _whiten(groups: Sequence[Scored], values: Advantages, ddof: int, eps: float) -> Advantages:
+    """Values less their mean, over their standard deviation, over all trained tokens; exactly 0 if all are equal; NaN -> 0."""
+    trained = [v[o.trained] for group, vs in zip(groups, values, strict=True) for v, o in zip(vs, group.rollouts, strict=True)]
+    pool = np.concatenate(trained)
+    pool = pool[~np.isnan(pool)]
+    mean, std = (pool.mean(), _std(pool, ddof)) if pool.size else (0.0, 0.0)
+    if std == 0.0:
+        return [[np.zeros(value.size) for value in completions] for completions in values]
+    return [[np.nan_to_num((value - mean) / (std + eps)) for value in completions] for completions in values]
+
+
+def _k3(gap_n: np.ndarray) -> np.ndarray:
+    """`exp(ref - b) - (ref - b) - 1` of b - ref; beyond 20 nats it goes on as its tangent."""
+    inside_n = np.minimum(-gap_n, 20.0)
+    return np.expm1(inside_n) - inside_n + np.expm1(20.0) * np.maximum(-gap_n - 20.0, 0.0)
 
 
 def _spread(groups: Sequence[Scored], advantages: Sequence[np.ndarray]) -> Advantages:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
 import torch
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -61,7 +61,7 @@ class Terms:
     entropy_threshold: Tensor | None = None
     """Scalar, one for the whole step: only with a high-entropy mask."""
     sampler_logp_M: Tensor | None = None
-    """Only when the engine that sampled is not the one that scored b: its own log-probs."""
+    """The log-probs of the engine that sampled.  None: they are b."""
     mismatch: Mismatch | None = None
     """Only then: what corrects for it."""
 
@@ -178,11 +178,25 @@ def reinforce(terms: Terms) -> Tensor:
     return -terms.advantage_M * terms.logp_M
 
 
-PER_TOKEN: set[Callable] = {token, clipped, cispo, sapo, reinforce}
+def importance(terms: Terms, *, drop: Annotated[float, Gt(0.0), Le(1.0)] = 0.2) -> Tensor:
+    """`-rho A`, dropped where the token's probability has fallen by more than `drop` since it was drawn: too stale to teach.
+
+    The unbiased policy gradient from samples of another distribution, and its staleness bound (prime-rl's distillation loss).
+    """
+    fresh_M = terms.logp_M.detach().exp() - terms.behavior_logp_M.exp() >= -drop
+    return -guarded_exp(terms.log_ratio_M) * terms.advantage_M * fresh_M
+
+
+def silent(terms: Terms) -> Tensor:
+    """0: nothing is learnt from advantages."""
+    return 0.0 * terms.logp_M
+
+
+PER_TOKEN: set[Callable] = {token, clipped, cispo, sapo, reinforce, importance, silent}
 """Ratio levels and surrogates whose loss of a token depends on that token alone, so that its gradient can be taken while the
 log-probs of the other tokens do not exist yet.  Add your own if that holds for it."""
 
-OWN_RATIO: dict[Callable, Callable] = {vespo: sequence_sum, geometric: token, reinforce: token}
+OWN_RATIO: dict[Callable, Callable] = {vespo: sequence_sum, geometric: token, reinforce: token, silent: token}
 """Surrogates that do not read `log_ratio_M`, and the level at which their ratio is looked at: naming another changes nothing, so a
 recipe may not."""
 
@@ -288,6 +302,21 @@ def mismatch(
 def token_mismatch(weight_M: Tensor, segment_M: Tensor, segments: int) -> Mismatch:
     """The mismatch of token weights that are already known; a completion's weight is their product."""
     return Mismatch(weight_M, segment_sum(_log_weight(weight_M), segment_M, segments))
+
+
+# ---- value function ----------------------------------------------------------------------------------------------------------
+
+
+def clipped_value(value_M: Tensor, before_M: Tensor, return_M: Tensor, *, clip: NotNegative | None = 0.2) -> Tensor:
+    """`0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)`: the value moves at most `clip` from where it was (PPO).
+
+    The pessimistic bound of the policy's surrogate, as in OpenAI's baselines and TRL.  None: `0.5 (V - R)^2`.
+    """
+    error_M = (value_M - return_M).square()
+    if clip is not None:
+        bounded_M = torch.minimum(torch.maximum(value_M, before_M - clip), before_M + clip)
+        error_M = torch.maximum(error_M, (bounded_M - return_M).square())
+    return 0.5 * error_M
 
 
 # ---- entropy bonus -----------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from groupwise.algorithms import losses
 from groupwise.algorithms.losses import KL, RatioLevel, Surrogate, Terms
 from groupwise.config.settings import GroupSettings, Part
 from groupwise.errors import ConfigError
+from groupwise.ops.divergence import Divergence, jsd
 from groupwise.records import Scored
 
 
@@ -41,6 +42,8 @@ class Algorithm:
     """arXiv number; empty where there is none."""
     equation: str
     """The loss in one line, as in the paper."""
+    notes: str = ""
+    """The settings of its paper, and what others do otherwise: a paragraph of the documentation."""
     credit: Callable[..., credit.Advantages] = credit.standardized
     ratio: RatioLevel = losses.token
     surrogate: Surrogate = losses.clipped
@@ -51,10 +54,18 @@ class Algorithm:
     """Weight of the KL to the reference; 0: there is no reference."""
     kl: KL = losses.k3
     kl_place: Literal["loss", "reward"] = "loss"
-    """In the reward it is k1, subtracted by `credit`."""
+    """In the reward it is subtracted by `credit`: k1, unless the credit knows others."""
     entropy_bonus: float = 0.0
     entropy_quantile: float = 0.0
     off_policy_delta: float | None = None
+    divergence: Divergence | None = None
+    """Of the policy's next token from a teacher's, added to every token's loss; None: there is none."""
+    importance: bool = False
+    """The divergence counts by how likely the policy finds the token, over how likely it was drawn."""
+    mix: float = 0.0
+    """Share of the teacher in the distribution that completions are drawn from."""
+    keeps: Callable[[Scored], bool] | None = None
+    """Which groups are worth training, where others can be sampled instead (`dead_groups: refill`); None: those that teach."""
     correction: Callable[..., losses.Mismatch] | None = None
     """Importance weight for an engine that computes other probabilities than the trainer; None: what sampled is what scores."""
 
@@ -62,6 +73,36 @@ class Algorithm:
     def needs_reference(self) -> bool:
         """True if log-probs of a reference must be computed."""
         return self.beta > 0.0
+
+    @property
+    def needs_value(self) -> bool:
+        """True if a critic must say what states are worth, and be trained beside the policy."""
+        return credit.needs_value(self.credit)
+
+    @property
+    def needs_teacher(self) -> bool:
+        """True if a teacher is asked: for its distributions, or for its log-probs of what was drawn."""
+        return self.divergence is not None or self.reads_teacher or self.mix > 0.0
+
+    @property
+    def reads_teacher(self) -> bool:
+        """True if the credit reads the teacher's log-probs of what was drawn."""
+        return credit.needs_teacher(self.credit)
+
+    @property
+    def needs(self) -> list[bool]:
+        """Whether a reference, a critic, a teacher are needed."""
+        return [self.needs_reference, self.needs_value, self.needs_teacher]
+
+    @property
+    def reads_tokens(self) -> bool:
+        """True if the loss of a token depends on its log-prob or its entropy, and not on a divergence alone."""
+        return _function(self.surrogate) is not losses.silent or self.loss_beta > 0.0 or self.entropy_bonus != 0.0
+
+    @property
+    def needs_reward(self) -> bool:
+        """False if nothing is learnt from rewards: none must be given."""
+        return credit.needs_reward(self.credit)
 
     @property
     def needs_entropy(self) -> bool:
@@ -81,15 +122,19 @@ class Algorithm:
     @property
     def skips_dead(self) -> bool:
         """True if a completion whose advantages are all 0 has no gradient: its forward and backward can be left out, exactly."""
-        return self.loss_beta == 0.0 and self.entropy_bonus == 0.0
+        return self.loss_beta == 0.0 and self.entropy_bonus == 0.0 and not self.needs_value and self.divergence is None
 
     def teaches(self, group: Scored) -> bool:
         """False if the group's rewards give an advantage of exactly 0 to every completion.
 
-        The credit decides: GDPO learns from rewards that differ while their sum does not.  Where the KL is a part of the reward,
-        and not known yet, the sum does.
+        The credit decides: GDPO learns from rewards that differ while their sum does not.  Where it reads what is not known yet
+        (a KL in the reward, values), the sum does.  `keeps`, where there is one, decides alone.
         """
-        if self.beta > 0.0 and self.kl_place == "reward":
+        if self.keeps is not None:
+            return bool(self.keeps(group))
+        if not self.needs_reward:
+            return True
+        if self.needs_value or (self.beta > 0.0 and self.kl_place == "reward"):
             return not group.dead
         return not credit.is_dead(self.credit([group])[0])
 
@@ -244,11 +289,112 @@ _ROWS = (
         kl_place="reward",
     ),
     Algorithm(
+        name="reinforce",
+        summary="The plain policy gradient: no ratio, no group; the baseline is the batch's mean reward.",
+        paper="",
+        equation="-1/R sum_i sum_t (r_i - mean of the batch) l",
+        credit=credit.batch_centered,
+        surrogate=losses.reinforce,
+        weights=weights.sequence_sum,
+    ),
+    Algorithm(
+        name="reinforce_pp_baseline",
+        summary="REINFORCE++ with the group's mean as baseline: rewards less their group's mean, whitened over the batch; KL (k2)"
+        " in the loss.",
+        paper="2501.03262",
+        equation="-1/N sum_i sum_t min(rho A_i, clip(rho) A_i),  A_i = whitened(r_i - mean)",
+        credit=partial(credit.whitened, baseline=True),
+        weights=weights.token_mean,
+        kl=losses.k2,
+    ),
+    Algorithm(
+        name="maxrl",
+        summary="Maximises the log of the pass rate: what is rarely solved counts as much as what often is.",
+        paper="2602.02710",
+        equation="-1/R sum_i sum_t min(rho A_i, clip(rho) A_i),  A_i = (r_i - mean) / mean",
+        credit=credit.maxrl,
+        weights=weights.sequence_sum,
+    ),
+    Algorithm(
+        name="gspo_token",
+        summary="GSPO whose gradient is each token's own, so that advantages may differ within a completion.",
+        paper="2507.18071",
+        equation="-1/R sum_i 1/n_i sum_t min(s_it A_it, clip(s_it, 1 - 3e-4, 1 + 4e-4) A_it),  s_it = sg[s_i] exp(l - sg[l])",
+        ratio=losses.sequence_token,
+        surrogate=partial(losses.clipped, low=3e-4, high=4e-4),
+    ),
+    Algorithm(
         name="gdpo",
         summary="Several rewards: each is standardized within the group on its own, then their weighted sum over the batch.",
         paper="2601.05242",
         equation="GRPO's,  A_i = standardized over the batch(sum_k w_k standardized in the group(r_ik))",
         credit=credit.decoupled,
+    ),
+    Algorithm(
+        name="ppo",
+        summary="A critic says what every token was worth; advantages by GAE, whitened; KL and reward are paid per token.",
+        paper="1707.06347",
+        equation="-1/N sum_i sum_t min(rho A_it, clip(rho) A_it),  A_it = whitened(sum_k (gamma lam)^k delta_{t+k}); "
+        "critic: c/N sum_i sum_t 1/2 max((V - R)^2, (clip(V, V_old -+ 0.2) - R)^2)",
+        notes="Settings of language-model papers: gamma 1, lambda 0.95, clip 0.2, `group.beta` 0.05 with k1 (2009.01325) or "
+        "0.02 (InstructGPT 2203.02155), a critic that begins as the reward model (`critic.path`). VC-PPO (2503.01491): "
+        "`value_lam: 1` in the credit, and `critic.pretrain`. By default the critic is a new head on the policy's "
+        "backbone, as in the paper. Where the length limit ended a completion nothing is bootstrapped: V behind the last "
+        "token is 0, as in TRL. TRL (last in 1.12) always trains a separate value model, at the policy's learning rate, "
+        "and has a fixed fine for completions without an end, which here is a reward's business.",
+        credit=credit.gae,
+        weights=weights.token_mean,
+        kl_place="reward",
+    ),
+    Algorithm(
+        name="distill",
+        summary="On-policy distillation: the divergence from a teacher, over the whole vocabulary, at every token the policy drew.",
+        paper="2306.13649",
+        equation="1/N sum_i sum_t beta KL(p || m) + (1 - beta) KL(q || m),  m = (1 - beta) q + beta p; beta 0: KL(p || q), 1: KL(q"
+        " || p)",
+        notes="GKD samples from the student for a share of the steps and takes demonstrations for the rest: "
+        "`teacher.demonstrations`, `{divergence: 1, lm: 0}`, mixes them into every step. `group.divergence: {name: jsd, "
+        "beta: 0}` is the forward KL of Qwen3, `beta: 1` (the default) the reverse KL of DeepSeek-V4 and GLM-5; `top_k: "
+        "64` sums over the student's likeliest tokens and one bucket for the rest, without which mass leaves them unseen."
+        " Both distributions are taken at the rollout's temperature. TRL's divergences are the same to 1e-12. With "
+        "`teacher: {hint: ...}` and no path the policy teaches itself what it says when it is told more (SDFT, OPSD; "
+        "`ema: 0.05` as in SDPO). Any other preset takes `group.divergence` too, beside its rewards.",
+        credit=credit.nothing,
+        surrogate=losses.silent,
+        weights=weights.token_mean,
+        divergence=jsd,
+    ),
+    Algorithm(
+        name="distill_sampled",
+        summary="On-policy distillation by drawn tokens alone: how much likelier the teacher finds a token is its advantage.",
+        paper="",
+        equation="-1/N sum_i sum_t [q - q_old >= -0.2] rho (log p - log q_old)",
+        notes="For teachers of which only the log-probs of given tokens are wanted. The teacher's distribution enters through "
+        "the one token that was drawn: unbiased, and noisier than `distill` for the same tokens. prime-rl adds 1e-3 (log "
+        "rho)^2 and takes the advantage anew at every update; here it is what it was before the first. TRL's "
+        "`sampled_token` has no ratio.",
+        credit=partial(credit.reverse_kl, gamma=0.0),
+        surrogate=losses.importance,
+        weights=weights.token_mean,
+    ),
+    Algorithm(
+        name="minillm",
+        summary="Reverse KL to a teacher: exact for the token at hand, policy gradient for all that follows it; the teacher helps"
+        " to sample.",
+        paper="2306.08543",
+        equation="1/N sum_i sum_t sg[w] KL(q || p) - min(w A_it, clip(w) A_it),  w = q / (0.2 p + 0.8 q_old),  "
+        "A_it = mean_{s > t} log(p / q_old)_s",
+        notes="The paper's settings: the teacher's share in sampling 0.2 (`group.mix`), temperature 1, clip 0.2, a language-"
+        "model loss on its pre-training corpus beside (`teacher.demonstrations: {path: ..., lm: 1}`), a student that was "
+        "fine-tuned before. w is both the mixture's importance weight and the ratio to the policy before the step. "
+        "Completions are sampled by a slower engine that runs both models; `group.mix: 0` samples from the policy alone, "
+        "by any engine. TRL (last in 1.14.2) differs in three places, which are faults: without normalisation it leaves "
+        "gamma^-t out, it lets gradients through the rewards, and its mask of padding is always true.",
+        credit=partial(credit.reverse_kl, own=False, normalize=True),
+        weights=weights.token_mean,
+        divergence=jsd,
+        importance=True,
+        mix=0.2,
     ),
 )
 
@@ -262,13 +408,17 @@ def _by_name(*functions: Callable) -> dict[str, Callable]:
 
 PARTS: dict[str, dict[str, Callable]] = {
     "credit": _by_name(
-        credit.standardized, credit.centered, credit.leave_one_out, credit.decoupled, credit.whitened, credit.process
+        credit.standardized, credit.centered, credit.leave_one_out, credit.decoupled, credit.whitened, credit.process, credit.gae,
+        credit.reverse_kl, credit.nothing, credit.maxrl, credit.batch_centered,
     ),
     "ratio": _by_name(losses.token, losses.sequence_mean, losses.sequence_sum, losses.sequence_token),
-    "surrogate": _by_name(losses.clipped, losses.cispo, losses.sapo, losses.vespo, losses.geometric, losses.reinforce),
+    "surrogate": _by_name(losses.clipped, losses.cispo, losses.sapo, losses.vespo, losses.geometric, losses.reinforce,
+                          losses.importance, losses.silent),
     "weights": _by_name(
         weights.sequence_mean, weights.token_mean, weights.constant, weights.sequence_sum, weights.prompt_mean
     ),
+    "divergence": _by_name(jsd),
+    "filter": {},
     "kl": _by_name(losses.k1, losses.k2, losses.k3, losses.k3_ratio),
 }  # fmt: skip
 """What the parts of a recipe's `group` may name."""
@@ -284,23 +434,30 @@ def resolve(objective: str, group: GroupSettings, max_new_tokens: int) -> Algori
     >>> describe(algorithm.surrogate), algorithm.beta, algorithm.token_level
     ('clipped(low=0.2, high=0.28)', 0.04, True)
     """
-    if objective not in ALGORITHMS:
+    if ":" in objective:
+        row = imported("objective", objective)
+        if not isinstance(row, Algorithm):
+            raise ConfigError(f"objective: {objective!r} is not an Algorithm but {type(row).__name__}")
+    elif objective not in ALGORITHMS:
         near = _closest(objective, ALGORITHMS)
         raise ConfigError(f"there is no online algorithm {objective!r}{near}; there are {', '.join(ALGORITHMS)}")
-    row = ALGORITHMS[objective]
+    else:
+        row = ALGORITHMS[objective]
     beta = row.beta if group.beta is None else group.beta
-    if row.kl_place == "reward" and group.kl not in (None, "k1"):
-        raise ConfigError(
-            f"group.kl: {objective!r} takes the KL from the reward, as k1, so it cannot be {group.kl!r}; "
-            f"for a KL in the loss use objective: grpo with group.credit: {_function(row.credit).__name__}"
-        )
+    estimator = {"kl": group.kl} if group.kl in _KLS_IN_REWARD else {}
+    in_reward = {"beta": beta, **estimator} if row.kl_place == "reward" else {"beta": 0.0}
     chosen = replace(
         row,
-        credit=_part("credit", group.credit, row.credit, {"beta": beta if row.kl_place == "reward" else 0.0}),
+        credit=_part("credit", group.credit, row.credit, in_reward),
         ratio=_part("ratio", group.ratio, row.ratio),
         surrogate=_part("surrogate", group.surrogate, row.surrogate),
         weights=_part("weights", group.weights, row.weights, {"length": max_new_tokens}),
         kl=_part("kl", group.kl, row.kl),
+        divergence=None
+        if (row.divergence or group.divergence) is None
+        else _part("divergence", group.divergence, row.divergence or jsd),
+        mix=row.mix if group.mix is None else group.mix,
+        keeps=row.keeps if group.filter is None else _part("filter", group.filter, row.teaches),
         beta=beta,
         dead_groups=group.dead_groups or row.dead_groups,
         truncated=group.truncated or row.truncated,
@@ -312,6 +469,12 @@ def resolve(objective: str, group: GroupSettings, max_new_tokens: int) -> Algori
         raise ConfigError(
             f"group.beta: {objective!r} subtracts the KL from the reward, which the credit {describe(chosen.credit)} cannot do; "
             "use beta: 0, or objective: grpo with this credit"
+        )
+    known = _KLS_IN_REWARD if "kl" in options(chosen.credit) else ("k1",)
+    if row.kl_place == "reward" and group.kl not in (None, *known):
+        raise ConfigError(
+            f"group.kl: {objective!r} takes the KL from the reward, as {' or '.join(known)}, so it cannot be {group.kl!r}; "
+            f"for a KL in the loss use objective: grpo with group.credit: {_function(row.credit).__name__}"
         )
     own = losses.OWN_RATIO.get(_function(chosen.surrogate))
     if own is not None and group.ratio is not None and _function(chosen.ratio) is not own:
@@ -325,6 +488,10 @@ def resolve(objective: str, group: GroupSettings, max_new_tokens: int) -> Algori
             f"siblings), got {group.group_size}"
         )
     return chosen
+
+
+_KLS_IN_REWARD = ("k1", "k3")
+"""Estimators that a credit with the keyword `kl` can subtract from the reward."""
 
 
 def corrected(algorithm: Algorithm, keywords: Mapping[str, Any]) -> Algorithm:
@@ -364,8 +531,8 @@ def _part(kind: str, part: Part | None, preset: Callable, supplied: Mapping[str,
         keywords = (preset.keywords if isinstance(preset, partial) else {}) | keywords
     parameters = _parameters(function)
     for name, value in (supplied or {}).items():
-        if name in keywords and name == "beta":
-            raise ConfigError(f"group.{kind}: beta is a setting of its own, group.beta; got {keywords[name]!r} here")
+        if name in keywords.keys() & _SET_APART:
+            raise ConfigError(f"group.{kind}: {name} is a setting of its own, group.{name}; got {keywords[name]!r} here")
         if name in parameters:
             keywords.setdefault(name, value)
     hints = get_type_hints(function, include_extras=True)
@@ -375,6 +542,10 @@ def _part(kind: str, part: Part | None, preset: Callable, supplied: Mapping[str,
     if missing:
         raise ConfigError(f"group.{kind}: {function.__name__} needs a value for {', '.join(missing)}")
     return partial(function, **keywords) if keywords else function
+
+
+_SET_APART = {"beta", "kl"}
+"""Keywords of parts that are settings of their own."""
 
 
 def _checked(label: str, value: Any, name: str, parameters: Mapping[str, inspect.Parameter], hints: Mapping[str, Any]) -> Any:
@@ -392,22 +563,25 @@ def _checked(label: str, value: Any, name: str, parameters: Mapping[str, inspect
 def _find(kind: str, name: Any) -> Callable:
     if name in PARTS[kind]:
         return PARTS[kind][name]
-    module, _, attribute = str(name).partition(":")
-    if not attribute:
-        raise ConfigError(
-            f"group.{kind}: there is no {name!r}{_closest(str(name), PARTS[kind])}; "
-            f"it is one of {', '.join(PARTS[kind])}, or module:function for one of your own"
-        )
-    if (here := os.getcwd()) not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # last, so that a file here cannot stand in for an installed module
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        looked = f"looked for among the installed modules and in {here}"
-        raise ConfigError(f"group.{kind}: cannot import {name!r} ({error}); {looked}") from error
+    if ":" not in str(name):
+        known = f"it is one of {', '.join(PARTS[kind])}, or module:function" if PARTS[kind] else "it is module:function"
+        raise ConfigError(f"group.{kind}: there is no {name!r}{_closest(str(name), PARTS[kind])}; {known} for one of your own")
+    function = imported(f"group.{kind}", str(name))
     if not callable(function):
         raise ConfigError(f"group.{kind}: {name!r} is not a function but {type(function).__name__}")
     return function
+
+
+def imported(key: str, name: str) -> Any:
+    """What `module:NAME` names, from an installed module or a file of the working directory.  Raises ConfigError, naming `key`."""
+    module, _, attribute = name.partition(":")
+    if (here := os.getcwd()) not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # last, so that a file here cannot stand in for an installed module
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        looked = f"looked for among the installed modules and in {here}"
+        raise ConfigError(f"{key}: cannot import {name!r} ({error}); {looked}") from error
 
 
 def _function(part: Callable) -> Callable:

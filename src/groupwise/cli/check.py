@@ -15,9 +15,8 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from groupwise.algorithms.registry import ALGORITHMS
 from groupwise.config.recipes import load_stages
-from groupwise.config.settings import Recipe, positions_of
+from groupwise.config.settings import Recipe, is_online, positions_of
 from groupwise.data.order import Order
 from groupwise.data.prompts import visit
 from groupwise.data.templates import Template
@@ -26,7 +25,7 @@ from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy, embedding_rows
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
-from groupwise.rewards.compose import Rewards, build_rewards
+from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
 from groupwise.runs.build import Job, make_job, sampling_of
 from groupwise.runs.progress import safe
 from groupwise.runs.run import resolved
@@ -83,11 +82,12 @@ def check_stage(recipe: Recipe) -> Iterator[Finding]:
         yield Finding("model", True, "packed and prompt-shared forward equals the model's own, one sequence at a time")
         yield from _tokenizer(job.policy)
         yield from _template(recipe, job.policy)
-        if job.engine is None or recipe.objective not in ALGORITHMS:
+        if job.engine is None or not is_online(recipe.objective):
             return
-        rewards = build_rewards(recipe.rewards, columns=list(job.prompts[0].row), tokenizer=job.policy.tokenizer)
+        columns = list(job.prompts[0].row)
+        rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=job.policy.tokenizer) if recipe.rewards else no_rewards()
         with rewards:
-            yield from _golds(rewards, job.prompts[:64])
+            yield from _golds(rewards, job.prompts[:64]) if rewards.names else ()
             order = Order(len(job.prompts), recipe.seed, recipe.data.shuffle)
             yield from _samples(recipe, job, rewards, [visit(job.prompts[row], epoch) for epoch, row in order.take(PROMPTS)])
     except GroupwiseError as error:
@@ -201,7 +201,7 @@ def _samples(recipe: Recipe, job: Job, rewards: Rewards, prompts: Sequence[Promp
         f"{ended:.0%} of {len(rollouts)} completions ended within {sampling.max_new_tokens} tokens"
         + ("" if ended else ": EOS was never sampled; warm the model up with SFT, or raise rollout.max_new_tokens"),
     )
-    yield from _spread(rewards.score(groups))
+    yield from _spread(rewards.score(groups)) if rewards.names else ()
 
 
 def _agree(name: str, found: Sequence[np.ndarray], expected: Sequence[np.ndarray], limit: float, says: str, what: str) -> Finding:

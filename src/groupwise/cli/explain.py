@@ -30,6 +30,8 @@ PROBABILITIES = (0.5, 0.8, 0.6, 0.9, 0.3, 0.7)
 """What the policy that sampled gave to the first token, the second, ... of all completions; then again from the first."""
 REFERENCE = (0.55, 0.7, 0.6, 0.9, 0.4, 0.65)
 """The same under the reference."""
+VALUES = (0.4, 0.5, 0.6, 0.5, 0.3, 0.2)
+"""What a critic said of the first token, the second, ...; then again from the first."""
 EOS = 0
 MOST_PASSES = 100
 """More than anyone reads."""
@@ -100,6 +102,10 @@ def work(
     if any(reward is not None and not np.isfinite(reward) for reward in rewards):
         raise ConfigError(f"a reward is a finite number or none, got {', '.join(map(str, rewards))}")
     algorithm = resolve(preset, GroupSettings(group_size=len(rewards), updates_per_rollout=mu, beta=beta), longest)
+    if algorithm.divergence is not None:
+        raise ConfigError(
+            f"{preset!r} learns from whole distributions, which do not fit a table of tokens: explain distill_sampled"
+        )
     group = _group(rewards, given, longest)
     ((advantages),) = algorithm.credit([group])
     samples = weigh([group], [advantages], algorithm)
@@ -110,7 +116,7 @@ def work(
 
 def _group(rewards: Sequence[float | None], lengths: Sequence[int], longest: int) -> Scored:
     prompt = Prompt(id="example", tokens=np.array([1, 2]), text="")
-    rollouts, references, begin = [], [], 0
+    rollouts, references, values, begin = [], [], [], 0
     for index, n in enumerate(lengths):
         tokens = np.arange(1, n + 1)
         tokens[-1] = EOS
@@ -128,8 +134,9 @@ def _group(rewards: Sequence[float | None], lengths: Sequence[int], longest: int
             )
         )
         references.append(np.log([REFERENCE[place % len(REFERENCE)] for place in places]))
+        values.append(np.array([VALUES[place % len(VALUES)] for place in places]))
     reward = np.array([np.nan if r is None else r for r in rewards], dtype=np.float64)
-    signals = {"reference_logp": tuple(references)}
+    signals = {"reference_logp": tuple(references), "value": tuple(values), "teacher_logp": tuple(references)}
     return Scored(rollouts=tuple(rollouts), names=("reward",), rewards=reward[:, None], reward=reward, signals=signals)
 
 

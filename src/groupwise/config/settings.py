@@ -40,19 +40,52 @@ ONLINE = (
     "gmpo",
     "rloo",
     "reinforce_pp",
+    "reinforce",
+    "reinforce_pp_baseline",
+    "maxrl",
+    "gspo_token",
     "gdpo",
+    "ppo",
+    "distill",
+    "distill_sampled",
+    "minillm",
 )
 """Objectives that sample their own completions: the rows of `algorithms.ALGORITHMS` (a test compares them)."""
-ALONE = ("reinforce_pp",)
+ALONE = ("reinforce_pp", "reinforce", "ppo", "distill", "distill_sampled", "minillm")
 """Those of them whose advantages compare no siblings: one completion per prompt is enough (a test asks the table)."""
+VALUED = ("ppo",)
+"""Those whose credit asks a critic (a test asks the table); `group.credit: gae` makes one of any."""
+TAUGHT = ("distill", "distill_sampled", "minillm")
+"""Those that learn from a teacher and need no reward (a test asks the table)."""
 DATASET = ("sft", "reward", "dpo", "prm")
 """Objectives that learn from a data set."""
 OBJECTIVES = DATASET + ONLINE
+
+
+def is_online(objective: str) -> bool:
+    """True for objectives that sample their own completions; a `module:NAME` of one's own is such a one."""
+    return objective in ONLINE or ":" in objective
+
+
 PARTS = {
-    "credit": ("standardized", "centered", "leave_one_out", "decoupled", "whitened", "process"),
+    "credit": (
+        "standardized",
+        "centered",
+        "leave_one_out",
+        "decoupled",
+        "whitened",
+        "process",
+        "gae",
+        "reverse_kl",
+        "nothing",
+        "maxrl",
+        "batch_centered",
+    ),
     "ratio": ("token", "sequence_mean", "sequence_sum", "sequence_token"),
-    "surrogate": ("clipped", "cispo", "sapo", "vespo", "geometric", "reinforce"),
+    "surrogate": ("clipped", "cispo", "sapo", "vespo", "geometric", "reinforce", "importance", "silent"),
     "weights": ("sequence_mean", "token_mean", "constant", "sequence_sum", "prompt_mean"),
+    "divergence": ("jsd",),
+    "filter": (),
 }
 """Functions that the parts of `group` may name, so that a misspelt one is refused before torch is imported."""
 PART_OPTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -61,6 +94,16 @@ PART_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "decoupled": {"ddof": Literal[0, 1], "eps": Annotated[float, Ge(0.0)]},
     "whitened": {"baseline": bool, "ddof": Literal[0, 1], "eps": Annotated[float, Ge(0.0)]},
     "process": {"ddof": Literal[0, 1], "eps": Annotated[float, Ge(0.0)]},
+    "gae": {
+        "kl": Literal["k1", "k3"],
+        "gamma": Fraction,
+        "lam": Fraction,
+        "value_lam": Fraction | None,
+        "whiten": bool,
+        "ddof": Literal[0, 1],
+        "eps": Annotated[float, Ge(0.0)],
+    },
+    "reverse_kl": {"gamma": Fraction, "own": bool, "normalize": bool},
     "clipped": {
         "low": Annotated[float, Ge(0.0), Lt(1.0)],
         "high": Annotated[float, Ge(0.0)],
@@ -76,7 +119,9 @@ PART_OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "lam_neg": Annotated[float, Gt(0.0)],
     },
     "geometric": {"clip": Annotated[float, Gt(0.0)]},
+    "importance": {"drop": Annotated[float, Gt(0.0), Le(1.0)]},
     "constant": {"length": Annotated[int, Gt(0)]},
+    "jsd": {"beta": Fraction, "top_k": Positive | None},
 }
 """What these functions take, beside what other settings give them, so that a value out of range stands in the one list of mistakes;
 a part that is not here takes nothing."""
@@ -280,16 +325,26 @@ class GroupSettings:
     kl: Literal["k1", "k2", "k3", "k3_ratio"] | None = None
     """KL estimator in the loss.  Default: the preset's (k3)."""
     credit: Part | None = None
-    """Rewards -> advantages: standardized, centered, leave_one_out, decoupled, whitened, process."""
+    """Rewards -> advantages: standardized, centered, leave_one_out, decoupled, whitened, process, gae, reverse_kl, nothing, maxrl,
+    batch_centered."""
     ratio: Part | None = None
     """Level of the importance ratio: token, sequence_mean, sequence_sum, sequence_token."""
     surrogate: Part | None = None
-    """Per-token policy loss: clipped, cispo, sapo, vespo, geometric, reinforce."""
+    """Per-token policy loss: clipped, cispo, sapo, vespo, geometric, reinforce, importance, silent."""
     weights: Part | None = None
     """Normalisation: sequence_mean, token_mean, constant, sequence_sum, prompt_mean."""
+    divergence: Part | None = None
+    """Distance of the policy's next token from the teacher's, added to the loss: jsd (`beta` 0: KL(teacher || policy), 1, the
+    default: KL(policy || teacher), and between; `top_k`: over the policy's likeliest tokens and one for the rest).  Default: the
+    preset's; any other preset has none."""
+    mix: Share | None = None
+    """Share of the teacher in the distribution that completions are drawn from.  Default: the preset's (0 for most)."""
     dead_groups: Literal["exact", "drop", "refill"] | None = None
     """Groups without reward differences: `exact` (skipped, still in the denominators), `drop` (leave the denominators),
     `refill` (sample on until the step is full of live groups).  Default: the preset's."""
+    filter: Part | None = None
+    """Which groups are worth training, for `dead_groups: refill`: `module:function` of your own, from a scored group to true or
+    false.  Default: those whose rewards differ."""
     max_refills: Positive = 4
     """`refill` gives up after this many times `prompts_per_step` further prompts."""
     truncated: Literal["keep", "mask"] | None = None
@@ -304,6 +359,39 @@ class GroupSettings:
     """Every this many steps the reference moves to the policy; 0: never."""
     reference_mix: Annotated[float, Gt(0.0), Le(1.0)] = 1.0
     """Share of the policy in a refreshed reference (TR-DPO's alpha)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticSettings:
+    """The value function of algorithms that train one (`ppo`, or any other with `group.credit: gae`)."""
+
+    path: str | None = None
+    """A backbone of its own: a checkpoint, a reward model whose head it goes on with, or `stage:NAME`.  null: a new head on the
+    policy's backbone, which then learns from both losses."""
+    lr: Annotated[float, Gt(0.0), Lt(1.0)] = 1e-5
+    """Peak learning rate of the head, and of a backbone of its own; all else is as in `optimizer`."""
+    coefficient: Annotated[float, Gt(0.0)] = 0.1
+    """Weight of the value loss."""
+    clip: Annotated[float, Gt(0.0)] | None = 0.2
+    """How far a value may move from what it was when the rollout was scored; null: as far as it wants."""
+    pretrain: Count = 0
+    """Train only the critic in the first so many steps; the policy stays as it is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TeacherSettings:
+    """Who teaches (`distill`, `distill_sampled`, `minillm`, or any other preset with `group.divergence`)."""
+
+    path: str | None = None
+    """A checkpoint with the policy's vocabulary, or `stage:NAME`.  null: the policy itself, as it was before its first step."""
+    ema: Fraction = 0.0
+    """Of a policy that is its own teacher: share of the policy that moves into the teacher after every step; 1: it is the
+    policy."""
+    hint: str | None = None
+    """What only the teacher reads, before the prompt: a Python format string over the row's columns, e.g. `Answer: {answer}\n`."""
+    demonstrations: Mapping[str, Any] | None = None
+    """Mixes demonstrations into every optimizer step: `{path: demos.jsonl, rows: 8, lm: 1, divergence: 0}`, with the columns of
+    `data`; `lm` is the weight of their language-model loss, `divergence` that of the distance from the teacher on them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -401,7 +489,8 @@ class Recipe:
 
     objective: Annotated[str, MinLen(1)]
     """`sft`, `reward`, `dpo`, `prm` (a process reward model), or an online algorithm: grpo, dr_grpo, dapo, bnpo, gspo, luspo,
-    cispo, sapo, vespo, gmpo, rloo, reinforce_pp, gdpo."""
+    cispo, sapo, vespo, gmpo, rloo, reinforce_pp, reinforce, reinforce_pp_baseline, maxrl, gspo_token, gdpo, ppo, distill,
+    distill_sampled, minillm; or `module:NAME`, an `Algorithm` of your own."""
     name: str = "run"
     """The run folder is `runs`/`name`."""
     runs: str = "runs"
@@ -430,6 +519,8 @@ class Recipe:
     reward_model: RewardModelSettings = field(default_factory=RewardModelSettings)
     pairs: PairSettings = field(default_factory=PairSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    critic: CriticSettings = field(default_factory=CriticSettings)
+    teacher: TeacherSettings = field(default_factory=TeacherSettings)
     eval: EvalSettings = field(default_factory=EvalSettings)
     save: SaveSettings = field(default_factory=SaveSettings)
 

@@ -28,8 +28,13 @@ from groupwise.config.settings import (
     PARTS,
     REWARDS,
     TASKS,
+    TAUGHT,
+    VALUED,
+    CriticSettings,
     Part,
     Recipe,
+    TeacherSettings,
+    is_online,
 )
 
 Finding = tuple[tuple[str, ...], str]
@@ -40,8 +45,11 @@ STAGE = "stage:"
 REPLAY = ("path", "task", "share")
 """Keys of `reward_model.replay`."""
 
-COMPARES_SIBLINGS = ("standardized", "centered", "leave_one_out", "decoupled")
+COMPARES_SIBLINGS = ("standardized", "centered", "leave_one_out", "decoupled", "maxrl")
 """Credits that need at least two completions per prompt."""
+
+MIXED = ("minillm",)
+"""Presets whose completions a teacher helps to sample (a test asks the table)."""
 
 PAIRED = ("reward", "dpo")
 """Objectives that learn from pairs, which an earlier stage can have sampled."""
@@ -58,7 +66,8 @@ def validate_recipe(recipe: Recipe, earlier: Sequence[str] = ()) -> list[Finding
 
 
 def _objective(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
-    if recipe.objective not in OBJECTIVES:
+    own = re.fullmatch(r"[\w.]+:\w+", recipe.objective) is not None
+    if recipe.objective not in OBJECTIVES and not own:
         names = f"one of {', '.join(OBJECTIVES)}; got {recipe.objective!r}{closest(recipe.objective, OBJECTIVES)}"
         yield ("objective",), f"objective must be {names}"
     if not re.fullmatch(r"\w[\w.+-]*(/\w[\w.+-]*)?", recipe.name):
@@ -68,7 +77,7 @@ def _objective(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
 def _length(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     if recipe.steps is not None and recipe.epochs is not None:
         yield ("epochs", "steps"), f"say steps ({recipe.steps}) or epochs ({recipe.epochs:g}), not both"
-    if recipe.objective in ONLINE and recipe.steps is None:
+    if is_online(recipe.objective) and recipe.steps is None:
         instead = " (epochs are for data-set objectives)" if recipe.epochs is not None else ""
         yield ("steps", "epochs", "objective"), f"steps is missing: {recipe.objective!r} needs the number of rollouts{instead}"
     if recipe.objective in DATASET and recipe.steps is None and recipe.epochs is None:
@@ -81,7 +90,7 @@ def _length(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
 
 def _updates(recipe: Recipe) -> int:
     """Optimizer steps of the whole run; `steps` must be set."""
-    per_step = recipe.group.updates_per_rollout * recipe.group.minibatches if recipe.objective in ONLINE else 1
+    per_step = recipe.group.updates_per_rollout * recipe.group.minibatches if is_online(recipe.objective) else 1
     return (recipe.steps or 0) * per_step
 
 
@@ -205,7 +214,7 @@ def _scratch(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
         message = f"model.scratch.kv_heads ({scratch.kv_heads}) must divide model.scratch.heads ({scratch.heads})"
         yield (at + "kv_heads", at + "heads"), message
     prompt, new = recipe.data.max_prompt_tokens or 1, recipe.rollout.max_new_tokens
-    if recipe.objective in ONLINE and prompt + new > scratch.context:
+    if is_online(recipe.objective) and prompt + new > scratch.context:
         words = f"data.max_prompt_tokens ({prompt}) + rollout.max_new_tokens ({new})"
         keys = ("rollout.max_new_tokens", "data.max_prompt_tokens", at + "context")
         yield keys, f"{words} is {prompt + new}, more than model.scratch.context ({scratch.context})"
@@ -289,7 +298,7 @@ def _wrong_template(template: str) -> str | None:
 
 
 def _rewards(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
-    if recipe.objective in ONLINE and not recipe.rewards:
+    if recipe.objective in ONLINE and recipe.objective not in TAUGHT and not recipe.rewards:
         yield ("rewards",), f"rewards is missing: {recipe.objective!r} needs at least one, e.g. [{{function: accuracy}}]"
     names: dict[str, int] = {}
     for place, reward in enumerate(recipe.rewards):
@@ -331,24 +340,27 @@ def _wrong_function(function: str) -> str | None:
 def _group(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     group = recipe.group
     for place, names in PARTS.items():
-        part: Part | None = {"credit": group.credit, "ratio": group.ratio, "surrogate": group.surrogate, "weights": group.weights}[
-            place
-        ]
+        part: Part | None = getattr(group, place)
         if part is not None and (wrong := _wrong_part(part, names)):
             yield (f"group.{place}",), f"group.{place}: {wrong}"
         elif isinstance(part, Mapping):
             yield from _wrong_options(place, part, names)
-    if recipe.objective not in ONLINE:
+    if not is_online(recipe.objective):
         return
     if group.minibatches > group.prompts_per_step:
         message = f"group.minibatches ({group.minibatches}) is more than group.prompts_per_step ({group.prompts_per_step})"
         yield ("group.minibatches", "group.prompts_per_step"), f"{message}: a minibatch holds at least one prompt"
     credit = group.credit.get("name") if isinstance(group.credit, Mapping) else group.credit
     compares = credit in COMPARES_SIBLINGS if credit is not None else recipe.objective not in ALONE
-    if group.group_size < 2 and compares:
+    if group.group_size < 2 and compares and ":" not in recipe.objective:
         why = f"for {recipe.objective!r} (its advantages compare siblings)"
         message = f"group.group_size must be at least 2 {why}, got {group.group_size}"
         yield ("group.group_size",), message
+    if group.filter is not None and group.dead_groups != "refill":
+        message = (
+            "group.filter says which groups are replaced, and only dead_groups: refill replaces any: set group.dead_groups: refill"
+        )
+        yield ("group.filter", "group.dead_groups"), message
     # No preset has a KL of its own, so a beta that is not set is 0 too (a test asks the table).
     if not group.beta and group.reference_refresh:
         message = f"group.reference_refresh is {group.reference_refresh}, but with group.beta 0 there is no reference to refresh"
@@ -357,15 +369,102 @@ def _group(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
         yield ("group.kl", "group.beta"), f"group.kl is {group.kl!r}, but with group.beta 0 no KL is in the loss"
 
 
+def _critic(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
+    critic, given = recipe.critic, recipe.group.credit
+    credit = given.get("name") if isinstance(given, Mapping) else given
+    by_name = recipe.objective in VALUED or ":" in recipe.objective
+    valued = is_online(recipe.objective) and (by_name if credit is None else credit == "gae" or ":" in credit)
+    if not valued:
+        if critic != CriticSettings():
+            yield ("critic",), f"critic is for credits that ask one: objective {', '.join(VALUED)}, or group.credit: gae"
+        return
+    if critic.path is not None and (wrong := wrong_model(critic.path, earlier)):
+        yield ("critic.path",), f"critic.path: {wrong}"
+    if recipe.steps is not None and critic.pretrain >= recipe.steps:
+        message = f"critic.pretrain ({critic.pretrain}) leaves none of the {recipe.steps} steps to train the policy: raise steps"
+        yield ("critic.pretrain", "steps"), message
+
+
+def _teacher(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
+    teacher, group = recipe.teacher, recipe.group
+    credit = group.credit.get("name") if isinstance(group.credit, Mapping) else group.credit
+    asked = (
+        recipe.objective in TAUGHT
+        or ":" in recipe.objective
+        or group.divergence is not None
+        or credit == "reverse_kl"
+        or bool(group.mix)
+    )
+    if not is_online(recipe.objective) or not asked:
+        if teacher != TeacherSettings():
+            yield ("teacher",), f"teacher is for those that learn from one: {', '.join(TAUGHT)}, or group.divergence"
+        return
+    if teacher.path is not None and (wrong := wrong_model(teacher.path, earlier)):
+        yield ("teacher.path",), f"teacher.path: {wrong}"
+    if teacher.path is not None and teacher.ema:
+        yield ("teacher.ema", "teacher.path"), "teacher.ema moves a policy that teaches itself; a checkpoint (teacher.path) stays"
+    if teacher.path is None and not teacher.ema and teacher.hint is None and ":" not in recipe.objective:
+        message = (
+            "teacher.path is missing: the policy would learn from itself as it is; give a checkpoint, a teacher.hint or an ema"
+        )
+        yield ("teacher.path", "teacher"), message
+    if recipe.model.lora is not None and 0 < teacher.ema < 1:
+        yield ("teacher.ema", "model.lora"), "teacher.ema must be 0 or 1 with model.lora: what lies under an adapter cannot move"
+    if teacher.hint is not None and (wrong := _wrong_template(teacher.hint)):
+        yield ("teacher.hint",), f"teacher.hint: {wrong}"
+    yield from _mixing(recipe)
+    yield from _shown(recipe)
+
+
+def _mixing(recipe: Recipe) -> Iterator[Finding]:
+    rollout = recipe.rollout
+    if not (recipe.group.mix or (recipe.group.mix is None and recipe.objective in MIXED)):
+        return
+    if rollout.top_k or rollout.top_p < 1 or rollout.min_p:
+        message = (
+            "the teacher helps to sample (group.mix), from the whole distribution: leave top_k, top_p and min_p out, or set mix: 0"
+        )
+        yield ("rollout.top_k", "rollout.top_p", "rollout.min_p", "group.mix"), message
+    if rollout.engine != "native":
+        message = f"the teacher helps to sample (group.mix) in this process: leave rollout.engine ({show(rollout.engine)}) out"
+        yield ("rollout.engine", "group.mix"), f"{message}, or set group.mix: 0"
+
+
+SHOWN = ("path", "rows", "lm", "divergence")
+"""What a teacher's demonstrations may say."""
+
+
+def _shown(recipe: Recipe) -> Iterator[Finding]:
+    given, at = recipe.teacher.demonstrations, "teacher.demonstrations"
+    if given is None:
+        return
+    for key, value in given.items():
+        if key not in SHOWN:
+            yield (f"{at}.{key}", at), f"{at} has no key {key!r}: it takes {', '.join(SHOWN)}{closest(key, SHOWN)}"
+        elif key == "rows" and (type(value) is not int or value < 1):
+            yield (f"{at}.rows", at), f"{at}.rows must be a whole number above 0, got {value!r}"
+        elif key in ("lm", "divergence") and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+            yield (f"{at}.{key}", at), f"{at}.{key} must be a number from 0, got {value!r}"
+    if not isinstance(path := given.get("path"), str):
+        yield (f"{at}.path", at), f"{at} needs the path of a file: {{path: demos.jsonl, rows: 8, lm: 1, divergence: 0}}"
+    elif wrong := _wrong_data(path):
+        yield (f"{at}.path", at), f"{at}.path: {wrong}"
+    if not given.get("lm", 1) and not given.get("divergence", 0):
+        yield (at,), f"{at}: with lm 0 and divergence 0 nothing is learnt from them"
+    if recipe.group.beta:
+        yield (at, "group.beta"), f"{at}: nothing ties demonstrations to a reference: leave group.beta out"
+
+
 def _wrong_part(part: Part, names: Sequence[str]) -> str | None:
     name = part.get("name") if isinstance(part, Mapping) else part
     if not isinstance(name, str):
-        return "a mapping needs `name`, e.g. {name: " + names[0] + "}"
+        return "a mapping needs `name`, e.g. {name: " + (names[0] if names else "module:function") + "}"
     if name in names or (name.count(":") == 1 and all(piece.replace(".", "_").isidentifier() for piece in name.split(":"))):
         return None
     others = [f"group.{place}" for place, known in PARTS.items() if name in known]
     hint = f" (which is one of {' and '.join(others)})" if others else closest(name, names)
-    return f"must be one of {', '.join(names)} or module:function; got {name!r}{hint}"
+    known = f"one of {', '.join(names)} or module:function" if names else "module:function"
+    return f"must be {known}; got {name!r}{hint}"
 
 
 def _wrong_options(place: str, part: Mapping[str, Any], names: Sequence[str]) -> Iterator[Finding]:
@@ -416,10 +515,10 @@ def _rollout(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     given = {"name": engine} if isinstance(engine, str) else dict(engine)
     if wrong := _wrong_engine(given):
         yield ("rollout.engine",), f"rollout.engine: {wrong}"
-    elif given.get("ahead") and recipe.objective not in ONLINE:
+    elif given.get("ahead") and not is_online(recipe.objective):
         message = f"rollout.engine: nothing is sampled ahead of training by {recipe.objective!r}, which learns from a data set"
         yield ("rollout.engine", "objective"), message
-    if recipe.objective in ONLINE and recipe.model.attention == "single" and given.get("name") == "native":
+    if is_online(recipe.objective) and recipe.model.attention == "single" and given.get("name") == "native":
         message = "model.attention is 'single', and the native engine needs packed streams; set rollout.engine to transformers"
         yield ("rollout.engine", "model.attention"), message
 
@@ -465,5 +564,7 @@ _CHECKS: tuple[Callable[[Recipe, Sequence[str]], Iterator[Finding]], ...] = (
     _rewards,
     _rollout,
     _group,
+    _critic,
+    _teacher,
     _parallel,
 )

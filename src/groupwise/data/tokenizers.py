@@ -76,6 +76,26 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
+def check_same_tokens(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase, whose: str, *, further: bool = False) -> None:
+    """Raises ConfigError, with the tokens that differ, unless every id means the same to both.
+
+    whose: of the other tokenizer, for the message.   further: one of them may know more tokens.
+    """
+    tokens, others = ours.get_vocab(), theirs.get_vocab()
+    smaller, larger = sorted((tokens, others), key=len)
+    different = [token for token, id in (smaller if further else {**larger, **smaller}).items() if larger.get(token) != id
+                 or (not further and smaller.get(token) != id)]  # fmt: skip
+    if different:
+        shown = ", ".join(
+            f"{token!r} is {tokens.get(token, 'unknown')} to the policy and {others.get(token, 'unknown')} to it"
+            for token in sorted(different, key=lambda token: smaller.get(token, larger.get(token, 0)))[:3]
+        )
+        raise ConfigError(
+            f"{whose} has another vocabulary than the policy ({len(different):,} of {len(larger):,} tokens differ: {shown}): "
+            "take a model of the same family, with the same tokenizer"
+        )
+
+
 def with_chat_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> PreTrainedTokenizerBase:
     """The same tokenizer; its chat template is `template` (Jinja, or the path of a `.jinja` file) unless that is None.
 

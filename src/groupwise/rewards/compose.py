@@ -251,6 +251,8 @@ class Rewards:
         rollouts = [rollout for group in groups for rollout in group]
         if not rollouts:
             return []
+        if not self._rewards:  # a teacher is learnt from
+            return [unjudged(group) for group in groups]
         values = self.call(self._completions(rollouts))
         rewards = self.matrix(values)
         combined = combine(rewards, self.weights)
@@ -364,6 +366,16 @@ class Rewards:
             parts = [step_signal(reward.name, column[index], len(rollout), label) for reward, column in columns]
             signals.append(combine(np.stack(parts, axis=1), tuple(reward.weight for reward, _ in columns)))
         return signals
+
+
+def no_rewards() -> Rewards:
+    """Of a run that learns from a teacher: no function, no reward."""
+    return Rewards((), (), {})
+
+
+def unjudged(group: Sequence[Rollout]) -> Scored:
+    """A group that no reward function has looked at."""
+    return Scored(rollouts=tuple(group), names=(), rewards=np.zeros((len(group), 0)), reward=np.full(len(group), np.nan))
 
 
 def combine(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:

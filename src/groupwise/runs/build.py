@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from groupwise.algorithms.advantages import process
-from groupwise.algorithms.registry import ALGORITHMS, Algorithm, describe, resolve
-from groupwise.config.settings import ModelSettings, Recipe, RolloutSettings, positions_of
+from groupwise.algorithms.registry import Algorithm, describe, resolve
+from groupwise.config.settings import ModelSettings, Recipe, RolloutSettings, is_online, positions_of
+from groupwise.config.validation import STAGE
 from groupwise.data.load import Data, load_data, load_texts
 from groupwise.data.order import Order
 from groupwise.data.prompts import visit
@@ -32,20 +33,30 @@ from groupwise.models.scratch import scratch_model
 from groupwise.models.shape import Shape
 from groupwise.ops.cpu.library import absence
 from groupwise.records import Prompt, Sampling, Step
-from groupwise.rewards.compose import Rewards, build_rewards
+from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
 from groupwise.rewards.model import POSITIONS
 from groupwise.rewards.registry import MAKERS
 from groupwise.rollout.asynchronous import Ahead, Begun
 from groupwise.rollout.engine import Engine
-from groupwise.runs.engines import agreeing, engine_lines, make_ahead, make_engine, sampled_elsewhere, why_apart
+from groupwise.runs.engines import (
+    agreeing,
+    engine_lines,
+    make_ahead,
+    make_engine,
+    mixed_engine,
+    sampled_elsewhere,
+    why_apart,
+)
 from groupwise.runs.plan import Lines, fitted, memory_lines, offline_plan, online_plan, scoring_memory
-from groupwise.runs.policies import hold, parameter_count, reference_of, weightless
+from groupwise.runs.policies import critic_of, hold, parameter_count, reference_of, teacher_of, weightless
 from groupwise.runs.sizing import H100, Load, rank, rank_lines
+from groupwise.training.critics import Critic
 from groupwise.training.evaluate import Evaluation, evaluate
 from groupwise.training.objectives import OBJECTIVES, language_model
 from groupwise.training.offline import Validation, train_offline, validate
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.teachers import Teacher
 
 Judged = Evaluation | Validation
 """What a policy does on held-out prompts, or what an objective says of held-out rows."""
@@ -90,6 +101,8 @@ class Job(Learner):
     None if nothing is held out."""
     prompts: tuple[Prompt, ...] = ()
     """What an online objective draws from."""
+    critic: Critic | None = None
+    teacher: Teacher | None = None
     engine: Engine | None = None
     """What samples, where the objective or its evaluation does."""
     ahead: Ahead = field(default_factory=Ahead)
@@ -100,21 +113,50 @@ class Job(Learner):
         """Where the run stands in its data."""
         return self.order.state(), self.ahead.pending()
 
+    @property
+    def taken(self) -> int:
+        """Optimizer steps of everything that is trained: if it is another number, weights have changed."""
+        return self.optimizer.taken + (0 if self.critic is None else self.critic.optimizer.taken)
+
     def numbers(self, place: Place | None = None) -> dict[str, Any]:
         """What the next step depends on beside the weights and `tensors`.  place: if not the present one."""
         order, pending = place or self.place()
-        return {"optimizer": self.optimizer.numbers(), "order": order, "ahead": [begun.state() for begun in pending]}
+        found = {"optimizer": self.optimizer.numbers(), "order": order, "ahead": [begun.state() for begun in pending]}
+        return found if self.critic is None else found | {"critic": self.critic.optimizer.numbers()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """See `Learner`; also the weights of a critic and of a policy's former self."""
+        found = Learner.tensors(self) | {f"teacher.{name}": parameter.detach() for name, parameter in self._taught_by_itself()}
+        if self.critic is not None:
+            found |= {f"critic.{name}": parameter.detach() for name, parameter in self.critic.module.named_parameters()}
+            found |= _of_critic(self.critic.optimizer.tensors())
+        return found
+
+    def _taught_by_itself(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights of a teacher that are the policy's of some time: they are in no checkpoint of their own."""
+        teacher = self.teacher
+        if teacher is not None and self.recipe.teacher.path is None and teacher.policy.model is not self.policy.model:
+            yield from teacher.policy.model.named_parameters()
 
     def restore(self, numbers: Mapping[str, Any], read: Callable[[Mapping[str, Tensor]], None]) -> None:
         """See `Learner`; also where the run stands in its data."""
         Learner.restore(self, numbers, read)
         self.order.restore(numbers["order"])
         self.ahead.restore(numbers.get("ahead", ()))
+        if self.critic is not None:
+            self.critic.optimizer.restore(numbers["critic"], lambda tensors: read(_of_critic(tensors)))
+        with torch.no_grad():
+            read({name: tensor for name, tensor in self.tensors().items() if name.startswith(("critic.", "teacher."))})
 
     def close(self) -> None:
         """End reward workers."""
         for close in self.closing:
             close()
+
+
+def _of_critic(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a critic's optimizer by names that are nobody else's."""
+    return {f"critic_optimizer.{name}": tensor for name, tensor in tensors.items()}
 
 
 def make_job(recipe: Recipe, *, resume: Path | None = None, reference: Path | None = None) -> Job:
@@ -125,7 +167,7 @@ def make_job(recipe: Recipe, *, resume: Path | None = None, reference: Path | No
     Raises ConfigError, DataError or Diverged before the first step.
     """
     blueprint = blueprint_of(recipe, resume if recipe.model.lora is None else None)
-    maker = _online_job if recipe.objective in ALGORITHMS else _dataset_job
+    maker = _online_job if is_online(recipe.objective) else _dataset_job
     return maker(fitted(recipe, shape_of(recipe, blueprint)), blueprint, reference, resume)
 
 
@@ -138,7 +180,8 @@ def make_learner(
     if algorithm.needs_reference:
         anchor = bare(policy) if recipe.model.lora is not None else reference_of(recipe, policy, reference)
     assert recipe.steps is not None
-    updates = recipe.steps * recipe.group.updates_per_rollout * recipe.group.minibatches
+    learning = recipe.steps - (recipe.critic.pretrain if algorithm.needs_value else 0)
+    updates = learning * recipe.group.updates_per_rollout * recipe.group.minibatches
     return Learner(recipe=recipe, policy=policy, optimizer=Optimizer(policy.model, recipe.optimizer, updates), reference=anchor)
 
 
@@ -219,7 +262,7 @@ class _Prepared:
 
     @classmethod
     def of(cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint] = (), world: int | None = None) -> _Prepared:
-        if recipe.objective in ALGORITHMS:
+        if is_online(recipe.objective):
             return cls._online(recipe, blueprint, scorers, world)
         return cls._dataset(recipe, blueprint, world)
 
@@ -243,10 +286,12 @@ class _Prepared:
             reference=algorithm.needs_reference,
             recompute=recipe.model.gradient_checkpointing,
             adapter=adapter_count(recipe, blueprint),
-            rewards=sum(scoring_memory(*one) for one in _scorers(recipe, scorers)),
+            rewards=sum(scoring_memory(*one) for one in _scorers(recipe, scorers)) + critic_memory(recipe, algorithm),
         )
         rewards = None
-        if recipe.rewards or not scorers:
+        if not recipe.rewards and not algorithm.needs_reward:
+            rewards = no_rewards()
+        elif recipe.rewards or not scorers:
             rewards = build_rewards(recipe.rewards, columns=list(prompts.train[0].row), tokenizer=blueprint.tokenizer)
             _check_credit(algorithm, rewards)
         assert recipe.steps is not None
@@ -337,7 +382,18 @@ def algorithm_line(algorithm: Algorithm) -> str:
     """An algorithm as its four parts."""
     parts = [describe(part) for part in (algorithm.credit, algorithm.ratio, algorithm.surrogate, algorithm.weights)]
     kl = f", KL {algorithm.kl.__name__} x {algorithm.beta} in the {algorithm.kl_place}" if algorithm.needs_reference else ", no KL"
+    kl += "; a critic" if algorithm.needs_value else ""
+    kl += f"; {describe(algorithm.divergence)} from a teacher" if algorithm.divergence is not None else ""
+    kl += f"; the teacher's share in sampling {algorithm.mix:g}" if algorithm.mix else ""
     return f"{algorithm.name}: {' x '.join(parts)}{kl}; dead groups {algorithm.dead_groups}, truncated {algorithm.truncated}"
+
+
+def critic_memory(recipe: Recipe, algorithm: Algorithm) -> int:
+    """Bytes of a critic with a backbone of its own: weights, gradients and moments in float32; 0 where there is none yet."""
+    path = recipe.critic.path
+    if not algorithm.needs_value or path is None or path.startswith(STAGE):
+        return 0
+    return 16 * parameter_count(read_blueprint(ModelSettings(path=path)))
 
 
 def adapter_count(recipe: Recipe, blueprint: Blueprint) -> int:
@@ -394,7 +450,7 @@ def _judge(recipe: Recipe, engine: Engine, prepared: _Prepared) -> Callable[[boo
 
     def judge(whole: bool) -> Judged | None:
         judged = () if prompts is None else prompts.held_out if whole else prompts.watched[: settings.prompts]
-        if not judged or rewards is None:
+        if not judged or rewards is None or not rewards.names:
             return None
         return evaluate(engine, rewards, judged, k=settings.k, sampling=sampling, seed=recipe.seed)
 
@@ -408,15 +464,24 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
     learner = make_learner(recipe, blueprint, algorithm, reference=reference, resume=resume)
     policy, optimizer, anchor = learner.policy, learner.optimizer, learner.reference
     engine = make_engine(policy, recipe.rollout)
+    per_step = recipe.group.updates_per_rollout * recipe.group.minibatches
+    critic = critic_of(recipe, policy, prepared.steps * per_step) if algorithm.needs_value else None
+    teacher = teacher_of(recipe, policy) if algorithm.needs_teacher else None
+    sampler = mixed_engine(policy, teacher.policy, algorithm.mix, recipe.rollout) if teacher and algorithm.mix else engine
+    beside: dict[str, Any] = {"reference": anchor, "critic": critic, "teacher": teacher}
     order = Order(len(prompts.train), recipe.seed, recipe.data.shuffle)
     ahead = make_ahead(recipe.rollout, prompts.train)
 
+    def judge(whole: bool) -> Judged | None:
+        engine.set_version(optimizer.taken)  # it is not told where another one samples for training
+        return _judge(recipe, engine, prepared)(whole)
+
     def loop(done: int) -> Iterator[Step]:
-        engine.set_version(optimizer.taken)
+        sampler.set_version(optimizer.taken)
         steps = train_online(
             policy,
             algorithm,
-            engine=engine,
+            engine=sampler,
             rewards=rewards,
             draw=lambda k: [visit(prompts.train[row], epoch) for epoch, row in order.take(k)],
             optimizer=optimizer,
@@ -425,7 +490,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
             budget=positions_of(recipe),
             steps=prepared.steps,
             done=done,
-            reference=anchor,
+            **beside,
             ahead=ahead,
             checkpointing=recipe.model.gradient_checkpointing,
             seed=recipe.seed,
@@ -440,9 +505,9 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
         optimizer=optimizer,
         order=order,
         loop=loop,
-        judge=_judge(recipe, engine, prepared),
+        judge=judge,
         prompts=prompts.train,
-        reference=anchor,
+        **beside,
         engine=engine,
         ahead=ahead,
         closing=[engine.close, rewards.close],

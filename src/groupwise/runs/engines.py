@@ -8,13 +8,14 @@ from typing import Any
 from groupwise.algorithms.registry import Algorithm, corrected
 from groupwise.config.settings import RolloutSettings
 from groupwise.data.prompts import visit
-from groupwise.errors import EngineError
+from groupwise.errors import ConfigError, EngineError
 from groupwise.models.fsdp import ShardedPolicy
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Step
 from groupwise.rollout.asynchronous import Ahead
 from groupwise.rollout.engine import Engine
 from groupwise.rollout.gathered import GatheredEngine
+from groupwise.rollout.mixed import MixedEngine
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.transformers import TransformersEngine
 from groupwise.rollout.vllm.engine import VllmEngine
@@ -59,6 +60,15 @@ def engine_of(settings: RolloutSettings) -> tuple[str, dict[str, Any]]:
     """The name of a recipe's engine, and what the recipe says beside it."""
     given = {"name": settings.engine} if isinstance(settings.engine, str) else dict(settings.engine)
     return str(given.pop("name")), given
+
+
+def mixed_engine(policy: Policy, teacher: Policy, mix: float, settings: RolloutSettings) -> Engine:
+    """An engine whose completions a teacher helps to write.  Raises ConfigError for a teacher that is spread over processes."""
+    if teacher.sharded:
+        raise ConfigError(
+            "group.mix: a teacher that is spread over processes cannot help to sample: set parallel: ddp, or group.mix: 0"
+        )
+    return _in_process(lambda plain, **how: MixedEngine(plain, teacher, mix, **how))(policy, settings)
 
 
 def sampled_elsewhere(algorithm: Algorithm, settings: RolloutSettings) -> Algorithm:

@@ -112,7 +112,10 @@ class GroupKeys(TypedDict, total=False):
     ratio: Part | None
     surrogate: Part | None
     weights: Part | None
+    divergence: Part | None
+    mix: float | None
     dead_groups: Literal["exact", "drop", "refill"] | None
+    filter: Part | None
     max_refills: int
     truncated: Literal["keep", "mask"] | None
     entropy_bonus: float
@@ -120,6 +123,25 @@ class GroupKeys(TypedDict, total=False):
     off_policy_delta: float | None
     reference_refresh: int
     reference_mix: float
+
+
+class CriticKeys(TypedDict, total=False):
+    """Keys of `settings.CriticSettings`."""
+
+    path: str | None
+    lr: float
+    coefficient: float
+    clip: float | None
+    pretrain: int
+
+
+class TeacherKeys(TypedDict, total=False):
+    """Keys of `settings.TeacherSettings`."""
+
+    path: str | None
+    ema: float
+    hint: str | None
+    demonstrations: Mapping[str, Any] | None
 
 
 class OptimizerKeys(TypedDict, total=False):

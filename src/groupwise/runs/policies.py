@@ -7,14 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from groupwise.config.settings import ModelSettings, Recipe
+from groupwise.data.load import load_demonstrations
+from groupwise.data.tokenizers import check_same_tokens
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError
 from groupwise.models.fsdp import shard, shard_pieces
-from groupwise.models.lora import AdaptedPolicy
+from groupwise.models.lora import AdaptedPolicy, bare
 from groupwise.models.policy import (
     Blueprint,
     Policy,
@@ -24,9 +27,12 @@ from groupwise.models.policy import (
     read_blueprint,
     resolve_device,
 )
-from groupwise.models.reward_head import probe_scorer
+from groupwise.models.reward_head import make_scorer, probe_scorer
 from groupwise.models.streaming import check_finite
+from groupwise.records import Prompt
+from groupwise.training.critics import Critic
 from groupwise.training.objectives import language_model
+from groupwise.training.teachers import Demonstrations, Teacher
 
 
 def hold(
@@ -70,6 +76,74 @@ def reference_of(recipe: Recipe, policy: Policy, folder: Path | None) -> Policy:
     kept = hold(recipe, read_blueprint(settings), lambda _, blueprint: _unprobed(blueprint, settings))
     kept.model.requires_grad_(False)
     return kept
+
+
+def critic_of(recipe: Recipe, policy: Policy, updates: int) -> Critic:
+    """The critic that `Recipe.critic` describes, new or from its checkpoint.   updates: optimizer steps of the run.
+
+    Raises ConfigError if its model has other tokens than the policy, or if its head would lie beside weights that are spread.
+    """
+    settings = recipe.critic
+    if settings.path is None:
+        if policy.sharded:
+            raise ConfigError(
+                "critic.path: the weights are spread over processes, and a head on the policy's backbone is not: give the critic a "
+                "backbone of its own (critic.path), or set parallel: ddp"
+            )
+        return Critic.on(policy, settings, recipe.optimizer, updates)
+    model = replace(recipe.model, path=settings.path, scratch=None, lora=None)
+    blueprint = read_blueprint(model)
+    check_same_tokens(policy.tokenizer, blueprint.tokenizer, f"critic.path: {settings.path}", further=True)
+    pooling = blueprint.config.get("pooling", "last") if is_scorer(blueprint.config) else "last"
+    scorer = hold(
+        replace(recipe, model=model),
+        blueprint,
+        lambda recipe, blueprint: make_scorer(blueprint, recipe.model, pooling=pooling, seed=recipe.seed),
+    )
+    return Critic.of(scorer, settings, recipe.optimizer, updates)
+
+
+def teacher_of(recipe: Recipe, policy: Policy) -> Teacher:
+    """The teacher that `Recipe.teacher` describes: a checkpoint, or the policy, as it is now or as it will be.
+
+    Raises ConfigError or DataError, for a model with other tokens than the policy too.
+    """
+    settings = recipe.teacher
+    model = replace(recipe.model, path=settings.path, scratch=None, lora=None)
+    if settings.path is not None:
+        blueprint = read_blueprint(model)
+        check_same_tokens(policy.tokenizer, blueprint.tokenizer, f"teacher.path: {settings.path}")
+        kept = hold(replace(recipe, model=model), blueprint)
+        kept.model.requires_grad_(False)
+    elif settings.ema == 1.0:
+        kept = policy
+    else:
+        kept = bare(policy) if recipe.model.lora is not None else policy.frozen_copy()
+    return Teacher(policy=kept, hint=_hint(settings.hint, policy), ema=settings.ema, demonstrations=_shown(recipe, policy))
+
+
+def _hint(text: str | None, policy: Policy) -> Callable[[Prompt], np.ndarray] | None:
+    """The ids of a hint, by the prompt's row.  Raises ConfigError for a column that the rows do not have."""
+
+    def ids(prompt: Prompt) -> np.ndarray:
+        try:
+            said = str(text).format_map(dict(prompt.row))
+        except (KeyError, IndexError, ValueError) as error:
+            columns = ", ".join(map(str, prompt.row)) or "none"
+            raise ConfigError(f"teacher.hint: {text!r} does not fit the rows, whose columns are {columns}: {error!r}") from error
+        return np.asarray(policy.tokenizer(said, add_special_tokens=False)["input_ids"], dtype=np.int64)
+
+    return None if text is None else ids
+
+
+def _shown(recipe: Recipe, policy: Policy) -> Demonstrations | None:
+    given = recipe.teacher.demonstrations
+    if given is None:
+        return None
+    data = replace(recipe.data, path=given["path"], task=None, task_args={}, eval_path=None, eval_fraction=0.0, limit=None)
+    rows = load_demonstrations(data, policy.tokenizer, context=policy.context, eos_ids=policy.eos_ids, seed=recipe.seed).train
+    weights = {"lm": float(given.get("lm", 1.0)), "divergence": float(given.get("divergence", 0.0))}
+    return Demonstrations(rows=rows, count=given.get("rows", 8), seed=recipe.seed, **weights)
 
 
 def _unprobed(blueprint: Blueprint, settings: ModelSettings) -> Policy:

@@ -117,7 +117,7 @@ class Run:
                 self.job.restore(checkpoint.load(newest, verify=False), reader(newest))
             self.saver = Saver(folder, self.job, recipe.save.keep)
             # The last whole step: its number, the optimizer steps taken by then, and where the data stood.
-            self._whole = (self.done, self.job.optimizer.taken, self.job.place())
+            self._whole = (self.done, self.job.taken, self.job.place())
             self._judging = self._writing = False
         except BaseException:
             if "job" in vars(self):
@@ -177,7 +177,7 @@ class Run:
                         if step.evaluation is not None and self.after is not None:
                             log.held_out(step.number, completions(self.after))
                     with self._undisturbed():
-                        self._whole = (step.number, job.optimizer.taken, job.place())
+                        self._whole = (step.number, job.taken, job.place())
                         self.done = step.number
                         if told is None or getattr(told, "everywhere", False):
                             comm.from_first(lambda step=step: log.write(step))
@@ -263,7 +263,7 @@ class Run:
         alone: see `Saver.save`.
         """
         number, taken, place = self._whole
-        if number and taken == self.job.optimizer.taken:
+        if number and taken == self.job.taken:
             with self._undisturbed():
                 self.saver.save(number, self.job.numbers(place), alone=alone)
 
@@ -294,7 +294,7 @@ class Run:
     def _may_end(self) -> bool:
         """True while the last whole step can be saved from any point of the program."""
         apart = not self.job.policy.sharded or comm.world().size == 1
-        return apart and not self._writing and (self._judging or self._whole[1] == self.job.optimizer.taken)
+        return apart and not self._writing and (self._judging or self._whole[1] == self.job.taken)
 
 
 SHOWN = 32
@@ -360,11 +360,13 @@ def resolved(recipe: Recipe) -> Recipe:
         folder = Path(_folder_of(f"{STAGE}{stage}", recipe, "data.path")).parent
         pairs = comm.from_first(lambda: str(recorded_pairs(folder, judge or None)))
         recipe = replace(recipe, data=replace(recipe.data, path=pairs))
+    critic = replace(recipe.critic, path=_folder_of(recipe.critic.path, recipe, "critic.path"))
     rewards = [
         replace(reward, args={key: _folder_of(value, recipe, f"rewards.{place}.args.{key}") for key, value in reward.args.items()})
         for place, reward in enumerate(recipe.rewards)
     ]
-    return replace(recipe, rewards=tuple(rewards))
+    teacher = replace(recipe.teacher, path=_folder_of(recipe.teacher.path, recipe, "teacher.path"))
+    return replace(recipe, rewards=tuple(rewards), critic=critic, teacher=teacher)
 
 
 def _folder_of(value: Any, recipe: Recipe, key: str) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from groupwise.algorithms import diagnostics
-from groupwise.algorithms.losses import mismatch, token
+from groupwise.algorithms.losses import Terms, mismatch, off_policy_keep, token
 from groupwise.algorithms.registry import Algorithm, options
 from groupwise.records import Sample, Scored
 from groupwise.training.updating import Update, balance
@@ -46,12 +46,15 @@ def measure(
     found["grad_norm"] = float(np.mean(norms)) if norms else math.nan
     found["lr"] = updates[-1].taken.lr
     found["skipped_updates"] = float(sum(taken.taken.skipped for taken in updates))
-    found |= balance(updates)
-    found |= ratio_metrics([pair for taken in updates for pair in zip(taken.samples, taken.seen, strict=True)], algorithm)
-    first = [pair for taken in updates[:minibatches] for pair in zip(taken.samples, taken.seen, strict=True)]
+    found |= balance(updates) | value_metrics(groups)
+    every = _rollouts(updates)
+    found |= ratio_metrics(every, algorithm) | off_policy_metrics(every, algorithm)
+    first = _rollouts(updates[:minibatches])
     # Later minibatches of the first pass see a policy that has already moved; only the first must match the sampler.
-    sampler = list(zip(updates[0].samples, updates[0].seen, strict=True))
-    return found | kl_metrics(first, algorithm) | _mismatch(sampler, algorithm, _drawn_by(groups, version))
+    found |= kl_metrics(first, algorithm) | teacher_metrics(groups)
+    if algorithm.mix > 0.0:  # what sampled is not the policy, and is not meant to be
+        return found
+    return found | _mismatch(_rollouts(updates[:1]), algorithm, _drawn_by(groups, version))
 
 
 def reward_metrics(groups: Sequence[Scored], drawn: int) -> dict[str, float]:
@@ -59,6 +62,8 @@ def reward_metrics(groups: Sequence[Scored], drawn: int) -> dict[str, float]:
     rewards = np.concatenate([group.reward for group in groups])
     spreads = [float(np.nanstd(group.reward, ddof=1)) for group in groups if np.count_nonzero(~np.isnan(group.reward)) > 1]
     live = sum(not group.dead for group in groups)
+    if not groups[0].names:
+        return {"prompts": float(drawn)}
     found = {
         "reward": _mean(rewards),
         "reward_std": float(np.mean(spreads)) if spreads else 0.0,
@@ -110,7 +115,48 @@ def staleness_metrics(groups: Sequence[Scored], version: int) -> dict[str, float
     }
 
 
+def value_metrics(groups: Sequence[Scored]) -> dict[str, float]:
+    """The critic before this step: its mean, its loss without clipping, and the share of the returns' variance that it explains.
+
+    `value/explained` is 1 - Var(return - value) / Var(return), and has no key where all returns are equal.  Empty without a critic.
+    """
+    if "value" not in groups[0].signals:
+        return {}
+    every = (np.concatenate([column for group in groups for column in group.signals[name]]) for name in ("value", "return"))
+    value_N, return_N = (column.astype(np.float64) for column in every)
+    value_N, return_N = value_N[~np.isnan(return_N)], return_N[~np.isnan(return_N)]
+    gap_N = return_N - value_N
+    found = {"value/mean": _mean(value_N), "value/return": _mean(return_N), "value/loss": 0.5 * _mean(np.square(gap_N))}
+    if return_N.size and return_N.max() > return_N.min():
+        found["value/explained"] = 1.0 - float(gap_N.var() / return_N.var())
+    return found
+
+
+def teacher_metrics(groups: Sequence[Scored]) -> dict[str, float]:
+    """`teacher/kl`: mean of log q - log p over the tokens that were drawn, which estimates KL(policy || teacher) where the policy
+    drew them.  Empty where a teacher is not asked for them.
+    """
+    if "teacher_logp" not in groups[0].signals:
+        return {}
+    gaps = [
+        (own - theirs)[rollout.trained]
+        for group in groups
+        for rollout, own, theirs in zip(
+            group.rollouts,
+            group.signals.get("scored_logp") or tuple(rollout.behavior_logp for rollout in group.rollouts),
+            group.signals["teacher_logp"],
+            strict=True,
+        )
+    ]
+    return {"teacher/kl": _mean(np.concatenate(gaps))}
+
+
 Seen = Sequence[tuple[Sample, np.ndarray]]
+
+
+def _rollouts(updates: Sequence[Update]) -> list[tuple[Sample, np.ndarray]]:
+    """What updates saw of rollouts; demonstrations, which nobody sampled, are left out."""
+    return [pair for taken in updates for pair in zip(taken.samples, taken.seen, strict=True) if pair[0].index >= 0]
 
 
 def ratio_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
@@ -119,6 +165,21 @@ def ratio_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
     log_ratio_N = algorithm.ratio(logp_N, behavior_N, segment_N, len(seen))
     found = diagnostics.ratio(log_ratio_N, advantage_N, algorithm.clip_range)
     return found | diagnostics.progress(logp_N, advantage_N)
+
+
+def off_policy_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
+    """`off_policy/dropped`: share of tokens that the off-policy mask takes out of the loss; empty without one."""
+    logp_N, sampler_N, advantage_N, segment_N = _columns(seen)
+    if algorithm.off_policy_delta is None or not logp_N.numel():
+        return {}
+    terms = Terms(
+        logp_M=logp_N,
+        behavior_logp_M=sampler_N,
+        advantage_M=advantage_N,
+        segment_M=segment_N,
+        segments=len(seen),
+    )
+    return {"off_policy/dropped": diagnostics.dropped(off_policy_keep(terms, delta=algorithm.off_policy_delta))}
 
 
 def kl_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:

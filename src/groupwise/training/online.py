@@ -9,6 +9,7 @@ R completions of an optimizer step   N their trained tokens   M trained position
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -28,10 +29,12 @@ from groupwise.rewards.compose import Judge
 from groupwise.rollout.asynchronous import Ahead
 from groupwise.rollout.collection import Draw, Source
 from groupwise.rollout.engine import Engine
+from groupwise.training.critics import Critic, Together, with_values
 from groupwise.training.metrics import by_completion, measure, token_columns
-from groupwise.training.optimizer import Optimizer
+from groupwise.training.optimizer import Optimizer, Taken
 from groupwise.training.scoring import sample_of, score
-from groupwise.training.updating import Update, token_loss, update
+from groupwise.training.teachers import Teacher, with_demonstrations, with_teacher
+from groupwise.training.updating import Update, assess, token_loss, update
 from groupwise.utils.clock import Clock
 
 
@@ -49,19 +52,20 @@ def train_online(
     steps: int,
     done: int = 0,
     reference: Policy | None = None,
+    critic: Critic | None = None,
+    teacher: Teacher | None = None,
     ahead: Ahead | None = None,
     checkpointing: bool = False,
     seed: int = 0,
 ) -> Iterator[Step]:
     """Train `policy` in place; yield a `Step` after every rollout and its updates.
 
-    The same algorithm from scratch and without packing: docs/grpo_in_one_file.py; one step in numbers: `groupwise explain`.
-
+    The same from scratch and without packing: docs/grpo_in_one_file.py; one step in numbers: `groupwise explain`.
     budget: packed positions per forward and backward pass; it cannot change an update.   ahead: what has been sampled already.
     steps: the last step's number; done: those taken before.   reference: frozen, given exactly when `algorithm.needs_reference`.
-    Raises Diverged, RewardError, EngineError.
+    critic, teacher: given exactly when the algorithm needs them.   Raises Diverged, RewardError, EngineError.
     """
-    assert (reference is not None) == algorithm.needs_reference
+    assert [one is not None for one in (reference, critic, teacher)] == algorithm.needs
     how = {"algorithm": algorithm, "group": group, "sampling": sampling, "seed": seed}
     source, ahead, silent = Source(engine=engine, rewards=rewards, draw=draw, **how), ahead or Ahead(), 0
     for number in range(done + 1, steps + 1):
@@ -70,22 +74,21 @@ def train_online(
             groups, drawn = ahead.take(number, steps, source)
         silent = _silent(groups, silent)
         with clock.phase("reference"):
-            groups = with_reference(groups, reference, budget)
-            if algorithm.correction is not None and group.updates_per_rollout * len(minibatches(groups, group)) > 1:
-                groups = with_scores(groups, policy, budget)
-        advantages = algorithm.credit(groups)
-        parts = minibatches(groups, group)
+            asked = None if teacher is None else teacher.before(groups)
+            groups = with_signals(groups, algorithm, group, policy, reference, critic, asked, budget)
+        advantages, parts = algorithm.credit(groups), minibatches(groups, group)
         updates: list[Update] = []
-        with clock.phase("update"), policy.checkpointing(checkpointing):
+        learn = critic is None or number > critic.settings.pretrain
+        with clock.phase("update"), recomputing(checkpointing, policy, critic):
             for _ in range(group.updates_per_rollout):
                 for part in parts:
                     samples = weigh([groups[i] for i in part], [advantages[i] for i in part], algorithm)
-                    updates.append(improve(policy, algorithm, samples, optimizer, budget=budget))
+                    beside = {"critic": critic, "teacher": asked, "learn": learn}
+                    updates.append(improve(policy, algorithm, samples, optimizer, budget=budget, **beside))
                     budget = updates[-1].budget
         with clock.phase("sync"):
             engine.set_version(optimizer.taken)
-            if reference is not None and group.reference_refresh and number % group.reference_refresh == 0:
-                refresh(reference, policy, group.reference_mix)
+            follow(number, group, policy, reference, teacher)
         yield Step(
             number=number,
             metrics=measure(groups, updates, algorithm, drawn, minibatches=len(parts), seconds=clock.seconds, version=version),
@@ -103,7 +106,7 @@ SILENT_STEPS = 3
 
 def _silent(groups: Sequence[Scored], before: int) -> int:
     """Steps in a row, this one included, of which no completion had a reward.  Raises RewardError after SILENT_STEPS of them."""
-    if not all(np.isnan(group.reward).all() for group in groups):
+    if not groups[0].names or not all(np.isnan(group.reward).all() for group in groups):
         return 0
     if before + 1 >= SILENT_STEPS:
         raise RewardError(
@@ -111,6 +114,38 @@ def _silent(groups: Sequence[Scored], before: int) -> int:
             "can be learnt; try them with `groupwise score` on completions that they should reward"
         )
     return before + 1
+
+
+def _scores_first(algorithm: Algorithm, groups: Sequence[Scored], group: GroupSettings) -> bool:
+    """True if the policy must score the completions before its first update: another has sampled, and several updates follow, or
+    a credit asks.
+    """
+    several = group.updates_per_rollout * len(minibatches(groups, group)) > 1
+    return algorithm.mix > 0.0 or (algorithm.correction is not None and (several or algorithm.reads_teacher))
+
+
+def with_signals(
+    groups: Sequence[Scored],
+    algorithm: Algorithm,
+    group: GroupSettings,
+    policy: Policy,
+    reference: Policy | None,
+    critic: Critic | None,
+    teacher: Teacher | None,
+    budget: int,
+) -> list[Scored]:
+    """The groups with every further column that credit and loss read: `records.Scored.signals`."""
+    groups = with_reference(groups, reference, budget)
+    groups = with_scores(groups, policy, budget) if _scores_first(algorithm, groups, group) else groups
+    groups = with_teacher(groups, teacher, budget) if algorithm.reads_teacher else groups
+    return with_values(groups, critic, algorithm, budget)
+
+
+@contextmanager
+def recomputing(on: bool, policy: Policy, critic: Critic | None) -> Iterator[None]:
+    """Recompute activations of all that is trained while inside (`Policy.checkpointing`)."""
+    with policy.checkpointing(on), nullcontext() if critic is None else critic.checkpointing(on):
+        yield
 
 
 def with_reference(groups: Sequence[Scored], reference: Policy | None, budget: int) -> list[Scored]:
@@ -153,38 +188,80 @@ def weigh(groups: Sequence[Scored], advantages: Advantages, algorithm: Algorithm
     prompt_R = np.array([i for i, group in enumerate(groups) for _ in group.rollouts], dtype=np.int64)
     weight_R = algorithm.weights(tokens_R, prompt_R) if rollouts else np.zeros(0)
     credit = [advantage for group in advantages for advantage in group]
-    reference, scored = (
-        [logp for group in groups for logp in group.signals.get(name, [None] * len(group.rollouts))]
-        for name in ("reference_logp", "scored_logp")
-    )
-    columns = zip(rollouts, weight_R, credit, reference, scored, tokens_R, strict=True)
+    signals = [{name: column[i] for name, column in group.signals.items()} for group in groups for i in range(len(group.rollouts))]
+    columns = zip(rollouts, weight_R, credit, signals, tokens_R, strict=True)
     return [
-        sample_of(rollout, weight=float(weight), advantage=advantage, reference_logp=anchor, scored_logp=own)
-        for rollout, weight, advantage, anchor, own, tokens in columns
+        sample_of(
+            rollout,
+            weight=float(weight),
+            advantage=advantage,
+            reference_logp=found.get("reference_logp"),
+            extra={name: found[name] for name in TRAVELLING if name in found},
+        )
+        for rollout, weight, advantage, found, tokens in columns
         if tokens > 0
     ]
 
 
-def improve(policy: Policy, algorithm: Algorithm, samples: Sequence[Sample], optimizer: Optimizer, *, budget: int) -> Update:
-    """One optimizer step on weighted samples.
+TRAVELLING = ("scored_logp", "value", "return")
+"""Signals of completions that a loss reads, beside the reference's."""
+
+
+def improve(
+    policy: Policy,
+    algorithm: Algorithm,
+    samples: Sequence[Sample],
+    optimizer: Optimizer,
+    *,
+    budget: int,
+    critic: Critic | None = None,
+    teacher: Teacher | None = None,
+    learn: bool = True,
+) -> Update:
+    """One optimizer step on weighted samples, of the policy and of a critic; a teacher's demonstrations are mixed in.
+
+    learn: False leaves the policy as it is.
 
     A high-entropy mask needs its threshold before the first micro-batch, and so a pass of its own.
     """
+    if teacher is not None and teacher.demonstrations is not None:
+        samples = with_demonstrations(samples, teacher.demonstrations.of(optimizer.taken))
     entropies = score(policy, samples, budget=budget, entropy=True).entropy if algorithm.needs_threshold else None
     tokens, threshold = entropy_terms(algorithm, samples, entropies)
+    computed = worked(algorithm, samples)
+    joined = critic if critic is not None and critic.shared and learn else None
 
     def loss(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
-        return policy_loss(policy, algorithm, batch, entropy_tokens=tokens, threshold=threshold)
+        how = {"entropy_tokens": tokens, "threshold": threshold, "critic": joined, "teacher": teacher, "samples": computed}
+        return policy_loss(policy, algorithm, batch, **how)
 
-    return update(policy, loss, worked(algorithm, samples), optimizer, budget=budget)
+    if learn:
+        stepper = optimizer if joined is None else Together(optimizer, joined.optimizer)
+        found = update(policy, loss, computed, stepper, budget=budget)
+    else:
+        seen = assess(policy, loss, computed, budget=budget)
+        unmoved = Taken(grad_norm=0.0, lr=0.0, skipped=False)
+        found = Update(
+            samples=seen.samples,
+            seen=seen.seen,
+            entropy=seen.entropy,
+            loss=seen.loss,
+            positions=seen.positions,
+            taken=unmoved,
+            budget=budget,
+        )
+    if critic is not None and joined is None:
+        critic.improve(samples, found.budget)
+    return found
 
 
 def worked(algorithm: Algorithm, samples: Sequence[Sample]) -> list[Sample]:
     """The samples that a step computes.
 
     Those whose advantages are all 0 are left out where nothing else gives them a gradient: exactly the same step for less work.
+    Demonstrations have indices below 0.
     """
-    return [sample for sample in samples if sample.advantage.any() or not algorithm.skips_dead]
+    return [sample for sample in samples if sample.advantage.any() or not algorithm.skips_dead or sample.index < 0]
 
 
 def entropy_terms(
@@ -204,17 +281,37 @@ def entropy_terms(
 
 
 def policy_loss(
-    policy: Policy, algorithm: Algorithm, batch: Batch, *, entropy_tokens: float, threshold: Tensor | None = None
+    policy: Policy,
+    algorithm: Algorithm,
+    batch: Batch,
+    *,
+    entropy_tokens: float,
+    threshold: Tensor | None = None,
+    critic: Critic | None = None,
+    teacher: Teacher | None = None,
+    samples: Sequence[Sample] = (),
 ) -> tuple[Tensor, Tensor]:
     """The algorithm's loss of a packed batch, differentiable, and the log-probs (M,) of its trained tokens.
 
     For plain GRPO, with rho = exp(log-prob now - log-prob when sampled) and A the completion's advantage:
     `sum over tokens of weight x (-min(rho A, clip(rho, 1 - e, 1 + e) A) + beta KL)`; the parts stand in `algorithms/losses.py`.
 
-    entropy_tokens, threshold: see `batch_loss`.
+    entropy_tokens, threshold: see `batch_loss`.   critic: on the policy's own backbone, whose loss is added.
+    teacher: with what the batch was packed from, the samples.
     """
     loss = batch_loss(algorithm, batch, entropy_tokens=entropy_tokens, threshold=threshold)
-    return token_loss(policy, batch, loss, separable=algorithm.token_level, entropy=True, as_is=True)
+
+    def beside(hidden_MD: Tensor, logp_M: Tensor) -> Tensor:
+        value = hidden_MD.new_zeros((), dtype=logp_M.dtype)
+        if critic is not None:
+            value = value + critic.loss(batch, critic.values(hidden_MD))
+        if teacher is not None and algorithm.divergence is not None:
+            value = value + teacher.loss(policy, algorithm, batch, samples, hidden_MD, logp_M)
+        return value
+
+    how = {"separable": algorithm.token_level, "entropy": True, "as_is": True}
+    learn = algorithm.reads_tokens or "lm" in batch.extra_P
+    return token_loss(policy, batch, loss, learn=learn, beside=beside if critic or teacher else None, **how)
 
 
 def batch_loss(algorithm: Algorithm, batch: Batch, *, entropy_tokens: float, threshold: Tensor | None = None) -> TokenLoss:
@@ -222,7 +319,7 @@ def batch_loss(algorithm: Algorithm, batch: Batch, *, entropy_tokens: float, thr
 
     entropy_tokens: tokens of the whole step over which the entropy bonus is a mean.   threshold: of a high-entropy mask.
     """
-    rows_M, reference_P = batch.trained_M, batch.reference_logp_P
+    rows_M, reference_P, lm_P = batch.trained_M, batch.reference_logp_P, batch.extra_P.get("lm")
 
     def loss(logp_C: Tensor, entropy_C: Tensor | None, part: slice) -> Tensor:
         rows_C = rows_M[part]
@@ -231,6 +328,7 @@ def batch_loss(algorithm: Algorithm, batch: Batch, *, entropy_tokens: float, thr
         terms = Terms(
             logp_M=logp_C,
             behavior_logp_M=behavior_C,
+            sampler_logp_M=batch.behavior_logp_P[rows_C],
             mismatch=mismatch,
             advantage_M=batch.advantage_P[rows_C],
             segment_M=batch.segment_P[rows_C],
@@ -239,7 +337,8 @@ def batch_loss(algorithm: Algorithm, batch: Batch, *, entropy_tokens: float, thr
             entropy_M=entropy_C,
             entropy_threshold=None if threshold is None else threshold.to(weight_C),
         )
-        return algorithm.total(terms, weight_C, entropy_tokens)
+        value = algorithm.total(terms, weight_C, entropy_tokens)
+        return value if lm_P is None else value - (weight_C * lm_P[rows_C] * logp_C).sum()
 
     return loss
 
@@ -256,6 +355,14 @@ def behavior(algorithm: Algorithm, batch: Batch, rows_C: Tensor, logp_C: Tensor)
     scored_P = batch.extra_P.get("scored_logp")
     own_C = logp_C.detach() if scored_P is None else scored_P[rows_C]
     return own_C, algorithm.correction(own_C, sampler_C, batch.segment_P[rows_C], batch.layout.segments)
+
+
+def follow(number: int, group: GroupSettings, policy: Policy, reference: Policy | None, teacher: Teacher | None) -> None:
+    """After step `number`: what follows the policy moves, a reference every so many steps, a teacher after each."""
+    if reference is not None and group.reference_refresh and number % group.reference_refresh == 0:
+        refresh(reference, policy, group.reference_mix)
+    if teacher is not None and teacher.ema and teacher.policy.model is not policy.model:
+        refresh(teacher.policy, policy, teacher.ema)
 
 
 def refresh(reference: Policy, policy: Policy, share: float) -> None:

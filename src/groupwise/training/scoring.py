@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,12 +22,9 @@ def sample_of(
     weight: float = 1.0,
     advantage: np.ndarray | None = None,
     reference_logp: np.ndarray | None = None,
-    scored_logp: np.ndarray | None = None,
+    extra: Mapping[str, np.ndarray] | None = None,
 ) -> Sample:
-    """A rollout as it is packed: `weight` on every token the policy wrote, 0 on the others.
-
-    scored_logp: the log-probs by the policy before its first update, where another engine has sampled.
-    """
+    """A rollout as it is packed: `weight` on every token the policy wrote, 0 on the others.  extra: see `Sample`."""
     return Sample(
         group=rollout.prompt.id,
         index=rollout.index,
@@ -39,7 +36,7 @@ def sample_of(
         temperature=rollout.sampling.temperature or 1.0,
         reference_logp=reference_logp,
         support=rollout.support,
-        extra={} if scored_logp is None else {"scored_logp": scored_logp},
+        extra=extra or {},
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from groupwise.models.policy import Policy
 from groupwise.ops.grad_accum import summed_in_place
 from groupwise.ops.linear_cross_entropy import TokenLoss, chosen_logprobs, fused_loss
 from groupwise.records import Batch, Sample
-from groupwise.training.optimizer import Optimizer, Taken
+from groupwise.training.optimizer import Taken
 from groupwise.training.scoring import batches_of, support_of
 from groupwise.utils.allocator import Heap
 
@@ -62,8 +62,20 @@ class Update(Assessment):
     """Packed positions at a time that fitted into memory."""
 
 
+class Stepper(Protocol):
+    """What a step needs of an optimizer."""
+
+    def clear(self) -> None:
+        """See `Optimizer`."""
+        ...
+
+    def step(self) -> Taken:
+        """See `Optimizer`."""
+        ...
+
+
 def update(
-    policy: Policy, loss: BatchLoss, samples: Sequence[Sample], optimizer: Optimizer, *, budget: int, whole_groups: bool = False
+    policy: Policy, loss: BatchLoss, samples: Sequence[Sample], optimizer: Stepper, *, budget: int, whole_groups: bool = False
 ) -> Update:
     """Forward and backward over the samples, at most `budget` positions at a time, and one optimizer step.
 
@@ -155,7 +167,15 @@ def balance(updates: Sequence[Update]) -> dict[str, float]:
 
 
 def token_loss(
-    policy: Policy, batch: Batch, loss: TokenLoss, *, separable: bool, entropy: bool = False, as_is: bool = False
+    policy: Policy,
+    batch: Batch,
+    loss: TokenLoss,
+    *,
+    separable: bool,
+    entropy: bool = False,
+    as_is: bool = False,
+    learn: bool = True,
+    beside: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`loss` of a batch's trained tokens, differentiable with respect to the policy, and their log-probs (M,); with `entropy` also
     their entropies, (M, 2) in all.
@@ -164,15 +184,23 @@ def token_loss(
     separable: a token's loss depends on no other token; the head's gradient is then taken while its logits are at hand.
     entropy: of every position, given to the loss, too; where nothing is differentiated with respect to it, it is a by-product.
     as_is: what is returned is what is differentiated, multiplied by nothing: `update` then keeps one gradient of the head, not two.
+    learn: False where `loss` has no gradient: log-probs are then computed for the log alone.
+    beside: of the hidden states (M, D) and the log-probs (M,), another part of the loss.
     """
     rows_M = batch.trained_M
     outputs = policy.forward(batch)
     inputs = (outputs.hidden_PD[rows_M], policy.head, batch.target_P[rows_M], batch.temperature_P[rows_M])
     with policy.precision():
-        if separable and torch.is_grad_enabled():
+        if not learn:
+            with torch.no_grad():
+                logp_M, entropy_M = chosen_logprobs(*inputs, support_of(batch), entropy=entropy)
+                value = loss(logp_M, entropy_M, slice(0, rows_M.shape[0]))
+        elif separable and torch.is_grad_enabled():
             value, logp_M, entropy_M = fused_loss(*inputs, loss, support_of(batch), entropy=entropy, as_is=as_is)
         else:
             logp_M, entropy_M = chosen_logprobs(*inputs, support_of(batch), entropy=entropy)
             value = loss(logp_M, entropy_M, slice(0, rows_M.shape[0]))
+    if beside is not None:
+        value = value + beside(inputs[0], logp_M)
     seen = logp_M if entropy_M is None else torch.stack([logp_M.detach(), entropy_M.detach()], 1)
     return value + outputs.router_loss, seen

@@ -1,0 +1,133 @@
+"""Critics: what a state is worth, for credits that ask for it (`gae`).
+
+A critic is a number per state, read off hidden states: of the policy's own backbone, which then learns from both losses in one
+backward pass, or of a backbone of its own, whose scores are those of a reward model (`models/reward_head.py`).  V of token t is
+read where the policy predicts token t, before that token is there: at the same row of the packed stream.
+
+M trained positions of a batch   D width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from groupwise.algorithms.advantages import returns
+from groupwise.algorithms.losses import clipped_value
+from groupwise.algorithms.registry import Algorithm
+from groupwise.config.settings import CriticSettings, OptimizerSettings
+from groupwise.models.policy import Policy
+from groupwise.records import Batch, Sample, Scored
+from groupwise.training.optimizer import Optimizer, Taken
+from groupwise.training.scoring import sample_of
+from groupwise.training.updating import assess, update
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Critic:
+    """A value function and what trains it."""
+
+    policy: Policy
+    """Whose hidden states it reads: the policy that is trained, or a model with a score head of its own."""
+    head: nn.Module
+    """D -> 1."""
+    optimizer: Optimizer
+    """Of all that is not the policy's."""
+    settings: CriticSettings
+    shared: bool
+    """True if it reads the policy's own hidden states."""
+
+    @classmethod
+    def on(cls, policy: Policy, settings: CriticSettings, optimizer: OptimizerSettings, updates: int) -> Critic:
+        """A new head on the policy's backbone; it says 0 until it has learnt something.   updates: of the run, for the schedule."""
+        width, precision = policy.head.weight_VD.shape[1], torch.promote_types(policy.dtype, torch.float32)
+        head = nn.Linear(width, 1, device=policy.device, dtype=precision)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        own = Optimizer(head, replace(optimizer, lr=settings.lr), updates)
+        return cls(policy=policy, head=head, optimizer=own, settings=settings, shared=True)
+
+    @classmethod
+    def of(cls, scorer: Policy, settings: CriticSettings, optimizer: OptimizerSettings, updates: int) -> Critic:
+        """A scoring model (`models.heads.make_scorer`) as the critic, all of it trained."""
+        own = Optimizer(scorer.model, replace(optimizer, lr=settings.lr), updates)
+        head: Any = scorer.model.score
+        return cls(policy=scorer, head=head, optimizer=own, settings=settings, shared=False)
+
+    @property
+    def module(self) -> nn.Module:
+        """All that is not the policy's."""
+        return self.head if self.shared else self.policy.model
+
+    def values(self, hidden_MD: Tensor) -> Tensor:
+        """V of each state (M,), at least float32, differentiable."""
+        with self.policy.precision():
+            value_M = self.head(hidden_MD.to(next(self.head.parameters()).dtype))[:, 0]
+        return value_M.to(torch.promote_types(value_M.dtype, torch.float32))
+
+    def loss(self, batch: Batch, value_M: Tensor) -> Tensor:
+        """The value function's part of a step's loss: its clipped error, weighted as the policy's tokens are."""
+        rows_M = batch.trained_M
+        before_M, return_M = (batch.extra_P[name][rows_M] for name in ("value", "return"))
+        known_M = ~return_M.isnan()
+        loss_M = clipped_value(value_M, before_M, torch.where(known_M, return_M, before_M), clip=self.settings.clip)
+        return self.settings.coefficient * (batch.weight_P[rows_M] * known_M * loss_M).sum()
+
+    def improve(self, samples: Sequence[Sample], budget: int) -> None:
+        """One optimizer step of the critic alone: of a backbone of its own, or of the head on a policy that stays as it is."""
+        update(self.policy, partial(_alone, self), samples, self.optimizer, budget=budget)
+
+    @contextmanager
+    def checkpointing(self, on: bool) -> Iterator[None]:
+        """See `Policy.checkpointing`, of a backbone of its own."""
+        with self.policy.checkpointing(on and not self.shared):
+            yield
+
+
+def _alone(critic: Critic, policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not critic.shared):
+        outputs = policy.forward(batch)
+    value_M = critic.values(outputs.hidden_PD[batch.trained_M])
+    return critic.loss(batch, value_M) + (0.0 if critic.shared else outputs.router_loss), value_M
+
+
+def with_values(groups: Sequence[Scored], critic: Critic | None, algorithm: Algorithm, budget: int) -> list[Scored]:
+    """Add the signals `value`, what the critic says now, and `return`, what it should have said.  No critic: unchanged."""
+    if critic is None:
+        return list(groups)
+    samples = [sample_of(rollout) for group in groups for rollout in group.rollouts]
+
+    def read(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
+        value_M = critic.values(policy.forward(batch).hidden_PD[batch.trained_M])
+        return value_M.new_zeros(()), value_M
+
+    found = iter(assess(critic.policy, read, samples, budget=budget).seen)
+    groups = [replace(group, signals={**group.signals, "value": tuple(next(found) for _ in group.rollouts)}) for group in groups]
+    targets = returns(groups, algorithm.credit)
+    return [
+        replace(group, signals={**group.signals, "return": tuple(target)}) for group, target in zip(groups, targets, strict=True)
+    ]
+
+
+class Together:
+    """Two optimizers whose gradients come from one backward pass."""
+
+    def __init__(self, policy: Optimizer, critic: Optimizer) -> None:
+        """policy: whose step is reported."""
+        self.policy, self.critic = policy, critic
+
+    def clear(self) -> None:
+        """See `Optimizer`."""
+        self.policy.clear()
+        self.critic.clear()
+
+    def step(self) -> Taken:
+        """See `Optimizer`."""
+        self.critic.step()
+        return self.policy.step()
