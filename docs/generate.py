@@ -1,7 +1,7 @@
 """Makes what is a repetition of the code: `python docs/generate.py` (part of `make docs`).
 
-A whole page (algorithms.md), the README's tree, the types of `gw.train`'s keywords, and tables between `<!-- made: NAME -->` and
-`<!-- end -->` in pages that are otherwise written.
+Whole pages (algorithms.md, models.md), the README's tree, the types of `gw.train`'s keywords, and tables between
+`<!-- made: NAME -->` and `<!-- end -->` in pages that are otherwise written.
 """
 
 from __future__ import annotations
@@ -227,6 +227,101 @@ def sentence(path: Path) -> str:
     return text.split(". ")[0].rstrip(".")
 
 
+# ---------------------------------------------------------------- docs/models.md
+
+MODELS = """\
+# Models
+
+Made from `tests/models/families.json`, which `python tests/models/families.py` measures; tests hold the page, the file and what is
+found together.
+
+A policy is a causal language model of transformers, loaded by the checkpoint's own class. At load the
+library compares every path that a run will take with the model's own forward and backward pass, one sequence at a time, and refuses
+in words what is not the same. That is done for your checkpoint, whatever stands in this table.
+
+The table says what a test found, without the library's own comparison, for a tiny random model of every architecture that
+transformers {transformers} knows. There, windows and chunks have {window} tokens, position encodings change at {window} or {twice},
+texts have 3 to 64 tokens and lie beside others, and every dropout of the configuration is {dropout}. What is listed as proven
+equals the model's own pass: the log-prob of every token within {tolerance:g} nats, the gradient of every parameter within
+{gradient_tolerance:g} of its norm.
+
+| what | says that |
+|---|---|
+| packed | batches are streams without padding; a prompt is computed once for its group (`model.attention: shared`, the default) |
+| one by one | a forward pass for every sequence (`model: {{attention: single}}`, `rollout: {{engine: transformers}}`) |
+| scoring, gradients | log-probs of given tokens, and the gradient that an optimizer step takes |
+| fused | blocks run in fewer passes over the activations, to the same numbers |
+| checkpointing | `model.gradient_checkpointing: true` gives the same gradients |
+| sampling | log-probs of sampled tokens: by the native engine (specialised: without the model's modules) or by `generate` |
+
+Proven packed: {packed}. Proven one by one: {single}. Refused: {refused}. Cannot be built: {missing}. Accepted although
+different: {different}. Ending without a refusal in words: {untidy}.
+"""
+
+
+def models_page() -> str:
+    """Every architecture: what is proven, what is refused, and what could not be looked at."""
+    held = json.loads((DOCS.parent / "tests/models/families.json").read_text(encoding="utf-8"))
+    rows, variants = held["rows"], held["variants"]
+    first = [name for name in held["first"] if name in rows]
+    families = {name: rows[name] for name in (*first, *(name for name in rows if name not in first and name not in variants))}
+
+    def those(verdict: str, uses: str = "") -> dict[str, Any]:
+        return {name: row for name, row in families.items() if row["verdict"] == verdict and row["uses"] == uses}
+
+    packed, single = those("proven", "packed"), those("proven", "single")
+    refused, missing = those("refused"), those("not built")
+    wrong = those("different") | those("untidy")
+    counts = {"packed": len(packed), "single": len(single), "refused": len(refused), "missing": len(missing)}
+    counts |= {verdict: len(those(verdict)) for verdict in ("different", "untidy")}
+    lines = [MODELS.format(**held, twice=2 * held["window"], **counts), "## Packed", "", *proven_table(packed)]
+    lines += ["", "## One by one", "", "Packed they are refused, each for the reason that stands beside it.", ""]
+    lines += [*proven_table(single), "", "## Refused", "", "Either way; this is what you read.", ""]
+    lines += ["| `model_type` | class | message |", "|---|---|---|"]
+    lines += [f"| `{name}` | {row['kind']} | {cell(row['says'][-1])} |" for name, row in refused.items()]
+    if wrong:
+        lines += [
+            "",
+            "## Faults",
+            "",
+            "Not to be trained with this version.",
+            "",
+            "| `model_type` | class | found |",
+            "|---|---|---|",
+        ]
+        lines += [f"| `{name}` | {row['kind']} | {cell(' '.join(row['says']))} |" for name, row in wrong.items()]
+    lines += ["", "## Not looked at", "", "| `model_type` | class | why |", "|---|---|---|"]
+    lines += [f"| `{name}` | {row['kind']} | {cell(' '.join(row['says']))} |" for name, row in missing.items()]
+    lines += ["", "## Settings of a configuration that change its mathematics", ""]
+    lines += ["Each laid over the tiny configuration of its family.", ""]
+    lines += ["| family | configuration | runs | proven | notes |", "|---|---|---|---|---|"]
+    for name, variant in variants.items():
+        changes = ", ".join(f"{key}: {json.dumps(value)}" for key, value in variant["changes"].items())
+        cells = [f"`{variant['family']}`", f"`{cell(changes)}`", *proof(rows[name])]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def proven_table(rows: dict[str, Any]) -> list[str]:
+    """A line for each family."""
+    lines = ["| `model_type` | class | proven | notes |", "|---|---|---|---|"]
+    for name, row in rows.items():
+        _, proven, notes = proof(row)
+        lines.append(f"| `{name}` | {row['kind']} | {proven} | {notes} |")
+    return lines
+
+
+def proof(row: dict[str, Any]) -> list[str]:
+    """How a family runs, what is proven, and what was refused of it."""
+    paths = [path for path in row["paths"] if path not in ("native", "lean", "generate")]
+    if "native" in row["paths"]:
+        paths.append("sampling (native, specialised)" if "lean" in row["paths"] else "sampling (native)")
+    if "generate" in row["paths"]:
+        paths.append("sampling (generate)")
+    runs = {"packed": "packed", "single": "one by one", "": row["verdict"]}[row["uses"]]
+    return [runs, ", ".join(paths), cell(" ".join(row["says"]))]
+
+
 # ---------------------------------------------------------------- docs/scaling.md
 
 QWEN = {
@@ -342,7 +437,7 @@ def parallel_table() -> str:
 
 # ---------------------------------------------------------------- pages
 
-PAGES: dict[str, Callable[[], str]] = {"algorithms.md": algorithms_page}
+PAGES: dict[str, Callable[[], str]] = {"algorithms.md": algorithms_page, "models.md": models_page}
 TABLES: dict[str, Callable[[], str]] = {
     "trl": trl_table,
     "rewards": rewards_table,

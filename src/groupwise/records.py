@@ -261,6 +261,27 @@ class Layout:
         """S."""
         return len(self.start)
 
+    @property
+    def uses(self) -> list[int]:
+        """How many sequences each position (P,) is a part of: a shared prompt's as many as share it, filler none.
+
+        >>> Layout(start=(0, 3, 6), length=(3, 3, 2), prefix=(-1, 0, 0), total=9).uses
+        [2, 2, 2, 1, 1, 1, 1, 1, 0]
+        """
+        members = [sum(prefix == s for prefix in self.prefix) or 1 for s in range(self.segments)]
+        found = [count for count, length in zip(members, self.length, strict=True) for _ in range(length)]
+        return found + [0] * (self.total - len(found))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routing:
+    """Where the tokens of a step are sent by a mixture of experts: each sequence counts its prompt and its completion."""
+
+    part_KE: Tensor
+    """The part of the tokens whose choice k (of k experts) is expert E, over all layers."""
+    tokens: float
+    """Tokens of the step, times layers."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
@@ -286,8 +307,8 @@ class Batch:
     extra_P: Mapping[str, Tensor] = field(default_factory=dict)
     samples: tuple[int, ...] = ()
     """For each segment the index of its sample in the list that was packed; -1 for a prefix."""
-    share: float = 1.0
-    """Positions of this batch over those of all batches that were packed with it."""
+    routing: Routing | None = None
+    """What the tokens of the whole step ask of a mixture's experts, where the loss balances them."""
 
     def __post_init__(self) -> None:
         total = self.layout.total

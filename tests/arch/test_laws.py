@@ -237,6 +237,7 @@ FORBIDDEN = {
     "behaviour_logp": "behavior_logp", "num_generations": "group_size", "attention_mask": "layout",
 }  # fmt: skip
 ALLOWED = {
+    ("models.masks", "attention_mask"),
     ("models.attention", "attention_mask"),
     ("models.fused", "attention_mask"),
     ("models.policy", "generation"),

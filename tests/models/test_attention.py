@@ -190,11 +190,11 @@ def test_a_model_that_ignores_the_layout_is_refused(tiny_policy: Callable, monke
     policy = tiny_policy("llama")
     monkeypatch.setattr(
         "groupwise.models.attention.PackedAttention.__call__",
-        lambda self, layer, q, k, v, scale, softcap, window: torch.nn.functional.scaled_dot_product_attention(
+        lambda self, layer, q, k, v, scale, softcap, window, *_: torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=True
         ).transpose(1, 2),
     )
-    with pytest.raises(ConfigError, match=r"cannot run packed streams.*single"):
+    with pytest.raises(ConfigError, match=r"scoring does not equal.*single"):
         make_policy(policy.model, policy.tokenizer)
 
 

@@ -17,6 +17,7 @@ from groupwise.models.policy import Policy, load_policy
 from groupwise.records import Prompt, Sampling
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
+from groupwise.rollout.probe import prove_engine
 from groupwise.runs.loaded import model_folder
 from groupwise.training.evaluate import Evaluation, evaluate
 
@@ -82,6 +83,7 @@ def evaluate_checkpoint(
     )
     functions = build_rewards([RewardSettings(function=reward)], columns=list(prompts[0].row), tokenizer=policy.tokenizer)
     sampling = Sampling(temperature=temperature, max_new_tokens=max_new_tokens)
+    prove_engine(policy, NativeEngine)
     with functions:
         found = evaluate(NativeEngine(policy, max_rows=256), functions, prompts, k=k, sampling=sampling, seed=seed)
     return EvalReport(path, found)
@@ -127,6 +129,7 @@ def chat(path: str, *, temperature: float = 1.0, max_new_tokens: int = 256, seed
 
     console = Console(highlight=False)
     policy = load_policy(ModelSettings(path=model_folder(path)))
+    prove_engine(policy, NativeEngine)
     engine = NativeEngine(policy, max_rows=1)
     template = Template(tokenizer=policy.tokenizer)
     messages: list[dict[str, str]] = []

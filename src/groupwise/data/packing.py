@@ -16,7 +16,7 @@ P positions of the stream   n completion tokens   m prompt tokens
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +34,8 @@ class Unit:
 
     members: tuple[int, ...]
     positions: int
+    shared: bool
+    """The prompt stands once for all of them."""
 
 
 def pack(
@@ -41,6 +43,7 @@ def pack(
     budget: int,
     *,
     share: bool = True,
+    alike: Callable[[Sample], Hashable] | None = None,
     whole_groups: bool = False,
     fill: bool = False,
     device: torch.device | str = "cpu",
@@ -51,8 +54,8 @@ def pack(
     """Pack samples into batches of at most `budget` positions (a single longer sample gets a batch of its own).
 
     Samples of which nothing is asked (every weight 0) take no position.  `share=False` repeats the prompt before every
-    completion; `whole_groups` never cuts a group; `fill` rounds P up with filler (`objective/tiles.py`).  How samples are packed
-    cannot change an update: weights were fixed before.
+    completion; `alike` lets only those samples share a prompt of which it says the same; `whole_groups` never cuts a group; `fill`
+    rounds P up with filler (`objective/tiles.py`).  How samples are packed cannot change an update: weights were fixed before.
 
     world: of several processes, which all pack the same samples, each gets its own part, balanced by positions.
     even: every process gets the same number of batches, the last ones a single position of filler where there is no more.
@@ -67,16 +70,21 @@ def pack(
     >>> first.samples, second.samples
     ((-1, 0, 2), (1,))
     """
-    parts = divide(samples, budget, world.size, share=share, whole_groups=whole_groups)
-    positions = sum(unit.positions for part in parts for unit in part)
+    parts = divide(samples, budget, world.size, share=share, alike=alike, whole_groups=whole_groups)
     own = _bins(parts[world.rank], budget)
     if even:
         own += [[]] * (max(len(_bins(part, budget)) for part in parts) - len(own))
-    return [_batch(samples, bin_, share, fill, device, dtype, positions) for bin_ in own]
+    return [_batch(samples, bin_, fill, device, dtype) for bin_ in own]
 
 
 def divide(
-    samples: Sequence[Sample], budget: int, parts: int, *, share: bool = True, whole_groups: bool = False
+    samples: Sequence[Sample],
+    budget: int,
+    parts: int,
+    *,
+    share: bool = True,
+    alike: Callable[[Sample], Hashable] | None = None,
+    whole_groups: bool = False,
 ) -> list[list[Unit]]:
     """Deal the units of a step out to processes: the longest first, each to the one that has the fewest positions.
 
@@ -88,11 +96,11 @@ def divide(
     >>> [[unit.positions for unit in part] for part in divide(samples, 100, 2)]
     [[13], [13]]
     """
-    whole = _units(samples, budget, share, whole_groups)
+    whole = _units(samples, budget, share, alike, whole_groups)
     best = _dealt(whole, parts)
     mean = -(-sum(unit.positions for unit in whole) // parts)
     for limit in (mean, mean // 2, mean // 4, mean // 8) if parts > 1 and not whole_groups else ():
-        finer = _dealt(_units(samples, min(budget, max(limit, 1)), share, whole_groups), parts)
+        finer = _dealt(_units(samples, min(budget, max(limit, 1)), share, alike, whole_groups), parts)
         best = min(best, finer, key=_longest)
     return best
 
@@ -121,26 +129,31 @@ def unpack(batch: Batch, values_P: Tensor, samples: Sequence[Sample]) -> Iterato
             yield index, values[end - samples[index].completion.size : end]
 
 
-def _units(samples: Sequence[Sample], budget: int, share: bool, whole: bool) -> list[Unit]:
-    groups: dict[tuple[str, int], list[int]] = {}
+def _units(
+    samples: Sequence[Sample], budget: int, share: bool, alike: Callable[[Sample], Hashable] | None, whole: bool
+) -> list[Unit]:
+    kinds = [alike(sample) if alike else None for sample in samples]
+    groups: dict[tuple[str, Hashable], list[int]] = {}
     for index, sample in enumerate(samples):
         if sample.weight.any():
-            groups.setdefault((sample.group, 0 if share or whole else index), []).append(index)
+            part = None if whole else kinds[index] if share else index
+            groups.setdefault((sample.group, part), []).append(index)
     units = []
     for members in groups.values():
         prompt = samples[members[0]].prompt
         assert all(np.array_equal(samples[i].prompt, prompt) for i in members), f"group {samples[members[0]].group}: two prompts"
-        again = 0 if share else prompt.size - 1  # positions that each further member repeats
+        shared = share and len({kinds[i] for i in members}) == 1
+        again = 0 if shared else prompt.size - 1  # positions that each further member repeats
         taken: list[int] = []
         positions = prompt.size - 1
         for index in members:
             size = samples[index].completion.size + (again if taken else 0)
             if taken and positions + size > budget and not whole:
-                units.append(Unit(tuple(taken), positions))
+                units.append(Unit(tuple(taken), positions, shared))
                 taken, positions, size = [], prompt.size - 1, samples[index].completion.size
             taken.append(index)
             positions += size
-        units.append(Unit(tuple(taken), positions))
+        units.append(Unit(tuple(taken), positions, shared))
     return units
 
 
@@ -182,10 +195,10 @@ class _Stream:
         self.owner: list[int] = []
         self.end = 0
 
-    def add(self, samples: Sequence[Sample], unit: Unit, share: bool) -> None:
+    def add(self, samples: Sequence[Sample], unit: Unit) -> None:
         """Append a unit: its prompt once if it is shared, then every member."""
         prompt = samples[unit.members[0]].prompt
-        shared = share and len(unit.members) > 1 and prompt.size > 1
+        shared = unit.shared and len(unit.members) > 1 and prompt.size > 1
         parent = len(self.start) if shared else -1
         if shared:
             self._place(prompt[:-1], 0, -1, -1)
@@ -223,17 +236,15 @@ class _Stream:
 def _batch(
     samples: Sequence[Sample],
     units: Sequence[Unit],
-    share: bool,
     fill: bool,
     device: torch.device | str,
     dtype: torch.dtype,
-    positions: int,
 ) -> Batch:
     used = sum(unit.positions for unit in units)
     members = [samples[i] for unit in units for i in unit.members] or samples[:1]
     stream = _Stream(filled(used) if fill and used else max(used, 1), members[0].extra)
     for unit in units:
-        stream.add(samples, unit, share)
+        stream.add(samples, unit)
 
     def column(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(device, dtype)
@@ -250,7 +261,6 @@ def _batch(
         support=_support(stream.supports, weight, device) if stream.supports else None,
         extra_P={name: column(values) for name, values in stream.extra.items()},
         samples=tuple(stream.owner),
-        share=used / positions,
     )
 
 

@@ -1,7 +1,8 @@
 """Exact attention for packed streams whose prompts stand once per group, for unmodified Hugging Face models.
 
 transformers lets a model's attention be replaced by name.  Under the name `groupwise` every attention layer hands its queries,
-keys and values to the object that the forward pass was given as `attend`; that object alone knows who may look at whom.
+keys and values to the object that the forward pass runs inside of (`attending`); that object alone knows who may look at whom.
+It is not an argument of the forward pass: not every family hands unknown arguments down to its layers.
 Training uses `PackedAttention` below; the rollout engine brings its own, which also keep keys and values.  No mask of P x P is
 ever made, no cache object is used, and positions are always given explicitly.
 
@@ -11,7 +12,8 @@ T positions of the stream   H query heads   K key-value heads   D head width   S
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,8 +22,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from groupwise.errors import ConfigError
+from groupwise.models.masks import REMEDY, Reach, note_reach, reach_of
 from groupwise.ops.autograd import first_derivative
 from groupwise.ops.cpu import kernels
+from groupwise.ops.functional import again
 from groupwise.records import Layout
 
 NAME = "groupwise"
@@ -31,10 +35,49 @@ class Attend(Protocol):
     """Who may look at whom, for one forward pass."""
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
+        chunk: int | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Queries (1, H, T, D), keys and values (1, K, T, D), rotated already -> outputs (1, T, H, D)."""
+        """Queries (1, H, T, D), keys (1, K, T, D), rotated already, and values (1, K, T, E) -> outputs (1, T, H, E).
+
+        window, chunk: see `masks.Reach`.   sinks_H: score of a key beside all others, which has no value (gpt-oss).
+        """
         ...
+
+
+_stream: ContextVar[tuple[Attend, Tensor] | None] = ContextVar("stream", default=None)
+
+
+@contextmanager
+def attending(attend: Attend, position_T: Tensor) -> Iterator[None]:
+    """Forward passes of packed streams run inside: their attention asks `attend`, their rotary embeddings for its lengths.
+
+    position_T: of each token in its own sequence.
+    """
+    before = _stream.set((attend, position_T))
+    try:
+        yield
+    finally:
+        _stream.reset(before)
+
+
+def attended() -> Attend | None:
+    """What a forward pass runs inside of; None in an ordinary one."""
+    stream = _stream.get()
+    return None if stream is None else stream[0]
+
+
+def recomputation() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """`context_fn` of torch's checkpoint for blocks of packed streams."""
+    return again(_stream)
 
 
 def packed_attention(
@@ -45,23 +88,44 @@ def packed_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
-    sliding_window: int | None = None,
-    attend: Attend | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in every attention layer.  Dropout is left out on purpose: the policy that is scored is the
-    policy that sampled."""
-    if attend is None or attention_mask is not None:
+    policy that sampled.  Windows are those of the model's masks (`masks.Reach`), whatever a layer says besides."""
+    stream = _stream.get()
+    if stream is None or attention_mask is not None:
         raise ConfigError(
-            "this model runs packed streams (attention 'groupwise'), which need `attend` and no attention mask; "
+            "this model runs packed streams (attention 'groupwise'), which take no attention mask; "
             "for an ordinary forward or generate use `with plain_attention(model):`"
         )
+    if position_bias is not None:
+        raise ConfigError(f"{type(module).__name__} adds a bias to its scores, which packed streams do not know; {REMEDY}")
+    attend, position_T = stream
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if getattr(module, "attn_temperature_tuning", False):
+        query = _tempered(module, query, position_T)
     if torch.is_autocast_enabled(query.device.type):
         # Rotary embeddings leave queries and keys in float32 while values are in bfloat16; a kernel takes one type.
         lower = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(lower), key.to(lower), value.to(lower)
-    return attend(module.layer_idx, query, key, value, scale, softcap, sliding_window), None  # type: ignore[arg-type]
+    reach, layer = reach_of(module), module.layer_idx
+    if s_aux is None and reach.chunk is None:
+        return attend(layer, query, key, value, scale, softcap, reach.window), None  # type: ignore[arg-type]
+    return attend(layer, query, key, value, scale, softcap, reach.window, reach.chunk, s_aux), None  # type: ignore[arg-type]
+
+
+def _tempered(module: Any, query: Tensor, position_T: Tensor) -> Tensor:
+    """Llama 4's layers without rotary embeddings scale a query by its place in the stream; here by its place in its sequence."""
+    if module.use_rope:
+        return query
+
+    def factor(place_T: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((place_T.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+
+    right_T, wrong_T = factor(position_T), factor(torch.arange(position_T.shape[0], device=position_T.device))
+    return query * (right_T / wrong_T)[:, None].to(query.dtype)
 
 
 AttentionInterface.register(NAME, packed_attention)
@@ -70,12 +134,10 @@ AttentionInterface.register(NAME, packed_attention)
 def use_packed_attention(model: PreTrainedModel) -> None:
     """Switch a model to packed streams.  Raises ConfigError for a model whose attention cannot be replaced."""
     try:
+        note_reach(model)
         model.set_attn_implementation(NAME)
     except (ValueError, AttributeError, NotImplementedError) as error:
-        raise ConfigError(
-            f"{type(model).__name__} does not let its attention be replaced ({error}); set model.attention to 'single' "
-            "and rollout.engine to 'transformers'"
-        ) from error
+        raise ConfigError(f"{type(model).__name__} does not let its attention be replaced ({error}); {REMEDY}") from error
 
 
 @contextmanager
@@ -95,7 +157,7 @@ class PackedAttention:
 
     On a CPU: the compiled kernel; without one torch's flash kernel once per stretch of the stream, merged by log-sum-exp.  In both
     a prompt's keys are read once for all its completions and never copied.  On CUDA: FlexAttention with a block mask.  Soft caps,
-    and windows shorter than the sequence, take the explicit form.
+    windows and chunks shorter than the sequence, sinks, and values of another width take the explicit form.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -107,17 +169,40 @@ class PackedAttention:
         self._flex: Any = None
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
+        chunk: int | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         if window is not None and window >= self.longest:
             window = None
-        if softcap is not None or window is not None:
-            return explicit_attention(self.layout, query, key, value, scale, softcap, window)
+        if chunk is not None and chunk >= self.longest:
+            chunk = None
+        same = query.shape[-1] == value.shape[-1]
+        if softcap is not None or window is not None or chunk is not None or sinks_H is not None or not same:
+            return explicit_attention(self.layout, query, key, value, scale, softcap, window, chunk, sinks_H)
         if query.is_cuda:
             return self._flex_attention(query, key, value, scale)
         if kernels.worth_attention(self.longest, query, key, value):
             return _Compiled.apply(query, key, value, self.stretches, scale)  # type: ignore[return-value]
         return _Shared.apply(query, key, value, self.families, scale)  # type: ignore[return-value]
+
+    def sequence_lengths(self, position_T: Tensor) -> Tensor:
+        """Tokens of the sequence that each position belongs to; of a shared prompt the longest that begins with it."""
+        layout, longest = self.layout, list(self.layout.length)
+        for s, prefix in enumerate(layout.prefix):
+            if prefix >= 0:
+                longest[s] += layout.length[prefix]
+                longest[prefix] = max(longest[prefix], longest[s])
+        filler = layout.total - sum(layout.length)
+        counts = torch.tensor([*layout.length, filler], device=position_T.device)
+        return torch.tensor([*longest, 1], device=position_T.device).repeat_interleave(counts)
 
     def _flex_attention(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         if self._flex is None:
@@ -249,14 +334,24 @@ class _Shared(torch.autograd.Function):
 
 
 def explicit_attention(
-    layout: Layout, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, window: int | None
+    layout: Layout,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    chunk: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """The definition, one segment at a time: scores, soft cap, causal mask and window, softmax.  Any device, any autograd.
 
-    The plain version that the fast paths are tested against, and the only one that knows soft caps and windows.
+    The plain version that the fast paths are tested against, and the only one that knows soft caps, windows, chunks, sinks, and
+    values of another width than keys.
     """
     heads, shared = query.shape[1], query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+    wide = torch.promote_types(query.dtype, torch.float32)
     outputs = []
     for s in range(layout.segments):
         a, b = layout.start[s], layout.start[s] + layout.length[s]
@@ -267,16 +362,19 @@ def explicit_attention(
         scores = query[0, :, a:b] @ keys.transpose(1, 2) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        distance = (
-            torch.arange(p1 - p0, p1 - p0 + b - a, device=query.device)[:, None]
-            - torch.arange(p1 - p0 + b - a, device=query.device)[None]
-        )
-        seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32))
+        place_K = torch.arange(p1 - p0 + b - a, device=query.device)
+        place_Q = place_K[p1 - p0 :]
+        seen = place_K[None] <= place_Q[:, None]
+        if window is not None or chunk is not None:
+            seen &= place_K[None] >= Reach(window, chunk).first(place_Q)[:, None]  # type: ignore[index]
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks_H is not None:
+            scores = torch.cat([scores, sinks_H.to(scores.dtype)[:, None, None].expand(-1, b - a, 1)], -1)
+        weights = scores.softmax(-1, dtype=wide)[..., : p1 - p0 + b - a]
         outputs.append(weights.to(values.dtype) @ values)
     filler = layout.total - (layout.start[-1] + layout.length[-1] if layout.segments else 0)
     outputs.append(query.new_zeros(heads, filler, value.shape[-1]))
-    return torch.cat(outputs, 1).transpose(0, 1)[None]
+    return torch.cat(outputs, 1).transpose(0, 1)[None].contiguous()
 
 
 FLEX_BLOCK = 128

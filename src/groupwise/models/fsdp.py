@@ -25,6 +25,7 @@ from groupwise.distributed import comm
 from groupwise.errors import ConfigError
 from groupwise.models.lora import AdaptedPolicy, bare
 from groupwise.models.policy import Policy
+from groupwise.models.small import backbone_of
 from groupwise.models.streaming import INDEX, SINGLE, Pieces, saved_names
 
 METHOD = "run_backbone"
@@ -194,7 +195,7 @@ def shard(policy: Policy, spread: comm.Spread, device: torch.device) -> ShardedP
     empty = {id(parameter): _empty(parameter) for parameter in model.parameters()}
     plain = replace(policy, model=copy.deepcopy(model, empty))
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    setattr(model, METHOD, lambda **inputs: model.base_model(**inputs))
+    setattr(model, METHOD, lambda **inputs: backbone_of(model)(**inputs))
     comm.shard(model, blocks, METHOD, spread, device)
     fields = {name: getattr(policy, name) for name in Policy.__dataclass_fields__}
     return ShardedPolicy(**fields, plain=plain, spread=spread, computes_on=device)

@@ -172,10 +172,7 @@ def _rotary_attention(
         query, key = self.q_norm(query), self.k_norm(key)
     cos, sin = (table.unsqueeze(1) for table in position_embeddings)
     query, key = (Rotary.apply(x.transpose(1, 2), cos, sin) for x in (query, key))
-    window = getattr(self, "sliding_window", None)
-    out, _ = packed_attention(
-        self, query, key, value.transpose(1, 2), attention_mask, scaling=self.scaling, sliding_window=window, **kwargs
-    )
+    out, _ = packed_attention(self, query, key, value.transpose(1, 2), attention_mask, scaling=self.scaling, **kwargs)
     return self.o_proj(out.reshape(*stream, -1)), None
 
 

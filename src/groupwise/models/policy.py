@@ -1,8 +1,8 @@
 """A policy: a Hugging Face causal model, its tokenizer, and what the rest of the library needs to know about them.
 
-`load_policy` reads a checkpoint; `make_policy` wraps a model that is already there.  Both probe the model once: a packed stream
-of two completions that share a prompt must give the same hidden states and logits as the model's own forward pass, one sequence
-at a time.  A model that fails the probe is refused; nothing is ever silently wrong.
+`load_policy` reads a checkpoint; `make_policy` wraps a model that is already there.  Both have it proven (`models/probe.py`) that
+what a run computes is what the model's own forward pass gives, one sequence at a time.  A model that differs is refused; nothing
+is ever silently wrong.
 
 T positions of a stream   D width   V vocabulary
 """
@@ -12,15 +12,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,7 +31,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
@@ -40,17 +40,20 @@ from groupwise.config.settings import ModelSettings
 from groupwise.data.tokenizers import has_tokenizer, load_tokenizer, with_chat_template
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError, DataError
-from groupwise.models.attention import Attend, PackedAttention, plain_attention, use_packed_attention
+from groupwise.models import rope
+from groupwise.models.attention import Attend, PackedAttention, attending, recomputation, use_packed_attention
+from groupwise.models.output import read_form
+from groupwise.models.small import backbone_of, language_model
 from groupwise.models.streaming import Pieces, check_finite, empty_model
-from groupwise.ops.functional import shared_copies
-from groupwise.ops.linear_cross_entropy import Head, head_logits
+from groupwise.ops.linear_cross_entropy import Head
 from groupwise.ops.tiles import tiled
-from groupwise.records import Batch, Layout
+from groupwise.records import Batch, Layout, Routing, Sample
 
 transformers_logging.disable_progress_bar()
 
 PROBE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.15}
 """Largest difference of a logit between packed and ordinary forward, relative to the spread of the logits."""
+BALANCE = "set output_router_logits to false in its config.json: its experts are then trained without a loss that balances them"
 ADAPTER_CONFIG = "adapter_config.json"
 """Marks a folder as a low-rank adapter in peft's format."""
 
@@ -62,7 +65,7 @@ class Forward:
     hidden_PD: Tensor
     """Final hidden states, before the head."""
     router_loss: Tensor | float
-    """A mixture of experts' load-balancing loss, times its coefficient and the batch's share of the step; else 0."""
+    """A mixture of experts' load-balancing loss, times its coefficient: the batch's part of the step's; else 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -83,6 +86,10 @@ class Policy:
     """`shared`, `packed` or `single`: see `settings.ModelSettings.attention`."""
     autocast: bool = False
     """Products in bfloat16 over float32 weights."""
+    form: tuple[float, float | None] = (1.0, None)
+    """The factor and the soft cap that the model puts on its logits; see `output`."""
+    switches: tuple[tuple[int, bool], ...] = ()
+    """Lengths above which rotary embeddings have other frequencies, and whether every length above has its own; see `rope`."""
 
     @property
     def device(self) -> torch.device:
@@ -107,13 +114,13 @@ class Policy:
                 raise ConfigError(f"{type(self.model).__name__} has no language-model head, and its embedding is not tied to one")
             output = self.model.get_input_embeddings()
         bias = getattr(output, "bias", None)  # some heads have one, most have no such attribute
-        scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+        factor, cap = self.form
         return Head(
             # A slice that keeps everything would cost its backward pass a copy of the whole gradient.
             weight_VD=output.weight if output.weight.shape[0] == self.vocabulary else output.weight[: self.vocabulary],
             bias_V=None if bias is None else bias[: self.vocabulary],
-            scale=float(scale),
-            softcap=getattr(config, "final_logit_softcapping", None),
+            scale=factor,
+            softcap=cap,
         )
 
     @property
@@ -123,14 +130,20 @@ class Policy:
 
     @property
     def tiled(self) -> bool:
-        """True if products run in oneDNN's tiles, and filler beside the tokens changes nothing (it would a router's balance)."""
-        lower = torch.bfloat16 if self.autocast else self.dtype
-        return self.device.type == "cpu" and tiled(lower) and self.router_coefficient == 0.0
+        """True if products run in oneDNN's tiles."""
+        return self.device.type == "cpu" and tiled(torch.bfloat16 if self.autocast else self.dtype)
+
+    @property
+    def alike(self) -> Callable[[Sample], Hashable] | None:
+        """Which samples may share a prompt: those whose sequences have the same frequencies; None if all have."""
+        if not self.switches:
+            return None
+        return lambda sample: rope.regime(self.switches, sample.prompt.size + sample.completion.size - 1)
 
     @property
     def backbone(self) -> Callable[..., Any]:
         """The model without its head."""
-        return self.model.base_model
+        return backbone_of(self.model)
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[Policy]:
@@ -150,46 +163,92 @@ class Policy:
             return torch.autocast(self.device.type, torch.bfloat16)
         return contextlib.nullcontext()
 
+    def _sleep(self) -> None:
+        """Eval mode, whatever somebody has set: nothing is dropped."""
+        if self.model.training:
+            self.model.eval()
+
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
         """Final hidden states (T, D) of a flat stream, before the head."""
-        with self.precision():
-            return self.backbone(
-                input_ids=tokens_T[None], position_ids=position_T[None], use_cache=False, attend=attend
-            ).last_hidden_state[0]
+        self._sleep()
+        with self.precision(), attending(attend, position_T):
+            return self.backbone(input_ids=tokens_T[None], position_ids=position_T[None], use_cache=False).last_hidden_state[0]
 
     def forward(self, batch: Batch) -> Forward:
         """A packed batch through the model, by whatever attention the policy is set to; differentiable."""
+        self._sleep()
         if self.attention == "single":
+            if self.router_coefficient > 0.0 and torch.is_grad_enabled():
+                raise ConfigError(f"model.attention 'single' does not know the loss that balances experts; {BALANCE}")
             return Forward(self._one_by_one(batch.tokens_P, batch.layout), 0.0)
         attend = PackedAttention(batch.layout)
-        coefficient = self.router_coefficient
-        if not (coefficient > 0.0 and torch.is_grad_enabled()):
+        if not (self.router_coefficient > 0.0 and torch.is_grad_enabled()):
             return Forward(self.hidden(batch.tokens_P, batch.position_P, attend), 0.0)
-        with self.precision():
+        hidden_PD, logits = self._routed(batch)
+        routing = batch.routing or self._routing([batch], [logits], lambda parts: parts)
+        uses_P = torch.tensor(batch.layout.uses, dtype=torch.float32, device=self.device)
+        mass_LE = torch.stack([uses_P @ layer_PE.softmax(-1, dtype=torch.float32) for layer_PE in logits])
+        balance = (routing.part_KE * (mass_LE.sum(0) / routing.tokens)).sum() * routing.part_KE.shape[1]
+        return Forward(hidden_PD, self.router_coefficient * balance)
+
+    def _routed(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        """Hidden states (P, D), and what each layer's router says of its experts (P, E)."""
+        self._sleep()
+        with self.precision(), attending(PackedAttention(batch.layout), batch.position_P):
             outputs = self.backbone(
                 input_ids=batch.tokens_P[None],
                 position_ids=batch.position_P[None],
                 use_cache=False,
-                attend=attend,
                 output_router_logits=True,
             )
-        config = self.model.config
-        balance = load_balancing_loss_func(outputs.router_logits, config.num_local_experts, config.num_experts_per_tok)
-        # A mean over the tokens of each micro-batch: the one term of a step that depends on how the step is cut.
-        return Forward(outputs.last_hidden_state[0], coefficient * batch.share * balance)
+        logits = [layer.view(batch.layout.total, -1) for layer in outputs.router_logits or () if layer is not None]
+        if not logits:
+            raise ConfigError(f"{type(self.model).__name__} shows no router logits; {BALANCE}")
+        return outputs.last_hidden_state[0], logits
+
+    @torch.no_grad()
+    def balanced(self, batches: list[Batch]) -> list[Batch]:
+        """Batches of this process that know where the tokens of the whole step are sent, if the loss balances them.
+
+        The load-balancing loss is a product of two means over tokens.  Of the one no gradient is taken: it is counted in a pass
+        before, over all batches and processes; the other is then a sum over tokens like every loss.
+        """
+        if self.router_coefficient == 0.0 or self.attention == "single":
+            return batches
+        routing = self._routing(batches, (self._routed(batch)[1] for batch in batches), comm.gather)
+        return [replace(batch, routing=routing) for batch in batches]
+
+    def _routing(
+        self, batches: Sequence[Batch], logits: Iterable[list[Tensor]], gather: Callable[[list[Any]], list[Any]]
+    ) -> Routing:
+        """As `load_balancing_loss_func` of transformers counts, each sequence for itself.   gather: the counts of all processes."""
+        chosen = self.model.config.get_text_config().num_experts_per_tok
+        parts = []
+        for batch, layers in zip(batches, logits, strict=True):
+            uses_P = torch.tensor(batch.layout.uses, dtype=torch.float32, device=self.device)
+            count_KE = torch.zeros(chosen, layers[0].shape[1], device=self.device)
+            for layer_PE in layers:
+                best_PK = layer_PE.detach().softmax(-1, dtype=torch.float32).topk(chosen, -1).indices
+                for k in range(chosen):
+                    count_KE[k].index_add_(0, best_PK[:, k], uses_P)
+            parts.append((count_KE.tolist(), float(uses_P.sum()) * len(layers)))
+        parts = gather(parts)
+        tokens = max(sum(tokens for _, tokens in parts), 1.0)
+        return Routing(torch.tensor([part for part, _ in parts], device=self.device).sum(0) / tokens, tokens)
 
     @property
     def router_coefficient(self) -> float:
         """Weight of a mixture of experts' load-balancing loss; 0 unless its config asks for `output_router_logits`."""
-        config = self.model.config.to_dict()
-        return float(config.get("router_aux_loss_coef") or 0.0) if config.get("output_router_logits") else 0.0
+        config: Any = self.model.config.get_text_config()
+        asked = getattr(config, "output_router_logits", False)
+        return float(getattr(config, "router_aux_loss_coef", None) or 0.0) if asked else 0.0
 
     def _one_by_one(self, tokens_P: Tensor, layout: Layout) -> Tensor:
         """Every segment in a forward pass of its own, with the model's own attention: for models that cannot be packed."""
         assert set(layout.prefix) <= {-1}, "segments that are computed one by one hold their own prompt"
         with self.precision():
             parts = [
-                self.model.base_model(input_ids=tokens_P[None, start : start + length], use_cache=False).last_hidden_state[0]
+                self.backbone(input_ids=tokens_P[None, start : start + length], use_cache=False).last_hidden_state[0]
                 for start, length in zip(layout.start, layout.length, strict=True)
             ]
         filler = layout.total - sum(layout.length)
@@ -199,21 +258,30 @@ class Policy:
         """Text of token ids, special tokens left out."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
+    @property
+    def recomputes(self) -> bool:
+        """True if the model has layers whose activations can be computed again."""
+        able = self.model.supports_gradient_checkpointing
+        return able and any(isinstance(module, GradientCheckpointingLayer) for module in self.model.modules())
+
     @contextlib.contextmanager
     def checkpointing(self, on: bool) -> Iterator[None]:
         """Recompute the blocks' activations in the backward pass while inside, but the last one's: its turn comes at once.
 
-        transformers recomputes only in layers that are in training mode; that flag is set on the layers alone, so that no
-        dropout below them wakes up.
+        transformers recomputes only in layers that are in training mode.  That flag is set on the layers alone, and taken back
+        while they compute: in some families a layer drops units by its own flag.
         """
+        self._sleep()
         layers = {module: module.training for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)}
-        if on and not layers:
+        if on and not self.recomputes:
             name = type(self.model).__name__
             raise ConfigError(f"{name} has no layers that can recompute; set model.gradient_checkpointing to false")
         if on:
             # transformers 5.23 renamed it; the old name warns there, the new one is missing before.
             renamed = getattr(self.model, "activation_checkpointing_enable", None)
-            (renamed or self.model.gradient_checkpointing_enable)({"use_reentrant": False, "context_fn": shared_copies})
+            (renamed or self.model.gradient_checkpointing_enable)({"use_reentrant": False, "context_fn": recomputation})
+            for layer in layers:
+                layer._gradient_checkpointing_func = partial(_in_eval_mode, layer, layer._gradient_checkpointing_func)
             # It may leave a hook on the embedding, another every time, which only reentrant recomputation has a use for.
             if hasattr(self.model, "_require_grads_hook"):
                 self.model.disable_input_require_grads()
@@ -250,6 +318,19 @@ class Policy:
         """`save` by whoever has the weights: all processes call it, for a folder that they all see."""
         if comm.world().first:
             self.save(folder)
+
+
+def _in_eval_mode(layer: nn.Module, checkpoint: Callable[..., Any], compute: Callable[..., Any], *inputs: Any) -> Any:
+    """`checkpoint(compute, *inputs)`, in which the layer is in eval mode, also when it is computed again."""
+
+    def asleep(*inputs: Any) -> Any:
+        training, layer.training = layer.training, False
+        try:
+            return compute(*inputs)
+        finally:
+            layer.training = training
+
+    return checkpoint(asleep, *inputs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -441,7 +522,7 @@ def make_policy(
 ) -> Policy:
     """Wrap a model and its tokenizer; `probe=False` trusts that the same kind of model was probed before.
 
-    A model without numbers (`empty_model`) is neither checked nor probed: that is done once it is filled.
+    Of a model without numbers (`empty_model`) only the kind is probed; the rest is done once it is filled.
 
     Raises DataError if tokenizer and model do not fit (vocabulary, no EOS), Diverged if a weight is not finite, ConfigError if
     the model cannot run packed streams.
@@ -460,6 +541,7 @@ def make_policy(
         model = model.to(resolve_device(settings))  # type: ignore[arg-type]
     # Dropout off for good: a policy that drops units is another policy than the one that sampled.
     model = model.eval()
+    rope.follow_lengths(model)
     generation = model.generation_config if model.can_generate() else GenerationConfig.from_model_config(model.config)
     policy = Policy(
         model=model,
@@ -470,13 +552,33 @@ def make_policy(
         context=context_length(model.config.to_dict()),
         attention=settings.attention,
         autocast=settings.dtype == "autocast",
+        form=read_form(model, language_model(model)),
+        switches=rope.switches(model),
     )
     if settings.attention != "single":
-        if probe and not empty:
-            probe_policy(policy)
-        else:
-            use_packed_attention(model)
+        _pack(model)
+    if probe:
+        probe_policy(policy, settings)
     return policy
+
+
+def _pack(model: PreTrainedModel) -> None:
+    """`use_packed_attention`, whose refusal advises only what works."""
+    try:
+        use_packed_attention(model)
+    except ConfigError as error:
+        from groupwise.models.probe import advised, stand_in
+
+        raise advised(error, stand_in(model)) from error
+
+
+def probe_policy(policy: Policy, settings: ModelSettings) -> None:
+    """Prove the policy's kind on a small copy, and a checkpoint that has its numbers on a few sequences.  Raises ConfigError."""
+    from groupwise.models.probe import probe_checkpoint, prove_policy
+
+    prove_policy(policy, recompute=settings.gradient_checkpointing, lora=settings.lora)
+    if not policy.empty:
+        probe_checkpoint(policy)
 
 
 def check_vocabulary(tokens: int, rows: int | None) -> None:
@@ -532,43 +634,3 @@ def context_length(config: dict[str, Any]) -> int:
 def _pad_id(tokenizer: PreTrainedTokenizerBase, size: int) -> int:
     named = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     return next((token for token in named if isinstance(token, int) and 0 <= token < size), 0)
-
-
-@torch.no_grad()
-def probe_policy(policy: Policy) -> None:
-    """Two completions of one prompt, packed and shared, against the model's own forward.  Raises ConfigError."""
-    model, device = policy.model, policy.device
-    length = min(6, policy.context)
-    tokens = torch.arange(2 * length, device=device) * 7919 % policy.vocabulary
-    # Stream: prompt[:-1], then two members that start with the prompt's last token.
-    shared = max(length // 2 - 1, 1)
-    first, second = tokens[shared:length], tokens[length + shared :]
-    own = length - shared
-    layout = Layout(start=(0, shared, length), length=(shared, own, own), prefix=(-1, 0, 0), total=length + own)
-    expected = []
-    with plain_attention(model), policy.precision():
-        for member in (first, second):
-            out = model(input_ids=torch.cat([tokens[:shared], member])[None], use_cache=False)
-            expected.append(out.logits[0, shared:, : policy.vocabulary].float())
-    use_packed_attention(model)
-    position = torch.cat([torch.arange(shared), torch.arange(shared, length), torch.arange(shared, length)]).to(device)
-    calls: list[int] = []
-    packed = PackedAttention(layout)
-
-    def counted(
-        layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, window: int | None
-    ) -> Tensor:
-        calls.append(layer)
-        return packed(layer, query, key, value, scale, softcap, window)
-
-    hidden = policy.hidden(torch.cat([tokens[:shared], first, second]), position, counted)
-    with policy.precision():
-        found = head_logits(hidden[shared:], policy.head).float()
-    target = torch.cat(expected)
-    difference = float((found - target).abs().max()) / (float(target.std()) + 1e-6)
-    compute = torch.bfloat16 if policy.autocast else policy.dtype
-    if not calls or difference > PROBE_TOLERANCE.get(compute, 0.15):
-        raise ConfigError(
-            f"{type(model).__name__} cannot run packed streams: packed and ordinary logits differ by {difference:.2g} of their "
-            f"spread ({len(calls)} attention calls seen); set model.attention to 'single' and rollout.engine to 'transformers'"
-        )

@@ -34,6 +34,7 @@ from groupwise.data.packing import pack, unpack
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import PROBE_TOLERANCE, Blueprint, Policy, embedding_rows, is_scorer, make_policy, read_blueprint
+from groupwise.models.probe import prove_policy
 from groupwise.records import Batch, Sample
 
 Pooling = Literal["last", "mean", "sum", "steps"]
@@ -118,8 +119,10 @@ def wrap_scorer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sett
     if not isinstance(getattr(model, "score", None), nn.Module):
         settings = replace(settings, attention="single")
     policy = make_policy(model, tokenizer, settings, probe=False)
-    if policy.attention != "single" and not policy.empty:
-        probe_scorer(policy)
+    if policy.attention != "single":
+        prove_policy(policy, recompute=settings.gradient_checkpointing, lora=settings.lora)
+        if not policy.empty:
+            probe_scorer(policy)
     return policy
 
 
@@ -181,7 +184,8 @@ def score_tokens(policy: Policy, answers: Sequence[Answer], *, budget: int) -> l
     ]
     found = [np.zeros(answer.completion.size) for answer in answers]
     dtype = torch.promote_types(policy.dtype, torch.float32)
-    for batch in pack(samples, budget, share=policy.attention == "shared", fill=policy.tiled, device=policy.device, dtype=dtype):
+    how = {"share": policy.attention == "shared", "alike": policy.alike, "fill": policy.tiled}
+    for batch in pack(samples, budget, device=policy.device, dtype=dtype, **how):
         score_M = head_scores(policy, policy.forward(batch).hidden_PD[batch.trained_M])
         for index, values in unpack(batch, _spread(batch, score_M), samples):
             found[index] = values[1:].astype(np.float64)

@@ -9,7 +9,7 @@ T positions of a stream   D width   H heads   W head width   I inner width of an
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, Token
 from functools import partial
@@ -47,30 +47,35 @@ def copies_of_weights(keep: bool) -> Iterator[None]:
     """While inside, whichever thread runs the backward pass, a weight is copied into a lower precision once (`keep`)."""
     copies = Copies() if keep else None
     try:
-        with _Again(copies):
+        with Again({_copies: copies}):
             yield
     finally:
         if copies is not None:
             copies.close()
 
 
-def shared_copies() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What to compute a block in, and what to compute it in again, whichever thread does: `context_fn` of torch's checkpoint."""
-    return nullcontext(), _Again(_copies.get())
+def again(*variables: ContextVar[Any]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What to compute a block in, and what to compute it in again, whichever thread does: `context_fn` of torch's checkpoint.
+
+    variables: besides the copies of weights, what has to be then as it is now.
+    """
+    return nullcontext(), Again({variable: variable.get() for variable in (_copies, *variables)})
 
 
-class _Again(threading.local):
-    """`copies` while inside, entered as often as there are backward passes through the block, in any thread."""
+class Again(threading.local):
+    """Context variables have these values while inside, entered as often as there are backward passes through a block, in any
+    thread."""
 
-    def __init__(self, copies: Copies | None) -> None:
-        self.copies = copies
-        self.before: list[Token[Copies | None]] = []
+    def __init__(self, values: Mapping[ContextVar[Any], Any]) -> None:
+        self.values = values
+        self.before: list[list[tuple[ContextVar[Any], Token[Any]]]] = []
 
     def __enter__(self) -> None:
-        self.before.append(_copies.set(self.copies))
+        self.before.append([(variable, variable.set(value)) for variable, value in self.values.items()])
 
     def __exit__(self, *_: object) -> None:
-        _copies.reset(self.before.pop())
+        for variable, token in self.before.pop():
+            variable.reset(token)
 
 
 class RMSNorm(torch.autograd.Function):
@@ -78,13 +83,16 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        # What is returned is no view, for those who get it may change it in place.
+        x = x.contiguous()
         x_TD = x.flatten(0, -2)
-        if one_pass(x_TD, weight_D, dtype):
-            _, out_TD, scale_T = kernels.rms_norm(x_TD, weight_D, eps, dtype)
+        if one_pass(x, weight_D, dtype):
+            _, out, scale_T = kernels.rms_norm(x, weight_D, eps, dtype)
             ctx.save_for_backward(x_TD, weight_D, scale_T)
-            return out_TD.view_as(x)
+            return out
         scale_T = x_TD.new_empty(x_TD.shape[0], 1, dtype=torch.promote_types(x.dtype, torch.float32))
-        out_TD = torch.empty_like(x_TD, dtype=dtype)
+        out = torch.empty_like(x, dtype=dtype)
+        out_TD = out.flatten(0, -2)
         for rows in _blocks(x_TD):
             wide_TD = x_TD[rows].to(scale_T.dtype)
             length_T = torch.linalg.vector_norm(wide_TD, dim=-1, keepdim=True)
@@ -95,7 +103,7 @@ class RMSNorm(torch.autograd.Function):
             else:
                 out_TD[rows] = (wide_TD * scale_T[rows]).to(x.dtype).mul_(weight_D)
         ctx.save_for_backward(x_TD, weight_D, scale_T)
-        return out_TD.view_as(x)
+        return out
 
     @staticmethod
     @first_derivative

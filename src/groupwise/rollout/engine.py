@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from groupwise.errors import Diverged, EngineError
+from groupwise.models import rope
 from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sampling
 
@@ -98,8 +99,11 @@ def check_request(policy: Policy, prompts: Sequence[Prompt], group_size: int, sa
 
 
 def completion_limit(policy: Policy, prompt: Prompt, sampling: Sampling) -> int:
-    """Longest completion of a prompt in tokens: `max_new_tokens`, or what the context leaves."""
-    return min(sampling.max_new_tokens, policy.context - prompt.tokens.size)
+    """Longest completion of a prompt in tokens: `max_new_tokens`, or what the context leaves, or the frequencies of rotary
+    embeddings that change with the length of a sequence (`rope.room`)."""
+    room = rope.room(policy.switches, prompt.tokens.size)
+    most = min(sampling.max_new_tokens, policy.context - prompt.tokens.size)
+    return most if room is None else min(most, room)
 
 
 def make_rollout(

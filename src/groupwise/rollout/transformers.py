@@ -1,6 +1,7 @@
-"""The reference engine: transformers' own `generate`, with padding, its own attention and its own random numbers.
+"""The reference engine: transformers' own `generate`, with its own attention and its own random numbers.
 
-Slow and independent: it shares no line of the native engine's prefill, attention, cache or sampling.  Completions come from a
+Slow and independent: it shares no line of the native engine's prefill, attention, cache or sampling.  Only prompts of one length
+are in a batch, so nothing is padded: not every family gives a padded row the numbers that it has alone.  Completions come from a
 seeded generator of torch, so they depend on what else is in the batch: there are no random streams per completion.
 
 R rows of a batch   V vocabulary   T new tokens
@@ -9,6 +10,7 @@ R rows of a batch   V vocabulary   T new tokens
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -41,7 +43,7 @@ class TransformersEngine(InProcess):
     ) -> Iterator[tuple[Rollout, ...]]:
         """See `engine.Engine`."""
         check_request(self.policy, prompts, group_size, sampling)
-        rows = [(prompt, index) for prompt in prompts for index in range(group_size)]
+        rows = [(prompt, index) for prompt in sorted(prompts, key=lambda prompt: prompt.tokens.size) for index in range(group_size)]
         group: list[Rollout] = []
         while rows:
             batch = rows[: self._fitting(rows, sampling)]
@@ -53,24 +55,16 @@ class TransformersEngine(InProcess):
             rows = rows[len(batch) :]
 
     def _fitting(self, rows: list[tuple[Prompt, int]], sampling: Sampling) -> int:
-        """How many of the first rows fit into one batch: `generate` runs ended rows on to the longest, also beyond the context."""
-        longest = limit = 0
-        for count, (prompt, _) in enumerate(rows[: self.max_rows]):
-            longest = max(longest, prompt.tokens.size)
-            limit = max(limit, completion_limit(self.policy, prompt, sampling))
-            if longest + limit > self.policy.context:
-                return max(count, 1)
-        return min(len(rows), self.max_rows)
+        """How many of the first rows make a batch: those whose prompts are as long as the first."""
+        length = rows[0][0].tokens.size
+        alike = itertools.takewhile(lambda row: row[0].tokens.size == length, rows[: self.max_rows])
+        return sum(1 for _ in alike)
 
     @torch.no_grad()
     def _batch(self, rows: list[tuple[Prompt, int]], sampling: Sampling, seed: str) -> list[Rollout]:
         policy, model = self.policy, cast(Any, self.policy.model)
-        longest = max(prompt.tokens.size for prompt, _ in rows)
-        ids = np.full((len(rows), longest), policy.pad_id, dtype=np.int64)
-        mask = np.zeros_like(ids)
-        for r, (prompt, _) in enumerate(rows):
-            ids[r, longest - prompt.tokens.size :] = prompt.tokens
-            mask[r, longest - prompt.tokens.size :] = 1
+        longest = rows[0][0].tokens.size
+        ids = torch.from_numpy(np.stack([prompt.tokens for prompt, _ in rows])).to(policy.device)
         limits = [completion_limit(policy, prompt, sampling) for prompt, _ in rows]
         stopping = Stopping(policy.eos_ids, sampling.stop, policy.tokenizer)
         ends = _Ends(stopping, limits, longest)
@@ -83,8 +77,9 @@ class TransformersEngine(InProcess):
             with plain_attention(model), policy.precision(), torch.random.fork_rng([device] if device.type == "cuda" else []):
                 torch.manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big"))
                 out: Any = model.generate(
-                    input_ids=torch.from_numpy(ids).to(device),
-                    attention_mask=torch.from_numpy(mask).to(device),
+                    input_ids=ids,
+                    attention_mask=torch.ones_like(ids),
+                    **({"output_router_logits": False} if policy.router_coefficient else {}),
                     generation_config=_explicit(sampling, max(limits), policy.pad_id),
                     logits_processor=LogitsProcessorList([_Vocabulary(policy.vocabulary)]),
                     stopping_criteria=StoppingCriteriaList([ends]),

@@ -17,6 +17,7 @@ from groupwise.rollout.engine import Engine
 from groupwise.rollout.gathered import GatheredEngine
 from groupwise.rollout.mixed import MixedEngine
 from groupwise.rollout.native.engine import NativeEngine
+from groupwise.rollout.probe import prove_engine
 from groupwise.rollout.transformers import TransformersEngine
 from groupwise.rollout.vllm.engine import VllmEngine
 from groupwise.runs.plan import Lines
@@ -27,6 +28,7 @@ def _in_process(engine: Callable[..., Engine]) -> Callable[[Policy, RolloutSetti
     def make(policy: Policy, settings: RolloutSettings) -> Engine:
         if isinstance(policy, ShardedPolicy):
             return GatheredEngine(policy, lambda plain: make(plain, settings))
+        prove_engine(policy, engine)
         return engine(policy, **_common(settings))
 
     return make

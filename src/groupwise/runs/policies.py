@@ -23,10 +23,10 @@ from groupwise.models.policy import (
     Policy,
     is_scorer,
     make_policy,
-    probe_policy,
     read_blueprint,
     resolve_device,
 )
+from groupwise.models.probe import probe_checkpoint
 from groupwise.models.reward_head import make_scorer, probe_scorer
 from groupwise.models.streaming import check_finite
 from groupwise.records import Prompt
@@ -55,7 +55,7 @@ def hold(
         if pieces.fit(policy.model):
             policy = shard_pieces(policy, spread, device, pieces)
             check_finite(policy.model)
-            (probe_scorer if is_scorer(policy.model.config.to_dict()) else probe_policy)(policy)
+            (probe_scorer if is_scorer(policy.model.config.to_dict()) else probe_checkpoint)(policy)
             policy.settle()
             return policy
     return shard(_resumed(make(recipe, blueprint), resume), spread, device)

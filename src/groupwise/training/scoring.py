@@ -56,7 +56,8 @@ def support_of(batch: Batch) -> Support | None:
 def batches_of(policy: Policy, samples: Sequence[Sample], budget: int, *, whole_groups: bool = False) -> list[Batch]:
     """This process's part of samples that all processes have, packed as the policy takes them; see `packing.pack`."""
     dtype = torch.promote_types(policy.dtype, torch.float32)
-    how = {"share": policy.attention == "shared", "fill": policy.tiled, "world": comm.world(), "even": policy.sharded}
+    how = {"share": policy.attention == "shared", "alike": policy.alike, "fill": policy.tiled}
+    how |= {"world": comm.world(), "even": policy.sharded}
     return pack(samples, budget, whole_groups=whole_groups, device=policy.device, dtype=dtype, **how)
 
 

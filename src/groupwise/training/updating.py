@@ -130,7 +130,8 @@ def _visit(
     positions = 0
     total = torch.zeros((), dtype=torch.promote_types(policy.dtype, torch.float32), device=policy.device)
     with fused_modules(policy.model, keep=not policy.sharded), summed_in_place(learn and not policy.sharded):
-        for batch in batches_of(policy, samples, budget, whole_groups=whole_groups):
+        batches = batches_of(policy, samples, budget, whole_groups=whole_groups)
+        for batch in policy.balanced(batches) if learn else batches:
             value, seen_M = loss(policy, batch)
             if learn:
                 value.backward()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.ops.cpu.library import _cache, _compilers, absence, library
+from groupwise.ops.cpu.library import _compilers, absence, cache_folder, library
 
 ASK = "import torch; from groupwise.ops.cpu.library import absence, library; print(absence()); print(library() is None)"
 
@@ -66,9 +66,9 @@ def test_the_next_compiler_is_asked_where_one_makes_what_cannot_be_loaded(tmp_pa
 
 def test_code_is_loaded_from_no_folder_that_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert _cache() == tmp_path / "groupwise" and (tmp_path / "groupwise").stat().st_mode & 0o777 == 0o700
+    assert cache_folder() == tmp_path / "groupwise" and (tmp_path / "groupwise").stat().st_mode & 0o777 == 0o700
     (tmp_path / "groupwise").chmod(0o777)
-    assert _cache().parent != tmp_path
+    assert cache_folder().parent != tmp_path
 
 
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", home)
-    assert _cache().is_dir()
+    assert cache_folder().is_dir()
 
 
 @pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")

@@ -119,7 +119,7 @@ def _compiled(compiler: str) -> Path:
     machine = _machine(compiler)
     for part in (*(path.read_bytes() for path in (*sources, *SOURCES.glob("*.h"))), machine.encode(), " ".join(FLAGS).encode()):
         seen.update(part)
-    folder = _cache()
+    folder = cache_folder()
     made = folder / f"kernels-{seen.hexdigest()[:16]}.so"
     if _whole(made):
         return made
@@ -165,7 +165,7 @@ def _machine(compiler: str) -> str:
     return "\n".join((platform.machine(), platform.processor(), features, _run([compiler, "--version"]), torch.__version__))
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
     """A folder that only the user can write: what lies there is loaded as code."""
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "groupwise"

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from groupwise.errors import EngineError
 from groupwise.models.attention import PackedAttention
+from groupwise.models.masks import Reach
 from groupwise.ops.cpu import decoding, kernels
 from groupwise.records import Layout
 from groupwise.rollout.native.kv_cache import Store
@@ -44,7 +45,16 @@ class Prefill:
         )
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
+        chunk: int | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """The protocol `models.attention.Attend`.  Raises EngineError for the second of two layers with one number."""
         if layer in self._seen:
@@ -55,17 +65,22 @@ class Prefill:
         self._seen.add(layer)
         query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast rotary embeddings leave them in float32
         key_TKD, value_TKD = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        slab = self.store.layer(layer, key_TKD, decoding.BLOCK if softcap is None and kernels.fits(key_TKD) else 1)
+        plain = softcap is None and chunk is None and sinks_H is None and key.shape == value.shape
+        slab = self.store.layer(layer, key_TKD, decoding.BLOCK if plain and kernels.fits(key_TKD) else 1, value_TKD)
         i = 0
         while i < len(self.lengths):
             j, length = i, self.lengths[i]
             while j < len(self.lengths) and self.lengths[j] == length:
                 j += 1
             stretch = slice(self.starts[i], self.starts[j])
-            shape = (j - i, length, *key_TKD.shape[1:])
-            slab.write(self.first + i, key_TKD[stretch].reshape(shape), value_TKD[stretch].reshape(shape))
+            whole = (j - i, length)
+            slab.write(self.first + i, *(x_TKD[stretch].reshape(*whole, *x_TKD.shape[1:]) for x_TKD in (key_TKD, value_TKD)))
             i = j
-        return self._packed(layer, query, key, value, scale, softcap, window)
+        return self._packed(layer, query, key, value, scale, softcap, window, chunk, sinks_H)
+
+    def sequence_lengths(self, position_T: Tensor) -> Tensor:
+        """See `PackedAttention.sequence_lengths`."""
+        return self._packed.sequence_lengths(position_T)
 
     def rows(
         self,
@@ -113,8 +128,8 @@ class Decode:
         self.own.reserve(len(self.length_R), self.room)
         self._length_R = self._length_R + 1
         self.position_R = self.position_R + 1
-        self._own_bias: dict[int | None, Tensor | None] = {}
-        self._prompt_bias: dict[tuple[int | None, int], Tensor | None] = {}
+        self._own_bias: dict[Reach, Tensor | None] = {}
+        self._prompt_bias: dict[tuple[Reach, int], Tensor | None] = {}
         return self.position_R
 
     def _room(self, tokens: int) -> int:
@@ -150,11 +165,24 @@ class Decode:
         return self._length_R
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
+        chunk: int | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """The protocol `models.attention.Attend`: one token per row in the stream."""
         query_RHD, key_RKD, value_RKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-        return self.rows(layer, query_RHD, key_RKD, value_RKD, scale, softcap, window)[None]
+        return self.rows(layer, query_RHD, key_RKD, value_RKD, scale, softcap, window, chunk, sinks_H)[None]
+
+    def sequence_lengths(self, position_T: Tensor) -> Tensor:
+        """Tokens of each row's sequence so far: who draws a token of it does not know how long it will be."""
+        return position_T + 1
 
     def rows(
         self,
@@ -165,14 +193,16 @@ class Decode:
         scale: float,
         softcap: float | None = None,
         window: int | None = None,
+        chunk: int | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """The same row by row: (R, H, D) queries, (R, K, D) keys and values -> (R, H, D)."""
+        """The same row by row: (R, H, D) queries, (R, K, D) keys, (R, K, E) values -> (R, H, E)."""
         count, heads, width = query_RHD.shape
         shared = key_RKD.shape[1]
         if window is not None and window >= self.longest_prompt + self.longest:
             window = None
         prompt = self.prompts.slabs[layer]
-        own = self.own.layer(layer, key_RKD, prompt.block)
+        own = self.own.layer(layer, key_RKD, prompt.block, value_RKD)
         if prompt.block > 1:
             assert kernels.fit_as_one(query_RHD, key_RKD, value_RKD)
             slabs = (own.key_EKTD, own.value_EKTD), (prompt.key_EKTD, prompt.value_EKTD)
@@ -186,8 +216,9 @@ class Decode:
             self._indices(shared),
             scale,
             softcap,
-            self._bias_of_own(window, query_RHD.dtype),
-            self._bias_of_prompt(window, heads // shared, query_RHD.dtype),
+            self._bias_of_own(Reach(window, chunk), query_RHD.dtype),
+            self._bias_of_prompt(Reach(window, chunk), heads // shared, query_RHD.dtype),
+            sinks_H,
         )
 
     def _once(self, name: str, make: Callable[[], list[Any]]) -> Tensor:
@@ -213,21 +244,22 @@ class Decode:
             self._index[shared] = (to_prompt.flatten(), from_prompt.flatten())
         return self._index[shared]
 
-    def _bias_of_own(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        if window not in self._own_bias:
-            plain = self._uniform and self.room == self.longest and window is None
-            self._own_bias[window] = None if plain else own_bias(self._length_R, self.room, window, dtype)
-        return self._own_bias[window]
+    def _bias_of_own(self, reach: Reach, dtype: torch.dtype) -> Tensor | None:
+        if reach not in self._own_bias:
+            plain = self._uniform and self.room == self.longest and reach == Reach()
+            span = reach.span(self.position_R)
+            self._own_bias[reach] = None if plain else own_bias(self._length_R, self.room, span, dtype)
+        return self._own_bias[reach]
 
-    def _bias_of_prompt(self, window: int | None, queries: int, dtype: torch.dtype) -> Tensor | None:
-        if (window, queries) not in self._prompt_bias:
+    def _bias_of_prompt(self, reach: Reach, queries: int, dtype: torch.dtype) -> Tensor | None:
+        if (reach, queries) not in self._prompt_bias:
             bias = None
-            if window is not None or min(self.prompt_length_P) < self.longest_prompt:
+            if reach != Reach() or min(self.prompt_length_P) < self.longest_prompt:
                 length_P = self._once("prompt ends", lambda: self.prompt_length_P)
                 position_PN = self.position_R[self._member_PN()]
-                bias = prompt_bias(length_P, self.longest_prompt, position_PN, window, queries, dtype)
-            self._prompt_bias[window, queries] = bias
-        return self._prompt_bias[window, queries]
+                bias = prompt_bias(length_P, self.longest_prompt, position_PN, reach.span(position_PN), queries, dtype)
+            self._prompt_bias[reach, queries] = bias
+        return self._prompt_bias[reach, queries]
 
 
 def over_both(
@@ -239,13 +271,19 @@ def over_both(
     softcap: float | None,
     bias_of_own: Tensor | None,
     bias_of_prompt: Tensor | None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attention of rows to their own tokens and to their prompts' -> (R, H, D).
+    """Attention of rows to their own tokens and to their prompts' -> (R, H, E).
 
-    own: keys and values (R, K, T, D).   prompt: (P, K, M, D).   indices: rows x heads -> prompts x heads x members, and back.
+    own: keys (R, K, T, D) and values (R, K, T, E).   prompt: (P, K, M, D) and (P, K, M, E).   indices: rows x heads -> prompts x
+    heads x members, and back.   sinks_H: score of a key beside all others, which has no value.
     """
     (count, shared, queries, width), prompts = query_RKQD.shape, prompt[0].shape[0]
     own_RKQD, own_lse_RKQ = partial_attention(query_RKQD, *own, scale, softcap, bias_of_own)
+    if sinks_H is not None:
+        sinks_KQ = sinks_H.to(own_lse_RKQ.dtype).view(shared, queries)
+        own_RKQD = own_RKQD * torch.sigmoid(own_lse_RKQ - sinks_KQ)[..., None].to(own_RKQD.dtype)
+        own_lse_RKQ = torch.logaddexp(own_lse_RKQ, sinks_KQ)
     to_prompt, from_prompt = indices
     query_PKXD = query_RKQD.reshape(count * shared, -1).index_select(0, to_prompt).view(prompts, shared, -1, width)
     prompt_PKXD, prompt_lse_PKX = partial_attention(query_PKXD, *prompt, scale, softcap, bias_of_prompt)
@@ -254,27 +292,29 @@ def over_both(
     prompt_lse_RKQ = prompt_lse_PKX.reshape(places, -1).index_select(0, from_prompt).view(own_lse_RKQ.shape)
     # softmax over the union: each part weighs in with its share of the sum of exponentials
     share_RKQ1 = torch.sigmoid(prompt_lse_RKQ - own_lse_RKQ)[..., None].to(own_RKQD.dtype)
-    return torch.lerp(own_RKQD, prompt_RKQD, share_RKQ1).reshape(count, shared * queries, width)
+    return torch.lerp(own_RKQD, prompt_RKQD, share_RKQ1).reshape(count, shared * queries, -1)
 
 
-def own_bias(length_R: Tensor, room: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """(R, 1, 1, room): hides the room behind completions, and what a window has left behind."""
+def own_bias(length_R: Tensor, room: int, span: int | Tensor | None, dtype: torch.dtype) -> Tensor:
+    """(R, 1, 1, room): hides the room behind completions, and what lies before the last `span` tokens, of all or of each (R,)."""
     place_T = torch.arange(room, device=length_R.device)
     hidden_RT = place_T[None] >= length_R[:, None]
-    if window is not None:
-        hidden_RT |= place_T[None] < length_R[:, None] - window
+    if span is not None:
+        hidden_RT |= place_T[None] < (length_R - span)[:, None]
     return _bias(hidden_RT, dtype)[:, None, None, :]
 
 
-def prompt_bias(length_P: Tensor, room: int, position_PN: Tensor, window: int | None, queries: int, dtype: torch.dtype) -> Tensor:
-    """(P, 1, 1 or N x queries, room): hides the room behind prompts, and what a window has left behind.
+def prompt_bias(
+    length_P: Tensor, room: int, position_PN: Tensor, span: int | Tensor | None, queries: int, dtype: torch.dtype
+) -> Tensor:
+    """(P, 1, 1 or N x queries, room): hides the room behind prompts, and what lies before the last `span` tokens.
 
-    position_PN: of the members' new tokens.   queries: heads that share a key.
+    position_PN: of the members' new tokens.   span: of all, or of each (P, N).   queries: heads that share a key.
     """
     place_M = torch.arange(room, device=length_P.device)
     hidden_PXM = (place_M[None] >= length_P[:, None])[:, None]
-    if window is not None:
-        left_behind_PNM = place_M[None, None] <= position_PN[..., None] - window
+    if span is not None:
+        left_behind_PNM = place_M[None, None] <= (position_PN - span)[..., None]
         hidden_PXM = (hidden_PXM | left_behind_PNM).repeat_interleave(queries, 1)
     return _bias(hidden_PXM, dtype)[:, None]
 
@@ -296,9 +336,10 @@ def partial_attention(
 
     query (B, K, X, D): X query rows share each key-value head.  key, value (B, K, T, D).  bias: added to the scores.
     """
-    if softcap is None and query.device.type == "cpu":
+    same = key.shape[-1] == value.shape[-1]
+    if softcap is None and same and query.device.type == "cpu":
         return _flash(query, key, value, 0.0, False, attn_mask=bias, scale=scale)
-    fits = query.shape[-1] % ALIGNED == 0 and (bias is None or key.shape[2] % ALIGNED == 0)
+    fits = same and query.shape[-1] % ALIGNED == 0 and (bias is None or key.shape[2] % ALIGNED == 0)
     if softcap is None and fits and _has_efficient(query.device, query.dtype):
         bias = None if bias is None else bias.expand(*query.shape[:3], key.shape[2])
         out, lse, _, _ = _efficient(query, key, value, bias, True, 0.0, False, scale=scale)
@@ -322,7 +363,7 @@ def _has_efficient(device: torch.device, dtype: torch.dtype) -> bool:
 def explicit_partial_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The definition of `partial_attention`: any device, and the one that knows soft caps."""
+    """The definition of `partial_attention`: any device, and the one that knows soft caps and values of another width."""
     scores = (query @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from transformers import GPT2LMHeadModel, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 from transformers.activations import NewGELUActivation, SiLUActivation
 
+from groupwise.models.masks import reach_of
 from groupwise.models.policy import Policy
 from groupwise.ops.cpu import decoding, kernels
 from groupwise.rollout.native.primitives import (
@@ -158,6 +159,7 @@ def _known_rotary(model: Any) -> bool:
     return (
         all(type(layer.mlp.act_fn) in (nn.SiLU, SiLUActivation) for layer in base.layers)
         and base.rotary_emb.rope_type in STATIC_ROPE
+        and all(reach_of(layer.self_attn).chunk is None for layer in base.layers)
         and 2 * base.rotary_emb.inv_freq.shape[0] == base.layers[0].self_attn.head_dim
     )
 
@@ -290,14 +292,8 @@ class RotaryForward(_Lean):
             ),
             down=self.product(down.weight, down.bias),
             scale=attention.scaling,
-            window=self._window(attention),
+            window=reach_of(attention).window,
         )
-
-    def _window(self, attention: Any) -> int | None:
-        """Llama has none, Mistral's stands in its config, Qwen's in the layers that have one."""
-        if self.kind is LlamaForCausalLM:
-            return None
-        return attention.config.sliding_window if self.kind is MistralForCausalLM else attention.sliding_window
 
     def _norm(self, norm: Any) -> Norm:
         return (CompiledNorm if self.compiled else PlainNorm)(norm.weight, norm.variance_epsilon, self.dtype)

@@ -22,19 +22,20 @@ OWN_PAGES = 1 << 20
 
 
 class Slab:
-    """Keys and values of one layer: (E, K, T, D) each, entry by entry, head by head, tokens in a row.
+    """Keys and values of one layer: (E, K, T, D) each, entry by entry, head by head, tokens in a row; widths may differ.
 
     What the compiled kernel reads lies block by block, (E, K, T / block, block x D), and inside a block in the kernel's own order.
     """
 
-    def __init__(self, entries: int, tokens: int, like: Tensor, block: int = 1) -> None:
-        """`like`: keys (..., K, D) whose heads, width, type and device the slab takes."""
+    def __init__(self, entries: int, tokens: int, like: Tensor, block: int = 1, like_value: Tensor | None = None) -> None:
+        """like: keys (..., K, D) whose heads, width, type and device the slab takes.   like_value: values, where they differ."""
         self.block = block
-        self.like = like.new_empty(0, *like.shape[-2:])
+        self.like, self.like_value = (x.new_empty(0, *x.shape[-2:]) for x in (like, like if like_value is None else like_value))
         # Zeros, not whatever memory held: a hidden key has weight 0, but 0 x NaN is NaN.
         with own_pages(OWN_PAGES):
-            self.key_EKTD = like.new_zeros(entries, like.shape[-2], self._blocks(tokens), block * like.shape[-1])
-            self.value_EKTD = torch.zeros_like(self.key_EKTD)
+            self.key_EKTD, self.value_EKTD = (
+                x.new_zeros(entries, x.shape[-2], self._blocks(tokens), block * x.shape[-1]) for x in (self.like, self.like_value)
+            )
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block)
@@ -94,11 +95,12 @@ class Store:
         self.live = 0
         self.slabs: dict[int, Slab] = {}
 
-    def layer(self, layer: int, like: Tensor, block: int = 1) -> Slab:
-        """The slab of a layer, made when its first keys (..., K, D) arrive: layers may differ in shape, and in who reads them."""
+    def layer(self, layer: int, like: Tensor, block: int = 1, like_value: Tensor | None = None) -> Slab:
+        """The slab of a layer, made when its first keys and values (..., K, D) arrive: layers may differ in shape, and in who
+        reads them."""
         slab = self.slabs.get(layer)
         if slab is None:
-            slab = self.slabs[layer] = Slab(self.room[0], self.room[1], like, block)
+            slab = self.slabs[layer] = Slab(self.room[0], self.room[1], like, block, like_value)
         return slab
 
     def reserve(self, entries: int, tokens: int) -> None:

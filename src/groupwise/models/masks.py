@@ -1,0 +1,152 @@
+"""What a query of each attention layer sees of what is before it, read from the masks that transformers itself builds.
+
+A model's window stands in its config, in its attention modules or in neither, but the mask of its own forward pass always knows it.
+`note_reach` runs that forward pass once, over two tokens, with an implementation of attention that gets no mask but the rule that
+the mask would be made by, and notes on every attention module what the rule says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from groupwise.errors import ConfigError
+from groupwise.models.small import backbone_of, small_model
+
+TRACE = "groupwise_trace"
+"""Name of the implementation of attention that only looks at the rules of masks."""
+ATTRIBUTE = "groupwise_reach"
+"""Attribute of an attention module that holds its `Reach`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Of the tokens before it, and itself, a query sees all; or the last `window`; or those in its chunk of `chunk` tokens."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def first(self, position: int | Tensor) -> int | Tensor:
+        """The first position that a query at `position` sees; it may be below 0.
+
+        >>> Reach().first(9), Reach(window=4).first(9), Reach(chunk=4).first(9)
+        (0, 6, 8)
+        """
+        if self.window is not None:
+            return position - self.window + 1
+        return position * 0 if self.chunk is None else position // self.chunk * self.chunk
+
+    def span(self, position: Tensor) -> int | Tensor | None:
+        """How many positions, its own included, a query at `position` sees at most; None if all."""
+        return self.window if self.chunk is None else position % self.chunk + 1
+
+
+class Rule:
+    """What an attention layer is given in place of a mask while the model is traced."""
+
+    def __init__(self, reach: Reach | None) -> None:
+        self.reach = reach
+
+    def __getitem__(self, _: Any) -> Rule:
+        return self
+
+    def to(self, *_: Any, **__: Any) -> Rule:
+        """Itself, whatever type or device a mask would be moved to."""
+        return self
+
+
+def _rule(mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> Rule:
+    """What transformers calls instead of building a mask."""
+    kinds = [Reach()] if local_size is None else [Reach(window=int(local_size)), Reach(chunk=int(local_size)), Reach()]
+    sizes = [1 << k for k in range(2, 18)] + [int(local_size or 1) * n // 2 for n in (1, 2, 3, 4, 6)]
+    near = sorted({max(size + step, 0) for size in [0, 63, *sizes] for step in (-1, 0, 1, 2)})
+    query_Q, back_K = torch.tensor(near)[:, None], torch.tensor([-2, *near])[None]
+    key_QK = (query_Q - back_K).clamp(min=0)  # some of them ahead
+    zero = torch.zeros((), dtype=torch.int64)
+    seen_QK = mask_function(zero, zero, query_Q, key_QK).expand(key_QK.shape)
+    for kind in kinds:
+        if bool(((key_QK <= query_Q) & (key_QK >= kind.first(query_Q))).eq(seen_QK).all()):
+            return Rule(kind)
+    return Rule(None)
+
+
+LARGE = 1_000_000_000
+"""Parameters of a model through which a pass over two tokens takes long."""
+_seen: dict[nn.Module, Rule | None] = {}
+
+
+def _trace(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any) -> tuple[Tensor, None]:
+    _seen[module] = attention_mask
+    return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+AttentionInterface.register(TRACE, _trace)
+AttentionMaskInterface.register(TRACE, _rule)
+
+
+@torch.no_grad()
+def note_reach(model: PreTrainedModel) -> None:
+    """Read what each attention module sees, and write it to the module.  Raises ConfigError.
+
+    A model that is large, or has no numbers yet, has it read from a copy that is as deep and narrow.
+    """
+    if model.device.type == "meta" or sum(parameter.numel() for parameter in model.parameters()) > LARGE:
+        narrow = small_model(type(model), model.config, shallow=False)
+        note_reach(narrow)
+        copy_reach(narrow, model)
+        return
+    name, tokens = type(model).__name__, torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    with _tracing(model):
+        try:
+            backbone_of(model)(input_ids=tokens, position_ids=torch.arange(2, device=model.device)[None], use_cache=False)
+        except Exception as error:  # a model's own code, which has met something else than a mask
+            said = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{name} cannot be asked what its attention sees ({said}); {REMEDY}") from error
+        found = dict(_seen)
+    if not found:
+        raise ConfigError(f"{name} does not let its attention be replaced; {REMEDY}")
+    for module, rule in found.items():
+        if isinstance(rule, Tensor):
+            raise ConfigError(f"{name} builds the masks of its attention itself; {REMEDY}")
+        if rule is not None and rule.reach is None:
+            raise ConfigError(f"{name} has attention masks that are neither causal, nor a window, nor chunks; {REMEDY}")
+        setattr(module, ATTRIBUTE, Reach() if rule is None else rule.reach)
+
+
+REMEDY = "set model.attention to 'single' and rollout.engine to 'transformers'"
+
+
+@contextmanager
+def _tracing(model: PreTrainedModel) -> Iterator[None]:
+    before = str(model.config._attn_implementation)
+    model.set_attn_implementation(TRACE)
+    _seen.clear()
+    try:
+        yield
+    finally:
+        _seen.clear()
+        model.set_attn_implementation(before)
+
+
+def reach_of(module: nn.Module) -> Reach:
+    """What `note_reach` has noted on an attention module.  Raises ConfigError if it has not met it."""
+    found = getattr(module, ATTRIBUTE, None)
+    if found is None:
+        raise ConfigError(
+            f"{type(module).__name__} was not met when the model's masks were read: it is not known which tokens it sees; {REMEDY}"
+        )
+    return found
+
+
+def copy_reach(source: nn.Module, target: nn.Module) -> None:
+    """Write what was noted on the modules of one model to those of the same names in another."""
+    noted = {name: vars(module)[ATTRIBUTE] for name, module in source.named_modules() if ATTRIBUTE in vars(module)}
+    for name, module in target.named_modules():
+        if name in noted:
+            setattr(module, ATTRIBUTE, noted[name])

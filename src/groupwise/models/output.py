@@ -1,0 +1,52 @@
+"""Which factor and which soft cap a family's own forward pass puts on its logits, found out by trying.
+
+A configuration may name a factor that the family ignores, or multiplies by where another divides.  So the forms that it could mean
+are tried on a small copy, and the one that gives the model's own logits is taken.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from groupwise.errors import ConfigError
+from groupwise.models.small import backbone_of, small_model
+
+FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
+Form = tuple[float, float | None]
+"""A factor, and a soft cap or None."""
+
+
+def forms(config: Any) -> list[Form]:
+    """What a configuration could mean, the simplest first."""
+    factors, caps = [1.0], [None]
+    for section in {id(part): part for part in (config, config.get_text_config())}.values():
+        given = section.to_dict()
+        for value in (given[key] for key in FACTORS if given.get(key)):
+            factors += [float(value), 1.0 / float(value)]
+        caps += [float(given[key]) for key in CAPS if given.get(key)]
+    return list(product(factors, caps))
+
+
+@torch.no_grad()
+def read_form(model: PreTrainedModel, kind: type[PreTrainedModel]) -> Form:
+    """The form of a model's logits.   kind: the language model's class.  Raises ConfigError if none fits."""
+    meant = forms(model.config)
+    if len(meant) == 1:
+        return meant[0]
+    small = small_model(kind, model.config)
+    tokens, output = torch.arange(2, 9)[None], small.get_output_embeddings()
+    assert isinstance(output, nn.Linear)
+    hidden = backbone_of(small)(input_ids=tokens, use_cache=False).last_hidden_state
+    own, linear = small(input_ids=tokens, use_cache=False).logits, output(hidden)
+    for place, (factor, cap) in enumerate(forms(small.config)):
+        tried = linear * factor
+        tried = tried if cap is None else cap * torch.tanh(tried / cap)
+        if bool((tried - own).abs().max() <= 1e-5 * own.abs().max()):
+            return meant[place]
+    raise ConfigError(f"{kind.__name__} does more with its logits than a factor and a soft cap: its head is not supported")

@@ -1,0 +1,569 @@
+"""Proof, before anything is trained, that every path through a model gives what its own forward pass gives.
+
+The reference is transformers' own forward and backward pass, one sequence at a time.  Against it stand the paths that a run takes:
+packed log-probs (`scoring`), the fused loss and its gradients (`training`), the same with blocks computed again (`recompute`) and
+under an adapter (`adapter`); `rollout/probe.py` adds sampling.  Sequences lie side by side, some share a prompt, and their lengths
+lie on both sides of every length at which the configuration or the masks change something.
+
+A small copy of the architecture (`models/small.py`) is compared in values and gradients; the checkpoint itself in the values of a
+few short sequences.  What differs is refused.
+
+n tokens of a completion   V vocabulary
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import json
+import logging
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from groupwise.data.packing import pack, unpack
+from groupwise.errors import ConfigError
+from groupwise.models import rope
+from groupwise.models.attention import plain_attention, use_packed_attention
+from groupwise.models.fused import fused_modules
+from groupwise.models.masks import ATTRIBUTE, REMEDY, Reach, note_reach
+from groupwise.models.output import read_form
+from groupwise.models.policy import BALANCE, PROBE_TOLERANCE, Policy
+from groupwise.models.small import language_model, small_model
+from groupwise.ops.cpu.library import absence, cache_folder
+from groupwise.ops.grad_accum import summed_in_place
+from groupwise.ops.linear_cross_entropy import chosen_logprobs, head_logits
+from groupwise.records import Batch, Sample
+
+log = logging.getLogger(__name__)
+
+VALUES, GRADIENTS = 2e-4, 2e-3
+"""Largest differences in float32: of a log-prob in nats; of a parameter's gradient, relative to its norm."""
+LONGEST, FAR = 96, 400
+"""Tokens of the longest sequence whose gradients are compared, and of the one whose log-probs are."""
+PATHS = ("scoring", "training", "router", "recompute", "adapter")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proof:
+    """What was compared, and found to be equal."""
+
+    family: str
+    paths: tuple[str, ...]
+    lengths: tuple[int, ...]
+    """Tokens of the sequences that were compared."""
+    switches: tuple[int, ...]
+    """Lengths at which the model changes something, which sequences lie on both sides of."""
+    difference: float
+    """The largest of a log-prob, in nats."""
+
+    @property
+    def written(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, text: str) -> Proof:
+        """What `written` gave.  Raises ValueError or TypeError."""
+        found = json.loads(text)
+        columns = {name: tuple(found.pop(name)) for name in ("paths", "lengths", "switches")}
+        return cls(**found, **columns)
+
+    @property
+    def line(self) -> str:
+        """One line for the log."""
+        beyond = f", across {', '.join(map(str, self.switches))}" if self.switches else ""
+        return (
+            f"{self.family}: {', '.join(self.paths)} equal its own forward pass at {len(self.lengths)} lengths from "
+            f"{self.lengths[0]} to {self.lengths[-1]}{beyond} (log-probs to {self.difference:.0e})"
+        )
+
+
+def in_words(prove: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's own code may fail in any way on paths that nobody has tried it on: that is a refusal too."""
+
+    @functools.wraps(prove)
+    def proven(model: Any, *args: Any, **how: Any) -> Any:
+        try:
+            return prove(model, *args, **how)
+        except ConfigError:
+            raise
+        except Exception as error:  # as above
+            family, said = type(getattr(model, "model", model)).__name__, str(error).strip().splitlines() or [""]
+            raise ConfigError(
+                f"{family} cannot be trained like this: it fails ({type(error).__name__}: {said[0][:200]}); {SINGLE}"
+            ) from error
+
+    return proven
+
+
+def prove_policy(policy: Policy, *, recompute: bool = False, lora: Mapping[str, Any] | None = None) -> Proof:
+    """Prove on a small copy of a policy's architecture what a run will do with it.  Raises ConfigError for what differs.
+
+    A scoring model (a backbone with another head) is proven as the language model of its configuration.
+    """
+    paths = ["scoring", "training", "router", *(["recompute"] if recompute else []), *(["adapter"] if lora is not None else [])]
+    said = (policy.attention, *paths, str(sorted((lora or {}).items())))
+
+    def run(small: PreTrainedModel) -> Proof:
+        try:
+            return prove(small, attention=policy.attention, paths=paths, lora=lora)
+        except ConfigError as error:
+            raise error if policy.attention == "single" else advised(error, stand_in(policy.model)) from error.__cause__
+
+    return proven_before(policy.model, said, run)
+
+
+def advised(error: ConfigError, small: PreTrainedModel) -> ConfigError:
+    """A refusal of packed streams that does not advise to `model.attention: single` where that is refused too."""
+    if REMEDY not in str(error):
+        return error
+    try:
+        prove(small, attention="single", paths=("scoring",))
+    except ConfigError:
+        return ConfigError(str(error).replace(REMEDY, SINGLE))
+    return error
+
+
+def proven_before(model: PreTrainedModel, what: tuple[str, ...], run: Callable[[PreTrainedModel], Proof]) -> Proof:
+    """What `run` says of a small copy of a model; asked once for the same code, kept in the user's cache beside the kernels.
+
+    what: names `run`.   Classes that do not come with transformers are proven by every process.
+    """
+    kind = language_model(model)
+    config = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
+    told = [kind.__qualname__, config, what, _code(sys.modules[kind.__module__].__file__)]
+    key = kind, hashlib.sha256(json.dumps(told, default=str, sort_keys=True).encode()).hexdigest()[:24]
+    kept = cache_folder() / "proofs" / f"{key[1]}.json" if _published(kind) else None
+    if key not in _PROVEN and kept is not None:
+        with suppress(OSError, ValueError, TypeError):
+            _PROVEN[key] = Proof.read(kept.read_text(encoding="utf-8"))
+    if key not in _PROVEN:
+        proof = _PROVEN[key] = run(stand_in(model))
+        log.info("%s", proof.line)
+        if kept is not None:
+            with suppress(OSError):
+                kept.parent.mkdir(exist_ok=True)
+                temporary = kept.with_suffix(f".{os.getpid()}")
+                temporary.write_text(proof.written, encoding="utf-8")
+                os.replace(temporary, kept)
+    return _PROVEN[key]
+
+
+_PROVEN: dict[tuple[type, str], Proof] = {}
+SMALL = 50_000_000
+"""Parameters of a model that may stand for itself."""
+
+
+def stand_in(model: PreTrainedModel) -> PreTrainedModel:
+    """A small copy; a model that is small itself, and of which none can be made, stands for itself.  Raises ConfigError."""
+    kind = language_model(model)
+    try:
+        return small_model(kind, model.config, shallow=_published(kind))
+    except ConfigError:
+        if type(model) is not kind or model.device.type == "meta" or sum(p.numel() for p in model.parameters()) > SMALL:
+            raise
+    return copy.deepcopy(model).to("cpu", torch.float32)  # type: ignore[arg-type]
+
+
+def _published(kind: type) -> bool:
+    """True of a class that comes with transformers; any other may do in its last layer what it does in no other."""
+    return kind.__module__.startswith("transformers.")
+
+
+@functools.cache
+def _code(modeling: str | None) -> list[Any]:
+    """What a proof depends on besides the configuration: this library, those it computes with, the model's own file."""
+    seen = hashlib.sha256()
+    root = Path(__file__).parents[1]
+    for file in sorted(file for pattern in ("*.py", "*.cpp", "*.h") for file in root.rglob(pattern)):
+        seen.update(file.read_bytes())
+    own = Path(modeling).read_bytes() if modeling else b""
+    versions = [transformers.__version__, torch.__version__, absence(), platform.processor()]
+    return [seen.hexdigest(), hashlib.sha256(own).hexdigest(), *versions]
+
+
+@in_words
+@torch.no_grad()
+def probe_checkpoint(policy: Policy) -> None:
+    """Two short sequences with one prompt through the weights themselves, against the model's own forward pass.
+
+    Raises ConfigError.
+    """
+    model = policy.model
+    rng, longest = np.random.default_rng(0), min(9, policy.context)
+    prompt = rng.integers(0, policy.vocabulary, size=max(1, longest // 3))
+    samples = [_sample(rng, prompt, n, policy.vocabulary) for n in (longest - prompt.size, 2)]
+    expected = []
+    for sample in samples:
+        ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion[:-1]])).to(policy.device)
+        with plain_attention(model), policy.precision():
+            out = model(input_ids=ids[None], use_cache=False).logits[0, sample.prompt.size - 1 :, : policy.vocabulary]
+        expected.append(out.float())
+    worst = 0.0
+    with fused_modules(model, keep=not policy.sharded):
+        for batch in _packed(policy, samples):
+            hidden_PD = policy.forward(batch).hidden_PD
+            for s, index in enumerate(batch.samples):
+                if index >= 0:
+                    end, count = batch.layout.start[s] + batch.layout.length[s], samples[index].completion.size
+                    with policy.precision():
+                        logits = head_logits(hidden_PD[end - count : end], policy.head).float()
+                    worst = max(worst, float((logits - expected[index]).abs().max()))
+    spread = float(torch.cat(expected).std()) + 1e-6
+    compute = torch.bfloat16 if policy.autocast else policy.dtype
+    if not worst / spread <= PROBE_TOLERANCE.get(compute, 0.15):
+        remedy = REMEDIES["scoring"] if policy.attention != "single" else SINGLE
+        raise ConfigError(
+            refusal(type(model).__name__, "scoring", f"logits differ by {worst / spread:.2g} of their spread", remedy)
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Truth:
+    """By the model's own forward and backward pass."""
+
+    logp: list[np.ndarray]
+    """Per sample (n,), nats."""
+    gradient: dict[str, Tensor]
+
+
+def wrapped(model: PreTrainedModel, attention: str) -> Policy:
+    """A policy around a model that no tokenizer belongs to: a tenth of its ids belong to no token."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    rope.follow_lengths(model)
+    if attention == "single":
+        with suppress(ConfigError):  # only to know its windows
+            note_reach(model)
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    else:
+        use_packed_attention(model)
+    return Policy(
+        model=model.eval(),
+        tokenizer=None,  # type: ignore[arg-type]
+        eos_ids=(),
+        pad_id=0,
+        vocabulary=int(rows - rows // 10),  # type: ignore[operator]
+        context=positions(model),
+        attention=attention,
+        form=read_form(model, language_model(model)),
+        switches=rope.switches(model),
+    )
+
+
+def positions(model: PreTrainedModel, most: int = LONGEST) -> int:
+    """Longest sequence that is compared: what fits into learned positions, and no more than is worth it."""
+    text: Any = model.config.get_text_config()
+    reach = getattr(text, "max_position_embeddings", None)
+    return most if rope.switches(model) or not reach else min(int(reach), most)
+
+
+def switches(model: PreTrainedModel) -> tuple[int, ...]:
+    """Lengths above which the model computes otherwise: windows and chunks of its masks, frequencies, steps of a temperature."""
+    found = {at for at, _ in rope.switches(model)}
+    for module in model.modules():
+        reach: Reach = vars(module).get(ATTRIBUTE, Reach())
+        found |= {reach.window, reach.chunk}
+    text: Any = model.config.get_text_config()
+    found |= {getattr(text, key, None) for key in ("floor_scale", "original_max_position_embeddings")}
+    return tuple(sorted(size for size in found if size))
+
+
+def samples_across(switches: Sequence[int], longest: int, vocabulary: int, seed: int = 0) -> list[Sample]:
+    """Groups whose prompts and completions end on both sides of every switch; at most `longest` tokens each."""
+    rng = np.random.default_rng(seed)
+    ends = {5, 9, 14}
+    for at in switches:
+        ends |= {at - 1, at, at + 1, at + 2, 2 * at + 3}
+    ends = {min(max(end, 4), longest - 1) for end in ends}
+    top = max(ends)
+    prompts = sorted({min(prompt, top - 1) for prompt in (2, top // 3, 2 * top // 3 + 1, *(at + 1 for at in switches))} - {0})
+    # Every prompt has at least two completions; every end is that of one prompt before it.
+    chosen = {prompt: [top, prompt + 2] for prompt in prompts}
+    for i, end in enumerate(sorted(ends - {top})):
+        before = [prompt for prompt in prompts if prompt <= end] or prompts[:1]
+        chosen[before[i % len(before)]].append(end)
+    samples = []
+    for prompt, own in chosen.items():
+        tokens = rng.integers(0, vocabulary, size=prompt)
+        # The last token of a text is predicted and not computed.
+        samples += [_sample(rng, tokens, max(end + 1 - prompt, 1), vocabulary) for end in own]
+    return samples
+
+
+def far_samples(policy: Policy, seed: int = 0) -> list[Sample]:
+    """A text that is far longer than any other and holds every id, beside short ones: whatever length a family's code changes
+    something at, that no configuration names, lies between them."""
+    rng, ids = np.random.default_rng(seed), np.arange(policy.vocabulary)
+    prompt = rng.integers(0, policy.vocabulary, size=5)
+    long = _sample(rng, prompt, max(positions(policy.model, FAR) - prompt.size, 1), policy.vocabulary)
+    long.completion[: ids.size] = rng.permutation(ids)[: long.completion.size]
+    return [_sample(rng, prompt, 7, policy.vocabulary), long, _sample(rng, rng.permutation(ids)[:11], 9, policy.vocabulary)]
+
+
+def _sample(rng: np.random.Generator, prompt: np.ndarray, n: int, vocabulary: int) -> Sample:
+    """A random completion of n tokens; prompts of one length are one prompt."""
+    nothing = np.zeros(n)
+    return Sample(
+        group=str(prompt.size),
+        prompt=prompt,
+        completion=rng.integers(0, vocabulary, size=n),
+        weight=rng.random(n) + 0.1,
+        advantage=nothing,
+        behavior_logp=nothing,
+    )
+
+
+def truth(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> Truth:
+    """The model's own forward pass, one sequence at a time, and its gradients of the weighted sum of squared log-probs."""
+    model = policy.model.eval()
+    model.zero_grad(set_to_none=True)
+    found = []
+    with plain_attention(model), torch.enable_grad() if gradients else torch.no_grad():
+        for sample in samples:
+            ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion[:-1]])).to(policy.device)
+            with policy.precision():
+                logits = model(input_ids=ids[None], use_cache=False).logits[0, sample.prompt.size - 1 :, : policy.vocabulary]
+            logp_NV = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+            logp_N = logp_NV.gather(1, torch.from_numpy(sample.completion).to(policy.device)[:, None])[:, 0]
+            if gradients:
+                weight_N = torch.from_numpy(sample.weight).to(logp_N)
+                (weight_N * logp_N.square()).sum().backward()
+            found.append(logp_N.detach().double().cpu().numpy())
+    return Truth(found, taken(model) if gradients else {})
+
+
+def taken(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The gradients of a model, which are taken away from it."""
+    found = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def by_policy(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> Truth:
+    """The same as a run computes it: packed, fused, gradients summed in place."""
+    policy.model.zero_grad(set_to_none=True)
+    found = [np.zeros(sample.completion.size) for sample in samples]
+    with (
+        torch.enable_grad() if gradients else torch.no_grad(),
+        fused_modules(policy.model, keep=not policy.sharded),
+        summed_in_place(gradients and not policy.sharded),
+    ):
+        for batch in _packed(policy, samples):
+            rows_M = batch.trained_M
+            hidden_MD = policy.forward(batch).hidden_PD[rows_M]
+            with policy.precision():
+                logp_M, _ = chosen_logprobs(hidden_MD, policy.head, batch.target_P[rows_M], batch.temperature_P[rows_M])
+            if gradients:
+                (batch.weight_P[rows_M].to(logp_M) * logp_M.square()).sum().backward()
+            logp_P = logp_M.new_zeros(batch.layout.total)
+            logp_P[rows_M] = logp_M.detach()
+            for index, values in unpack(batch, logp_P, samples):
+                found[index] = values.astype(np.float64)
+    return Truth(found, taken(policy.model) if gradients else {})
+
+
+def _packed(policy: Policy, samples: Sequence[Sample]) -> list[Batch]:
+    """All in one batch."""
+    budget = sum(sample.prompt.size + sample.completion.size for sample in samples)
+    how = {"share": policy.attention == "shared", "alike": policy.alike, "fill": policy.tiled}
+    return pack(samples, budget, device=policy.device, dtype=torch.promote_types(policy.dtype, torch.float32), **how)
+
+
+REMEDIES = {
+    "scoring": REMEDY,
+    "training": REMEDY,
+    "router": BALANCE,
+    "recompute": "set model.gradient_checkpointing to false",
+    "adapter": "leave model.lora out",
+}
+SINGLE = "this family is not supported: use another model"
+
+
+def compare(family: str, path: str, found: Truth, expected: Truth, remedy: str, slack: float = 1.0) -> float:
+    """The largest difference of a log-prob.  Raises ConfigError if it, or a gradient's, is too large; `slack` times what is."""
+    worst, said = 0.0, ""
+    for ours, theirs in zip(found.logp, expected.logp, strict=True):
+        difference = float(np.abs(ours - theirs).max())
+        if not difference <= worst:
+            worst, said = difference, f"a log-prob of a completion of {len(ours)} tokens differs by {difference:.2g} nats"
+    if not worst <= VALUES * slack:
+        raise ConfigError(refusal(family, path, said, remedy))
+    if lost := expected.gradient.keys() - found.gradient.keys():
+        raise ConfigError(refusal(family, path, f"{min(lost)} gets no gradient", remedy))
+    size = max((float(gradient.norm()) for gradient in expected.gradient.values()), default=0.0)
+    for name, theirs in expected.gradient.items():
+        difference = float((found.gradient[name] - theirs).norm()) / (float(theirs.norm()) + 1e-3 * size)
+        if not difference <= GRADIENTS * slack:
+            raise ConfigError(refusal(family, path, f"the gradient of {name} differs by {difference:.2g} of its norm", remedy))
+    return worst
+
+
+def refusal(family: str, path: str, said: str, remedy: str) -> str:
+    """What a user is told of a path that differs."""
+    return f"{family} cannot be trained like this: {path} does not equal the model's own forward pass ({said}); {remedy}"
+
+
+@in_words
+def prove(
+    model: PreTrainedModel,
+    *,
+    attention: str = "shared",
+    paths: Sequence[str] = PATHS,
+    lora: Mapping[str, Any] | None = None,
+    seed: int = 0,
+) -> Proof:
+    """Compare paths through a model with its own forward and backward pass.  Raises ConfigError for what differs.
+
+    The model is small, in float32, on the CPU, and comes back in eval mode with its weights as they were.
+    paths: of `PATHS`; those that a model has not (it has no layers that can recompute) are left out.
+    lora: a run's adapter; without it one on all linear layers.
+    """
+    family = type(model).__name__
+    remedies = REMEDIES if attention != "single" else REMEDIES | dict.fromkeys(("scoring", "training"), SINGLE)
+    policy = wrapped(model, attention)
+    samples = samples_across(switches(model), policy.context, policy.vocabulary, seed)
+    expected = truth(policy, samples, gradients=True)
+    _check_truth(policy, samples, expected)
+    case = Case(policy, samples, expected, lora)
+    proven, worst = [], 0.0
+    if paths:
+        far = far_samples(policy)
+        found, expected = (ask(policy, far, gradients=False) for ask in (by_policy, truth))
+        worst = compare(family, "scoring", found, expected, remedies["scoring"])
+        samples = [*samples, *far]
+    for path in paths:
+        found = _PATHS[path](case)
+        if found is not None:
+            worst = max(worst, compare(family, path, *found, remedies[path]))
+            proven.append(path)
+    model.eval()
+    return Proof(
+        family=family,
+        paths=tuple(proven),
+        lengths=tuple(sorted({sample.prompt.size + sample.completion.size - 1 for sample in samples})),
+        switches=switches(model),
+        difference=worst,
+    )
+
+
+def _check_truth(policy: Policy, samples: Sequence[Sample], expected: Truth) -> None:
+    """Raises ConfigError for a model whose own forward pass is noisy, or lets tokens see what comes after them."""
+    family = type(policy.model).__name__
+    sizes = [(sample.completion.size < 3, sample.prompt.size + sample.completion.size) for sample in samples]
+    place = sizes.index(min(sizes))  # a short one: further on, frequencies may depend on the length
+    sample, n = samples[place], samples[place].completion.size
+    (again,) = truth(policy, [sample], gradients=False).logp
+    if not np.abs(again - expected.logp[place]).max() <= VALUES / 10:
+        raise ConfigError(f"{family} gives other log-probs each time it is asked: set the dropout in its config.json to 0")
+    shorter = {key: getattr(sample, key)[: n - 1] for key in ("completion", "weight", "advantage", "behavior_logp")}
+    (before,) = truth(policy, [replace(sample, **shorter)], gradients=False).logp
+    if not np.abs(before - again[: n - 1]).max() <= VALUES:
+        raise ConfigError(f"{family} lets tokens see what comes after them: it is no causal language model, and cannot be trained")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Case:
+    """A policy, what it is asked, and the true answers."""
+
+    policy: Policy
+    samples: Sequence[Sample]
+    expected: Truth
+    lora: Mapping[str, Any] | None
+
+
+def _scoring(case: Case) -> tuple[Truth, Truth]:
+    """In two streams of one size, so that nothing of the first may serve the second."""
+    first = by_policy(case.policy, case.samples, gradients=False).logp
+    second = by_policy(case.policy, case.samples[::-1], gradients=False).logp
+    return Truth([*first, *second[::-1]], {}), Truth([*case.expected.logp, *case.expected.logp], {})
+
+
+def _training(case: Case) -> tuple[Truth, Truth]:
+    case.policy.model.train()  # whatever mode somebody has left it in, nothing is dropped
+    return by_policy(case.policy, case.samples, gradients=True), case.expected
+
+
+def _router(case: Case) -> tuple[Truth, Truth] | None:
+    """The loss that balances experts, of one sequence: transformers' own value and its gradients."""
+    if case.policy.router_coefficient == 0.0:
+        return None
+    model, sample = case.policy.model, case.samples[0]
+    (batch,) = _packed(case.policy, [sample])
+    own = case.policy.forward(batch).router_loss
+    assert isinstance(own, Tensor)
+    own.backward()
+    found = Truth([own.detach().numpy()[None]], taken(model))
+    with plain_attention(model):
+        loss = getattr(model(input_ids=batch.tokens_P[None], use_cache=False, output_router_logits=True), "aux_loss", None)
+    if loss is None:
+        raise ConfigError(f"{type(model).__name__} has no loss that balances experts; {BALANCE}")
+    (case.policy.router_coefficient * loss).backward()
+    return found, Truth([(case.policy.router_coefficient * loss).detach().numpy()[None]], taken(model))
+
+
+def _recompute(case: Case) -> tuple[Truth, Truth] | None:
+    if not case.policy.recomputes:
+        return None
+    case.policy.model.train()
+    with case.policy.checkpointing(True):
+        return by_policy(case.policy, case.samples, gradients=True), case.expected
+
+
+def _adapter(case: Case) -> tuple[Truth, Truth] | None:
+    from groupwise.models.lora import adapt  # peft is optional
+
+    def adapted_to(lora: Mapping[str, Any]) -> Policy:
+        return adapt(replace(case.policy, model=copy.deepcopy(case.policy.model)), lora, base="")
+
+    samples = case.samples[:4]
+    if case.lora is not None:
+        adapted = adapted_to(case.lora)
+    else:
+        small = {"rank": 4, "alpha": 8}
+        try:
+            adapted = adapted_to(small | {"targets": _linear_names(case.policy.model, inside=True, outside=True)})
+        except ConfigError:  # stacked experts that peft takes for linear layers
+            adapted = adapted_to(small | {"targets": _linear_names(case.policy.model, inside=True, outside=False)})
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for name, parameter in adapted.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0.0, 0.3)
+    off = by_policy(adapted.frozen_copy(), samples, gradients=False)
+    expected = truth(adapted, samples, gradients=True)
+    found = by_policy(adapted, samples, gradients=True)
+    base = Truth(case.expected.logp[: len(samples)], {})
+    return Truth([*found.logp, *off.logp], found.gradient), Truth([*expected.logp, *base.logp], expected.gradient)
+
+
+def _linear_names(model: PreTrainedModel, *, inside: bool, outside: bool) -> list[str]:
+    """Names that linear layers have inside and outside of attention and not elsewhere; the output head is none of them."""
+    output, found = model.get_output_embeddings(), {True: set[str](), False: set[str]()}
+    for name, module in model.named_modules():
+        if type(module) in (nn.Linear, Conv1D) and module is not output:
+            found["att" in name].add(name.rpartition(".")[2])
+    chosen = (found[True] if inside else set()) | (found[False] if outside else set())
+    return sorted(chosen - (set() if inside and outside else found[not inside]))
+
+
+_PATHS: dict[str, Callable[[Case], tuple[Truth, Truth] | None]] = {
+    "scoring": _scoring,
+    "training": _training,
+    "router": _router,
+    "recompute": _recompute,
+    "adapter": _adapter,
+}

@@ -1,0 +1,753 @@
+"""Tiny random models of every causal architecture that transformers knows, and what is true of each of them.
+
+`config_of` takes a family's own default configuration and makes it small by the names of its fields; what the defaults cannot
+build stands in `OVERRIDES`.  Windows, chunks and switches of position encodings become so short that texts of 3 to 64 tokens lie
+on both sides of them, dropout is never 0, and multipliers that are 1 by default are not, so that whoever forgets one is noticed.
+
+`examine` loads such a model as a user would and compares every path that a run may take with the model's own forward and backward
+pass, one sequence at a time, without the library's probe or any of its code.  A family is proven, or refused in words, or cannot
+be built here; one that is accepted and differs raises `Different`.
+
+    python tests/models/families.py            every family, into families.json, from which docs/models.md is made
+    python tests/models/families.py llama      one, on the screen
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import logging as transformers_logging
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from groupwise.config.settings import ModelSettings
+from groupwise.data.tokenizers import make_tokenizer
+from groupwise.errors import GroupwiseError
+from groupwise.models.fused import fused_modules
+from groupwise.models.policy import Policy, make_policy
+from groupwise.records import Prompt, Sample, Sampling
+from groupwise.rollout.engine import Engine
+from groupwise.rollout.native.engine import NativeEngine
+from groupwise.rollout.probe import prove_engine
+from groupwise.rollout.transformers import TransformersEngine
+from groupwise.training.offline import demonstration_loss
+from groupwise.training.optimizer import Taken
+from groupwise.training.scoring import score
+from groupwise.training.updating import update
+
+FAMILIES: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+"""Every model type that transformers loads as a causal language model."""
+
+WINDOW = 8
+"""Tokens: every window, chunk and `original_max_position_embeddings`."""
+CONTEXT = 128
+"""Tokens: every length that positions reach."""
+
+SMALL: dict[str, Any] = {
+    # widths
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim_model", "emb_dim", "embedding_dim", "attention_hidden_size"), 32),
+    **dict.fromkeys(("embedding_size", "input_embedding_size", "output_embedding_size", "word_embed_proj_dim", "lru_width"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "dff", "dim_ff", "ffn_hidden_size"), 48),
+    **dict.fromkeys(("d_inner", "feed_forward_size", "intermediate_size_mlp", "dense_intermediate_size", "n_inner"), 48),
+    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("shared_intermediate_size", "shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("backbone_hidden_size", "router_hidden_size", "hidden_size_per_layer_input", "laurel_rank"), 16),
+    **dict.fromkeys(
+        ("q_lora_rank", "kv_lora_rank", "o_lora_rank", "index_head_dim", "gated_norm_rank", "adapter_rank", "d_rel"), 16
+    ),
+    # depth
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "num_layers_per_stack"), 2),
+    **dict.fromkeys(("decoder_layers", "encoder_layers", "num_decoder_layers", "num_encoder_layers"), 2),
+    # heads
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "num_decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_encoder_attention_heads", "swa_num_attention_heads", "linear_num_value_heads", "linear_num_heads"), 4),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "linear_num_key_heads"), 2),
+    **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "d_head", "dim_head", "swa_head_dim"), 8),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "kv_channels", "attention_head_size"), 8),
+    "v_head_dim": 12,
+    "index_n_heads": 32,  # with few of them scores of an index are often all 0, and which key of equal ones is taken is open
+    "qk_head_dim": 16,
+    "rotary_dim": 4,
+    # lengths
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length", "context_length"), CONTEXT
+    ),
+    **dict.fromkeys(("max_target_positions", "max_source_positions"), CONTEXT),
+    **dict.fromkeys(("sliding_window", "window_size", "attention_chunk_size", "sliding_window_size", "keep_window_size"), WINDOW),
+    **dict.fromkeys(("attention_window_size", "local_attention", "floor_scale", "original_max_position_embeddings"), WINDOW),
+    **dict.fromkeys(("log_scaling_n_floor", "index_topk", "rel_extent"), WINDOW),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size", "block_size"), WINDOW),
+    # experts
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
+    **dict.fromkeys(("n_group", "num_expert_group", "topk_group", "first_k_dense_replace", "num_dense_layers"), 1),
+    "zero_expert_num": 2,
+    # state spaces
+    **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size", "mamba_d_head", "mamba_head_dim", "mamba_headdim"), 8),
+    **dict.fromkeys(("time_step_rank", "mamba_dt_rank"), 2),
+    **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), 1),
+    # what is 1 or absent by default, and must not be forgotten
+    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "logits_soft_cap"), 4.0),
+    **dict.fromkeys(("logits_scaling", "embedding_multiplier"), 2.0),
+    **dict.fromkeys(("residual_multiplier", "logit_scale", "lm_head_multiplier"), 0.5),
+    "attention_multiplier": 0.3,
+    "query_pre_attn_scalar": 5,
+    "type_vocab_size": 2,
+    **dict.fromkeys(("pronunciation_vocab_size", "shape_vocab_size"), 32),
+    **dict.fromkeys(("pronunciation_embed_dim", "shape_embed_dim", "hc_lowrank", "ple_embed_dim", "depth"), 8),
+    **dict.fromkeys(("ngram_vocab_size_base", "encoder_hash_byte_group_vocab", "num_position_embeddings"), 64),
+    **dict.fromkeys(("hidden_size_global", "adapter_in_dim", "adapter_input_size", "adapter_out_dim"), 32),
+    "is_decoder": True,
+}
+"""Fields by name, wherever a configuration has them."""
+
+DROPOUT = 0.1
+
+WIDE: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "n_embd"), 128),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), 160),
+    **dict.fromkeys(("num_attention_heads", "n_head"), 2),
+    "num_key_value_heads": 1,
+    **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim"), 64),
+    "v_head_dim": 96,
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 1024),
+    "sliding_window": 100,
+}
+"""The same for models whose heads are as wide as they are elsewhere, and whose texts are long: other kernels take those."""
+LONGER = 10
+"""Times as long are their texts."""
+
+
+def _layers(kinds: Sequence[Any], count: int) -> list[Any]:
+    return [kinds[i % len(kinds)] for i in range(count)]
+
+
+def shrunken(config: PreTrainedConfig, vocabulary: int, eos: int, small: Mapping[str, Any] = SMALL) -> dict[str, Any]:
+    """Keyword arguments that make a small configuration of the same class."""
+    says = config.to_dict()
+    kept: dict[str, Any] = {}
+    for name, value in says.items():
+        if name in small and not isinstance(value, (dict, bool) if name != "is_decoder" else dict):
+            kept[name] = small[name]
+        elif "drop" in name and isinstance(value, float) and "path" not in name:
+            kept[name] = DROPOUT
+        elif name in ("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input", "audio_vocab_size"):
+            kept[name] = vocabulary
+        elif name == "eos_token_id":
+            kept[name] = eos
+        elif name.endswith("_token_id") and isinstance(value, int) and value >= vocabulary:
+            kept[name] = vocabulary - 1
+    if "layerdrop" in says or "decoder_layerdrop" in says:  # drops whole layers in training mode
+        kept |= {name: DROPOUT for name in ("layerdrop", "decoder_layerdrop") if name in says}
+    kinds = {
+        name: list(dict.fromkeys(value))
+        for name, value in says.items()
+        if name.endswith(("layer_types", "layers_block_type")) and isinstance(value, list) and value
+    }
+    count = max([2, *(len(found) for found in kinds.values())])
+    for name, found in kinds.items():
+        found.sort(key=lambda kind: kind == "full_attention")  # some families want their last layer to see everything
+        kept[name] = _layers(found, count)
+    if kinds:
+        kept |= {name: count for name in ("num_hidden_layers", "n_layer", "num_layers") if name in says}
+    if "kv_lora_rank" in says:  # every head has keys of its own
+        kept["num_key_value_heads"] = kept["num_attention_heads"]
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            below = merged(shrunken(value, vocabulary, eos, small), OVERRIDES.get(value.model_type, {}))
+            kept[name] = {"model_type": value.model_type} | below
+    return kept
+
+
+_BOTH = ["sliding_attention", "full_attention"]
+
+NOT_BUILT: dict[str, tuple[str, ...]] = {
+    "gemma3n": ("Its vision tower needs the package timm; its text part is `gemma3n_text`.",),
+    "gemma4_assistant": ("It drafts tokens for a Gemma 4 from that model's keys and values; alone it is no language model.",),
+    "gemma4_unified_assistant": (
+        "It drafts tokens for a Gemma 4 from that model's keys and values; alone it is no language model.",
+    ),
+    "musicgen": ("transformers' class does not take the family's own configuration; its tokens are audio codes.",),
+    "musicgen_melody": ("transformers' class does not take the family's own configuration; its tokens are audio codes.",),
+}
+"""By model type: why there is no model to examine."""
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": {"mamba_d_head": 16, "attn_layer_indices": [1]},
+    "cohere_compass_text": {
+        "layer_types": _BOTH,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]} for kind in _BOTH
+        },
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 1e4, "attn_pdrop": DROPOUT},
+        "ffn_config": {"moe_top_k": 2, "ffn_hidden_size": 48},
+    },
+    "diffllama": {"attention_dropout": 0.0},
+    "dots3_note_text": {
+        "per_layer_config": {"1": {"num_attention_heads": 8, "num_key_value_heads": 8, "kv_lora_rank": 8, "head_dim": 16}}
+    },
+    "dots1": {"layer_types": _BOTH},
+    "falcon_h1": {"mamba_d_ssm": 32},
+    "flint": {"mlp_only_layers": [0]},
+    "gemma3n_text": {"num_hidden_layers": 3, "layer_types": [*_BOTH, "sliding_attention"], "num_kv_shared_layers": 1},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
+    "granitemoehybrid": {"mamba_d_head": 16, "layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "glm_moe_dsa": {"indexer_types": ["full", "shared"]},
+    "hy_v4": {"indexer_types": ["full", "shared"]},
+    "laguna": {"layer_types": _BOTH},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "llama4_text": {"no_rope_layers": [1, 0], "moe_layers": [1]},
+    "mamba2": {"num_heads": 8, "n_groups": 2},
+    "mellum": {"layer_types": _BOTH},
+    "minimax_m3_vl_text": {
+        "layer_types": ["minimax_m3_sparse", "full_attention"], "index_block_size": 4, "index_topk_blocks": 2, "index_n_heads": 4,
+    },
+    "ministral": {"layer_types": _BOTH},
+    "nemotron_h": {"n_groups": 2, "layer_types": ["linear_attention", "moe", "full_attention", "mlp"]},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 32, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 4,
+    },
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "reformer": {
+        "attn_layers": ["local", "lsh"], "axial_pos_embds": False, "num_buckets": 4,
+        "local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8,
+    },
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+    },
+    "zamba2": {
+        "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 64,
+        "attention_head_dim": 16, "mamba_headdim": 16,
+    },
+    "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid_sliding", "hybrid"]},
+}  # fmt: skip
+"""By model type, where the names do not suffice."""
+
+
+def config_of(family: str, vocabulary: int, eos: int, *, wide: bool = False, **changes: Any) -> PreTrainedConfig:
+    """A small configuration of a family.  `changes` are laid over it; a mapping over a mapping is merged."""
+    kind = CONFIG_MAPPING[family]
+    own = OVERRIDES.get(family, {})
+    with quiet():
+        kept = merged(shrunken(kind(), vocabulary, eos, {**SMALL, **WIDE} if wide else SMALL), own)
+        return kind(**merged(kept, changes))
+
+
+def merged(tree: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` laid over `tree`, one mapping into the other."""
+    found = dict(tree)
+    for name, value in over.items():
+        below = found.get(name)
+        found[name] = merged(below, value) if isinstance(value, Mapping) and isinstance(below, Mapping) else value
+    return found
+
+
+def model_of(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A model with random weights that are large enough for every part of it to matter."""
+    torch.manual_seed(seed)
+    with quiet():
+        # A copy, because the library names its attention in a model's configuration.
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32, attn_implementation="eager")
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            drawn = torch.randn(parameter.shape, generator=noise)
+            if parameter.ndim >= 2 and float(parameter.std()) < 0.1:
+                parameter.copy_(0.2 * drawn)
+            else:
+                parameter.add_(0.1 * drawn)
+    return model.eval()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what transformers says of ids outside of a tiny vocabulary."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+# ---------------------------------------------------------------- the truth: transformers' own forward pass, one sequence at a time
+
+TOLERANCE = 1e-4
+"""Nats.  In float32 another order of the same sums moves log-probs of these models by 1e-6 to 1e-5; whatever is forgotten on the
+way (a window, a position, a multiplier, a neighbour) moves them by 1e-2 and more, see `sensitivity`."""
+GRADIENT_TOLERANCE = 1e-3
+"""Of a parameter's gradient, relative to its norm: rounding gives 1e-6 to 5e-5."""
+LEAST_SENSITIVITY = 5e-3
+"""Nats by which the last token must hear the first half of the text: a model that hears nothing proves nothing."""
+
+LENGTHS = ((2, (1, 3)), (5, (12, 2)), (21, (18, 9)), (40, (24,)))
+"""Prompt and completions of each group, in tokens: on both sides of `WINDOW`, and of `SWITCH`, within and beyond the prompt."""
+TEMPERATURE = 0.8
+TEXT = np.arange(5, 10), np.arange(10, 14)
+"""A prompt and a completion."""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What a model says itself of samples."""
+
+    logp: list[np.ndarray]
+    """Per sample (n_i,), nats, at its temperature, over the tokenizer's vocabulary."""
+    gradients: dict[str, Tensor]
+    """Of the weighted sum of minus these, by parameter."""
+
+
+def log_probs(
+    model: PreTrainedModel, prompt: np.ndarray, completion: np.ndarray, vocabulary: int, **how: Any
+) -> tuple[Tensor, Any]:
+    """Of a completion's tokens (n,), by an ordinary forward pass over this text alone, differentiable; and what the pass gave.
+
+    As a sampler does, it leaves the last token out, which is drawn and not seen: with it a text may be longer than a length at
+    which positions change.
+    """
+    if "dynamic" in json.dumps(model.config.to_dict(), default=str):
+        model = _without_memory(model)
+    ids = torch.from_numpy(np.concatenate([prompt, completion]))
+    outputs = model(input_ids=ids[None, :-1], use_cache=False, **how)
+    logp_TV = (outputs.logits[0, prompt.size - 1 :, :vocabulary] / TEMPERATURE).log_softmax(-1)
+    return logp_TV.gather(1, ids[prompt.size :, None])[:, 0], outputs
+
+
+def _without_memory(model: PreTrainedModel) -> PreTrainedModel:
+    """The same parameters under fresh modules: dynamic rotary embeddings remember the longest text that they have seen."""
+    fresh = model_of(model.config)
+    own = dict(model.named_parameters())
+    for name, module in fresh.named_modules():
+        for key in list(module._parameters):
+            module._parameters[key] = own.get(f"{name}.{key}" if name else key, module._parameters[key])
+    return fresh
+
+
+def truth_of(model: PreTrainedModel, samples: Sequence[Sample], vocabulary: int) -> Truth:
+    """Log-probs and gradients, one sequence at a time.
+
+    Where the configuration asks for a loss that balances experts, it is transformers' own, of all the sequences of the step.
+    """
+    config = model.config
+    balanced = getattr(config, "output_router_logits", False) and bool(getattr(config, "router_aux_loss_coef", 0.0))
+    found, loss, routers = [], torch.zeros(()), []
+    for sample in samples:
+        how = {"output_router_logits": True} if balanced else {}
+        logp, outputs = log_probs(model, sample.prompt, sample.completion, vocabulary, **how)
+        loss = loss - (torch.from_numpy(sample.weight) * logp).sum()
+        found.append(logp.detach().numpy())
+        if balanced:
+            routers.append(outputs.router_logits)
+    if balanced:
+        logits = tuple(torch.cat([layer.flatten(0, -2) for layer in layers]) for layers in zip(*routers, strict=True))
+        balance = load_balancing_loss_func(logits, logits[0].shape[-1], config.num_experts_per_tok)
+        loss = loss + config.router_aux_loss_coef * balance
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return Truth(found, gradients)
+
+
+@torch.no_grad()
+def sensitivity(model: PreTrainedModel) -> float:
+    """Nats by which the log-probs of a text's last token move when an earlier half of the text is another."""
+    text = torch.arange(5, 29)[None]
+    other = text.clone()
+    other[0, :12] += 3
+    one, two = (model(input_ids=ids, use_cache=False).logits[0, -1].log_softmax(-1) for ids in (text, other))
+    return float((one - two).abs().max())
+
+
+@torch.no_grad()
+def foresight(model: PreTrainedModel) -> float:
+    """By how much logits move when the token behind them is another: 0 in a causal model."""
+    text = torch.arange(5, 29)[None]
+    other = text.clone()
+    other[0, -1] = 40
+    one, two = (model(input_ids=ids, use_cache=False).logits[0, :-1] for ids in (text, other))
+    return float((one - two).abs().max())
+
+
+def samples_of(vocabulary: int, longer: int = 1, seed: int = 0) -> list[Sample]:
+    """Groups of all lengths, one of a single member; of all ids, special ones included."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for group, (prompt, completions) in enumerate(LENGTHS):
+        text = rng.integers(0, vocabulary, size=longer * prompt)
+        for index, n in enumerate(longer * n for n in completions):
+            samples.append(
+                Sample(
+                    group=str(group),
+                    index=index,
+                    prompt=text,
+                    completion=rng.integers(0, vocabulary, size=n),
+                    weight=rng.random(n) + 0.2,
+                    advantage=np.ones(n),
+                    behavior_logp=np.zeros(n),
+                    temperature=TEMPERATURE,
+                )
+            )
+    return samples
+
+
+# ---------------------------------------------------------------- what the library makes of it
+
+
+class Different(AssertionError):
+    """A path that was accepted gives other numbers than the model's own forward pass."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is true of a family.  Exactly one of proven (`uses` is packed or single), refused, and cannot be built."""
+
+    verdict: str
+    """`proven`, `refused` or `not built`; or a fault of ours: `different` (accepted and wrong), `untidy` (no refusal in words)."""
+    uses: str = ""
+    """`packed` or `single`: how it is scored and trained."""
+    paths: tuple[str, ...] = ()
+    """What was compared with the model's own forward pass."""
+    says: tuple[str, ...] = ()
+    """Why it is not packed, or not accepted, in the words that a user sees; or why it cannot be built."""
+    kind: str = ""
+    """Its class."""
+
+
+class Recorder:
+    """In an optimizer's place: keeps the gradient and changes nothing."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.gradients: dict[str, Tensor] = {}
+
+    def clear(self) -> None:
+        """See `Optimizer`."""
+        self.model.zero_grad()
+
+    def step(self) -> Taken:
+        """See `Optimizer`."""
+        self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        self.clear()
+        return Taken(grad_norm=0.0, lr=0.0, skipped=False)
+
+
+def apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest difference of a parameter's gradient, relative to its norm; where that is almost 0, to the largest one's."""
+    least = 1e-3 * max(float(g.norm()) for g in expected.values())
+    worst = 0.0
+    for name in expected.keys() | found.keys():
+        one, other = (tree.get(name, torch.zeros(())) for tree in (found, expected))
+        difference = float((one - other).norm()) / (float(other.norm()) + least)
+        worst = max(worst, difference if difference == difference else torch.inf)
+    return worst
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, the truth about it, and a policy made of another model with the same weights."""
+
+    model: PreTrainedModel
+    truth: Truth
+    samples: list[Sample]
+    policy: Policy
+
+    def scoring(self, budget: int) -> float:
+        """Largest difference of a log-prob."""
+        found = score(self.policy, self.samples, budget=budget).logp
+        return max(_largest(one - other) for one, other in zip(found, self.truth.logp, strict=True))
+
+    def gradients(self, budget: int, recompute: bool = False) -> float:
+        """Largest relative difference of a gradient by the step that trains."""
+        recorder: Any = Recorder(self.policy.model)
+        with self.policy.checkpointing(recompute):
+            update(self.policy, demonstration_loss, self.samples, recorder, budget=budget)
+        return apart(recorder.gradients, self.truth.gradients)
+
+    def sampling(self, engine: Engine, prompts: Sequence[Prompt], group_size: int) -> float:
+        """Largest difference of a sampled token's log-prob."""
+        worst = 0.0
+        how = Sampling(temperature=TEMPERATURE, max_new_tokens=24)
+        for group in engine.generate(prompts, group_size=group_size, sampling=how, seed=1):
+            for rollout in group:
+                with torch.no_grad():
+                    expected, _ = log_probs(self.model, rollout.prompt.tokens, rollout.tokens, self.policy.vocabulary)
+                worst = max(worst, _largest(rollout.behavior_logp - expected.numpy()))
+        return worst
+
+    def prompts(self) -> list[Prompt]:
+        """Each group's that leaves room for a completion."""
+        texts = {sample.group: sample.prompt for sample in self.samples if sample.prompt.size < self.policy.context}
+        return [Prompt(id=group, tokens=tokens, text="?", row={}) for group, tokens in texts.items()]
+
+
+def _largest(difference: np.ndarray) -> float:
+    largest = float(np.abs(difference).max())
+    return largest if largest == largest else np.inf
+
+
+BUDGETS = 10_000, 64
+"""Packed positions at a time: everything beside everything, and a few groups at once."""
+
+
+def examine(family: str, *, probe: bool = True, wide: bool = False, **changes: Any) -> Finding:
+    """Build a family's tiny model, load it as a user would, and compare every path.  Raises Different.
+
+    probe: False takes the model unseen, so that the comparison here is all there is.
+    wide: with wide heads and long texts.
+    """
+    if family in NOT_BUILT:
+        return Finding("not built", says=NOT_BUILT[family], kind=MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])
+    tokenizer = make_tokenizer("arithmetic")
+    config = config_of(family, len(tokenizer) + 3, tokenizer.eos_token_id, wide=wide, **changes)
+    model = model_of(config)
+    refused: list[str] = []
+    for attention, compare in (("shared", _packed), ("single", _single)):
+        policy = _loaded(config, tokenizer, attention, refused, probe)
+        if policy is None:
+            continue
+        if foresight(model) > TOLERANCE:
+            raise Different(f"accepted with model.attention {attention}, but its tokens see what comes behind them")
+        if (heard := sensitivity(model)) < LEAST_SENSITIVITY:
+            raise Different(f"the tiny model moves by only {heard:.1g} nats with its text: it proves nothing")
+        samples = samples_of(len(tokenizer), LONGER if wide else 1)
+        paths = compare(Case(model, truth_of(model, samples, len(tokenizer)), samples, policy), refused)
+        uses = "packed" if attention == "shared" else "single"
+        return Finding("proven", uses, tuple(paths), tuple(dict.fromkeys(refused)), type(model).__name__)
+    return Finding("refused", says=tuple(refused), kind=type(model).__name__)
+
+
+def _loaded(config: PreTrainedConfig, tokenizer: Any, attention: Any, refused: list[str], probe: bool) -> Policy | None:
+    """A policy as a run that computes activations again loads it; where that is refused, as one that does not."""
+    for recompute in (True, False):
+        settings = ModelSettings(attention=attention, gradient_checkpointing=recompute, device="cpu")
+        try:
+            return make_policy(model_of(config), tokenizer, settings, probe=probe)
+        except GroupwiseError as error:
+            refused.append(str(error))
+            if "gradient_checkpointing" not in str(error):
+                break
+    return None
+
+
+def _packed(case: Case, refused: list[str]) -> Iterator[str]:
+    for budget in BUDGETS:
+        _same("scoring", case.scoring(budget), TOLERANCE)
+    yield "scoring"
+    for budget in BUDGETS:
+        _same("gradients", case.gradients(budget), GRADIENT_TOLERANCE)
+    yield "gradients"
+    if _fused(case.policy):
+        yield "fused"
+    yield from _recomputed(case, refused)
+    try:
+        prove_engine(case.policy, NativeEngine)
+        engine = NativeEngine(case.policy, max_rows=5)
+        beside, alone = case.sampling(engine, case.prompts(), 2), case.sampling(engine, case.prompts()[1:2], 1)
+    except GroupwiseError as error:
+        refused.append(str(error))
+        yield from _generated(case, refused)
+        return
+    _same("native sampling", beside, TOLERANCE)
+    _same("native sampling of one completion", alone, TOLERANCE)
+    yield "native"
+    if engine.path == "lean":
+        yield "lean"
+
+
+def _single(case: Case, refused: list[str]) -> Iterator[str]:
+    _same("scoring", case.scoring(BUDGETS[0]), TOLERANCE)
+    yield "scoring"
+    _same("gradients", case.gradients(BUDGETS[0]), GRADIENT_TOLERANCE)
+    yield "gradients"
+    yield from _recomputed(case, refused)
+    yield from _generated(case, refused)
+
+
+def _recomputed(case: Case, refused: list[str]) -> Iterator[str]:
+    try:
+        found = case.gradients(BUDGETS[0], recompute=True)
+    except GroupwiseError as error:
+        refused.append(str(error))
+        return
+    _same("checkpointing", found, GRADIENT_TOLERANCE)
+    yield "checkpointing"
+
+
+def _generated(case: Case, refused: list[str]) -> Iterator[str]:
+    """transformers' `generate`, several prompts at once."""
+    try:
+        prove_engine(case.policy, TransformersEngine)
+        found = case.sampling(TransformersEngine(case.policy, max_rows=5), case.prompts(), 2)
+    except GroupwiseError as error:
+        refused.append(str(error))
+        return
+    _same("sampling by transformers' generate", found, TOLERANCE)
+    yield "generate"
+
+
+def _fused(policy: Policy) -> bool:
+    """True if blocks of the model run in a fused form."""
+    with fused_modules(policy.model):
+        return any("forward" in vars(m) for m in policy.model.modules() if type(m) not in (torch.nn.Linear, torch.nn.Embedding))
+
+
+def _same(path: str, difference: float, tolerance: float) -> None:
+    if not difference <= tolerance:
+        raise Different(f"{path} differs by {difference:.2g} from the model's own forward pass (tolerance {tolerance:g})")
+
+
+# ---------------------------------------------------------------- the table
+
+NAMED = (
+    *(
+        "gpt2",
+        "gpt_neox",
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen3",
+        "qwen2_moe",
+        "qwen3_moe",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+    ),
+    *("phi", "phi3", "olmo", "olmo2", "olmo3", "smollm3", "granite", "cohere", "cohere2", "stablelm", "starcoder2", "deepseek_v2"),
+    *("deepseek_v3", "glm4", "gpt_oss", "nemotron"),
+)
+"""What most people train: proven on every path."""
+
+_TURN = {"rope_theta": 10000.0, "factor": 4.0}
+_SHORT = {"original_max_position_embeddings": 2 * WINDOW}
+_LONG_FACTORS = {"short_factor": [1.0, 1.2, 1.1, 1.5], "long_factor": [3.0, 2.0, 5.0, 1.0]}
+_BALANCE = {"output_router_logits": True, "router_aux_loss_coef": 5.0}
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", **_TURN}}),
+    "llama, llama3 rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "llama3", **_TURN, **_SHORT, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+    ),
+    "llama, yarn rope": ("llama", {"rope_parameters": {"rope_type": "yarn", **_TURN, **_SHORT}}),
+    "llama, dynamic rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", **_TURN}, "max_position_embeddings": 2 * WINDOW},
+    ),
+    "llama, longrope": ("llama", {"rope_parameters": {"rope_type": "longrope", **_TURN, **_SHORT, **_LONG_FACTORS}}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, tied head": ("llama", {"tie_word_embeddings": True}),
+    "phi3, longrope": ("phi3", {"rope_parameters": {"rope_type": "longrope", **_TURN, **_SHORT, **_LONG_FACTORS}}),
+    "phi3, longrope, no window": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "longrope", **_TURN, **_SHORT, **_LONG_FACTORS}, "sliding_window": None},
+    ),
+    "gpt_oss, yarn rope": ("gpt_oss", {"rope_parameters": {"rope_type": "yarn", **_TURN, **_SHORT, "truncate": False}}),
+    "deepseek_v3, yarn rope": (
+        "deepseek_v3",
+        {"rope_parameters": {"rope_type": "yarn", **_TURN, **_SHORT, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "mistral, no window": ("mistral", {"sliding_window": None}),
+    "qwen2, windows": ("qwen2", {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}),
+    "qwen3, windows": ("qwen3", {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}),
+    "mixtral, router loss": ("mixtral", _BALANCE),
+    "qwen2_moe, router loss": ("qwen2_moe", _BALANCE),
+    "qwen3_moe, router loss": ("qwen3_moe", _BALANCE),
+    "olmoe, router loss": ("olmoe", _BALANCE),
+    "gpt_oss, router loss": ("gpt_oss", _BALANCE),
+    "gpt2, scaled by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "gpt2, unscaled": ("gpt2", {"scale_attn_weights": False}),
+    "gpt_neox, sequential": ("gpt_neox", {"use_parallel_residual": False}),
+    "gemma, bidirectional": ("gemma", {"use_bidirectional_attention": True}),
+    "gemma2, own head": ("gemma2", {"tie_word_embeddings": False}),
+    "phi, head norms": ("phi", {"qk_layernorm": True}),
+    "stablelm, head norms": ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}),
+    "olmo, clipped": ("olmo", {"clip_qkv": 0.5}),
+    "cohere, head norms": ("cohere", {"use_qk_norm": True}),
+    "opt, norms behind": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),
+    "falcon, alibi": ("falcon", {"alibi": True}),
+    "falcon, new decoder": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "bert, not a decoder": ("bert", {"is_decoder": False}),
+}
+"""Settings of a configuration that change its mathematics: the family, and what is laid over its tiny configuration."""
+
+TABLE = Path(__file__).with_suffix(".json")
+
+
+def masked(text: str) -> str:
+    """A message without its measured numbers, which differ between machines."""
+    return re.sub(r"\b\d+(\.\d+)?(e[+-]?\d+)?\b", "#", text)
+
+
+def row_of(name: str) -> Finding:
+    """Of a family or a variant."""
+    family, changes = VARIANTS.get(name, (name, {}))
+    return examine(family, **changes)
+
+
+def read_table() -> tuple[str, dict[str, Finding]]:
+    """The version of transformers that the table is of, and its rows."""
+    held = json.loads(TABLE.read_text(encoding="utf-8"))
+    rows = {
+        name: Finding(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for name, row in held["rows"].items()
+    }
+    return held["transformers"], rows
+
+
+def found_of(name: str) -> Finding:
+    """`row_of`, and what is wrong with the library as a finding of its own: the table hides nothing."""
+    try:
+        return row_of(name)
+    except Different as error:
+        verdict, said = "different", str(error)
+    except Exception as error:
+        verdict, said = "untidy", f"{type(error).__name__}: {error}"
+    family, _ = VARIANTS.get(name, (name, {}))
+    return Finding(verdict, says=(said,), kind=MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])
+
+
+def main(names: Sequence[str]) -> None:
+    """Examine and show; without names all of them, and write the table."""
+    rows = {}
+    for name in names or (*FAMILIES, *VARIANTS):
+        rows[name] = found = found_of(name)
+        print(f"{name:28} {found.verdict} {found.uses} {' '.join(found.paths)}", *found.says, sep="\n    ", flush=True)
+    print(Counter(row.verdict for row in rows.values()))
+    if not names:
+        held: dict[str, Any] = {"transformers": transformers.__version__, "tolerance": TOLERANCE}
+        held |= {"gradient_tolerance": GRADIENT_TOLERANCE, "window": WINDOW, "dropout": DROPOUT, "first": NAMED}
+        held["variants"] = {name: {"family": family, "changes": changes} for name, (family, changes) in VARIANTS.items()}
+        held["rows"] = {name: asdict(row) for name, row in rows.items()}
+        TABLE.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

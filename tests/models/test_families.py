@@ -1,0 +1,109 @@
+"""Every causal architecture of the installed transformers is proven, refused in words, or cannot be built; none differs in silence.
+
+See families.py for what is compared, and docs/models.md for the table.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from huggingface_hub.errors import StrictDataclassClassValidationError
+
+spec = importlib.util.spec_from_file_location("families", Path(__file__).with_name("families.py"))
+assert spec is not None
+assert spec.loader is not None
+families = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = families  # dataclasses look their module up there
+spec.loader.exec_module(families)
+
+VERSION, ROWS = families.read_table()
+INSTALLED = transformers.__version__
+ALWAYS = {*families.NAMED, "phi3, longrope", "qwen2, windows", "mixtral, router loss"}
+
+
+def names() -> list[Any]:
+    every = [*families.FAMILIES, *families.VARIANTS]
+    return [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in every]
+
+
+def comparable(row: Any) -> Any:
+    """Without numbers that differ between machines."""
+    return replace(row, says=tuple(families.masked(text) for text in row.says))
+
+
+@pytest.mark.parametrize("name", names())
+def test_what_is_accepted_equals_its_own_forward(name: str) -> None:
+    found = families.row_of(name)  # raises Different
+    if VERSION == INSTALLED:
+        assert comparable(found) == comparable(ROWS[name]), "run tests/models/families.py and docs/generate.py"
+
+
+def test_the_table_holds_every_architecture() -> None:
+    if VERSION != INSTALLED:
+        pytest.skip(f"the table is of transformers {VERSION}")
+    assert set(ROWS) == {*families.FAMILIES, *families.VARIANTS}
+    faults = {name: row.says for name, row in ROWS.items() if row.verdict not in ("proven", "refused", "not built")}
+    assert not faults, faults
+    for name, row in ROWS.items():
+        assert (row.verdict == "proven") == bool(row.paths) == bool(row.uses), name
+        assert row.verdict == "proven" or row.says, f"{name}: no reason"
+
+
+@pytest.mark.parametrize("name", families.NAMED)
+def test_what_most_people_train_is_proven_on_every_path(name: str) -> None:
+    row = ROWS[name]
+    assert row.uses == "packed"
+    assert {"scoring", "gradients", "checkpointing", "native"} <= set(row.paths)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("gpt2", "llama", "mistral", "gemma2", "gpt_oss"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3", "mixtral", "olmo3", "deepseek_v3", "glm4")),
+    ],
+)
+def test_wide_heads_and_long_texts_too(family: str) -> None:
+    row = families.examine(family, wide=True)
+    assert row.uses == "packed"
+    assert set(row.paths) == set(ROWS[family].paths)
+
+
+@pytest.mark.parametrize("name", sorted(families.NOT_BUILT))
+def test_what_cannot_be_built_raises(name: str) -> None:
+    with pytest.raises((ImportError, AttributeError, ValueError, StrictDataclassClassValidationError)):
+        families.log_probs(families.model_of(families.config_of(name, 64, 1)), *families.TEXT, 60)
+
+
+@pytest.mark.parametrize(
+    ("family", "fault"),
+    [
+        ("mistral", "window"),
+        ("gemma2", "softcap"),
+        ("llama", "scale"),
+        ("llama", "neighbour"),
+    ],
+)
+def test_the_comparison_itself_notices(family: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the library's own probe off: what is compared here depends on nothing that it believes."""
+    attention = sys.modules[families.make_policy.__module__].PackedAttention
+    right = attention.__call__
+
+    def wrong(self: Any, layer: int, query: Any, key: Any, value: Any, scale: float, softcap: Any, window: Any, **more: Any) -> Any:
+        if fault == "neighbour" and query.shape[2] > 60:
+            value = value.clone()
+            value[:, :, 50] += value[:, :, 0]
+        softcap = None if fault == "softcap" else softcap
+        window = None if fault == "window" else window
+        scale = 1.01 * scale if fault == "scale" else scale
+        return right(self, layer, query, key, value, scale, softcap, window, **more)
+
+    monkeypatch.setattr(attention, "__call__", wrong)
+    with pytest.raises(families.Different, match="differs by"):
+        families.examine(family, probe=False)

@@ -1,0 +1,489 @@
+"""The probe at load finds what a run would do otherwise than the model itself; and what it once found is right now."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    AfmoeConfig,
+    AfmoeForCausalLM,
+    BioGptConfig,
+    BioGptForCausalLM,
+    DogeConfig,
+    DogeForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
+)
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
+
+from groupwise.config.settings import ModelSettings
+from groupwise.data.packing import pack
+from groupwise.data.tokenizers import make_tokenizer
+from groupwise.errors import ConfigError
+from groupwise.models import probe
+from groupwise.models.attention import NAME, plain_attention
+from groupwise.models.fused import fused_modules
+from groupwise.models.masks import Reach, reach_of
+from groupwise.models.policy import Policy, make_policy
+from groupwise.models.small import randomise, small_copy, small_model
+from groupwise.ops.linear_cross_entropy import chosen_logprobs
+from groupwise.records import Prompt, Sample, Sampling
+from groupwise.rollout.native.engine import NativeEngine
+from groupwise.rollout.probe import prove, prove_engine
+from groupwise.rollout.transformers import TransformersEngine
+
+TOKENIZER = make_tokenizer("arithmetic")
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "vocab_size": len(TOKENIZER),
+}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [1.5, 2.0, 4.0, 8.0],
+    "original_max_position_embeddings": 16,
+}
+
+
+def built(kind: type[PreTrainedModel], config: type, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = kind(config(**SHAPE | changes)).eval()
+    randomise(model)
+    return model
+
+
+def texts(*sizes: tuple[int, int], seed: int = 0) -> list[Sample]:
+    """(prompt, completion) lengths; those of one prompt length share the prompt."""
+    rng = np.random.default_rng(seed)
+    prompts = {size: rng.integers(0, len(TOKENIZER), size=size) for size, _ in sizes}
+    return [
+        Sample(
+            group=str(size),
+            prompt=prompts[size],
+            completion=rng.integers(0, len(TOKENIZER), size=n),
+            weight=rng.random(n) + 0.1,
+            advantage=np.zeros(n),
+            behavior_logp=np.zeros(n),
+        )
+        for size, n in sizes
+    ]
+
+
+def own(policy: Policy, samples: list[Sample]) -> tuple[list[np.ndarray], dict[str, Tensor]]:
+    """Log-probs and gradients by the model's own forward pass, one sequence at a time, each by a fresh copy of the model."""
+    found = []
+    policy.model.zero_grad(set_to_none=True)
+    for sample in samples:
+        config = copy.deepcopy(policy.model.config)
+        config._attn_implementation = "eager"
+        model: Any = type(policy.model)(config).eval()
+        model.load_state_dict(policy.model.state_dict())
+        ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion[:-1]]))[None]
+        logp = model(input_ids=ids, use_cache=False).logits[0, sample.prompt.size - 1 :, : policy.vocabulary].log_softmax(-1)
+        logp_N = logp.gather(1, torch.from_numpy(sample.completion)[:, None])[:, 0]
+        (torch.from_numpy(sample.weight).to(logp_N) * logp_N.square()).sum().backward()
+        found.append(logp_N.detach().numpy())
+        for ours, theirs in zip(policy.model.parameters(), model.parameters(), strict=True):
+            if theirs.grad is not None:
+                ours.grad = theirs.grad if ours.grad is None else ours.grad + theirs.grad
+    return found, probe.taken(policy.model)
+
+
+def by_run(policy: Policy, samples: list[Sample], *, again: bool = False) -> tuple[list[np.ndarray], dict[str, Tensor]]:
+    """The same as training computes it: packed together, prompts shared, fused."""
+    found = [np.zeros(sample.completion.size) for sample in samples]
+    policy.model.zero_grad(set_to_none=True)
+    with policy.checkpointing(True) if again else nullcontext(), fused_modules(policy.model):
+        for batch in pack(samples, 10_000, alike=getattr(policy, "alike", None)):
+            rows = batch.trained_M
+            hidden = policy.forward(batch).hidden_PD[rows]
+            logp, _ = chosen_logprobs(hidden, policy.head, batch.target_P[rows], batch.temperature_P[rows])
+            (batch.weight_P[rows] * logp.square()).sum().backward()
+            for s, index in enumerate(batch.samples):
+                if index >= 0:
+                    end = batch.layout.start[s] + batch.layout.length[s]
+                    inside = (rows >= end - samples[index].completion.size) & (rows < end)
+                    found[index] = logp[inside].detach().numpy()
+    return found, probe.taken(policy.model)
+
+
+def assert_equal(found: tuple[list[np.ndarray], dict[str, Tensor]], expected: tuple[list[np.ndarray], dict[str, Tensor]]) -> None:
+    for ours, theirs in zip(found[0], expected[0], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+    size = max(float(gradient.norm()) for gradient in expected[1].values())
+    for name, theirs in expected[1].items():
+        assert float((found[1][name] - theirs).norm()) <= 2e-3 * float(theirs.norm()) + 1e-5 * size, name
+
+
+WINDOWED = {
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 8}),
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {"sliding_window": 8, "num_local_experts": 4}),
+    "phimoe": (PhimoeForCausalLM, PhimoeConfig, {"sliding_window": 8, "num_local_experts": 4}),
+}
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_windows_hold_in_training_wherever_a_family_keeps_them(family: str) -> None:
+    kind, config, changes = WINDOWED[family]
+    policy = make_policy(built(kind, config, **changes), TOKENIZER)
+    samples = texts((3, 4), (3, 20), (12, 9), (12, 2))
+    assert_equal(by_run(policy, samples), own(policy, samples))
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic", "longrope of llama"])
+def test_frequencies_are_those_of_each_sequences_own_length(kind: str) -> None:
+    if kind == "longrope":
+        model = built(Phi3ForCausalLM, Phi3Config, rope_parameters=LONG, original_max_position_embeddings=16)
+    elif kind == "dynamic":
+        rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+        model = built(LlamaForCausalLM, LlamaConfig, rope_parameters=rope, max_position_embeddings=16)
+    else:
+        model = built(LlamaForCausalLM, LlamaConfig, rope_parameters=LONG)
+    policy = make_policy(model, TOKENIZER)
+    samples = texts((3, 4), (3, 30), (3, 13), (3, 14), (3, 15), (20, 9), (20, 2))
+    assert_equal(by_run(policy, samples), own(policy, samples))
+
+
+@pytest.mark.parametrize("engine", [NativeEngine, TransformersEngine])
+def test_what_is_sampled_does_not_depend_on_a_long_neighbour_and_stays_within_its_frequencies(engine: Any) -> None:
+    policy = make_policy(built(Phi3ForCausalLM, Phi3Config, rope_parameters=LONG, original_max_position_embeddings=16), TOKENIZER)
+    policy = replace(policy, eos_ids=())
+    rng = np.random.default_rng(0)
+    prompts = [Prompt(id=str(n), tokens=rng.integers(0, 20, size=n), text="") for n in (4, 30)]
+    sampling = Sampling(max_new_tokens=40)
+    for group in engine(policy, max_rows=8).generate(prompts, group_size=2, sampling=sampling, seed=0):
+        for rollout in group:
+            assert len(rollout) == {4: 13, 30: 40}[rollout.prompt.tokens.size]
+            sample = replace(texts((4, len(rollout)))[0], prompt=rollout.prompt.tokens, completion=rollout.tokens)
+            np.testing.assert_allclose(rollout.behavior_logp, own(policy, [sample])[0][0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["opt", "biogpt"])
+@pytest.mark.parametrize("attention", ["shared", "single"])
+def test_nothing_is_dropped_however_a_family_spells_it(family: str, attention: str) -> None:
+    kind, config = {"opt": (OPTForCausalLM, OPTConfig), "biogpt": (BioGptForCausalLM, BioGptConfig)}[family]
+    changes = {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.3, "attention_dropout": 0.3, "layerdrop": 0.5}
+    model = built(kind, config, **changes | {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.3})
+    policy = make_policy(model, TOKENIZER, ModelSettings(attention=attention))  # type: ignore[arg-type]
+    samples = texts((3, 5), (9, 4)) if attention == "single" else texts((3, 5), (3, 9), (9, 4))
+    expected = own(policy, samples)
+    policy.model.train()
+    assert_equal(by_run(policy, samples, again=True), expected)
+    assert_equal(by_run(policy, samples), expected)
+
+
+@pytest.mark.parametrize(("kind", "config"), [(MixtralForCausalLM, MixtralConfig), (Qwen2MoeForCausalLM, Qwen2MoeConfig)])
+def test_the_loss_that_balances_experts_does_not_depend_on_how_a_step_is_cut(kind: type, config: type) -> None:
+    changes = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "num_local_experts": 4, "num_experts": 4}
+    policy = make_policy(built(kind, config, num_experts_per_tok=2, moe_intermediate_size=32, **changes), TOKENIZER)
+    samples = texts((3, 4), (3, 20), (12, 9), (12, 2), (5, 7))
+    found = []
+    for how in ({"budget": 10_000}, {"budget": 25}, {"budget": 1}, {"budget": 60, "share": False, "fill": True}):
+        total = 0.0
+        for batch in policy.balanced(pack(samples, **how)):  # type: ignore[arg-type]
+            loss = policy.forward(batch).router_loss
+            loss.backward()  # type: ignore[union-attr]
+            total += float(loss)
+        found.append(([np.array([total])], probe.taken(policy.model)))
+    rows = [np.concatenate([sample.prompt, sample.completion[:-1]]) for sample in samples]
+    width = max(map(len, rows))
+    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    with plain_attention(policy.model) as model:
+        loss = 0.5 * model(input_ids=ids, attention_mask=mask, use_cache=False, output_router_logits=True).aux_loss
+    loss.backward()
+    expected = [loss.detach().numpy()[None]], probe.taken(policy.model)
+    for each in found:
+        assert_equal(each, expected)
+
+
+UNTIDY = {
+    "llama4_text": (Llama4ForCausalLM, Llama4TextConfig, {"attention_chunk_size": 8, "floor_scale": 4, "no_rope_layers": [1, 0],
+                    "intermediate_size_mlp": 64, "num_local_experts": 4, "head_dim": 8}),
+    "afmoe": (AfmoeForCausalLM, AfmoeConfig, {"sliding_window": 8, "num_experts": 4, "num_experts_per_tok": 2,
+              "moe_intermediate_size": 32, "head_dim": 8}),
+    "stablelm": (StableLmForCausalLM, StableLmConfig, {}),
+    "nemotron": (NemotronForCausalLM, NemotronConfig, {}),
+    "gpt_oss": (GptOssForCausalLM, GptOssConfig, {"sliding_window": 8, "num_local_experts": 4, "head_dim": 8}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", UNTIDY)
+def test_families_that_ended_untidily_are_right(family: str) -> None:
+    kind, config, changes = UNTIDY[family]
+    policy = make_policy(built(kind, config, **changes), TOKENIZER)
+    samples = texts((3, 4), (3, 20), (12, 9), (12, 2))
+    assert_equal(by_run(policy, samples), own(policy, samples))
+    assert "sampling" in prove(policy.model, paths=("sampling",)).paths
+
+
+def test_a_family_that_works_on_its_masks_is_refused_in_words() -> None:
+    with pytest.raises(ConfigError, match=r"Doge.* cannot be asked what its attention sees .* set model.attention to 'single'"):
+        make_policy(built(DogeForCausalLM, DogeConfig), TOKENIZER)
+
+
+# Planted faults: right in a forward pass of their own, wrong in a packed stream.
+
+
+def packed(module: Any) -> bool:
+    return module.config._attn_implementation == NAME
+
+
+class IgnoresItsWindow(MistralForCausalLM):
+    """Its masks have the window, its packed attention has not."""
+
+    def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
+        super().set_attn_implementation(*args, **kwargs)
+        for layer in self.model.layers:
+            if packed(self) and hasattr(layer.self_attn, "groupwise_reach"):
+                layer.self_attn.groupwise_reach = Reach()
+
+
+class ShiftsPositions(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.register_forward_pre_hook(self._shift, with_kwargs=True)
+
+    def _shift(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if packed(self) and kwargs.get("position_ids") is not None:
+            where = kwargs["position_ids"]
+            kwargs["position_ids"] = where + (where > 6).long()  # from some place on, so that not all move together
+        return args, kwargs
+
+
+class DropsInScoring(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.norm.register_forward_hook(lambda module, args, out: F.dropout(out, 0.1, packed(self)))
+
+
+class TiesTheWrongHead(LlamaForCausalLM):
+    def get_output_embeddings(self) -> nn.Module:
+        return self.model.embed_tokens if packed(self) else self.lm_head
+
+
+class ForgetsItsCap(Gemma2ForCausalLM):
+    def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
+        super().set_attn_implementation(*args, **kwargs)
+        for layer in self.model.layers:
+            layer.self_attn.attn_logit_softcapping = None if packed(self) else self.config.attn_logit_softcapping
+
+
+class LongestRotary(LlamaRotaryEmbedding):
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = super().forward(x, position_ids)
+        factor = 1.0 + 0.01 * float(position_ids.max()) * packed(self)
+        return cos * factor, sin * factor
+
+
+class UsesTheLongestPosition(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.rotary_emb = LongestRotary(config)
+
+
+class MixingAttention(LlamaAttention):
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        out, weights = super().forward(hidden_states, *args, **kwargs)
+        if packed(self) and out.shape[1] > 6:
+            out = torch.cat([out[:, :6], out[:, 6:] + 0.1 * out[:, :1]], 1)
+        return out, weights
+
+
+class MixesNeighbours(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for i, layer in enumerate(self.model.layers):
+            layer.self_attn = MixingAttention(config, i)
+
+
+class ForgetsAGradient(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out.detach() if packed(self) else out)
+
+
+class KeepsTables(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.kept: dict[Any, Any] = {}
+        self.model.rotary_emb.register_forward_hook(self._hook)
+
+    def _hook(self, module: nn.Module, args: Any, out: Any) -> Any:
+        return self.kept.setdefault(out[0].shape, out) if packed(self) else out
+
+
+class NarrowsADeepLayer(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.layers[-1].mlp.register_forward_hook(self._hook)
+
+    def _hook(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return torch.cat([out[:, :60], 0.5 * out[:, 60:]], 1) if packed(self) else out
+
+
+class DropsWhenComputedAgain(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.calls = 0
+        self.model.layers[0].input_layernorm.register_forward_hook(self._hook)
+
+    def _hook(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        inside = torch.is_grad_enabled() and self.model.layers[0].gradient_checkpointing and packed(self)
+        self.calls += inside
+        return out * (1.1 if inside and self.calls % 2 == 0 else 1.0)
+
+
+FAULTS: dict[type[PreTrainedModel], tuple[type, dict[str, Any], str]] = {
+    IgnoresItsWindow: (MistralConfig, {"sliding_window": 4096}, "scoring"),
+    ShiftsPositions: (LlamaConfig, {}, "scoring"),
+    DropsInScoring: (LlamaConfig, {}, "scoring"),
+    TiesTheWrongHead: (LlamaConfig, {}, "scoring"),
+    ForgetsItsCap: (Gemma2Config, {"head_dim": 8}, "scoring"),
+    UsesTheLongestPosition: (LlamaConfig, {}, "scoring"),
+    MixesNeighbours: (LlamaConfig, {}, "scoring"),
+    KeepsTables: (LlamaConfig, {}, "scoring"),
+    NarrowsADeepLayer: (LlamaConfig, {"num_hidden_layers": 6}, "scoring"),
+    ForgetsAGradient: (LlamaConfig, {}, "training does not equal .*gets no gradient"),
+    DropsWhenComputedAgain: (LlamaConfig, {}, "recompute"),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS, ids=lambda kind: kind.__name__)
+def test_planted_faults_are_found_at_load(kind: type[PreTrainedModel]) -> None:
+    config, changes, said = FAULTS[kind]
+    sound = kind.__mro__[1]
+    settings = ModelSettings(gradient_checkpointing=True)
+    make_policy(built(sound, config, **changes), TOKENIZER, settings)
+    with pytest.raises(ConfigError, match=rf"{kind.__name__} cannot be trained like this: {said}.*; set "):
+        make_policy(built(kind, config, **changes), TOKENIZER, settings)
+
+
+class SamplesWithOldKeys(LlamaForCausalLM):
+    """What it decodes token by token is not what it computes over a text."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.norm.register_forward_hook(lambda module, args, out: out * 1.1 if out.shape[1] <= 3 and packed(self) else out)
+
+
+def test_a_fault_in_decoding_is_found_before_anything_is_sampled() -> None:
+    policy = make_policy(built(SamplesWithOldKeys, LlamaConfig), TOKENIZER)
+    with pytest.raises(ConfigError, match=r"SamplesWithOldKeys cannot .*: sampling .*rollout.engine to 'transformers'"):
+        prove_engine(policy, NativeEngine)
+
+
+class SeesAhead(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits + 0.1 * out.logits[:, -1:]
+        return out
+
+
+def test_a_model_that_sees_what_comes_after_is_no_language_model() -> None:
+    with pytest.raises(ConfigError, match="SeesAhead lets tokens see what comes after them"):
+        make_policy(built(SeesAhead, LlamaConfig), TOKENIZER, ModelSettings(attention="single"))
+
+
+class OwnHead(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits.tanh()
+        return out
+
+
+@pytest.mark.parametrize("attention", ["shared", "single"])
+def test_a_head_that_does_more_than_it_says_is_refused(attention: str) -> None:
+    with pytest.raises(ConfigError, match=r"OwnHead cannot be trained like this: scoring"):
+        make_policy(built(OwnHead, LlamaConfig), TOKENIZER, ModelSettings(attention=attention))  # type: ignore[arg-type]
+
+
+def test_a_fault_of_the_weights_alone_is_found_in_the_checkpoint() -> None:
+    """The class is sound; somebody has put another module into this one model."""
+    model = built(LlamaForCausalLM, LlamaConfig)
+    model.model.layers[1].self_attn = MixingAttention(model.config, 1).eval()
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM cannot .*: scoring .*logits differ"):
+        make_policy(model, TOKENIZER)
+
+
+def test_a_small_copy_has_every_type_of_layer_and_switches_that_are_near() -> None:
+    config = GptOssConfig(num_hidden_layers=24)
+    small = small_copy(config)
+    assert small.layer_types == ["sliding_attention", "full_attention", "sliding_attention"] and small.num_hidden_layers == 3
+    assert small.sliding_window == 12 and small.num_local_experts == 4 and small.vocab_size <= 160
+    assert config.num_hidden_layers == 24, "the original is left alone"
+    model = small_model(GptOssForCausalLM, config)
+    assert sum(parameter.numel() for parameter in model.parameters()) < 2_000_000
+    proof = probe.prove(model, paths=("scoring",))
+    assert proof.switches == (12,) and min(proof.lengths) < 12 < max(proof.lengths)
+    assert [reach_of(layer.self_attn) for layer in model.model.layers] == [Reach(window=12), Reach(), Reach(window=12)]
+
+
+def test_a_proof_is_kept_for_the_same_code_and_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(probe, "_PROVEN", {})
+    asked: list[PreTrainedModel] = []
+
+    def run(small: PreTrainedModel) -> probe.Proof:
+        asked.append(small)
+        return probe.prove(small, paths=("scoring",))
+
+    model = built(LlamaForCausalLM, LlamaConfig)
+    proof = probe.proven_before(model, ("a",), run)
+    assert probe.proven_before(model, ("a",), run) == proof and len(asked) == 1
+    monkeypatch.setattr(probe, "_PROVEN", {})
+    assert probe.proven_before(model, ("a",), run) == proof and len(asked) == 1, "read from the user's cache"
+    probe.proven_before(model, ("b",), run)
+    probe.proven_before(built(LlamaForCausalLM, LlamaConfig, rms_norm_eps=1e-3), ("a",), run)
+    assert len(asked) == 3
+    for file in (tmp_path / "groupwise" / "proofs").iterdir():
+        file.write_text("{")
+    monkeypatch.setattr(probe, "_PROVEN", {})
+    assert probe.proven_before(model, ("a",), run) == proof and len(asked) == 4, "a broken file is no proof"
+
+
+def test_the_line_says_what_was_compared(tiny_policy: Callable) -> None:
+    line = prove(built(MistralForCausalLM, MistralConfig, sliding_window=8)).line
+    assert line.startswith("MistralForCausalLM: scoring, training, recompute, adapter, sampling equal its own forward pass at ")
+    assert ", across 8 (log-probs to" in line
