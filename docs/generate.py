@@ -528,9 +528,8 @@ def python_types() -> tuple[dict[str, dict[str, str]], dict[str, type]]:
     for part in tree.body:
         if isinstance(part, ast.ClassDef):
             fields = [line for line in part.body if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)]
-            found[part.name] = {
-                ast.unparse(line.target): ast.unparse(Plain().visit(line.annotation)).replace("'", '"') for line in fields
-            }
+            types = {ast.unparse(line.target): ast.unparse(Plain().visit(line.annotation)) for line in fields}
+            found[part.name] = {name: hint.replace("'", '"') for name, hint in types.items()}
     return found, {name: getattr(settings, name) for name in found if name != "Recipe"}
 
 
@@ -561,6 +560,8 @@ def with_signature(text: str) -> str:
         if section is not None and key not in WIDER:
             hint = f"{section.removesuffix('Settings')}Keys | {section}"
         hint = WIDER.get(key, hint).removesuffix(" | None")
+        hint = re.sub(r"\b(\w+Keys|\w+Given)\b", r"typed.\1", hint)
+        hint = re.sub(r"\b(\w+Settings|Part)\b", r"settings.\1", hint)
         lines.append(f"    {key}: {hint} | None = None,\n")
     start, end = "    # made from config/settings.py by make docs\n", "    # end\n"
     before, _, rest = text.partition(start)

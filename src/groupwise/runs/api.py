@@ -27,44 +27,19 @@ import numpy as np
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from groupwise.config import settings
 from groupwise.config.live import Live
 from groupwise.config.recipes import make_recipe, run_folder
-from groupwise.config.settings import (
-    DataSettings,
-    EvalSettings,
-    GroupSettings,
-    ModelSettings,
-    OptimizerSettings,
-    PairSettings,
-    Part,
-    Recipe,
-    RewardModelSettings,
-    RewardSettings,
-    RolloutSettings,
-    SaveSettings,
-)
+from groupwise.config.settings import DataSettings, ModelSettings, Recipe, RewardSettings
 from groupwise.data.sources import kind_of, live_rows
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError
 from groupwise.models.policy import Policy, live_model
 from groupwise.records import Step
 from groupwise.rewards.find import LiveReward
+from groupwise.runs import keys as typed
 from groupwise.runs.build import plan_of
 from groupwise.runs.folder import anew, choose_folder
-from groupwise.runs.keys import (
-    DataKeys,
-    EvalKeys,
-    GroupKeys,
-    ModelGiven,
-    ModelKeys,
-    OptimizerKeys,
-    PairKeys,
-    RewardGiven,
-    RewardModelKeys,
-    RolloutKeys,
-    RowsGiven,
-    SaveKeys,
-)
 from groupwise.runs.plan import Lines
 from groupwise.runs.run import Outcome, Run, join, train_stage
 from groupwise.runs.run import train as train_recipe
@@ -121,22 +96,22 @@ def train(
     runs: str | None = None,
     seed: int | None = None,
     threads: int | None = None,
-    parallel: Part | None = None,
+    parallel: settings.Part | None = None,
     steps: int | None = None,
     epochs: float | None = None,
     batch_size: int | None = None,
-    model: ModelGiven | ModelKeys | ModelSettings | None = None,
-    data: RowsGiven | DataKeys | DataSettings | None = None,
-    rewards: RewardGiven | Sequence[RewardGiven] | None = None,
-    rollout: RolloutKeys | RolloutSettings | None = None,
-    group: GroupKeys | GroupSettings | None = None,
-    reward_model: RewardModelKeys | RewardModelSettings | None = None,
-    pairs: PairKeys | PairSettings | None = None,
-    optimizer: OptimizerKeys | OptimizerSettings | None = None,
-    critic: CriticKeys | CriticSettings | None = None,
-    teacher: TeacherKeys | TeacherSettings | None = None,
-    eval: EvalKeys | EvalSettings | None = None,
-    save: SaveKeys | SaveSettings | None = None,
+    model: typed.ModelGiven | typed.ModelKeys | settings.ModelSettings | None = None,
+    data: typed.RowsGiven | typed.DataKeys | settings.DataSettings | None = None,
+    rewards: typed.RewardGiven | Sequence[typed.RewardGiven] | None = None,
+    rollout: typed.RolloutKeys | settings.RolloutSettings | None = None,
+    group: typed.GroupKeys | settings.GroupSettings | None = None,
+    reward_model: typed.RewardModelKeys | settings.RewardModelSettings | None = None,
+    pairs: typed.PairKeys | settings.PairSettings | None = None,
+    optimizer: typed.OptimizerKeys | settings.OptimizerSettings | None = None,
+    critic: typed.CriticKeys | settings.CriticSettings | None = None,
+    teacher: typed.TeacherKeys | settings.TeacherSettings | None = None,
+    eval: typed.EvalKeys | settings.EvalSettings | None = None,
+    save: typed.SaveKeys | settings.SaveSettings | None = None,
     # end
     **unknown: Never,
 ) -> Training:
