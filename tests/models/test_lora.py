@@ -193,7 +193,7 @@ def test_a_run_is_measured_against_its_base_and_goes_on_from_its_adapter(recipe:
     reference = logp_of(load_policy(ModelSettings(path=recipe().model.path)), [sample_of(rollout) for rollout in samples_of])
     recorded = np.concatenate([logp for group in straight[-1].groups for logp in group.signals["reference_logp"]])
     np.testing.assert_allclose(recorded, reference, atol=1e-5)
-    broken = train(replace(recipe(), name="broken"))
+    broken = iter(train(replace(recipe(), name="broken")))
     assert next(step for step in broken if step.number == 2)
     broken.close()
     checkpoint = tmp_path / "runs/broken/checkpoints/000002/policy"
