@@ -12,13 +12,23 @@ from typing import Any
 def judge(completions: list[str], **_: Any) -> list[float]:
     """Something that differs between completions.
 
-    With MISCHIEF=what:rank:file in the environment that rank raises, is killed or stops once the file has two lines.
+    With MISCHIEF=what:rank:file in the environment, once the file has two lines, that rank's function raises, or the rank
+    is killed or stopped.
     """
     if os.environ.get("MISCHIEF"):
         what, rank, file = os.environ["MISCHIEF"].split(":", 2)
         if os.environ.get("RANK") == rank and Path(file).exists() and len(Path(file).read_text(encoding="utf-8").splitlines()) >= 2:
             if what == "raise":
                 raise RuntimeError("the judge is tired")
-            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[what])
+            os.kill(rank_process(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[what])
             time.sleep(0.1)
     return [(sum(map(ord, text)) % 7) / 6 for text in completions]
+
+
+def rank_process() -> int:
+    """The rank that this function's worker belongs to: the topmost process above that knows which rank it is."""
+    found, above = os.getpid(), os.getppid()
+    while above > 1 and b"\0RANK=" in b"\0" + Path(f"/proc/{above}/environ").read_bytes():
+        found = above
+        above = int(Path(f"/proc/{above}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
+    return found

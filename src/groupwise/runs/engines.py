@@ -24,11 +24,12 @@ from groupwise.runs.plan import Lines
 from groupwise.training.mismatch import diagnose
 
 
-def _in_process(engine: Callable[..., Engine]) -> Callable[[Policy, RolloutSettings], Engine]:
+def _in_process(engine: Callable[..., Engine], *, proven: bool = True) -> Callable[[Policy, RolloutSettings], Engine]:
     def make(policy: Policy, settings: RolloutSettings) -> Engine:
         if isinstance(policy, ShardedPolicy):
             return GatheredEngine(policy, lambda plain: make(plain, settings))
-        prove_engine(policy, engine)
+        if proven:
+            prove_engine(policy, engine)
         return engine(policy, **_common(settings))
 
     return make
@@ -70,7 +71,8 @@ def mixed_engine(policy: Policy, teacher: Policy, mix: float, settings: RolloutS
         raise ConfigError(
             "group.mix: a teacher that is spread over processes cannot help to sample: set parallel: ddp, or group.mix: 0"
         )
-    return _in_process(lambda plain, **how: MixedEngine(plain, teacher, mix, **how))(policy, settings)
+    # Its log-probs are the mixture's: there is no policy that they could be held against.
+    return _in_process(lambda plain, **how: MixedEngine(plain, teacher, mix, **how), proven=False)(policy, settings)
 
 
 def sampled_elsewhere(algorithm: Algorithm, settings: RolloutSettings) -> Algorithm:
