@@ -190,6 +190,8 @@ def test_weights_that_cannot_be_had_are_said_so(run: Path) -> None:
         ("group.group_size=4", "the completions are those that were recorded"),
         ("objective=dpo", "runs that sample completions, not for 'dpo'"),
         ("objective=grppo", "did you mean grpo"),
+        ("objective=ppo", "ppo learns from a critic"),
+        ("objective=distill", "learns from a teacher"),
         ("group.surrogate.hihg=0.3", "there is no such keyword"),
         ("group.minibatches=0", "group.minibatches"),
         ("group.beta", "an override is written key=value"),

@@ -24,7 +24,7 @@ from torch import Tensor
 from groupwise.algorithms.accounting import Accounting, account
 from groupwise.algorithms.registry import Algorithm, resolve
 from groupwise.config.recipes import parse_recorded
-from groupwise.config.settings import ONLINE, Recipe, positions_of
+from groupwise.config.settings import Recipe, is_online, positions_of
 from groupwise.config.validation import STAGE
 from groupwise.errors import CheckpointError, ConfigError, DataError
 from groupwise.records import Prompt, Rollout, Sampling, Scored, Step
@@ -227,12 +227,18 @@ def _configured(folder: Path, changes: Sequence[str]) -> tuple[Recipe, Algorithm
                 f"objective, rewards.N.weight, optimizer.* and group.* without {', '.join(key.partition('.')[2] for key in FIXED)}"
             )
     recipe = parse_recorded(text, str(folder / CONFIG), changes)
-    if recipe.objective not in ONLINE:
+    if not is_online(recipe.objective):
         raise ConfigError(f"replay is for runs that sample completions, not for {recipe.objective!r}")
     path = recipe.model.path
     if path is not None and path.startswith(STAGE):  # the stages of a run lie side by side, wherever that was moved
         recipe = replace(recipe, model=replace(recipe.model, path=str(folder.parent / path.removeprefix(STAGE) / FINAL)))
     algorithm = resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens)
+    for needs, what in ((algorithm.needs_value, "a critic"), (algorithm.needs_teacher, "a teacher")):
+        if needs:
+            raise ConfigError(
+                f"{algorithm.name} learns from {what}, whose part in a step cannot be computed again yet: replay takes runs of "
+                "algorithms that need none (`groupwise view` shows what was recorded)"
+            )
     return recipe, sampled_elsewhere(algorithm, recipe.rollout)
 
 
