@@ -174,9 +174,13 @@ def test_c5b_a_disk_that_fills_up_between_saves(
     recipe: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], record_property: Callable
 ) -> None:
     straight, path = finish(recipe("straight")), recipe("broken", save={"every": 2})
-    write = run_folder.write_rollouts
+    write = run_folder.recorded.write
+
+    def break_third(folder: Path, step: Any, run: str) -> None:
+        full() if step.number == 3 else write(folder, step, run)
+
     with monkeypatch.context() as patch:
-        patch.setattr(run_folder, "write_rollouts", lambda file, step: full() if step.number == 3 else write(file, step))
+        patch.setattr(run_folder.recorded, "write", break_third)
         code = main(["train", str(path)])
     record_property("exit", code)
     told = capsys.readouterr().err
@@ -549,7 +553,7 @@ def test_a_kernel_library_that_is_cut_off_is_compiled_again(tmp_path: Path, monk
         return "g++ 13"
 
     monkeypatch.setattr(library, "_run", run)
-    monkeypatch.setattr(library, "_cache", lambda: tmp_path)
+    monkeypatch.setattr(library, "cache_folder", lambda: tmp_path)
     made = library._compiled("g++")
     assert library._compiled("g++") == made
     assert compiled == [1]

@@ -106,7 +106,7 @@ def _lengths(text: Any, fields: dict[str, Any]) -> None:
     for key in ("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping", "logits_soft_cap"):
         if fields.get(key):
             setattr(text, key, CAP)
-    reach = min(_context(text), POSITIONS)
+    reach = POSITIONS  # also of a model that has fewer: what is proven are its operations
     rope = copy.deepcopy(fields.get("rope_parameters"))
     for part in [rope, *rope.values()] if isinstance(rope, dict) else []:
         if not isinstance(part, dict):

@@ -1,12 +1,13 @@
 """The kernels' interface as ctypes has to know it, read from `kernels.h`: one description, which the C++ files include too.
 
-An argument is checked where it is passed: a pointer takes a tensor on the CPU of the type that the header names (`void`: float32 or
-bfloat16), an array of ctypes, or None; anything else is a TypeError that names the function and the argument.
+An argument is checked before it is passed: a pointer takes a tensor on the CPU of the type that the header names (`void`: float32
+or bfloat16), an array of ctypes, or None; anything else is a TypeError that names the function and the argument.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,24 +27,17 @@ TENSORS = {
 """What the numbers of a tensor may be where the header says `type *`."""
 
 
-def pointer(kind: str, of: Any) -> type:
-    """The argument type of a pointer to `kind`, which ctypes knows as `of`: what `from_param` takes is passed as an address."""
-
-    def from_param(cls: type, value: Any) -> Any:
-        if value is None:
-            return None
-        if isinstance(value, Tensor):
-            if value.device.type != "cpu" or value.dtype not in TENSORS.get(kind, ()):
-                raise TypeError(f"a pointer to {kind} was given a tensor of {value.dtype} on {value.device}")
-            return ctypes.c_void_p(value.data_ptr())
-        if (
-            isinstance(value, (ctypes.Array, ctypes.Structure))
-            and (value._type_ if isinstance(value, ctypes.Array) else type(value)) is of
-        ):
-            return ctypes.byref(value)
-        raise TypeError(f"a pointer to {kind} was given {type(value).__name__}")
-
-    return type(f"pointer to {kind}", (ctypes.c_void_p,), {"from_param": classmethod(from_param)})
+def address(kind: str, of: Any, value: Any) -> Any:
+    """What a pointer to `kind`, which ctypes knows as `of`, is passed as.  Raises TypeError for what it cannot point to."""
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        if value.device.type != "cpu" or value.dtype not in TENSORS.get(kind, ()):
+            raise TypeError(f"a pointer to {kind} was given a tensor of {value.dtype} on {value.device}")
+        return value.data_ptr()
+    if (value._type_ if isinstance(value, ctypes.Array) else type(value)) is of:
+        return ctypes.addressof(value)
+    raise TypeError(f"a pointer to {kind} was given {type(value).__name__}")
 
 
 def declarations(text: str) -> tuple[dict[str, list[tuple[str, str]]], dict[str, tuple[str, list[tuple[str, str]]]]]:
@@ -90,15 +84,7 @@ def typed(library: ctypes.CDLL, text: str) -> None:
     for name, (gives, arguments) in declarations(text)[1].items():
         function = getattr(library, name)
         function.restype = None if gives == "void" else SCALARS[gives]
-        function.argtypes = [_argument(kind) for kind, _ in arguments]
-
-
-def _argument(kind: str) -> Any:
-    """The argument type of `long`, or of `float *`."""
-    if not kind.endswith("*"):
-        return SCALARS[kind]
-    name = kind.removesuffix(" *")
-    return pointer(name, _MADE.get(name) or SCALARS.get(name))
+        function.argtypes = [ctypes.c_void_p if kind.endswith("*") else SCALARS[kind] for kind, _ in arguments]
 
 
 _TEXT = HEADER.read_text(encoding="utf-8")
@@ -106,6 +92,37 @@ _MADE = structures(_TEXT)
 Strides, Stretch, Part = _MADE["Strides"], _MADE["Stretch"], _MADE["Part"]
 Weight, Norm, Block = _MADE["Weight"], _MADE["Norm"], _MADE["Block"]
 Model, Ends, Tokens = _MADE["Model"], _MADE["Ends"], _MADE["Tokens"]
+
+
+_POINTERS: dict[str, list[tuple[int, str, Any]]] = {
+    name: [
+        (place, kind[:-2], _MADE.get(kind[:-2]) or SCALARS.get(kind[:-2]))
+        for place, (kind, _) in enumerate(arguments)
+        if kind.endswith("*")
+    ]
+    for name, (_, arguments) in declarations(_TEXT)[1].items()
+}
+"""Of each function the places of its pointers, and what they point to."""
+
+
+def passed(name: str, arguments: Sequence[Any]) -> list[Any]:
+    """The arguments of a kernel with addresses for what pointers point to.
+
+    Not done by ctypes while it calls (`from_param`): it would make a TypeError of any exception, also of one that a signal raises.
+    """
+    given = list(arguments)
+    for place, kind, of in _POINTERS[name] if len(given) == len(declared(name)) else ():
+        try:
+            given[place] = address(kind, of, given[place])
+        except TypeError as error:
+            raise TypeError(f"the kernel {name}, argument {declared(name)[place]}: {error}") from None
+    return given
+
+
+@functools.cache
+def declared(name: str) -> list[str]:
+    """The names of a kernel's arguments."""
+    return [argument for _, argument in declarations(_TEXT)[1][name][1]]
 
 
 def array(kind: Any, values: Sequence[Any]) -> ctypes.Array[Any]:
@@ -121,7 +138,7 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
 
 def explained(name: str, arguments: Sequence[Any], error: Exception) -> str:
     """What was wrong with a call of a kernel, with the argument's name in the header."""
-    names = [argument for _, argument in declarations(_TEXT)[1][name][1]]
+    names = declared(name)
     if len(names) != len(arguments):
         return f"the kernel {name} takes {len(names)} arguments ({', '.join(names)}), got {len(arguments)}"
     place = re.match(r"argument (\d+)", str(error))

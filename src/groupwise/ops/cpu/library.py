@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.ops.cpu.interface import declare, explained
+from groupwise.ops.cpu.interface import declare, explained, passed
 from groupwise.utils import files
 
 SOURCES = Path(__file__).parent
@@ -61,8 +61,9 @@ def has_gemm() -> bool:
 
 def call(name: str, *arguments: Any) -> None:
     """The kernel of this name; TypeError, which names the argument, for what `kernels.h` does not say."""
+    given = passed(name, arguments)
     try:
-        getattr(library(), name)(*arguments)
+        getattr(library(), name)(*given)
     except (ctypes.ArgumentError, TypeError) as error:
         raise TypeError(explained(name, arguments, error)) from None
 
