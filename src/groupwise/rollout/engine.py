@@ -26,11 +26,17 @@ class Engine(Protocol):
 
     version: int
     """Optimizer steps that the policy had taken when `set_version` was last called; every token drawn carries it."""
-    where: str | None
-    """Where completions come from, for the plan; None: from this process."""
-    tolerance: float
-    """Mean difference of sampled and scored log-probs (nats) that this engine's rounding explains; infinity: nothing is watched,
-    because the trainer's own weights sample in its own process."""
+
+    @property
+    def where(self) -> str | None:
+        """Where completions come from, for the plan; None: from this process."""
+        ...
+
+    @property
+    def tolerance(self) -> float:
+        """Mean difference of sampled and scored log-probs (nats) that this engine's rounding explains; infinity: nothing is
+        watched, because the trainer's own weights sample in its own process."""
+        ...
 
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int
