@@ -49,9 +49,9 @@ def worker(work: Workload, mode: str, folder: Path, steps: int, out: Path) -> No
     policy = load(work, folder)
     parameters = sum(parameter.numel() for parameter in policy.model.parameters())
     shape = Shape.of(policy.model.config.to_dict(), parameters, dtype="float32")
-    spread = comm.Spread(mode).decided(parameters, here.size)
-    if here.size > 1 and spread.sharded:
-        policy = shard(policy, spread, policy.device)
+    sharding = comm.ShardingConfig(mode).decided(parameters, here.size)
+    if here.size > 1 and sharding.sharded:
+        policy = shard(policy, sharding, policy.device)
     rows = work.prompts * work.group
     engine = scheduled(make_engine(policy, RolloutSettings(max_rows=rows)), work)
     loop = run(work, policy, engine, Optimizer(policy.model, optimizer_settings(work), 10**6), here.size)

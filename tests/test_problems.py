@@ -278,7 +278,7 @@ def test_p64_a_step_out_of_memory_is_computed_in_smaller_parts_to_the_same_resul
     expected, weights = step(10**9)
     found, same = step(40)
     assert (expected.budget, found.budget) == (60, 30)
-    assert found.taken.grad_norm == pytest.approx(expected.taken.grad_norm, rel=1e-6)
+    assert found.stats.grad_norm == pytest.approx(expected.stats.grad_norm, rel=1e-6)
     assert all(torch.allclose(same[name], weights[name], atol=1e-6) for name in weights)
     assert "60 packed positions at a time do not fit into memory: going on with 30, to the same result" in caplog.text
     with pytest.raises(MemoryExceeded, match=r"do not fit into memory \(.*\); lower optimizer.tokens_per_microbatch"):
@@ -310,7 +310,7 @@ def test_an_update_that_was_interrupted_leaves_nothing_to_the_next(
         if stopped:
             with pytest.raises(KeyboardInterrupt):
                 update(policy, loss, samples, optimizer, budget=60)
-        return update(policy, loss, samples, optimizer, budget=60).taken.grad_norm
+        return update(policy, loss, samples, optimizer, budget=60).stats.grad_norm
 
     assert norm(micro_batch) == pytest.approx(norm(None), rel=1e-6)
 

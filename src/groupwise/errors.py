@@ -38,6 +38,12 @@ class RewardError(GroupwiseError):
     """A reward function that raised, or returned something that is not one number or None per completion."""
 
 
+class EnvironmentFailure(GroupwiseError):
+    """An environment or a tool that cannot be used, or that failed in a way that is not an answer to the policy."""
+
+    exit_code = 10
+
+
 class EngineError(GroupwiseError):
     """A rollout engine that died, stalled, or returned what cannot be scored."""
 

@@ -29,6 +29,16 @@ class Finish(StrEnum):
     """A stop string appeared; the tokens that complete it are kept."""
     LENGTH = "length"
     """`max_new_tokens` (or the context) was reached: the completion is truncated."""
+    TOOL_CALLS = "tool_calls"
+    """Of a turn: the policy called tools; the episode goes on with their results."""
+    DONE = "done"
+    """The environment ended the episode."""
+    TURNS = "turns"
+    """The episode had as many turns as it may have: it is truncated."""
+    DEADLINE = "deadline"
+    """The episode took as long as it may take: it is truncated."""
+    ERROR = "error"
+    """The environment failed; nothing can be said of the completion."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +91,69 @@ class Prompt:
         assert self.tokens.dtype == np.int64, f"prompt tokens must be int64, got {self.tokens.dtype}"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCall:
+    """One call of a tool as the policy wrote it, and what came of it."""
+
+    name: str
+    arguments: str
+    """As JSON; of a call that cannot be read the text as it was written."""
+    result: str
+    """What the policy was told."""
+    seconds: float
+    failure: str = ""
+    """Empty, or the kind of what went wrong: `unreadable`, `unknown`, `arguments`, `exception`, `timeout`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """One turn of an episode: a stretch of tokens that the policy wrote, and what the world answered."""
+
+    begin: int
+    """Place in the completion of the turn's first token."""
+    end: int
+    """Place behind its last one; what the world answered stands from here to the next turn's `begin`."""
+    finish: Finish
+    calls: tuple[ToolCall, ...] = ()
+    answer: str = ""
+    """What the world said, as text; empty where the episode ended with the turn."""
+    seconds: float = 0.0
+    """Between the end of the turn and the answer."""
+    truncated: bool = False
+    """True if the answer was longer than an observation may be, and was cut."""
+    reward: float | None = None
+    """That the environment gave for the turn."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Branch:
+    """From token `begin` on, the tokens of an episode were drawn behind other ids than the prompt and the tokens before."""
+
+    begin: int
+    """Place in the completion of the branch's first token; it goes on to the next branch's, or to the end."""
+    context: np.ndarray
+    """int64 (c,), c >= 1: everything that the policy saw when it drew token `begin`, prompt included."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Episode:
+    """How a completion of several turns came about.  Its tokens are those of all turns and answers in their order, each once.
+
+    Where the chat template rewrites the past, or an environment opens otherwise than the prompt says, what a turn was drawn behind
+    is not what stands before it: `branches` say behind what.
+    """
+
+    turns: tuple[Turn, ...]
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """What was said behind the prompt, in the form of chat messages: the policy's turns, results of tools, the user's words."""
+    branches: tuple[Branch, ...] = ()
+    """By ascending `begin`; none: every token was drawn behind the prompt and the tokens before it."""
+    reward: float | None = None
+    """Of the environment itself, for the whole episode."""
+    environment: str = ""
+    """Name of the environment, where there are several."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rollout:
     """One sampled completion.  It ends with an EOS id exactly when `finish` is EOS, and it never holds padding.
@@ -111,6 +184,8 @@ class Rollout:
     """int64 (n,): number of optimizer steps that the policy had taken when it drew the token.  Default: 0."""
     support: tuple[np.ndarray, ...] | None = None
     """Only when `sampling.truncates`: for each token the ids that could have been drawn (int64)."""
+    episode: Episode | None = None
+    """Of a completion of several turns, or in an environment: how it came about."""
 
     def __post_init__(self) -> None:
         n = self.tokens.size
@@ -123,20 +198,37 @@ class Rollout:
             shape = getattr(self, name).shape
             assert shape == (n,), f"rollout {self.prompt.id}#{self.index}: {name} has shape {shape}, expected ({n},)"
         ends_with_eos = n > 0 and int(self.tokens[-1]) in self.eos_ids
-        assert ends_with_eos == (self.finish is Finish.EOS), (
+        # What ends an episode may come behind a turn that the policy has ended.
+        assert ends_with_eos == (self.finish is Finish.EOS) or (ends_with_eos and self.episode is not None), (
             f"rollout {self.prompt.id}#{self.index}: finish is {self.finish} but its last token is "
             f"{self.tokens[-1] if n else 'missing'} and the EOS ids are {self.eos_ids}"
         )
         assert (self.support is not None) == self.sampling.truncates, "a truncated distribution travels with its support"
         assert self.support is None or len(self.support) == n, "one support per token"
+        if self.episode is not None:
+            self._check_episode(self.episode)
+
+    def _check_episode(self, episode: Episode) -> None:
+        written = np.zeros(len(self), dtype=bool)
+        end = 0
+        for turn in episode.turns:
+            assert end <= turn.begin <= turn.end <= len(self), (
+                f"rollout {self.prompt.id}#{self.index}: turn {turn.begin}..{turn.end}"
+            )
+            written[turn.begin : turn.end] = True
+            end = turn.end
+        assert not (self.trained & ~written).any(), f"rollout {self.prompt.id}#{self.index}: trained tokens outside of its turns"
+        begins = [branch.begin for branch in episode.branches]
+        assert begins == sorted(set(begins)), f"rollout {self.prompt.id}#{self.index}: branches begin at {begins}"
+        assert all(branch.context.dtype == np.int64 and branch.context.size for branch in episode.branches)
 
     def __len__(self) -> int:
         return self.tokens.size
 
     @property
     def truncated(self) -> bool:
-        """True if the length limit ended it."""
-        return self.finish is Finish.LENGTH
+        """True if a limit ended it: of length, of turns or of time."""
+        return self.finish in (Finish.LENGTH, Finish.TURNS, Finish.DEADLINE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

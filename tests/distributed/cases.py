@@ -88,7 +88,7 @@ def make(family: str, dtype: str, seed: int = 0, attention: str = "shared") -> P
 
 def spread(policy: Policy, mode: str | dict[str, Any]) -> Policy:
     """The policy as these processes hold it."""
-    found = comm.Spread.of(mode).decided(0, comm.world().size)
+    found = comm.ShardingConfig.of(mode).decided(0, comm.world().size)
     return shard(policy, found, policy.device) if found.sharded and comm.world().size > 1 else policy
 
 
@@ -230,7 +230,7 @@ def not_finite(mode: str) -> dict[str, Any]:
         hidden = policy.hidden(torch.tensor([5, 6, 7]), torch.arange(3), attend_nothing)
         poison = float("nan") if number == 1 and comm.world().rank == 1 else 1.0
         (hidden.sum() * poison).backward()
-        policy.settle()
+        policy.reshard()
         taken.append(optimizer.step().skipped)
         states.append(weights(policy))
     same = [all(np.array_equal(a[n], b[n]) for n in a) for a, b in zip([before, *states], states, strict=False)]
@@ -259,7 +259,7 @@ def logits_of(policy: Policy) -> np.ndarray:
     with torch.no_grad():
         hidden = policy.hidden(torch.tensor([5, 6, 7, 8, 9, 10]), torch.arange(6), PackedAttention(layout))
         logits = head_logits(hidden, policy.head).numpy().copy()
-    policy.settle()
+    policy.reshard()
     return logits
 
 
@@ -319,7 +319,7 @@ def held(mode: Any, dtype: str, family: str = "llama") -> dict[str, float]:
     with counter:
         hidden = policy.hidden(torch.tensor([5, 6, 7, 8, 9, 10]), torch.arange(6), PackedAttention(layout))
         head_logits(hidden, policy.head).float().logsumexp(-1).sum().backward()
-        policy.settle()
+        policy.reshard()
         gradients = sum(comm.own(master.grad).nbytes for master in optimizer.masters if master.grad is not None)
         optimizer.step()
     update = counter.numbers

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from groupwise.config.settings import ModelSettings
 from groupwise.distributed import sharded_checkpoint as shards
-from groupwise.distributed.comm import Spread
+from groupwise.distributed.comm import ShardingConfig
 from groupwise.errors import CheckpointError, ConfigError
 from groupwise.models.policy import read_blueprint
 from groupwise.models.reward_head import make_scorer
@@ -121,9 +121,9 @@ def test_a_reward_model_is_read_in_pieces_too(folder: Callable, ranks: Callable,
 
 def test_shards_must_divide_the_processes() -> None:
     with pytest.raises(ConfigError, match=r"parallel.shards is 3, which does not divide the 8 processes"):
-        Spread("zero3", shards=3).decided(10, 8)
-    assert Spread("auto").decided(2_000_000_000, 8) == Spread("zero3", shards=8)
-    assert not Spread("auto").decided(2_000_000, 8).sharded
+        ShardingConfig("zero3", shards=3).decided(10, 8)
+    assert ShardingConfig("auto").decided(2_000_000_000, 8) == ShardingConfig("zero3", shards=8)
+    assert not ShardingConfig("auto").decided(2_000_000, 8).sharded
 
 
 # ---- export
@@ -298,21 +298,21 @@ def test_p34_the_plan_of_memory_and_traffic_is_what_is_counted(size: int, mode: 
     found = ranks(size).run("held", mode=mode, dtype=dtype)
     policy = cases.make("llama", dtype)
     shape = Shape.of(policy.model.config.to_dict(), found[0]["parameters"], dtype=dtype)
-    spread = Spread.of(mode).decided(0, size)
+    sharding = ShardingConfig.of(mode).decided(0, size)
     load = Load(prompts=size, group=1, prompt_tokens=6, completion_tokens=0, budget=100)
-    shards = spread.shards or size
-    planned = rank(shape, load, world=size, sharded=spread.name, shards=shards, prompts=1).memory
+    shards = sharding.shards or size
+    planned = rank(shape, load, world=size, sharded=sharding.name, shards=shards, prompts=1).memory
     for one in found:
         assert one["weights"] == pytest.approx(planned.weights, rel=0.02)
         assert one["gradients"] == pytest.approx(planned.gradients, rel=0.02)
         assert one["optimizer"] == pytest.approx(planned.optimizer, rel=0.02)
         assert one["whole"] == (planned.whole or planned.weights)
-        sent = traffic(shape, sharded=spread.name, world=size, shards=shards)
+        sent = traffic(shape, sharded=sharding.name, world=size, shards=shards)
         # Weights travel in their own width, gradients in four bytes; what is counted are numbers.
         narrow = shape.bytes_per_weight
         weights = max(sent["micro-batch"].copy - (shards - 1) / shards * shape.parameters * 4, 0)
         update = weights / narrow + (sent["micro-batch"].all + sent["update"].all - weights) / 4
         assert one["update"] == pytest.approx(update, rel=0.02)
         assert one["gathered"] == pytest.approx(sent["whole weights"].all / narrow, rel=0.02)
-    if spread.sharded:
+    if sharding.sharded:
         assert sum(one["weights"] for one in found) * shards == planned.whole * size

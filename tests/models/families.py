@@ -47,7 +47,7 @@ from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.probe import prove_engine
 from groupwise.rollout.transformers import TransformersEngine
 from groupwise.training.offline import demonstration_loss
-from groupwise.training.optimizer import Taken
+from groupwise.training.optimizer import StepStats
 from groupwise.training.scoring import score
 from groupwise.training.updating import update
 
@@ -452,11 +452,11 @@ class Recorder:
         """See `Optimizer`."""
         self.model.zero_grad()
 
-    def step(self) -> Taken:
+    def step(self) -> StepStats:
         """See `Optimizer`."""
         self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
         self.clear()
-        return Taken(grad_norm=0.0, lr=0.0, skipped=False)
+        return StepStats(grad_norm=0.0, lr=0.0, skipped=False)
 
 
 def apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

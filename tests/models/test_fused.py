@@ -590,5 +590,5 @@ def test_on_cuda_its_step_is_not_taken(tiny_policy: Callable, random_samples: Ca
         return factor * value, logp_M
 
     for factor in (1.0, 2.0):
-        taken = update(policy, partial(loss, factor=factor), random_samples(), optimizer, budget=10_000).taken
+        taken = update(policy, partial(loss, factor=factor), random_samples(), optimizer, budget=10_000).stats
         assert taken.skipped == (factor != 1.0)

@@ -223,7 +223,7 @@ def test_the_step_of_improve_takes_both_gradients(tiny_policy: Callable, groups:
         found = improve(policy, algorithm, samples, optimizer, budget=100, critic=critic)
         assert (optimizer.taken, critic.optimizer.taken) == (1, 1)
         assert not torch.equal(critic.head.weight, head)
-        moved[shared] = found.taken.grad_norm
+        moved[shared] = found.stats.grad_norm
     assert moved[True] != pytest.approx(moved[False], rel=1e-3), "the value loss reaches the backbone that is shared"
 
 
@@ -237,7 +237,7 @@ def test_pretraining_leaves_the_policy_as_it_is(tiny_policy: Callable, groups: l
         lost.append(metrics.value_metrics(scored)["value/loss"])
         samples = weigh(scored, algorithm.credit(scored), algorithm)
         found = improve(policy, algorithm, samples, optimizer, budget=100, critic=critic, learn=False)
-        assert (found.taken.grad_norm, found.taken.lr) == (0.0, 0.0)
+        assert (found.stats.grad_norm, found.stats.lr) == (0.0, 0.0)
         np.testing.assert_allclose(found.seen[0], states(policy, samples[0])[1].detach().numpy(), atol=1e-4)
     assert all(torch.equal(p, before[name]) for name, p in policy.model.named_parameters())
     assert all(p.grad is None for p in policy.model.parameters())

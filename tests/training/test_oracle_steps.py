@@ -171,7 +171,7 @@ def test_gradients_stand_in_trls_proportions(policy: Policy, groups: list[Scored
     """On-policy gradients differ between losses by their normalisation alone, whatever the model."""
     whole = {case["loss_type"]: case["grad_norm"][0] for case in CONTENT["cases"] if case["per_device"] == len(TOKENS_R)}
     ours = {
-        name: take(policy, algorithm_of({"loss_type": name}), groups, range(len(TOKENS_R)), 1000)[0].taken.grad_norm
+        name: take(policy, algorithm_of({"loss_type": name}), groups, range(len(TOKENS_R)), 1000)[0].stats.grad_norm
         for name in whole
     }
     for name, other in (

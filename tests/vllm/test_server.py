@@ -23,7 +23,7 @@ from groupwise.rollout import sampling as draws
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.stopping import Stopping
 from groupwise.rollout.vllm import request_pool
-from groupwise.rollout.vllm.client import Wire
+from groupwise.rollout.vllm.client import Client
 from groupwise.rollout.vllm.engine import EXACT, VllmEngine
 from groupwise.rollout.vllm.request_pool import computed_tokens
 from groupwise.runs.engines import agreeing
@@ -179,7 +179,7 @@ def test_stale_weights_are_found(engine: VllmEngine, prompts: list[Prompt], move
     draw(engine, prompts)
     moved(engine.policy)
     stops(engine, draw(engine, prompts))
-    engine.servers.wires[0].post("/update_weight_version", {"new_version": "somebody else's"}, timeout=10)
+    engine.servers.clients[0].post("/update_weight_version", {"new_version": "somebody else's"}, timeout=10)
     with pytest.raises(EngineError, match=r"stale or foreign weights .somebody else's"):
         draw(engine, prompts)
     engine.set_version(engine.version + 1)
@@ -208,7 +208,7 @@ def test_a_tied_head_kept_stale_is_found(engine: VllmEngine, prompts: list[Promp
     draw(engine, prompts)
     moved(engine.policy)
     engine.policy.save(tmp_path)
-    wire = engine.servers.wires[0]
+    wire = engine.servers.clients[0]
     wire.post("/pause?mode=abort", timeout=10)
     wire.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}}, timeout=60)
     wire.post("/resume", timeout=10)
@@ -239,9 +239,9 @@ def test_weights_that_arrive_in_flight_draw_the_rest_of_a_completion(serving: An
     found: list[Rollout] = []
     for _ in range(10):
         thread = threading.Thread(target=lambda: found.extend(draw(engine, prompts, sampling)))
-        before = computed_tokens(engine.servers.wires[0])
+        before = computed_tokens(engine.servers.clients[0])
         thread.start()
-        while computed_tokens(Wire(serving.url)) < before + 60:
+        while computed_tokens(Client(serving.url)) < before + 60:
             time.sleep(0.01)
         old = serving.policy.frozen_copy()
         moved(serving.policy)

@@ -132,7 +132,7 @@ def _ended(*_: object) -> NoReturn:
     os._exit(128 + signal.SIGTERM)
 
 
-def advise(text: str) -> None:
+def set_failure_hint(text: str) -> None:
     """What to do should the run end now, for the last message of a process that is ended: where the last checkpoint is."""
     _talk.advice = text
 
@@ -294,7 +294,7 @@ def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 # ---------------------------------------------------------------- processes that are not of the run
 
 
-class Audience:
+class BroadcastGroup:
     """Processes outside of the run, such as an engine's workers, that receive what this one broadcasts to them."""
 
     def __init__(self, host: str, size: int, *, cuda: bool, timeout: float) -> None:
@@ -332,7 +332,7 @@ class Audience:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class ShardingConfig:
     """What each of several processes holds: `Recipe.parallel` in full."""
 
     name: str = "auto"
@@ -342,15 +342,15 @@ class Spread:
     """Parts live in host memory."""
 
     @classmethod
-    def of(cls, setting: str | Mapping[str, Any]) -> Spread:
+    def of(cls, setting: str | Mapping[str, Any]) -> ShardingConfig:
         """From the recipe's name, or mapping of a name and its arguments.
 
-        >>> Spread.of({"name": "zero3", "shards": 8})
-        Spread(name='zero3', shards=8, offload=False)
+        >>> ShardingConfig.of({"name": "zero3", "shards": 8})
+        ShardingConfig(name='zero3', shards=8, offload=False)
         """
         return cls(**setting) if isinstance(setting, Mapping) else cls(setting)
 
-    def decided(self, parameters: int, size: int) -> Spread:
+    def decided(self, parameters: int, size: int) -> ShardingConfig:
         """`auto` decided by the number of parameters, for so many processes.  Raises ConfigError if they do not divide."""
         shards = self.shards or size
         if size % shards:
@@ -366,7 +366,7 @@ class Spread:
         return self.name != "ddp"
 
 
-def shard(model: nn.Module, blocks: Sequence[nn.Module], method: str, spread: Spread, device: torch.device) -> None:
+def shard(model: nn.Module, blocks: Sequence[nn.Module], method: str, sharding: ShardingConfig, device: torch.device) -> None:
     """Spread the weights, gradients and optimizer state of a model over the processes, block by block.
 
     A block's weights are gathered while it computes; `zero3` lets go of them between forward and backward (less memory, one more
@@ -379,13 +379,13 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], method: str, spread: Sp
     weight = next(model.parameters())
     lower = weight.dtype in (torch.bfloat16, torch.float16)
     how: dict[str, Any] = {
-        "mesh": _mesh(device.type, spread.shards or world().size),
+        "mesh": _mesh(device.type, sharding.shards or world().size),
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32 if lower else None),
-        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if spread.offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if sharding.offload else OffloadPolicy(),
     }
     with peers():
         for block in blocks:
-            fully_shard(block, reshard_after_forward=spread.name == "zero3", **how)
+            fully_shard(block, reshard_after_forward=sharding.name == "zero3", **how)
         fully_shard(model, reshard_after_forward=False, **how)
     for module in _sharded(model):
         module.set_gradient_divide_factor(1.0)

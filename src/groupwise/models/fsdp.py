@@ -40,7 +40,7 @@ class ShardedPolicy(Policy):
 
     plain: Policy
     """The same modules; their parameters have no numbers outside of `gathered`."""
-    spread: comm.Spread
+    sharding: comm.ShardingConfig
     computes_on: torch.device
 
     @property
@@ -76,7 +76,7 @@ class ShardedPolicy(Policy):
                 for module, key in found:
                     module._parameters[key] = empty
 
-    def settle(self) -> None:
+    def reshard(self) -> None:
         """See `Policy`."""
         comm.reshard(self.model)
 
@@ -87,7 +87,7 @@ class ShardedPolicy(Policy):
         comm.reshard(self.model)
         parts = {name: comm.own(parameter.detach()) for name, parameter in self.model.named_parameters()}
         plain = replace(self.plain, model=copy.deepcopy(self.plain.model))
-        found = shard(plain, self.spread, self.device)
+        found = shard(plain, self.sharding, self.device)
         found.fill(lambda name, _: parts[name])
         found.model.requires_grad_(False)
         return found
@@ -98,7 +98,7 @@ class ShardedPolicy(Policy):
 
         rows: (name of a parameter or saved buffer, rows of the whole) -> these rows.
         """
-        home = torch.device("cpu") if self.spread.offload else self.device
+        home = torch.device("cpu") if self.sharding.offload else self.device
         places = _places(self.model)
         for name, parameter in list(self.model.named_parameters()):
             part = nn.Parameter(torch.empty_like(parameter, device=home), requires_grad=parameter.requires_grad)
@@ -180,10 +180,10 @@ class ShardedPolicy(Policy):
         return {name: used.index(found[name]) for name in tensors}
 
 
-def shard(policy: Policy, spread: comm.Spread, device: torch.device) -> ShardedPolicy:
+def shard(policy: Policy, sharding: comm.ShardingConfig, device: torch.device) -> ShardedPolicy:
     """Spread a policy, which is the same on every process and is used up by it.  Raises ConfigError if it cannot be.
 
-    spread: decided.   device: what computes.   A policy without numbers is to be filled afterwards.
+    sharding: decided.   device: what computes.   A policy without numbers is to be filled afterwards.
     """
     if policy.attention == "single":
         raise ConfigError(
@@ -196,14 +196,14 @@ def shard(policy: Policy, spread: comm.Spread, device: torch.device) -> ShardedP
     plain = replace(policy, model=copy.deepcopy(model, empty))
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     setattr(model, METHOD, lambda **inputs: backbone_of(model)(**inputs))
-    comm.shard(model, blocks, METHOD, spread, device)
+    comm.shard(model, blocks, METHOD, sharding, device)
     fields = {name: getattr(policy, name) for name in Policy.__dataclass_fields__}
-    return ShardedPolicy(**fields, plain=plain, spread=spread, computes_on=device)
+    return ShardedPolicy(**fields, plain=plain, sharding=sharding, computes_on=device)
 
 
-def shard_pieces(policy: Policy, spread: comm.Spread, device: torch.device, pieces: Pieces) -> ShardedPolicy:
+def shard_pieces(policy: Policy, sharding: comm.ShardingConfig, device: torch.device, pieces: Pieces) -> ShardedPolicy:
     """Spread a policy that was built without numbers; every process reads its part of each tensor, and no more."""
-    found = shard(policy, spread, device)
+    found = shard(policy, sharding, device)
     found.fill(pieces.rows)
     pieces.close()
     return found

@@ -115,9 +115,9 @@ class BarePolicy(Policy):
         with adapter_off(self.model), torch.no_grad():
             return self.adapted.forward(batch)
 
-    def settle(self) -> None:
+    def reshard(self) -> None:
         """See `Policy`."""
-        self.adapted.settle()
+        self.adapted.reshard()
 
 
 def adapt(policy: Policy, lora: Mapping[str, Any], *, base: str, seed: int = 0) -> AdaptedPolicy:

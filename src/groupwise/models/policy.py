@@ -154,7 +154,7 @@ class Policy:
         """The model as others know it: without adapters, whose part its weights hold."""
         return self.model
 
-    def settle(self) -> None:
+    def reshard(self) -> None:
         """End a series of passes: a sharded policy lets go of what it gathered."""
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:

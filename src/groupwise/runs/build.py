@@ -346,14 +346,14 @@ def _held(recipe: Recipe, blueprint: Blueprint, load: Load, world: int | None) -
     """What the process, or each of several, holds and does in a step; where `world` is only planned, also how long that takes."""
     shape = shape_of(recipe, blueprint)
     count = comm.world().size if world is None else world
-    spread = comm.Spread.of(recipe.parallel).decided(shape.parameters, count)
+    sharding = comm.ShardingConfig.of(recipe.parallel).decided(shape.parameters, count)
     if count == 1:
         found = rank(shape, load, world=1, sharded="ddp", shards=1, prompts=load.prompts).memory
         lines = [("micro-batches", f"at most {load.budget:,} packed positions"), *memory_lines(found)]
         if resolve_device(recipe.model).type == "cpu" and (reason := absence()):
             lines.append(("kernels", f"torch's own, more slowly: {reason}"))
         return lines
-    how = {"sharded": spread.name, "shards": spread.shards or count, "offload": spread.offload}
+    how = {"sharded": sharding.name, "shards": sharding.shards or count, "offload": sharding.offload}
     return rank_lines(shape, load, world=count, **how, device=None if world is None else H100)
 
 

@@ -50,7 +50,7 @@ class Memory:
     """In the memory of the host instead."""
     prepared: int = 0
     """Weights in the layout that decoding on a CPU reads fastest, while completions are sampled."""
-    pieces: int = 0
+    fragmentation: int = 0
     """Freed memory that nothing fits into (of it what sampling has left behind), and the products' machine code."""
 
     @property
@@ -71,7 +71,7 @@ class Memory:
     @property
     def peak(self) -> int:
         """Bytes at the fullest moment of a step."""
-        return max(self.training + self.pieces, self.sampling)
+        return max(self.training + self.fragmentation, self.sampling)
 
     @property
     def above(self) -> int:
@@ -130,7 +130,7 @@ def memory(
         rewards=rewards,
         prepared=shape.parameters * shape.bytes_per_product if rows else 0,
         # Sampling leaves the pages of its keys, values and blocks in pieces; larger tensors have had pages of their own.
-        pieces=PIECES + keys + min(blocks, PIECES_OF_BLOCKS),
+        fragmentation=PIECES + keys + min(blocks, PIECES_OF_BLOCKS),
     )
 
 
@@ -176,7 +176,7 @@ def memory_lines(found: Memory) -> Lines:
     parts += [("whole weights while sampling", found.whole)] if found.whole else []
     parts += [("prepared weights while sampling", found.prepared)] if found.prepared else []
     parts += [("keys and values", found.cache)] if found.cache else []
-    parts += [("pieces of the heap", found.pieces)]
+    parts += [("allocator fragmentation", found.fragmentation)]
     parts += [("in host memory", found.host)] if found.host else []
     return [("memory", f"about {size(found.peak)} at the peak ({', '.join(f'{name} {size(n)}' for name, n in parts)})")]
 

@@ -46,19 +46,19 @@ def hold(
     A sharded one is read piece by piece where its checkpoint allows it; else every process reads all and keeps its part.
     resume: where an adapter goes on from; other policies come from there by their blueprint.
     """
-    spread = comm.Spread.of(recipe.parallel).decided(parameter_count(blueprint), comm.world().size)
-    if comm.world().size == 1 or not spread.sharded:
+    sharding = comm.ShardingConfig.of(recipe.parallel).decided(parameter_count(blueprint), comm.world().size)
+    if comm.world().size == 1 or not sharding.sharded:
         return _resumed(make(recipe, blueprint), resume)
     device, pieces = resolve_device(recipe.model), blueprint.pieces()
     if pieces is not None and blueprint.empty is not None and recipe.model.lora is None:
         policy = make(recipe, replace(blueprint, load=blueprint.empty))
         if pieces.fit(policy.model):
-            policy = shard_pieces(policy, spread, device, pieces)
+            policy = shard_pieces(policy, sharding, device, pieces)
             check_finite(policy.model)
             (probe_scorer if is_scorer(policy.model.config.to_dict()) else probe_checkpoint)(policy)
-            policy.settle()
+            policy.reshard()
             return policy
-    return shard(_resumed(make(recipe, blueprint), resume), spread, device)
+    return shard(_resumed(make(recipe, blueprint), resume), sharding, device)
 
 
 def _resumed(policy: Policy, folder: Path | None) -> Policy:

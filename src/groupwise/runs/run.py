@@ -33,7 +33,7 @@ from groupwise.runs.plan import Lines
 from groupwise.runs.policies import read_config
 from groupwise.runs.progress import Progress, safe
 from groupwise.runs.recorded_pairs import recorded_pairs
-from groupwise.runs.saving import Saver, advise, reader
+from groupwise.runs.saving import Saver, reader, set_failure_hint
 from groupwise.runs.signals import endings
 from groupwise.training.evaluate import Evaluation
 from groupwise.utils import files
@@ -101,7 +101,7 @@ class Run:
                 torch.set_num_threads(recipe.threads)
             newest = comm.from_first(self._newest)
             self.done = checkpoint.step_of(newest) if newest is not None else 0
-            advise(newest)
+            set_failure_hint(newest)
             meant = resolved(recipe)
             self._inputs = comm.from_first(lambda: inputs_of(meant))
             if newest is not None:

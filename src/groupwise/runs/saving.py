@@ -50,7 +50,7 @@ class Saver:
                 comm.from_first(lambda: checkpoint.save(self.folder, step, **how, policy_bytes=weights))
             elif comm.world().first:
                 checkpoint.save(self.folder, step, **how, policy_bytes=weights)
-            advise(checkpoint.latest(self.folder) if alone else checkpoint.place(self.folder, step))
+            set_failure_hint(checkpoint.latest(self.folder) if alone else checkpoint.place(self.folder, step))
             return
         needed = weights + sum(tensor.nbytes for tensor in tensors.values())
         temporary = comm.from_first(lambda: checkpoint.begin(self.folder, step, needed))
@@ -96,7 +96,7 @@ class Saver:
             mine = listed[here.rank :: here.size]
             fingerprints = _together(lambda: {name: files.fingerprint(temporary / name) for name in mine})
             _together(name)
-        advise(checkpoint.place(self.folder, step))
+        set_failure_hint(checkpoint.place(self.folder, step))
 
 
 def _together(work: Callable[[], Found]) -> list[Found]:
@@ -121,7 +121,7 @@ def reader(path: Path) -> Callable[[Mapping[str, Tensor]], None]:
     return lambda into: checkpoint.read_tensors(path, into)
 
 
-def advise(newest: Path | None) -> None:
+def set_failure_hint(newest: Path | None) -> None:
     """Tell what a run that fails from now on leaves."""
     saved = f"the last checkpoint is {newest}; the same command goes on from there" if newest is not None else None
-    comm.advise(saved or "nothing was saved yet (save.every): the same command begins anew")
+    comm.set_failure_hint(saved or "nothing was saved yet (save.every): the same command begins anew")

@@ -24,7 +24,7 @@ from groupwise.algorithms.registry import Algorithm
 from groupwise.config.settings import CriticSettings, OptimizerSettings
 from groupwise.models.policy import Policy
 from groupwise.records import Batch, Sample, Scored
-from groupwise.training.optimizer import Optimizer, Taken
+from groupwise.training.optimizer import Optimizer, StepStats
 from groupwise.training.scoring import sample_of
 from groupwise.training.updating import assess, update
 
@@ -127,7 +127,7 @@ class Together:
         self.policy.clear()
         self.critic.clear()
 
-    def step(self) -> Taken:
+    def step(self) -> StepStats:
         """See `Optimizer`."""
         self.critic.step()
         return self.policy.step()

@@ -39,13 +39,13 @@ def measure(
     found |= {} if version is None else staleness_metrics(groups, version)
     tokens = sum(len(rollout) for group in groups for rollout in group.rollouts)
     found["tokens/sampled"] = float(tokens)
-    found["tokens/trained"] = float(sum(np.count_nonzero(sample.weight) for taken in updates for sample in taken.samples))
+    found["tokens/trained"] = float(sum(np.count_nonzero(sample.weight) for one in updates for sample in one.samples))
     found["tokens/per_second"] = tokens / max(sum(seconds.values()), 1e-9)
-    found["loss"] = float(np.mean([taken.loss for taken in updates]))
-    norms = [taken.taken.grad_norm for taken in updates if not taken.taken.skipped]
+    found["loss"] = float(np.mean([one.loss for one in updates]))
+    norms = [one.stats.grad_norm for one in updates if not one.stats.skipped]
     found["grad_norm"] = float(np.mean(norms)) if norms else math.nan
-    found["lr"] = updates[-1].taken.lr
-    found["skipped_updates"] = float(sum(taken.taken.skipped for taken in updates))
+    found["lr"] = updates[-1].stats.lr
+    found["skipped_updates"] = float(sum(one.stats.skipped for one in updates))
     found |= balance(updates) | value_metrics(groups)
     every = _rollouts(updates)
     found |= ratio_metrics(every, algorithm) | off_policy_metrics(every, algorithm)
@@ -156,7 +156,7 @@ Seen = Sequence[tuple[Sample, np.ndarray]]
 
 def _rollouts(updates: Sequence[Update]) -> list[tuple[Sample, np.ndarray]]:
     """What updates saw of rollouts; demonstrations, which nobody sampled, are left out."""
-    return [pair for taken in updates for pair in zip(taken.samples, taken.seen, strict=True) if pair[0].index >= 0]
+    return [pair for one in updates for pair in zip(one.samples, one.seen, strict=True) if pair[0].index >= 0]
 
 
 def ratio_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
@@ -203,17 +203,17 @@ def token_columns(
     """
     first, last = updates[:minibatches], updates[-minibatches:]
     found = {
-        "weight": by_completion(groups, [(sample, sample.weight) for taken in first for sample in taken.samples]),
-        "entropy": by_completion(groups, [pair for taken in first for pair in zip(taken.samples, taken.entropy, strict=True)]),
+        "weight": by_completion(groups, [(sample, sample.weight) for one in first for sample in one.samples]),
+        "entropy": by_completion(groups, [pair for one in first for pair in zip(one.samples, one.entropy, strict=True)]),
     }
     if len(updates) > minibatches:
-        pairs = [pair for taken in last for pair in zip(taken.samples, taken.seen, strict=True)]
+        pairs = [pair for one in last for pair in zip(one.samples, one.seen, strict=True)]
         found["last_logp"] = by_completion(groups, pairs)
     if algorithm.clip_range is not None:
         passes = len(updates) // minibatches
         cut: dict[tuple[str, int], tuple[Sample, np.ndarray]] = {}
-        for taken in updates:
-            for sample, logp in zip(taken.samples, taken.seen, strict=True):
+        for one in updates:
+            for sample, logp in zip(one.samples, one.seen, strict=True):
                 key = (sample.group, sample.index)
                 before = cut[key][1] if key in cut else np.zeros(sample.completion.size, np.float32)
                 cut[key] = sample, before + _clipped(sample, logp, algorithm) / np.float32(passes)

@@ -99,18 +99,18 @@ def train_offline(
             rows = draw(batch_size)
             samples = objective.samples(rows)
         with clock.phase("update"), policy.checkpointing(checkpointing):
-            taken = update(policy, objective.loss, samples, optimizer, budget=budget, whole_groups=objective.whole_groups)
-            budget = taken.budget
+            step = update(policy, objective.loss, samples, optimizer, budget=budget, whole_groups=objective.whole_groups)
+            budget = step.budget
         tokens = sum(sample.completion.size for sample in samples)
         metrics: dict[str, float] = {
-            "loss": taken.loss,
-            "grad_norm": taken.taken.grad_norm,
-            "lr": taken.taken.lr,
-            "skipped_updates": float(taken.taken.skipped),
+            "loss": step.loss,
+            "grad_norm": step.stats.grad_norm,
+            "lr": step.stats.lr,
+            "skipped_updates": float(step.stats.skipped),
             "tokens/trained": float(sum(np.count_nonzero(sample.weight) for sample in samples)),
             "tokens/per_second": tokens / max(sum(clock.seconds.values()), 1e-9),
         }
-        metrics |= balance([taken]) | dict(objective.measure(rows, taken))
+        metrics |= balance([step]) | dict(objective.measure(rows, step))
         yield Step(number=number, metrics=metrics, timings=clock.seconds | comm.waiting())
 
 

@@ -31,7 +31,7 @@ from groupwise.rollout.collection import Draw, Source
 from groupwise.rollout.engine import Engine
 from groupwise.training.critics import Critic, Together, with_values
 from groupwise.training.metrics import by_completion, measure, token_columns
-from groupwise.training.optimizer import Optimizer, Taken
+from groupwise.training.optimizer import Optimizer, StepStats
 from groupwise.training.scoring import sample_of, score
 from groupwise.training.teachers import Teacher, with_demonstrations, with_teacher
 from groupwise.training.updating import Update, assess, token_loss, update
@@ -240,14 +240,14 @@ def improve(
         found = update(policy, loss, computed, stepper, budget=budget)
     else:
         seen = assess(policy, loss, computed, budget=budget)
-        unmoved = Taken(grad_norm=0.0, lr=0.0, skipped=False)
+        unmoved = StepStats(grad_norm=0.0, lr=0.0, skipped=False)
         found = Update(
             samples=seen.samples,
             seen=seen.seen,
             entropy=seen.entropy,
             loss=seen.loss,
             positions=seen.positions,
-            taken=unmoved,
+            stats=unmoved,
             budget=budget,
         )
     if critic is not None and joined is None:
@@ -374,6 +374,4 @@ def refresh(reference: Policy, policy: Policy, share: float) -> None:
 
 def first_pass(groups: Sequence[Scored], updates: Sequence[Update]) -> list[list[np.ndarray]]:
     """Per group and completion (n_i,): the log-probs that its first update saw; empty where nothing was computed."""
-    return by_completion(
-        groups, [(sample, logp) for taken in updates for sample, logp in zip(taken.samples, taken.seen, strict=True)]
-    )
+    return by_completion(groups, [(sample, logp) for one in updates for sample, logp in zip(one.samples, one.seen, strict=True)])

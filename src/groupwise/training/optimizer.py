@@ -38,7 +38,7 @@ def learning_rate(settings: OptimizerSettings, step: int, total: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class StepStats:
     """What happened at one optimizer step."""
 
     grad_norm: float
@@ -84,7 +84,7 @@ class Optimizer:
         self.nonfinite = 0
         """Steps in a row that were skipped."""
 
-    def step(self) -> Taken:
+    def step(self) -> StepStats:
         """Sum the gradients of all processes, clip, update the weights, clear the gradients.
 
         A parameter without a gradient had a gradient of 0 (all of the step was skipped; an expert that no token was routed to): it
@@ -117,7 +117,7 @@ class Optimizer:
                 f"the gradient was not finite {self.nonfinite} steps in a row (first of them: {first}); "
                 "lower optimizer.lr, or look at the last rollouts"
             )
-        return Taken(norm, lr, not finite)
+        return StepStats(norm, lr, not finite)
 
     def clear(self) -> None:
         """Forget the gradients."""

@@ -88,7 +88,7 @@ def score(policy: Policy, samples: Sequence[Sample], *, budget: int, entropy: bo
                     values_P = values_M.new_zeros(batch.layout.total)
                     values_P[batch.trained_M] = values_M
                     found += [(of_entropy, index, values) for index, values in unpack(batch, values_P, samples)]
-    policy.settle()
+    policy.reshard()
     for of_entropy, index, values in comm.gather(found):
         (entropies if of_entropy else logp)[index] = values
     return Scores(logp, entropies)

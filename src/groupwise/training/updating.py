@@ -26,7 +26,7 @@ from groupwise.models.policy import Policy
 from groupwise.ops.grad_accum import summed_in_place
 from groupwise.ops.linear_cross_entropy import TokenLoss, chosen_logprobs, fused_loss
 from groupwise.records import Batch, Sample
-from groupwise.training.optimizer import Taken
+from groupwise.training.optimizer import StepStats
 from groupwise.training.scoring import batches_of, support_of
 from groupwise.utils.allocator import Heap
 
@@ -57,7 +57,7 @@ class Assessment:
 class Update(Assessment):
     """One optimizer step: what was trained and what was seen on the way."""
 
-    taken: Taken
+    stats: StepStats
     budget: int
     """Packed positions at a time that fitted into memory."""
 
@@ -69,7 +69,7 @@ class Stepper(Protocol):
         """See `Optimizer`."""
         ...
 
-    def step(self) -> Taken:
+    def step(self) -> StepStats:
         """See `Optimizer`."""
         ...
 
@@ -106,7 +106,7 @@ def update(
             torch.cuda.empty_cache()
         log.warning("%d packed positions at a time do not fit into memory: going on with %d, to the same result", budget, smaller)
         budget = smaller
-    return Update(**found, taken=optimizer.step(), budget=budget)  # not to be tried twice: it changes weights as it goes
+    return Update(**found, stats=optimizer.step(), budget=budget)  # not to be tried twice: it changes weights as it goes
 
 
 def _out_of_memory(error: RuntimeError) -> bool:
@@ -140,7 +140,7 @@ def _visit(
             seen_P[batch.trained_M] = seen_M.detach()
             own += unpack(batch, seen_P, samples)
             positions += sum(batch.layout.length)
-    policy.settle()
+    policy.reshard()
     parts = comm.gather([(float(total), positions, own)])
     for index, values in (pair for _, _, pairs in parts for pair in pairs):
         seen[index] = values
@@ -160,7 +160,7 @@ def balance(updates: Sequence[Update]) -> dict[str, float]:
 
     Empty for a single process.
     """
-    total = np.sum([taken.positions for taken in updates], axis=0)
+    total = np.sum([step.positions for step in updates], axis=0)
     if total.size < 2 or not total.any():
         return {}
     idle = {f"ranks/idle/{rank}": 1.0 - float(load) / float(total.max()) for rank, load in enumerate(total)}

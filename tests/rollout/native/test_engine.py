@@ -169,7 +169,7 @@ def test_tokens_drawn_unseen_are_those_drawn_one_by_one(unseen, family, max_rows
     seen = run(policy, prompts, sampling, max_rows=max_rows)
     looks, look = [], native._to_host
     monkeypatch.setattr(native, "_to_host", lambda drawn: looks.append(len(drawn)) or look(drawn))
-    monkeypatch.setitem(native.UNSEEN, "cpu", unseen)
+    monkeypatch.setitem(native.TOKENS_PER_SYNC, "cpu", unseen)
     same(run(policy, prompts, sampling, max_rows=max_rows), seen, atol=1e-12)
     assert (max(looks) > 1) is not sampling.truncates
     finishes = {rollout.finish for group in seen.values() for rollout in group}

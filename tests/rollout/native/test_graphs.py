@@ -22,7 +22,7 @@ from groupwise.rollout.native import attention, graphs
 from groupwise.rollout.native import engine as native
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.native.forward import lean_forward
-from groupwise.rollout.native.graphs import LOOK, Buffers, GraphDecode, filled
+from groupwise.rollout.native.graphs import GPU_TOKENS_PER_SYNC, Buffers, GraphDecode, filled
 from groupwise.rollout.native.kv_cache import Store
 
 FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3"]
@@ -75,7 +75,7 @@ def sampled(policy, prompts, sampling, monkeypatch, *, recorded, limit=None, gro
 
     with monkeypatch.context() as patch:
         patch.setattr(native, "RECORDED", ("cpu",) if recorded else ())
-        patch.setitem(native.UNSEEN, "cpu", LOOK if recorded else 1)
+        patch.setitem(native.TOKENS_PER_SYNC, "cpu", GPU_TOKENS_PER_SYNC if recorded else 1)
         groups = Engine(policy, max_rows=max_rows).generate(prompts, group_size=group_size, sampling=sampling, seed=3)
         return {rollout.prompt.id + str(rollout.index): rollout for group in groups for rollout in group}
 
@@ -201,7 +201,7 @@ def test_new_weights_are_recorded_anew(policy_of, prompts_of, traced, monkeypatc
     """Weights that change between two groups are those of all tokens drawn from then on."""
     policy, prompts = policy_of("llama", dtype=torch.float32, sharpness=0.2, vocabulary=700, context=256), prompts_of(5, 9)
     monkeypatch.setattr(native, "RECORDED", ("cpu",))
-    monkeypatch.setitem(native.UNSEEN, "cpu", LOOK)
+    monkeypatch.setitem(native.TOKENS_PER_SYNC, "cpu", GPU_TOKENS_PER_SYNC)
 
     class Engine(NativeEngine):
         def limit(self, prompt, index, sampling):

@@ -25,7 +25,7 @@ from groupwise.models.lora import adapt
 from groupwise.records import Finish, Prompt, Sampling
 from groupwise.rollout.vllm import engine as vllm
 from groupwise.rollout.vllm import request_pool, weight_sync
-from groupwise.rollout.vllm.client import Wire
+from groupwise.rollout.vllm.client import Client
 from groupwise.rollout.vllm.engine import VllmEngine
 from groupwise.rollout.vllm.weight_sync import Servers, buckets
 
@@ -573,14 +573,14 @@ def test_an_update_that_fails_ends_at_once(path: str, engine_of, server, monkeyp
 )
 def test_an_address_is_an_address(url: str) -> None:
     with pytest.raises(ConfigError, match="http://host:port"):
-        Wire(url)
+        Client(url)
 
 
 def test_a_page_of_somebody_elses_server_is_told_in_one_line() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
         with pytest.raises(EngineError, match="answers GET /health with 501: <!DOCTYPE") as failure:
-            Wire(f"http://127.0.0.1:{other.server_port}").get("/health", timeout=5)
+            Client(f"http://127.0.0.1:{other.server_port}").get("/health", timeout=5)
         other.shutdown()
     assert "\n" not in str(failure.value)
 

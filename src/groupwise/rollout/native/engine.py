@@ -29,7 +29,7 @@ from groupwise.rollout import sampling as draws
 from groupwise.rollout.engine import InProcess, check_request, completion_limit, make_rollout
 from groupwise.rollout.native.attention import Decode, Prefill, whole
 from groupwise.rollout.native.forward import Forward, is_known, lean_forward
-from groupwise.rollout.native.graphs import LOOK, GraphDecode
+from groupwise.rollout.native.graphs import GPU_TOKENS_PER_SYNC, GraphDecode
 from groupwise.rollout.native.kv_cache import Store
 from groupwise.rollout.stopping import Stopping
 
@@ -42,9 +42,9 @@ STEPS, WORK, FEW = 16, 16 * 10**9, 12
 the weights are more than `WORK`: about a fifth of a second, in which nobody hears a signal (one token of a larger model takes
 longer).  Fewer than `FEW` rows take as long as `FEW`, for the weights have to be read."""
 
-UNSEEN = {"cpu": 1}
-"""Tokens that rows draw on a device before the host looks at any, `LOOK` where nothing is said: it waits for the device once
-instead of eight times.  What a row draws behind its end is dropped."""
+TOKENS_PER_SYNC = {"cpu": 1}
+"""Tokens that rows draw on a device before the host looks at any, `GPU_TOKENS_PER_SYNC` where nothing is said: it waits for the
+device once instead of eight times.  What a row draws behind its end is dropped."""
 RECORDED = ("cuda",)
 """Devices on which a token's operations are launched as one; see `graphs`."""
 
@@ -285,7 +285,7 @@ class _Run:
         if decoder is not None and isinstance(decode, Decode) and decode.compiled and not self.sampling.truncates:
             return self._steps(decoder, decode)
         # Truncation reads back at every token; nobody may draw beyond its limit, where there is no room.
-        most = 1 if self.sampling.truncates else UNSEEN.get(self.device.type, LOOK)
+        most = 1 if self.sampling.truncates else TOKENS_PER_SYNC.get(self.device.type, GPU_TOKENS_PER_SYNC)
         steps = min(most, min(row.limit - len(row.tokens) for row in self.live))
         if isinstance(decode, GraphDecode):
             drawn = decode.draw(self.token_R, self.uniform_RT, steps)

@@ -33,12 +33,12 @@ from groupwise.rollout.native.primitives import (
     CompiledHeadNorm,
     CompiledLayerNorm,
     CompiledNorm,
-    CompiledTurn,
+    CompiledRotary,
     Filler,
     Norm,
     PlainLayerNorm,
     PlainNorm,
-    PlainTurn,
+    PlainRotary,
     product,
 )
 
@@ -259,7 +259,7 @@ class RotaryForward(_Lean):
             and kernels.fits(cos, width=self.width // 2)
             and kernels.fits(cos, width=base.layers[0].mlp.gate_proj.out_features)
         )
-        self.turn = (CompiledTurn if self.compiled else PlainTurn)(cos[0].float(), sin[0].float())
+        self.turn = (CompiledRotary if self.compiled else PlainRotary)(cos[0].float(), sin[0].float())
         self.layers = [self._layer(layer) for layer in base.layers]
         self.blocks = self._blocks()
         self.norm = self._norm(base.norm)
@@ -308,7 +308,9 @@ class RotaryForward(_Lean):
         if self.blocks is None:
             return None
         assert (
-            isinstance(self.turn, CompiledTurn) and isinstance(self.norm, CompiledNorm) and isinstance(self.head, decoding.Product)
+            isinstance(self.turn, CompiledRotary)
+            and isinstance(self.norm, CompiledNorm)
+            and isinstance(self.head, decoding.Product)
         )
         rotary_PW = (self.turn.cos_PW, self.turn.sin_PW)
         return decoding.Decoder(self.blocks, self.norm.norm, self.head, self.embedding_VD, rotary_PW=rotary_PW)

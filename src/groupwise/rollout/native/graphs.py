@@ -29,7 +29,7 @@ from groupwise.rollout.native.attention import over_both, own_bias, prompt_bias
 from groupwise.rollout.native.forward import Forward
 from groupwise.rollout.native.kv_cache import Store
 
-LOOK = 8
+GPU_TOKENS_PER_SYNC = 8
 """Most tokens that are drawn before the host looks at any."""
 LEAST_ROWS, LEAST_PROMPTS, LEAST_ROOM = 8, 2, 64
 """What rows, prompts and rooms are filled up to multiples of: fewer cost a GPU as much, and would need a recording each."""
@@ -88,9 +88,9 @@ class Buffers:
             to_prompt,
             from_prompt,
             turn_1,
-            torch.zeros(LOOK, rows, dtype=torch.float64, device=device),
-            torch.zeros(LOOK, rows, dtype=torch.int64, device=device),
-            torch.zeros(LOOK, rows, dtype=torch.float32, device=device),
+            torch.zeros(GPU_TOKENS_PER_SYNC, rows, dtype=torch.float64, device=device),
+            torch.zeros(GPU_TOKENS_PER_SYNC, rows, dtype=torch.int64, device=device),
+            torch.zeros(GPU_TOKENS_PER_SYNC, rows, dtype=torch.float32, device=device),
             who,
         )
 
@@ -124,11 +124,11 @@ class GraphDecode:
         self._arranged = None
 
     def draw(self, newest_R: Tensor, uniform_RT: Tensor, steps: int) -> list[tuple[Tensor, Tensor]]:
-        """The next tokens of the live rows and their log-probs, (R,) each; at most `LOOK`.
+        """The next tokens of the live rows and their log-probs, (R,) each; at most `GPU_TOKENS_PER_SYNC`.
 
         newest_R: their newest tokens.   uniform_RT: uniform numbers for all of their tokens.
         """
-        assert steps <= LOOK
+        assert steps <= GPU_TOKENS_PER_SYNC
         live = len(self.length_R)
         shape = self._fit(max(self.length_R) + steps)
         if shape not in self._buffers:

@@ -74,7 +74,7 @@ class Filler:
         return x[: self.count] if self.rows else x
 
 
-class CompiledTurn:
+class CompiledRotary:
     """Rotary positions by the compiled kernel: transformers pairs number i of a head with number i + W/2."""
 
     def __init__(self, cos_PW: Tensor, sin_PW: Tensor) -> None:
@@ -92,7 +92,7 @@ class CompiledTurn:
         return lambda heads_THW: kernels.rotate(heads_THW, *tables)
 
 
-class PlainTurn:
+class PlainRotary:
     """The same in torch: turning a pair is multiplying a complex number, one operation once the pairs lie side by side."""
 
     def __init__(self, cos_PW: Tensor, sin_PW: Tensor) -> None:

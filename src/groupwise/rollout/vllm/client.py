@@ -18,7 +18,7 @@ DEAD = ("EngineCore", "EngineDead")
 """What a server says when the process that computes has ended."""
 
 
-class Wire:
+class Client:
     """One connection, kept open between calls.  `close` from another thread ends a call that is waiting."""
 
     def __init__(self, url: str) -> None:

@@ -29,7 +29,7 @@ from groupwise.records import Finish, Prompt, Rollout, Sampling
 from groupwise.rollout.engine import check_request, completion_limit, make_rollout
 from groupwise.rollout.sampling import stream_keys
 from groupwise.rollout.vllm.colocated import Colocated
-from groupwise.rollout.vllm.request_pool import Answer, Flight
+from groupwise.rollout.vllm.request_pool import Answer, RequestPool
 from groupwise.rollout.vllm.server import MODEL, START_SECONDS, OwnServer
 from groupwise.rollout.vllm.weight_sync import PATIENCE, Servers, unfit_on_cpu
 
@@ -66,7 +66,7 @@ class VllmEngine:
         """
         self.policy, self.keep_special_tokens, self.version = policy, keep_special_tokens, 0
         self._own: OwnServer | None = None
-        self._in_flight, self._flights = in_flight, set[Flight]()
+        self._in_flight, self._pools = in_flight, set[RequestPool]()
         self._held: int | None = None
         """The last version that all servers had."""
         self._sending = False
@@ -128,8 +128,8 @@ class VllmEngine:
 
     def close(self) -> None:
         """Hang up, break off what other threads still sample, and end the server of its own."""
-        for flight in list(self._flights):
-            flight.cancel()
+        for pool in list(self._pools):
+            pool.cancel()
         self.servers.close()
         if self._own is not None:
             self._own.close()
@@ -179,14 +179,14 @@ class VllmEngine:
         if isinstance(self.servers, Colocated):
             yield from self.servers.answers(bodies)
             return
-        urls = [wire.url for wire in self.servers.wires for _ in range(each)]
-        flight = Flight(urls, bodies, self._alive, paused=lambda: self._sending)
-        self._flights.add(flight)
+        urls = [client.url for client in self.servers.clients for _ in range(each)]
+        pool = RequestPool(urls, bodies, self._alive, paused=lambda: self._sending)
+        self._pools.add(pool)
         try:
-            with flight:
-                yield from flight
+            with pool:
+                yield from pool
         finally:
-            self._flights.discard(flight)
+            self._pools.discard(pool)
 
     def _check(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> None:
         """Raises EngineError for what these servers cannot do."""

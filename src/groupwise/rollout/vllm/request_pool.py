@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from groupwise.errors import EngineError, PeerError
-from groupwise.rollout.vllm.client import Wire
-from groupwise.rollout.vllm.weight_sync import PATIENCE, Alive, blame
+from groupwise.rollout.vllm.client import Client
+from groupwise.rollout.vllm.weight_sync import PATIENCE, Alive, raise_cause
 
 STALLED, STARTING = 60.0, 600.0
 """Seconds without a computed token after which a server that has work counts as stalled; and until its very first one, for which it
@@ -25,7 +25,7 @@ Answer = tuple[str, str, Any]
 """Who answers, name of the request, what was answered."""
 
 
-class Flight:
+class RequestPool:
     """Requests on their way: a thread and a connection for each; all take from one list, so that a faster server gets more.
 
     Iterate over the answers in a `with` block; leaving it hangs up, and the servers drop what they were still sampling.
@@ -36,39 +36,39 @@ class Flight:
 
         paused: true while the servers may not compute.
         """
-        self._wires = [Wire(url) for url in urls[: max(1, len(bodies))]]
+        self._clients = [Client(url) for url in urls[: max(1, len(bodies))]]
         self._left, self._alive, self._paused = len(bodies), alive, paused
-        self._waiting = set[Wire]()
+        self._waiting = set[Client]()
         """Those with a request on its way."""
         self._todo: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         for item in bodies.items():
             self._todo.put(item)
         self._done: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
 
-    def __enter__(self) -> Flight:
-        for wire in self._wires:
-            threading.Thread(target=self._work, args=(wire,), name="rollout-request", daemon=True).start()
+    def __enter__(self) -> RequestPool:
+        for client in self._clients:
+            threading.Thread(target=self._work, args=(client,), name="rollout-request", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._todo = queue.SimpleQueue()
-        for wire in self._wires:
-            wire.close()
+        for client in self._clients:
+            client.close()
 
     def cancel(self) -> None:
         """Let the thread that iterates go on with an EngineError.  To be called from another one."""
         self._done.put(EngineError("sampling was broken off: the engine was closed"))
 
-    def _work(self, wire: Wire) -> None:
+    def _work(self, client: Client) -> None:
         try:
             while True:
                 name, body = self._todo.get_nowait()
-                self._waiting.add(wire)
-                answer = wire.post("/inference/v1/generate", body, timeout=None)
-                self._waiting.discard(wire)
-                self._done.put((wire.name, name, answer))
+                self._waiting.add(client)
+                answer = client.post("/inference/v1/generate", body, timeout=None)
+                self._waiting.discard(client)
+                self._done.put((client.name, name, answer))
         except queue.Empty:
-            wire.close()
+            client.close()
         except Exception as error:  # any failure belongs to the thread that waits
             self._done.put(error)
 
@@ -85,7 +85,7 @@ class Flight:
                     raise silence from None
                 continue
             if isinstance(answer, Exception):
-                blame(answer, self._alive)
+                raise_cause(answer, self._alive)
             unanswered = 0
             seen.clear()
             self._left -= 1
@@ -98,29 +98,29 @@ class Flight:
         """
         if self._alive is not None:
             self._alive()
-        for url in dict.fromkeys(wire.url for wire in self._wires):
-            wire = Wire(url)
+        for url in dict.fromkeys(client.url for client in self._clients):
+            client = Client(url)
             try:
-                wire.get("/health", timeout=PATIENCE)
-                tokens = computed_tokens(wire)
+                client.get("/health", timeout=PATIENCE)
+                tokens = computed_tokens(client)
             except PeerError as error:
                 return error
             finally:
-                wire.close()
+                client.close()
             works = any(other.url == url for other in self._waiting) and not self._paused()
             before, since = seen.get(url, (-1.0, 0.0))
             if tokens != before or not works:
                 seen[url] = tokens, time.monotonic()
             elif (stands := time.monotonic() - since) > (STALLED if tokens else STARTING):
-                raise PeerError(f"{wire.name} answers, but has computed nothing for {stands:.0f} s: it hangs")
+                raise PeerError(f"{client.name} answers, but has computed nothing for {stands:.0f} s: it hangs")
         return None
 
 
-def computed_tokens(wire: Wire) -> float:
+def computed_tokens(client: Client) -> float:
     """Tokens that a server has computed since it was started, of prompts and of completions.  Raises EngineError if it does not
     count them."""
-    said = wire.text("/metrics", timeout=PATIENCE)
+    said = client.text("/metrics", timeout=PATIENCE)
     found = re.findall(r"^vllm:(?:prompt|generation)_tokens_total(?:{.*})? (\S+)$", said, re.MULTILINE)
     if not found:
-        raise EngineError(f"{wire.name} does not say what it computes: start it without --disable-log-stats")
+        raise EngineError(f"{client.name} does not say what it computes: start it without --disable-log-stats")
     return sum(map(float, found))

@@ -19,7 +19,7 @@ from groupwise.distributed import comm
 from groupwise.errors import ConfigError, EngineError, PeerError
 from groupwise.models.policy import Policy
 from groupwise.models.shape import Shape
-from groupwise.rollout.vllm.client import Wire
+from groupwise.rollout.vllm.client import Client
 from groupwise.utils import background
 
 Alive = Callable[[], None]
@@ -44,59 +44,59 @@ class Servers:
 
     def __init__(self, urls: Sequence[str], alive: Alive | None = None) -> None:
         """alive: of servers that this process has started.   Raises ConfigError for what is no address, or named twice."""
-        self.wires = [Wire(url) for url in urls]
-        if len({wire.url for wire in self.wires}) < len(self.wires):
-            raise ConfigError(f"a server is named twice: {' and '.join(wire.url for wire in self.wires)}")
+        self.clients = [Client(url) for url in urls]
+        if len({client.url for client in self.clients}) < len(self.clients):
+            raise ConfigError(f"a server is named twice: {' and '.join(client.url for client in self.clients)}")
         self.alive = alive
         self.facts: list[Facts] = []
-        self._audience: comm.Audience | None = None
+        self._group: comm.BroadcastGroup | None = None
 
     @property
     def names(self) -> list[str]:
         """What the servers are called in messages."""
-        return [wire.name for wire in self.wires]
+        return [client.name for client in self.clients]
 
     def close(self) -> None:
         """Hang up."""
-        for wire in self.wires:
-            wire.close()
+        for client in self.clients:
+            client.close()
 
     def greet(self, policy: Policy, patience: float = PATIENCE) -> None:
         """Wait until all answer, see that each can sample for this policy, and join one group with their workers.
 
         patience: seconds that a server may take to appear.  Raises PeerError for one that does not, EngineError for an unfit one.
         """
-        self.facts = [self._greet(wire, policy, time.monotonic() + patience) for wire in self.wires]
+        self.facts = [self._greet(client, policy, time.monotonic() + patience) for client in self.clients]
         kinds = {(one["device"], one["dtype"]) for one in self.facts}
         if len(kinds) > 1:
             raise EngineError(f"the vLLM servers differ in device or dtype: {sorted(kinds)}; start them alike")
         workers = [int(one["workers"]) for one in self.facts]
         on_gpu = self.facts[0]["device"] != "cpu"
-        audience = comm.Audience(self.wires[0].own_address(), sum(workers), cuda=on_gpu, timeout=UPDATE_SECONDS)
-        meeting = {"host": audience.host, "port": audience.port, "size": 1 + sum(workers), "seconds": UPDATE_SECONDS}
+        group = comm.BroadcastGroup(self.clients[0].own_address(), sum(workers), cuda=on_gpu, timeout=UPDATE_SECONDS)
+        meeting = {"host": group.host, "port": group.port, "size": 1 + sum(workers), "seconds": UPDATE_SECONDS}
         places = [meeting | {"rank_offset": 1 + sum(workers[:place])} for place in range(len(workers))]
-        self._tell("/init_weight_transfer_engine", [{"init_info": place} for place in places], beside=audience.meet)
-        self._audience = audience
+        self._tell("/init_weight_transfer_engine", [{"init_info": place} for place in places], beside=group.meet)
+        self._group = group
 
-    def _greet(self, wire: Wire, policy: Policy, deadline: float) -> Facts:
+    def _greet(self, client: Client, policy: Policy, deadline: float) -> Facts:
         while True:
             if self.alive is not None:
                 self.alive()
             try:
-                wire.get("/health", timeout=PATIENCE)
+                client.get("/health", timeout=PATIENCE)
                 break
             except PeerError:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.2)
         try:
-            facts = wire.post("/collective_rpc", {"method": "groupwise_facts"}, timeout=UPDATE_SECONDS)["results"][0]
+            facts = client.post("/collective_rpc", {"method": "groupwise_facts"}, timeout=UPDATE_SECONDS)["results"][0]
         except EngineError as error:
             raise EngineError(
-                f"the server at {wire.url} runs without Groupwise's plug-in for vLLM: start it with `groupwise serve MODEL`"
+                f"the server at {client.url} runs without Groupwise's plug-in for vLLM: start it with `groupwise serve MODEL`"
             ) from error
         if wrong := unfit(facts, policy):
-            raise EngineError(f"{wire.name} cannot sample for this policy: {wrong}")
+            raise EngineError(f"{client.name} cannot sample for this policy: {wrong}")
         return facts
 
     def send(self, policy: Policy, label: str, *, keep: bool = False) -> None:
@@ -105,24 +105,24 @@ class Servers:
         Pausing throws away the kept keys and values, which are of the old weights, and what is still being sampled.
         keep: go on with that; the keys and values of the tokens that it has are computed anew.
         """
-        assert self._audience is not None, "greet first"
-        audience, name = self._audience, str(self.facts[0]["dtype"])
+        assert self._group is not None, "greet first"
+        group, name = self._group, str(self.facts[0]["dtype"])
         self._tell(f"/pause?mode={'keep' if keep else 'abort'}")
         self._tell("/reset_prefix_cache")
         self._tell("/start_weight_update")
         for names, shapes, flat in buckets(policy, getattr(torch, name)):
-            flat = flat if audience.cuda else flat.cpu()
+            flat = flat if group.cuda else flat.cpu()
             bucket = {"names": names, "shapes": shapes, "dtypes": [name] * len(names)}
-            self._tell("/update_weights", {"update_info": bucket}, beside=lambda flat=flat: audience.broadcast(flat))
+            self._tell("/update_weights", {"update_info": bucket}, beside=lambda flat=flat: group.broadcast(flat))
         self._tell("/finish_weight_update", {"weight_version": label})
         self._tell("/resume")
 
     def _tell(self, path: str, body: Any = None, *, beside: Callable[[], None] | None = None) -> None:
         """POST to every server at once (a list: to each its own), and do something beside it."""
-        bodies = body if isinstance(body, list) else [body] * len(self.wires)
+        bodies = body if isinstance(body, list) else [body] * len(self.clients)
         posts = [
-            lambda wire=wire, body=body: wire.post(path, body, timeout=UPDATE_SECONDS)
-            for wire, body in zip(self.wires, bodies, strict=True)
+            lambda client=client, body=body: client.post(path, body, timeout=UPDATE_SECONDS)
+            for client, body in zip(self.clients, bodies, strict=True)
         ]
         together([*posts, *([beside] if beside is not None else [])], self.alive)
 
@@ -185,12 +185,12 @@ def together(tasks: Sequence[Callable[[], Any]], alive: Alive | None) -> None:
     for done in as_completed(begun):
         failure = done.exception()
         if isinstance(failure, Exception):
-            blame(failure, alive)
+            raise_cause(failure, alive)
         if failure is not None:
             raise failure
 
 
-def blame(failure: Exception, alive: Alive | None) -> NoReturn:
+def raise_cause(failure: Exception, alive: Alive | None) -> NoReturn:
     """Raise a failure of a server by its cause."""
     if alive is not None:
         for _ in range(20):  # a server that ends breaks its connections before it is gone

@@ -1,0 +1,62 @@
+"""What stands between an engine and a world: the engine draws turns, the world answers them.
+
+An engine that was given a `World` asks it for a `Conversation` per completion.  It waits for `open`, draws a turn, hands it to
+`answer`, and gives the row to another completion until the reply is there; then it appends the reply's ids, which the policy did
+not write, and draws the next turn.  Nothing is decoded and encoded again on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from groupwise.records import Episode, Finish, Prompt
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reply:
+    """What the world says to a turn, or before the first one."""
+
+    tokens: np.ndarray
+    """int64 (n,): ids to append before the next turn; empty where the episode is over, and usually before the first turn."""
+    finish: Finish | None = None
+    """Why the episode is over; None: it goes on."""
+    context: np.ndarray | None = None
+    """int64 (c,): the next turn is drawn behind these ids instead of behind the prompt and what was said (`records.Branch`);
+    `tokens` is then empty."""
+
+
+class Conversation(Protocol):
+    """One episode.  Its futures may fail with EnvironmentFailure, which ends the run."""
+
+    def open(self) -> Future[Reply]:
+        """Called once, before the first turn."""
+        ...
+
+    def answer(self, tokens: Sequence[int], finish: Finish) -> Future[Reply]:
+        """The policy has written a turn.
+
+        tokens: the turn's, as sampled.   finish: EOS, STOP, or LENGTH where the completion has no room for more.
+        """
+        ...
+
+    def close(self, finish: Finish) -> Episode:
+        """The episode is over, for this reason; also when it is not its own: no room for a reply (LENGTH).  Its environment is
+        closed.  Called once for every conversation that was begun, also when sampling is broken off."""
+        ...
+
+
+class World(Protocol):
+    """Makes conversations.  It may be used by several threads at once."""
+
+    def begin(self, prompt: Prompt, index: int, *, seed: int) -> Conversation:
+        """The episode of one completion; `index`: its place in the prompt's group.   seed: of the sampling."""
+        ...
+
+    def close(self) -> None:
+        """End everything that it has started; harmless if called again."""
+        ...
