@@ -451,8 +451,8 @@ def test_a_save_that_fails_beside_an_error_holds_nothing_back(recipe: Callable, 
     def lost() -> None:
         raise RuntimeError("connection closed by peer")
 
+    run.saver.wait = lost  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="the error itself"), run:
-        run.saver.wait = lost  # type: ignore[method-assign]
         raise ValueError("the error itself")
     assert sorted(workers_of(os.getpid())) == sorted(before)
     Run(load_recipe(recipe("r")), Path("runs/r")).lock.release()  # type: ignore[union-attr]

@@ -367,8 +367,8 @@ def _group(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
         yield ("group.reference_refresh", "group.beta"), message
     if recipe.model.dtype == "bfloat16" and group.reference_refresh and group.reference_mix < SEEN_BY_BFLOAT16:
         message = (
-            f"group.reference_mix {show(group.reference_mix)} moves the reference by less than bfloat16 weights can hold, so it would "
-            f"stay as it is: set model.dtype: autocast, or a mix of at least {SEEN_BY_BFLOAT16}"
+            f"group.reference_mix {show(group.reference_mix)} moves the reference by less than bfloat16 weights can hold, so it "
+            f"would stay as it is: set model.dtype: autocast, or a mix of at least {SEEN_BY_BFLOAT16}"
         )
         yield ("group.reference_mix", "model.dtype"), message
     if not group.beta and group.kl is not None:
