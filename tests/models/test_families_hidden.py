@@ -63,6 +63,12 @@ class FarWindow(Narrowed):
     window, layers = 120, range(LAYERS)
 
 
+class FartherWindow(Narrowed):
+    """All layers see 1,600 tokens."""
+
+    window, layers = 1600, range(LAYERS)
+
+
 class LongPass(LlamaForCausalLM):
     """Queries grow with the logarithm of a pass's length beyond 150 tokens."""
 
@@ -114,7 +120,7 @@ def loaded(kind: Callable[[LlamaConfig], LlamaForCausalLM]) -> Any:
     return make_policy(model, tokenizer, ModelSettings(device="cpu"))
 
 
-@pytest.mark.parametrize("kind", [DeepWindow, FarWindow, LongPass, Capacity, HidesAnId, HalfAGradient])
+@pytest.mark.parametrize("kind", [DeepWindow, FarWindow, FartherWindow, LongPass, Capacity, HidesAnId, HalfAGradient])
 def test_faults_out_of_sight_are_found_at_load(kind: type[LlamaForCausalLM]) -> None:
     with pytest.raises(ConfigError, match=f"^{kind.__name__} "):
         loaded(kind)

@@ -48,6 +48,17 @@ def test_damaged_weights_are_refused(damage: Callable[[Path], None], said: str, 
         load_policy(ModelSettings(path=str(tmp_path)))
 
 
+def test_loaded_weights_lie_as_others_do(tiny_policy: Callable, tmp_path: Path) -> None:
+    """In a file they begin anywhere, and torch's products round by where numbers begin: a resumed run would compute otherwise."""
+    tiny_policy().save(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for more in range(0, 64, 8):
+        save_file(tensors, file, {"format": "pt", "more": "x" * more})
+        loaded = load_policy(ModelSettings(path=str(tmp_path))).model
+        assert {parameter.data_ptr() % 64 for parameter in loaded.parameters()} == {0}
+
+
 def test_a_folder_without_a_tokenizer_says_so(tiny_policy: Callable, tmp_path: Path) -> None:
     tiny_policy().save(tmp_path)
     for file in (*tmp_path.glob("tokenizer*"), *tmp_path.glob("chat_template*")):

@@ -54,6 +54,8 @@ transformers_logging.disable_progress_bar()
 PROBE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.15}
 """Largest difference of a logit between packed and ordinary forward, relative to the spread of the logits."""
 BALANCE = "set output_router_logits to false in its config.json: its experts are then trained without a loss that balances them"
+ALIGNED = 64
+"""Bytes: the addresses of tensors that torch makes are multiples of it.  A resumed run must compute as one that went on."""
 ADAPTER_CONFIG = "adapter_config.json"
 """Marks a folder as a low-rank adapter in peft's format."""
 
@@ -443,6 +445,9 @@ def _load(kind: Any, path: str, dtype: torch.dtype, trust_remote_code: bool) -> 
     if missing := sorted(found["missing_keys"]):  # transformers would leave them random
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(f"model.path: the weights in {path!r} lack {missing[0]}{more}: fetch or copy them again")
+    for parameter in model.parameters():  # where the file has it; a product rounds by where its numbers begin
+        if parameter.data_ptr() % ALIGNED:
+            parameter.data = parameter.data.clone()
     return model
 
 

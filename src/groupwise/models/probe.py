@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 VALUES, GRADIENTS = 2e-4, 2e-3
 """Largest differences in float32: of a log-prob in nats; of a parameter's gradient, relative to its norm."""
-LONGEST, FAR = 96, 400
+LONGEST, FAR = 96, 2100
 """Tokens of the longest sequence whose gradients are compared, and of the one whose log-probs are."""
 PATHS = ("scoring", "training", "router", "recompute", "adapter")
 

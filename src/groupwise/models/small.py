@@ -21,7 +21,7 @@ from groupwise.errors import ConfigError
 
 WINDOW, CHUNK, LENGTH, SCALE, CAP = 12, 12, 20, 8, 2.0
 """What windows, chunks, lengths that frequencies depend on, steps of a temperature and soft caps become."""
-VOCABULARY, POSITIONS, INNER, RANK = 160, 512, 96, 32
+VOCABULARY, POSITIONS, INNER, RANK = 160, 2304, 96, 32
 FEW = 3
 """Layers of a small copy, if its configuration tells no types apart."""
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
