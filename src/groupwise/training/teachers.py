@@ -168,7 +168,9 @@ def with_demonstrations(samples: Sequence[Sample], shown: Sequence[Sample]) -> l
     names = {name for sample in samples for name in sample.extra}
 
     def filled(sample: Sample, columns: Mapping[str, float]) -> Sample:
-        return replace(sample, extra={name: np.full(len(sample.weight), value) for name, value in columns.items()} | sample.extra)
+        return replace(
+            sample, extra={name: np.full(len(sample.weight), value) for name, value in columns.items()} | dict(sample.extra)
+        )
 
     own = [filled(sample, {"shown": 0.0, "lm": 0.0, "taught": 1.0}) for sample in samples]
     # What a critic should have said of a demonstration is not known.
