@@ -148,7 +148,8 @@ class Talk:
     def answer(self, tokens: Sequence[int], finish: Finish, *, logp: Sequence[float], version: int) -> Future[Reply]:
         """See `Conversation`."""
         del logp, version
-        return self._begin(lambda: self._answer(list(tokens), finish))
+        own = list(tokens)
+        return self._begin(lambda: self._answer(own, finish))
 
     def close(self, finish: Finish) -> Episode:
         """See `Conversation`."""
