@@ -278,9 +278,13 @@ def test_a_harness_that_only_fails_ends_the_run(worlds, says, a_prompt):
         raise OSError("no such tool")
 
     world = worlds(harness)
-    with pytest.raises(EnvironmentFailure, match="no such tool"):
+
+    def run():
         for _ in range(64):
             play(world, a_prompt, says("a"))
+
+    with pytest.raises(EnvironmentFailure, match="no such tool"):
+        run()
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), "1", {"reward": 1}])

@@ -46,7 +46,7 @@ from groupwise.environments.requests import (
     read_token_request,
     token_answer,
 )
-from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -234,9 +234,6 @@ class _Handler(BaseHTTPRequestHandler):
         except Refused as refused:
             self._send(refused.status, refused.body())
             return
-        except GroupwiseError as error:
-            self._send(HTTPStatus.BAD_REQUEST, Refused(str(error)).body())
-            return
         except (ConnectionError, TimeoutError):
             raise
         except Exception as error:  # one bad request must not take the server away
@@ -299,8 +296,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = keep
         try:
             body = json.loads(data, parse_constant=_no_number)
-        except (ValueError, RecursionError) as error:
-            raise Refused(f"the body is not JSON: {str(error) or 'nested too deeply'}") from None
+        except RecursionError:
+            raise Refused("the body is not JSON that can be read: it is nested too deeply") from None
+        except ValueError as error:
+            raise Refused(f"the body is not JSON: {error}") from None
         if not isinstance(body, Mapping):
             raise Refused("the body must be a JSON object")
         return body
