@@ -36,7 +36,9 @@ def generate(served: Served, ids: list[int], **drawn) -> list[dict]:
 
 def test_log_probs_are_those_of_a_forward_pass(served, scored, policy_of):
     rng = np.random.default_rng(0)
-    asked = [(rng.integers(3, 40, size=int(n)).tolist(), float(t)) for n, t in zip(rng.integers(1, 30, 12), [1.0, 0.7] * 6, strict=True)]
+    asked = [
+        (rng.integers(3, 40, size=int(n)).tolist(), float(t)) for n, t in zip(rng.integers(1, 30, 12), [1.0, 0.7] * 6, strict=True)
+    ]
     with ThreadPoolExecutor(12) as pool:  # together, so that they share batches
         found = list(pool.map(lambda one: generate(served, one[0], temperature=one[1], max_tokens=9, n=2), asked))
     policy = policy_of("llama", context=64)
@@ -72,7 +74,10 @@ def test_limits_of_a_batch_are_each_ones_own(served):
 
 def test_what_does_not_fit_is_refused(served):
     root = served.endpoint.url
-    for body, code in (({"token_ids": [5] * 64}, "context_length_exceeded"), ({"token_ids": [5], "sampling_params": {"top_p": 0}}, None)):
+    for body, code in (
+        ({"token_ids": [5] * 64}, "context_length_exceeded"),
+        ({"token_ids": [5], "sampling_params": {"top_p": 0}}, None),
+    ):
         answer = httpx.post(f"{root}/inference/v1/generate", json=body, trust_env=False)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
     chat = {"messages": [{"role": "user", "content": "x"}]}

@@ -500,12 +500,12 @@ def _config(given: argparse.Namespace) -> int:
 
 
 def _serve(given: argparse.Namespace) -> int:
-    if given.native:
-        return _serve_native(given)
-    from groupwise.rollout.vllm.server import serve
+    if not given.native:
+        from groupwise.rollout.vllm.server import serve
 
-    how = {name: getattr(given, name) for name in ("host", "port", "rows", "dtype", "cache", "more")}
-    serve(given.model, **how)
+        how = {name: getattr(given, name) for name in ("host", "port", "rows", "dtype", "cache", "more")}
+        serve(given.model, **how)
+    return _serve_native(given)
 
 
 def _serve_native(given: argparse.Namespace) -> int:

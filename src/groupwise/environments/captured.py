@@ -38,6 +38,8 @@ TICK = 0.2
 """Seconds between two looks at the deadlines."""
 HOPELESS = 16
 """Episodes that fail before one succeeds, after which the harness counts as broken."""
+FULL = (Finish.LENGTH, Finish.TURNS)
+"""Ends of an episode that could have gone on."""
 EMPTY = np.empty(0, dtype=np.int64)
 
 
@@ -50,6 +52,8 @@ class Limits:
     context: int
     """Most tokens of a sequence."""
     vocabulary: int
+    turns: int | None = None
+    """Most turns of an episode."""
     seconds: float = 600.0
     """That a harness may take for an episode; while the policy writes for it, its clock stands still."""
     at_once: int = 64
@@ -216,8 +220,8 @@ class Captured:
         self._over: Finish | None = None
         self._reward: float | None = None
         self._failure = ""
-        self._full = False
-        """True if a turn was refused because there is no room for it."""
+        self._full: Finish | None = None
+        """Why a turn was refused: LENGTH, TURNS."""
         self._stop: Callable[[], None] | None = None
         self._ran, self._closed = False, False
         self._spent, self._since = 0.0, math.inf
@@ -254,7 +258,7 @@ class Captured:
         with self._lock:
             self._closed = True
             self._over = self._over or finish
-            self._full = self._full or finish is Finish.LENGTH
+            self._full = self._full or (finish if finish in FULL else None)
             left = [*self._waiting, *([self._drawing] if self._drawing is not None else [])]
             self._waiting.clear()
             self._drawing, self._next = None, None
@@ -302,9 +306,10 @@ class Captured:
         if reward is not None and not math.isfinite(reward):
             reward, failure = None, f"its reward is {reward}, which is no number"
         with self._lock:
-            full = self._full or bool(self._turns and self._turns[-1].finish is Finish.LENGTH and self._room() < 1)
-        finish = Finish.LENGTH if full else Finish.ERROR if failure else Finish.DONE
-        self.end(reward, finish, "" if full else failure)
+            full = self._full
+            if full is None and self._turns and self._turns[-1].finish is Finish.LENGTH and self._room() < 1:
+                full = Finish.LENGTH
+        self.end(reward, full or (Finish.ERROR if failure else Finish.DONE), "" if full else failure)
 
     def end(self, reward: float | None, finish: Finish, failure: str) -> None:
         """The episode is over; only the first word counts."""
@@ -394,18 +399,21 @@ class Captured:
 
     def _reply(self, request: _Request) -> Reply:
         """What the engine goes on with.  Raises Refused where there is no room."""
-        context, stream = request.context, self._stream
+        context, stream, limits = request.context, self._stream, self.world.limits
         first = not self._turns
         follows = context.size >= stream.size and np.array_equal(context[: stream.size], stream)
         # Before the first turn nothing is appended: what the harness begins with is context, not part of the completion.
         follows = follows and (context.size == stream.size or not first)
         new = context[stream.size :] if follows else EMPTY
         room = self._room(new.size, context.size)
+        if limits.turns is not None and len(self._turns) >= limits.turns:
+            self._full = Finish.TURNS
+            raise self._refusal()
         if room < 1:
-            self._full = True
+            self._full = Finish.LENGTH
             raise Refused(
-                f"no room for a turn: its context has {context.size} tokens of {self.world.limits.context}, and the episode "
-                f"{self._length + new.size} of {self.world.limits.sampling.max_new_tokens}",
+                f"no room for a turn: its context has {context.size} tokens of {limits.context}, and the episode "
+                f"{self._length + new.size} of {limits.sampling.max_new_tokens}",
                 code="context_length_exceeded",
             )
         self._hear(request, new)
@@ -451,7 +459,11 @@ class Captured:
     # ---- inside --------------------------------------------------------------------------------------------------------------
 
     def _refusal(self) -> Refused:
-        if self._full:
+        if self._full is Finish.TURNS:
+            return Refused(
+                f"the episode has had its {self.world.limits.turns} turns (environment.max_turns)", code="too_many_turns"
+            )
+        if self._full is Finish.LENGTH:
             return Refused("the episode has no room for another turn", code="context_length_exceeded")
         return Refused(f"the episode is over: {self._over}", HTTPStatus.GONE, code="episode_over")
 

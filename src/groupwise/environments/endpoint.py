@@ -8,7 +8,7 @@
 | `GET /health` | an empty object |
 
 `...` is empty, or `/episodes/ID` in a training run: everything that is asked for there belongs to one episode.  A client that can
-only be told a key brings the episode's id as the key.
+only be told a key, or the name of a model, brings the episode's id as that.
 
 On a loopback address, requests must name a host of this machine (DNS rebinding) and must not come from a browser's page; on any
 other address each must bring the token as well, or an episode's id.  The standard library's server does: one thread waits for each
@@ -343,6 +343,8 @@ class _Handler(BaseHTTPRequestHandler):
         return {}
 
     def _line(self, episode: str | None) -> Line:
+        if episode is None and self._body is not None and isinstance(self._body.get("model"), str):
+            episode = self._body["model"] if self.server.find(self._body["model"]) is not None else None
         line = self.server.find(episode)
         if line is None:
             where = "requests must name their episode: /episodes/ID/v1/..." if episode is None else "it is over, or never was one"

@@ -452,3 +452,27 @@ def test_a_prompt_that_the_harness_sends_as_it_is_needs_no_branch(worlds, says, 
 def test_functions_that_cannot_be_called_are_refused(wrong):
     with pytest.raises(ConfigError, match="harness"):
         FunctionHarness(wrong)
+
+
+def test_an_episode_has_so_many_turns(worlds, says, a_prompt):
+    def harness(base_url):
+        ask, done = client(base_url).chat.completions.create, 0
+        try:
+            while True:
+                ask(model="m", messages=[{"role": "user", "content": str(done)}])
+                done += 1
+        except openai.BadRequestError as error:
+            assert error.code == "too_many_turns"
+            return done
+
+    found = play(worlds(harness, turns=2), a_prompt, says("a", "b", "c"))
+    assert (found.finish, found.episode.reward, len(found.episode.turns)) == (Finish.TURNS, 2.0, 2)
+
+
+def test_an_episode_is_found_by_its_models_name(worlds, says, a_prompt):
+    def harness(base_url, api_key):
+        root = base_url[: base_url.index("/episodes")]
+        client(f"{root}/v1").chat.completions.create(model=api_key, messages=[{"role": "user", "content": "x"}])
+        return 1
+
+    assert play(worlds(harness), a_prompt, says("a")).episode.reward == 1.0
