@@ -27,8 +27,8 @@ from groupwise.data.prompts import visit
 from groupwise.data.templates import Tools
 from groupwise.data.tokenizers import make_tokenizer, with_chat_template
 from groupwise.distributed import comm
+from groupwise.environments.conversation import World
 from groupwise.environments.environment import Source
-from groupwise.environments.episodes import EpisodeWorld
 from groupwise.errors import ConfigError
 from groupwise.models.lora import adapter_size, bare
 from groupwise.models.policy import Blueprint, Policy, context_length, read_blueprint, resolve_device
@@ -109,7 +109,7 @@ class Job(Learner):
     teacher: Teacher | None = None
     engine: Engine | None = None
     """What samples, where the objective or its evaluation does."""
-    world: EpisodeWorld | None = None
+    world: World | None = None
     """Who answers what it samples."""
     ahead: Ahead = field(default_factory=Ahead)
     """What has been sampled, or begun to be, for steps to come."""
@@ -267,7 +267,7 @@ class _Prepared:
     algorithm: Algorithm | None
     steps: int
     plan: Lines
-    world: EpisodeWorld | None = None
+    world: World | None = None
 
     @property
     def closing(self) -> list[Callable[[], None]]:
@@ -283,7 +283,7 @@ class _Prepared:
                 found = cls._online(recipe, blueprint, scorers, world, source)
             else:
                 found = cls._dataset(recipe, blueprint, world, source)
-            answering = make_world(recipe, blueprint, source)
+            answering = make_world(recipe, blueprint, source, sampling_of(recipe.rollout))
         except BaseException:
             if source is not None:
                 source.close()
