@@ -25,6 +25,7 @@ from groupwise.errors import CheckpointError, ConfigError, Ended, GroupwiseError
 from groupwise.models.policy import Policy, resolve_device
 from groupwise.records import Scored, Step
 from groupwise.runs import checkpoint
+from groupwise.runs.dashboards import base as dashboards
 from groupwise.runs.build import Job, Judged, make_job, plan_of
 from groupwise.runs.folder import FINAL, Lock, RunLog, anew, choose_folder, finished, unfinished
 from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs
@@ -89,6 +90,7 @@ class Run:
     def __init__(self, recipe: Recipe, folder: Path, *, accept_changes: bool = False) -> None:
         """accept_changes: see `train`."""
         demand_objects(recipe)
+        dashboards.check(recipe.save.report_to)
         self.recipe, self.folder = recipe, folder
         self.before: Judged | None = None
         self.after: Judged | None = None
