@@ -40,7 +40,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another run, with another configuration, of the same prompts."""
     return synthetic.make_run(
-        tmp_path_factory.mktemp("more") / "beta", 30, config="steps: 30\ngroup: {beta: 0.0}\n", evaluated=False
+        tmp_path_factory.mktemp("more") / "beta", 30, config="objective: grpo\nsteps: 30\ngroup: {beta: 0.0}\n", evaluated=False
     )
 
 

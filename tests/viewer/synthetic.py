@@ -120,7 +120,12 @@ def make_step(
 
 
 def make_run(
-    folder: Path, steps: int = 12, *, config: str = "steps: 40\ngroup: {beta: 0.01}\n", evaluated: bool = True, **how: object
+    folder: Path,
+    steps: int = 12,
+    *,
+    config: str = "objective: grpo\nsteps: 40\ngroup: {beta: 0.01}\n",
+    evaluated: bool = True,
+    **how: object,
 ) -> Path:
     """A finished run folder of small steps."""
     folder.mkdir(parents=True)
@@ -142,7 +147,15 @@ def add_step(folder: Path, number: int, **how: object) -> None:
     """One step more, as a run writes it: completions first, then the line."""
     step = make_step(number, **how)  # type: ignore[arg-type]
     recorded.write(folder / recorded.ROLLOUTS, step, folder.name)
-    line = {"step": number, **step.metrics, "time/rollout": 1.0, "wall": 1.7e9 + 10 * number}
+    limit = {
+        "limit/shared": 90.0,
+        "limit/dead": 20.0,
+        "limit/recomputed": 0.0,
+        "limit/useful": 0.75,
+        "limit/bytes_per_token": 2.5e6,
+    }
+    times = {"time/rollout": 1.0, "time/update": 3.0, "time/ideal": 1.0}
+    line = {"step": number, **step.metrics, **limit, **times, "wall": 1.7e9 + 10 * number}
     with open(folder / runlog.METRICS, "a", encoding="utf-8") as file:
         file.write(json.dumps({name: str(value) if value != value else value for name, value in line.items()}) + "\n")
 

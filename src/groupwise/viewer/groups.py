@@ -7,7 +7,8 @@ Numbers per token, by name, with `rho` the ratio of the policy's probability to 
     entropy    of the policy at the token, nats
     kl         log-prob under the policy minus that under the reference, nats: positive where the policy likes the token more
     mismatch   log-prob by the trainer minus that by the sampler, nats: rounding, unless something is wrong
-    gradient   weight x |push|, 0 where clipped, as a share of the group's sum; the KL's part is not in it
+    gradient   weight x |push|, 0 where clipped, as a share of the group's sum; the KL's part is not in it.  Only of runs whose
+               surrogate has this slope (`slope_is_push`): of others, and with the KL, a replay says it (`replays.py`)
     version    optimizer steps that the weights which drew it had taken
 
 A quantity that was not recorded has no column.
@@ -38,6 +39,9 @@ EXCERPT = 160
 
 Json = dict[str, Any]
 
+CLIPPED = ("grpo", "dr_grpo", "dapo", "bnpo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "gdpo", "ppo")
+"""Objectives whose surrogate is PPO's clipped ratio of tokens (a test asks the table)."""
+
 OVERVIEW = ("group", "prompt_text", "index", "completion_text", "reward", "finish", "trained")
 QUANTITIES = ("push", "logp", "entropy", "kl", "mismatch", "gradient", "version")
 
@@ -50,6 +54,28 @@ def reward_names(columns: Sequence[str]) -> list[str]:
 def key_of(prompt: str) -> str:
     """What a prompt is recognised by in other steps and runs."""
     return hashlib.blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def slope_is_push(config: Mapping[str, Any]) -> bool:
+    """True if a recipe's surrogate has the slope weight x advantage x ratio, 0 where it clips.  config: its keys, with dots.
+
+    >>> slope_is_push({"objective": "grpo"}), slope_is_push({"objective": "gspo"})
+    (True, False)
+    """
+
+    def part(name: str) -> Any:
+        return config.get(f"group.{name}") or config.get(f"group.{name}.name")
+
+    others = ("surrogate.delta", "surrogate.dual", "off_policy_delta", "entropy_quantile", "divergence", "divergence.name", "mix")
+    engine = config.get("rollout.engine") or config.get("rollout.engine.name") or "native"
+    return (
+        part("surrogate") in ("clipped", None)
+        and part("ratio") in ("token", None)
+        and (config.get("objective") in CLIPPED or (part("surrogate") is not None and part("ratio") is not None))
+        and not any(config.get(f"group.{name}") for name in others)
+        and engine != "vllm"
+        and not config.get("rollout.engine.ahead")
+    )
 
 
 def lengths_of(table: pa.Table) -> np.ndarray:
@@ -113,7 +139,7 @@ def group(source: Source, step: int, place: int, kind: str = TRAINING) -> Json:
     rows = table.slice(0, CROWD).to_pylist()
     first = rows[0]
     prompt = first.get("prompt_text") or ""
-    shares = _gradient_total(rows)
+    shares = _gradient_total(rows) if slope_is_push(source.config()) else math.nan
     vocabulary = source.vocabulary()
     row = first.get("row")
     return {
@@ -128,7 +154,7 @@ def group(source: Source, step: int, place: int, kind: str = TRAINING) -> Json:
         "functions": names,
         "size": len(table),
         "completions": [_completion(row, names, vocabulary, shares, 0) for row in rows],
-        "quantities": _present(rows),
+        "quantities": _present(rows, shares),
     }
 
 
@@ -138,9 +164,10 @@ def more(source: Source, step: int, place: int, index: int, begin: int, kind: st
     table = table.filter(pc.equal(table.column("group"), place))  # type: ignore[attr-defined]
     rows = table.to_pylist()
     found = [row for row in rows if row["index"] == index]
+    shares = _gradient_total(rows) if slope_is_push(source.config()) else math.nan
     if not found:
         raise DataError(f"{source.name} holds no completion {index} in group {place} of step {step}")
-    return _completion(found[0], reward_names(table.column_names), source.vocabulary(), _gradient_total(rows), begin)
+    return _completion(found[0], reward_names(table.column_names), source.vocabulary(), shares, begin)
 
 
 def _completion(row: Mapping[str, Any], names: Sequence[str], known: Vocabulary | None, total: float, begin: int) -> Json:
@@ -218,10 +245,9 @@ def _gradient_total(rows: Sequence[Mapping[str, Any]]) -> float:
     return float(sum(part.sum() for part in parts if part is not None))
 
 
-def _present(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+def _present(rows: Sequence[Mapping[str, Any]], total: float) -> dict[str, list[float]]:
     """The quantities that the group has, each with the range of its scale: symmetric around 0 where it has a sign."""
-    columns = [token_columns(row, 1.0) for row in rows if row.get("completion_ids")]
-    total = _gradient_total(rows)
+    columns = [token_columns(row, total) for row in rows if row.get("completion_ids")]
     found: dict[str, list[float]] = {}
     for name in QUANTITIES:
         parts = [values[name] for values in columns if name in values]
@@ -229,10 +255,6 @@ def _present(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
         flat = flat[np.isfinite(flat)]
         if not flat.size:
             continue
-        if name == "gradient":
-            if total <= 0.0:
-                continue
-            flat = flat / total
         # A single outlier must not turn everything else pale.
         high, low = float(np.quantile(flat, 0.98)), float(np.quantile(flat, 0.02))
         if name in ("push", "kl", "mismatch"):

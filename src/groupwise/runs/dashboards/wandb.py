@@ -1,7 +1,7 @@
 """Weights & Biases, online or with `WANDB_MODE=offline`; its files lie in the run folder, below `wandb/`.
 
-Project, entity and mode come from its own environment variables (WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE).  What it would collect by
-itself (command line, environment, git, console, code) is switched off: an override may hold a secret.
+Project, entity and mode come from its own environment variables (WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE).  What it would collect
+by itself (command line, environment, git, console, code) is switched off: an override may hold a secret.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ const HUES = {
   sand: { light: "161,98,7", dark: "250,204,21" },
 };
 
-/** The quantities by key 1 to 7: what they are called, what they say, how they are coloured. */
+/** The quantities by key 1 to 9; the last two once a step is replayed: what they are called, what they say, how they are coloured. */
 const QUANTITIES = [
   { id: "push", label: "Push", unit: "advantage × ratio", low: "less likely", high: "more likely", signed: true,
     says: "What the update did to each token: advantage × ratio. Blue: made more likely, orange: less likely, hatched: clipped, its gradient was cut." },
@@ -23,9 +23,13 @@ const QUANTITIES = [
   { id: "mismatch", label: "Mismatch", unit: "nats, trainer − sampler", low: "sampler higher", high: "trainer higher", signed: true,
     says: "Log-prob by the trainer minus that by the sampler, of the same token. Only rounding, unless something is wrong." },
   { id: "gradient", label: "Gradient", unit: "share of the group", low: "none", high: "much", hue: "pink", share: true,
-    says: "Share of the group's gradient that comes from this token: weight × |advantage| × ratio, 0 where clipped. The KL term is left out." },
+    says: "Share of the group's gradient that comes from this token: weight × |advantage| × ratio, 0 where clipped. The KL term is in it once the step is replayed." },
   { id: "version", label: "Version", unit: "optimizer steps", low: "older", high: "newer", hue: "sand",
     says: "The version of the weights that drew the token." },
+  { id: "replay", label: "Replay", unit: "share of the group", low: "less likely", high: "more likely", signed: true, share: true,
+    says: "What the replayed update pushes: minus the loss's slope by each log-prob, as a share of the group's sum, KL included." },
+  { id: "change", label: "Change", unit: "share of the group", low: "pushed down more", high: "pushed up more", signed: true, share: true,
+    says: "The replayed push less the one that the run made." },
 ];
 
 const theme = () => document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
