@@ -51,6 +51,35 @@ def hostile_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return synthetic.make_run(tmp_path_factory.mktemp("bad") / "hostile", 2, groups=2, size=len(texts), texts=texts, prompts=2)
 
 
+SMALL = """
+objective: grpo
+name: small
+seed: 3
+steps: 2
+model: {scratch: {hidden: 32, heads: 4, context: 96, tokenizer: arithmetic}}
+data: {task: addition, limit: 64, eval_limit: 2}
+rewards: [{function: regex, args: {pattern: "[0-4]"}}]
+rollout: {max_new_tokens: 8}
+group: {prompts_per_step: 4, group_size: 4, updates_per_rollout: 2}
+optimizer: {lr: 0.05}
+eval: {k: 2, at_start: false}
+save: {every: 1}
+"""
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real run of two steps."""
+    from groupwise.config.recipes import parse_stages
+    from groupwise.runs.run import train
+
+    root = tmp_path_factory.mktemp("trained")
+    (recipe,) = parse_stages(SMALL + f"runs: {root}\n", "small.yaml").values()
+    for _ in train(recipe):
+        pass
+    return root / "small"
+
+
 @pytest.fixture
 def viewer() -> Iterator[Callable[..., Viewer]]:
     """`viewer(path, ...)` -> a server of them, closed at the end."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from groupwise.data import vocabulary
+from groupwise.data.rollout_table import jsonable
 from groupwise.data.vocabulary import Vocabulary
-from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
+from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, Sampling, Scored, Step, ToolCall, Turn
 from groupwise.runs import folder as runlog
 from groupwise.runs import recorded
 
@@ -99,8 +101,10 @@ def make_step(
         current.append([r.behavior_logp + np.float32(1e-4) for r in rollouts])
         columns["weight"].append([np.full(len(r), 1 / len(r) / size) for r in rollouts])
         columns["entropy"].append([chance.random(len(r)).astype(np.float32) for r in rollouts])
-        columns["clipped"].append([(chance.random(len(r)) < 0.1 * clipped).astype(np.float32) for r in rollouts])
-        columns["last_logp"].append([r.behavior_logp + chance.normal(0, 0.1, len(r)).astype(np.float32) for r in rollouts])
+        moved = [chance.normal(0, 0.15, len(r)).astype(np.float32) for r in rollouts]
+        columns["last_logp"].append([r.behavior_logp + by for r, by in zip(rollouts, moved, strict=True)])
+        cut = [clipped & (by * np.sign(a) > 0) & (np.abs(np.exp(by) - 1) > 0.2) for by, a in zip(moved, advantage, strict=True)]
+        columns["clipped"].append([one.astype(np.float32) for one in cut])
     every = np.concatenate([group.reward for group in found])
     metrics = {
         "reward": float(every.mean()),
@@ -140,6 +144,61 @@ def make_run(
         held = make_step(steps)
         recorded.write(folder / recorded.EVALUATIONS, Step(number=steps, metrics={}, groups=held.groups), folder.name)
     (folder / runlog.DONE).write_text(json.dumps({"step": steps}), encoding="utf-8")
+    return folder
+
+
+def make_episodes(folder: Path, texts: Sequence[str] = ()) -> Path:
+    """A run whose completions are episodes: one with a tool that worked and one that failed, one out of time behind a split.
+
+    texts: what the world says, instead of harmless words.
+    """
+    make_run(folder, 1, evaluated=False, groups=1, size=2)
+    say = texts[0] if texts else "4"
+    prompt = Prompt(id="1/0", tokens=np.array([65]), text="What is 2 + 2?")
+
+    def rollout(index: int, parts: Sequence[tuple[str, bool]], finish: Finish, make: Callable[[list[int]], Episode]) -> Rollout:
+        pieces = [np.frombuffer(text.encode("utf-8", "backslashreplace"), np.uint8).astype(np.int64) for text, _ in parts]
+        ends = np.cumsum([piece.size for piece in pieces]).tolist()
+        ids = np.concatenate(pieces)
+        trained = np.concatenate([np.full(piece.size, own) for piece, (_, own) in zip(pieces, parts, strict=True)])
+        return Rollout(
+            prompt=prompt, index=index, tokens=ids, behavior_logp=np.full(ids.size, -0.5, np.float32), finish=finish,
+            eos_ids=(256,), sampling=Sampling(), text="".join(text for text, _ in parts), trained=trained, episode=make([0, *ends]),
+        )  # fmt: skip
+
+    def worked(at: list[int]) -> Episode:
+        calls = (
+            ToolCall(name="add", arguments='{"a": 2, "b": 2}', result=say, seconds=0.25),
+            ToolCall(name="divide", arguments='{"a": 1, "b": 0}', result="division by zero", seconds=0.5, failure="exception"),
+        )
+        turns = (
+            Turn(begin=0, end=at[1], finish=Finish.TOOL_CALLS, calls=calls, answer=say, seconds=1.0, truncated=True),
+            Turn(begin=at[2], end=at[3], finish=Finish.DONE, seconds=0.0, reward=1.0),
+        )
+        return Episode(turns=turns, environment="calculator", reward=1.0)
+
+    def late(at: list[int]) -> Episode:
+        turns = (
+            Turn(begin=0, end=at[1], finish=Finish.EOS, answer=say, seconds=30.0),
+            Turn(begin=at[2], end=at[3], finish=Finish.DEADLINE, seconds=2.0),
+        )
+        return Episode(turns=turns, branches=(Branch(begin=at[2], context=np.arange(1, 12)),), environment="calculator")
+
+    rollouts = (
+        rollout(0, [("call add and divide", True), (f"[{say}]", False), ("the answer is 4", True)], Finish.DONE, worked),
+        rollout(1, [("let me think", True), (f"[{say}]", False), ("still thinking", True)], Finish.DEADLINE, late),
+    )
+    reward = np.array([1.0, 0.0])
+    group = Scored(rollouts=rollouts, names=("accuracy",), rewards=reward[:, None], reward=reward)
+    columns = {"weight": [[np.where(one.trained, 0.1, 0.0) for one in rollouts]]}
+    advantages = [[np.full(len(one), 1.0 - 2 * i) for i, one in enumerate(rollouts)]]
+    step = Step(number=1, metrics={}, groups=[group], advantages=advantages, columns=columns)
+    recorded.write(folder / recorded.ROLLOUTS, step, folder.name)
+    file = folder / recorded.ROLLOUTS / "000001.parquet"
+    table = pq.read_table(file)
+    if "episode" not in table.column_names:
+        said = [json.dumps(jsonable(dataclasses.asdict(one.episode))) for one in rollouts]  # type: ignore[arg-type]
+        pq.write_table(table.append_column("episode", pa.array(said)), file)
     return folder
 
 

@@ -110,7 +110,7 @@ def test_the_shares_of_the_gradient_are_those_of_autograd(made: Any) -> None:
         "update/clipped": list(cut.astype(float)),
     }
     assert cut.any()
-    np.testing.assert_allclose(_gradient(row), logp.grad.abs().numpy(), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(_gradient(row, (0.2, 0.2)), logp.grad.abs().numpy(), rtol=1e-9, atol=1e-12)
 
 
 def test_long_completions_come_in_parts_that_fit_together(made: Any, tmp_path: Path) -> None:
@@ -373,8 +373,9 @@ def test_the_table_of_work_is_the_mean_of_the_last_steps(pages: Pages) -> None:
 
 def test_the_gradient_is_shown_only_where_its_formula_is_right() -> None:
     right = {"objective": "grpo"}
-    assert groups.slope_is_push(right)
-    assert groups.slope_is_push({**right, "group.surrogate.name": "clipped", "group.surrogate.high": 0.28})
+    assert groups.clip_of(right) == (0.2, 0.2)
+    assert groups.clip_of({**right, "group.surrogate.name": "clipped", "group.surrogate.high": 0.28}) == (0.2, 0.28)
+    assert groups.clip_of({"objective": "gspo", "group.ratio": "token", "group.surrogate": "clipped"}) == (0.2, 0.2)
     for change in (
         {"objective": "gspo"},
         {"objective": "cispo"},
@@ -387,7 +388,7 @@ def test_the_gradient_is_shown_only_where_its_formula_is_right() -> None:
         {"rollout.engine": "vllm"},
         {"rollout.engine.name": "native", "rollout.engine.ahead": 1},
     ):
-        assert not groups.slope_is_push({**right, **change}), change
+        assert groups.clip_of({**right, **change}) is None, change
 
 
 def test_the_objectives_of_that_formula_are_those_of_the_table() -> None:
@@ -395,11 +396,11 @@ def test_the_objectives_of_that_formula_are_those_of_the_table() -> None:
     from groupwise.algorithms.registry import ALGORITHMS
 
     clipped = {
-        name
+        name: (round(1 - row.clip_range[0], 6), round(row.clip_range[1] - 1, 6))
         for name, row in ALGORITHMS.items()
         if getattr(row.surrogate, "func", row.surrogate) is losses.clipped and row.ratio is losses.token and row.divergence is None
     }
-    assert set(groups.CLIPPED) == clipped
+    assert clipped == groups.CLIPPED
 
 
 def test_a_run_of_another_surrogate_has_no_gradient_until_it_is_replayed(made: Any, tmp_path: Path) -> None:
@@ -443,35 +444,6 @@ def test_a_recipe_with_code_of_its_own_is_not_replayed(
         found.answer("replay", {"run": "0", "step": "2", "group": "1"})
 
 
-SMALL = """
-objective: grpo
-name: small
-seed: 3
-steps: 2
-model: {scratch: {hidden: 32, heads: 4, context: 96, tokenizer: arithmetic}}
-data: {task: addition, limit: 64, eval_limit: 2}
-rewards: [{function: regex, args: {pattern: "[0-4]"}}]
-rollout: {max_new_tokens: 8}
-group: {prompts_per_step: 4, group_size: 4, updates_per_rollout: 2}
-optimizer: {lr: 0.05}
-eval: {k: 2, at_start: false}
-save: {every: 1}
-"""
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real run of two steps."""
-    from groupwise.config.recipes import parse_stages
-    from groupwise.runs.run import train
-
-    root = tmp_path_factory.mktemp("trained")
-    (recipe,) = parse_stages(SMALL + f"runs: {root}\n", "small.yaml").values()
-    for _ in train(recipe):
-        pass
-    return root / "small"
-
-
 def test_a_replayed_group_holds_the_closed_form_of_the_recorded_and_the_changed(trained: Path) -> None:
     from groupwise.runs.replay import replay
 
@@ -483,7 +455,7 @@ def test_a_replayed_group_holds_the_closed_form_of_the_recorded_and_the_changed(
     expected = replay(trained, 2, ["objective=dr_grpo", "group.surrogate.high=0.3"], model=False)
     assert expected.changed is not None
     for answer, outcome in ((plain, expected.again), (changed, expected.changed)):
-        columns = [-column for column in outcome.column("gradient")[place]]
+        columns = [-column for column in outcome.column("gradient", last=True)[place]]
         total = sum(np.abs(column).sum() for column in columns)
         assert total > 0
         for completion, column in zip(answer["completions"], columns, strict=True):
@@ -494,7 +466,10 @@ def test_a_replayed_group_holds_the_closed_form_of_the_recorded_and_the_changed(
     one = changed["completions"][0]
     np.testing.assert_allclose(one["change"], np.array(one["replay"]) - np.array(one["recorded"]), atol=2e-4)
     assert plain["completions"][0]["change"] is None
-    # What the page shows without a replay is the same gradient, by the last update's ratio: here there were two.
+    # What the page shows without a replay is the size of the same: weight x |advantage| x ratio as the last update saw it.
+    shown = found.answer("group", asked)
+    for completion, own in zip(plain["completions"], shown["completions"], strict=True):
+        np.testing.assert_allclose(np.abs(completion["replay"]), own["columns"]["gradient"], atol=2e-4)
     kept = len(found.replays._kept)
     found.answer("replay", asked)
     assert len(found.replays._kept) == kept, "from memory"
@@ -505,3 +480,29 @@ def test_what_the_recipe_refuses_is_said(trained: Path) -> None:
         pages_of(trained).answer("replay", {"run": "0", "step": "2", "group": "0", "set": "group.surrogate.high=-3"})
     with pytest.raises(DataError, match="no group 99"):
         pages_of(trained).answer("replay", {"run": "0", "step": "2", "group": "99"})
+
+
+# ---------------------------------------------------------------- episodes
+
+
+def test_an_episode_is_shown_turn_by_turn(made: Any, tmp_path: Path) -> None:
+    found = pages_of(made.make_episodes(tmp_path / "episodes"))
+    one, other = found.answer("group", {"run": "0", "step": "1", "group": "0"})["completions"]
+    turns = one["episode"]["turns"]
+    texts = ["".join(one["tokens"][turn["begin"] : turn["end"]]) for turn in turns]
+    assert texts == ["call add and divide", "the answer is 4"]
+    assert "".join(one["tokens"][turns[0]["end"] : turns[1]["begin"]]) == "[4]"
+    assert one["untrained"] == list(range(turns[0]["end"], turns[1]["begin"]))
+    assert [(call["name"], call["seconds"], call["failure"]) for call in turns[0]["calls"]] == [
+        ("add", 0.25, ""),
+        ("divide", 0.5, "exception"),
+    ]
+    assert (turns[0]["truncated"], turns[0]["seconds"], turns[1]["reward"]) == (True, 1.0, 1.0)
+    assert other["episode"]["branches"] == [{"begin": other["episode"]["turns"][1]["begin"], "context": 11}]
+    assert other["finish"] == other["episode"]["turns"][1]["finish"] == "deadline"
+
+
+def test_long_texts_of_an_episode_are_cut(made: Any, tmp_path: Path) -> None:
+    found = pages_of(made.make_episodes(tmp_path / "long", texts=["x" * 50_000]))
+    turn = found.answer("group", {"run": "0", "step": "1", "group": "0"})["completions"][0]["episode"]["turns"][0]
+    assert len(turn["answer"]) == len(turn["calls"][0]["result"]) == 6000

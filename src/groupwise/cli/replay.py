@@ -142,10 +142,10 @@ def compared(again: Outcome, changed: Outcome) -> dict[str, tuple[float, float]]
     return found
 
 
-def pushes(again: Outcome, changed: Outcome) -> dict[str, int]:
-    """How many tokens both push the same way, the other way, or only one of them."""
+def pushes(again: Outcome, changed: Outcome, *, last: bool = False) -> dict[str, int]:
+    """How many tokens both push the same way, the other way, or only one of them.   last: in the last pass, if it is known."""
     one, other = (
-        np.concatenate([_padded(column, rollout) for row, group in zip(o.column("gradient"), o.groups, strict=True)
+        np.concatenate([_padded(column, rollout) for row, group in zip(o.column("gradient", last=last), o.groups, strict=True)
                         for column, rollout in zip(row, group.rollouts, strict=True)])
         for o in (again, changed)
     )  # fmt: skip
@@ -198,6 +198,7 @@ def as_dict(found: Replay) -> dict[str, Any]:
         "recorded": _outcome(found.again),
         "changed": None if found.changed is None else _outcome(found.changed),
         "pushes": _pushes(found),
+        "pass": "last" if found.again.last else "first",
         "mismatch": found.mismatch,
         "notes": found.notes,
     }  # fmt: skip
@@ -205,11 +206,11 @@ def as_dict(found: Replay) -> dict[str, Any]:
 
 def _pushes(found: Replay) -> dict[str, int] | None:
     known = found.changed is not None and found.changed.parts and found.again.parts
-    return pushes(found.again, found.changed) if known and found.changed is not None else None
+    return pushes(found.again, found.changed, last=True) if known and found.changed is not None else None
 
 
 def token_gradients(found: Replay) -> list[list[dict[str, Any]]]:
-    """Of each group and completion: dLoss/dlog-prob of its tokens in the first pass, recorded and changed; null if there is none.
+    """Of each group and completion: dLoss/dlog-prob of its tokens in the last pass, recorded and changed; null if there is none.
 
     0 at the tokens of completions that were not trained.
     """
@@ -222,7 +223,7 @@ def token_gradients(found: Replay) -> list[list[dict[str, Any]]]:
                 [float(f"{value:.6g}") for value in _padded(column, rollout)]
                 for column, rollout in zip(row, group.rollouts, strict=True)
             ]
-            for row, group in zip(outcome.column("gradient"), outcome.groups, strict=True)
+            for row, group in zip(outcome.column("gradient", last=True), outcome.groups, strict=True)
         ]
 
     both = zip(found.recorded.groups, columns(found.again), columns(found.changed), strict=True)

@@ -11,8 +11,8 @@ Of a step with groups g, whose prompts have m tokens and whose completions i hav
     time/ideal              seconds that the step takes at the machine's ceiling
 
 FLOPs of a forward pass over positions p, each of which sees c_p tokens, with logits at k of them:
-`2 B |p| + 4 L a sum_p c_p + 2 V d k` (B parameters of the blocks, L layers, attention a wide, V tokens in the vocabulary, d the model's
-width).
+`2 B |p| + 4 L a sum_p c_p + 2 V d k` (B parameters of the blocks, L layers, attention a wide, V tokens in the vocabulary, d the
+model's width).
 
     sampling    each prompt once (m positions, logits at the last), then w - 1 positions of every completion, logits at each
     an update   three forward passes over each trained group's m - 1 prompt positions, once, and n of each completion

@@ -28,8 +28,12 @@ from groupwise.errors import DataError
 
 KEPT = 4
 """Replays that are kept, each with all tokens of a step."""
+LEAST = 0.1
+"""Least scale of a change, as a share of the scale of the pushes."""
 LONGEST = 180.0
 """Seconds that a replay may take."""
+DIGITS = 2e-5
+"""Relative difference that rounding explains."""
 NUMBER = re.compile(r"-?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 SINGLE = {
     "group.beta": (),
@@ -117,7 +121,7 @@ class Replays:
             self._lock.release()
 
     def group(self, folder: Path, number: int, place: int, changes: Sequence[str]) -> Json:
-        """One group of it, each token's push as a share of the group's sum of |gradient|.
+        """One group of it, each token's push in the step's last pass as a share of the group's sum of |gradient|.
 
         `recorded` by the run's own configuration; `replay` by the changed one (by the recorded one where nothing was changed);
         `change` is the second less the first.  Positive: made likelier.   None where there is no closed form.
@@ -130,7 +134,7 @@ class Replays:
         changed = _shares([row["changed"] for row in rows]) if changes else recorded
         columns = []
         for one, other in zip(recorded, changed, strict=True):
-            difference = other - one if one is not None and other is not None else None
+            difference = _difference(one, other)
             columns.append({"recorded": _plain(one), "replay": _plain(other), "change": _plain(difference) if changes else None})
         said = found["changed"] or found["recorded"]
         return {
@@ -139,7 +143,11 @@ class Replays:
             "loss": [found["recorded"]["loss"], said["loss"]],
             "pushes": found.get("pushes"),
             "completions": [{"index": row["index"], **own} for row, own in zip(rows, columns, strict=True)],
-            "scales": {name: _scale([own[name] for own in columns]) for name in ("recorded", "replay", "change")},
+            "scales": {
+                "recorded": _scale([own["recorded"] for own in columns]),
+                "replay": (whole := _scale([own["replay"] for own in columns])),
+                "change": _scale([own["change"] for own in columns], least=LEAST * whole[1] if whole else 0.0),
+            },
         }
 
 
@@ -174,14 +182,21 @@ def _shares(gradients: Sequence[Sequence[float] | None]) -> list[np.ndarray | No
     return [column if column is None or not total else column / total for column in columns]
 
 
+def _difference(one: np.ndarray | None, other: np.ndarray | None) -> np.ndarray | None:
+    """The second less the first; 0 where they differ by no more than the digits that were sent."""
+    if one is None or other is None:
+        return None
+    return np.where(np.isclose(one, other, rtol=DIGITS, atol=DIGITS * float(np.abs(one).max(initial=0.0))), 0.0, other - one)
+
+
 def _plain(column: np.ndarray | None) -> list[float] | None:
     return None if column is None else [float(f"{value:.4g}") + 0.0 for value in column.tolist()]
 
 
-def _scale(columns: Sequence[Sequence[float] | None]) -> list[float] | None:
-    """Symmetric around 0; a single outlier must not turn everything else pale."""
+def _scale(columns: Sequence[Sequence[float] | None], least: float = 0.0) -> list[float] | None:
+    """Symmetric around 0; a single outlier must not turn everything else pale, and no trifle looks large."""
     flat = np.abs(np.array([value for column in columns if column is not None for value in column]))
     if not flat.size:
         return None
-    bound = float(np.quantile(flat, 0.98)) or float(flat.max()) or 1e-9
+    bound = max(float(np.quantile(flat, 0.98)) or float(flat.max()), least, 1e-9)
     return [-bound, bound]

@@ -344,7 +344,7 @@ function workTable(rows) {
   const show = (row) => (row.unit === "share" ? percent(row.value) : row.unit === "seconds" ? `${fmt(row.value)} s` : row.unit === "bytes" ? bytes(row.value) : Math.round(row.value).toLocaleString("en"));
   return h("div", { class: "scroll" }, h("table", { class: "work" }, h("tbody", {}, rows.map((row) => h("tr", {},
     h("th", { scope: "row" }, h("a", { href: linkTo({ view: "curves", metric: row.metric }), text: row.label })), h("td", { text: show(row) }),
-    h("td", { class: "soft", text: row.share === undefined ? "" : `${percent(row.share)} of the step` }), h("td", { class: "soft note", text: row.meaning }))))));
+    h("td", { class: "soft" }, row.share === undefined ? null : [percent(row.share), h("span", { class: "note", text: " of the step" })]), h("td", { class: "soft note", text: row.meaning }))))));
 }
 
 VIEWS.curves = async (main) => {
@@ -355,7 +355,7 @@ VIEWS.curves = async (main) => {
   const found = h("div", { class: "charts" });
   const control = h("section", { class: "panel controls" },
     h("label", {}, "Metric", h("input", { type: "search", id: "metric", value: here.metric || "", placeholder: "part of a name", oninput: (event) => { here.metric = event.target.value || undefined; history.replaceState(null, "", addressOf(here)); draw(); } })),
-    h("label", {}, "Smoothing", h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: weight, onchange: (event) => go({ smooth: event.target.value }, true) }), h("output", { text: weight.toFixed(2) })),
+    h("label", {}, "Smoothing", h("span", { class: "ranged" }, h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: weight, onchange: (event) => go({ smooth: event.target.value }, true) }), h("output", { text: weight.toFixed(2) }))),
     h("label", {}, "Across", h("select", { onchange: (event) => go({ x: event.target.value }, true) }, [["step", "steps"], ["tokens", "tokens sampled"], ["time", "time"]].map(([value, label]) => h("option", { value, selected: value === axis, text: label })))),
     RUNS.length > 1 ? h("fieldset", {}, h("legend", { text: "Runs" }), RUNS.map((run) => h("label", { class: "check" }, h("input", { type: "checkbox", checked: runs.includes(run), disabled: run === runHere(), onchange: (event) => {
       const kept = new Set(runs.map((one) => one.run));
