@@ -27,11 +27,13 @@ from groupwise.config.settings import GroupSettings, OptimizerSettings, RewardSe
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.models.policy import Policy, make_policy
 from groupwise.models.scratch import scratch_model
-from groupwise.records import Prompt, Sampling, Scored
+from groupwise.models.shape import Shape
+from groupwise.records import Prompt, Sampling, Scored, Step
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.sampling import stream_keys, uniforms
 from groupwise.runs.progress import FLAGS
+from groupwise.training.limits import Ceiling, Meter
 from groupwise.training.metrics import measure
 from groupwise.training.online import improve, train_online, weigh, with_reference
 from groupwise.training.optimizer import Optimizer
@@ -258,6 +260,9 @@ def test_the_page_explains_every_metric_of_a_step(scored_group: Callable[..., Sc
     for rollout in groups[0].rollouts:  # the other group was drawn by older weights
         rollout.version[:] = 1
     found = measure(groups, [taken], algorithm, drawn=2, minibatches=1, seconds={"rollout": 1.0}, version=1)
+    shape = Shape.of_policy(policy)
+    metered = Meter(shape=shape, ceiling=Ceiling(1e9, 1e9)).read(Step(number=1, metrics=found, groups=groups))
+    found = {**metered.metrics, **{f"time/{name}": seconds for name, seconds in metered.timings.items()}}
     listed = {name for row in cells("monitoring.md", 3) for name in re.findall(r"`([^`]+)`", row[0])}
     shown = {re.sub(r"^rewards/r/", "rewards/NAME/", name) for name in found}
     several = {name for name in listed if name.startswith("ranks/")}  # only where there are several processes

@@ -349,7 +349,7 @@ def test_c16_no_step_stands_twice(recipe: Callable) -> None:
 def test_c19_an_evaluation_that_was_broken_off_is_made_up(
     at: int, recipe: Callable, monkeypatch: pytest.MonkeyPatch, record_property: Callable
 ) -> None:
-    changes = {"eval": {"every": 2, "k": 2, "at_start": False}, "save": {"every": 0, "tensorboard": True}}
+    changes = {"eval": {"every": 2, "k": 2, "at_start": False}, "save": {"every": 0, "report_to": ["tensorboard"]}}
     straight, path = finish(recipe("straight", **changes)), recipe("broken", **changes)
     complete, calls = evaluate._complete, [0]
 

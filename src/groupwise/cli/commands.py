@@ -271,6 +271,7 @@ def _add_replay(command: argparse.ArgumentParser) -> None:
     reach = "recorded steps to train again, at most, from the nearest checkpoint on (default 20)"
     command.add_argument("--reach", type=_count, metavar="N", help=reach)
     command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--tokens", action="store_true", help="with --json: the gradient with respect to every log-prob too")
     command.epilog = "The exit status is 0 exactly if the numbers are the recorded ones."
 
 
@@ -546,7 +547,10 @@ def _replay(given: argparse.Namespace) -> int:
     from groupwise.cli.replay import replay_step
 
     reach = {} if given.reach is None else {"reach": given.reach}
-    return replay_step(given.folder, given.step, given.changes, model=not given.no_model, as_json=given.json, **reach)
+    if given.tokens and not given.json:
+        raise ConfigError("--tokens is a part of the JSON: say --json too")
+    how = {"model": not given.no_model, "as_json": given.json, "tokens": given.tokens, **reach}
+    return replay_step(given.folder, given.step, given.changes, **how)
 
 
 def _view(given: argparse.Namespace) -> int:
