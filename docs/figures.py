@@ -77,20 +77,19 @@ def reward_curve(run: Path) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def photographs(shots: Sequence[tuple[str, Path, str, str | None, int]]) -> None:
-    """PNGs of the viewer: (file, run, the address behind `#`, a selector to cut out or None, height)."""
+def photographs(shots: Sequence[tuple[str, Path, str, int]]) -> None:
+    """PNGs of the viewer: (file, run, the address from `#` on, height)."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        for name, run, address, selector, height in shots:
+        for name, run, address, height in shots:
             viewer = Viewer(Pages(open_sources([run]))).start()
             page = browser.new_page(viewport={"width": 1280, "height": height}, color_scheme="light")
             page.goto(viewer.address + address)
             page.wait_for_selector("main[data-ready]")
-            page.wait_for_timeout(800)
-            target: Any = page.locator(selector).first if selector else page
-            target.screenshot(path=IMAGES / name)
+            page.wait_for_timeout(5000)  # what is read in the background
+            page.screenshot(path=IMAGES / name)
             page.close()
             viewer.close()
         browser.close()
@@ -101,12 +100,11 @@ def main(demo: Path, hacked: Path) -> None:
     (IMAGES / "reward-curve.svg").write_text(reward_curve(demo), encoding="utf-8")
     photographs(
         [
-            ("viewer.png", demo, "#step=20&by=push", None, 860),
-            ("viewer-curves.png", demo, "#view=curves", None, 860),
-            ("hacked-health.png", hacked, "#step=60&by=4", None, 860),
-            ("hacked-group.png", hacked, "#step=40&by=kl", None, 860),
-            ("hacked-lenses.png", hacked, "#view=lenses", None, 1100),
-            ("viewer-why.png", hacked, "#view=why", None, 860),
+            ("viewer.png", demo, "#step=20&by=push", 860),
+            ("viewer-curves.png", demo, "#view=curves", 860),
+            ("hacked.png", hacked, "#step=60&by=push", 860),
+            ("hacked-lenses.png", hacked, "#view=lenses", 1100),
+            ("viewer-why.png", hacked, "#view=why", 860),
         ]
     )
 

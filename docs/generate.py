@@ -501,6 +501,37 @@ def parallel_table() -> str:
     return "\n".join(lines)
 
 
+# ---------------------------------------------------------------- README.md
+
+PROCESSORS = {"avx512": "AMD, AVX-512", "amx": "Intel, AMX"}
+SHAPES = {"S": "256 wide", "M": "512 wide", "L": "GPT-2"}
+
+
+def speed_table() -> str:
+    """What the benchmarks found against TRL and vLLM, on one core, as their results stand."""
+    results = DOCS.parent / "benchmarks/results"
+
+    def ratios(script: str, folder: str, dtype: str, key: str) -> list[float]:
+        paths = [results / folder / f"{script}_{shape}_{dtype}_threads_1.json" for shape in SHAPES]
+        return [json.loads(path.read_text(encoding="utf-8"))["ratios"][key] for path in paths if path.exists()]
+
+    rows = []
+    for what, dtype, key in (
+        (f"GRPO step, float32: TRL's time over ours ({'; '.join(SHAPES.values())})", "float32", "step"),
+        ("the same in bfloat16", "bfloat16", "step"),
+        ("its memory, float32: TRL's over ours", "float32", "memory"),
+    ):
+        cells = ["; ".join(f"{ratio:.1f}" for ratio in ratios("vs_trl", folder, dtype, key)) for folder in PROCESSORS]
+        rows.append([what, *cells, "`python benchmarks/vs_trl.py --grid`"])
+    cells = []
+    for folder in PROCESSORS:
+        found = [one for dtype in ("float32", "bfloat16") for one in ratios("vs_engines", folder, dtype, "vllm, full")]
+        cells.append(f"{min(found):.1f} to {max(found):.1f}")
+    rows.append(["rollouts: our tokens per second over those of vLLM's CPU build", *cells, "`python benchmarks/vs_engines.py`"])
+    lines = [f"| | {' | '.join(PROCESSORS.values())} | command |", "|---|---|---|---|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
 # ---------------------------------------------------------------- pages
 
 PAGES: dict[str, Callable[[], str]] = {"algorithms.md": algorithms_page, "metrics.md": metrics_page, "models.md": models_page}
@@ -514,6 +545,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "balance": balance_table,
     "sizing": sizing_table,
     "parallel": parallel_table,
+    "speed": speed_table,
 }
 
 
