@@ -48,7 +48,7 @@ class Part:
     after: str = ""
 
 
-DATA = '''\
+DATA = """\
 import json
 import random
 
@@ -58,7 +58,7 @@ with open("train.jsonl", "w") as file:
         a, b = random.randint(100, 999), random.randint(100, 999)
         if a % 10 + b % 10 > 9 and a // 10 % 10 + b // 10 % 10 > 8:  # the last two digits carry
             print(json.dumps({"prompt": f"{a}+{b}", "answer": str(a + b)}), file=file)
-'''
+"""
 REWARD = '''\
 import re
 
@@ -87,22 +87,25 @@ group: {prompts_per_step: 16, group_size: 8}
 optimizer: {lr: 2.0e-4}
 eval: {every: 20, k: 4}
 """
-SMALL = "stages.sft.steps=20 stages.grpo.steps=2 data.limit=200 stages.grpo.data.limit=200 data.eval_limit=4 stages.grpo.eval.prompts=4 eval.k=2"
+SMALL = (
+    "stages.sft.steps=20 stages.grpo.steps=2 data.limit=200 stages.grpo.data.limit=200 data.eval_limit=4 "
+    "stages.grpo.eval.prompts=4 eval.k=2"
+)
 
 PARTS = (
     Part(
         "A fresh clone",
-        "Python 3.11 or 3.12 and make are needed, and nothing else. `make demo` makes a virtual environment, installs, and runs"
-        " `recipes/demo.yaml`: a model of 0.4M parameters learns three-digit addition from demonstrators who forget carries, then GRPO"
-        " is told only whether an answer is right.",
+        "Python 3.11 or 3.12 and make are needed, and nothing else. `make demo` makes a virtual environment, installs, and runs\n"
+        "`recipes/demo.yaml`: a model of 0.4M parameters learns three-digit addition from demonstrators who forget carries. Then GRPO\n"
+        "is told only whether an answer is right.",
         runs=(Run("make demo", lines=(0, 45), fast=f"groupwise train recipes/demo.yaml {SMALL}"),),
-        after="The table at the end is the result: held-out prompts, before and after, each with half of its 95 % interval. From here on"
-        " `groupwise` is the one in `.venv/bin` (`source .venv/bin/activate`).",
+        after="The table at the end is the result: held-out prompts, before and after, each with half of its 95 % interval. From here\n"
+        "on `groupwise` is the one in `.venv/bin` (`source .venv/bin/activate`).",
     ),
     Part(
         "Your data, your reward, your model",
-        "Data are rows with a `prompt` and whatever columns your rewards want. Here: additions in which the last two digits carry, the"
-        " ones that the demonstrators get wrong.",
+        "Data are rows with a `prompt` and whatever columns your rewards want. Here: additions in which the last two digits carry,\n"
+        "the ones that the demonstrators get wrong.",
         files=(("python", "make_data.py", DATA), ("python", "my_rewards.py", REWARD), ("yaml", "my.yaml", RECIPE)),
         runs=(
             Run("python make_data.py && head -n 3 train.jsonl"),
@@ -140,8 +143,8 @@ PARTS = (
             ),
             Run(
                 "groupwise replay runs/mine --step 20 --set objective=dr_grpo",
-                "What would Dr. GRPO have done with the same completions? The step is computed again from its record, first as it was"
-                " (every number must be the same), then changed:",
+                "What would Dr. GRPO have done with the same completions? The step is computed again from its record, first as it\n"
+                "was (every number must be the same), then changed:",
                 (0, 22),
                 fast="groupwise replay runs/mine --step 2 --set objective=dr_grpo",
             ),
@@ -157,8 +160,8 @@ PARTS = (
 HEAD = """\
 # The first hour
 
-Written by `python docs/first_hour.py`, which ran every command below, in this order, on a fresh clone; the tests run the same commands with
-smaller settings. {what}
+Written by `python docs/first_hour.py`, which ran every command below, in this order, on a fresh clone; the tests run the same
+commands with smaller settings. {what}
 """
 
 
@@ -216,10 +219,16 @@ def transcript(folder: Path, environment: dict[str, str], *, fast: bool) -> str:
             if elapsed > 10:
                 body += [f"({elapsed:.0f} s, {processor:.0f} s of processor time)", ""]
         body += [part.after, ""] if part.after else []
+    facts = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    cpu = next((line.partition(":")[2].strip() for line in facts if line.startswith("model name")), "unknown")
     elapsed, processor = (sum(column) for column in zip(*shell.spent, strict=True))
-    cpu = next((line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "?")
-    what = f"All commands together took {elapsed / 60:.1f} minutes, {processor / 60:.1f} of them of processor time, with {os.cpu_count()} cores ({cpu}),"
-    what += " which other work was using too, and packages that pip had to fetch from a near index."
+    cpu = next(
+        (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "?"
+    )
+    what = (
+        f"All commands together took {elapsed / 60:.1f} minutes, {processor / 60:.1f} of them\nof processor time, with "
+        f"{os.cpu_count()} cores ({cpu}) that other work was using too, and packages from a near index."
+    )
     return (HEAD.format(what=what) + "\n" + "\n".join(body)).rstrip("\n") + "\n"
 
 

@@ -1,7 +1,7 @@
 """Makes what is a repetition of the code: `python docs/generate.py` (part of `make docs`).
 
-Whole pages (algorithms.md and a page for each row, metrics.md, models.md), the README's packages, the types of `gw.train`'s keywords, and tables between
-`<!-- made: NAME -->` and `<!-- end -->` in pages that are otherwise written.
+Whole pages (algorithms.md and a page for each row, metrics.md, models.md), the README's packages, the types of `gw.train`'s
+keywords, and tables between `<!-- made: NAME -->` and `<!-- end -->` in pages that are otherwise written.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +43,15 @@ An online algorithm is one row of a table: **credit** (rewards -> advantages) x 
 (normalisation), and what it needs beside them. `objective: NAME` takes a row, and keys of `group` replace single parts of it, so
 every mixture of the parts below can be run too: `group: {credit: centered, weights: {name: constant, length: 1024}}`.
 
-Every row has a page: its formula, its recipe, one step in numbers, the settings of its paper, what other libraries do otherwise, and when
-to choose it. The pages write the formulas like this:
+Every row has a page: its formula, its recipe, one step in numbers, the settings of its paper, what other libraries do otherwise,
+and when to choose it. The pages write the formulas like this:
 
 """
 NOTATION = """\
 A step has R completions with N trained tokens in all; completion i has reward r_i, advantage A_i and n_i tokens, at most L. l is a
-token's log-prob under the policy, b under the behavior policy that sampled it, ref under the reference; rho = exp(l - b); sg stops the
-gradient; clip(rho) without bounds is clip(rho, 0.8, 1.2). With `group.beta` above 0 every token's loss gets `+ beta KL`, estimated by
-`group.kl` (k3), except where the KL is part of the reward.
+token's log-prob under the policy, b under the behavior policy that sampled it, ref under the reference; rho = exp(l - b); sg stops
+the gradient; clip(rho) without bounds is clip(rho, 0.8, 1.2). With `group.beta` above 0 every token's loss gets `+ beta KL`,
+estimated by `group.kl` (k3), except where the KL is part of the reward.
 """
 
 
@@ -121,7 +120,12 @@ def numbers(row: Algorithm) -> list[str]:
         return []  # whole distributions do not fit a table of tokens
     found = work(preset=row.name)
     rewards = found.group.reward
-    lines = ["## One step in numbers", "", f"`groupwise explain --preset {row.name}` in short: one group, the first pass over it.", ""]
+    lines = [
+        "## One step in numbers",
+        "",
+        f"`groupwise explain --preset {row.name}` in short: one group, the first pass over it.",
+        "",
+    ]
     lines += ["| completion | reward | tokens | advantage | weight of a token | d loss / d l |", "|---|---|---|---|---|---|"]
     end = 0
     for i, sample in enumerate(found.samples):
@@ -145,20 +149,51 @@ def metrics_page() -> str:
         lines += [f"## {section.title}", "", section.when, "", "| metric | unit | formula | meaning | where it should lie |"]
         lines.append("|---|---|---|---|---|")
         for row in section.metrics:
-            lines.append("| " + " | ".join(cell(x) for x in (f"`{row.name}`", row.unit, row.formula, row.meaning, row.healthy)) + " |")
+            lines.append(
+                "| " + " | ".join(cell(x) for x in (f"`{row.name}`", row.unit, row.formula, row.meaning, row.healthy)) + " |"
+            )
         lines.append("")
     return "\n".join(lines)
+
+
+EXECUTED = """\
+# What is executed
+
+Made by `make docs` from `docs/commands.yaml`. `tests/test_docs.py` goes through every fenced block of every page:
+
+| block | what is done with it |
+|---|---|
+| `python` | executed in an empty folder; the blocks of a page build on each other; examples with `>>>` are compared with what they show |
+| `console` | each `$ groupwise ...` is executed and its output compared |
+| `yaml` | parsed and checked as a recipe, with all parts resolved |
+| `json` | parsed |
+| `text` | not code: formulas, drawings, output; the commands of [the first hour](first-hour.md) are executed by its script |
+| commands | parsed by the command's own parser; who runs them is listed below |
+
+A block in another language fails the test. Commands that are only parsed where they stand:
+
+| command | executed by | not executed because |
+|---|---|---|
+"""
+
+
+def executed_page() -> str:
+    """How every block of the documentation is checked."""
+    rows = yaml.safe_load((DOCS / "commands.yaml").read_text(encoding="utf-8"))
+    lines = (f"| `{cell(row['match'])}` | {row.get('run', '')} | {row.get('not_run', '')} |" for row in rows)
+    return EXECUTED + "\n".join(lines) + "\n"
 
 
 METRICS_INTRO = """\
 # The metrics
 
-Made by `make docs` from `groupwise.training.metric_table`. Every step writes one line of `metrics.jsonl` with these keys. A quantity that
-was not computed has no key: no `kl` without a reference, no ratios in a step where every group was dead. Words in capitals stand for a
-name. "Yours" is the unit of your reward functions. Which of them to look at, and in what order: [how to read a run](monitoring.md).
+Made by `make docs` from `groupwise.training.metric_table`. Every step writes one line of `metrics.jsonl` with these keys. A
+quantity that was not computed has no key: no `kl` without a reference, no ratios in a step where every group was dead. Words in
+capitals stand for a name. "Yours" is the unit of your reward functions. Which of them to look at, and in what order: [how to read
+a run](monitoring.md).
 
-The last column holds rules of thumb for reasoning tasks with a checker. The one exact figure is `mismatch`: the same token under the same
-weights has one probability.
+The last column holds rules of thumb for reasoning tasks with a checker. The one exact figure is `mismatch`: the same token under
+the same weights has one probability.
 """
 
 
@@ -534,7 +569,12 @@ def speed_table() -> str:
 
 # ---------------------------------------------------------------- pages
 
-PAGES: dict[str, Callable[[], str]] = {"algorithms.md": algorithms_page, "metrics.md": metrics_page, "models.md": models_page}
+PAGES: dict[str, Callable[[], str]] = {
+    "algorithms.md": algorithms_page,
+    "executed.md": executed_page,
+    "metrics.md": metrics_page,
+    "models.md": models_page,
+}
 TABLES: dict[str, Callable[[], str]] = {
     "trl": trl_table,
     "rewards": rewards_table,

@@ -49,7 +49,8 @@ def test_a_page_loads_nothing_from_another_host(site: Path) -> None:
 def pages() -> list[str]:
     """Pages to be looked at: one of each kind, and those with wide tables or pictures."""
     return [
-        "index.html", "first-hour.html", "grpo.html", "kl.html", "batches.html", "choosing.html", "monitoring.html", "failures.html",
+        "index.html", "first-hour.html", "grpo.html", "kl.html", "batches.html", "choosing.html", "monitoring.html",
+        "failures.html",
         "algorithms.html", "algorithms/ppo.html", "metrics.html", "settings.html", "models.html", "performance.html",
         "scaling.html", "from-trl.html", "architecture.html", "log.html", "security.html",
     ]  # fmt: skip
@@ -99,6 +100,15 @@ def test_axe_finds_nothing_serious(site: Path, chromium: Any, scheme: str, width
                 serious.append((name, rule["id"], [node["html"][:160] for node in rule["nodes"]][:3]))
     context.close()
     assert not serious, serious
+
+
+def test_the_search_works_in_a_page_opened_from_a_file(site: Path, chromium: Any) -> None:
+    page = chromium.new_page(viewport={"width": 1280, "height": 900})
+    page.goto((site / "index.html").as_uri())
+    page.click(".md-search__input")
+    page.keyboard.type("leave one out")
+    page.wait_for_selector(".md-search-result__item", timeout=20_000)
+    page.close()
 
 
 def test_the_navigation_is_in_the_order_of_a_learner() -> None:

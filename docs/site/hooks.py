@@ -67,6 +67,18 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """Names that the theme leaves out, for readers who hear the page; wide blocks can be reached by keyboard."""
-    output = output.replace('data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"')
+    """Names that the theme leaves out, for readers who hear the page; wide blocks can be reached by keyboard.
+
+    The theme would fetch what searching needs in a page that was opened from a file; it lies beside the page instead.
+    """
+    here = "../" * page.url.count("/")
+    output = output.replace('src="https://unpkg.com/iframe-worker/shim"', f'src="{here}site/vendor/iframe-worker.js"')
+    output = output.replace(
+        'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
+    )
     return output.replace("<pre><span></span><code>", '<pre tabindex="0"><span></span><code>')
+
+
+def on_post_template(output_content: str, template_name: str, config: Any) -> str:
+    """The same for the page of addresses that do not exist, which stands at the root."""
+    return output_content.replace('src="https://unpkg.com/iframe-worker/shim"', 'src="/site/vendor/iframe-worker.js"')

@@ -1,7 +1,7 @@
 """The table of online algorithms: one row = credit x ratio level x surrogate x weight, and how a recipe changes single parts of it.
 
-No code compares an algorithm's name.  Adding a loss is one pure function (`losses.py`, or your own module), one row, and its entry in
-`docs/algorithms/notes.yaml`: the settings of its paper, what other libraries do otherwise, when to choose it.
+No code compares an algorithm's name.  Adding a loss is one pure function (`losses.py`, or your own module), one row, and its entry
+in `docs/algorithms/notes.yaml`: the settings of its paper, what other libraries do otherwise, when to choose it.
 
 M trained tokens of one micro-batch, or of any part of it where `token_level` is true   R completions of the optimizer step
 """

@@ -1,6 +1,7 @@
 """Every metric that a run writes, by name: unit, formula, meaning, and where it should lie.
 
-`docs/metrics.md` is made from this table, and tests hold every key of a real `metrics.jsonl` against it.  A new metric needs a row here.
+`docs/metrics.md` is made from this table, and tests hold every key of a real `metrics.jsonl` against it.  A new metric needs a row
+here.
 """
 
 from __future__ import annotations
