@@ -96,16 +96,16 @@ PARTS = (
     Part(
         "A fresh clone",
         "Python 3.11 or 3.12 and make are needed, and nothing else. `make demo` makes a virtual environment, installs, and runs\n"
-        "`recipes/demo.yaml`: a model of 0.4M parameters learns three-digit addition from demonstrators who forget carries. Then GRPO\n"
-        "is told only whether an answer is right.",
+        "`recipes/demo.yaml`: a model of 0.4M parameters learns three-digit addition from demonstrators who forget carries. Then\n"
+        "GRPO is told only whether an answer is right.",
         runs=(Run("make demo", lines=(0, 45), fast=f"groupwise train recipes/demo.yaml {SMALL}"),),
-        after="The table at the end is the result: held-out prompts, before and after, each with half of its 95 % interval. From here\n"
-        "on `groupwise` is the one in `.venv/bin` (`source .venv/bin/activate`).",
+        after="The table at the end is the result: held-out prompts, before and after, each with half of its 95 % interval. From\n"
+        "here on `groupwise` is the one in `.venv/bin` (`source .venv/bin/activate`).",
     ),
     Part(
         "Your data, your reward, your model",
-        "Data are rows with a `prompt` and whatever columns your rewards want. Here: additions in which the last two digits carry,\n"
-        "the ones that the demonstrators get wrong.",
+        "Data are rows with a `prompt` and whatever columns your rewards want. Here: additions in which the last two digits\n"
+        "carry, the ones that the demonstrators get wrong.",
         files=(("python", "make_data.py", DATA), ("python", "my_rewards.py", REWARD), ("yaml", "my.yaml", RECIPE)),
         runs=(
             Run("python make_data.py && head -n 3 train.jsonl"),

@@ -163,7 +163,7 @@ Made by `make docs` from `docs/commands.yaml`. `tests/test_docs.py` goes through
 
 | block | what is done with it |
 |---|---|
-| `python` | executed in an empty folder; the blocks of a page build on each other; examples with `>>>` are compared with what they show |
+| `python` | executed in an empty folder, one after the other; examples with `>>>` are compared with what they show |
 | `console` | each `$ groupwise ...` is executed and its output compared |
 | `yaml` | parsed and checked as a recipe, with all parts resolved |
 | `json` | parsed |
@@ -515,7 +515,7 @@ def parallel_table() -> str:
     found = max(results, key=lambda one: one["machine"]["date"])
     alone = next(row for row in found["rows"] if row["processes"] == 1)["seconds"]
     lines = [
-        "| processes | `parallel` | rollout | update | efficiency | imbalance | numbers sent: counted, formula | on the wire |",
+        "| processes | `parallel` | rollout | update | efficiency | imbalance | elements sent: counted, formula | on the wire |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in found["rows"]:

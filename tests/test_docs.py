@@ -123,7 +123,7 @@ STAND_INS = {
 }
 """What recipes on the pages call the reader's own files."""
 MODEL = "runs/demo/sft/final"
-"""A folder that an earlier command of the reader's has made."""
+"""A checkpoint that an earlier command of the reader's has made."""
 BASE = """\
 objective: grpo
 steps: 3
@@ -161,6 +161,7 @@ def test_every_code_block_of_a_page_is_true(
     for name, text in STAND_INS.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     (tmp_path / MODEL).mkdir(parents=True)
+    (tmp_path / MODEL / "config.json").write_text('{"model_type": "qwen3"}', encoding="utf-8")
     names: dict[str, Any] = {"__name__": "page"}
     for block in blocks(path):
         if block.file is not None:

@@ -202,7 +202,7 @@ def token_columns(row: Mapping[str, Any], total: float = math.nan) -> dict[str, 
 
 
 def _gradient(row: Mapping[str, Any]) -> np.ndarray | None:
-    """(n,): |d loss / d log-prob| by the surrogate at the last update, for a surrogate whose slope is the ratio."""
+    """(n,): |d loss / d log-prob| by the surrogate at the last update, for a surrogate whose gradient is the ratio."""
     weight = row.get("update/weight")
     if not weight or not row.get("advantages"):
         return None
