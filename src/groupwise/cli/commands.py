@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if given.debug:
             raise
-        again = "; the same command goes on from the last checkpoint" if given.command == "train" else ""
+        again = "; the same command continues from the last checkpoint" if given.command == "train" else ""
         _tell(f"interrupted{again}", before="\n")
         return INTERRUPTED
     except Ended as told:
@@ -152,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         return command
 
-    _add_train(add("train", _train, "run a recipe, or go on with it where it stopped"))
+    _add_train(add("train", _train, "run a recipe, or resume it where it stopped"))
     _add_eval(add("eval", _eval, "greedy accuracy, sampled accuracy and pass@k of a checkpoint"))
     check = add("check", _check, "preflight: is what we sample what we score? EOS, packing, memory ...")
     _add_recipe(check)
@@ -177,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     config.add_argument("key", nargs="?", metavar="KEY", help="a key, a section or a TRL argument; without it all keys")
     config.add_argument("--markdown", action="store_true", help="all keys as a Markdown page")
 
-    _add_view(add("view", _view, "look at runs in the browser, token by token, also while they go on"))
+    _add_view(add("view", _view, "look at runs in the browser, token by token, also while they train"))
 
     _add_serve(add("serve", _serve, "serve a model: by vLLM, for training to sample from, or with --native by our own engine"))
     _add_install(add("install-vllm", _install_vllm, "install vLLM into an environment of its own"))

@@ -178,7 +178,7 @@ class ScratchSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSettings:
-    """The policy: where it comes from and in which numbers it computes."""
+    """The policy: where it comes from and in which precision it computes."""
 
     path: str | None = None
     """A Hugging Face checkpoint folder, a hub name, or `stage:NAME` for the final model of an earlier stage."""

@@ -465,7 +465,7 @@ def _standing(recipe: Recipe) -> tuple[Path, int | None, str | None]:
     if step is None:
         return folder, None, None
     if recipe.steps is not None and recipe.steps > step:
-        more = f"; it goes on to step {recipe.steps}"
+        more = f"; it continues to step {recipe.steps}"
     elif wrong := unfinished(folder):
         more = f", but {wrong}: it is made again from the last checkpoint"
     else:
