@@ -223,8 +223,8 @@ def undisturbed(
     [
         ("ddp", "raise", 1, "rank 1: RewardError: .*the judge is tired"),
         ("zero3", "kill", 1, r"rank\s*: 1 .*\n.*exitcode\s*: -9"),
-        ("ddp", "stop", 1, r"rank 0: PeerError: rank 1 \(process \d+ on .*\) has given no sign of life for 15 s"),
-        ("zero3", "stop", 0, r"rank 1: PeerError: rank 0 \(process \d+ on .*\) has given no sign of life for 15 s"),
+        ("ddp", "stop", 1, r"rank 0: PeerError: rank 1 \(process \d+ on .*\) has sent no heartbeat for 15 s"),
+        ("zero3", "stop", 0, r"rank 1: PeerError: rank 0 \(process \d+ on .*\) has sent no heartbeat for 15 s"),
     ],
 )
 def test_p06_p07_p48_a_process_that_fails_ends_the_run_with_its_name(
@@ -274,5 +274,5 @@ def test_c7_c8_a_run_that_is_told_to_end_leaves_a_checkpoint_of_the_last_whole_s
     assert damage(saved) is None
     if blow is signal.SIGTERM:
         assert re.search(
-            rf"rank 0: ended by SIGTERM; the last checkpoint is {saved}; the same command goes on from there", output
+            rf"rank 0: ended by SIGTERM; the last checkpoint is {saved}; the same command continues from there", output
         ), output

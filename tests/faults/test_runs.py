@@ -271,13 +271,13 @@ def test_a_folder_is_replaced_as_a_whole(stop: int, tmp_path: Path, monkeypatch:
 # ---------------------------------------------------------------- finished, and not
 
 
-@pytest.mark.fault("C15", "a finished run of 2 steps, again with steps=4", "it goes on to step 4, as if never finished")
+@pytest.mark.fault("C15", "a finished run of 2 steps, again with steps=4", "it continues to step 4, as if never finished")
 def test_c15_more_steps_train_on(recipe: Callable, capsys: pytest.CaptureFixture[str], record_property: Callable) -> None:
     straight = finish(recipe("straight"))
     path = recipe("r", steps=2)
     finish(path)
     record_property("exit", main(["train", str(path), "steps=4", "--quiet"]))
-    assert "finished at step 2; it goes on to step 4" in capsys.readouterr().out
+    assert "finished at step 2; it continues to step 4" in capsys.readouterr().out
     assert finished(Path("runs/r")) == 4
     assert [line["step"] for line in lines(Path("runs/r"))] == [1, 2, 3, 4]
     assert same(Path("runs/r"), straight)
@@ -349,7 +349,7 @@ def test_c16_no_step_stands_twice(recipe: Callable) -> None:
 def test_c19_an_evaluation_that_was_broken_off_is_made_up(
     at: int, recipe: Callable, monkeypatch: pytest.MonkeyPatch, record_property: Callable
 ) -> None:
-    changes = {"eval": {"every": 2, "k": 2, "at_start": False}, "save": {"every": 0, "tensorboard": True}}
+    changes = {"eval": {"every": 2, "k": 2, "at_start": False}, "save": {"every": 0, "report_to": ["tensorboard"]}}
     straight, path = finish(recipe("straight", **changes)), recipe("broken", **changes)
     complete, calls = evaluate._complete, [0]
 

@@ -25,8 +25,11 @@ from groupwise.config.validation import STAGE
 from groupwise.data.load import Data, load_data, load_texts
 from groupwise.data.order import Order
 from groupwise.data.prompts import visit
+from groupwise.data.templates import Tools
 from groupwise.data.tokenizers import make_tokenizer, with_chat_template
 from groupwise.distributed import comm
+from groupwise.environments.conversation import World
+from groupwise.environments.environment import Source
 from groupwise.errors import ConfigError
 from groupwise.models.lora import adapter_size, bare
 from groupwise.models.policy import Blueprint, Policy, context_length, read_blueprint, resolve_device
@@ -60,6 +63,7 @@ from groupwise.runs.policies import (
     weightless,
 )
 from groupwise.runs.sizing import H100, Load, rank, rank_lines
+from groupwise.runs.worlds import furnished, make_source, make_world, tools_of, with_own_reward, world_lines
 from groupwise.training.critics import Critic
 from groupwise.training.evaluate import Evaluation, evaluate
 from groupwise.training.objectives import OBJECTIVES, Kind, language_model
@@ -115,6 +119,8 @@ class Job(Learner):
     teacher: Teacher | None = None
     engine: Engine | None = None
     """What samples, where the objective or its evaluation does."""
+    world: World | None = None
+    """Who answers what it samples."""
     ahead: Ahead = field(default_factory=Ahead)
     """What has been sampled, or begun to be, for steps to come."""
     closing: list[Callable[[], None]] = field(default_factory=list)
@@ -187,6 +193,7 @@ def make_job(recipe: Recipe, *, resume: Path | None = None, reference: Path | No
     reference: the folder with the weights that the policy had before its first step, where the algorithm needs them.
     Raises ConfigError, DataError or Diverged before the first step.
     """
+    recipe = furnished(recipe)
     blueprint = blueprint_of(recipe, resume if recipe.model.lora is None else None)
     recipe = shared_out(recipe, blueprint)
     maker = _online_job if is_online(recipe.objective) else _dataset_job
@@ -215,13 +222,14 @@ def plan_of(
     scorers: recipes of reward models that it will use and that do not exist yet; `recipe.rewards` then leaves them out.
     world: so many processes instead of those that are running.   config: of another model (transformers', as a mapping).
     """
+    recipe = furnished(recipe)
     blueprint = blueprint_of(recipe, None)
     if config is not None:
         blueprint = replace(blueprint, config=dict(config), context=context_length(dict(config)))
     recipe = fitted(recipe, shape_of(recipe, blueprint))
     prepared = _Prepared.of(recipe, blueprint, [blueprint_of(scorer, None) for scorer in scorers], world)
-    if prepared.rewards is not None:
-        prepared.rewards.close()
+    for close in prepared.closing:
+        close()
     return prepared.plan
 
 
@@ -281,18 +289,33 @@ class _Prepared:
     algorithm: Algorithm | None
     steps: int
     plan: Lines
+    world: World | None = None
+
+    @property
+    def closing(self) -> list[Callable[[], None]]:
+        """Ends what it has started."""
+        return [one.close for one in (self.rewards, self.world) if one is not None]
 
     @classmethod
     def of(cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint] = (), world: int | None = None) -> _Prepared:
-        if is_online(recipe.objective):
-            return cls._online(recipe, blueprint, scorers, world)
-        return cls._dataset(recipe, blueprint, world)
+        source = make_source(recipe.environment)
+        with _closed_on_error(*([] if source is None else [source.close])):
+            recipe = with_own_reward(recipe, source)
+            if is_online(recipe.objective):
+                found = cls._online(recipe, blueprint, scorers, world, source)
+            else:
+                found = cls._dataset(recipe, blueprint, world, source)
+            with _closed_on_error(*found.closing):
+                answering = make_world(recipe, blueprint, source, sampling_of(recipe.rollout))
+        return replace(found, world=answering, plan=[*found.plan, *world_lines(recipe, source)])
 
     @classmethod
-    def _online(cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint], world: int | None) -> _Prepared:
+    def _online(
+        cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint], world: int | None, source: Source | None
+    ) -> _Prepared:
         algorithm = resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens)
         algorithm = sampled_elsewhere(algorithm, recipe.rollout)
-        prompts = _prompts(recipe, blueprint)
+        prompts = _prompts(recipe, blueprint, tools_of(source))
         lines = online_plan(recipe, len(prompts.train), len(prompts.held_out), len(prompts.validation))
         lines.insert(0, ("algorithm", algorithm_line(algorithm)))
         group = recipe.group
@@ -337,11 +360,11 @@ class _Prepared:
         )
 
     @classmethod
-    def _dataset(cls, recipe: Recipe, blueprint: Blueprint, world: int | None) -> _Prepared:
+    def _dataset(cls, recipe: Recipe, blueprint: Blueprint, world: int | None, source: Source | None) -> _Prepared:
         kind = OBJECTIVES[recipe.objective]
-        rows = kind.load(recipe, blueprint)
+        rows = kind.load(recipe, blueprint, tools_of(source))
         tokens = sum(len(row) for row in rows.train) / max(len(rows.train), 1)
-        prompts = _prompts(recipe, blueprint) if recipe.rewards and kind.samples else None
+        prompts = _prompts(recipe, blueprint, tools_of(source)) if recipe.rewards and kind.samples else None
         judged = prompts or rows
         lines, steps = offline_plan(recipe, len(rows.train), len(judged.held_out), tokens, len(judged.validation))
         load = Load(
@@ -465,13 +488,14 @@ def precision_lines(recipe: Recipe) -> Lines:
     return [("warning", f"model.dtype {recipe.model.dtype}: this processor has no AVX-512, and {cost}: set model.dtype=float32")]
 
 
-def _prompts(recipe: Recipe, blueprint: Blueprint) -> Data[Prompt]:
+def _prompts(recipe: Recipe, blueprint: Blueprint, tools: Tools | None) -> Data[Prompt]:
     return load_data(
         recipe.data,
         blueprint.tokenizer,
         context=blueprint.context,
         max_new_tokens=recipe.rollout.max_new_tokens,
         seed=recipe.seed,
+        tools=tools,
     )
 
 
@@ -500,14 +524,14 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
     prepared = _Prepared.of(recipe, blueprint)
     algorithm, prompts, rewards = prepared.algorithm, prepared.prompts, prepared.rewards
     assert algorithm is not None and prompts is not None and rewards is not None
-    with _closed_on_error(rewards.close):
+    with _closed_on_error(*prepared.closing):
         learner = make_learner(recipe, blueprint, algorithm, reference=reference, resume=resume)
         policy, optimizer, anchor = learner.policy, learner.optimizer, learner.reference
         per_step = recipe.group.updates_per_rollout * recipe.group.minibatches
         critic = critic_of(recipe, policy, prepared.steps * per_step) if algorithm.needs_value else None
         teacher = teacher_of(recipe, policy) if algorithm.needs_teacher else None
-        engine = make_engine(policy, recipe.rollout)
-    with _closed_on_error(engine.close, rewards.close):
+        engine = make_engine(policy, recipe.rollout, prepared.world)
+    with _closed_on_error(engine.close, *prepared.closing):
         sampler = mixed_engine(policy, teacher.policy, algorithm.mix, recipe.rollout) if teacher and algorithm.mix else engine
     beside: dict[str, Any] = {"reference": anchor, "critic": critic, "teacher": teacher}
     order = Order(len(prompts.train), recipe.seed, recipe.data.shuffle)
@@ -550,14 +574,15 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
         prompts=prompts.train,
         **beside,
         engine=engine,
+        world=prepared.world,
         ahead=ahead,
-        closing=[engine.close, rewards.close],
+        closing=[engine.close, *prepared.closing],
     )
 
 
 def _dataset_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, resume: Path | None) -> Job:
     kind, prepared = OBJECTIVES[recipe.objective], _Prepared.of(recipe, blueprint)
-    with _closed_on_error(*([prepared.rewards.close] if prepared.rewards is not None else [])):
+    with _closed_on_error(*prepared.closing):
         return _dataset_learner(recipe, blueprint, kind, prepared, reference, resume)
 
 
@@ -575,7 +600,7 @@ def _dataset_learner(
     optimizer = Optimizer(policy.model, recipe.optimizer, prepared.steps)
     order = Order(len(rows), recipe.seed, recipe.data.shuffle)
     batch_size = min(recipe.batch_size, len(rows))
-    engine = make_engine(policy, recipe.rollout) if kind.samples else None
+    engine = make_engine(policy, recipe.rollout, prepared.world) if kind.samples else None
 
     def loop(done: int) -> Iterator[Step]:
         return train_offline(
@@ -613,8 +638,6 @@ def _dataset_learner(
         judge=judge,
         reference=anchor,
         engine=engine,
-        closing=[
-            *([prepared.rewards.close] if prepared.rewards is not None else []),
-            *([engine.close] if engine is not None else []),
-        ],
+        world=prepared.world,
+        closing=[*([engine.close] if engine is not None else []), *prepared.closing],
     )

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from groupwise.config.recipes import demand_objects, load_stages
-from groupwise.config.settings import Recipe
+from groupwise.config.settings import Recipe, is_online
 from groupwise.config.validation import STAGE
 from groupwise.distributed import comm
 from groupwise.errors import CheckpointError, ConfigError, Ended, GroupwiseError, PeerError
@@ -26,6 +26,7 @@ from groupwise.models.policy import Policy, resolve_device
 from groupwise.records import Scored, Step
 from groupwise.runs import checkpoint
 from groupwise.runs.build import Job, Judged, make_job, plan_of
+from groupwise.runs.dashboards import base as dashboards
 from groupwise.runs.folder import FINAL, Lock, RunLog, anew, choose_folder, finished, unfinished
 from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs
 from groupwise.runs.model_card import write_card
@@ -35,6 +36,7 @@ from groupwise.runs.progress import Progress, safe
 from groupwise.runs.recorded_pairs import recorded_pairs
 from groupwise.runs.saving import Saver, reader, set_failure_hint
 from groupwise.runs.signals import endings
+from groupwise.training import limits
 from groupwise.training.evaluate import Evaluation
 from groupwise.utils import files
 
@@ -89,6 +91,7 @@ class Run:
     def __init__(self, recipe: Recipe, folder: Path, *, accept_changes: bool = False) -> None:
         """accept_changes: see `train`."""
         demand_objects(recipe)
+        dashboards.check(recipe.save.report_to)
         self.recipe, self.folder = recipe, folder
         self.before: Judged | None = None
         self.after: Judged | None = None
@@ -116,6 +119,7 @@ class Run:
             if newest is not None:  # every byte of it has just been verified
                 self.job.restore(checkpoint.load(newest, verify=False), reader(newest))
             self.saver = Saver(folder, self.job, recipe.save.keep)
+            self._meter = _meter(self.job, meant)
             # The last whole step: its number, the optimizer steps taken by then, and where the data stood.
             self._whole = (self.done, self.job.taken, self.job.place())
             self._judging = self._writing = False
@@ -173,6 +177,7 @@ class Run:
             try:
                 self._make_up(log)
                 for step in job.loop(self.done):
+                    step = step if self._meter is None else self._meter.read(step)
                     told = None
                     if self._due(step.number):
                         step, told = self._judged(step, step.number == job.steps)
@@ -318,6 +323,23 @@ def _is_small(policy: Policy) -> bool:
     return policy.device.type == "cpu" and sum(parameter.numel() for parameter in policy.model.parameters()) < SMALL
 
 
+def _meter(job: Job, recipe: Recipe) -> limits.Meter | None:
+    """The limit meter of a run that samples its own completions."""
+    if not is_online(recipe.objective):
+        return None
+    policy = job.policy
+    low = policy.autocast or policy.dtype == torch.bfloat16
+    found = comm.from_first(lambda: limits.ceiling(policy.device.type, "bfloat16" if low else "float32"))
+    return limits.meter_of(
+        policy,
+        found,
+        updates=recipe.group.updates_per_rollout,
+        recompute=recipe.model.gradient_checkpointing,
+        threshold=bool(recipe.group.entropy_quantile),
+        processes=comm.world().size,
+    )
+
+
 class Unwritten:
     """The log of a process that writes nothing: the first one does."""
 
@@ -443,7 +465,7 @@ def _standing(recipe: Recipe) -> tuple[Path, int | None, str | None]:
     if step is None:
         return folder, None, None
     if recipe.steps is not None and recipe.steps > step:
-        more = f"; it goes on to step {recipe.steps}"
+        more = f"; it continues to step {recipe.steps}"
     elif wrong := unfinished(folder):
         more = f", but {wrong}: it is made again from the last checkpoint"
     else:
