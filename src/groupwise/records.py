@@ -152,6 +152,8 @@ class Episode:
     """Of the environment itself, for the whole episode."""
     environment: str = ""
     """Name of the environment, where there are several."""
+    state: Mapping[str, Any] | None = None
+    """Public attributes that the environment had at its end, as JSON holds them; for reward functions, and not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
