@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from groupwise.algorithms.advantages import process
 from groupwise.algorithms.registry import ALGORITHMS, Algorithm, corrected, resolve
 from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.data.packing import pack, unpack
@@ -328,11 +329,14 @@ def test_rewards_of_turns_stand_at_their_last_tokens() -> None:
         assert one[0] == pytest.approx(10.0 + np.nan_to_num(other[0]))
         assert np.array_equal(one[1:], other[1:], equal_nan=True)
         assert len(rollout) == one.size
-    silent = [
+    unrewarded = [
         replace(r, episode=replace(r.episode, turns=tuple(replace(t, reward=None) for t in r.episode.turns)))
         for r in group.rollouts
     ]
-    assert with_turns(replace(group, rollouts=tuple(silent))).signals == {}
+    (advantages,) = process([with_turns(replace(group, rollouts=tuple(unrewarded)))])
+    assert not any(column.any() for column in advantages)
+    plain = replace(group, rollouts=tuple(replace(r, episode=None) for r in group.rollouts))
+    assert with_turns(plain) is plain
 
 
 class Judge:
@@ -348,12 +352,13 @@ class Judge:
         ]
 
 
-@pytest.mark.parametrize("preset", list(ALGORITHMS))
+@pytest.mark.parametrize("preset", [*ALGORITHMS, "process"])
 def test_every_algorithm_trains_on_episodes(preset: str, tiny_policy: Callable, scripted_world: Callable) -> None:
     """One column for each completion, whatever a completion became on the way; sampled = scored."""
     policy = tiny_policy("llama", dtype=torch.float64, scale=2.0)
     settings = GroupSettings(prompts_per_step=2, group_size=4, updates_per_rollout=2, minibatches=2)
-    algorithm = resolve(preset, settings, 40)
+    algorithm = resolve("grpo" if preset == "process" else preset, settings, 40)
+    algorithm = replace(algorithm, credit=process) if preset == "process" else algorithm
     rng = np.random.default_rng(0)
     prompts = (Prompt(id=f"0/{i}", tokens=rng.integers(6, 50, size=3 + i % 3), text="") for i in range(100))
     world = scripted_world(cut=0.4, cut_to="other", delays=0)
@@ -377,6 +382,7 @@ def test_every_algorithm_trains_on_episodes(preset: str, tiny_policy: Callable, 
         rollouts = [r for group in step.groups for r in group.rollouts]
         splits += sum(len(samples_of(r)) > 1 for r in rollouts)
         assert step.metrics["episodes/turns"] > 1
+        assert all(("process" in group.signals) == (preset == "process") for group in step.groups)
         assert step.metrics["tokens/sampled"] == sum(r.trained.sum() for r in rollouts)
         assert all(np.isfinite(value) for value in step.metrics.values()), step.metrics
         for name, column in {"advantages": step.advantages, "logp": step.current_logp, **step.columns}.items():
