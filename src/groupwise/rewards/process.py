@@ -103,13 +103,13 @@ def step_signal(name: str, steps: Steps, length: int, label: str) -> np.ndarray:
 
 def with_turns(group: Scored) -> Scored:
     """The group with the rewards that environments gave for turns: each stands in the signal `process` at the turn's last token,
-    beside what functions reward.  Unchanged if there are none."""
+    beside what functions reward.  Unchanged if no completion is an episode."""
+    if all(rollout.episode is None for rollout in group.rollouts):
+        return group
     rewards = [
         [] if rollout.episode is None else [(turn.end - 1, turn.reward) for turn in rollout.episode.turns if turn.end > turn.begin]
         for rollout in group.rollouts
     ]
-    if all(reward is None for of_one in rewards for _, reward in of_one):
-        return group
     found = [np.full(len(rollout), np.nan) for rollout in group.rollouts]
     if "process" in group.signals:
         found = [np.array(column, np.float64) for column in group.signals["process"]]

@@ -11,14 +11,12 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from groupwise.algorithms.advantages import process
 from groupwise.algorithms.registry import Algorithm, describe, resolve
 from groupwise.config.settings import ModelSettings, Recipe, RolloutSettings, is_online, positions_of
 from groupwise.config.validation import STAGE
@@ -342,7 +340,7 @@ class _Prepared:
         elif recipe.rewards or not scorers:
             rewards = build_rewards(recipe.rewards, columns=list(prompts.train[0].row), tokenizer=blueprint.tokenizer)
             with _closed_on_error(rewards.close):
-                _check_credit(algorithm, rewards)
+                _check_credit(algorithm, rewards, source)
                 held += _judges(rewards)
         assert recipe.steps is not None
         return cls(
@@ -418,13 +416,12 @@ def _scorers(recipe: Recipe, planned: Sequence[Blueprint]) -> Iterator[tuple[Sha
         yield Shape.of(blueprint.config, parameter_count(blueprint), dtype="float32"), POSITIONS
 
 
-def _check_credit(algorithm: Algorithm, rewards: Rewards) -> None:
-    """Raises ConfigError if a credit of steps has no step rewards to give out."""
-    function = algorithm.credit.func if isinstance(algorithm.credit, partial) else algorithm.credit
-    if function is process and not rewards.process:
+def _check_credit(algorithm: Algorithm, rewards: Rewards, source: Source | None) -> None:
+    """Raises ConfigError if a credit of steps has no step rewards to give out: of functions, or of an environment's turns."""
+    if algorithm.needs_steps and not rewards.process and source is None:
         raise ConfigError(
             f"group.credit is process, but none of the rewards ({', '.join(rewards.names)}) rewards steps: use a function marked "
-            "with @process_reward, or the reward model with args: {steps: newline}"
+            "with @process_reward, the reward model with args: {steps: newline}, or an environment that rewards turns"
         )
 
 

@@ -80,7 +80,7 @@ METRICS: tuple[Section, ...] = (
         "Completions",
         "Online objectives.",
         (
-            Metric("completions/mean_length", "tokens", "mean_i n_i, EOS included", "Length.", "no run-away"),
+            Metric("completions/mean_length", "tokens", "mean_i n_i: written tokens, EOS too", "Length.", "no run-away"),
             Metric("completions/min_length", "tokens", "min_i n_i", "The shortest."),
             Metric("completions/max_length", "tokens", "max_i n_i", "The longest."),
             Metric("completions/mean_terminated_length", "tokens", "mean over completions that ended by themselves",
