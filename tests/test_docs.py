@@ -171,7 +171,7 @@ def test_every_code_block_of_a_page_is_true(
 def test_pages_have_code_to_check() -> None:
     """The test above would pass on pages whose blocks it does not see."""
     assert {path.name for path in PAGES if any(block.language == "python" for block in blocks(path))} >= {
-        "from-trl.md", "grpo.md", "monitoring.md", "own-loop.md", "own-parts.md", "packing.md", "python.md",
+        "environments.md", "from-trl.md", "grpo.md", "monitoring.md", "own-loop.md", "own-parts.md", "packing.md", "python.md",
         "rewards.md", "weights.md",
     }  # fmt: skip
 
