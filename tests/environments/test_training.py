@@ -16,6 +16,7 @@ import pytest
 
 import groupwise as gw
 from groupwise.cli.check import check_stage
+from groupwise.cli.use import chat, evaluate_checkpoint
 from groupwise.config.recipes import make_recipe
 from groupwise.config.settings import EnvironmentSettings, RewardSettings
 from groupwise.environments.procedural import answer_in
@@ -175,6 +176,23 @@ def test_sampled_is_scored_behind_answers(tmp_path: Path) -> None:
         for rollout, logp in zip(group.rollouts, columns, strict=True):
             if logp.size:
                 np.testing.assert_allclose(logp[rollout.trained], rollout.behavior_logp[rollout.trained], atol=1e-4)
+
+
+def test_a_finished_run_is_evaluated_and_talked_to_with_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    list(gw.train(make_recipe(GAME | {"runs": str(tmp_path), "steps": 1, "name": "game"})))
+    report = evaluate_checkpoint(
+        str(tmp_path / "game"), task="guessing", task_args={"highest": 3}, chat=True, reward="environment", k=2,
+        max_new_tokens=48, environment=GAME["environment"],  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert report.evaluation.prompts == 4
+    assert all(one.rollouts[0].episode is not None for one in report.evaluation.answers)
+    said = iter(["hello", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(said))
+    tool = {"tools": ["groupwise.environments.playground:calculate"], "runs": "thread"}
+    assert chat(str(tmp_path / "game"), max_new_tokens=8, environment=tool) == 0
+    assert "ends the conversation" in capsys.readouterr().out
 
 
 def test_a_run_that_is_killed_in_the_middle_of_episodes_ends_with_the_same_weights(tmp_path: Path) -> None:
