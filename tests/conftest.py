@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +30,9 @@ settings.register_profile("same", derandomize=True, max_examples=80, deadline=No
 settings.register_profile("search", max_examples=2000, deadline=None, print_blob=True)
 settings.load_profile("same")
 
+# A shell ignores Ctrl-C for what it starts in the background, and children inherit that; the tests' children are to hear it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 class ScriptedConversation:
     """One episode of a `ScriptedWorld`; what the engine did with it stands in `heard`, `stream` and `closed`."""

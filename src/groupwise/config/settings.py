@@ -178,7 +178,7 @@ class ScratchSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSettings:
-    """The policy: where it comes from and in which numbers it computes."""
+    """The policy: where it comes from and in which precision it computes."""
 
     path: str | None = None
     """A Hugging Face checkpoint folder, a hub name, or `stage:NAME` for the final model of an earlier stage."""
@@ -325,12 +325,24 @@ class EnvironmentSettings:
     method `step`."""
     reasoning_gym: str | None = None
     """Instead of `data` and `rewards`: a data set of Reasoning Gym by name (`chain_sum`), with its scorer."""
+    openenv: str | None = None
+    """Instead of a factory: the address of an OpenEnv server, `ws://host:port`; `args` may name `field` and `seconds`."""
+    harness: str | tuple[str, ...] | None = None
+    """Drives the episodes itself, against an endpoint of the run's: a function `file.py:function` or `module:function` of
+    `base_url` and `row` that returns the reward, a program with its arguments, or `outside`: processes that fetch episodes."""
+    verifiers: str | None = None
+    """Instead of `data` and `rewards`: an installed taskset of verifiers by name; `args` is its `[env]`."""
+    listen: str = "127.0.0.1:0"
+    """Where the endpoint for harnesses listens; port 0 is any.  Other than loopback addresses need the environment variable
+    GROUPWISE_TOKEN, which requests must bring."""
+    at_once: Positive = 64
+    """Harnesses that run at the same time."""
     max_turns: Positive = 16
     """Turns of the policy in an episode."""
     tool_timeout: Annotated[float, Gt(0.0)] = 30.0
     """Seconds of one tool call, or of one `reset` or `step`."""
     episode_timeout: Annotated[float, Gt(0.0)] = 600.0
-    """Seconds of an episode, sampling included."""
+    """Seconds of an episode, sampling included; of a harness its own, without the time in which it waits for a turn."""
     max_observation_tokens: Positive = 1024
     """Longest answer to a turn, in tokens; what is longer is cut, and says so."""
     max_observation_bytes: Positive = 32768
@@ -344,8 +356,13 @@ class EnvironmentSettings:
 
     @property
     def talks(self) -> bool:
-        """True if there is somebody to answer the policy."""
-        return bool(self.tools) or self.factory is not None
+        """True if there is somebody to answer the policy, who is asked by us."""
+        return bool(self.tools) or self.factory is not None or self.openenv is not None
+
+    @property
+    def asks(self) -> bool:
+        """True if a harness asks for the policy's turns."""
+        return self.harness is not None or self.verifiers is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -495,8 +512,10 @@ class SaveSettings:
     """Newest checkpoints to keep."""
     rollouts_every: Count = 1
     """Write every group of every this many steps to `rollouts/`; 0: never."""
-    tensorboard: bool = False
-    """Write the metrics for TensorBoard too."""
+    report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
+    """Dashboards that get the metrics too, and where they have tables the group of each recorded step whose rewards differ most:
+    TensorBoard (files in the run folder), Weights & Biases, MLflow, Trackio.  Project and server come from their own environment
+    variables (WANDB_PROJECT, MLFLOW_TRACKING_URI ...); metrics.jsonl is always written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -128,7 +128,7 @@ def train(
     an entry of `rewards`, whose `function` may be the function itself.
     tools: functions that the policy may call, or their names as in a recipe.
     environment: an environment's class, its name, a mapping of names to such, or a mapping of the keys of `environment`, whose
-    `factory` and `tools` may be objects.
+    `factory`, `tools` and `harness` may be objects.
     fresh: start anew, under the first of NAME, NAME-2, NAME-3 ... that has not run.
     accept_changes: resume although data files or reward functions have changed since the run began.
     The other keywords are the keys of a recipe (`groupwise config` lists them); a section is a mapping: `optimizer={"lr": 1e-5}`.
@@ -270,6 +270,8 @@ def _environment(given: object, tools: Sequence[object] | None) -> dict[str, Any
         keys["factory"] = {str(name): _callable(one, f"environment.factory.{name}") for name, one in factory.items()}
     elif factory is not None:
         keys["factory"] = _callable(factory, "environment.factory")
+    if callable(keys.get("harness")):
+        keys["harness"] = _callable(keys["harness"], "environment.harness")
     return {key: value for key, value in keys.items() if value is not None}
 
 
