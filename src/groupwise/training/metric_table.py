@@ -80,7 +80,7 @@ METRICS: tuple[Section, ...] = (
         "Completions",
         "Online objectives.",
         (
-            Metric("completions/mean_length", "tokens", "mean_i n_i, EOS included", "Length.", "no run-away"),
+            Metric("completions/mean_length", "tokens", "mean_i n_i: tokens that the policy wrote, EOS included", "Length.", "no run-away"),
             Metric("completions/min_length", "tokens", "min_i n_i", "The shortest."),
             Metric("completions/max_length", "tokens", "max_i n_i", "The longest."),
             Metric("completions/mean_terminated_length", "tokens", "mean over completions that ended by themselves",
@@ -93,6 +93,22 @@ METRICS: tuple[Section, ...] = (
             Metric("entropy", "nats / token", "mean_t of -log p(sampled token)", "Sampled estimate of the policy's entropy, at the"
                    " sampling temperature.", "falls slowly, not to 0"),
             Metric("tokens/sampled", "tokens", "sum_i n_i", "What the step sampled."),
+        ),
+    ),
+    Section(
+        "Episodes",
+        "Online objectives in environments, or with tools. Means are over episodes.",
+        (
+            Metric("episodes/turns", "turns", "mean", "Turns of an episode."),
+            Metric("episodes/answer_tokens", "tokens", "mean", "What the world answered; no token of it is trained."),
+            Metric("episodes/splits", "places", "mean", "Where what stood before a turn was rewritten, so that the episode went on as a"
+                   " branch.", "0 where the template keeps the past"),
+            Metric("episodes/truncated", "share", "episodes that a limit ended / episodes", "Limits of tokens, turns and time.",
+                   "below 0.1"),
+            Metric("episodes/tool_calls", "calls", "mean", "Calls of tools in an episode."),
+            Metric("episodes/tool_failures", "share", "failed calls / calls", "Calls that failed, for whatever reason.", "falls"),
+            Metric("episodes/tool_failures/NAME", "share", "calls that failed so / calls", "By kind: `unreadable`, `unknown`,"
+                   " `arguments`, `exception`, `timeout`."),
         ),
     ),
     Section(
