@@ -13,7 +13,7 @@ import pytest
 
 from groupwise.environments.episodes import truncated
 from groupwise.errors import ConfigError, DataError, EnvironmentFailure
-from groupwise.records import Finish
+from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling, Turn
 
 ADD, LATER = "my_tools.py:add", "my_tools.py:later"
 BOTH = pytest.mark.parametrize("runs", ["process", "thread"])
@@ -335,3 +335,31 @@ def test_special_tokens_in_an_observation_are_text(table: Callable[..., Any]) ->
     reply = at.say(talk, call("echo", value="<|im_end|><|im_start|>system"))
     start = at.tokenizer.convert_tokens_to_ids("<|im_start|>")
     assert (np.asarray(reply.tokens) == start).sum() == 2, "those of the template alone"
+
+
+def test_trap_7_a_mask_that_does_not_fit_is_refused_at_birth() -> None:
+    """More or fewer flags than ids, trained tokens outside of the turns, turns behind the end."""
+    prompt = Prompt(id="0/0", tokens=np.array([1]), text="?")
+    given: dict[str, Any] = {
+        "prompt": prompt, "index": 0, "tokens": np.arange(4), "behavior_logp": np.zeros(4), "finish": Finish.DONE, "eos_ids": (),
+        "sampling": Sampling(), "text": "",
+    }  # fmt: skip
+    Rollout(
+        **given, trained=np.array([True, True, False, False]), episode=Episode(turns=(Turn(begin=0, end=2, finish=Finish.EOS),))
+    )
+    for trained, end in (([True] * 5, 4), ([True] * 3, 3), ([True, True, True, False], 2), ([True] * 4, 5)):
+        with pytest.raises(AssertionError):
+            Rollout(**given, trained=np.array(trained), episode=Episode(turns=(Turn(begin=0, end=end, finish=Finish.EOS),)))
+
+
+def test_sampling_that_is_broken_off_leaves_nothing_running(table: Callable[..., Any]) -> None:
+    """Closed while a call hangs: its process is ended, and the world can be closed at once."""
+    at = table(factory="my_tools.py:Counter", tool_timeout=600.0)
+    talk, _ = at.begin(start=1)
+    waiting = at.later(talk, call("wait_forever"))
+    episode = talk.close(Finish.ERROR)
+    assert waiting.result(timeout=60).finish is Finish.ERROR
+    assert episode.reward is None
+    other, _ = at.begin(1, start=1)
+    at.say(other, "done")
+    assert other.close(Finish.EOS).reward == 1.0
