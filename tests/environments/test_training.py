@@ -144,7 +144,7 @@ def test_rewards_get_messages_states_and_the_environments_own(tmp_path: Path, mo
         ({"tools": ["a:f", "b:f"]}, {}, "two tools are called 'f'"),
         ({"factory": {}}, {}, "names no environment"),
         ({"interface": "step"}, {}, "belongs to environment.factory"),
-        ({"args": {"a": 1}}, {}, "neither is set"),
+        ({"args": {"a": 1}}, {}, "is set"),
         ({"past": "split"}, {}, "is about conversations"),
         ({"max_turn": 3}, {}, "did you mean environment.max_turns"),
         ({"past": "kept"}, {}, "one of keep, split"),
