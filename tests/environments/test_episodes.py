@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from groupwise.config.live import Live
 from groupwise.environments.episodes import truncated
 from groupwise.errors import ConfigError, DataError, EnvironmentFailure
 from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling, Turn
@@ -363,3 +364,23 @@ def test_sampling_that_is_broken_off_leaves_nothing_running(table: Callable[...,
     other, _ = at.begin(1, start=1)
     at.say(other, "done")
     assert other.close(Finish.EOS).reward == 1.0
+
+
+def test_objects_can_be_run_in_processes_too(table: Callable[..., Any]) -> None:
+    """A closure has no name: the worker is a fork of this process, and what it changes stays there."""
+    heard: list[str] = []
+
+    def remember(text: str) -> str:
+        """Remember it.
+
+        Args:
+            text: What.
+        """
+        heard.append(text)
+        return " ".join(heard)
+
+    at = table(tools=(Live("remember", remember),), runs="process")
+    talk, _ = at.begin()
+    at.say(talk, call("remember", text="one") + call("remember", text="two"))
+    assert [one.result for one in talk.close(Finish.LENGTH).turns[0].calls] == ["one", "one two"]
+    assert heard == []
