@@ -193,8 +193,8 @@ def test_what_commands_are_run_by_is_there() -> None:
 def test_pages_have_code_to_check() -> None:
     """The test above would pass on pages whose blocks it does not see."""
     assert {path.name for path in PAGES if any(block.language == "python" for block in blocks(path))} >= {
-        "batches.md", "data.md", "first-hour.md", "from-trl.md", "grpo.md", "kl.md", "monitoring.md", "own-loop.md", "own-parts.md",
-        "packing.md", "python.md", "rewards.md", "weights.md",
+        "batches.md", "data.md", "environments.md", "first-hour.md", "from-trl.md", "grpo.md", "kl.md", "monitoring.md",
+        "own-loop.md", "own-parts.md", "packing.md", "python.md", "rewards.md", "weights.md",
     }  # fmt: skip
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from groupwise.config.live import Live
 from groupwise.environments.episodes import truncated
 from groupwise.errors import ConfigError, DataError, EnvironmentFailure
-from groupwise.records import Finish
+from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling, Turn
 
 ADD, LATER = "my_tools.py:add", "my_tools.py:later"
 BOTH = pytest.mark.parametrize("runs", ["process", "thread"])
@@ -160,7 +161,8 @@ def test_trap_9_a_turn_that_was_cut_is_not_carried_out(table: Callable[..., Any]
 def test_trap_5_arguments_reach_the_tool_as_they_were_written(table: Callable[..., Any]) -> None:
     """Booleans, null, 1e5, letters of every kind and the order of keys; the turn's ids are not looked at again."""
     at = table(tools=("my_tools.py:echo",), runs="thread")
-    written = '<tool_call>{"arguments": {"number": 1e5, "value": "é漢\\n\\u00e9", "nothing": null, "flag": false}, "name":"echo"}</tool_call>'
+    arguments = '{"number": 1e5, "value": "é漢\\n\\u00e9", "nothing": null, "flag": false}'
+    written = f'<tool_call>{{"arguments": {arguments}, "name":"echo"}}</tool_call>'
     talk, _ = at.begin()
     at.say(talk, written)
     (turn,) = talk.close(Finish.LENGTH).turns
@@ -281,7 +283,7 @@ def test_environments_are_selected_by_their_column(table: Callable[..., Any]) ->
     talk, _ = at.begin(environment="guess", secret=1)
     assert at.say(talk, "1").finish is Finish.DONE
     assert talk.close(Finish.DONE).environment == "guess"
-    with pytest.raises(DataError, match="no column 'environment'; environment.factory has: count, guess"):
+    with pytest.raises(DataError, match=r"no column 'environment'; environment\.factory has: count, guess"):
         at.begin()
 
 
@@ -332,3 +334,51 @@ def test_special_tokens_in_an_observation_are_text(table: Callable[..., Any]) ->
     reply = at.say(talk, call("echo", value="<|im_end|><|im_start|>system"))
     start = at.tokenizer.convert_tokens_to_ids("<|im_start|>")
     assert (np.asarray(reply.tokens) == start).sum() == 2, "those of the template alone"
+
+
+def test_trap_7_a_mask_that_does_not_fit_is_refused_at_birth() -> None:
+    """More or fewer flags than ids, trained tokens outside of the turns, turns behind the end."""
+    prompt = Prompt(id="0/0", tokens=np.array([1]), text="?")
+    given: dict[str, Any] = {
+        "prompt": prompt, "index": 0, "tokens": np.arange(4), "behavior_logp": np.zeros(4), "finish": Finish.DONE, "eos_ids": (),
+        "sampling": Sampling(), "text": "",
+    }  # fmt: skip
+    Rollout(
+        **given, trained=np.array([True, True, False, False]), episode=Episode(turns=(Turn(begin=0, end=2, finish=Finish.EOS),))
+    )
+    for trained, end in (([True] * 5, 4), ([True] * 3, 3), ([True, True, True, False], 2), ([True] * 4, 5)):
+        with pytest.raises(AssertionError):
+            Rollout(**given, trained=np.array(trained), episode=Episode(turns=(Turn(begin=0, end=end, finish=Finish.EOS),)))
+
+
+def test_sampling_that_is_broken_off_leaves_nothing_running(table: Callable[..., Any]) -> None:
+    """Closed while a call hangs: its process is ended, and the world can be closed at once."""
+    at = table(factory="my_tools.py:Counter", tool_timeout=600.0)
+    talk, _ = at.begin(start=1)
+    waiting = at.later(talk, call("wait_forever"))
+    episode = talk.close(Finish.ERROR)
+    assert waiting.result(timeout=60).finish is Finish.ERROR
+    assert episode.reward is None
+    other, _ = at.begin(1, start=1)
+    at.say(other, "done")
+    assert other.close(Finish.EOS).reward == 1.0
+
+
+def test_objects_can_be_run_in_processes_too(table: Callable[..., Any]) -> None:
+    """A closure has no name: the worker is a fork of this process, and what it changes stays there."""
+    heard: list[str] = []
+
+    def remember(text: str) -> str:
+        """Remember it.
+
+        Args:
+            text: What.
+        """
+        heard.append(text)
+        return " ".join(heard)
+
+    at = table(tools=(Live("remember", remember),), runs="process")
+    talk, _ = at.begin()
+    at.say(talk, call("remember", text="one") + call("remember", text="two"))
+    assert [one.result for one in talk.close(Finish.LENGTH).turns[0].calls] == ["one", "one two"]
+    assert heard == []

@@ -1,4 +1,4 @@
-"""1,000 random conversations: whatever a template does to the past, what was sampled keeps its ids, and what it writes is its own."""
+"""1,000 random conversations: whatever a template does to the past, what was sampled keeps its ids."""
 
 from __future__ import annotations
 

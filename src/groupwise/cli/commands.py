@@ -167,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
 
     chat = add("chat", _chat, "talk to a checkpoint")
     chat.add_argument("checkpoint", metavar="CHECKPOINT", help="a run, a checkpoint or a model folder")
+    _add_environment(chat)
 
     recipes = add("recipes", _recipes, "list the bundled recipes, tell about one, or copy it to edit it")
     recipes.add_argument("action", nargs="?", default="list", metavar="NAME | copy | show", help="a bundled recipe, to read of it")
@@ -226,12 +227,18 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
     command.add_argument("--chat", action="store_true", help="apply the chat template to string prompts")
     command.add_argument("--system", metavar="TEXT", help="system message")
     command.add_argument("--reward", default="accuracy", metavar="NAME", help="what counts as right (default %(default)s)")
+    _add_environment(command)
     command.add_argument("--k", type=_positive, default=8, metavar="N", help="sampled completions per prompt (default %(default)s)")
     command.add_argument("--temperature", type=float, default=1.0, metavar="T", help="of those samples (default %(default)s)")
     command.add_argument("--max-new-tokens", type=_positive, default=256, metavar="N", help="default %(default)s")
     command.add_argument("--limit", type=_positive, metavar="N", help="first prompts only")
     command.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the samples (default %(default)s)")
     command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_environment(command: argparse.ArgumentParser) -> None:
+    what = "a key of environment, as in a recipe: tools=[my_tools.py:search]"
+    command.add_argument("--environment", action="append", default=[], metavar="KEY=VALUE", help=what)
 
 
 def _add_view(command: argparse.ArgumentParser) -> None:
@@ -414,6 +421,7 @@ def _eval(given: argparse.Namespace) -> int:
         chat=given.chat,
         system=given.system,
         reward=given.reward,
+        environment=_pairs(given.environment, "--environment"),
         k=given.k,
         temperature=given.temperature,
         max_new_tokens=given.max_new_tokens,
@@ -450,7 +458,7 @@ def _score(given: argparse.Namespace) -> int:
 def _chat(given: argparse.Namespace) -> int:
     from groupwise.cli.use import chat
 
-    return chat(given.checkpoint) or 0
+    return chat(given.checkpoint, environment=_pairs(given.environment, "--environment")) or 0
 
 
 def _recipes(given: argparse.Namespace) -> int:

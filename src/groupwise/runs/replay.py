@@ -353,7 +353,9 @@ def _routed(folder: Path, recipe: Recipe) -> bool:
 
 def _weighted(groups: Sequence[Scored], recipe: Recipe) -> list[Scored]:
     """Groups with the rewards added up by a recipe's weights."""
-    weights = tuple(reward.weight for reward in recipe.rewards)
+    named = tuple(reward.weight for reward in recipe.rewards)
+    # What an environment brings stands before what the recipe names.
+    weights = (*groups[0].weights[: len(groups[0].names) - len(named)], *named) if groups else named
     if all(group.weights == weights for group in groups):
         return list(groups)
     if any("process" in group.signals for group in groups):

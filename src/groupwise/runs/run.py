@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -556,7 +557,10 @@ def _next_commands(recipe: Recipe, folder: Path) -> list[str]:
     """Commands to go on with: talk to the model, evaluate it again, look at what the rewards said."""
     data = recipe.data
     commands = [["groupwise", "view", str(folder)]]
-    commands += [["groupwise", "chat", str(folder)]] if data.chat else []
+    given, plain = recipe.environment, {"factory", "tools", "max_turns", "interface", "runs"}
+    chosen = {key: value for key, value in asdict(given).items() if key in plain and value} if given.talks else {}
+    answered = [f"--environment={key}={json.dumps(value)}" for key, value in chosen.items()]
+    commands += [["groupwise", "chat", str(folder), *(answered if given.tools else [])]] if data.chat else []
     source = ["--task", data.task] if data.task is not None else ["--data", data.eval_path or ""]
     elsewhere = data.task is not None or data.eval_path is not None  # else the file holds the rows that were trained on, too
     if recipe.rewards and not recipe.rewards[0].args and not elsewhere:
@@ -566,6 +570,7 @@ def _next_commands(recipe: Recipe, folder: Path) -> list[str]:
         options += [f"--column={ours}={theirs}" for ours, theirs in data.columns.items()]
         options += ["--template", data.template] if data.template is not None else []
         options += ["--chat"] if data.chat else []
+        options += answered
         options += ["--system", data.system] if data.system is not None else []
         options += ["--reward", recipe.rewards[0].function] if recipe.rewards[0].function != "accuracy" else []
         length = recipe.eval.max_new_tokens or recipe.rollout.max_new_tokens
