@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from groupwise.config import settings
 from groupwise.errors import ConfigError
+from groupwise.utils.spelling import nearest
 
 TRL: dict[str, tuple[str, str]] = {
     "adam_beta1": ("optimizer.betas", "[adam_beta1, adam_beta2]"),
@@ -262,6 +262,22 @@ def lookup(key: str) -> Setting | None:
     return None
 
 
+def key_meant(name: str) -> str | None:
+    """The key that a name without its section means: its own last part, or TRL's name for it; else the nearest one.
+
+    >>> key_meant("lr"), key_meant("num_generations"), key_meant("temprature"), key_meant("qqq")
+    ('optimizer.lr', 'group.group_size', 'rollout.temperature', None)
+    """
+    leaf = name.rsplit(".", 1)[-1].lower()
+    ends = {key.rsplit(".", 1)[-1]: key for key in reversed(knobs()) if ".N." not in key}
+    theirs = {name: ours for name, (ours, _) in TRL.items()}
+    for names in ({name: name} if name in knobs() else {}, ends, theirs):
+        if leaf in names or name in names:
+            return names.get(name) or names[leaf]
+    near = nearest(leaf, [*ends, *theirs], cutoff=0.7)
+    return None if near is None else ends.get(near) or theirs[near]
+
+
 def suggestion(key: str) -> str:
     """What an unknown dotted key may have meant: ` (did you mean ...?)`, or where the keys that exist are listed.
 
@@ -279,16 +295,16 @@ def suggestion(key: str) -> str:
     if leaf in everywhere:
         return f" (did you mean {everywhere[leaf]}?)"
     for names in (here, everywhere, {name: ours for name, (ours, _) in TRL.items()}):
-        if close := difflib.get_close_matches(leaf, names, n=1, cutoff=0.7):
-            return f" (did you mean {names[close[0]]}?)"
+        if (near := nearest(leaf, names, cutoff=0.7)) is not None:
+            return f" (did you mean {names[near]}?)"
     inside = normal(section).removesuffix(".N") if here else ""
     return f" (`groupwise config {inside}` lists the keys)" if inside else " (`groupwise config` lists all keys)"
 
 
 def closest(word: str, words: Sequence[str]) -> str:
     """` (did you mean ...?)` for a misspelt choice, or an empty string."""
-    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
-    return f" (did you mean {close[0]}?)" if close else ""
+    near = nearest(word, words)
+    return "" if near is None else f" (did you mean {near}?)"
 
 
 def first_sentence(text: str) -> str:

@@ -5,7 +5,6 @@ N completions of a step, in order, whatever their groups
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -24,6 +23,7 @@ from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.process import ProcessReward
 from groupwise.rewards.registry import BUILTINS, GOLD_COLUMNS, MAKERS
+from groupwise.utils.spelling import nearest
 
 OFFERED = ("prompts", "completions", "prompt_ids", "completion_ids", "finish_reasons")
 """What a function may ask for by name, beside the columns of the data; these names win over columns of the same name."""
@@ -225,8 +225,8 @@ def find_function(spec: str) -> tuple[Callable[..., Any], bool]:
         if spec in BUILTINS:
             return BUILTINS[spec], True
         named = [*BUILTINS, *MAKERS]
-        close = difflib.get_close_matches(spec, named, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"built-in: {', '.join(named)}; your own: module:function"
+        near = nearest(spec, named)
+        hint = f"did you mean {near!r}?" if near is not None else f"built-in: {', '.join(named)}; your own: module:function"
         raise ConfigError(f"there is no reward function {spec!r}; {hint}")
     module = _file(spec, place) if place.endswith(".py") else _module(spec, place)
     function = vars(module).get(name)
@@ -234,8 +234,8 @@ def find_function(spec: str) -> tuple[Callable[..., Any], bool]:
         functions = [
             key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
         ]
-        close = difflib.get_close_matches(name, functions, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"its functions: {', '.join(functions) or 'none'}"
+        near = nearest(name, functions)
+        hint = f"did you mean {near!r}?" if near is not None else f"its functions: {', '.join(functions) or 'none'}"
         raise ConfigError(f"reward function {spec!r}: {place} has no function {name!r}; {hint}")
     return function, False
 

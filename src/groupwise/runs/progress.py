@@ -34,6 +34,16 @@ def safe(text: str, limit: int | None = None, style: str = "") -> Text:
     return Text(escaped(cut), style=style)
 
 
+WIDE = 1 << 16
+"""Columns of an output that is no terminal: lines of a file or a pipe are never wrapped."""
+
+
+def make_console(*, quiet: bool = False) -> Console:
+    """Standard output: as wide as the terminal, or without an end where it is none."""
+    console = Console(highlight=False, quiet=quiet)
+    return console if console.is_terminal or console.is_jupyter else Console(highlight=False, quiet=quiet, width=WIDE)
+
+
 # ---------------------------------------------------------------- what is shown
 
 

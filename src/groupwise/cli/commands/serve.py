@@ -1,0 +1,32 @@
+"""`groupwise serve`: a vLLM server that training can sample from."""
+
+from __future__ import annotations
+
+import argparse
+
+from groupwise.cli.commands import arguments as typed
+
+EXAMPLES = (
+    "groupwise serve my/model --port 8001                  then: groupwise train ... rollout.engine='{name: vllm, servers: [...]}'",
+    "groupwise serve my/model -- --tensor-parallel-size 2  what stands behind -- goes to vLLM as it is",
+)
+
+
+def arguments(command: argparse.ArgumentParser) -> None:
+    """What can be typed."""
+    command.add_argument("model", metavar="MODEL", help="a model folder or a hub name: the model that will be trained")
+    host = "whoever reaches it can replace its weights (default %(default)s)"
+    command.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help=host)
+    command.add_argument("--port", type=typed.positive, default=8000, metavar="N", help="default %(default)s")
+    command.add_argument("--rows", type=typed.positive, default=256, metavar="N", help="completions at a time (default %(default)s)")
+    command.add_argument("--dtype", metavar="TYPE", help="float32 or bfloat16 (default: the checkpoint's)")
+    command.add_argument("--cache", metavar="SIZE", help="keys and values, e.g. 4G (default: 512M on a CPU, vLLM's own on a GPU)")
+    command.set_defaults(more=[])
+
+
+def run(given: argparse.Namespace) -> int:
+    """Become the server."""
+    from groupwise.rollout.vllm.server import serve
+
+    how = {name: getattr(given, name) for name in ("host", "port", "rows", "dtype", "cache", "more")}
+    serve(given.model, **how)
