@@ -31,7 +31,7 @@ from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs
 from groupwise.runs.model_card import write_card
 from groupwise.runs.plan import Lines
 from groupwise.runs.policies import read_config
-from groupwise.runs.progress import Progress, safe
+from groupwise.runs.progress import Progress, make_console, safe
 from groupwise.runs.recorded_pairs import recorded_pairs
 from groupwise.runs.saving import Saver, reader, set_failure_hint
 from groupwise.runs.signals import endings
@@ -403,7 +403,7 @@ def train_recipe(
     """
     stages = load_stages(path, overrides)
     here = join(next(iter(stages.values())), timeout)
-    console = console or Console(quiet=not here.first)
+    console = console or make_console(quiet=not here.first)
     if fresh:
         stages = comm.from_first(lambda: anew(stages))
     outcomes: dict[str, Outcome] = {}

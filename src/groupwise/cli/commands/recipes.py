@@ -6,6 +6,7 @@ import argparse
 import shutil
 from pathlib import Path
 
+from groupwise.cli.commands import arguments as typed
 from groupwise.errors import ConfigError
 
 EXAMPLES = (
@@ -22,7 +23,8 @@ def arguments(command: argparse.ArgumentParser) -> None:
     name = "with copy or show: a bundled recipe; with import-trl: a YAML or JSON file, or a script"
     command.add_argument("name", nargs="?", metavar="NAME", help=name)
     command.add_argument("to", nargs="?", metavar="TO", help="with copy and import-trl: where to (default: NAME.yaml; the screen)")
-    command.add_argument("--trl-devices", type=int, default=1, metavar="N", help="with import-trl: devices that TRL ran on")
+    command.add_argument("--devices", type=typed.positive, metavar="N", help="with import-trl: devices that TRL ran on (default 1)")
+    command.add_argument("--as", dest="kind", metavar="CLASS", help="with import-trl: GRPOConfig, SFTConfig, RewardConfig or DPOConfig")
 
 
 def run(given: argparse.Namespace) -> int:
@@ -41,7 +43,9 @@ def run(given: argparse.Namespace) -> int:
         print(header(given.action))
         return 0
     if given.action == "import-trl":
-        return _import(given.name, given.to, given.trl_devices)
+        return _import(given.name, given.to, given.devices or 1, given.kind)
+    if given.devices is not None or given.kind is not None:
+        raise ConfigError("--devices and --as belong to groupwise recipes import-trl FILE")
     if given.name is None:
         raise ConfigError(f"groupwise recipes {given.action} needs a NAME: one of {', '.join(bundled)}")
     source = find_recipe(given.name)
@@ -61,12 +65,12 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def _import(name: str | None, to: str | None, devices: int) -> int:
+def _import(name: str | None, to: str | None, devices: int, kind: str | None) -> int:
     from groupwise.config.import_trl import import_trl
 
     if name is None:
         raise ConfigError("groupwise recipes import-trl needs a file: TRL's YAML or JSON, or a script that makes a GRPOConfig")
-    found = import_trl(name, devices=devices)
+    found = import_trl(name, devices=devices, kind=kind)
     if to is None:
         print(found.render(), end="")
         return 0
