@@ -143,9 +143,7 @@ def test_gsm8k_runs_its_whole_path(checkpoint: Path, gsm8k: Path, tmp_path: Path
     before, after = (load_file(place / "model.safetensors") for place in (checkpoint, folder / "final"))
     assert all(torch.isfinite(weight).all() for weight in after.values())
     assert set(before) == set(after)
-    report = evaluate(
-        str(folder), data=questions, columns={"prompt": "question"}, chat=True, limit=3, k=2, max_new_tokens=8
-    )
+    report = evaluate(str(folder), data=questions, columns={"prompt": "question"}, chat=True, limit=3, k=2, max_new_tokens=8)
     assert report.evaluation.prompts == 3
     assert "<|user|>" in report.evaluation.answers[0].prompt.text and "Janet" in report.evaluation.answers[0].prompt.text
 

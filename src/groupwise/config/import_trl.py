@@ -114,7 +114,9 @@ class Imported:
     def summary(self) -> str:
         """How many lines came to what, and each line that is lost or means something else."""
         found = self.by_fate()
-        lines = [f"{self.source}: {self.kind}, {len(self.lines)} arguments: " + ", ".join(f"{len(v)} {k}" for k, v in found.items())]
+        lines = [
+            f"{self.source}: {self.kind}, {len(self.lines)} arguments: " + ", ".join(f"{len(v)} {k}" for k, v in found.items())
+        ]
         for title in (FATES["changed"], FATES["missing"], "not read"):
             lines += [f"  {title}: {line}" for line in found.get(title, ())]
         return "\n".join([*lines, *(f"  still to say: {one}" for one in self.needed)])
@@ -309,7 +311,9 @@ def _dataset(node: ast.expr, names: Mapping[str, ast.expr], tree: ast.Module, wh
         node, subscript = node.value, str(node.slice.value)
     if isinstance(node, ast.Name) and node.id in names:
         node = names[node.id]
-    if not (isinstance(node, ast.Call) and _called(node) == "load_dataset" and node.args and isinstance(node.args[0], ast.Constant)):
+    if not (
+        isinstance(node, ast.Call) and _called(node) == "load_dataset" and node.args and isinstance(node.args[0], ast.Constant)
+    ):
         return {}
     split = next((k.value.value for k in node.keywords if k.arg == "split" and isinstance(k.value, ast.Constant)), subscript)
     if which == "train_dataset":
@@ -426,7 +430,11 @@ class _Translation:
         if "attn_implementation" in self.given:
             self.note("attn_implementation", "unneeded", "the device chooses the kernel; attention is packed")
         if dtype == "float16":
-            self.note(named or "model_init_kwargs", "changed", "model.dtype: autocast: float32 weights and bfloat16 products; there is no float16")
+            self.note(
+                named or "model_init_kwargs",
+                "changed",
+                "model.dtype: autocast: float32 weights and bfloat16 products; there is no float16",
+            )
         checkpointing = self.given.get("activation_checkpointing")
         if checkpointing is None:
             self.put("model.gradient_checkpointing", bool(self.get("gradient_checkpointing")), "gradient_checkpointing")
@@ -564,7 +572,12 @@ class _Translation:
         most = self.get("max_steps")
         epochs = float(self.get("num_train_epochs"))
         if isinstance(most, int | float) and most > 0:
-            self.put("steps", math.ceil(most / self._updates), "max_steps", says=f"{self._updates} optimizer steps each" * (self._updates > 1))
+            self.put(
+                "steps",
+                math.ceil(most / self._updates),
+                "max_steps",
+                says=f"{self._updates} optimizer steps each" * (self._updates > 1),
+            )
             self.note("num_train_epochs", "unneeded", "max_steps takes its place")
         elif self.online:
             self.note("max_steps", "unneeded", "it is off: num_train_epochs counts")
@@ -611,7 +624,12 @@ class _Translation:
         strategy = str(self.get("save_strategy"))
         every = self._steps_of(self.get("save_steps"), self.keys.get("steps")) if strategy == "steps" else 0
         if every is not None:
-            self.put("save.every", every, "save_strategy" if strategy != "steps" else "save_steps", says=f"{strategy}" * (strategy != "steps"))
+            self.put(
+                "save.every",
+                every,
+                "save_strategy" if strategy != "steps" else "save_steps",
+                says=f"{strategy}" * (strategy != "steps"),
+            )
         else:
             self.note("save_steps", "changed", "save.every counts steps, and how many there are is not known here")
         keep = self.given.get("save_total_limit")

@@ -76,7 +76,9 @@ TABLE: dict[str, Argument] = {
     "generation_batch_size": _changed("group.prompts_per_step", "completions of a rollout: num_generations times the prompts"),
     "generation_kwargs": _missing("only what the scorer reproduces can be sampled: temperature, top_k, top_p, min_p, stop"),
     "importance_sampling_level": _changed("group.ratio", "token, or sequence_mean for sequence"),
-    "log_completions": _changed("save.rollouts_every", "every completion is written every this many steps; `groupwise view` shows them"),
+    "log_completions": _changed(
+        "save.rollouts_every", "every completion is written every this many steps; `groupwise view` shows them"
+    ),
     "log_completions_hub_repo": NO_HUB,
     "log_multimodal": _unneeded("there are no images"),
     "log_unique_prompts": LOG,
@@ -97,7 +99,9 @@ TABLE: dict[str, Argument] = {
     "pad_to_multiple_of": NO_PADDING,
     "ref_model_mixup_alpha": _same("group.reference_mix"),
     "ref_model_sync_steps": _changed("group.reference_refresh", f"with sync_ref_model; {STEPS}"),
-    "repetition_penalty": _missing("a penalty makes another distribution, which the scorer does not have: use the reward `repetition`"),
+    "repetition_penalty": _missing(
+        "a penalty makes another distribution, which the scorer does not have: use the reward `repetition`"
+    ),
     "reward_weights": _changed("rewards.N.weight", "one in each entry of rewards"),
     "router_aux_loss_coef": _missing("mixture models are trained without an auxiliary loss"),
     "sapo_temperature_neg": _changed("group.surrogate", "{name: sapo, tau_neg: ...}"),
@@ -133,7 +137,9 @@ TABLE: dict[str, Argument] = {
     ),
     "vllm_max_model_length": _unneeded("the longest prompt and rollout.max_new_tokens say it"),
     "vllm_mode": _changed("rollout.engine", "{name: vllm, colocated: true} for colocate; servers otherwise"),
-    "vllm_model_impl": _unneeded("vLLM's own model, with the trainer's weights, is proven against the trainer before the first step"),
+    "vllm_model_impl": _unneeded(
+        "vLLM's own model, with the trainer's weights, is proven against the trainer before the first step"
+    ),
     "vllm_server_base_url": _changed("rollout.engine", "{name: vllm, servers: [...]}"),
     "vllm_server_host": _changed("rollout.engine", "{name: vllm, servers: [http://HOST:PORT]}"),
     "vllm_server_port": _changed("rollout.engine", "{name: vllm, servers: [http://HOST:PORT]}"),
@@ -142,13 +148,17 @@ TABLE: dict[str, Argument] = {
     "vllm_tensor_parallel_size": _unneeded("of a server: groupwise serve MODEL -- --tensor-parallel-size 2"),
     # ------------------------------------------------------------ SFTConfig, RewardConfig, DPOConfig
     "activation_offloading": _missing("activations stay on the device: model.gradient_checkpointing keeps fewer of them"),
-    "assistant_only_loss": _changed("data.train_on", "completion: the last answer of a conversation is trained, earlier ones are not"),
+    "assistant_only_loss": _changed(
+        "data.train_on", "completion: the last answer of a conversation is trained, earlier ones are not"
+    ),
     "center_rewards_coefficient": _same("reward_model.centering"),
     "chat_template_path": _same("model.chat_template"),
     "completion_only_loss": _changed("data.train_on", "completion or all"),
     "dataset_kwargs": LOADER,
     "dataset_num_proc": LOADER,
-    "dataset_text_field": _changed("data.columns", "rows are prompt and completion, or messages: {completion: TEXT} with a prompt beside it"),
+    "dataset_text_field": _changed(
+        "data.columns", "rows are prompt and completion, or messages: {completion: TEXT} with a prompt beside it"
+    ),
     "discopop_tau": _missing("pairs.loss is sigmoid or ipo"),
     "eos_token": _unneeded("EOS is what generation_config.json and the tokenizer say; `groupwise check` prints it"),
     "eval_packing": NO_PADDING,
@@ -321,7 +331,9 @@ TABLE: dict[str, Argument] = {
     "evaluation_strategy": _changed("eval.every", "with steps: eval_steps; no and epoch: before the first step and after the last"),
     "logging_dir": LOG,
     "max_prompt_length": _same("data.max_prompt_tokens", "longer ones are dropped; TRL's cut them: data.too_long: truncate_left"),
-    "max_seq_length": _changed("data.too_long", "rows longer than the model's context are dropped or cut; there is no shorter limit"),
+    "max_seq_length": _changed(
+        "data.too_long", "rows longer than the model's context are dropped or cut; there is no shorter limit"
+    ),
     "overwrite_output_dir": _unneeded("the same command resumes the run; --fresh starts anew"),
     "per_gpu_train_batch_size": _changed("group.prompts_per_step", "counts prompts, over all devices (rows: batch_size)"),
     "preprocessing_num_workers": LOADER,

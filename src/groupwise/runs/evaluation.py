@@ -1,7 +1,7 @@
 """A trained model on held-out prompts: a run says itself what it was held against, any other model is told.
 
-    gw.evaluate("runs/mine")                                         # as the run evaluated itself
-    gw.evaluate("my/model", data="test.jsonl", rewards="accuracy")   # another model, on rows of a file
+gw.evaluate("runs/mine")                                         # as the run evaluated itself
+gw.evaluate("my/model", data="test.jsonl", rewards="accuracy")   # another model, on rows of a file
 """
 
 from __future__ import annotations
@@ -185,7 +185,9 @@ def _rewards_of(
         raise ConfigError(f"nothing says what is right: {path} was trained without a reward function; give --reward NAME")
     for one in recipe.rewards:
         if one.function.startswith(LIVE):
-            raise ConfigError(f"{path} was judged by a function of the program that trained it ({one.function}): give --reward NAME")
+            raise ConfigError(
+                f"{path} was judged by a function of the program that trained it ({one.function}): give --reward NAME"
+            )
     if any(isinstance(value, str) and value.startswith(STAGE) for one in recipe.rewards for value in one.args.values()):
         alone = replace(
             recipe, model=ModelSettings(), data=DataSettings(), critic=CriticSettings(), teacher=TeacherSettings()

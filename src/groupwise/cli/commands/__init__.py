@@ -165,9 +165,7 @@ def parsers(names: Sequence[str]) -> tuple[argparse.ArgumentParser, dict[str, ar
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     found = {}
     for name, text in COMMANDS.items():
-        command = subparsers.add_parser(
-            name, help=text, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        command = subparsers.add_parser(name, help=text, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
         found[name] = command
         if name in names:
             module = importlib.import_module(f"groupwise.cli.commands.{name.replace('-', '_')}")

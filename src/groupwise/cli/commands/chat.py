@@ -32,7 +32,9 @@ def run(given: argparse.Namespace) -> int:
     return chat(given.checkpoint, **how)
 
 
-def chat(path: str, *, system: str | None = None, temperature: float = 1.0, max_new_tokens: int | None = None, seed: int = 0) -> int:
+def chat(
+    path: str, *, system: str | None = None, temperature: float = 1.0, max_new_tokens: int | None = None, seed: int = 0
+) -> int:
     """Talk to a checkpoint in the terminal; an empty line or end of input ends it.  Returns the exit status.
 
     A model of a run is asked as the run asked.  With a chat template the conversation so far is the prompt; without one every line

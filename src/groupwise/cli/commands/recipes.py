@@ -24,7 +24,9 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("name", nargs="?", metavar="NAME", help=name)
     command.add_argument("to", nargs="?", metavar="TO", help="with copy and import-trl: where to (default: NAME.yaml; the screen)")
     command.add_argument("--devices", type=typed.positive, metavar="N", help="with import-trl: devices that TRL ran on (default 1)")
-    command.add_argument("--as", dest="kind", metavar="CLASS", help="with import-trl: GRPOConfig, SFTConfig, RewardConfig or DPOConfig")
+    command.add_argument(
+        "--as", dest="kind", metavar="CLASS", help="with import-trl: GRPOConfig, SFTConfig, RewardConfig or DPOConfig"
+    )
 
 
 def run(given: argparse.Namespace) -> int:

@@ -38,7 +38,9 @@ def run(given: argparse.Namespace) -> int:
     if given.reward is None:
         origin = origin_of(given.file) if Path(given.file).is_dir() else None
         if origin is None or not origin.recipe.rewards:
-            raise ConfigError(f"name a reward function: groupwise score REWARD {given.file} (only a run with rewards brings its own)")
+            raise ConfigError(
+                f"name a reward function: groupwise score REWARD {given.file} (only a run with rewards brings its own)"
+            )
         if options:
             raise ConfigError(f"--arg belongs to a function that is named: groupwise score REWARD {given.file} --arg ...")
         functions: Sequence[RewardSettings] = origin.recipe.rewards

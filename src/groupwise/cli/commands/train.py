@@ -33,7 +33,9 @@ def arguments(command: argparse.ArgumentParser) -> None:
     changed = "resume although data or reward files have changed since the run began"
     command.add_argument("--accept-changes", action="store_true", help=changed)
     command.add_argument("--quiet", action="store_true", help="print warnings and the closing table only")
-    command.add_argument("--nproc", type=typed.positive, default=1, metavar="N", help="processes on this machine, started by torchrun")
+    command.add_argument(
+        "--nproc", type=typed.positive, default=1, metavar="N", help="processes on this machine, started by torchrun"
+    )
     patience = "with several processes: seconds that one waits for another (default %(default)g)"
     command.add_argument("--timeout", type=typed.positive, default=1800, metavar="S", help=patience)
 
