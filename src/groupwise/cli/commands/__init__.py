@@ -47,10 +47,10 @@ COMMANDS = {
 }
 """Every command and what it is for; what `groupwise.cli.commands.NAME` holds."""
 EXAMPLES = (
-    "groupwise train demo                             a bundled recipe; the same again resumes it",
-    "groupwise train my.yaml steps=200 optimizer.lr=1e-5    your own, two keys changed",
-    "groupwise eval runs/demo/grpo                    as the run evaluated itself",
-    "groupwise config group.group_size                what a key means",
+    "groupwise train demo                                 a bundled recipe; the same again resumes it",
+    "groupwise train my.yaml optimizer.lr=1e-5 --dry-run  the plan of your own, a key changed",
+    "groupwise eval runs/demo/grpo                        as the run evaluated itself",
+    "groupwise config group.group_size                    what a key means",
 )
 
 

@@ -9,8 +9,8 @@ from groupwise.cli.commands import arguments as typed
 from groupwise.errors import ConfigError, DataError
 
 EXAMPLES = (
-    "groupwise chat runs/demo/grpo                              asked as the run asked",
-    "groupwise chat runs/demo/grpo --temperature 0 --max-new-tokens 20     greedy, and brief",
+    "groupwise chat runs/demo/grpo                                        asked as the run asked",
+    "groupwise chat runs/demo/grpo --temperature 0 --max-new-tokens 20    greedy, and brief",
 )
 
 

@@ -9,8 +9,8 @@ from groupwise.cli.commands import arguments as typed
 from groupwise.errors import ConfigError
 
 EXAMPLES = (
-    "groupwise eval runs/demo/grpo                                as the run evaluated itself",
-    "groupwise eval runs/demo/grpo --data test.jsonl --k 4 --json     on other rows, asked in the same way",
+    "groupwise eval runs/demo/grpo                                   as the run evaluated itself",
+    "groupwise eval runs/demo/grpo --data test.jsonl --k 4 --json    on other rows, asked in the same way",
 )
 
 

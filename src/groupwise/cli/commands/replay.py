@@ -7,7 +7,7 @@ import argparse
 from groupwise.cli.commands import arguments as typed
 
 EXAMPLES = (
-    "groupwise replay runs/demo/grpo --step 3                      are the numbers the recorded ones?",
+    "groupwise replay runs/demo/grpo --step 3                             are the numbers the recorded ones?",
     "groupwise replay runs/demo/grpo --step 3 --set objective=dr_grpo     what would that have done?",
 )
 

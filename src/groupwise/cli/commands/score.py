@@ -11,8 +11,8 @@ from groupwise.cli.commands import arguments as typed
 from groupwise.errors import ConfigError
 
 EXAMPLES = (
-    "groupwise score accuracy completions.jsonl               a built-in over the rows of a file",
-    "groupwise score my_rewards.py:short runs/demo/grpo --steps all     your own over what a run sampled",
+    "groupwise score accuracy completions.jsonl                       a built-in over the rows of a file",
+    "groupwise score my_rewards.py:short runs/demo/grpo --steps all   your own over what a run sampled",
 )
 
 

@@ -12,8 +12,8 @@ from groupwise.cli.commands import arguments as typed
 from groupwise.errors import ConfigError
 
 EXAMPLES = (
-    "groupwise train demo                                        a bundled recipe; the same again resumes it",
-    "groupwise train my.yaml steps=200 optimizer.lr=1e-5 --dry-run     the plan of your own, two keys changed",
+    "groupwise train demo                                            a bundled recipe; the same again resumes it",
+    "groupwise train my.yaml steps=200 optimizer.lr=1e-5 --dry-run   the plan of your own, two keys changed",
 )
 REPORT = "report.html"
 """What a finished run's report is called, in its folder."""
