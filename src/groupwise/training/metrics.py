@@ -47,7 +47,7 @@ def measure(
     found["grad_norm"] = float(np.mean(norms)) if norms else math.nan
     found["lr"] = updates[-1].stats.lr
     found["skipped_updates"] = float(sum(one.stats.skipped for one in updates))
-    found |= balance(updates) | value_metrics(groups)
+    found |= balance(updates) | value_metrics(groups) | logged_metrics(groups)
     every = _rollouts(updates)
     found |= ratio_metrics(every, algorithm) | off_policy_metrics(every, algorithm)
     first = _rollouts(updates[:minibatches])
@@ -120,6 +120,12 @@ def completion_metrics(groups: Sequence[Scored]) -> dict[str, float]:
     if ended.any():
         found["completions/mean_terminated_length"] = float(lengths[ended].mean())
     return found
+
+
+def logged_metrics(groups: Sequence[Scored]) -> dict[str, float]:
+    """`log/NAME`: what reward functions logged, the mean over the groups of whose call it was logged."""
+    names = dict.fromkeys(name for group in groups for name in group.logged)
+    return {f"log/{name}": float(np.mean([group.logged[name] for group in groups if name in group.logged])) for name in names}
 
 
 def staleness_metrics(groups: Sequence[Scored], version: int) -> dict[str, float]:
