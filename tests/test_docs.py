@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import doctest
 import importlib.util
+import io
+import itertools
 import json
 import math
 import re
@@ -18,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from groupwise.algorithms.registry import corrected, resolve
 from groupwise.cli import commands
@@ -27,11 +30,11 @@ from groupwise.config.settings import GroupSettings, OptimizerSettings, RewardSe
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.models.policy import Policy, make_policy
 from groupwise.models.scratch import scratch_model
-from groupwise.records import Prompt, Sampling, Scored
+from groupwise.records import Prompt, Sampling, Scored, Step
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.sampling import stream_keys, uniforms
-from groupwise.runs.progress import FLAGS
+from groupwise.runs.progress import COLUMNS, FLAGS, LOSS, Progress
 from groupwise.training.metrics import measure
 from groupwise.training.online import improve, train_online, weigh, with_reference
 from groupwise.training.optimizer import Optimizer
@@ -250,7 +253,11 @@ def test_the_page_explains_every_metric_of_a_step(scored_group: Callable[..., Sc
     algorithm = corrected(resolve("grpo", settings, 8), {})
     made_up = {name: lambda r, i=i: np.arange(len(r)) * 0.1 + i for i, name in enumerate(("value", "return", "teacher_logp"))}
     groups = [
-        replace(group, signals={**group.signals, **{name: tuple(map(column, group.rollouts)) for name, column in made_up.items()}})
+        replace(
+            group,
+            logged={"noted": 1.0},
+            signals={**group.signals, **{name: tuple(map(column, group.rollouts)) for name, column in made_up.items()}},
+        )
         for group in groups
     ]
     samples = weigh(groups, algorithm.credit(groups), algorithm)
@@ -259,9 +266,27 @@ def test_the_page_explains_every_metric_of_a_step(scored_group: Callable[..., Sc
         rollout.version[:] = 1
     found = measure(groups, [taken], algorithm, drawn=2, minibatches=1, seconds={"rollout": 1.0}, version=1)
     listed = {name for row in cells("monitoring.md", 3) for name in re.findall(r"`([^`]+)`", row[0])}
-    shown = {re.sub(r"^rewards/r/", "rewards/NAME/", name) for name in found}
+    shown = {re.sub(r"^log/noted$", "log/NAME", re.sub(r"^rewards/r/", "rewards/NAME/", name)) for name in found}
     several = {name for name in listed if name.startswith("ranks/")}  # only where there are several processes
     assert shown == listed - several, shown ^ listed
+
+
+def test_the_page_has_a_row_for_every_figure_of_the_terminal() -> None:
+    rows = {row[0]: row[1] for row in cells("monitoring.md", 2)}
+    for column in (LOSS, *COLUMNS):
+        assert f"`{column.metric}`" in rows[column.label], column.label
+    step = Step(
+        number=1,
+        metrics={"reward": 1.0},
+        evaluation={"eval/greedy": 1.0, "eval/pass@8": 1.0, "eval/sampled": 1.0, "eval/reward": 1.0},
+    )
+    ticks = itertools.count()
+    progress = Progress(3, now=lambda: float(next(ticks)), console=Console(file=io.StringIO()))
+    progress.update(step)
+    labels = [part.rpartition(" ")[0] for part in progress.line(step).plain.split("  ")[1:]]
+    listed = {label.strip() for row in rows for label in row.split(",")}
+    assert {label.replace("pass@8", "pass@K") for label in labels} <= listed, labels
+    assert "left" in labels
 
 
 def test_the_glossary_has_every_word_that_names_are_made_of() -> None:

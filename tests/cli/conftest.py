@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,7 +51,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def there(finished: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def there(finished: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory is the one of the finished run."""
     monkeypatch.chdir(finished)
-    yield finished
+    return finished

@@ -223,7 +223,7 @@ def test_the_card_names_the_model_that_nobody_of_ours_trained(there: Path, tmp_p
 
     def run(name: str, path: str) -> None:
         (tmp_path / name).mkdir(parents=True)
-        scratch, _, rest = text.partition("  scratch:")[2].partition("  dtype:")
+        scratch = text.partition("  scratch:")[2].partition("  dtype:")[0]
         assert scratch
         changed = text.replace(f"  scratch:{scratch}", "  scratch: null\n").replace("  path: null", f'  path: "{path}"', 1)
         changed = changed.replace("runs: runs", f"runs: {tmp_path}", 1).replace("name: demo/grpo", f"name: {name}", 1)

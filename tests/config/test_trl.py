@@ -125,7 +125,8 @@ model_name_or_path: some/model
         ("use_vllm: true", {"rollout.engine": {"name": "vllm", "colocated": True}}),
         ("use_vllm: true\nvllm_mode: server", {"rollout.engine": {"name": "vllm", "servers": ["http://127.0.0.1:8000"]}}),
         (
-            "use_vllm: true\nvllm_mode: server\nvllm_importance_sampling_mode: token_truncate\nvllm_importance_sampling_clip_max: 2",
+            "use_vllm: true\nvllm_mode: server\nvllm_importance_sampling_mode: token_truncate\n"
+            "vllm_importance_sampling_clip_max: 2",
             {"rollout.engine": {"name": "vllm", "servers": ["http://127.0.0.1:8000"],
                                 "correct": {"level": "token", "mode": "truncate", "high": 2.0}}},
         ),
@@ -190,7 +191,8 @@ def short(completions, **kwargs):
 data = load_dataset("trl-lib/tldr", split="train")
 args = GRPOConfig(
     output_dir="out/run 7", learning_rate=RATE, max_completion_length=longest - 2 * 128, max_steps=50, num_generations=4,
-    per_device_train_batch_size=int(os.environ["B"]), report_to=["tensorboard"], model_init_kwargs={"dtype": torch.bfloat16}, **more,
+    per_device_train_batch_size=int(os.environ["B"]), report_to=["tensorboard"],
+    model_init_kwargs={"dtype": torch.bfloat16}, **more,
 )
 trainer = GRPOTrainer(
     model="Qwen/Qwen2-0.5B-Instruct", reward_funcs=[short, accuracy_reward], args=args, train_dataset=data,
@@ -227,7 +229,25 @@ def test_scripts_that_cannot_be_read(text: str, said: str) -> None:
 
 # ---------------------------------------------------------------- public configurations, by their keys and values
 
-OPEN_R1 = "model_revision: main\ntorch_dtype: bfloat16\nattn_implementation: flash_attention_2\nbf16: true\ndo_eval: true\ngradient_checkpointing: true\ngradient_checkpointing_kwargs: {use_reentrant: false}\nhub_strategy: every_save\nlog_level: info\nlogging_steps: 1\nlogging_strategy: steps\nmax_steps: -1\noverwrite_output_dir: true\npush_to_hub: true\nreport_to: [wandb]\nsave_total_limit: 1\nseed: 42\n"
+OPEN_R1 = """
+model_revision: main
+torch_dtype: bfloat16
+attn_implementation: flash_attention_2
+bf16: true
+do_eval: true
+gradient_checkpointing: true
+gradient_checkpointing_kwargs: {use_reentrant: false}
+hub_strategy: every_save
+log_level: info
+logging_steps: 1
+logging_strategy: steps
+max_steps: -1
+overwrite_output_dir: true
+push_to_hub: true
+report_to: [wandb]
+save_total_limit: 1
+seed: 42
+"""
 PUBLIC: dict[str, tuple[str, str, dict[str, object]]] = {
     # huggingface/open-r1, recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml
     "open-r1 demo": (OPEN_R1 + """

@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from groupwise.cli.commands import main
-from groupwise.runs.evaluation import evaluate
 from groupwise.config.recipes import load_stages
 from groupwise.config.settings import ScratchSettings
 from groupwise.data.sources import read_rows
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.models.scratch import scratch_model
+from groupwise.runs.evaluation import evaluate
 from groupwise.runs.run import train_recipe
 
 ROOT = Path(__file__).resolve().parents[2]

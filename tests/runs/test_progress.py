@@ -172,13 +172,13 @@ def test_success_is_no_collapse() -> None:
 def test_nothing_is_wrapped_where_there_is_no_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     with (tmp_path / "log").open("w") as file, contextlib.redirect_stdout(file):
-        with Progress(2, "a title", console=make_console()) as progress:
-            progress.plan([("memory", "about " + "many words " * 40), ("data", "x" * 300)])
-            for number in (1, 2):
-                progress.update(
-                    step(number, reward=1.0, entropy=0.5, kl=0.1, **{"tokens/per_second": 1e4, "completions/duplicates": 1.0})
-                )
-            progress.summary([("model", "y" * 200)], sample=False)
+        progress = Progress(2, "a title", console=make_console())
+        progress.plan([("memory", "about " + "many words " * 40), ("data", "x" * 300)])
+        for number in (1, 2):
+            progress.update(
+                step(number, reward=1.0, entropy=0.5, kl=0.1, **{"tokens/per_second": 1e4, "completions/duplicates": 1.0})
+            )
+        progress.summary([("model", "y" * 200)], sample=False)
     lines = (tmp_path / "log").read_text().splitlines()
     assert [line for line in lines if line.startswith(("memory", "data"))] == [
         "memory  about " + "many words " * 39 + "many words ", "data    " + "x" * 300,

@@ -137,7 +137,7 @@ def work_of_run(
     beta: float | None = None,
     lr: float = 5.0,
 ) -> tuple[str, Example]:
-    """The same with a run's algorithm, on the rewards of the first group of a recorded step whose rewards differ; and which that is.
+    """The same with a run's algorithm, on the first group of a recorded step whose rewards differ; and which group that is.
 
     What is given takes the place of the run's.  step: default the newest.  Log-probs stay made up, and lengths where the run's are
     more than fit into a table.   Raises ConfigError, DataError.

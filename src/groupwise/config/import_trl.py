@@ -45,9 +45,9 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     "GRPOConfig": {
         "learning_rate": 1e-6, "num_generations": 8, "max_completion_length": 512, "num_iterations": 1, "loss_type": "dapo",
         "beta": 0.0, "scale_rewards": "group", "epsilon": 0.2, "importance_sampling_level": "token", "use_bias_correction_kl": True,
-        "vllm_mode": "colocate", "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000, "multi_objective_aggregation":
-        "sum_then_normalize", "ref_model_sync_steps": 512, "ref_model_mixup_alpha": 0.6, "vllm_importance_sampling_correction": True,
-        "vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 3.0,
+        "vllm_mode": "colocate", "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000,
+        "multi_objective_aggregation": "sum_then_normalize", "ref_model_sync_steps": 512, "ref_model_mixup_alpha": 0.6,
+        "vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 3.0,
     },
     "SFTConfig": {"learning_rate": 2e-5, "shuffle_dataset": False},
     "RewardConfig": {"learning_rate": 1e-4},
@@ -143,8 +143,8 @@ class Imported:
 def import_trl(path: str | Path, *, devices: int = 1, kind: str | None = None) -> Imported:
     """Read a configuration: YAML or JSON with arguments by name, or a Python script that makes one of the classes.
 
-    devices: on how many TRL ran, which makes its batches larger.   kind: TRL's class; default: the one that a script makes, or whose
-    arguments a file holds.
+    devices: on how many TRL ran, which makes its batches larger.   kind: TRL's class; default: the one that a script makes, or
+    whose arguments a file holds.
     Raises ConfigError for a file that cannot be read, or that holds no configuration.
     """
     file = Path(path).expanduser()
@@ -539,10 +539,9 @@ class _Translation:
         completions = int(self.given.get("generation_batch_size") or rows * per_rollout)
         if self.given.get("generation_batch_size"):
             per_rollout = max(1, completions // rows)
-        prompts, left = divmod(completions, size)
         self.put("group.group_size", size, "num_generations")
         says = f"{completions} completions of a rollout / {size}"
-        if left:
+        if completions % size:
             says += f" is {Fraction(completions, size)}: rounded"
             self.note("num_generations", "changed", f"group.group_size; {completions} completions are no whole number of groups")
         self.put("group.prompts_per_step", max(1, round(completions / size)), *names, "generation_batch_size", says=says)
@@ -613,7 +612,7 @@ class _Translation:
                 self.put("eval.every", every, "eval_steps", "eval_strategy", "evaluation_strategy")
             else:
                 self.note("eval_steps", "changed", "eval.every counts steps, and how many there are is not known here")
-        if "num_generations_eval" in self.given and self.given["num_generations_eval"]:
+        if self.given.get("num_generations_eval"):
             self.put("eval.k", int(self.given["num_generations_eval"]), "num_generations_eval")
 
     def get_logging(self) -> Any:

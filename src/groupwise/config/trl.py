@@ -1,5 +1,7 @@
-"""What becomes of every argument of TRL 1.16: the one table behind `groupwise config OLD_NAME`, docs/from-trl.md, what an unknown key
-may have meant, and `groupwise recipes import-trl`.
+"""What becomes of every argument of TRL 1.16.
+
+The one table behind `groupwise config OLD_NAME`, docs/from-trl.md, what an unknown key may have meant, and `groupwise recipes
+import-trl`.
 
 The arguments are those of GRPOConfig, SFTConfig, RewardConfig and DPOConfig, of transformers' TrainingArguments (5.23) that they
 inherit, of ModelConfig and ScriptArguments, a few of trainers (`reward_funcs`), and older names that configurations still hold.

@@ -151,7 +151,8 @@ def _data_of(
             raise ConfigError(f"{path} was evaluated on rows of the program that trained it ({name}): give --data FILE")
     if held.task is None and held.eval_path is None and not held.parts:
         raise ConfigError(
-            f"{path} held nothing out of {held.path}: give --data FILE or --task NAME; --data {held.path} asks what it was trained on"
+            f"{path} held nothing out of {held.path}: give --data FILE or --task NAME "
+            f"(--data {held.path} asks what it was trained on)"
         )
     return held if task_args is None else replace(held, task_args=task_args)
 

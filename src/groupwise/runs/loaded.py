@@ -22,6 +22,7 @@ import numpy as np
 
 from groupwise.config.settings import ModelSettings
 from groupwise.config.validation import wrong_model
+from groupwise.data.sources import kind_of
 from groupwise.data.templates import Content, Template
 from groupwise.errors import ConfigError, DataError
 from groupwise.models import policy as models
@@ -179,7 +180,7 @@ class LoadedPolicy(Policy):
         return asked.ask(contents, wheres)
 
     def _row(self, prompt: str | Row, where: str) -> Row:
-        """A prompt as a row of data; a text fills the only column that the template reads.  Raises DataError if it reads several."""
+        """A prompt as a row of data; a text fills the only column that the template reads.  Raises DataError if there are several."""
         if isinstance(prompt, Mapping):
             theirs = {ours: prompt[name] for ours, name in self.columns.items() if name in prompt}
             return {**prompt, **theirs}
@@ -234,7 +235,7 @@ def load_policy(
     if isinstance(path, ModelSettings):
         return _loaded(models.load_policy(path))
     if not isinstance(path, str | os.PathLike):
-        raise ConfigError(f"a policy is loaded from a run, a checkpoint, a model folder or a hub name, got a {type(path).__name__}")
+        raise ConfigError(f"a policy is loaded from a run, a checkpoint, a model folder or a hub name, got {kind_of(path)}")
     found = model_folder(os.fspath(path))
     origin = _origin(path)
     settings = ModelSettings(path=found) if origin is None else settings_of(origin.recipe.model, found)

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 def nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The word that is the fewest slips of a finger away, or None if none is near.
 
-    A slip is a letter too much, too few, another one, or two in the wrong order (Damerau-Levenshtein, restricted).  At most one slip
-    for three letters counts as near; beyond that a word with enough of the same letters in order is taken (`difflib`, `cutoff`).
+    A slip is a letter too much, too few, another one, or two in the wrong order (Damerau-Levenshtein, restricted).  One slip for
+    three letters is near; beyond that a word with enough of the same letters in order is taken (`difflib`, `cutoff`).
 
     >>> nearest("gpro", ["gspo", "grpo"]), nearest("trian", ["train", "chat"]), nearest("zzz", ["train"])
     ('grpo', 'train', None)
