@@ -68,9 +68,10 @@ _WHERE = {
 }
 
 __all__ = [
-    "ALGORITHMS", "EvalReport", "GroupwiseError", "LiveReward", "LoadedPolicy", "NativeEngine", "Optimizer", "Policy", "Prompt",
-    "Recipe", "Rollout", "Sample", "Sampling", "Scored", "Step", "Training", "build_rewards", "evaluate", "load_policy", "load_recipe",
-    "load_stages", "make_policy", "pack", "resolve", "score", "train", "train_offline", "train_online", "update",
+    "ALGORITHMS", "EvalReport", "GroupwiseError", "LiveReward", "LoadedPolicy", "NativeEngine", "Optimizer", "Policy",
+    "Prompt", "Recipe", "Rollout", "Sample", "Sampling", "Scored", "Step", "Training", "build_rewards", "evaluate",
+    "load_policy", "load_recipe", "load_stages", "make_policy", "pack", "resolve", "score", "train", "train_offline",
+    "train_online", "update",
 ]  # fmt: skip
 
 

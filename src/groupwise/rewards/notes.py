@@ -1,6 +1,7 @@
 """What reward functions are told of the run, and what they tell beside their rewards.
 
-The names are TRL's: `trainer_state`, `log_metric`, `log_extra`.  A function asks for them by name.  It may run in another process: what it logs comes back with its rewards.
+The names are TRL's: `trainer_state`, `log_metric`, `log_extra`.  A function asks for them by name.  It may run in another
+process: what it logs comes back with its rewards.
 """
 
 from __future__ import annotations

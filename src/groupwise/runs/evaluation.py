@@ -116,15 +116,15 @@ def evaluate(
         ),
         stop=() if recipe is None else recipe.rollout.stop,
     )
-    seed = _first(seed, recipe and recipe.seed, 0)
-    prompts = _prompts(path, policy, settings, sampling.max_new_tokens, seed)
+    drawn: int = _first(seed, recipe and recipe.seed, 0)
+    prompts = _prompts(path, policy, settings, sampling.max_new_tokens, drawn)
     named = [rewards] if isinstance(rewards, str) else rewards
     functions = _rewards_of(path, recipe, named, prompts[0].row)
     prove_engine(policy, NativeEngine)
     engine = NativeEngine(policy, max_rows=ROWS if recipe is None else recipe.rollout.max_rows)
     with build_rewards(functions, columns=list(prompts[0].row), tokenizer=policy.tokenizer) as judge:
         samples = _first(k, recipe and recipe.eval.k, SAMPLES)
-        found = judging.evaluate(engine, judge, prompts, k=samples, sampling=sampling, seed=seed)
+        found = judging.evaluate(engine, judge, prompts, k=samples, sampling=sampling, seed=drawn)
         return EvalReport(path, _about(origin, settings, judge.names, sampling), found)
 
 

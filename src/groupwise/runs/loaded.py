@@ -180,7 +180,7 @@ class LoadedPolicy(Policy):
         return asked.ask(contents, wheres)
 
     def _row(self, prompt: str | Row, where: str) -> Row:
-        """A prompt as a row of data; a text fills the only column that the template reads.  Raises DataError if there are several."""
+        """A prompt as a row of data; a text fills the only column that the template reads.  DataError if there are several."""
         if isinstance(prompt, Mapping):
             theirs = {ours: prompt[name] for ours, name in self.columns.items() if name in prompt}
             return {**prompt, **theirs}
@@ -255,7 +255,7 @@ def settings_of(model: ModelSettings, folder: str) -> ModelSettings:
 def _origin(path: str | os.PathLike[str]) -> Origin | None:
     """The run that made a model; a recipe that this version cannot read is told of, and costs only what the run would have said."""
     try:
-        return origin_of(path)
+        return origin_of(os.fspath(path))
     except ConfigError as error:
         log.warning("%s; prompts are asked as they are given", error)
         return None
