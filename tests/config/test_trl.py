@@ -207,7 +207,7 @@ def test_a_script_is_read_and_never_run() -> None:
     assert (found.keys["optimizer.lr"], found.keys["rollout.max_new_tokens"], found.keys["steps"]) == (5e-6, 768, 50)
     assert found.keys["model.path"] == "Qwen/Qwen2-0.5B-Instruct" and found.keys["model.dtype"] == "bfloat16"
     assert found.keys["model.lora"] == {"rank": 8, "alpha": 16, "targets": "all-linear"}
-    assert found.keys["data.path"] == "trl-lib/tldr" and found.keys["save.tensorboard"] is True
+    assert found.keys["data.path"] == "trl-lib/tldr" and found.keys["save.report_to"] == ["tensorboard"]
     assert found.keys["rewards"] == [{"function": "train.py:short"}, {"function": "accuracy"}]
     unread = {line.name: line.value for line in found.lines if line.fate is None}
     assert unread == {"per_device_train_batch_size": "int(os.environ['B'])", "**": "more"}

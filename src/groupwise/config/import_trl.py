@@ -56,6 +56,7 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 WRITTEN = ("learning_rate", "num_generations", "max_completion_length", "gradient_checkpointing", "seed")
 """Defaults that are carried over where the configuration does not say them, because ours differ, or may come to."""
+DASHBOARDS = ("tensorboard", "wandb", "mlflow", "trackio")
 ADAMW = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_torch_xla", "paged_adamw_32bit", "paged_adamw")
 PRESETS = ("grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
 """Losses of TRL's that are presets of the same name here; its `dapo` is bnpo."""
@@ -638,8 +639,12 @@ class _Translation:
             if keep < 2:
                 self.note("save_total_limit", "changed", "save.keep is at least 2: the newest is verified before older ones go")
         report = self.given.get("report_to")
-        if report == "all" or "tensorboard" in (report if isinstance(report, list) else [report]):
-            self.put("save.tensorboard", True, "report_to")
+        boards = [name for name in (report if isinstance(report, list) else [report]) if name in DASHBOARDS]
+        if boards:
+            self.put("save.report_to", boards, "report_to")
+        if self.given.get("max_tool_calling_iterations"):
+            turns = int(self.given["max_tool_calling_iterations"]) + 1
+            self.note("max_tool_calling_iterations", "changed", f"environment.max_turns: {turns}, with an environment")
 
     def _objective(self) -> None:
         loss = str(self.get("loss_type"))

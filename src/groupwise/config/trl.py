@@ -52,7 +52,7 @@ def _missing(says: str, key: str | None = None) -> Argument:
 NO_HUB = _unneeded("nothing is uploaded: `final/` is a plain Hugging Face folder, to be uploaded by its own tools")
 NO_PADDING = _unneeded("nothing is ever padded: batches are packed streams")
 MEMORY = _unneeded("how a step is cut to fit memory follows from optimizer.tokens_per_microbatch, which cannot change the update")
-LOG = _unneeded("every step is a line of metrics.jsonl and of the terminal; tensorboard is save.tensorboard")
+LOG = _unneeded("every step is a line of metrics.jsonl and of the terminal; dashboards are save.report_to")
 LOADER = _unneeded("rows are read once and encoded before the first step: there is no data loader")
 LAUNCHED = _unneeded("processes are started by --nproc or torchrun, and what each holds is `parallel`")
 KERNELS = _unneeded("kernels are built in: packed attention, and logits of trained tokens only, a chunk at a time")
@@ -89,7 +89,9 @@ TABLE: dict[str, Argument] = {
     ),
     "mask_truncated_completions": _changed("group.truncated", "keep or mask"),
     "max_completion_length": _same("rollout.max_new_tokens"),
-    "max_tool_calling_iterations": _missing("GRPO with tools is not part of a recipe yet"),
+    "max_tool_calling_iterations": _changed(
+        "environment.max_turns", "counts turns of the policy: one more than rounds of tool calls"
+    ),
     "min_p": _same("rollout.min_p"),
     "model_init_kwargs": _changed("model.dtype", "its dtype; attn_implementation is not needed; other arguments are not passed on"),
     "multi_objective_aggregation": _changed("objective", "gdpo for normalize_then_sum"),
@@ -273,7 +275,7 @@ TABLE: dict[str, Argument] = {
     "project": LOG,
     "push_to_hub": NO_HUB,
     "remove_unused_columns": _unneeded("every column of the data reaches the reward functions that ask for it"),
-    "report_to": _changed("save.tensorboard", "true; metrics.jsonl is always written"),
+    "report_to": _changed("save.report_to", "tensorboard, wandb, mlflow, trackio; metrics.jsonl is always written"),
     "restore_callback_states_from_checkpoint": _unneeded("there are no callbacks"),
     "resume_from_checkpoint": _unneeded("the same command resumes the run"),
     "run_name": _changed("name", "the run folder is runs/NAME"),

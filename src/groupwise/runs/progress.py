@@ -103,7 +103,7 @@ FLAGS = (
         "of the groups had equal rewards and taught nothing: prompts too easy or too hard",
         solved=True,
     ),
-    Flag("completions/clipped_ratio", lambda v: v > 0.8, "of the completions hit the length limit: raise rollout.max_new_tokens"),
+    Flag("completions/clipped_ratio", lambda v: v > 0.5, "of the completions hit the length limit: raise rollout.max_new_tokens"),
     Flag(
         "entropy",
         lambda v: v < 0.01,

@@ -30,18 +30,18 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
 COMMANDS = {
-    "train": "run a recipe, or go on with it where it stopped",
+    "train": "run a recipe, or resume it where it stopped",
     "eval": "greedy accuracy, sampled accuracy and pass@k of a run or a checkpoint",
     "check": "preflight: is what we sample what we score? EOS, packing, memory ...",
     "score": "run reward functions over completions that exist already",
     "chat": "talk to a run or a checkpoint",
     "recipes": "list the bundled recipes, tell about one, copy one, or translate one of TRL's",
     "config": "what a key of a recipe means: type, range, default, TRL's name",
-    "view": "look at runs in the browser, token by token, also while they go on",
+    "view": "look at runs in the browser, token by token, also while they train",
     "runs": "list the run folders and how they stand",
     "replay": "compute a recorded step again, as it was or with something changed",
     "explain": "one step of an algorithm worked through in numbers",
-    "serve": "start a vLLM server that training can sample from (rollout.engine: vllm)",
+    "serve": "serve a model: by vLLM, for training to sample from, or with --native by our own engine",
     "install-vllm": "install vLLM into an environment of its own",
     "completion": "completion of commands, options and keys for a shell",
 }
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if given.debug:
             raise
-        again = "; the same command goes on from the last checkpoint" if given.command == "train" else ""
+        again = "; the same command continues from the last checkpoint" if given.command == "train" else ""
         _tell(f"interrupted{again}", before="\n")
         return INTERRUPTED
     except Ended as told:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from groupwise.cli.commands import arguments as typed
+from groupwise.errors import ConfigError
 
 EXAMPLES = (
     "groupwise replay runs/demo/grpo --step 3                             are the numbers the recorded ones?",
@@ -22,6 +23,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
     reach = "recorded steps to train again, at most, from the nearest checkpoint on (default 20)"
     command.add_argument("--reach", type=typed.count, metavar="N", help=reach)
     command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--tokens", action="store_true", help="with --json: the gradient with respect to every log-prob too")
     command.epilog = "The exit status is 0 exactly if the numbers are the recorded ones."
 
 
@@ -30,4 +32,7 @@ def run(given: argparse.Namespace) -> int:
     from groupwise.cli.replay import replay_step
 
     reach = {} if given.reach is None else {"reach": given.reach}
-    return replay_step(given.folder, given.step, given.changes, model=not given.no_model, as_json=given.json, **reach)
+    if given.tokens and not given.json:
+        raise ConfigError("--tokens is a part of the JSON: say --json too")
+    how = {"model": not given.no_model, "as_json": given.json, "tokens": given.tokens, **reach}
+    return replay_step(given.folder, given.step, given.changes, **how)
