@@ -184,7 +184,7 @@ def test_explain_works_a_recorded_step_through(there: Path, capsys: pytest.Captu
 def test_more_steps_go_on_or_it_is_said_why_not(there: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "my.yaml", "--quiet", "steps=1", f"runs={tmp_path}"]) == 0
     assert main(["train", "my.yaml", "--quiet", "steps=2", f"runs={tmp_path}"]) == 0
-    assert "finished at step 1; it goes on to step 2" in capsys.readouterr().out
+    assert "finished at step 1; it continues to step 2" in capsys.readouterr().out
     assert len((tmp_path / "demo/grpo/metrics.jsonl").read_text().splitlines()) == 3
     linear = ["optimizer.schedule=linear", f"runs={tmp_path / 'linear'}", "--quiet"]
     assert main(["train", "my.yaml", "steps=1", *linear]) == 0
