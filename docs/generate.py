@@ -22,8 +22,9 @@ import yaml
 from groupwise.algorithms.registry import ALGORITHMS, PARTS, Algorithm, describe, options, resolve
 from groupwise.cli.explain import render, work
 from groupwise.config import settings
-from groupwise.config.schema import TRL, settings_table, show
+from groupwise.config.schema import settings_table, show
 from groupwise.config.settings import GroupSettings
+from groupwise.config.trl import FATES, TABLE
 from groupwise.data.packing import divide
 from groupwise.models.shape import Shape
 from groupwise.records import Sample
@@ -243,12 +244,13 @@ def cell(text: str) -> str:
 
 
 def trl_table() -> str:
-    """TRL's arguments, ours, and what to write."""
-    lines = ["| TRL | here | what to write | our default |", "|---|---|---|---|"]
-    for name, (key, how) in sorted(TRL.items()):
-        default = settings_table()[key].default
-        shown = "(required)" if default is dataclasses.MISSING else "" if default == () else f"`{show(default)}`"
-        lines.append(f"| `{name}` | `{key}` | {cell(how) or 'the same value'} | {shown} |")
+    """TRL's arguments, what becomes of each, ours, and what to write."""
+    lines = ["| TRL | what becomes of it | here | what to write, or why | our default |", "|---|---|---|---|---|"]
+    for name, found in sorted(TABLE.items()):
+        default = "" if found.key is None else settings_table()[found.key].default
+        shown = "(required)" if default is dataclasses.MISSING else "" if default in ((), "") else f"`{show(default)}`"
+        key = "" if found.key is None else f"`{found.key}`"
+        lines.append(f"| `{name}` | {FATES[found.fate]} | {key} | {cell(found.says) or 'the same value'} | {shown} |")
     return "\n".join(lines)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import doctest
 import importlib.util
+import io
+import itertools
 import json
 import math
 import re
@@ -19,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from rich.console import Console
 
 from groupwise.algorithms.registry import ALGORITHMS, corrected, resolve
 from groupwise.cli import commands
@@ -33,7 +36,7 @@ from groupwise.records import Prompt, Sampling, Scored, Step
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.sampling import stream_keys, uniforms
-from groupwise.runs.progress import FLAGS
+from groupwise.runs.progress import COLUMNS, FLAGS, LOSS, Progress
 from groupwise.training.limits import Ceiling, Meter
 from groupwise.training.metric_table import METRICS, find
 from groupwise.training.metrics import measure
@@ -272,7 +275,11 @@ def test_the_page_explains_every_metric_of_a_step(scored_group: Callable[..., Sc
     algorithm = corrected(resolve("grpo", settings, 8), {})
     made_up = {name: lambda r, i=i: np.arange(len(r)) * 0.1 + i for i, name in enumerate(("value", "return", "teacher_logp"))}
     groups = [
-        replace(group, signals={**group.signals, **{name: tuple(map(column, group.rollouts)) for name, column in made_up.items()}})
+        replace(
+            group,
+            logged={"noted": 1.0},
+            signals={**group.signals, **{name: tuple(map(column, group.rollouts)) for name, column in made_up.items()}},
+        )
         for group in groups
     ]
     samples = weigh(groups, algorithm.credit(groups), algorithm)
@@ -339,6 +346,24 @@ def test_every_algorithm_says_when_to_choose_it() -> None:
     chosen = (DOCS / "choosing.md").read_text(encoding="utf-8")
     for name in ("grpo", "dapo", "gspo", "rloo", "ppo", "distill"):
         assert f"algorithms/{name}.md" in chosen
+
+
+def test_the_page_has_a_row_for_every_figure_of_the_terminal() -> None:
+    rows = {row[0]: row[1] for row in cells("monitoring.md", 2) if row[0]}
+    for column in (LOSS, *COLUMNS):
+        assert f"`{column.metric}`" in rows[column.label], column.label
+    step = Step(
+        number=1,
+        metrics={"reward": 1.0},
+        evaluation={"eval/greedy": 1.0, "eval/pass@8": 1.0, "eval/sampled": 1.0, "eval/reward": 1.0},
+    )
+    ticks = itertools.count()
+    progress = Progress(3, now=lambda: float(next(ticks)), console=Console(file=io.StringIO()))
+    progress.update(step)
+    labels = [part.rpartition(" ")[0] for part in progress.line(step).plain.split("  ")[1:]]
+    listed = {label.strip() for row in rows for label in row.split(",")}
+    assert {label.replace("pass@8", "pass@K") for label in labels} <= listed, labels
+    assert "left" in labels
 
 
 def test_the_glossary_has_every_word_that_names_are_made_of() -> None:

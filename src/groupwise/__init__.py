@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from groupwise.rewards.find import LiveReward
     from groupwise.rollout.native.engine import NativeEngine
     from groupwise.runs.api import Training, train
+    from groupwise.runs.evaluation import EvalReport, evaluate
     from groupwise.runs.loaded import LoadedPolicy, load_policy
     from groupwise.training.offline import train_offline
     from groupwise.training.online import train_online
@@ -48,6 +49,8 @@ _WHERE = {
     "Step": "records",
     "load_policy": "runs.loaded",
     "LoadedPolicy": "runs.loaded",
+    "evaluate": "runs.evaluation",
+    "EvalReport": "runs.evaluation",
     "make_policy": "models.policy",
     "Policy": "models.policy",
     "NativeEngine": "rollout.native.engine",
@@ -65,9 +68,10 @@ _WHERE = {
 }
 
 __all__ = [
-    "ALGORITHMS", "GroupwiseError", "LiveReward", "LoadedPolicy", "NativeEngine", "Optimizer", "Policy", "Prompt", "Recipe",
-    "Rollout", "Sample", "Sampling", "Scored", "Step", "Training", "build_rewards", "load_policy", "load_recipe",
-    "load_stages", "make_policy", "pack", "resolve", "score", "train", "train_offline", "train_online", "update",
+    "ALGORITHMS", "EvalReport", "GroupwiseError", "LiveReward", "LoadedPolicy", "NativeEngine", "Optimizer", "Policy",
+    "Prompt", "Recipe", "Rollout", "Sample", "Sampling", "Scored", "Step", "Training", "build_rewards", "evaluate",
+    "load_policy", "load_recipe", "load_stages", "make_policy", "pack", "resolve", "score", "train", "train_offline",
+    "train_online", "update",
 ]  # fmt: skip
 
 

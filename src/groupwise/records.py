@@ -253,6 +253,10 @@ class Scored:
     weights: tuple[float, ...] = ()
     """K weights of the functions in the sum; empty = all 1."""
     signals: Mapping[str, tuple[np.ndarray, ...]] = field(default_factory=dict)
+    logged: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that the reward functions logged in the call that scored the group."""
+    extra: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """What they logged of each completion, by name: G values of JSON."""
 
     def __post_init__(self) -> None:
         size = len(self.rollouts)
@@ -264,6 +268,7 @@ class Scored:
         assert len({rollout.prompt.id for rollout in self.rollouts}) == 1, "a group shares one prompt"
         assert len({rollout.index for rollout in self.rollouts}) == size, "the completions of a group have places of their own"
         assert not np.isinf(self.rewards).any(), "an infinite reward is an error of its function, not a reward"
+        assert all(len(column) == size for column in self.extra.values()), "an extra column has a value for each completion"
         for name, columns in self.signals.items():
             lengths = [column.shape for column in columns]
             assert lengths == [(len(rollout),) for rollout in self.rollouts], f"signal {name}: {lengths}"

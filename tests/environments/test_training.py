@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from groupwise.cli.use import chat
 
 import groupwise as gw
 from groupwise.cli.check import check_stage
-from groupwise.cli.use import chat, evaluate_checkpoint
 from groupwise.config.recipes import make_recipe
 from groupwise.config.settings import EnvironmentSettings, RewardSettings
 from groupwise.environments.procedural import answer_in
@@ -182,10 +182,7 @@ def test_a_finished_run_is_evaluated_and_talked_to_with_its_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     list(gw.train(make_recipe(GAME | {"runs": str(tmp_path), "steps": 1, "name": "game"})))
-    report = evaluate_checkpoint(
-        str(tmp_path / "game"), task="guessing", task_args={"highest": 3}, chat=True, reward="environment", k=2,
-        max_new_tokens=48, environment=GAME["environment"],  # type: ignore[arg-type]
-    )  # fmt: skip
+    report = gw.evaluate(tmp_path / "game", k=2)  # everything else the run says itself
     assert report.evaluation.prompts == 4
     assert all(one.rollouts[0].episode is not None for one in report.evaluation.answers)
     said = iter(["hello", ""])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from groupwise import train
 from groupwise.config.recipes import parse_stages
@@ -136,6 +136,8 @@ def test_what_is_saved_is_a_plain_model_and_an_adapter_for_peft(
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), str(tmp_path / "final/adapter")).eval()
     ids = torch.arange(5, 25)[None]
     torch.testing.assert_close(adapted(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-5)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "final/adapter")
+    assert tokenizer.get_vocab() == policy.tokenizer.get_vocab() and tokenizer.chat_template == policy.tokenizer.chat_template
     policy.keep(tmp_path / "kept")
     read = load_policy(ModelSettings(path=str(tmp_path / "kept")))  # an adapter's folder means its base with it merged
     np.testing.assert_allclose(logp_of(read, samples), ours, atol=2e-5)

@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from groupwise.cli.commands import main
-from groupwise.cli.use import evaluate_checkpoint
 from groupwise.config.recipes import load_stages
 from groupwise.config.settings import ScratchSettings
 from groupwise.data.sources import read_rows
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.models.scratch import scratch_model
+from groupwise.runs.evaluation import evaluate
 from groupwise.runs.run import train_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,9 +143,7 @@ def test_gsm8k_runs_its_whole_path(checkpoint: Path, gsm8k: Path, tmp_path: Path
     before, after = (load_file(place / "model.safetensors") for place in (checkpoint, folder / "final"))
     assert all(torch.isfinite(weight).all() for weight in after.values())
     assert set(before) == set(after)
-    report = evaluate_checkpoint(
-        str(folder), data=questions, columns={"prompt": "question"}, chat=True, limit=3, k=2, max_new_tokens=8
-    )
+    report = evaluate(str(folder), data=questions, columns={"prompt": "question"}, chat=True, limit=3, k=2, max_new_tokens=8)
     assert report.evaluation.prompts == 3
     assert "<|user|>" in report.evaluation.answers[0].prompt.text and "Janet" in report.evaluation.answers[0].prompt.text
 

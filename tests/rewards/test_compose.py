@@ -136,7 +136,7 @@ def test_the_gold_column_of_builtins(group):
             "'f' asks for 'gold_answer', which the data do not have; columns: 'question', 'answer'",
         ),
         ("def f(completion, level, hint): ...", "asks for 'level', 'hint'"),
-        ("def f(completions, trainer_state): ...", "asks for 'trainer_state'"),
+        ("def f(completions, trainer_stat): ...", "asks for 'trainer_stat'"),
         ("def f(answer): ...", "takes neither completions nor completion_ids"),
         ("def f(completions, /): ...", "positional-only parameter 'completions'"),
         ("g = 3", "has no function 'f'"),

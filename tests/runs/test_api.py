@@ -567,3 +567,76 @@ def test_an_editor_completes(typed: str, wanted: set[str], tmp_path: Path) -> No
     pytest.importorskip("pyright")
     found = completions(f"import groupwise as gw\n{typed}", tmp_path, wanted)
     assert wanted <= found, f"{sorted(wanted - found)} of {len(found)}"
+
+
+# ---------------------------------------------------------------- a notebook, and what is installed
+
+
+def cells(notebook: Path) -> list[str]:
+    found = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    return ["".join(cell["source"]) for cell in found if cell["cell_type"] == "code"]
+
+
+def test_the_notebook_runs_twice_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for _ in range(2):
+        space: dict[str, Any] = {"__name__": "__main__"}
+        for cell in cells(ROOT / "docs" / "notebook.ipynb"):
+            exec(compile(cell, "cell", "exec"), space)
+        said.append(capsys.readouterr().out)
+        assert space["rewards"][-1] > space["rewards"][0] + 0.3
+        assert len(space["texts"]) == 2 and space["logp"].shape == (2,)
+    assert said[0].count("reward") == 13 and said[1].count("reward") == 1  # the second time the run has finished
+    assert said[0].splitlines()[-2:] == said[1].splitlines()[-2:]
+
+
+def test_what_was_given_is_named() -> None:
+    wrong: list[tuple[Callable[[], object], str]] = [
+        (lambda: gw.train(3), "got an int: 3"),  # type: ignore[arg-type]
+        (lambda: gw.train({"objective": "grpo"}), r"train\(\*\*mapping\)"),  # type: ignore[arg-type]
+        (lambda: gw.load_policy(3), "got an int: 3"),  # type: ignore[arg-type]
+        (lambda: gw.load_policy("nosuch/folder/here"), "nosuch/folder/here"),
+        (lambda: gw.evaluate("nosuch/folder/here", data="x.jsonl"), "x.jsonl|nosuch/folder/here"),
+        (lambda: gw.train(objective="gpro", model="x/y", data=ROWS, steps=1), "got 'gpro' .did you mean grpo"),
+    ]
+    for call, said in wrong:
+        with pytest.raises(gw.GroupwiseError, match=said):
+            call()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_users_script_type_checks_against_the_wheel(tmp_path: Path) -> None:
+    """What pip installs has its types with it: nothing of the checkout is on the path."""
+    pytest.importorskip("mypy")
+    tree, site = tmp_path / "tree", tmp_path / "site"
+    tree.mkdir()
+    for name in ("src", "recipes"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path), str(tree)]
+    made = subprocess.run(build, capture_output=True, text=True)
+    if "Cannot import 'setuptools.build_meta'" in made.stderr or "No module named" in made.stderr:
+        pytest.skip("setuptools is not installed")
+    assert made.returncode == 0, made.stderr
+    (wheel,) = tmp_path.glob("groupwise-*.whl")
+    shutil.unpack_archive(wheel, site, "zip")
+    assert (site / "groupwise" / "py.typed").is_file() and (site / "groupwise" / "cli" / "commands" / "train.py").is_file()
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--follow-imports=silent",
+        f"--cache-dir={tmp_path / 'cache'}",
+        str(SCRIPT),
+    ]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment | {"MYPYPATH": str(site)}, cwd=tmp_path)
+    assert found.returncode == 0, found.stdout + found.stderr
+    said = subprocess.run(
+        [sys.executable, "-c", "import groupwise, sys; from groupwise.cli.commands import main; sys.exit(main(['recipes']))"],
+        capture_output=True, text=True, env=environment | {"PYTHONPATH": str(site)}, cwd=tmp_path,
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
-from groupwise.runs.progress import FLAGS, Progress, duration, escaped, flags, safe
+from groupwise.runs.progress import FLAGS, Progress, duration, escaped, flags, make_console, safe
 
 PAYLOADS = [
     "[/oops]",
@@ -82,7 +84,7 @@ def test_what_is_cut_says_how_long_it_was() -> None:
 def test_plain_lines_without_a_terminal() -> None:
     out, file = console()
     clock = Clock()
-    with Progress(100, console=out, every=10.0, now=clock) as progress:
+    with Progress(100, console=out, now=clock) as progress:
         progress.plan([("prompts", "16"), ("completions", "128")])
         for number in range(1, 101):
             clock.time += 1.0
@@ -95,7 +97,7 @@ def test_plain_lines_without_a_terminal() -> None:
             }
             progress.update(step(number, **metrics, **{"tokens/per_second": 12_345.0, "loss": 7.0}))
     lines = [line for line in file.getvalue().splitlines() if line.startswith("step ")]
-    assert len(lines) == 11  # the first, one every ten seconds, the last
+    assert len(lines) == 100  # one a step
     assert lines[0] == "step 1/100  reward 0.010  signal 75%  kl 0.010  entropy 1.500  length 32  tok/s 12.3k  left 1m39s"
     assert lines[-1].startswith("step 100/100  reward 1.000")
     assert "left" not in lines[-1]
@@ -146,12 +148,44 @@ def test_health_flags() -> None:
         "reward": math.nan,
     }
     good = dict.fromkeys(bad, 0.0) | {"entropy": 1.0}
-    assert set(bad) == {flag.metric for flag in FLAGS}
+    assert set(bad) | {"groups/solved", "groups/failed"} == {flag.metric for flag in FLAGS}
     assert flags([good] * 20) == []
     assert flags([]) == []
     assert flags([good] * 20 + [bad] * 10) == flags([bad])
-    assert [line.split()[0] for line in flags([bad])] == [flag.metric for flag in FLAGS]
+    assert [line.split()[0] for line in flags([bad])] == [flag.metric for flag in FLAGS if flag.metric in bad]
     assert flags([bad] * 20 + [good] * 10) == []  # what is over is over
+
+
+COLLAPSED = {"frac_reward_zero_std": 1.0, "entropy": 0.001, "completions/duplicates": 1.0, "completions/clipped_ratio": 0.0}
+
+
+def test_success_is_no_collapse() -> None:
+    solved = flags([COLLAPSED | {"groups/solved": 0.87, "groups/failed": 0.0}])
+    assert solved == ["87 % of the groups are solved: make the prompts harder, or stop here"]
+    lost = flags([COLLAPSED | {"groups/solved": 0.0, "groups/failed": 1.0}])
+    assert lost[0] == "100 % of the groups hold no right completion: make the prompts easier, or start from SFT"
+    assert [line.split()[0] for line in lost[1:]] == ["entropy", "completions/duplicates"]
+    mixed = flags([COLLAPSED | {"groups/solved": 0.5, "groups/failed": 0.5}])
+    assert [line.split()[0] for line in mixed] == ["frac_reward_zero_std", "entropy", "completions/duplicates"]
+
+
+def test_nothing_is_wrapped_where_there_is_no_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    with (tmp_path / "log").open("w") as file, contextlib.redirect_stdout(file):
+        progress = Progress(2, "a title", console=make_console())
+        progress.plan([("memory", "about " + "many words " * 40), ("data", "x" * 300)])
+        for number in (1, 2):
+            progress.update(
+                step(number, reward=1.0, entropy=0.5, kl=0.1, **{"tokens/per_second": 1e4, "completions/duplicates": 1.0})
+            )
+        progress.summary([("model", "y" * 200)], sample=False)
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [line for line in lines if line.startswith(("memory", "data"))] == [
+        "memory  about " + "many words " * 39 + "many words ", "data    " + "x" * 300,
+    ]  # fmt: skip
+    assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/2", "2/2"]
+    assert sum(line.startswith("! ") for line in lines) == 1
+    assert "y" * 200 in next(line for line in lines if line.startswith("model"))
 
 
 def test_more_than_half_of_the_completions_cut_off_is_said() -> None:

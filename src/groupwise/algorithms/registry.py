@@ -8,7 +8,6 @@ M trained tokens of one micro-batch, or of any part of it where `token_level` is
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import math
@@ -30,6 +29,7 @@ from groupwise.config.settings import GroupSettings, Part
 from groupwise.errors import ConfigError
 from groupwise.ops.divergence import Divergence, jsd
 from groupwise.records import Scored
+from groupwise.utils.spelling import nearest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -576,5 +576,5 @@ def _parameters(part: Callable) -> dict[str, inspect.Parameter]:
 
 
 def _closest(word: str, words: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(word, words, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    near = nearest(word, words)
+    return "" if near is None else f" (did you mean {near!r}?)"

@@ -8,7 +8,7 @@ G completions of a prompt
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from groupwise.config.recipes import load_stages
+from groupwise.config.recipes import load_stages, parse_recorded
 from groupwise.config.settings import Recipe, is_online, positions_of
 from groupwise.data.order import Order
 from groupwise.data.prompts import visit
@@ -32,7 +32,10 @@ from groupwise.models.policy import Policy, embedding_rows
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
 from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
 from groupwise.runs.build import Job, make_job, sampling_of
-from groupwise.runs.progress import safe
+from groupwise.runs.folder import CONFIG
+from groupwise.runs.loaded import model_folder, settings_of
+from groupwise.runs.origin import Origin
+from groupwise.runs.progress import make_console, safe
 from groupwise.runs.run import resolved
 from groupwise.runs.worlds import furnished, with_own_reward
 from groupwise.training.evaluate import RIGHT
@@ -41,6 +44,10 @@ from groupwise.training.scoring import joined, samples_of, score
 
 PROMPTS, COMPLETIONS, TOKENS = 8, 4, 96
 """Size of the sample that is looked at: first prompts that training draws, completions of each, longest completion in tokens."""
+WHOLE = 4
+"""Prompts that are completed up to the recipe's own length, where TOKENS say too little about endings."""
+FEW = 0.5
+"""Share of completions that end, below which a recipe wastes most of what it samples."""
 ENTRIES = 64
 """Of a procedural data set, whose scorers are looked at."""
 GAP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25}
@@ -59,9 +66,23 @@ class Finding:
 
 def check_recipe(path: str, overrides: Sequence[str] = (), *, console: Console | None = None) -> int:
     """Check every stage of a recipe and print a line per check.  Returns 0 if nothing is wrong, else 1."""
-    console = console or Console(highlight=False)
+    return _report(load_stages(path, overrides), console)
+
+
+def check_run(origin: Origin, path: str, overrides: Sequence[str] = (), *, console: Console | None = None) -> int:
+    """The same of what a run has trained: its own recipe, with the model at `path` in place of the one that it started from."""
+    recipe = origin.recipe
+    if overrides:
+        file = origin.folder / CONFIG
+        recipe = parse_recorded(file.read_text(encoding="utf-8"), str(file), overrides)
+    trained = settings_of(recipe.model, model_folder(path))
+    return _report({f"{origin.folder}, after step {origin.step}": replace(recipe, model=trained)}, console)
+
+
+def _report(stages: Mapping[str, Recipe], console: Console | None) -> int:
+    console = console or make_console()
     wrong = 0
-    for name, recipe in load_stages(path, overrides).items():
+    for name, recipe in stages.items():
         console.print(Text(f"{name} ({recipe.objective})", style="bold"))
         for finding in check_stage(recipe):
             mark, style = {True: ("ok  ", "green"), False: ("FAIL", "red"), None: ("note", "yellow")}[finding.good]
@@ -249,14 +270,31 @@ def _samples(recipe: Recipe, job: Job, rewards: Rewards, prompts: Sequence[Promp
     yield _agree("packing", unshared, scored, limit, "shared prompts = repeated prompts", "shared and repeated prompts")
     own = [_own_forward(policy, sample) for sample in samples[:PROMPTS]]
     yield _agree("positions", own, scored, limit, "= the model's own forward pass", "the packed and the model's own forward pass")
-    ended = np.mean([not rollout.truncated for rollout in rollouts])
-    yield Finding(
-        "endings",
-        None if ended == 0 and sampling.max_new_tokens < recipe.rollout.max_new_tokens else bool(ended > 0),
-        f"{ended:.0%} of {len(rollouts)} completions ended within {sampling.max_new_tokens} tokens"
-        + ("" if ended else ": EOS was never sampled; warm the model up with SFT, or raise rollout.max_new_tokens"),
-    )
+    yield _endings(recipe, job, prompts, rollouts)
     yield from _spread(rewards.score(groups)) if rewards.names else ()
+
+
+def _endings(recipe: Recipe, job: Job, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> Finding:
+    """How many completions end by themselves within the recipe's own length.
+
+    A shorter sample that ends is enough; else a few prompts are completed up to that length.
+    """
+    length = recipe.rollout.max_new_tokens
+    within = min(length, TOKENS)
+    share = float(np.mean([not rollout.truncated for rollout in rollouts]))
+    if within < length and share < FEW:
+        assert job.engine is not None
+        sampling = sampling_of(recipe.rollout)
+        groups = list(job.engine.generate(prompts[:WHOLE], group_size=1, sampling=sampling, seed=recipe.seed))
+        rollouts, within = [rollout for group in groups for rollout in group], length
+        share = float(np.mean([not rollout.truncated for rollout in rollouts]))
+    says = f"{share:.0%} of {len(rollouts)} completions ended within {within} tokens"
+    says += " (rollout.max_new_tokens)" if within == length else f" (rollout.max_new_tokens is {length})"
+    if share == 0:
+        return Finding("endings", False, f"{says}: warm the model up with SFT, or raise rollout.max_new_tokens")
+    if share < FEW:
+        return Finding("endings", None, f"{says}: the others are cut off; raise rollout.max_new_tokens, or ask for shorter answers")
+    return Finding("endings", True, says)
 
 
 def _agree(name: str, found: Sequence[np.ndarray], expected: Sequence[np.ndarray], limit: float, says: str, what: str) -> Finding:

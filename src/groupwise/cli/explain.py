@@ -21,9 +21,11 @@ from torch.nn.functional import logsigmoid
 from groupwise.algorithms import diagnostics
 from groupwise.algorithms.losses import Terms
 from groupwise.algorithms.registry import Algorithm, describe, options, resolve
-from groupwise.config.settings import GroupSettings
+from groupwise.config.settings import GroupSettings, is_online
 from groupwise.errors import ConfigError
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
+from groupwise.runs.folder import list_rollouts, read_step
+from groupwise.runs.origin import origin_of
 from groupwise.training.online import weigh
 
 PROBABILITIES = (0.5, 0.8, 0.6, 0.9, 0.3, 0.7)
@@ -83,12 +85,14 @@ def work(
     beta: float | None = None,
     lr: float = 5.0,
     longest: int = 8,
+    group: GroupSettings | None = None,
 ) -> Example:
     """Work a step of `preset` through, on one group.
 
     rewards: one per completion, None = unscorable.   lengths: tokens of each, EOS included; default 2, 3, 4 and so on in turn.
     mu: passes over the rollout, each with a gradient step of size `lr` on the toy policy.   beta: weight of the KL.
-    longest: what Dr. GRPO divides by.   Raises ConfigError for what the algorithm refuses, and for lengths that do not fit.
+    longest: what Dr. GRPO divides by.   group: further settings of the algorithm, of which `mu`, `beta` and the rewards take
+    precedence.   Raises ConfigError for what the algorithm refuses, and for lengths that do not fit.
     """
     given = tuple(lengths) if lengths is not None else tuple(2 + i % 3 for i in range(len(rewards)))
     if len(given) != len(rewards) or not all(1 <= n <= longest for n in given):
@@ -101,17 +105,74 @@ def work(
         raise ConfigError(f"beta must be at least 0, got {beta:g}")
     if any(reward is not None and not np.isfinite(reward) for reward in rewards):
         raise ConfigError(f"a reward is a finite number or none, got {', '.join(map(str, rewards))}")
-    algorithm = resolve(preset, GroupSettings(group_size=len(rewards), updates_per_rollout=mu, beta=beta), longest)
+    known = group or GroupSettings()
+    asked = replace(
+        known, group_size=len(rewards), updates_per_rollout=mu, minibatches=1, beta=known.beta if beta is None else beta
+    )
+    algorithm = resolve(preset, asked, longest)
     if algorithm.divergence is not None:
         raise ConfigError(
             f"{preset!r} learns from whole distributions, which do not fit a table of tokens: explain distill_sampled"
         )
-    group = _group(rewards, given, longest)
-    ((advantages),) = algorithm.credit([group])
-    samples = weigh([group], [advantages], algorithm)
+    scored = _group(rewards, given, longest)
+    ((advantages),) = algorithm.credit([scored])
+    samples = weigh([scored], [advantages], algorithm)
     return Example(
-        algorithm=algorithm, group=group, advantages=advantages, samples=samples, passes=_passes(algorithm, samples, mu, lr), lr=lr
+        algorithm=algorithm, group=scored, advantages=advantages, samples=samples, passes=_passes(algorithm, samples, mu, lr), lr=lr
     )
+
+
+SHOWN = 8
+"""Completions of a recorded group that are worked through."""
+
+
+def work_of_run(
+    path: str,
+    step: int | None = None,
+    *,
+    rewards: Sequence[float | None] | None = None,
+    lengths: Sequence[int] | None = None,
+    preset: str | None = None,
+    mu: int | None = None,
+    beta: float | None = None,
+    lr: float = 5.0,
+) -> tuple[str, Example]:
+    """The same with a run's algorithm, on the first group of a recorded step whose rewards differ; and which group that is.
+
+    What is given takes the place of the run's.  step: default the newest.  Log-probs stay made up, and lengths where the run's are
+    more than fit into a table.   Raises ConfigError, DataError.
+    """
+    origin = origin_of(path)
+    if origin is None:
+        raise ConfigError(f"{path} is no run: groupwise explain --preset NAME works a made-up step through")
+    recipe = origin.recipe
+    if preset is None and not is_online(recipe.objective):
+        raise ConfigError(f"{path} was trained by {recipe.objective!r}, which has no rollouts: groupwise explain --preset NAME")
+    says, longest = f"{origin.folder}: {recipe.objective}", 8
+    if rewards is None:
+        steps = list_rollouts(origin.folder)
+        if not steps:
+            raise ConfigError(f"{origin.folder} has recorded no rollouts: give --rewards")
+        number = steps[-1] if step is None else step
+        groups = read_step(origin.folder, number).groups
+        found = next((group for group in groups if not group.dead), groups[0])
+        rewards = [None if np.isnan(reward) else float(reward) for reward in found.reward[:SHOWN]]
+        own = [len(rollout) for rollout in found.rollouts[:SHOWN]]
+        lengths = own if lengths is None and max(own) <= longest else lengths
+        cut = f", its first {SHOWN} completions" if len(found.reward) > SHOWN else ""
+        dead = "; all groups have equal rewards" if found.dead else ""
+        says += f", group {found.prompt.id} of step {number}{cut} (recorded are steps {steps[0]} to {steps[-1]}{dead})"
+    example = work(
+        rewards,
+        lengths,
+        preset=preset or recipe.objective,
+        mu=mu or recipe.group.updates_per_rollout,
+        beta=beta,
+        lr=lr,
+        longest=longest,
+        group=recipe.group if preset is None else None,
+    )
+    return says, example
 
 
 def _group(rewards: Sequence[float | None], lengths: Sequence[int], longest: int) -> Scored:

@@ -17,10 +17,11 @@ import numpy as np
 
 from groupwise.config.settings import RewardSettings
 from groupwise.data.sources import Rows, read_rows
-from groupwise.errors import DataError
+from groupwise.errors import ConfigError, DataError
 from groupwise.rewards.compose import as_messages, build_rewards, combine
 from groupwise.rewards.find import Completions
 from groupwise.runs import recorded
+from groupwise.runs.origin import origin_of
 
 TOKEN_COLUMNS = {"prompt_ids": "prompt_ids", "completion_ids": "completion_ids", "finish_reason": "finish_reasons"}
 """Columns of the file that reach a function under the name that it asks for: a recorded run has them."""
@@ -44,6 +45,8 @@ class ScoreReport:
     """N names of the rows, as `file:row`."""
     texts: tuple[str, ...]
     """N completions."""
+    source: str = ""
+    """Where the rows are from, and which steps of a run."""
     seconds: tuple[float, ...]
     """N: how long the call took that scored the row (rows of one prompt, side by side in the file, are one call)."""
 
@@ -52,7 +55,7 @@ class ScoreReport:
 
         Control characters of completions are shown as escapes: what a model wrote must not steer a terminal.
         """
-        lines = [f"{len(self.rows)} completions"]
+        lines = [f"{len(self.rows)} completions{self.source and f' of {self.source}'}"]
         for name, column in [*zip(self.names, self.rewards.T, strict=True), ("reward (weighted sum)", self.reward)]:
             lines += ["", *_summary(name, column)]
         if rows:
@@ -75,9 +78,10 @@ def score_file(
     *,
     columns: Mapping[str, str] | None = None,
     limit: int | None = None,
+    steps: Sequence[range] | None = None,
 ) -> ScoreReport:
     """Run reward functions, by name or with their settings, over the rows of a JSONL, JSON or Parquet file, or over the
-    completions that a run recorded (its folder: the newest step; or one of its `rollouts/*.parquet`).
+    completions that a run recorded (its folder: the newest step, or those in `steps`; or one of its `rollouts/*.parquet`).
 
     A row has `prompt` (a string or messages), `completion` (a string or one assistant message) and the columns that the functions
     ask for; `columns` renames them, ours: theirs.  Columns `prompt_ids`, `completion_ids` and `finish_reason` are passed on under
@@ -85,7 +89,8 @@ def score_file(
 
     Raises DataError for a bad file or row, ConfigError for functions that the columns cannot serve, RewardError for bad results.
     """
-    found = _rows(Path(path)).renamed(columns or {}).first(limit)
+    read, source = _rows(Path(path).expanduser(), steps)
+    found = read.renamed(columns or {}).first(limit)
     rows, names = list(found), [found.where(i) for i in range(len(found))]
     for name, row in zip(names, rows, strict=True):
         _check(name, row)
@@ -101,6 +106,7 @@ def score_file(
         matrix = np.concatenate(rewards)
         return ScoreReport(
             names=scorer.names,
+            source=source,
             rewards=matrix,
             reward=combine(matrix, scorer.weights),
             rows=tuple(names),
@@ -136,13 +142,28 @@ def _summary(name: str, column: np.ndarray) -> list[str]:
     return [f"{visible(name, 60)}: {stats}", *bars]
 
 
-def _rows(path: Path) -> Rows:
-    """Rows of a file; of a run folder, or of one of its recorded steps, the completions as they were sampled."""
-    if path.is_dir() and (steps := recorded.places(folder := path / recorded.ROLLOUTS)):
-        newest = max(steps)
-        return _recorded(Rows(name=str(steps[newest].path), rows=recorded.table(folder, newest).to_pylist()))
-    rows = read_rows(str(path))
-    return _recorded(rows) if len(rows) and set(rows[0]) >= RECORDED else rows
+def _rows(path: Path, steps: Sequence[range] | None) -> tuple[Rows, str]:
+    """Rows of a file; of a run folder, or of one of its recorded steps, the completions as they were sampled.  And what was read.
+
+    Raises ConfigError for steps of what is no run, or that it did not record.
+    """
+    home = origin_of(path) if path.is_dir() else None
+    folder = (path if home is None else home.folder) / recorded.ROLLOUTS
+    have = recorded.places(folder) if path.is_dir() else {}
+    if not have:
+        if steps is not None:
+            raise ConfigError(f"--steps are those of a run, and {path} is none that has recorded any")
+        rows = read_rows(str(path))
+        return (_recorded(rows) if len(rows) and set(rows[0]) >= RECORDED else rows), str(path)
+    chosen = [max(have)] if steps is None else [step for step in have if any(step in part for part in steps)]
+    all_of = f"recorded are {len(have)} steps from {min(have)} to {max(have)}"
+    if not chosen:
+        raise ConfigError(f"{folder.parent} has no such step; {all_of}")
+    tables = [Rows(name=str(have[step].path), rows=recorded.table(folder, step).to_pylist()) for step in chosen]
+    rows = [row for found in tables for row in found]
+    name = tables[0].name if len(tables) == 1 else str(folder)
+    which = f"step {chosen[0]}" if len(chosen) == 1 else f"{len(chosen)} steps from {chosen[0]} to {chosen[-1]}"
+    return _recorded(Rows(name=name, rows=rows)), f"{folder.parent}, {which} ({all_of}; --steps chooses)"
 
 
 def _recorded(rows: Rows) -> Rows:

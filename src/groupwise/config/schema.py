@@ -1,14 +1,13 @@
 """What can be set: every key of a recipe with its meaning, type, range, default and TRL's name for it.
 
 Nothing is written down twice: keys, types, ranges and defaults come from the dataclasses in `settings.py`, meanings from the text
-below each field there.  Only TRL's names stand here.
+below each field there, TRL's names from `trl.py`.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,85 +18,10 @@ from typing import Any, Union
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from groupwise.config import settings
+from groupwise.config.trl import FATES, TABLE
+from groupwise.config.trl import NAMES as TRL
 from groupwise.errors import ConfigError
-
-TRL: dict[str, tuple[str, str]] = {
-    "adam_beta1": ("optimizer.betas", "[adam_beta1, adam_beta2]"),
-    "adam_beta2": ("optimizer.betas", "[adam_beta1, adam_beta2]"),
-    "adam_epsilon": ("optimizer.eps", ""),
-    "attn_implementation": ("model.attention", "shared, packed or single"),
-    "beta": ("group.beta", ""),
-    "bf16": ("model.dtype", "autocast"),
-    "chat_template_path": ("model.chat_template", ""),
-    "completion_only_loss": ("data.train_on", "completion or all"),
-    "dataset_name": ("data.path", ""),
-    "dataset_test_split": ("data.eval_split", ""),
-    "dataset_train_split": ("data.split", ""),
-    "delta": ("group.surrogate", "{name: clipped, delta: ...}"),
-    "dtype": ("model.dtype", ""),
-    "entropy_coef": ("group.entropy_bonus", ""),
-    "epsilon": ("group.surrogate", "{name: clipped, low: ..., high: ...}"),
-    "epsilon_high": ("group.surrogate", "{name: clipped, low: ..., high: ...}"),
-    "eval_steps": ("eval.every", ""),
-    "gradient_accumulation_steps": (
-        "group.prompts_per_step",
-        "prompts per step; the micro-batches follow from optimizer.tokens_per_microbatch",
-    ),
-    "gradient_checkpointing": ("model.gradient_checkpointing", ""),
-    "importance_sampling_level": ("group.ratio", "token or sequence_mean"),
-    "learning_rate": ("optimizer.lr", ""),
-    "log_completions": ("save.rollouts_every", "every completion is written every this many steps"),
-    "loss_type": ("objective", "the preset's name, but bnpo for TRL's dapo, which is only its mean over tokens"),
-    "lora_alpha": ("model.lora", "{alpha: ...}"),
-    "lora_r": ("model.lora", "{rank: ...}"),
-    "lora_target_modules": ("model.lora", "{targets: ...}"),
-    "lr_scheduler_type": ("optimizer.schedule", ""),
-    "mask_truncated_completions": ("group.truncated", "keep or mask"),
-    "max_completion_length": ("rollout.max_new_tokens", ""),
-    "max_grad_norm": ("optimizer.clip_norm", ""),
-    "max_length": ("data.max_prompt_tokens", ""),
-    "max_prompt_length": ("data.max_prompt_tokens", ""),
-    "max_steps": ("steps", ""),
-    "max_tool_calling_iterations": ("environment.max_turns", "counts turns of the policy: one more than rounds of tool calls"),
-    "min_p": ("rollout.min_p", ""),
-    "model_name_or_path": ("model.path", ""),
-    "num_generations": ("group.group_size", ""),
-    "num_generations_eval": ("eval.k", ""),
-    "num_iterations": ("group.updates_per_rollout", ""),
-    "num_train_epochs": ("epochs", "or steps"),
-    "off_policy_mask_threshold": ("group.off_policy_delta", ""),
-    "output_dir": ("name", "the run folder is runs/NAME"),
-    "per_device_train_batch_size": (
-        "group.prompts_per_step",
-        "counts prompts; TRL's counts completions, all devices together divide by num_generations",
-    ),
-    "ref_model_mixup_alpha": ("group.reference_mix", ""),
-    "ref_model_sync_steps": ("group.reference_refresh", ""),
-    "report_to": ("save.report_to", "metrics.jsonl is always written"),
-    "reward_funcs": ("rewards", "a list of {function: ..., weight: ...}"),
-    "reward_weights": ("rewards.N.weight", "one in each entry of rewards"),
-    "save_steps": ("save.every", ""),
-    "save_total_limit": ("save.keep", ""),
-    "scale_rewards": ("group.credit", "{name: standardized, scale: group, batch or none}"),
-    "seed": ("seed", ""),
-    "shuffle_dataset": ("data.shuffle", ""),
-    "steps_per_generation": ("group.minibatches", "steps_per_generation / gradient_accumulation_steps: updates per pass"),
-    "stop": ("rollout.stop", ""),
-    "temperature": ("rollout.temperature", ""),
-    "top_entropy_quantile": ("group.entropy_quantile", "1 - top_entropy_quantile"),
-    "top_k": ("rollout.top_k", ""),
-    "top_p": ("rollout.top_p", ""),
-    "trust_remote_code": ("model.trust_remote_code", ""),
-    "use_bias_correction_kl": ("group.kl", "k3_ratio where it is true (TRL's default), k3 where it is false"),
-    "use_peft": ("model.lora", "{}, or with rank, alpha and targets"),
-    "use_vllm": ("rollout.engine", "vllm; the default, native, samples in the trainer's process"),
-    "vllm_importance_sampling_correction": ("rollout.engine", "{name: vllm, correct: {...}}, or correct: null for none"),
-    "vllm_mode": ("rollout.engine", "{name: vllm, colocated: true} for colocate; servers otherwise"),
-    "vllm_server_base_url": ("rollout.engine", "{name: vllm, servers: [...]}"),
-    "warmup_steps": ("optimizer.warmup_steps", ""),
-    "weight_decay": ("optimizer.weight_decay", ""),
-}
-"""TRL's argument -> our key, and what to write where the values differ."""
+from groupwise.utils.spelling import nearest
 
 STAGES = "Several runs in one file, in order: each entry overlays the keys above it (`stages: {sft: {...}, grpo: {...}}`)."
 
@@ -263,6 +187,22 @@ def lookup(key: str) -> Setting | None:
     return None
 
 
+def key_meant(name: str) -> str | None:
+    """The key that a name without its section means: its own last part, or TRL's name for it; else the nearest one.
+
+    >>> key_meant("lr"), key_meant("num_generations"), key_meant("temprature"), key_meant("qqq")
+    ('optimizer.lr', 'group.group_size', 'rollout.temperature', None)
+    """
+    leaf = name.rsplit(".", 1)[-1].lower()
+    ends = {key.rsplit(".", 1)[-1]: key for key in reversed(knobs()) if ".N." not in key}
+    theirs = {name: ours for name, (ours, _) in TRL.items()}
+    for names in ({name: name} if name in knobs() else {}, ends, theirs):
+        if leaf in names or name in names:
+            return names.get(name) or names[leaf]
+    near = nearest(leaf, [*ends, *theirs], cutoff=0.7)
+    return None if near is None else ends.get(near) or theirs[near]
+
+
 def suggestion(key: str) -> str:
     """What an unknown dotted key may have meant: ` (did you mean ...?)`, or where the keys that exist are listed.
 
@@ -280,16 +220,16 @@ def suggestion(key: str) -> str:
     if leaf in everywhere:
         return f" (did you mean {everywhere[leaf]}?)"
     for names in (here, everywhere, {name: ours for name, (ours, _) in TRL.items()}):
-        if close := difflib.get_close_matches(leaf, names, n=1, cutoff=0.7):
-            return f" (did you mean {names[close[0]]}?)"
+        if (near := nearest(leaf, names, cutoff=0.7)) is not None:
+            return f" (did you mean {names[near]}?)"
     inside = normal(section).removesuffix(".N") if here else ""
     return f" (`groupwise config {inside}` lists the keys)" if inside else " (`groupwise config` lists all keys)"
 
 
 def closest(word: str, words: Sequence[str]) -> str:
     """` (did you mean ...?)` for a misspelt choice, or an empty string."""
-    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
-    return f" (did you mean {close[0]}?)" if close else ""
+    near = nearest(word, words)
+    return "" if near is None else f" (did you mean {near}?)"
 
 
 def first_sentence(text: str) -> str:
@@ -325,7 +265,10 @@ def describe(key: str) -> str:
     if key == "stages" or key.startswith("stages."):
         return f"stages\n  {STAGES}"
     setting = lookup(key)
-    if setting is None and key in TRL:
+    theirs = TABLE.get(key) if setting is None else None
+    if theirs is not None and key not in TRL:
+        return f"{key} (an argument of TRL's)\n  {FATES[theirs.fate]}: {theirs.says}"
+    if theirs is not None:
         setting = settings_table()[TRL[key][0]]
     if setting is None:
         raise ConfigError(f"there is no setting {key!r}{suggestion(key)}")

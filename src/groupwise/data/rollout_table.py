@@ -38,8 +38,9 @@ def table_of(step: Step) -> pa.Table:
 
     Columns: step, group, prompt_id, prompt_text, prompt_ids, row (JSON), index, completion_text, completion_ids, behavior_logp,
     current_logp, advantages, trained, version, finish, eos_ids, sampling (JSON), support, episode (JSON, where there is one),
-    `rewards/NAME` per function, reward, `signals/NAME` per token signal (reference_logp ...), `update/NAME` per column of the step
-    (weight ...).  Lists have one entry per completion token; null: was not computed.
+    `rewards/NAME` per function, reward, `extra/NAME` (JSON) per column that reward functions logged and `logged` (JSON), what they
+    logged as metrics, `signals/NAME` per token signal (reference_logp ...), `update/NAME` per column of the step (weight ...).
+    Lists have one entry per completion token; null: was not computed.
     """
     names = step.groups[0].names if step.groups else ()
     assert all(group.names == names for group in step.groups), "the groups of a step share their reward functions"
@@ -77,6 +78,8 @@ def _schema(names: Sequence[str], signals: Sequence[str], step: Step) -> pa.Sche
         *((f"rewards/{name}", pa.float64()) for name in names),
         ("reward", pa.float64()),
     ]
+    fields += [(f"extra/{name}", pa.string()) for name in _extras(step)]
+    fields += [("logged", pa.string())] if any(group.logged for group in step.groups) else []
     for name in signals:
         fields.append((f"signals/{name}", per_token(column for group in step.groups for column in group.signals.get(name, ()))))
     for name, column in sorted(step.columns.items()):
@@ -113,9 +116,16 @@ def _row(step: Step, place: int, i: int, names: Sequence[str], signals: Sequence
         "episode": None if rollout.episode is None else _episode_text(rollout.episode),
         **{f"rewards/{name}": float(value) for name, value in zip(names, group.rewards[i], strict=True)},
         "reward": float(group.reward[i]),
+        **{f"extra/{name}": json.dumps(group.extra[name][i]) if name in group.extra else None for name in _extras(step)},
+        "logged": json.dumps(dict(group.logged)),
         **{f"signals/{name}": group.signals[name][i] if name in group.signals else None for name in signals},
         **{f"update/{name}": column[place][i] if column[place][i].size else None for name, column in step.columns.items()},
     }
+
+
+def _extras(step: Step) -> list[str]:
+    """Names of what reward functions logged of completions."""
+    return sorted({name for group in step.groups for name in group.extra})
 
 
 def _encodable(text: str) -> str:
@@ -176,6 +186,12 @@ def _scored(
             name.removeprefix("signals/"): tuple(np.array(row[name], kinds[name]) for row in rows)
             for name in signals
             if first[name] is not None
+        },
+        logged=json.loads(first.get("logged") or "{}"),
+        extra={
+            name.removeprefix("extra/"): tuple(json.loads(row[name]) for row in rows)
+            for name in first
+            if name.startswith("extra/") and first[name] is not None
         },
     )
 

@@ -54,6 +54,7 @@ class AdaptedPolicy(Policy):
         self.merged().save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         self._write(folder / FOLDER, dict(self.model.named_parameters()))
+        self.tokenizer.save_pretrained(folder / FOLDER)  # so that the adapter's folder alone is enough for peft
 
     def keep(self, folder: Path) -> None:
         """The adapter alone: its base is where it was.  See `Policy.keep`."""

@@ -351,6 +351,12 @@ class Blueprint:
     pieces: Callable[[], Pieces | None] = lambda: None
     """The checkpoint's tensors, to be read one by one; None if they cannot be."""
 
+    @classmethod
+    def of(cls, policy: Policy) -> Blueprint:
+        """Of a policy that is loaded already."""
+        config = policy.model.config.to_dict()
+        return cls(policy.tokenizer, config, tuple(policy.eos_ids), policy.context, lambda: policy.model)
+
 
 def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None = None) -> Blueprint:
     """Everything about a checkpoint but its weights; its tokenizer has the chat template of the recipe, if that names one.

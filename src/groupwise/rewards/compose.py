@@ -18,11 +18,12 @@ import numpy as np
 from groupwise.config.live import LIVE, Live, missing
 from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, RewardError
-from groupwise.records import Episode, Rollout, Scored
+from groupwise.records import Episode, Rollout, Scored, Step
 from groupwise.rewards.calls import describe_failure, described, settled
 from groupwise.rewards.find import Completions, LiveReward, Reward, Signature, check_name, find_builtin, read_signature
 from groupwise.rewards.functions import Functions, Thread, Unit
 from groupwise.rewards.hosts import DEFAULT_SECONDS, SECONDS_EACH, Answers, Host, Task, finish
+from groupwise.rewards.notes import TOLD, TrainerState
 from groupwise.rewards.process import step_signal
 from groupwise.rewards.states import EnvironmentState
 from groupwise.rewards.workers import Outcome, failed
@@ -172,6 +173,8 @@ class Rewards:
         self._lock = threading.Lock()
         self.seconds: dict[str, float] = {}
         """How long each function took in the last call of `score`."""
+        self.state = TrainerState()
+        """Where the run stands, for functions that ask: the loop's caller says it."""
         self._calls = dict.fromkeys(self.names, 0)
         self._late = dict.fromkeys(self.names, 0)
 
@@ -258,7 +261,8 @@ class Rewards:
             return []
         if not self._rewards:  # a teacher is learnt from
             return [unjudged(group) for group in groups]
-        values = self.call(self._completions(rollouts))
+        values, notes = self._call(self._completions(rollouts))
+        metrics, columns = self._logged(notes)
         rewards = self.matrix(values)
         combined = combine(rewards, self.weights)
         process = self._process(rollouts, values)
@@ -273,6 +277,8 @@ class Rewards:
                     reward=combined[begin:end],
                     weights=self.weights,
                     signals={} if process is None else {"process": tuple(process[begin:end])},
+                    logged=metrics,
+                    extra={name: tuple(column[begin:end]) for name, column in columns.items()},
                 )
             )
         return scored
@@ -280,16 +286,33 @@ class Rewards:
     def call(self, batch: Completions) -> list[list[Any]]:
         """K lists of N results: floats and None, or steps for process rewards.  Worker processes compute side by side, and beside
         what this process computes itself."""
+        return self._call(batch)[0]
+
+    def _call(self, batch: Completions) -> tuple[list[list[Any]], list[Mapping[str, Any]]]:
+        """What each function returned, and what it logged."""
         with self._lock:  # rollouts ahead of training come from several threads, and a function need not bear that
             outcomes = self._outcomes(batch)
             self.seconds |= {r.name: o.seconds for r, o in zip(self._rewards, outcomes, strict=True) if o is not None}
             found = [None if o is None else self._settle(r, o, batch) for r, o in zip(self._rewards, outcomes, strict=True)]
         assert all(one is not None for one in found), "a call without an outcome is beside one that failed"
-        return found  # type: ignore[return-value]
+        return found, [one.notes for one in outcomes if one is not None]  # type: ignore[return-value]
+
+    def _logged(self, notes: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], dict[str, list[Any]]]:
+        """The metrics and columns of all functions.  Raises RewardError for a column that two of them log."""
+        metrics: dict[str, list[float]] = {}
+        columns: dict[str, list[Any]] = {}
+        for name, one in zip(self.names, notes, strict=True):
+            for metric, values in one.get("metrics", {}).items():
+                metrics.setdefault(metric, []).extend(values)
+            for column, values in one.get("columns", {}).items():
+                if column in columns:
+                    raise RewardError(f"the reward function {name!r} logs the column {column!r}, which another one logs, too")
+                columns[column] = values
+        return {metric: float(np.mean(values)) for metric, values in metrics.items()}, columns
 
     def _outcomes(self, batch: Completions) -> list[Outcome | None]:
         """How each call ended; None where it was ended because another had failed."""
-        units = {reward.name: _unit(reward, batch) for reward in self._rewards if reward.function is None}
+        units = {reward.name: _unit(reward, batch, self.state) for reward in self._rewards if reward.function is None}
         by_host: dict[Host, list[str]] = {}
         for name in units:
             if name in self._hosts:
@@ -317,6 +340,13 @@ class Rewards:
         for task, members in tasks.items():
             ended |= zip(members, task.outcomes, strict=True)
         return [ended[name] for name in self.names]
+
+    def counting(self, steps: Iterator[Step], done: int, last: int) -> Iterator[Step]:
+        """The steps of a loop, which functions that ask for `trainer_state` are told of.   done: those before; last: its number."""
+        self.state = TrainerState(global_step=done, max_steps=last)
+        for step in steps:
+            self.state = TrainerState(global_step=step.number, max_steps=last)
+            yield step
 
     def matrix(self, values: Sequence[Sequence[Any]]) -> np.ndarray:
         """float64 (N, K): what `call` returned as numbers, None as NaN, step rewards as their sum."""
@@ -443,7 +473,7 @@ def _settings_of(reward: Reward) -> RewardSettings:
     return RewardSettings(function=reward.spec, timeout=reward.timeout)
 
 
-def _unit(reward: Reward, batch: Completions) -> Unit:
+def _unit(reward: Reward, batch: Completions, state: TrainerState) -> Unit:
     given = reward.keywords(batch)
     try:
         payload = pickle.dumps(given)
@@ -462,6 +492,8 @@ def _unit(reward: Reward, batch: Completions) -> Unit:
         timeout=reward.timeout,
         labels=list(batch.labels),
         given=payload,
+        asks=tuple(name for name in signature.asks if name in TOLD and name not in reward.arguments),
+        state=state,
     )
 
 

@@ -5,7 +5,6 @@ N completions of a step, in order, whatever their groups
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -22,8 +21,10 @@ from typing import Any, Literal
 
 from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, RewardError
+from groupwise.rewards.notes import TOLD
 from groupwise.rewards.process import ProcessReward
 from groupwise.rewards.registry import BUILTINS, GOLD_COLUMNS, MAKERS
+from groupwise.utils.spelling import nearest
 
 OFFERED = (
     "prompts",
@@ -78,7 +79,7 @@ class Signature:
     """What a function asks for, and how it is called."""
 
     asks: tuple[str, ...]
-    """What it is given by name: of `OFFERED` (or `SINGULAR`), columns, or `gold`."""
+    """What it is given by name: of `OFFERED` (or `SINGULAR`), `TOLD`, columns, or `gold`."""
     named: tuple[str, ...]
     """Its own parameters; what else it asks for is taken by its `**keywords`."""
     single: bool
@@ -122,7 +123,7 @@ class Reward:
         """The keyword arguments of a call on all N completions.  Raises RewardError for what this batch does not hold."""
         given: dict[str, Any] = {}
         for name in self.signature.asks:
-            if name in self.arguments:
+            if name in self.arguments or name in TOLD:
                 continue
             wanted = SINGULAR.get(name, name) if self.signature.single else name
             if wanted == "gold" and self.gold is not None:
@@ -246,8 +247,8 @@ def find_function(spec: str) -> tuple[Callable[..., Any], bool]:
         if spec in BUILTINS:
             return BUILTINS[spec], True
         named = [*BUILTINS, *MAKERS]
-        close = difflib.get_close_matches(spec, named, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"built-in: {', '.join(named)}; your own: module:function"
+        near = nearest(spec, named)
+        hint = f"did you mean {near!r}?" if near is not None else f"built-in: {', '.join(named)}; your own: module:function"
         raise ConfigError(f"there is no reward function {spec!r}; {hint}")
     return find_named(spec, "reward function"), False
 
@@ -267,8 +268,8 @@ def find_named(spec: str, kind: str) -> Callable[..., Any]:
             for key, value in vars(module).items()
             if (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module.__name__
         ]
-        close = difflib.get_close_matches(name, own, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(own) or 'none'}"
+        near = nearest(name, own)
+        hint = f"did you mean {near!r}?" if near is not None else f"there are: {', '.join(own) or 'none'}"
         raise ConfigError(f"{what}: {place} has no function {name!r}; {hint}")
     return found
 
@@ -352,8 +353,8 @@ def read_signature(
     if unknown:
         raise ConfigError(f"the reward {name!r} has no argument {unknown[0]!r}; it takes: {_listed(_options(named, columns))}")
     single = "completion" in named and "completions" not in named
-    offered = [*OFFERED, *([] if gold is None else ["gold"])]
-    offered = [*SINGULAR, "prompt_ids", "completion_ids"] if single else offered
+    offered = [*OFFERED, *TOLD, *([] if gold is None else ["gold"])]
+    offered = [*SINGULAR, "prompt_ids", "completion_ids", *TOLD] if single else offered
     available = [*offered, *(column for column in columns if column not in offered)]
     missing = [p.name for p in named.values() if p.name not in available and p.name not in arguments and p.default is p.empty]
     if missing:
@@ -371,7 +372,7 @@ def read_signature(
 
 
 def _options(named: Mapping[str, inspect.Parameter], columns: Collection[str]) -> list[str]:
-    given = {*OFFERED, *SINGULAR, *columns, "gold"}
+    given = {*OFFERED, *SINGULAR, *TOLD, *columns, "gold"}
     return [key for key in named if key not in given]
 
 

@@ -14,12 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from groupwise.errors import ConfigError
 from groupwise.rewards.calls import settled
 from groupwise.rewards.find import find_function, read_signature
+from groupwise.rewards.notes import Notes, TrainerState, joined
 from groupwise.rewards.process import ProcessReward
 from groupwise.rewards.serving import told
 
@@ -42,6 +43,9 @@ class Unit:
     labels: Sequence[str]
     given: bytes
     """Pickle of the keyword arguments: lists with an entry per completion."""
+    asks: tuple[str, ...] = ()
+    """Of `notes.TOLD`."""
+    state: TrainerState = field(default_factory=TrainerState)
 
     def keywords(self) -> dict[str, list[Any]]:
         """Keyword arguments, nothing in them shared between completions."""
@@ -51,6 +55,10 @@ class Unit:
         """For a function of one completion: the keyword arguments of each call."""
         given = self.keywords()
         return [{name: values[n] for name, values in given.items()} for n in range(len(self.labels))]
+
+    def notes(self) -> Notes:
+        """What its next call logs into."""
+        return Notes(1 if self.single else len(self.labels), single=self.single)
 
     def after(self, done: int) -> Unit:
         """The same for the completions from number `done` on."""
@@ -85,7 +93,8 @@ def worker(specs: Sequence[str]) -> Callable[..., Any]:
 class Functions:
     """Reward functions by name.  Messages are lists `[unit, kind, what]`:
 
-    `row`: value of the next completion, and its seconds.  `values`: of all completions, those that were late, and seconds.
+    `row`: value of the next completion, its seconds, and what it logged (`notes.Notes.told`).  `values`: of all completions, those
+    that were late, seconds, and what was logged.
     `failed`: an exception in words (`serving.told`), with the completion's label where it is known; ends the unit.
     """
 
@@ -130,13 +139,16 @@ class Functions:
         try:
             function = self._inner(unit)
             if not unit.single:
-                values = settled(unit.name, function(**unit.keywords(), **unit.arguments), unit.labels, unit.process)
-                yield "values", [values, [], time.monotonic() - began]
+                notes = unit.notes()
+                found = function(**unit.keywords(), **unit.arguments, **notes.given(unit.asks, unit.state))
+                values = settled(unit.name, found, unit.labels, unit.process)
+                yield "values", [values, [], time.monotonic() - began, notes.told()]
                 return
             for label, row in zip(unit.labels, unit.rows(), strict=True):
-                began = time.monotonic()
-                (value,) = settled(unit.name, [function(**row, **unit.arguments)], [label], unit.process)
-                yield "row", [value, time.monotonic() - began]
+                began, notes = time.monotonic(), unit.notes()
+                found = function(**row, **unit.arguments, **notes.given(unit.asks, unit.state))
+                (value,) = settled(unit.name, [found], [label], unit.process)
+                yield "row", [value, time.monotonic() - began, notes.told()]
         except GeneratorExit:
             raise
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: nobody but the function can have raised them here
@@ -147,34 +159,38 @@ class Functions:
 
     async def _message(self, n: int, unit: Unit) -> list[Any]:
         began, nothing = time.monotonic(), [] if unit.process else None
+        every = [unit.notes() for _ in unit.labels] if unit.single else [unit.notes()]
         try:
             if unit.single:
-                found = await self._each(unit)
+                found = await self._each(unit, every)
                 late = [index for index, value in enumerate(found) if value is _LATE]
                 found = [nothing if value is _LATE else value for value in found]
             else:
-                task = asyncio.ensure_future(_contained(self._inner(unit), unit.keywords() | dict(unit.arguments)))
+                given = unit.keywords() | dict(unit.arguments) | every[0].given(unit.asks, unit.state)
+                task = asyncio.ensure_future(_contained(self._inner(unit), given))
                 found = await _in_time(task, unit.timeout)
                 late = list(range(len(unit.labels))) if found is _LATE else []
                 found = [nothing for _ in late] if late else found
             values = settled(unit.name, found, unit.labels, unit.process)
-            return [n, "values", [values, late, time.monotonic() - began]]
+            logged = joined([notes.told() for notes in every], [notes.count for notes in every])
+            return [n, "values", [values, late, time.monotonic() - began, logged]]
         except _On as located:
             return [n, "failed", told(located.error) | {"label": located.label}]
         except Exception as error:  # whatever a user's function raises is an outcome, judged in one place
             return [n, "failed", told(error) | {"label": ""}]
 
-    async def _each(self, unit: Unit) -> list[Any]:
+    async def _each(self, unit: Unit, every: Sequence[Notes]) -> list[Any]:
         function = self._inner(unit)
 
-        async def one(label: str, row: dict[str, Any]) -> Any:
-            task = asyncio.ensure_future(_contained(function, row | dict(unit.arguments)))
+        async def one(label: str, row: dict[str, Any], notes: Notes) -> Any:
+            given = row | dict(unit.arguments) | notes.given(unit.asks, unit.state)
+            task = asyncio.ensure_future(_contained(function, given))
             try:
                 return await _in_time(task, unit.timeout)
             except Exception as error:
                 raise _On(label, error) from error
 
-        tasks = [asyncio.ensure_future(one(*each)) for each in zip(unit.labels, unit.rows(), strict=True)]
+        tasks = [asyncio.ensure_future(one(*each)) for each in zip(unit.labels, unit.rows(), every, strict=True)]
         try:
             return await asyncio.gather(*tasks)
         except BaseException:  # one has failed: the others are not left to run into the next call

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from groupwise.errors import ConfigError
 from groupwise.rewards.functions import Unit
+from groupwise.rewards.notes import joined
 from groupwise.rewards.workers import Failed, Function, Outcome, Traceback, Worker, WorkerGone
 
 DEFAULT_SECONDS = 600.0
@@ -97,6 +98,7 @@ class Answers:
         self.outcomes: list[Outcome | None] = [None if unit.labels else Outcome(value=[]) for unit in units]
         self._rows: list[list[Any]] = [[] for _ in units]
         self._late: list[list[int]] = [[] for _ in units]
+        self._notes: list[list[dict[str, Any]]] = [[] for _ in units]
         self._seconds = [0.0 for _ in units]
 
     @property
@@ -116,10 +118,10 @@ class Answers:
         """Take in a message of unit n."""
         if kind == "row":
             self._seconds[n] += what[1]
-            self._add(n, what[0])
+            self._add(n, what[0], what[2])
         elif kind == "values":
-            values, late, seconds = what
-            self.outcomes[n] = Outcome(value=values, late=tuple(late), seconds=seconds)
+            values, late, seconds, notes = what
+            self.outcomes[n] = Outcome(value=values, late=tuple(late), seconds=seconds, notes=notes)
         else:
             cause = Traceback(what["trace"]) if what["trace"] else None
             said = {"message": what["error"], "kind": what["kind"], "where": what["where"], "label": what["label"]}
@@ -135,10 +137,12 @@ class Answers:
         else:
             self._end(n, "timeout", f"no result within {patience(unit):g} s")
 
-    def _add(self, n: int, value: Any) -> None:
+    def _add(self, n: int, value: Any, notes: dict[str, Any] | None = None) -> None:
         self._rows[n].append(value)
+        self._notes[n].append(notes or {})
         if len(self._rows[n]) == len(self.units[n].labels):
-            self.outcomes[n] = Outcome(value=self._rows[n], late=tuple(self._late[n]), seconds=self._seconds[n])
+            logged = joined(self._notes[n], [1] * len(self._rows[n]))
+            self.outcomes[n] = Outcome(value=self._rows[n], late=tuple(self._late[n]), seconds=self._seconds[n], notes=logged)
 
     def _end(self, n: int, how: Literal["timeout", "died"], message: str) -> None:
         unit = self.units[n]

@@ -21,9 +21,9 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from groupwise.errors import RewardError
@@ -75,6 +75,8 @@ class Outcome:
     """The completion on which it failed, where that is known."""
     late: tuple[int, ...] = ()
     """Of a value with an entry per row: the rows whose own deadline passed; their entry is empty."""
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """What a reward function logged: see `notes.Notes.told`."""
     seconds: float = 0.0
 
 

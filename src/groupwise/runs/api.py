@@ -41,6 +41,7 @@ from groupwise.runs import keys as typed
 from groupwise.runs.build import plan_of
 from groupwise.runs.folder import anew, choose_folder
 from groupwise.runs.plan import Lines
+from groupwise.runs.progress import make_console
 from groupwise.runs.run import Outcome, Run, join, train_stage
 from groupwise.runs.run import train as train_recipe
 
@@ -78,7 +79,7 @@ class Training:
         here = join(self.recipe)
         folder = comm.from_first(lambda: choose_folder(self.recipe))
         with Run(self.recipe, folder, accept_changes=self.accept_changes) as run, comm.peers():
-            return train_stage(run, self.recipe.name, console or Console(quiet=not here.first), quiet)
+            return train_stage(run, self.recipe.name, console or make_console(quiet=not here.first), quiet)
 
     def __repr__(self) -> str:
         return f"Training({self.recipe.objective!r}, folder={str(self.folder)!r})"

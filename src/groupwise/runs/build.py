@@ -557,6 +557,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
             checkpointing=recipe.model.gradient_checkpointing,
             seed=recipe.seed,
         )
+        steps = rewards.counting(steps, done, prepared.steps)
         return agreeing(steps, engine, lambda step: why_apart(step, policy, anchor, positions_of(recipe)))
 
     return Job(

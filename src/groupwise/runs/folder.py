@@ -108,6 +108,11 @@ def choose_folder(recipe: Recipe) -> Path:
             ) from error
         if different:
             lines = "\n".join(f"  {line}" for line in different)
+            if all(line.startswith(("steps:", "epochs:")) for line in different) and recipe.optimizer.schedule != "constant":
+                lines += (
+                    f"\n  (with optimizer.schedule: {recipe.optimizer.schedule} every step's learning rate depends on the last "
+                    f"one, so that a longer run is another run; to train its model further: model.path={folder / FINAL} name=...)"
+                )
             remedy = "undo the change, choose another name=..., or start anew with --fresh"
             raise ConfigError(f"{folder} holds a run of another configuration; {remedy}:\n{lines}")
     return folder

@@ -4,13 +4,16 @@
     policy.generate("2+2=")             # 'the completion'
     policy.score("2+2=", "4")           # array([-0.02]): one log-prob a token, in nats
 
-A policy of a run knows how the run asked: with a chat template or without, and with which system message.
+A policy of a run knows how the run asked: with a chat template or without, with which system message and template, and how long
+a completion may be.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
+import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -18,8 +21,8 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from groupwise.config.settings import ModelSettings
-from groupwise.config.strict_yaml import parse
 from groupwise.config.validation import wrong_model
+from groupwise.data.sources import kind_of
 from groupwise.data.templates import Content, Template
 from groupwise.errors import ConfigError, DataError
 from groupwise.models import policy as models
@@ -27,16 +30,22 @@ from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Sample, Sampling
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.checkpoint import policy_folder
-from groupwise.runs.folder import CONFIG
+from groupwise.runs.origin import Origin, origin_of
 from groupwise.training.scoring import score
+
+log = logging.getLogger(__name__)
 
 Conversation = Sequence[Mapping[str, Any]]
 """Chat messages: `[{"role": "user", "content": "2+2="}]`."""
+Row = Mapping[str, Any]
+"""A data row: `{"question": "2+2="}`."""
 
 ROWS = 256
 """Completions decoded at the same time."""
 POSITIONS = 8192
 """Packed positions of one forward pass of `score`."""
+LENGTH = 256
+"""Longest completion in tokens, where no run says one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -47,33 +56,42 @@ class LoadedPolicy(Policy):
     """Strings are messages of the user, and the chat template is applied."""
     system: str | None = None
     """System message before every prompt."""
+    template: str | None = None
+    """Format string that makes a prompt from a row; a text takes the place of its only column."""
+    columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Columns of rows, ours: theirs."""
+    max_new_tokens: int = LENGTH
+    """Longest completion in tokens, where `generate` is not told."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion, where `generate` is not told."""
 
     @overload
     def generate(
-        self, prompts: str | Conversation, *, max_new_tokens: int = 256, temperature: float = 1.0, top_k: int = 0,
-        top_p: float = 1.0, min_p: float = 0.0, stop: Sequence[str] = (), seed: int = 0,
+        self, prompts: str | Row | Conversation, *, max_new_tokens: int | None = None, temperature: float = 1.0, top_k: int = 0,
+        top_p: float = 1.0, min_p: float = 0.0, stop: Sequence[str] | None = None, seed: int = 0,
     ) -> str: ...  # fmt: skip
     @overload
     def generate(
-        self, prompts: Sequence[str] | Sequence[Conversation], *, max_new_tokens: int = 256, temperature: float = 1.0,
-        top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, stop: Sequence[str] = (), seed: int = 0,
+        self, prompts: Sequence[str] | Sequence[Conversation], *, max_new_tokens: int | None = None, temperature: float = 1.0,
+        top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, stop: Sequence[str] | None = None, seed: int = 0,
     ) -> list[str]: ...  # fmt: skip
     def generate(
         self,
         prompts: Any,
         *,
-        max_new_tokens: int = 256,
+        max_new_tokens: int | None = None,
         temperature: float = 1.0,
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
-        stop: Sequence[str] = (),
+        stop: Sequence[str] | None = None,
         seed: int = 0,
     ) -> str | list[str]:
         """The completion of a prompt as text, or those of several prompts, in their order.
 
-        prompts: a text, chat messages, or a list of either.  The same prompt twice gets two draws.
-        max_new_tokens: longest completion in tokens.  temperature: 0 is greedy.  seed: the same call gives the same texts.
+        prompts: a text, a row of data, chat messages, or a list of texts or of messages.  The same prompt twice gets two draws.
+        max_new_tokens, stop: longest completion in tokens and what ends one; default: as in the run.  temperature: 0 is greedy.
+        seed: the same call gives the same texts.
         Raises DataError for what is no prompt, EngineError for what cannot be sampled.
         """
         single = _is_single(prompts)
@@ -82,7 +100,12 @@ class LoadedPolicy(Policy):
             for place, question in enumerate(self._questions([prompts] if single else prompts))
         ]
         sampling = Sampling(
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, max_new_tokens=max_new_tokens, stop=tuple(stop)
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            max_new_tokens=self.max_new_tokens if max_new_tokens is None else max_new_tokens,
+            stop=self.stop if stop is None else tuple(stop),
         )
         engine = NativeEngine(self, max_rows=ROWS)
         groups = engine.generate(asked, group_size=1, sampling=sampling, seed=seed)
@@ -93,7 +116,7 @@ class LoadedPolicy(Policy):
     @overload
     def score(
         self,
-        prompts: str | Conversation,
+        prompts: str | Row | Conversation,
         completions: str | Sequence[int] | np.ndarray,
         *,
         end: bool = False,
@@ -143,14 +166,31 @@ class LoadedPolicy(Policy):
 
     def _questions(self, prompts: Sequence[Any]) -> list[Any]:
         """Each prompt as the policy reads it."""
-        template = Template(tokenizer=self.tokenizer, chat=self.chat, system=self.system)
+        asked = Template(tokenizer=self.tokenizer, chat=self.chat, system=self.system, format=self.template)
+        spoken = dataclasses.replace(asked, format=None)  # messages are a prompt as they are
         wheres = [f"prompt {place}" for place in range(len(prompts))]
         contents: list[Content] = []
         for prompt, where in zip(prompts, wheres, strict=True):
-            if not isinstance(prompt, str) and not _is_conversation(prompt):
-                raise DataError(f"{where} is a text or a list of chat messages, got a {type(prompt).__name__}")
-            contents.append(template.content({"prompt": prompt if isinstance(prompt, str) else list(prompt)}, where))
-        return template.ask(contents, wheres)
+            if _is_conversation(prompt):
+                contents.append(spoken.content({"prompt": list(prompt)}, where))
+            elif isinstance(prompt, str | Mapping):
+                contents.append(asked.content(self._row(prompt, where), where))
+            else:
+                raise DataError(f"{where} is a text, a row or a list of chat messages, got a {type(prompt).__name__}")
+        return asked.ask(contents, wheres)
+
+    def _row(self, prompt: str | Row, where: str) -> Row:
+        """A prompt as a row of data; a text fills the only column that the template reads.  DataError if there are several."""
+        if isinstance(prompt, Mapping):
+            theirs = {ours: prompt[name] for ours, name in self.columns.items() if name in prompt}
+            return {**prompt, **theirs}
+        if self.template is None:
+            return {"prompt": prompt}
+        named = [name for _, name, _, _ in string.Formatter().parse(self.template) if name]
+        names = ["instruction"] if self.template == "alpaca" else list(dict.fromkeys(named))
+        if len(names) != 1:
+            raise DataError(f"{where} is a text, and the template {self.template!r} reads {', '.join(names)}: give a row of data")
+        return {names[0]: prompt}
 
     def _ids(self, completion: Any, end: bool) -> np.ndarray:
         if isinstance(completion, str):
@@ -174,32 +214,64 @@ def _is_conversation(given: Any) -> bool:
 
 def _is_single(prompts: object) -> bool:
     """True for one prompt, False for a list of them."""
-    if isinstance(prompts, str) or _is_conversation(prompts):
+    if isinstance(prompts, str | Mapping) or _is_conversation(prompts):
         return True
     if isinstance(prompts, Sequence):
         return False
-    raise DataError(f"a prompt is a text, a list of chat messages, or a list of these, got a {type(prompts).__name__}")
+    raise DataError(f"a prompt is a text, a row, a list of chat messages, or a list of these, got a {type(prompts).__name__}")
 
 
 def load_policy(
     path: str | os.PathLike[str] | ModelSettings,
     *,
-    dtype: Literal["float32", "bfloat16", "autocast"] = "float32",
+    dtype: Literal["float32", "bfloat16", "autocast"] | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> LoadedPolicy:
     """The policy of a run folder (its final model, else its newest checkpoint), a checkpoint, a model folder or a hub name.
 
-    dtype, device: see `ModelSettings`, which may also be given whole.
+    dtype: as in the run, else float32.   dtype, device: see `ModelSettings`, which may also be given whole.
     Raises ConfigError, CheckpointError, DataError or Diverged with the remedy.
     """
     if isinstance(path, ModelSettings):
         return _loaded(models.load_policy(path))
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"a policy is loaded from a run, a checkpoint, a model folder or a hub name, got {kind_of(path)}")
     found = model_folder(os.fspath(path))
-    return _loaded(models.load_policy(ModelSettings(path=found, dtype=dtype, device=device)), **_asked_with(Path(found)))
+    origin = _origin(path)
+    settings = ModelSettings(path=found) if origin is None else settings_of(origin.recipe.model, found)
+    settings = dataclasses.replace(settings, device=device, dtype=dtype or settings.dtype)
+    return _loaded(models.load_policy(settings), **({} if origin is None else asked_with(origin)))
 
 
 def _loaded(policy: Policy, **asked: Any) -> LoadedPolicy:
     return LoadedPolicy(**{field.name: getattr(policy, field.name) for field in dataclasses.fields(Policy)}, **asked)
+
+
+def settings_of(model: ModelSettings, folder: str) -> ModelSettings:
+    """How to load what a run has written: it is whole, and has its chat template."""
+    return dataclasses.replace(model, path=folder, scratch=None, lora=None, chat_template=None)
+
+
+def _origin(path: str | os.PathLike[str]) -> Origin | None:
+    """The run that made a model; a recipe that this version cannot read is told of, and costs only what the run would have said."""
+    try:
+        return origin_of(os.fspath(path))
+    except ConfigError as error:
+        log.warning("%s; prompts are asked as they are given", error)
+        return None
+
+
+def asked_with(origin: Origin) -> dict[str, Any]:
+    """How a run asked: the fields of `LoadedPolicy`."""
+    data, rollout = origin.recipe.data, origin.recipe.rollout
+    return {
+        "chat": data.chat,
+        "system": data.system,
+        "template": data.template,
+        "columns": data.columns,
+        "max_new_tokens": rollout.max_new_tokens,
+        "stop": rollout.stop,
+    }
 
 
 def model_folder(path: str) -> str:
@@ -212,20 +284,3 @@ def model_folder(path: str) -> str:
     if wrong := wrong_model(path):
         raise ConfigError(wrong)
     return path
-
-
-def _asked_with(folder: Path) -> dict[str, Any]:
-    """How the run that made a model wrote its prompts: `chat` and `system`; nothing if no run made it."""
-    home = (
-        folder.parent if folder.name != "policy" else folder.parent.parent.parent
-    )  # runs/x/final, runs/x/checkpoints/000100/policy
-    try:
-        tree, problems = parse((home / CONFIG).read_text(encoding="utf-8"), CONFIG)
-    except (OSError, UnicodeDecodeError):
-        return {}
-    data = tree.find(("data",)).plain() if not problems and isinstance(tree.value, dict) and "objective" in tree.value else {}
-    found: dict[str, Any] = {}
-    if isinstance(data, dict):
-        found |= {"chat": True} if data.get("chat") is True else {}
-        found |= {"system": data["system"]} if isinstance(data.get("system"), str) else {}
-    return found

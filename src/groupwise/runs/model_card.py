@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from importlib.metadata import version
 from pathlib import Path
 
 from groupwise.config.live import LIVE
-from groupwise.config.recipes import dump
+from groupwise.config.recipes import dump, run_folder
 from groupwise.config.settings import Recipe
+from groupwise.config.validation import STAGE
 from groupwise.runs.build import Judged
+from groupwise.runs.origin import origin_of
 from groupwise.runs.plan import Lines
 from groupwise.utils import files
 from groupwise.utils.secrets import scrubbed
@@ -20,22 +23,57 @@ def write_card(folder: Path, recipe: Recipe, plan: Lines, after: Judged | None) 
     files.write(folder / "README.md", card(recipe, plan, after).encode())
 
 
+RANDOM = "random weights"
+LONGEST = 20
+"""Runs that are followed back."""
+
+
+def base_of(recipe: Recipe) -> tuple[str, tuple[str, ...]]:
+    """The model that nobody of ours has trained, and the runs that lie between, the oldest first.
+
+    A hub name, a folder, the name of an object, or `random weights (FAMILY)`.
+    """
+    way: list[str] = []
+    for _ in range(LONGEST):
+        path = recipe.model.path
+        if path is None:
+            family = "?" if recipe.model.scratch is None else recipe.model.scratch.family
+            return f"{RANDOM} ({family})", tuple(reversed(way))
+        place = str(run_folder(recipe).parent / path.removeprefix(STAGE)) if path.startswith(STAGE) else path
+        origin = None if path.startswith(LIVE) else origin_of(place)
+        if origin is None:
+            return _under_adapter(path), tuple(reversed(way))
+        way.append(str(origin.folder))
+        recipe = origin.recipe
+    return way.pop(), tuple(reversed(way))
+
+
+def _under_adapter(path: str) -> str:
+    """The base of an adapter's folder; any other model is its own."""
+    try:
+        base = json.loads((Path(path) / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        return path
+    return base if isinstance(base, str) and base else path
+
+
 def card(recipe: Recipe, plan: Lines, after: Judged | None) -> str:
     """The text of the card: base, data, method, held-out figures and the recipe itself, secrets redacted."""
     text = dump(recipe)
-    published = recipe.model.path is not None and not recipe.model.path.startswith(LIVE) and not Path(recipe.model.path).exists()
-    base = recipe.model.path or f"random weights ({recipe.model.scratch.family if recipe.model.scratch else '?'})"
+    base, way = base_of(recipe)
+    published = "" if Path(base).exists() or base.startswith((LIVE, RANDOM)) else base
+    start = f"{base}, by way of {', '.join(way)}" if way else base
     data = recipe.data.path or f"built-in task `{recipe.data.task}`"
     lines = [
         "---",
         "library_name: transformers",
-        *([f"base_model: {recipe.model.path}"] if published else []),
+        *([f"base_model: {published}"] if published else []),
         "tags: [groupwise]",
         "---",
         "",
         f"# {recipe.name}",
         "",
-        f"Trained with Groupwise {version('groupwise')}, objective `{recipe.objective}`, from {base}, on {data}.",
+        f"Trained with Groupwise {version('groupwise')}, objective `{recipe.objective}`, from {start}, on {data}.",
         f"Recipe {hashlib.sha256(text.encode()).hexdigest()[:12]} (below).",
         "",
         "| | |",

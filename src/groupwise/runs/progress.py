@@ -1,7 +1,7 @@
 """What a run says to the terminal: the plan, one live line, the summary with its warnings.
 
 Reward, signal, KL and entropy come first and the loss not at all: a policy-gradient loss says nothing about progress.  Without a
-terminal (a log file, a pipe) the live line becomes a plain line every few seconds.  Whatever a model wrote is shown with its
+terminal (a log file, a pipe) every step is a line of its own, which is never wrapped.  Whatever a model wrote is shown with its
 control characters as escapes, and never read as markup.
 """
 
@@ -32,6 +32,16 @@ def safe(text: str, limit: int | None = None, style: str = "") -> Text:
     """Model-written text for rich: no markup is read in it, control characters are escapes, at most `limit` characters."""
     cut = text if limit is None or len(text) <= limit else text[:limit] + f"... ({len(text):,} characters)"
     return Text(escaped(cut), style=style)
+
+
+WIDE = 1 << 16
+"""Columns of an output that is no terminal: lines of a file or a pipe are never wrapped."""
+
+
+def make_console(*, quiet: bool = False) -> Console:
+    """Standard output: as wide as the terminal, or without an end where it is none."""
+    console = Console(highlight=False, quiet=quiet)
+    return console if console.is_terminal or console.is_jupyter else Console(highlight=False, quiet=quiet, width=WIDE)
 
 
 # ---------------------------------------------------------------- what is shown
@@ -73,23 +83,40 @@ LOSS = Column("loss", "loss", _number)
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A sign of ill health: a metric beyond a bound, and what to do."""
+    """A sign that somebody should look: a metric beyond a bound, and what to do."""
 
     metric: str
     wrong: Callable[[float], bool]
     says: str
+    solved: bool = False
+    """It also comes of success: where most groups are solved it says nothing."""
 
 
+MOST = 0.8
+"""Share of the groups from which on they are most of them."""
 FLAGS = (
+    Flag("groups/solved", lambda v: v > MOST, "of the groups are solved: make the prompts harder, or stop here"),
+    Flag("groups/failed", lambda v: v > MOST, "of the groups hold no right completion: make the prompts easier, or start from SFT"),
     Flag(
         "frac_reward_zero_std",
-        lambda v: v > 0.8,
+        lambda v: v > MOST,
         "of the groups had equal rewards and taught nothing: prompts too easy or too hard",
+        solved=True,
     ),
     Flag("completions/clipped_ratio", lambda v: v > 0.5, "of the completions hit the length limit: raise rollout.max_new_tokens"),
-    Flag("entropy", lambda v: v < 0.01, "nats of entropy: the policy hardly explores any more; lower optimizer.lr or stop earlier"),
+    Flag(
+        "entropy",
+        lambda v: v < 0.01,
+        "nats of entropy: the policy hardly explores any more; lower optimizer.lr or stop earlier",
+        solved=True,
+    ),
     Flag("mismatch/max", lambda v: v > 0.1, "nats between sampled and scored log-probs: run `groupwise check`"),
-    Flag("completions/duplicates", lambda v: v > 0.8, "of the completions were the same text: the policy has collapsed"),
+    Flag(
+        "completions/duplicates",
+        lambda v: v > 0.8,
+        "of the completions were the same text: the policy has collapsed",
+        solved=True,
+    ),
     Flag("skipped_updates", lambda v: v > 0, "updates skipped for a loss or gradient that was not finite: lower optimizer.lr"),
     Flag(
         "kl/guarded",
@@ -98,24 +125,42 @@ FLAGS = (
     ),
     Flag("reward", lambda v: math.isnan(v), "reward: no completion could be scored; try `groupwise score`"),
 )
+SHARES = ("groups/solved", "groups/failed", "frac_reward_zero_std", "completions/clipped_ratio", "completions/duplicates")
+"""Metrics that are shares, and are said in percent."""
 RECENT = 10
 """Steps over which the summary averages."""
 
 
 def flags(history: Sequence[Mapping[str, float]]) -> list[str]:
-    """The warnings that the last steps call for, one line each; empty when all is well.
+    """What the last steps call for, one line each; empty when there is nothing to say.
 
+    What success looks like (equal rewards, the same texts, no entropy) is no warning where most groups are solved; groups that all
+    fail are named once, too.
     history: metrics of each step, oldest first.
 
     >>> flags([{"frac_reward_zero_std": 0.9, "entropy": 0.5}])
-    ['frac_reward_zero_std 0.900: of the groups had equal rewards and taught nothing: prompts too easy or too hard']
+    ['frac_reward_zero_std 90%: of the groups had equal rewards and taught nothing: prompts too easy or too hard']
+    >>> flags([{"groups/solved": 0.87, "frac_reward_zero_std": 0.9, "entropy": 0.001, "completions/duplicates": 0.9}])
+    ['87 % of the groups are solved: make the prompts harder, or stop here']
     """
     recent = history[-RECENT:]
-    found = []
+    means = {}
     for flag in FLAGS:
         values = [metrics[flag.metric] for metrics in recent if flag.metric in metrics]
-        if values and flag.wrong(float(np.mean(values))):
-            found.append(f"{flag.metric} {_number(float(np.mean(values)))}: {flag.says}")
+        if values:
+            means[flag.metric] = float(np.mean(values))
+    solved, failed = (means.get(f"groups/{name}", 0.0) > MOST for name in ("solved", "failed"))
+    found = []
+    for flag in FLAGS:
+        if flag.metric not in means or not flag.wrong(mean := means[flag.metric]) or (flag.solved and solved):
+            continue
+        if flag.metric == "frac_reward_zero_std" and failed:
+            continue  # said by groups/failed
+        if flag.metric.startswith("groups/"):
+            found.append(f"{mean:.0%} {flag.says}".replace("% ", " % ", 1))
+        else:
+            shown = _percent(mean) if flag.metric in SHARES else _number(mean)
+            found.append(f"{flag.metric} {shown}: {flag.says}")
     return found
 
 
@@ -139,7 +184,7 @@ def duration(seconds: float) -> str:
 class Progress:
     """The terminal view of one run.
 
-    steps: the last step's number.  title: what the run is called.  every: seconds between plain lines where there is no terminal.
+    steps: the last step's number.  title: what the run is called.
     quiet: only the warnings at the end.
     Use as a context manager, so that the live line is taken away on any exit.
     """
@@ -151,20 +196,24 @@ class Progress:
         *,
         console: Console | None = None,
         quiet: bool = False,
-        every: float = 10.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.console = console or Console(highlight=False, soft_wrap=True)
-        self._steps, self._title, self._quiet, self._every, self._now = steps, title, quiet, every, now
+        self.console = console or make_console()
+        self._steps, self._title, self._quiet, self._now = steps, title, quiet, now
         self._history: list[Mapping[str, float]] = []
         self._numbers: list[int] = []
-        self._began = self._last_line = now()
+        self._began = now()
         self._ticks = [self._began]
         self._last: Step | None = None
         self._live: Live | None = None
 
     def __enter__(self) -> Progress:
         return self
+
+    @property
+    def _plain(self) -> bool:
+        """True where there is no width to fit into."""
+        return not (self.console.is_terminal or self.console.is_jupyter)
 
     def __exit__(self, *_: object) -> None:
         self.stop()
@@ -176,13 +225,17 @@ class Progress:
         )
         for label, value in rows:
             table.add_row(Text(label, style="dim"), safe(str(value)))
-        if not self._quiet:
+        if not self._quiet and self._plain:
+            wide = max((len(label) for label, _ in rows), default=0)
+            for line in [*([self._title] if self._title else []), *(f"{label:{wide}}  {value}" for label, value in rows)]:
+                self.console.print(safe(line), soft_wrap=True)
+        elif not self._quiet:
             self.console.print(table)
-        self._began = self._last_line = self._now()
+        self._began = self._now()
         self._ticks = [self._began]
 
     def update(self, step: Step) -> None:
-        """Show a step: the live line in a terminal, else a plain line if one is due.  A step with an evaluation keeps its line."""
+        """Show a step: the live line in a terminal, else a line of its own.  A step with an evaluation keeps its line."""
         self._history.append(dict(step.metrics))
         self._numbers.append(step.number)
         self._last = step if step.groups or self._last is None else self._last
@@ -196,10 +249,8 @@ class Progress:
                 self._live = Live(console=self.console, refresh_per_second=4, transient=True)
                 self._live.start()
             self._live.update(line)
-        due = len(self._history) == 1 or step.number >= self._steps or now - self._last_line >= self._every
-        if step.evaluation or (due and not self.console.is_terminal):
-            self.console.print(line)
-            self._last_line = now
+        if step.evaluation or not self.console.is_terminal:
+            self.console.print(line, soft_wrap=True)
 
     def line(self, step: Step) -> Text:
         """One step in one line."""
@@ -236,7 +287,7 @@ class Progress:
         elif rows:
             self.plan(rows)
         for warning in flags(self._history):
-            self.console.print(safe(f"! {warning}", style="yellow"))
+            self.console.print(safe(f"! {warning}", style="yellow"), soft_wrap=self._plain)
         if sample and not self._quiet and self._last is not None and self._last.groups:
             self._sample(self._last)
 

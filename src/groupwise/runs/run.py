@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from groupwise.config.live import LIVE
 from groupwise.config.recipes import demand_objects, load_stages
 from groupwise.config.settings import Recipe, is_online
 from groupwise.config.validation import STAGE
@@ -33,7 +33,7 @@ from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs
 from groupwise.runs.model_card import write_card
 from groupwise.runs.plan import Lines
 from groupwise.runs.policies import read_config
-from groupwise.runs.progress import Progress, safe
+from groupwise.runs.progress import Progress, make_console, safe
 from groupwise.runs.recorded_pairs import recorded_pairs
 from groupwise.runs.saving import Saver, reader, set_failure_hint
 from groupwise.runs.signals import endings
@@ -44,6 +44,8 @@ from groupwise.utils import files
 ACROSS = 5
 """Figures that stand side by side in 80 columns; more of them stand below one another."""
 
+WRITERS = ("sft", "dpo")
+"""Objectives that learn from data, and whose models write completions."""
 REFERENCE = "reference"
 """Folder of a run: the weights before the first step, where a reference is needed."""
 
@@ -430,7 +432,7 @@ def train_recipe(
     """
     stages = load_stages(path, overrides)
     here = join(next(iter(stages.values())), timeout)
-    console = console or Console(quiet=not here.first)
+    console = console or make_console(quiet=not here.first)
     if fresh:
         stages = comm.from_first(lambda: anew(stages))
     outcomes: dict[str, Outcome] = {}
@@ -554,28 +556,15 @@ def _part(label: str, found: Judged, last: Judged | None) -> list[str]:
 
 
 def _next_commands(recipe: Recipe, folder: Path) -> list[str]:
-    """Commands to go on with: talk to the model, evaluate it again, look at what the rewards said."""
-    data = recipe.data
-    commands = [["groupwise", "view", str(folder)]]
-    given, plain = recipe.environment, {"factory", "tools", "max_turns", "interface", "runs"}
-    chosen = {key: value for key, value in asdict(given).items() if key in plain and value} if given.talks else {}
-    answered = [f"--environment={key}={json.dumps(value)}" for key, value in chosen.items()]
-    commands += [["groupwise", "chat", str(folder), *(answered if given.tools else [])]] if data.chat else []
-    source = ["--task", data.task] if data.task is not None else ["--data", data.eval_path or ""]
-    elsewhere = data.task is not None or data.eval_path is not None  # else the file holds the rows that were trained on, too
-    if recipe.rewards and not recipe.rewards[0].args and not elsewhere:
-        commands.append(["groupwise", "score", recipe.rewards[0].function, str(folder)])
-    elif recipe.rewards and not recipe.rewards[0].args:
-        options = [f"--task-arg={key}={value}" for key, value in data.task_args.items()]
-        options += [f"--column={ours}={theirs}" for ours, theirs in data.columns.items()]
-        options += ["--template", data.template] if data.template is not None else []
-        options += ["--chat"] if data.chat else []
-        options += answered
-        options += ["--system", data.system] if data.system is not None else []
-        options += ["--reward", recipe.rewards[0].function] if recipe.rewards[0].function != "accuracy" else []
-        length = recipe.eval.max_new_tokens or recipe.rollout.max_new_tokens
-        commands.append(["groupwise", "eval", str(folder), *source, *options, "--max-new-tokens", str(length)])
-        commands.append(["groupwise", "score", recipe.rewards[0].function, str(folder)])
+    """Commands to go on with: look at the run, talk to the model, evaluate it again, look at what the rewards said."""
+    data, run = recipe.data, str(folder)
+    writes = is_online(recipe.objective) or recipe.objective in WRITERS
+    held_out = data.task is not None or data.eval_path is not None or bool(data.parts)
+    live = any(reward.function.startswith(LIVE) for reward in recipe.rewards) or str(data.path).startswith(LIVE)
+    commands = [["groupwise", "view", run]]
+    commands += [["groupwise", "chat", run]] if writes else []
+    commands += [["groupwise", "eval", run]] if writes and recipe.rewards and held_out and not live else []
+    commands += [["groupwise", "score", run]] if recipe.rewards and is_online(recipe.objective) and not live else []
     return [shlex.join(command) for command in commands]
 
 

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from groupwise.config.live import LIVE, Live, missing
+from groupwise.config.recipes import make_recipe
 from groupwise.config.settings import EnvironmentSettings, Recipe, RewardSettings
 from groupwise.data.sources import live_rows
 from groupwise.data.templates import Template, Tools
@@ -45,6 +46,17 @@ def furnished(recipe: Recipe) -> Recipe:
         rows = _taskset(given.verifiers, json.dumps(given.args, sort_keys=True)).rows(recipe.data.limit)
         return replace(recipe, data=replace(recipe.data, path=live_rows(rows, f"verifiers {given.verifiers}")))
     return procedural.furnished(recipe)
+
+
+def unmade(environment: Mapping[str, Any]) -> Recipe:
+    """A recipe of nothing but an environment, for a model that no run made.   Raises ConfigError for a key that is wrong."""
+    keys = {"objective": "grpo", "steps": 1, "model": {"scratch": {}}, "rewards": [{"function": "exact"}]}
+    return make_recipe(keys | {"data": {"task": "addition", "chat": True}, "environment": dict(environment)})
+
+
+def environment_of(keys: Mapping[str, Any]) -> EnvironmentSettings:
+    """The section that these keys make.   Raises ConfigError."""
+    return unmade(keys).environment
 
 
 @cache

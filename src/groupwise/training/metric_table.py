@@ -73,6 +73,10 @@ METRICS: tuple[Section, ...] = (
             Metric("frac_reward_zero_std", "share", "1 - groups with a gradient / prompts drawn",
                    "Prompts whose group gave no gradient, because all its rewards are equal. With pass rate p expect"
                    " p^G + (1 - p)^G.", "below 0.5"),
+            Metric("groups/solved", "share", "groups whose completions are all right / groups", "By the first reward function that"
+                   " gives verdicts of 0 or 1; not written where none does.", "not near 1"),
+            Metric("groups/failed", "share", "groups without a right completion / groups", "By the same verdicts.", "not near 1"),
+            Metric("log/NAME", "yours", "mean over calls", "What reward functions logged by `log_metric`."),
             Metric("prompts", "prompts", "count", "Prompts drawn; above `group.prompts_per_step` where dead groups are refilled."),
         ),
     ),

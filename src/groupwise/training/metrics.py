@@ -18,6 +18,7 @@ from groupwise.algorithms import diagnostics
 from groupwise.algorithms.losses import Terms, mismatch, off_policy_keep, token
 from groupwise.algorithms.registry import Algorithm, options
 from groupwise.records import Sample, Scored
+from groupwise.training.evaluate import RIGHT
 from groupwise.training.scoring import joined
 from groupwise.training.updating import Update, balance
 
@@ -47,7 +48,7 @@ def measure(
     found["grad_norm"] = float(np.mean(norms)) if norms else math.nan
     found["lr"] = updates[-1].stats.lr
     found["skipped_updates"] = float(sum(one.stats.skipped for one in updates))
-    found |= balance(updates) | value_metrics(groups)
+    found |= balance(updates) | value_metrics(groups) | logged_metrics(groups)
     every = _rollouts(updates)
     found |= ratio_metrics(every, algorithm) | off_policy_metrics(every, algorithm)
     first = _rollouts(updates[:minibatches])
@@ -71,12 +72,36 @@ def reward_metrics(groups: Sequence[Scored], drawn: int) -> dict[str, float]:
         "frac_reward_zero_std": 1.0 - live / drawn,
         "prompts": float(drawn),
     }
+    found |= solved_metrics(groups)
     for k, name in enumerate(groups[0].names):
         column = np.concatenate([group.rewards[:, k] for group in groups])
         found[f"rewards/{name}/mean"] = _mean(column)
         if np.isnan(column).any():
             found[f"rewards/{name}/none"] = float(np.isnan(column).mean())
     return found
+
+
+def solved_metrics(groups: Sequence[Scored]) -> dict[str, float]:
+    """Shares of the groups whose completions are all right, and all wrong, by the first reward function that gives verdicts.
+
+    A verdict is 0 or 1; of functions that give other numbers nothing is known to be right, and where there is no other the result
+    is empty.  Groups that were drawn and dropped (`dead_groups: refill`) are not seen.
+    """
+    for k in range(len(groups[0].names)):
+        columns = [group.rewards[:, k][~np.isnan(group.rewards[:, k])] for group in groups]
+        columns = [column for column in columns if column.size]
+        if columns and np.isin(np.concatenate(columns), (0.0, 1.0)).all():
+            solved, failed = (np.mean([right(column) for column in columns]) for right in (_all_right, _none_right))
+            return {"groups/solved": float(solved), "groups/failed": float(failed)}
+    return {}
+
+
+def _all_right(column: np.ndarray) -> bool:
+    return bool((column >= RIGHT).all())
+
+
+def _none_right(column: np.ndarray) -> bool:
+    return bool((column < RIGHT).all())
 
 
 def completion_metrics(groups: Sequence[Scored]) -> dict[str, float]:
@@ -96,6 +121,12 @@ def completion_metrics(groups: Sequence[Scored]) -> dict[str, float]:
     if ended.any():
         found["completions/mean_terminated_length"] = float(lengths[ended].mean())
     return found
+
+
+def logged_metrics(groups: Sequence[Scored]) -> dict[str, float]:
+    """`log/NAME`: what reward functions logged, the mean over the groups of whose call it was logged."""
+    names = dict.fromkeys(name for group in groups for name in group.logged)
+    return {f"log/{name}": float(np.mean([group.logged[name] for group in groups if name in group.logged])) for name in names}
 
 
 def episode_metrics(groups: Sequence[Scored]) -> dict[str, float]:

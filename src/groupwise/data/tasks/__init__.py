@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -17,6 +16,7 @@ from groupwise.data.tasks.guessing import Guessing
 from groupwise.data.tasks.preferences import Preferences
 from groupwise.data.tasks.sorting import Sorting
 from groupwise.errors import ConfigError
+from groupwise.utils.spelling import nearest
 
 TASKS: dict[str, type[Task]] = {
     "addition": Addition,
@@ -40,8 +40,8 @@ def make_task(name: str, arguments: Mapping[str, Any] | None = None) -> Task:
     [{'prompt': '43+79', 'answer': '122'}]
     """
     if name not in TASKS:
-        near = difflib.get_close_matches(name, TASKS, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
+        near = nearest(name, TASKS)
+        hint = "" if near is None else f" (did you mean {near}?)"
         raise ConfigError(f"no built-in task {name!r}{hint}; there are: {', '.join(TASKS)}")
     given, task = dict(arguments or {}), TASKS[name]
     known = {field.name: field.type for field in fields(task)}  # type: ignore[arg-type]

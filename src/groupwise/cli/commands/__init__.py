@@ -1,0 +1,202 @@
+"""The command `groupwise`: which commands there are, what becomes of what is typed, and how a command ends.
+
+Each command has a file here, with its arguments, two examples and what it does.  Only the file of the command that was typed is
+imported, and everything heavy inside of its `run`: `--help`, `config`, `recipes`, `runs` and the refusal of a bad recipe take a
+fraction of a second, because none of them imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import importlib
+import logging
+import os
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from groupwise.errors import Ended, GroupwiseError, StorageError
+from groupwise.utils.allocator import prefer_large_pages
+from groupwise.utils.secrets import scrubbed
+from groupwise.utils.spelling import nearest
+from groupwise.utils.terminal import HARMLESS, escaped
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+COMMANDS = {
+    "train": "run a recipe, or resume it where it stopped",
+    "eval": "greedy accuracy, sampled accuracy and pass@k of a run or a checkpoint",
+    "check": "preflight: is what we sample what we score? EOS, packing, memory ...",
+    "score": "run reward functions over completions that exist already",
+    "chat": "talk to a run or a checkpoint",
+    "recipes": "list the bundled recipes, tell about one, copy one, or translate one of TRL's",
+    "config": "what a key of a recipe means: type, range, default, TRL's name",
+    "view": "look at runs in the browser, token by token, also while they train",
+    "runs": "list the run folders and how they stand",
+    "replay": "compute a recorded step again, as it was or with something changed",
+    "explain": "one step of an algorithm worked through in numbers",
+    "serve": "serve a model: by vLLM, for training to sample from, or with --native by our own engine",
+    "install-vllm": "install vLLM into an environment of its own",
+    "completion": "completion of commands, options and keys for a shell",
+}
+"""Every command and what it is for; what `groupwise.cli.commands.NAME` holds."""
+EXAMPLES = (
+    "groupwise train demo                                 a bundled recipe; the same again resumes it",
+    "groupwise train my.yaml optimizer.lr=1e-5 --dry-run  the plan of your own, a key changed",
+    "groupwise eval runs/demo/grpo                        as the run evaluated itself",
+    "groupwise config group.group_size                    what a key means",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code: 0, the `exit_code` of the error class, 130 after Ctrl-C or 143 after SIGTERM.
+
+    Errors of Groupwise print one short message to stderr; `--debug` adds the traceback.
+    """
+    given = _parse(arguments)
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    prefer_large_pages()
+    logging.getLogger("groupwise").addFilter(HARMLESS)
+    try:
+        return given.run(given)
+    except GroupwiseError as error:
+        if given.debug:
+            raise
+        _tell("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]))
+        return error.exit_code
+    except KeyboardInterrupt:
+        if given.debug:
+            raise
+        again = "; the same command continues from the last checkpoint" if given.command == "train" else ""
+        _tell(f"interrupted{again}", before="\n")
+        return INTERRUPTED
+    except Ended as told:
+        meanwhile = [f"meanwhile {type(told.__cause__).__name__}: {told.__cause__}"] if told.__cause__ is not None else []
+        _tell("; ".join(["ended by SIGTERM", *getattr(told, "__notes__", ()), *meanwhile]))
+        return told.exit_code
+    except BrokenPipeError:
+        # The reader of our output went away (`groupwise config | head`); Python would complain once more while it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        from groupwise.utils.files import disk_failed
+
+        if given.debug or not disk_failed(error):
+            raise
+        place = error.filename or "the working directory, or where the output goes"
+        _tell("\n".join([f"StorageError: {error.strerror}: {place}", *getattr(error, "__notes__", ())]))
+        return StorageError.exit_code
+
+
+def command() -> NoReturn:
+    """The command as a process: `main`, and the end of the process at once, without taking Python down first.
+
+    While it is taken down, a library's thread that asks for the interpreter aborts the process ("terminate called without an active
+    exception"): gloo's, as it lets go of what the last exchange sent, did so in one of thirty runs on a busy machine, after all
+    work was done.  What is due at an exit is done as ever: threads that are no daemons are waited for, `atexit` is heard, output is
+    flushed.
+    """
+    status: Any = 1
+    try:
+        status = main()
+    except SystemExit as ended:
+        status = ended.code
+        if isinstance(status, str):
+            _tell(status)
+            status = 1
+    except BaseException:  # `main` has told of what is expected; the rest is shown as Python would, but harmless
+        _tell("".join(traceback.format_exception(*sys.exc_info())).rstrip())
+    # As `Py_FinalizeEx` begins; there is no public name for either.
+    for finish in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
+        with suppress(Exception):  # said to stderr by itself
+            finish()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # a reader that went away; closed by somebody
+            stream.flush()
+    os._exit(int(status or 0))
+
+
+def _tell(text: str, before: str = "") -> None:
+    """The last words, to stderr: without secrets, and with nothing in them that steers a terminal."""
+    who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+    with suppress(OSError, ValueError):  # a full disk, or somebody closed it
+        print(before + escaped(scrubbed(f"{who}{text}")), file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------- what can be typed
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; overrides may stand behind options too, and those of `serve` behind --, where argparse would not find them."""
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    parser, commands = parsers(typed[:1])
+    if typed and not typed[0].startswith("-") and typed[0] not in COMMANDS:
+        near = nearest(typed[0], COMMANDS)
+        hint = f"did you mean {near}?" if near is not None else f"there are {', '.join(COMMANDS)}"
+        parser.error(f"there is no command {typed[0]!r}; {hint}")
+    behind = typed.index("--") if typed[:1] == ["serve"] and "--" in typed else len(typed)
+    given, rest = parser.parse_known_args(typed[:behind])
+    unknown = [text for text in rest if text.startswith("-") or "overrides" not in vars(given)]
+    if unknown:
+        command = commands[given.command]
+        command.error(_unknown(unknown[0], typed, command, overrides="overrides" in vars(given)))
+    if rest:
+        given.overrides = [*given.overrides, *rest]
+    if "more" in vars(given):
+        given.more = typed[behind + 1 :]
+    return given
+
+
+def parsers(names: Sequence[str]) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of the command line, and that of each command; only those in `names` have arguments of their own."""
+    parser = argparse.ArgumentParser(
+        prog="groupwise",
+        description="Post-train language models with GRPO and its family.",
+        epilog="examples:\n" + "".join(f"  {example}\n" for example in EXAMPLES),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    found = {}
+    for name, text in COMMANDS.items():
+        command = subparsers.add_parser(name, help=text, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+        found[name] = command
+        if name in names:
+            module = importlib.import_module(f"groupwise.cli.commands.{name.replace('-', '_')}")
+            module.arguments(command)
+            command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+            examples = "examples:\n" + "".join(f"  {example}\n" for example in module.EXAMPLES)
+            command.epilog = examples if command.epilog is None else f"{command.epilog}\n\n{examples}"
+            command.set_defaults(run=module.run)
+    return parser, found
+
+
+def _unknown(option: str, typed: Sequence[str], command: argparse.ArgumentParser, *, overrides: bool) -> str:
+    """What an option that does not exist may have meant: another one, or a key of the recipe, written as it has to be."""
+    name, equals, value = option.partition("=")
+    if not name.startswith("-"):
+        return f"there is nothing that {option!r} could mean here"
+    known = [text for action in command._actions for text in action.option_strings if text.startswith("--")]
+    if overrides:
+        from groupwise.config.schema import key_meant
+
+        key = key_meant(name.lstrip("-").replace("-", "_"))
+        behind = typed[typed.index(option) + 1 : typed.index(option) + 2]
+        value = value if equals else behind[0] if behind and not re.match(r"-\D", behind[0]) else ""
+        if key is not None:
+            return f"there is no option {name}: a key of the recipe is written {key}={value or '...'}"
+    near = nearest(name, known)
+    hint = f"did you mean {near}?" if near is not None else f"there are {', '.join(known)}"
+    return f"there is no option {name}; {hint}"
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("groupwise")

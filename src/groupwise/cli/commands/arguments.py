@@ -1,0 +1,67 @@
+"""Values on the command line: what several commands read in the same way."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from groupwise.errors import ConfigError
+
+
+def recipe(command: argparse.ArgumentParser, text: str = "a YAML file or the name of a bundled recipe") -> None:
+    """The arguments `RECIPE [KEY=VALUE ...]`."""
+    command.add_argument("recipe", metavar="RECIPE", help=text)
+    command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. optimizer.lr=1e-6, stages.sft.steps=100")
+
+
+def positive(text: str) -> int:
+    """A whole number from 1."""
+    return _at_least(text, 1)
+
+
+def count(text: str) -> int:
+    """A whole number from 0."""
+    return _at_least(text, 0)
+
+
+def seed(text: str) -> int:
+    """A seed of random numbers."""
+    if (number := _at_least(text, 0)) >= 1 << 63:
+        raise argparse.ArgumentTypeError(f"must be less than {1 << 63}, got {number}")
+    return number
+
+
+def _at_least(text: str, least: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
+    if number < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {number}")
+    return number
+
+
+def pairs(texts: Sequence[str], option: str) -> dict[str, Any]:
+    """`KEY=VALUE` options, each value read as YAML.  Raises ConfigError."""
+    from groupwise.config.strict_yaml import parse_value
+
+    found = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        node, problems = parse_value(value, f"{option} {text}")
+        if not equals or problems:
+            raise ConfigError(str(problems[0]) if problems else f"{option} is written KEY=VALUE, got {text!r}")
+        found[key] = node.plain()
+    return found
+
+
+def texts(given: Sequence[str], option: str) -> dict[str, str]:
+    """`KEY=VALUE` options whose values are text.  Raises ConfigError."""
+    return {key: str(value) for key, value in pairs(given, option).items()}
+
+
+def environment(command: argparse.ArgumentParser) -> None:
+    """`--environment KEY=VALUE`."""
+    what = "a key of environment, as in a recipe: tools=[my_tools.py:search] (default: the run's environment)"
+    command.add_argument("--environment", action="append", default=[], metavar="KEY=VALUE", help=what)

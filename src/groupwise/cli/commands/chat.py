@@ -1,0 +1,117 @@
+"""`groupwise chat`: talk to a trained model in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from groupwise.cli.commands import arguments as typed
+from groupwise.errors import ConfigError, DataError
+
+EXAMPLES = (
+    "groupwise chat runs/demo/grpo                                        asked as the run asked",
+    "groupwise chat runs/demo/grpo --temperature 0 --max-new-tokens 20    greedy, and brief",
+)
+
+
+def arguments(command: argparse.ArgumentParser) -> None:
+    """What can be typed."""
+    command.add_argument("checkpoint", metavar="RUN", help="a run, a checkpoint or a model folder")
+    command.add_argument("--system", metavar="TEXT", help="system message (default: the run's)")
+    typed.environment(command)
+    command.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (default %(default)g)")
+    length = "longest completion (default: the run's, else 256)"
+    command.add_argument("--max-new-tokens", type=typed.positive, metavar="N", help=length)
+    command.add_argument("--seed", type=typed.seed, default=0, metavar="N", help="of the samples (default %(default)s)")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Talk."""
+    if not given.temperature >= 0:
+        raise ConfigError(f"--temperature must be at least 0, got {given.temperature:g}")
+    how = {name: getattr(given, name) for name in ("system", "temperature", "max_new_tokens", "seed")}
+    return chat(given.checkpoint, environment=typed.pairs(given.environment, "--environment") or None, **how)
+
+
+def chat(
+    path: str,
+    *,
+    system: str | None = None,
+    temperature: float = 1.0,
+    max_new_tokens: int | None = None,
+    seed: int = 0,
+    environment: Mapping[str, Any] | None = None,
+) -> int:
+    """Talk to a checkpoint in the terminal; an empty line or end of input ends it.  Returns the exit status.
+
+    A model of a run is asked as the run asked.  With a chat template the conversation so far is the prompt; without one every line
+    is a prompt of its own, put into the run's template.
+    environment: keys of a recipe's `environment`, whose tools the model may call while it answers; default: the run's.
+    """
+    with ExitStack() as ends:
+        return _talk(path, system, temperature, max_new_tokens, seed, environment, ends)
+
+
+def _talk(
+    path: str,
+    system: str | None,
+    temperature: float,
+    max_new_tokens: int | None,
+    seed: int,
+    environment: Mapping[str, Any] | None,
+    ends: ExitStack,
+) -> int:
+    from rich.console import Console
+
+    from groupwise.rewards.compose import spoken
+    from groupwise.rollout.native.engine import NativeEngine
+    from groupwise.rollout.probe import prove_engine
+    from groupwise.runs.answered import Answered
+    from groupwise.runs.loaded import load_policy
+    from groupwise.runs.origin import origin_of
+    from groupwise.runs.progress import safe
+
+    console = Console(highlight=False)
+    origin, policy = origin_of(path), load_policy(path)
+    prove_engine(policy, NativeEngine)
+    talks = policy.chat if origin is not None else bool(policy.tokenizer.chat_template)
+    policy = dataclasses.replace(policy, system=policy.system if system is None else system)
+    if talks:
+        way = "a conversation" + (f" under {policy.system!r}" if policy.system else "")
+    else:
+        way = "every line is a prompt of its own" + (f", put into {policy.template!r}" if policy.template else "")
+    length = max_new_tokens or policy.max_new_tokens
+    console.print(safe(f"{path}: {way}; at most {length} tokens; an empty line ends it", style="dim"), soft_wrap=True)
+    answered = Answered.of(policy, origin, environment, length, ends) if talks else None
+    messages: list[Mapping[str, Any]] = []
+    turn = 0
+    while True:
+        try:
+            said = input("> ").strip()
+        except EOFError:
+            console.print()  # Ctrl-D leaves the cursor behind the prompt
+            return 0
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"standard input: not {error.encoding.upper()}: {error.reason} (byte 0x{error.object[error.start]:02x})"
+            ) from None
+        if not said:
+            return 0
+        messages.append({"role": "user", "content": said})
+        if answered is not None:
+            rollout = answered.turn(messages, temperature, seed + turn)
+            episode = rollout.episode
+            messages += [{"role": "assistant", "content": rollout.text}] if episode is None else episode.messages
+            for call in () if episode is None else (call for one in episode.turns for call in one.calls):
+                console.print(safe(f"{call.name}({call.arguments}) -> {call.result}", style="dim"), soft_wrap=True)
+            console.print(safe(spoken(rollout)), soft_wrap=True)
+            turn += 1
+            continue
+        answer = policy.generate(messages if talks else said, max_new_tokens=length, temperature=temperature, seed=seed + turn)
+        messages.append({"role": "assistant", "content": answer})
+        console.print(safe(answer), soft_wrap=True)
+        turn += 1
+

@@ -1,0 +1,33 @@
+"""`groupwise check`: a minute of sampling and scoring before hours of it."""
+
+from __future__ import annotations
+
+import argparse
+
+from groupwise.cli.commands import arguments as typed
+
+EXAMPLES = (
+    "groupwise check my.yaml                  before it is trained",
+    "groupwise check runs/demo/grpo           what a run has trained, with the run's own settings",
+)
+
+
+def arguments(command: argparse.ArgumentParser) -> None:
+    """What can be typed."""
+    typed.recipe(command, "a YAML file, the name of a bundled recipe, or a run")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Check and print; 1 if something is wrong."""
+    from groupwise.runs.origin import origin_of
+
+    if (origin := origin_of(given.recipe)) is not None and not given.recipe.endswith((".yaml", ".yml")):
+        from groupwise.cli.check import check_run
+
+        return check_run(origin, given.recipe, given.overrides)
+    from groupwise.config.recipes import load_stages
+
+    load_stages(given.recipe, given.overrides)  # a bad recipe is refused before torch is imported
+    from groupwise.cli.check import check_recipe
+
+    return check_recipe(given.recipe, given.overrides)

@@ -1,0 +1,68 @@
+"""`groupwise eval`: a trained model on held-out prompts."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from groupwise.cli.commands import arguments as typed
+from groupwise.errors import ConfigError
+
+EXAMPLES = (
+    "groupwise eval runs/demo/grpo                                   as the run evaluated itself",
+    "groupwise eval runs/demo/grpo --data test.jsonl --k 4 --json    on other rows, asked in the same way",
+)
+
+
+def arguments(command: argparse.ArgumentParser) -> None:
+    """What can be typed."""
+    command.add_argument("checkpoint", metavar="RUN", help="a run, a checkpoint, a model folder or a hub name")
+    command.add_argument("--data", metavar="PATH", help="a .jsonl, .json or .parquet file, or a hub name")
+    command.add_argument("--task", metavar="NAME", help="a built-in task; its held-out prompts are used")
+    command.add_argument("--task-arg", action="append", default=[], metavar="KEY=VALUE", help="keyword argument of the task")
+    command.add_argument("--split", metavar="NAME", help="split of a hub data set (default test)")
+    command.add_argument("--column", action="append", default=[], metavar="OURS=THEIRS", help="rename one, e.g. prompt=question")
+    command.add_argument("--template", metavar="TEXT", help="format string that makes the prompt from the row's columns")
+    chat = "apply the chat template to string prompts, or do not"
+    command.add_argument("--chat", action=argparse.BooleanOptionalAction, help=chat)
+    command.add_argument("--system", metavar="TEXT", help="system message")
+    command.add_argument("--reward", action="append", metavar="NAME", help="what says what is right; several: the first does")
+    typed.environment(command)
+    command.add_argument("--k", type=typed.positive, metavar="N", help="sampled completions per prompt")
+    command.add_argument("--temperature", type=float, metavar="T", help="of those samples")
+    command.add_argument("--max-new-tokens", type=typed.positive, metavar="N", help="longest completion")
+    command.add_argument("--limit", type=typed.positive, metavar="N", help="first prompts only")
+    command.add_argument("--seed", type=typed.seed, metavar="N", help="of the samples")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.epilog = "What is not said is as in the run; of a model that no run made: accuracy, 8 samples of at most 256 tokens."
+
+
+def run(given: argparse.Namespace) -> int:
+    """Evaluate and print."""
+    if given.data is not None and given.task is not None:
+        raise ConfigError("say what to evaluate on: --data or --task, not both")
+    if given.temperature is not None and not 0 < given.temperature < math.inf:
+        raise ConfigError(f"--temperature must be greater than 0, got {given.temperature:g} (greedy is always reported too)")
+    task_args, columns = typed.pairs(given.task_arg, "--task-arg"), typed.texts(given.column, "--column")
+    from groupwise.runs.evaluation import evaluate
+
+    report = evaluate(
+        given.checkpoint,
+        data=given.data,
+        task=given.task,
+        task_args=task_args or None,
+        split=given.split,
+        columns=columns or None,
+        template=given.template,
+        chat=given.chat,
+        system=given.system,
+        rewards=given.reward,
+        environment=typed.pairs(given.environment, "--environment") or None,
+        k=given.k,
+        temperature=given.temperature,
+        max_new_tokens=given.max_new_tokens,
+        limit=given.limit,
+        seed=given.seed,
+    )
+    print(report.to_json() if given.json else report.render())
+    return 0

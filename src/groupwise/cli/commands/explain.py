@@ -1,0 +1,64 @@
+"""`groupwise explain`: one step of an algorithm worked through in numbers."""
+
+from __future__ import annotations
+
+import argparse
+
+from groupwise.cli.commands import arguments as typed
+from groupwise.errors import ConfigError
+
+EXAMPLES = (
+    "groupwise explain --preset dr_grpo --rewards 1,0,0,0.5     made-up rewards",
+    "groupwise explain runs/demo/grpo --step 3                  a run's algorithm, on rewards that it recorded",
+)
+
+
+def arguments(command: argparse.ArgumentParser) -> None:
+    """What can be typed."""
+    command.add_argument("run_folder", nargs="?", metavar="RUN", help="take algorithm and rewards from a run")
+    command.add_argument("--step", type=typed.positive, metavar="N", help="of a run: a recorded step (default: the newest)")
+    rewards = "one per completion; none: unscorable (default 1,0,0.5)"
+    command.add_argument("--rewards", type=_rewards, metavar="R,R,...", help=rewards)
+    command.add_argument("--lengths", type=_lengths, metavar="N,N,...", help="tokens of each completion")
+    command.add_argument("--preset", metavar="NAME", help="an online algorithm (default grpo)")
+    command.add_argument("--mu", type=typed.positive, metavar="N", help="passes over the rollout (default 2)")
+    command.add_argument("--beta", type=float, metavar="B", help="weight of the KL to the reference (default: the preset's)")
+    command.add_argument("--lr", type=float, default=5.0, metavar="LR", help="step on the toy policy (default %(default)s)")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Work a step through and print it."""
+    if given.run_folder is None and given.step is not None:
+        raise ConfigError("--step is one of a run: groupwise explain RUN --step N")
+    if given.preset is not None:
+        from groupwise.config.schema import closest
+        from groupwise.config.settings import ONLINE
+
+        if given.preset not in ONLINE and ":" not in given.preset:  # refused before torch is imported
+            near = closest(given.preset, ONLINE)
+            raise ConfigError(f"there is no online algorithm {given.preset!r}{near}; there are {', '.join(ONLINE)}")
+    from groupwise.cli.explain import render, work, work_of_run
+
+    how = {name: getattr(given, name) for name in ("rewards", "lengths", "preset", "mu", "beta")}
+    said = {name: value for name, value in how.items() if value is not None}
+    if given.run_folder is not None:
+        text, example = work_of_run(given.run_folder, given.step, **said, lr=given.lr)
+        print(text)
+        print(render(example))
+    else:
+        print(render(work(**said, lr=given.lr)))
+    return 0
+
+
+def _rewards(text: str) -> list[float | None]:
+    try:
+        return [None if part.strip().lower() == "none" else float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be numbers or none with commas between them, got {text!r}") from error
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be whole numbers with commas between them, got {text!r}") from error

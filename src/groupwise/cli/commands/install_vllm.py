@@ -1,0 +1,29 @@
+"""`groupwise install-vllm`: vLLM in an environment of its own."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+EXAMPLES = (
+    "groupwise install-vllm                 the CPU build into .venv-vllm",
+    "groupwise install-vllm --gpu           the CUDA build",
+)
+
+
+def arguments(command: argparse.ArgumentParser) -> None:
+    """What can be typed."""
+    command.add_argument("folder", nargs="?", default=".venv-vllm", metavar="FOLDER", help="default: %(default)s")
+    command.add_argument("--gpu", action="store_true", help="vLLM's CUDA build instead of its CPU build")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Install, and say where it is."""
+    from groupwise.rollout.vllm.server import ENVIRONMENT, FOLDER, install
+
+    folder = Path(given.folder).expanduser()
+    print(f"installing vLLM into {folder}: 2.5 GB, a few minutes", flush=True)
+    install(folder, gpu=given.gpu)
+    found = "it is found there" if given.folder == FOLDER else f"say where it is: export {ENVIRONMENT}={folder.absolute()}"
+    print(f"done; {found}.  Next: groupwise train RECIPE rollout.engine=vllm")
+    return 0

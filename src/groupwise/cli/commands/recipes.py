@@ -1,0 +1,88 @@
+"""`groupwise recipes`: the bundled recipes, and TRL's configurations made into recipes."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+from groupwise.cli.commands import arguments as typed
+from groupwise.errors import ConfigError
+
+EXAMPLES = (
+    "groupwise recipes copy demo my.yaml             a bundled recipe, to edit it",
+    "groupwise recipes import-trl trl.yaml new.yaml  TRL's configuration as a recipe, line by line",
+)
+ACTIONS = ("list", "copy", "show", "import-trl")
+
+
+def arguments(command: argparse.ArgumentParser) -> None:
+    """What can be typed."""
+    action = "a bundled recipe, to read of it; or one of the words"
+    command.add_argument("action", nargs="?", default="list", metavar="NAME | copy | show | import-trl", help=action)
+    name = "with copy or show: a bundled recipe; with import-trl: a YAML or JSON file, or a script"
+    command.add_argument("name", nargs="?", metavar="NAME", help=name)
+    command.add_argument("to", nargs="?", metavar="TO", help="with copy and import-trl: where to (default: NAME.yaml; the screen)")
+    command.add_argument("--devices", type=typed.positive, metavar="N", help="with import-trl: devices that TRL ran on (default 1)")
+    command.add_argument(
+        "--as", dest="kind", metavar="CLASS", help="with import-trl: GRPOConfig, SFTConfig, RewardConfig or DPOConfig"
+    )
+
+
+def run(given: argparse.Namespace) -> int:
+    """List, tell, show, copy or translate."""
+    from groupwise.config.recipes import bundled_recipes, find_recipe, header
+
+    bundled = bundled_recipes()
+    if given.action == "list":
+        wide = max(map(len, bundled), default=0)
+        for name, path in bundled.items():
+            print(f"{name:{wide}}  {header(path).partition(chr(10))[0]}")
+        return 0
+    if given.action not in ACTIONS:
+        if given.name is not None:
+            raise ConfigError(f"groupwise recipes takes the name of one recipe, or copy, show or import-trl; got {given.action!r}")
+        print(header(given.action))
+        return 0
+    if given.action == "import-trl":
+        return _import(given.name, given.to, given.devices or 1, given.kind)
+    if given.devices is not None or given.kind is not None:
+        raise ConfigError("--devices and --as belong to groupwise recipes import-trl FILE")
+    if given.name is None:
+        raise ConfigError(f"groupwise recipes {given.action} needs a NAME: one of {', '.join(bundled)}")
+    source = find_recipe(given.name)
+    if given.action == "show":
+        print(source.read_text(encoding="utf-8"), end="")
+        return 0
+    target = Path(given.to or source.name)
+    if target.is_dir():
+        target /= source.name
+    if target.exists():
+        raise ConfigError(f"{target} exists already; name another file: groupwise recipes copy {given.name} OTHER.yaml")
+    try:
+        shutil.copyfile(source, target)
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error.strerror}; name another file") from error
+    print(f"{target}: edit it, then run `groupwise train {target}`")
+    return 0
+
+
+def _import(name: str | None, to: str | None, devices: int, kind: str | None) -> int:
+    from groupwise.config.import_trl import import_trl
+
+    if name is None:
+        raise ConfigError("groupwise recipes import-trl needs a file: TRL's YAML or JSON, or a script that makes a GRPOConfig")
+    found = import_trl(name, devices=devices, kind=kind)
+    if to is None:
+        print(found.render(), end="")
+        return 0
+    target = Path(to)
+    if target.exists():
+        raise ConfigError(f"{target} exists already; name another file: groupwise recipes import-trl {name} OTHER.yaml")
+    try:
+        target.write_text(found.render(), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error.strerror}; name another file") from error
+    print(found.summary())
+    print(f"{target}: read its comments, then run `groupwise train {target} --dry-run`")
+    return 0

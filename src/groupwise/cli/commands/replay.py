@@ -1,0 +1,38 @@
+"""`groupwise replay`: a recorded step computed again."""
+
+from __future__ import annotations
+
+import argparse
+
+from groupwise.cli.commands import arguments as typed
+from groupwise.errors import ConfigError
+
+EXAMPLES = (
+    "groupwise replay runs/demo/grpo --step 3                             are the numbers the recorded ones?",
+    "groupwise replay runs/demo/grpo --step 3 --set objective=dr_grpo     what would that have done?",
+)
+
+
+def arguments(command: argparse.ArgumentParser) -> None:
+    """What can be typed."""
+    command.add_argument("folder", metavar="RUN", help="a run folder")
+    command.add_argument("--step", type=typed.positive, required=True, metavar="N", help="a recorded step")
+    changed = "print beside it what this would have done: objective=dr_grpo, group.surrogate.high=0.28, optimizer.lr=1e-5 ..."
+    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes", help=changed)
+    command.add_argument("--no-model", action="store_true", help="leave out what needs the weights before the step")
+    reach = "recorded steps to train again, at most, from the nearest checkpoint on (default 20)"
+    command.add_argument("--reach", type=typed.count, metavar="N", help=reach)
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--tokens", action="store_true", help="with --json: the gradient with respect to every log-prob too")
+    command.epilog = "The exit status is 0 exactly if the numbers are the recorded ones."
+
+
+def run(given: argparse.Namespace) -> int:
+    """Replay and print; 1 if a number differs."""
+    from groupwise.cli.replay import replay_step
+
+    reach = {} if given.reach is None else {"reach": given.reach}
+    if given.tokens and not given.json:
+        raise ConfigError("--tokens is a part of the JSON: say --json too")
+    how = {"model": not given.no_model, "as_json": given.json, "tokens": given.tokens, **reach}
+    return replay_step(given.folder, given.step, given.changes, **how)

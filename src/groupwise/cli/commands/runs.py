@@ -1,0 +1,42 @@
+"""`groupwise runs`: the run folders and how they stand."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from groupwise.errors import ConfigError
+from groupwise.utils.terminal import escaped
+
+EXAMPLES = (
+    "groupwise runs                those in runs/",
+    "groupwise runs elsewhere      those in another folder",
+)
+
+
+def arguments(command: argparse.ArgumentParser) -> None:
+    """What can be typed."""
+    command.add_argument("folder", nargs="?", default="runs", metavar="FOLDER", help="default: %(default)s")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print a line a run."""
+    from groupwise.runs.folder import finished, in_use, list_runs, read_metrics
+
+    root = Path(given.folder)
+    if not root.is_dir():
+        raise ConfigError(f"no such folder: {root}")
+    rows = []
+    for folder in list_runs(root):
+        lines = read_metrics(folder)
+        last = lines[-1] if lines else {}
+        done = finished(folder)
+        state = "finished" if done is not None else "running" if in_use(folder) else "stopped"
+        reward = f"reward {last['reward']:.3f}" if isinstance(last.get("reward"), float) else ""
+        rows.append((str(folder.relative_to(root)), state, f"step {last.get('step', 0)}", reward))
+    widths = [max((len(row[place]) for row in rows), default=0) for place in range(4)]
+    for row in rows:
+        print(escaped("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()))
+    if not rows:
+        print(f"{root} holds no runs")
+    return 0

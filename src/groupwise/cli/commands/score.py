@@ -1,0 +1,73 @@
+"""`groupwise score`: reward functions over completions that exist already, before any compute is spent."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from groupwise.cli.commands import arguments as typed
+from groupwise.errors import ConfigError
+
+EXAMPLES = (
+    "groupwise score accuracy completions.jsonl                       a built-in over the rows of a file",
+    "groupwise score my_rewards.py:short runs/demo/grpo --steps all   your own over what a run sampled",
+)
+
+
+def arguments(command: argparse.ArgumentParser) -> None:
+    """What can be typed."""
+    reward = "built-in name, module:function or file.py:function; several with commas (default: the run's)"
+    command.add_argument("reward", nargs="?", metavar="REWARD", help=reward)
+    file = "rows with prompt, completion and the columns that the functions ask for; or a run"
+    command.add_argument("file", metavar="FILE", help=file)
+    command.add_argument("--arg", action="append", default=[], metavar="KEY=VALUE", help="keyword argument of the function")
+    command.add_argument("--column", action="append", default=[], metavar="OURS=THEIRS", help="rename a column")
+    command.add_argument("--steps", metavar="N,N-N", help="of a run: recorded steps, e.g. 3, 1-10 or all (default: the newest)")
+    command.add_argument("--limit", type=typed.positive, metavar="N", help="first rows only")
+    command.add_argument("--rows", type=typed.count, default=10, metavar="N", help="rows to print (default %(default)s)")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Score and print."""
+    from groupwise.config.settings import RewardSettings
+    from groupwise.runs.origin import origin_of
+
+    options = typed.pairs(given.arg, "--arg")
+    if given.reward is None:
+        origin = origin_of(given.file) if Path(given.file).is_dir() else None
+        if origin is None or not origin.recipe.rewards:
+            raise ConfigError(
+                f"name a reward function: groupwise score REWARD {given.file} (only a run with rewards brings its own)"
+            )
+        if options:
+            raise ConfigError(f"--arg belongs to a function that is named: groupwise score REWARD {given.file} --arg ...")
+        functions: Sequence[RewardSettings] = origin.recipe.rewards
+    else:
+        functions = [RewardSettings(function=name.strip(), args=options) for name in given.reward.split(",")]
+    if options and len(functions) > 1:
+        raise ConfigError(f"--arg belongs to one function, but {len(functions)} are named; score them one by one")
+    from groupwise.cli.score import score_file
+
+    columns, chosen = typed.texts(given.column, "--column"), None if given.steps is None else steps_of(given.steps)
+    report = score_file(functions, given.file, columns=columns, limit=given.limit, steps=chosen)
+    print(report.render(rows=given.rows))
+    return 0
+
+
+def steps_of(text: str) -> list[range]:
+    """Ranges of steps; `all` is every one.  Raises ConfigError.
+
+    >>> steps_of("3,7-9")
+    [range(3, 4), range(7, 10)]
+    """
+    if text == "all":
+        return [range(1 << 62)]
+    found = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
+            raise ConfigError(f"--steps is written 3, 1-10, 1,5,9 or all, got {text!r}")
+        found.append(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return found

@@ -1,0 +1,91 @@
+"""`groupwise train`: every stage of a recipe, one after the other."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from groupwise.cli.commands import arguments as typed
+from groupwise.errors import ConfigError
+
+EXAMPLES = (
+    "groupwise train demo                                            a bundled recipe; the same again resumes it",
+    "groupwise train my.yaml steps=200 optimizer.lr=1e-5 --dry-run   the plan of your own, two keys changed",
+)
+REPORT = "report.html"
+"""What a finished run's report is called, in its folder."""
+
+
+def arguments(command: argparse.ArgumentParser) -> None:
+    """What can be typed."""
+    typed.recipe(command)
+    command.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    planned = "with --dry-run: plan for so many processes, what each holds, computes and sends"
+    command.add_argument("--world", type=typed.positive, metavar="N", help=planned)
+    command.add_argument("--model-config", metavar="FILE", help="with --dry-run: plan for the model of this config.json instead")
+    command.add_argument("--print-config", action="store_true", help="print the resolved recipe as YAML and stop")
+    command.add_argument(
+        "--fresh", action="store_true", help="start anew under a name of its own (NAME-2, ...) instead of resuming"
+    )
+    changed = "resume although data or reward files have changed since the run began"
+    command.add_argument("--accept-changes", action="store_true", help=changed)
+    command.add_argument("--quiet", action="store_true", help="print warnings and the closing table only")
+    command.add_argument(
+        "--nproc", type=typed.positive, default=1, metavar="N", help="processes on this machine, started by torchrun"
+    )
+    patience = "with several processes: seconds that one waits for another (default %(default)g)"
+    command.add_argument("--timeout", type=typed.positive, default=1800, metavar="S", help=patience)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Train, or tell what would be trained."""
+    from groupwise.config.recipes import dump_stages, load_stages
+
+    stages = load_stages(given.recipe, given.overrides)  # a bad recipe is refused here, before torch is imported
+    if given.print_config:
+        print(dump_stages(stages), end="")
+        return 0
+    for option in ("world", "model_config"):
+        if getattr(given, option) is not None and not given.dry_run:
+            raise ConfigError(f"--{option.replace('_', '-')} plans what nobody starts: add --dry-run")
+    if given.nproc > 1 and not given.dry_run:
+        _become_torchrun(given)
+    from groupwise.runs.run import train_recipe
+
+    return train_recipe(
+        given.recipe,
+        given.overrides,
+        dry_run=given.dry_run,
+        fresh=given.fresh,
+        accept_changes=given.accept_changes,
+        quiet=given.quiet,
+        timeout=given.timeout,
+        world=given.world or (given.nproc if given.nproc > 1 else None),
+        model_config=given.model_config,
+        report=report,
+    )
+
+
+def report(folder: Path) -> None:
+    """Write the one page that stands in the folder of every finished run."""
+    from groupwise.viewer import export
+
+    export([folder], folder / REPORT)
+
+
+def _become_torchrun(given: argparse.Namespace) -> NoReturn:
+    """Replace this process by the launcher, which starts the same command `--nproc` times."""
+    if "RANK" in os.environ:
+        raise ConfigError("--nproc starts processes, but a launcher has started this one already: leave --nproc out")
+    switches = ("debug", "fresh", "accept_changes", "quiet")
+    flags = [f"--{name.replace('_', '-')}" for name in switches if getattr(given, name)] + [f"--timeout={given.timeout}"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={given.nproc}"]
+    # Else torchrun gives every process a single thread, however many cores there are.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // given.nproc)))
+    # Seconds that torchrun gives the others to end once one has failed: nothing is saved then that was not saved before.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")
+    sys.stdout.flush()
+    os.execv(sys.executable, [*launcher, "-m", "groupwise", "train", given.recipe, *given.overrides, *flags])

@@ -1,0 +1,50 @@
+"""`groupwise view`: the run viewer in a browser, or one page to hand on."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from groupwise.errors import ConfigError
+
+PORT = 8765
+EXAMPLES = (
+    "groupwise view runs/demo/grpo                             in the browser, also while it is trained",
+    "groupwise view runs/demo/grpo --export report.html        one page that needs nothing else",
+)
+
+
+def arguments(command: argparse.ArgumentParser) -> None:
+    """What can be typed."""
+    command.add_argument("paths", nargs="+", metavar="RUN", help="run folders, or Parquet or JSONL files of completions")
+    command.add_argument("--export", metavar="FILE", help="write one self-contained page, for example report.html, and stop")
+    command.add_argument("--port", type=int, metavar="N", help=f"default: {PORT}, or any that is free")
+    command.add_argument("--open", action="store_true", help="open it in the browser of this machine")
+    command.epilog = f"From another machine: ssh -L {PORT}:127.0.0.1:{PORT} HOST, and open the address there."
+
+
+def run(given: argparse.Namespace) -> int:
+    """Export, or serve until Ctrl-C."""
+    from groupwise.viewer import export, serve
+
+    if given.export is not None:
+        print(export(given.paths, given.export))
+        return 0
+    try:
+        viewer = serve(given.paths, PORT if given.port is None else given.port)
+    except ConfigError:
+        if given.port is not None:
+            raise
+        viewer = serve(given.paths, 0)
+    print(f"{viewer.address}  (Ctrl-C ends it)", flush=True)
+    if given.open:
+        import webbrowser
+
+        webbrowser.open(viewer.address)
+    try:
+        while True:
+            time.sleep(3600)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        viewer.close()

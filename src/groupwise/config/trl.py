@@ -1,0 +1,359 @@
+"""What becomes of every argument of TRL 1.16.
+
+The one table behind `groupwise config OLD_NAME`, docs/from-trl.md, what an unknown key may have meant, and `groupwise recipes
+import-trl`.
+
+The arguments are those of GRPOConfig, SFTConfig, RewardConfig and DPOConfig, of transformers' TrainingArguments (5.23) that they
+inherit, of ModelConfig and ScriptArguments, a few of trainers (`reward_funcs`), and older names that configurations still hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Fate = Literal["same", "changed", "unneeded", "missing"]
+FATES: dict[Fate, str] = {
+    "same": "carried over",
+    "changed": "changed in meaning",
+    "unneeded": "not needed",
+    "missing": "not supported yet",
+}
+"""What can become of an argument, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument of TRL's."""
+
+    fate: Fate
+    key: str | None = None
+    """Our key."""
+    says: str = ""
+    """What to write, what differs, or why it is not needed."""
+
+
+def _same(key: str, says: str = "") -> Argument:
+    return Argument("same", key, says)
+
+
+def _changed(key: str, says: str) -> Argument:
+    return Argument("changed", key, says)
+
+
+def _unneeded(says: str) -> Argument:
+    return Argument("unneeded", None, says)
+
+
+def _missing(says: str, key: str | None = None) -> Argument:
+    return Argument("missing", key, says)
+
+
+NO_HUB = _unneeded("nothing is uploaded: `final/` is a plain Hugging Face folder, to be uploaded by its own tools")
+NO_PADDING = _unneeded("nothing is ever padded: batches are packed streams")
+MEMORY = _unneeded("how a step is cut to fit memory follows from optimizer.tokens_per_microbatch, which cannot change the update")
+LOG = _unneeded("every step is a line of metrics.jsonl and of the terminal; dashboards are save.report_to")
+LOADER = _unneeded("rows are read once and encoded before the first step: there is no data loader")
+LAUNCHED = _unneeded("processes are started by --nproc or torchrun, and what each holds is `parallel`")
+KERNELS = _unneeded("kernels are built in: packed attention, and logits of trained tokens only, a chunk at a time")
+WHOLE = _unneeded("held-out figures come in one table with intervals; there are no callbacks for metrics")
+STEPS = "counts optimizer steps; ours counts rollouts, each of group.updates_per_rollout x group.minibatches optimizer steps"
+
+TABLE: dict[str, Argument] = {
+    # ------------------------------------------------------------ GRPOConfig
+    "beta": _same("group.beta", "of DPOConfig: pairs.beta"),
+    "cache_implementation": _unneeded("the engine has a paged KV cache of its own"),
+    "cast_lm_head_to_fp32": _unneeded("the softmax over the vocabulary is always taken in float32"),
+    "chat_template_kwargs": _missing("chat templates are applied without further arguments; give a template: model.chat_template"),
+    "delta": _changed("group.surrogate", "{name: clipped, delta: ...}"),
+    "disable_dropout": _unneeded("dropout is always off: what is scored is what was sampled"),
+    "ds3_gather_for_generation": LAUNCHED,
+    "entropy_coef": _same("group.entropy_bonus"),
+    "entropy_coef_delta": _missing("the entropy bonus is constant: group.entropy_bonus"),
+    "entropy_coef_max": _missing("the entropy bonus is constant: group.entropy_bonus"),
+    "entropy_coef_min": _missing("the entropy bonus is constant: group.entropy_bonus"),
+    "entropy_target": _missing("the entropy bonus is constant: group.entropy_bonus"),
+    "epsilon": _changed("group.surrogate", "{name: clipped, low: ..., high: ...}"),
+    "epsilon_high": _changed("group.surrogate", "{name: clipped, low: ..., high: ...}; with cispo {name: cispo, cap: ...}"),
+    "generation_batch_size": _changed("group.prompts_per_step", "completions of a rollout: num_generations times the prompts"),
+    "generation_kwargs": _missing("only what the scorer reproduces can be sampled: temperature, top_k, top_p, min_p, stop"),
+    "importance_sampling_level": _changed("group.ratio", "token, or sequence_mean for sequence"),
+    "log_completions": _changed(
+        "save.rollouts_every", "every completion is written every this many steps; `groupwise view` shows them"
+    ),
+    "log_completions_hub_repo": NO_HUB,
+    "log_multimodal": _unneeded("there are no images"),
+    "log_unique_prompts": LOG,
+    "loss_type": _changed(
+        "objective", "the preset's name, but bnpo for TRL's dapo, which is only its mean over tokens; of DPOConfig: pairs.loss"
+    ),
+    "mask_truncated_completions": _changed("group.truncated", "keep or mask"),
+    "max_completion_length": _same("rollout.max_new_tokens"),
+    "max_tool_calling_iterations": _changed(
+        "environment.max_turns", "counts turns of the policy: one more than rounds of tool calls"
+    ),
+    "min_p": _same("rollout.min_p"),
+    "model_init_kwargs": _changed("model.dtype", "its dtype; attn_implementation is not needed; other arguments are not passed on"),
+    "multi_objective_aggregation": _changed("objective", "gdpo for normalize_then_sum"),
+    "num_completions_to_print": LOG,
+    "num_generations": _same("group.group_size"),
+    "num_generations_eval": _same("eval.k"),
+    "num_iterations": _same("group.updates_per_rollout"),
+    "off_policy_mask_threshold": _same("group.off_policy_delta"),
+    "pad_to_multiple_of": NO_PADDING,
+    "ref_model_mixup_alpha": _same("group.reference_mix"),
+    "ref_model_sync_steps": _changed("group.reference_refresh", f"with sync_ref_model; {STEPS}"),
+    "repetition_penalty": _missing(
+        "a penalty makes another distribution, which the scorer does not have: use the reward `repetition`"
+    ),
+    "reward_weights": _changed("rewards.N.weight", "one in each entry of rewards"),
+    "router_aux_loss_coef": _missing("mixture models are trained without an auxiliary loss"),
+    "sapo_temperature_neg": _changed("group.surrogate", "{name: sapo, tau_neg: ...}"),
+    "sapo_temperature_pos": _changed("group.surrogate", "{name: sapo, tau_pos: ...}"),
+    "scale_rewards": _changed("group.credit", "{name: standardized, scale: group, batch or none}"),
+    "shuffle_dataset": _same("data.shuffle"),
+    "steps_per_generation": _changed("group.minibatches", "steps_per_generation / gradient_accumulation_steps: updates per pass"),
+    "sync_ref_model": _changed("group.reference_refresh", "the number of steps; 0 for false"),
+    "temperature": _same("rollout.temperature"),
+    "top_entropy_quantile": _changed("group.entropy_quantile", "1 - top_entropy_quantile"),
+    "top_k": _same("rollout.top_k"),
+    "top_p": _same("rollout.top_p"),
+    "transformers_continuous_batching_config": _unneeded("rollout.engine: native batches continuously"),
+    "trust_remote_code": _same("model.trust_remote_code"),
+    "use_adaptive_entropy": _missing("the entropy bonus is constant: group.entropy_bonus"),
+    "use_bias_correction_kl": _changed("group.kl", "k3_ratio where it is true (TRL's default), k3 where it is false"),
+    "use_transformers_continuous_batching": _unneeded("rollout.engine: native batches continuously"),
+    "use_transformers_paged": _unneeded("rollout.engine: native has a paged cache"),
+    "use_vllm": _changed("rollout.engine", "vllm; the default, native, samples in the trainer's process"),
+    "vespo_k_neg": _changed("group.surrogate", "{name: vespo, k_neg: ...}"),
+    "vespo_k_pos": _changed("group.surrogate", "{name: vespo, k_pos: ...}"),
+    "vespo_lambda_neg": _changed("group.surrogate", "{name: vespo, lam_neg: ...}"),
+    "vespo_lambda_pos": _changed("group.surrogate", "{name: vespo, lam_pos: ...}"),
+    "vllm_enable_sleep_mode": _unneeded("a colocated vLLM always sleeps while weights are trained"),
+    "vllm_gpu_memory_utilization": _unneeded("the plan shares the memory out; of a server: groupwise serve --cache"),
+    "vllm_group_port": _unneeded("weights travel through the server's own address"),
+    "vllm_importance_sampling_cap": _changed("rollout.engine", "{name: vllm, correct: {high: ...}}"),
+    "vllm_importance_sampling_clip_max": _changed("rollout.engine", "{name: vllm, correct: {high: ...}}"),
+    "vllm_importance_sampling_clip_min": _changed("rollout.engine", "{name: vllm, correct: {low: ...}}"),
+    "vllm_importance_sampling_correction": _changed("rollout.engine", "{name: vllm, correct: {...}}, or correct: null for none"),
+    "vllm_importance_sampling_mode": _changed(
+        "rollout.engine", "{name: vllm, correct: {level: token or sequence_sum, mode: truncate or mask}}"
+    ),
+    "vllm_max_model_length": _unneeded("the longest prompt and rollout.max_new_tokens say it"),
+    "vllm_mode": _changed("rollout.engine", "{name: vllm, colocated: true} for colocate; servers otherwise"),
+    "vllm_model_impl": _unneeded(
+        "vLLM's own model, with the trainer's weights, is proven against the trainer before the first step"
+    ),
+    "vllm_server_base_url": _changed("rollout.engine", "{name: vllm, servers: [...]}"),
+    "vllm_server_host": _changed("rollout.engine", "{name: vllm, servers: [http://HOST:PORT]}"),
+    "vllm_server_port": _changed("rollout.engine", "{name: vllm, servers: [http://HOST:PORT]}"),
+    "vllm_server_timeout": _unneeded("a run waits for its servers, and says which does not answer"),
+    "vllm_structured_outputs_regex": _missing("constrained decoding makes another distribution, which the scorer does not have"),
+    "vllm_tensor_parallel_size": _unneeded("of a server: groupwise serve MODEL -- --tensor-parallel-size 2"),
+    # ------------------------------------------------------------ SFTConfig, RewardConfig, DPOConfig
+    "activation_offloading": _missing("activations stay on the device: model.gradient_checkpointing keeps fewer of them"),
+    "assistant_only_loss": _changed(
+        "data.train_on", "completion: the last answer of a conversation is trained, earlier ones are not"
+    ),
+    "center_rewards_coefficient": _same("reward_model.centering"),
+    "chat_template_path": _same("model.chat_template"),
+    "completion_only_loss": _changed("data.train_on", "completion or all"),
+    "dataset_kwargs": LOADER,
+    "dataset_num_proc": LOADER,
+    "dataset_text_field": _changed(
+        "data.columns", "rows are prompt and completion, or messages: {completion: TEXT} with a prompt beside it"
+    ),
+    "discopop_tau": _missing("pairs.loss is sigmoid or ipo"),
+    "eos_token": _unneeded("EOS is what generation_config.json and the tokenizer say; `groupwise check` prints it"),
+    "eval_packing": NO_PADDING,
+    "f_alpha_divergence_coef": _missing("pairs are held against the reference by the reverse KL"),
+    "f_divergence_type": _missing("pairs are held against the reference by the reverse KL"),
+    "label_smoothing": _missing("pairs.loss is sigmoid or ipo, without smoothing"),
+    "ld_alpha": _missing("every token of a completion counts in pairs.loss"),
+    "loss_weights": _missing("pairs.loss is one loss"),
+    "max_length": _changed("data.too_long", "rows longer than the model's context are dropped or cut; there is no shorter limit"),
+    "packing": _unneeded("rows are always packed, and never see one another"),
+    "packing_strategy": _unneeded("rows are always packed, and never see one another"),
+    "pad_token": NO_PADDING,
+    "padding_free": NO_PADDING,
+    "precompute_ref_batch_size": MEMORY,
+    "precompute_ref_log_probs": _unneeded("the reference's log-probs of pairs are always computed once, before the first step"),
+    "truncation_mode": _changed("data.too_long", "drop or truncate_left"),
+    "use_weighting": _missing("pairs.loss is sigmoid or ipo"),
+    # ------------------------------------------------------------ TrainingArguments
+    "accelerator_config": LAUNCHED,
+    "activation_checkpointing": _same("model.gradient_checkpointing"),
+    "activation_checkpointing_kwargs": _unneeded("recomputing has no options"),
+    "adam_beta1": _changed("optimizer.betas", "[adam_beta1, adam_beta2]"),
+    "adam_beta2": _changed("optimizer.betas", "[adam_beta1, adam_beta2]"),
+    "adam_epsilon": _same("optimizer.eps"),
+    "auto_find_batch_size": MEMORY,
+    "average_tokens_across_devices": _unneeded("every normalisation is over the whole step, whatever the number of processes"),
+    "batch_eval_metrics": WHOLE,
+    "bf16": _changed("model.dtype", "autocast"),
+    "bf16_full_eval": _unneeded("evaluation computes as training does"),
+    "data_seed": _unneeded("one seed decides weights from scratch, order and samples: seed"),
+    "dataloader_drop_last": LOADER,
+    "dataloader_in_order": LOADER,
+    "dataloader_multiprocessing_context": LOADER,
+    "dataloader_num_workers": LOADER,
+    "dataloader_persistent_workers": LOADER,
+    "dataloader_pin_memory": LOADER,
+    "dataloader_prefetch_factor": LOADER,
+    "ddp_backend": LAUNCHED,
+    "ddp_broadcast_buffers": LAUNCHED,
+    "ddp_bucket_cap_mb": LAUNCHED,
+    "ddp_find_unused_parameters": LAUNCHED,
+    "ddp_static_graph": LAUNCHED,
+    "ddp_timeout": _unneeded("groupwise train --timeout says it"),
+    "debug": _unneeded("steps whose loss is not finite are skipped and counted; `groupwise replay` computes one again"),
+    "deepspeed": _changed("parallel", "zero2 or zero3 (FSDP2), {name: zero3, offload: true}; default: auto"),
+    "disable_tqdm": LOG,
+    "do_eval": _unneeded("what is held out (data.eval_path, data.eval_fraction) is evaluated"),
+    "do_predict": _unneeded("groupwise eval RUN"),
+    "do_train": _unneeded("groupwise train RECIPE"),
+    "enable_jit_checkpoint": _unneeded("SIGTERM and Ctrl-C save the last whole step"),
+    "eval_accumulation_steps": MEMORY,
+    "eval_delay": _missing("evaluations begin before the first step, or with the first that eval.every asks for"),
+    "eval_do_concat_batches": WHOLE,
+    "eval_on_start": _same("eval.at_start"),
+    "eval_steps": _changed("eval.every", STEPS),
+    "eval_strategy": _changed("eval.every", "with steps: eval_steps; no and epoch: before the first step and after the last"),
+    "eval_use_gather_object": WHOLE,
+    "fp16": _changed("model.dtype", "autocast: bfloat16 in the place of float16, which needs no loss scaling"),
+    "fp16_full_eval": _unneeded("evaluation computes as training does"),
+    "fsdp": _changed("parallel", "zero2 or zero3 (FSDP2); default: auto"),
+    "fsdp_config": _changed("parallel", "{name: zero3, shards: ..., offload: ...}"),
+    "full_determinism": _unneeded("the same recipe gives the same run; `groupwise replay` checks it"),
+    "gradient_accumulation_steps": _changed(
+        "group.prompts_per_step", "prompts per step (rows: batch_size); micro-batches follow from optimizer.tokens_per_microbatch"
+    ),
+    "gradient_checkpointing": _same("model.gradient_checkpointing"),
+    "gradient_checkpointing_kwargs": _unneeded("recomputing has no options"),
+    "greater_is_better": _missing("the last weights are the final model; save.keep keeps the newest checkpoints"),
+    "hub_always_push": NO_HUB,
+    "hub_model_id": NO_HUB,
+    "hub_private_repo": NO_HUB,
+    "hub_revision": NO_HUB,
+    "hub_strategy": NO_HUB,
+    "hub_token": NO_HUB,
+    "ignore_data_skip": _unneeded("a resumed run goes on where its data stood"),
+    "include_for_metrics": WHOLE,
+    "include_num_input_tokens_seen": _unneeded("tokens/sampled and tokens/trained are in every step's metrics"),
+    "label_names": LOADER,
+    "label_smoothing_factor": _missing("SFT's targets are the tokens themselves"),
+    "learning_rate": _same("optimizer.lr"),
+    "length_column_name": LOADER,
+    "liger_kernel_config": KERNELS,
+    "load_best_model_at_end": _missing("the last weights are the final model; save.keep keeps the newest checkpoints"),
+    "local_rank": LAUNCHED,
+    "log_level": LOG,
+    "log_level_replica": LOG,
+    "log_on_each_node": LOG,
+    "logging_first_step": LOG,
+    "logging_nan_inf_filter": _unneeded("what is not finite is shown, and its update skipped"),
+    "logging_steps": LOG,
+    "logging_strategy": LOG,
+    "lr_scheduler_kwargs": _changed("optimizer.min_lr_ratio", "min_lr_rate of cosine_with_min_lr"),
+    "lr_scheduler_type": _changed("optimizer.schedule", "constant, linear or cosine; TRL's default is linear, ours constant"),
+    "max_grad_norm": _same("optimizer.clip_norm", "null where it is 0"),
+    "max_steps": _changed("steps", STEPS),
+    "metric_for_best_model": _missing("the last weights are the final model; save.keep keeps the newest checkpoints"),
+    "neftune_noise_alpha": _missing("embeddings are trained without noise"),
+    "num_train_epochs": _changed("epochs", "of online objectives steps: epochs x rows / group.prompts_per_step"),
+    "optim": _unneeded("the optimizer is AdamW with float32 state"),
+    "optim_args": _unneeded("the optimizer is AdamW with float32 state"),
+    "optim_target_modules": _missing("the optimizer is AdamW with float32 state"),
+    "output_dir": _changed("name", "the run folder is runs/NAME"),
+    "parallelism_config": _changed("parallel", "ddp, zero2, zero3 or auto"),
+    "per_device_eval_batch_size": MEMORY,
+    "per_device_train_batch_size": _changed(
+        "group.prompts_per_step",
+        "counts prompts; TRL's counts completions, all devices together divide by num_generations (rows: batch_size)",
+    ),
+    "prediction_loss_only": WHOLE,
+    "project": LOG,
+    "push_to_hub": NO_HUB,
+    "remove_unused_columns": _unneeded("every column of the data reaches the reward functions that ask for it"),
+    "report_to": _changed("save.report_to", "tensorboard, wandb, mlflow, trackio; metrics.jsonl is always written"),
+    "restore_callback_states_from_checkpoint": _unneeded("there are no callbacks"),
+    "resume_from_checkpoint": _unneeded("the same command resumes the run"),
+    "run_name": _changed("name", "the run folder is runs/NAME"),
+    "save_on_each_node": LAUNCHED,
+    "save_only_model": _missing("a checkpoint is whole: `groupwise train` resumes from it"),
+    "save_steps": _changed("save.every", STEPS),
+    "save_strategy": _changed("save.every", "with steps: save_steps; no, epoch and best: 0, after the last step only"),
+    "save_total_limit": _same("save.keep", "at least 2"),
+    "seed": _same("seed"),
+    "skip_memory_metrics": _unneeded("the plan says what a step will need"),
+    "tf32": _missing("float32 products are float32's; model.dtype: autocast is the fast way"),
+    "torch_compile": KERNELS,
+    "torch_compile_backend": KERNELS,
+    "torch_compile_mode": KERNELS,
+    "torch_empty_cache_steps": MEMORY,
+    "trackio_bucket_id": LOG,
+    "trackio_space_id": LOG,
+    "trackio_static_space_id": LOG,
+    "train_sampling_strategy": _changed("data.shuffle", "true for random"),
+    "use_cache": _unneeded("training has no KV cache, sampling always has one"),
+    "use_cpu": _changed("model.device", "cpu"),
+    "use_liger_kernel": KERNELS,
+    "warmup_steps": _changed("optimizer.warmup_steps", "optimizer steps, as TRL's; a share below 1 is multiplied out"),
+    "weight_decay": _same("optimizer.weight_decay"),
+    # ------------------------------------------------------------ ModelConfig, ScriptArguments, arguments of trainers
+    "attn_implementation": _changed("model.attention", "shared, packed or single; the kernel is chosen by the device"),
+    "bnb_4bit_quant_storage": _missing("weights are float32 or bfloat16"),
+    "bnb_4bit_quant_type": _missing("weights are float32 or bfloat16"),
+    "dataset_config": _missing("the configuration of a hub data set cannot be named: save it as a file"),
+    "dataset_name": _same("data.path"),
+    "dataset_streaming": _missing("rows are read once, before the first step"),
+    "dataset_test_split": _same("data.eval_split", "with data.eval_path"),
+    "dataset_train_split": _same("data.split"),
+    "dtype": _changed("model.dtype", "float32 or bfloat16; with bf16 and float32 weights autocast"),
+    "ignore_bias_buffers": LAUNCHED,
+    "load_in_4bit": _missing("weights are float32 or bfloat16"),
+    "load_in_8bit": _missing("weights are float32 or bfloat16"),
+    "lora_alpha": _changed("model.lora", "{alpha: ...}"),
+    "lora_dropout": _missing("adapters have no dropout: what is scored is what was sampled"),
+    "lora_modules_to_save": _missing("an adapter trains low-rank factors only"),
+    "lora_r": _changed("model.lora", "{rank: ...}"),
+    "lora_target_modules": _changed("model.lora", "{targets: ...}"),
+    "lora_target_parameters": _missing("an adapter lies on linear layers"),
+    "lora_task_type": _unneeded("it follows from the objective"),
+    "model_name_or_path": _same("model.path"),
+    "model_revision": _missing("the newest revision is loaded; download another one and give its folder"),
+    "reward_funcs": _changed("rewards", "a list of {function: ..., weight: ...}"),
+    "stop": _same("rollout.stop"),
+    "use_bnb_nested_quant": _missing("weights are float32 or bfloat16"),
+    "use_dora": _missing("adapters are LoRA's"),
+    "use_peft": _changed("model.lora", "{}, or with rank, alpha and targets"),
+    "use_rslora": _missing("adapters are LoRA's, scaled by alpha / rank"),
+    # ------------------------------------------------------------ older names, and those of well-known scripts
+    "callbacks": _missing("there are no callbacks: a loop of your own over `gw.train(...)` does what they did"),
+    "chat_template": _same("model.chat_template"),
+    "dataset_prompt_column": _changed("data.columns", "{prompt: ...}"),
+    "evaluation_strategy": _changed("eval.every", "with steps: eval_steps; no and epoch: before the first step and after the last"),
+    "logging_dir": LOG,
+    "max_prompt_length": _same("data.max_prompt_tokens", "longer ones are dropped; TRL's cut them: data.too_long: truncate_left"),
+    "max_seq_length": _changed(
+        "data.too_long", "rows longer than the model's context are dropped or cut; there is no shorter limit"
+    ),
+    "overwrite_output_dir": _unneeded("the same command resumes the run; --fresh starts anew"),
+    "per_gpu_train_batch_size": _changed("group.prompts_per_step", "counts prompts, over all devices (rows: batch_size)"),
+    "preprocessing_num_workers": LOADER,
+    "system_prompt": _changed("data.system", "with data.chat: true"),
+    "torch_dtype": _changed("model.dtype", "float32 or bfloat16; with bf16 and float32 weights autocast"),
+    "use_liger": KERNELS,
+    "vllm_device": _changed("rollout.engine", "{name: vllm, colocated: true}, or a server: groupwise serve"),
+    "vllm_dtype": _changed("rollout.engine", "{name: vllm, dtype: ...}"),
+    "vllm_max_model_len": _unneeded("the longest prompt and rollout.max_new_tokens say it"),
+    "wandb_entity": LOG,
+    "wandb_project": LOG,
+    "warmup_ratio": _changed("optimizer.warmup_steps", "optimizer steps: the ratio of all of them"),
+}
+"""TRL's argument -> what becomes of it."""
+
+NAMES: dict[str, tuple[str, str]] = {
+    name: (found.key, found.says) for name, found in TABLE.items() if found.key is not None and found.fate != "missing"
+}
+"""TRL's argument -> our key, and what to write where the values differ; of those that we have one for."""

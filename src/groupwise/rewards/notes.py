@@ -1,0 +1,109 @@
+"""What reward functions are told of the run, and what they tell beside their rewards.
+
+The names are TRL's: `trainer_state`, `log_metric`, `log_extra`.  A function asks for them by name.  It may run in another
+process: what it logs comes back with its rewards.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+TOLD = ("trainer_state", "log_metric", "log_extra")
+"""What a function may ask for by name, and is no list with an entry for each completion."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerState:
+    """Where the run stands."""
+
+    global_step: int = 0
+    """Steps that are completed."""
+    max_steps: int | None = None
+    """The last step's number; None where no run says it."""
+
+
+class Notes:
+    """What one call logs.
+
+    >>> notes = Notes(2)
+    >>> notes.log_metric("parsed", 0.5)
+    >>> notes.log_extra("answer", ["4", None])
+    >>> notes.told()
+    {'metrics': {'parsed': [0.5]}, 'columns': {'answer': ['4', None]}}
+    """
+
+    def __init__(self, count: int, *, single: bool = False) -> None:
+        """count: completions of the call.   single: the function takes one completion, and logs one value of it."""
+        self.count, self.single = count, single
+        self.metrics: dict[str, list[float]] = {}
+        self.columns: dict[str, list[Any]] = {}
+
+    def log_metric(self, name: str, value: float) -> None:
+        """A number of this call; it is in the step's metrics as `log/NAME`, the mean where it is logged several times.
+
+        Raises TypeError or ValueError for what is no name or no finite number.
+        """
+        number = float(value)
+        if not math.isfinite(number):
+            raise ValueError(f"log_metric({name!r}, ...): {number} is not finite")
+        self.metrics.setdefault(_name("log_metric", name), []).append(number)
+
+    def log_extra(self, column: str, values: Any) -> None:
+        """A value for each completion; it is in the table of the step's rollouts as the column `extra/COLUMN`, in JSON.
+
+        Raises TypeError or ValueError for what is no name, or no list of as many values as there are completions.
+        """
+        if self.single:
+            values = [values]
+        if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
+            raise TypeError(
+                f"log_extra({column!r}, ...) takes a list with a value for each completion, got a {type(values).__name__}"
+            )
+        if len(values) != self.count:
+            raise ValueError(f"log_extra({column!r}, ...) takes {self.count} values, one for each completion, got {len(values)}")
+        self.columns[_name("log_extra", column)] = [json.loads(json.dumps(value, default=_plain)) for value in values]
+
+    def given(self, asked: Sequence[str], state: TrainerState) -> dict[str, Any]:
+        """The keyword arguments for a function that asks for some of `TOLD`."""
+        every: dict[str, TrainerState | Callable[..., None]]
+        every = {"trainer_state": state, "log_metric": self.log_metric, "log_extra": self.log_extra}
+        return {name: every[name] for name in asked}
+
+    def told(self) -> dict[str, Any]:
+        """As it travels from a worker; empty if nothing was logged."""
+        return {"metrics": self.metrics, "columns": self.columns} if self.metrics or self.columns else {}
+
+
+def _name(function: str, name: object) -> str:
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise TypeError(f"{function} takes a name, got {name!r}")
+    return name
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON does not know: numpy's and torch's become Python's, anything else its text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def joined(told: Sequence[Mapping[str, Any]], counts: Sequence[int]) -> dict[str, Any]:
+    """What several calls logged, as of one; a completion of whose call nothing is known has None.   counts: completions of each.
+
+    >>> joined([{"metrics": {"a": [1.0]}, "columns": {}}, {}, {"metrics": {"a": [0.0]}, "columns": {"b": [7]}}], [1, 1, 1])
+    {'metrics': {'a': [1.0, 0.0]}, 'columns': {'b': [None, None, 7]}}
+    """
+    if not any(told):
+        return {}
+    metrics: dict[str, list[float]] = {}
+    for one in told:
+        for name, values in one.get("metrics", {}).items():
+            metrics.setdefault(name, []).extend(values)
+    names = dict.fromkeys(name for one in told for name in one.get("columns", {}))
+    columns: dict[str, list[Any]] = {name: [] for name in names}
+    for one, count in zip(told, counts, strict=True):
+        for name, column in columns.items():
+            column.extend(one.get("columns", {}).get(name, [None] * count))
+    return {"metrics": metrics, "columns": columns}

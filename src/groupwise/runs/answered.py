@@ -1,0 +1,56 @@
+"""A trained policy in a conversation whose turns an environment answers: tools in `groupwise chat`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from groupwise.config.settings import DataSettings
+from groupwise.data.templates import Template
+from groupwise.models.policy import Blueprint
+from groupwise.records import Prompt, Rollout, Sampling
+from groupwise.rollout.native.engine import NativeEngine
+from groupwise.runs.loaded import LoadedPolicy
+from groupwise.runs.origin import Origin
+from groupwise.runs.worlds import environment_of, make_source, make_world, tools_of, unmade
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answered:
+    """A policy whose turns an environment answers."""
+
+    policy: LoadedPolicy
+    engine: NativeEngine
+    template: Template
+    length: int
+
+    @classmethod
+    def of(
+        cls, policy: LoadedPolicy, origin: Origin | None, environment: Mapping[str, Any] | None, length: int, ends: ExitStack
+    ) -> Answered | None:
+        """None where nobody answers: no environment, or one that asks by itself."""
+        settings = environment_of(environment or {})
+        if environment is None and origin is not None and not origin.recipe.environment.factory:  # a game is no conversation
+            settings = origin.recipe.environment
+        source = make_source(settings)
+        if source is None:
+            return None
+        ends.callback(source.close)
+        recipe = dataclasses.replace(unmade({}), environment=settings, data=DataSettings(task="addition", chat=True))
+        world = make_world(recipe, Blueprint.of(policy), source, Sampling(max_new_tokens=length))
+        if world is None:
+            return None
+        ends.callback(world.close)
+        template = Template(tokenizer=policy.tokenizer, chat=True, system=policy.system, tools=tools_of(source))
+        return cls(policy, NativeEngine(policy, max_rows=1, world=world), template, length)
+
+    def turn(self, messages: Sequence[Mapping[str, Any]], temperature: float, seed: int) -> Rollout:
+        """What the policy and its environment say to the conversation so far."""
+        told = [dict(message) for message in messages]
+        (question,) = self.template.ask([told], ["the conversation"])
+        prompt = Prompt(id="chat", tokens=question.tokens, text=question.text, row={"prompt": told})
+        sampling = Sampling(temperature=temperature, max_new_tokens=self.length)
+        ((rollout,),) = self.engine.generate([prompt], group_size=1, sampling=sampling, seed=seed)
+        return rollout

@@ -1,0 +1,227 @@
+"""A trained model on held-out prompts: a run says itself what it was held against, any other model is told.
+
+gw.evaluate("runs/mine")                                         # as the run evaluated itself
+gw.evaluate("my/model", data="test.jsonl", rewards="accuracy")   # another model, on rows of a file
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from groupwise.config.live import LIVE, Live
+from groupwise.config.settings import CriticSettings, DataSettings, ModelSettings, Recipe, RewardSettings, TeacherSettings
+from groupwise.config.validation import STAGE
+from groupwise.data.load import load_data
+from groupwise.data.templates import Tools
+from groupwise.errors import ConfigError
+from groupwise.models.policy import Blueprint, Policy, load_policy
+from groupwise.records import Prompt, Sampling
+from groupwise.rewards.compose import build_rewards
+from groupwise.rewards.registry import GOLD_COLUMNS
+from groupwise.rollout.native.engine import NativeEngine
+from groupwise.rollout.probe import prove_engine
+from groupwise.runs.loaded import model_folder, settings_of
+from groupwise.runs.origin import Origin, origin_of
+from groupwise.runs.run import resolved
+from groupwise.runs.worlds import environment_of, furnished, make_source, make_world, tools_of, unmade, with_own_reward
+from groupwise.training import evaluate as judging
+from groupwise.training.evaluate import Evaluation
+
+JUDGES = ("reward", "prm")
+"""Objectives whose models write no completions."""
+LENGTH, SAMPLES, ROWS = 256, 8, 256
+"""Of a model that no run made: longest completion in tokens, samples per prompt; completions decoded at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalReport:
+    """An evaluation, for people and for programs."""
+
+    checkpoint: str
+    about: str
+    """What was asked and how: data, rewards, length, and what of it the run said."""
+    evaluation: Evaluation
+
+    def render(self) -> str:
+        """Plain text."""
+        found = self.evaluation
+        lines = [
+            f"{self.checkpoint}: {found.prompts} prompts, {found.k} samples each (± is half of a 95 % interval)",
+            f"  {self.about}",
+            f"  greedy accuracy   {found.greedy}",
+            f"  sampled accuracy  {found.sampled}",
+            f"  {f'pass@{found.k}':16}  {found.pass_at_k}",
+            f"  mean reward       {found.reward}",
+            f"  mean length       {found.length:.1f} tokens, {found.truncated:.1%} truncated",
+        ]
+        if len(found.by_function) > 1:
+            lines += [f"  {name:16}  {mean}" for name, mean in found.by_function.items()]
+        for column, shares in found.by_column.items():
+            lines.append(f"  greedy by {column}: " + ", ".join(f"{value} {share:.3f}" for value, share in shares.items()))
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """One JSON object."""
+        found = {"checkpoint": self.checkpoint, "prompts": self.evaluation.prompts, "k": self.evaluation.k}
+        return json.dumps(found | self.evaluation.metrics(), indent=1)
+
+
+def evaluate(
+    path: str | os.PathLike[str],
+    *,
+    data: str | os.PathLike[str] | None = None,
+    task: str | None = None,
+    task_args: Mapping[str, Any] | None = None,
+    split: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    template: str | None = None,
+    chat: bool | None = None,
+    system: str | None = None,
+    rewards: str | Sequence[str | RewardSettings] | None = None,
+    environment: Mapping[str, Any] | None = None,
+    k: int | None = None,
+    temperature: float | None = None,
+    max_new_tokens: int | None = None,
+    limit: int | None = None,
+    seed: int | None = None,
+) -> EvalReport:
+    """Greedy accuracy, sampled accuracy and pass@k of a run, a checkpoint, a model folder or a hub name.
+
+    A run's model is evaluated as the run evaluated itself: on what it held out, with its reward functions, environment, template,
+    length and samples.  What is given replaces that.  Of a model that no run made data (or task) must be given.
+    data: a file or hub name, all of whose rows are used; task: a built-in task, whose held-out prompts are used.
+    rewards: functions that judge, by name or with their settings; a completion is right where the first of them gives 1.
+    environment: keys of a recipe's `environment`; an empty mapping: none.
+    k: samples per prompt.   max_new_tokens: longest completion.   limit: first prompts only.   seed: of the samples.
+    Raises ConfigError, DataError, RewardError, EnvironmentFailure, CheckpointError.
+    """
+    path = os.fspath(path)
+    if data is not None and task is not None:
+        raise ConfigError(f"say what to evaluate on: data ({os.fspath(data)!r}) or task ({task!r}), not both")
+    origin = origin_of(path)
+    if origin is not None:
+        own = origin.recipe if environment is None else replace(origin.recipe, environment=environment_of(environment))
+        origin = replace(origin, recipe=furnished(own))
+    recipe = None if origin is None else origin.recipe
+    if recipe is not None and recipe.objective in JUDGES:
+        raise ConfigError(f"{path} holds a model of the objective {recipe.objective!r}, which writes no completions to evaluate")
+    settings = _data_of(path, origin, None if data is None else os.fspath(data), task, task_args, split)
+    said = {"columns": columns, "template": template, "chat": chat, "system": system}
+    settings = replace(settings, **{key: value for key, value in said.items() if value is not None})
+    settings = settings if limit is None else replace(settings, eval_limit=limit)
+    model = model_folder(path)
+    policy = load_policy(ModelSettings(path=model) if recipe is None else settings_of(recipe.model, model))
+    sampling = Sampling(
+        temperature=_first(temperature, recipe and recipe.eval.temperature, 1.0),
+        max_new_tokens=_first(
+            max_new_tokens, recipe and recipe.eval.max_new_tokens, recipe and recipe.rollout.max_new_tokens, LENGTH
+        ),
+        stop=() if recipe is None else recipe.rollout.stop,
+    )
+    drawn: int = _first(seed, recipe and recipe.seed, 0)
+    talking = replace(recipe or unmade(environment or {}), data=settings)
+    with ExitStack() as ends:
+        source = make_source(talking.environment)
+        if source is not None:
+            ends.callback(source.close)
+        prompts = _prompts(path, policy, settings, sampling.max_new_tokens, drawn, tools_of(source))
+        named = [rewards] if isinstance(rewards, str) else rewards
+        functions = _rewards_of(path, recipe and with_own_reward(recipe, source), named, prompts[0].row)
+        prove_engine(policy, NativeEngine)
+        world = make_world(talking, Blueprint.of(policy), source, sampling)
+        if world is not None:
+            ends.callback(world.close)
+        engine = NativeEngine(policy, max_rows=ROWS if recipe is None else recipe.rollout.max_rows, world=world)
+        judge = ends.enter_context(build_rewards(functions, columns=list(prompts[0].row), tokenizer=policy.tokenizer))
+        samples = _first(k, recipe and recipe.eval.k, SAMPLES)
+        found = judging.evaluate(engine, judge, prompts, k=samples, sampling=sampling, seed=drawn)
+        return EvalReport(path, _about(origin, settings, judge.names, sampling), found)
+
+
+def _first(*values: Any) -> Any:
+    """The first that is said."""
+    return next(value for value in values if value is not None)
+
+
+def _data_of(
+    path: str, origin: Origin | None, data: str | None, task: str | None, task_args: Mapping[str, Any] | None, split: str | None
+) -> DataSettings:
+    """What to evaluate on: what is given, else what the run held out."""
+    if data is not None or task is not None:
+        # All rows of a file are asked: as held-out rows beside a training row that nobody looks at.
+        known = DataSettings() if origin is None else origin.recipe.data
+        source = {"eval_path": data, "path": data} if data is not None else {"eval_path": None, "path": None}
+        alone = replace(known, task=task, task_args=task_args or {}, eval_fraction=0.0, eval_limit=None, **source)
+        return replace(alone, split=split or "test", eval_split=split or "test", limit=1 if task is not None else None)
+    if origin is None:
+        raise ConfigError(f"no run made {path}, so nothing says what to evaluate it on: give --data FILE or --task NAME")
+    held = origin.recipe.data
+    for name in (held.path, held.eval_path):
+        if name is not None and name.startswith(LIVE) and not isinstance(name, Live):
+            raise ConfigError(f"{path} was evaluated on rows of the program that trained it ({name}): give --data FILE")
+    if held.task is None and held.eval_path is None and not held.parts:
+        raise ConfigError(
+            f"{path} held nothing out of {held.path}: give --data FILE or --task NAME "
+            f"(--data {held.path} asks what it was trained on)"
+        )
+    return held if task_args is None else replace(held, task_args=task_args)
+
+
+def _prompts(
+    path: str, policy: Policy, settings: DataSettings, length: int, seed: int, tools: Tools | None
+) -> tuple[Prompt, ...]:
+    if settings.task is None and settings.path == settings.eval_path:
+        found = _every_row(settings, policy, length, tools)
+    else:
+        data = load_data(settings, policy.tokenizer, context=policy.context, max_new_tokens=length, seed=seed, tools=tools)
+        found = data.held_out
+    if not found:
+        raise ConfigError(f"{path}: no held-out prompt is left to evaluate on: give --data FILE or --task NAME")
+    return found
+
+
+def _every_row(settings: DataSettings, policy: Policy, length: int, tools: Tools | None) -> tuple[Prompt, ...]:
+    """The prompts of all rows of a file."""
+    plain = replace(settings, eval_path=None, split=settings.eval_split, limit=settings.eval_limit)
+    data = load_data(plain, policy.tokenizer, context=policy.context, max_new_tokens=length, seed=0, tools=tools)
+    return tuple(replace(prompt, id=f"eval/{prompt.id}") for prompt in data.train)
+
+
+def _rewards_of(
+    path: str, recipe: Recipe | None, named: Sequence[str | RewardSettings] | None, row: Mapping[str, Any]
+) -> list[RewardSettings]:
+    """The functions that judge: those that are named, else the run's, else `accuracy` where there is something to compare with."""
+    if named is not None:
+        return [RewardSettings(function=one) if isinstance(one, str) else one for one in named]
+    if recipe is None or not recipe.rewards:
+        if any(column in row for column in GOLD_COLUMNS):
+            return [RewardSettings(function="accuracy")]
+        raise ConfigError(f"nothing says what is right: {path} was trained without a reward function; give --reward NAME")
+    for one in recipe.rewards:
+        if one.function.startswith(LIVE) and not isinstance(one.function, Live):
+            raise ConfigError(
+                f"{path} was judged by a function of the program that trained it ({one.function}): give --reward NAME"
+            )
+    if any(isinstance(value, str) and value.startswith(STAGE) for one in recipe.rewards for value in one.args.values()):
+        alone = replace(
+            recipe, model=ModelSettings(), data=DataSettings(), critic=CriticSettings(), teacher=TeacherSettings()
+        )  # only the rewards' own stages need be there
+        return list(resolved(alone).rewards)
+    return list(recipe.rewards)
+
+
+def _about(origin: Origin | None, settings: DataSettings, rewards: Sequence[str], sampling: Sampling) -> str:
+    """What was asked, in one line."""
+    source = settings.eval_path or settings.path or f"task {settings.task}"
+    held = "" if settings.eval_path or settings.task else ", held out"
+    parts = [f"data {source}{held}", f"rewards {', '.join(rewards)}", f"at most {sampling.max_new_tokens} tokens"]
+    parts += ["chat template"] if settings.chat else []
+    parts += [f"template {settings.template!r}"] if settings.template else []
+    parts += [f"temperature {sampling.temperature:g}"] if sampling.temperature != 1.0 else []
+    return "; ".join(parts) + ("" if origin is None else f" (the recipe is {Path(origin.folder) / 'config.yaml'})")

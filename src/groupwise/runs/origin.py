@@ -1,0 +1,65 @@
+"""Which run made what lies at a path, and how that run asked and judged: its recipe, read from its `config.yaml`.
+
+Importing this file does not import torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from groupwise.config.recipes import parse_recorded
+from groupwise.config.settings import Recipe
+from groupwise.config.strict_yaml import parse
+from groupwise.errors import ConfigError
+from groupwise.runs.folder import CONFIG, METRICS, read_metrics
+
+HEIGHT = 3
+"""From runs/x/checkpoints/000100/policy up to runs/x."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """A run, known by its folder."""
+
+    folder: Path
+    recipe: Recipe
+
+    @property
+    def step(self) -> int:
+        """The last step in its log; 0 if there is none."""
+        return max((line["step"] for line in read_metrics(self.folder)), default=0)
+
+
+def origin_of(path: str | Path) -> Origin | None:
+    """The run of a run folder, or of a model, checkpoint, rollouts or file inside of one; None if no run made it.
+
+    Of a run of several stages the stage that was written last is meant.  Data, models and reward functions that the recipe names
+    need not be there any more.  Raises ConfigError if the run's `config.yaml` cannot be read.
+    """
+    place = Path(path).expanduser()
+    if not place.exists():
+        return None
+    place = place.resolve()
+    for folder in (place, *list(place.parents)[:HEIGHT]):
+        if _is_run(folder):
+            shown = Path(path).expanduser() if folder == place else folder
+            return _read(shown)
+    stages = sorted(place.glob(f"*/{METRICS}"), key=lambda log: log.stat().st_mtime) if place.is_dir() else []
+    return _read(Path(path).expanduser() / stages[-1].parent.name) if stages and _is_run(stages[-1].parent) else None
+
+
+def _is_run(folder: Path) -> bool:
+    """True for a folder with a recipe in it."""
+    try:
+        tree, problems = parse((folder / CONFIG).read_text(encoding="utf-8"), CONFIG)
+    except (OSError, UnicodeDecodeError):
+        return False
+    return bool(problems) or (isinstance(tree.value, dict) and "objective" in tree.value)
+
+
+def _read(folder: Path) -> Origin:
+    try:
+        return Origin(folder=folder, recipe=parse_recorded((folder / CONFIG).read_text(encoding="utf-8"), str(folder / CONFIG)))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{folder / CONFIG} cannot be read: {error}") from error

@@ -1,0 +1,552 @@
+"""TRL's arguments are all known, and its configurations become recipes that mean the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import TrainingArguments
+
+from groupwise.cli.commands import main
+from groupwise.config.import_trl import DEFAULTS, KINDS, OWN_DEFAULTS, Imported, import_trl
+from groupwise.config.recipes import load_recipe
+from groupwise.config.schema import describe, lookup
+from groupwise.config.trl import FATES, TABLE
+from groupwise.errors import ConfigError
+
+FIELDS: dict[str, dict[str, str | None]] = json.loads((Path(__file__).parents[1] / "fixtures" / "trl_fields.json").read_text())[
+    "fields"
+]
+"""Class -> field -> default as source text."""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def read(text: str, name: str = "trl.yaml", **how: object) -> Imported:
+    Path(name).write_text(text)
+    return import_trl(name, **how)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- the table
+
+
+@pytest.mark.parametrize("config", FIELDS)
+def test_every_argument_of_trl_is_in_the_table(config: str) -> None:
+    assert len(FIELDS[config]) > 4
+    assert [name for name in FIELDS[config] if name not in TABLE] == []
+
+
+def test_every_argument_of_the_installed_transformers_is_in_the_table() -> None:
+    public = [field.name for field in dataclasses.fields(TrainingArguments) if not field.name.startswith("_")]
+    assert len(public) > 100
+    assert [name for name in public if name not in TABLE] == []
+
+
+def test_every_row_names_a_key_or_says_why_there_is_none() -> None:
+    for name, row in TABLE.items():
+        assert row.fate in FATES
+        assert row.says if row.key is None or row.fate in ("missing", "unneeded") else lookup(row.key), name
+        assert (row.key is not None) == (row.fate in ("same", "changed")), name
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_groupwise_config_knows_every_name(name: str) -> None:
+    said, row = describe(name), TABLE[name]
+    if lookup(name) is not None:  # ours has the same name
+        return
+    assert said.startswith(f"{row.key}\n" if row.key else name)
+    assert row.key is not None or (FATES[row.fate] in said and row.says in said)
+
+
+def test_the_defaults_that_are_carried_over_are_trls() -> None:
+    base = {**FIELDS["TrainingArguments"], **FIELDS["_BaseConfig"], **FIELDS["ModelConfig"]}
+    for kind in KINDS:
+        for name, value in {**DEFAULTS, **OWN_DEFAULTS[kind]}.items():
+            source = FIELDS[kind].get(name, base.get(name))
+            assert source is not None or name in FIELDS[kind] or name in base, (kind, name)
+            expected = [value] if (kind, name) == ("DPOConfig", "loss_type") else value
+            assert eval(str(source).removeprefix("lambda: "), {"__builtins__": {}}) == expected, (kind, name)
+
+
+# ---------------------------------------------------------------- what it comes to
+
+
+def test_batches_steps_and_schedules_are_multiplied_out() -> None:
+    found = read("""
+num_generations: 4
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 2
+steps_per_generation: 4
+num_iterations: 2
+max_steps: 100
+warmup_ratio: 0.1
+save_steps: 20
+eval_strategy: steps
+eval_steps: 0.5
+dataset_name: rows.jsonl
+model_name_or_path: some/model
+""", devices=2)  # fmt: skip
+    tree = found.tree()
+    # a rollout: 4 x 2 devices x 4 = 32 completions, 8 prompts; a pass over it: 4 / 2 = 2 optimizer steps; two passes
+    assert tree["group"] == {"group_size": 4, "prompts_per_step": 8, "minibatches": 2, "updates_per_rollout": 2}
+    assert tree["steps"] == 25
+    assert tree["optimizer"]["warmup_steps"] == 10
+    assert (tree["save"]["every"], tree["eval"]["every"]) == (5, 13)
+    assert (tree["seed"], tree["optimizer"]["schedule"], tree["rollout"]["max_new_tokens"]) == (42, "linear", 512)
+    assert tree["data"] == {"path": "rows.jsonl", "eval_path": "rows.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("loss_type: dapo", {"objective": "bnpo"}),
+        ("loss_type: grpo", {"objective": "grpo"}),
+        ("loss_type: dr_grpo\nscale_rewards: none", {"objective": "dr_grpo", "group.credit": None}),
+        ("loss_type: dr_grpo", {"objective": "dr_grpo", "group.credit": {"name": "standardized", "scale": "group"}}),
+        ("scale_rewards: batch", {"group.credit": {"name": "standardized", "scale": "batch"}}),
+        ("loss_type: grpo\nscale_rewards: false", {"group.credit": {"name": "standardized", "scale": "none"}}),
+        ("loss_type: cispo\nepsilon_high: 5.0", {"objective": "cispo", "group.surrogate": {"name": "cispo", "cap": 5.0}}),
+        ("loss_type: sapo\nsapo_temperature_neg: 1.2", {"group.surrogate": {"name": "sapo", "tau_neg": 1.2}}),
+        ("loss_type: vespo\nvespo_lambda_pos: 4", {"group.surrogate": {"name": "vespo", "lam_pos": 4.0}}),
+        ("epsilon_high: 0.28\ndelta: 4", {"group.surrogate": {"name": "clipped", "low": 0.2, "high": 0.28, "delta": 4.0}}),
+        ("importance_sampling_level: sequence\nloss_type: grpo", {"group.ratio": "sequence_mean"}),
+        ("multi_objective_aggregation: normalize_then_sum", {"objective": "gdpo"}),
+        ("beta: 0.04", {"group.beta": 0.04, "group.kl": "k3_ratio"}),
+        ("beta: 0.04\nuse_bias_correction_kl: false", {"group.kl": "k3"}),
+        ("top_entropy_quantile: 0.2", {"group.entropy_quantile": 0.8}),
+        ("mask_truncated_completions: true", {"group.truncated": "mask"}),
+        ("use_vllm: true", {"rollout.engine": {"name": "vllm", "colocated": True}}),
+        ("use_vllm: true\nvllm_mode: server", {"rollout.engine": {"name": "vllm", "servers": ["http://127.0.0.1:8000"]}}),
+        (
+            "use_vllm: true\nvllm_mode: server\nvllm_importance_sampling_mode: token_truncate\n"
+            "vllm_importance_sampling_clip_max: 2",
+            {"rollout.engine": {"name": "vllm", "servers": ["http://127.0.0.1:8000"],
+                                "correct": {"level": "token", "mode": "truncate", "high": 2.0}}},
+        ),
+        ("sync_ref_model: true\nref_model_sync_steps: 64", {"group.reference_refresh": 64, "group.reference_mix": 0.6}),
+        ("lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 1e-7}\nlearning_rate: 1e-6",
+         {"optimizer.schedule": "cosine", "optimizer.min_lr_ratio": 0.1}),
+        ("max_grad_norm: 0", {"optimizer.clip_norm": None}),
+        ("fp16: true", {"model.dtype": "autocast"}),
+        ("bf16: false", {"model.dtype": "float32"}),
+        ("torch_dtype: bfloat16", {"model.dtype": "bfloat16"}),
+        ("deepspeed: ds_zero3.json", {"parallel": "zero3"}),
+        ("use_peft: true\nlora_r: 32", {"model.lora": {"rank": 32, "alpha": 32, "targets": "all-linear"}}),
+    ],
+)  # fmt: skip
+def test_single_arguments(text: str, expected: dict[str, object]) -> None:
+    found = read(f"num_generations: 8\nmodel_name_or_path: m/m\ndataset_name: d\nmax_steps: 10\nreward_funcs: accuracy\n{text}\n")
+    for key, value in expected.items():
+        got = found.keys.get(key)
+        assert got == (pytest.approx(value) if isinstance(value, float) else value), key
+
+
+def test_what_cannot_be_carried_over_is_said() -> None:
+    found = read(
+        "num_generations: 8\nrepetition_penalty: 1.1\nload_in_4bit: true\npacking: true\nlogging_steps: 5\nlerning_rate: 1\n"
+    )
+    fates = {line.name: line.fate for line in found.lines}
+    assert fates == {"num_generations": "same", "repetition_penalty": "missing", "load_in_4bit": "missing", "packing": "unneeded",
+                     "logging_steps": "unneeded", "lerning_rate": None}  # fmt: skip
+    assert "did you mean learning_rate?" in found.render()
+    assert [one.partition(":")[0] for one in found.needed] == ["model.path", "data.path", "steps", "rewards"]
+    assert read("num_generations: 8\nrepetition_penalty: 1.0\nload_in_4bit: false\n").by_fate().keys() == {
+        "carried over",
+        "not needed",
+    }
+
+
+def test_a_file_that_tells_no_class_wants_one() -> None:
+    with pytest.raises(ConfigError, match="--as GRPOConfig"):
+        read("learning_rate: 1e-6\n")
+    assert read("learning_rate: 1e-6\n", kind="RewardConfig").keys["objective"] == "reward"
+    with pytest.raises(ConfigError, match="did you mean GRPOConfig"):
+        read("learning_rate: 1e-6\n", kind="GPROConfig")
+    for text in ("", "- 1\n", "3\n"):
+        with pytest.raises(ConfigError, match="no arguments by name"):
+            read(text)
+    with pytest.raises(ConfigError, match="cannot read"):
+        import_trl("nosuch.yaml")
+
+
+SCRIPT = """
+import os
+raise SystemExit("a script is never run")
+from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import accuracy_reward
+RATE = 5e-6
+LONGEST, ASKED = 1024, 256
+longest = 1024
+
+def short(completions, **kwargs):
+    return [-abs(20 - len(text)) for text in completions]
+
+data = load_dataset("trl-lib/tldr", split="train")
+args = GRPOConfig(
+    output_dir="out/run 7", learning_rate=RATE, max_completion_length=longest - 2 * 128, max_steps=50, num_generations=4,
+    per_device_train_batch_size=int(os.environ["B"]), report_to=["tensorboard"],
+    model_init_kwargs={"dtype": torch.bfloat16}, **more,
+)
+trainer = GRPOTrainer(
+    model="Qwen/Qwen2-0.5B-Instruct", reward_funcs=[short, accuracy_reward], args=args, train_dataset=data,
+    peft_config=LoraConfig(r=8, lora_alpha=16),
+)
+"""
+
+
+def test_a_script_is_read_and_never_run() -> None:
+    found = read(SCRIPT, "train.py")
+    assert found.keys["name"] == "run-7"
+    assert (found.keys["optimizer.lr"], found.keys["rollout.max_new_tokens"], found.keys["steps"]) == (5e-6, 768, 50)
+    assert found.keys["model.path"] == "Qwen/Qwen2-0.5B-Instruct" and found.keys["model.dtype"] == "bfloat16"
+    assert found.keys["model.lora"] == {"rank": 8, "alpha": 16, "targets": "all-linear"}
+    assert found.keys["data.path"] == "trl-lib/tldr" and found.keys["save.report_to"] == ["tensorboard"]
+    assert found.keys["rewards"] == [{"function": "train.py:short"}, {"function": "accuracy"}]
+    unread = {line.name: line.value for line in found.lines if line.fate is None}
+    assert unread == {"per_device_train_batch_size": "int(os.environ['B'])", "**": "more"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x = 1", "makes no GRPOConfig"),
+        ("a = GRPOConfig()\nb = SFTConfig()", "makes 2 configurations"),
+        ("a = (", "no Python that can be read"),
+        ("a = " + "(" * 5000, "no Python that can be read"),
+    ],
+)
+def test_scripts_that_cannot_be_read(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read(text, "x.py")
+
+
+# ---------------------------------------------------------------- public configurations, by their keys and values
+
+OPEN_R1 = """
+model_revision: main
+torch_dtype: bfloat16
+attn_implementation: flash_attention_2
+bf16: true
+do_eval: true
+gradient_checkpointing: true
+gradient_checkpointing_kwargs: {use_reentrant: false}
+hub_strategy: every_save
+log_level: info
+logging_steps: 1
+logging_strategy: steps
+max_steps: -1
+overwrite_output_dir: true
+push_to_hub: true
+report_to: [wandb]
+save_total_limit: 1
+seed: 42
+"""
+PUBLIC: dict[str, tuple[str, str, dict[str, object]]] = {
+    # huggingface/open-r1, recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml
+    "open-r1 demo": (OPEN_R1 + """
+model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct
+dataset_name: AI-MO/NuminaMath-TIR
+dataset_configs: [all]
+num_processes: 7
+use_vllm: true
+vllm_device: auto
+vllm_gpu_memory_utilization: 0.7
+eval_strategy: steps
+eval_steps: 100
+gradient_accumulation_steps: 16
+learning_rate: 2.0e-05
+log_completions: true
+lr_scheduler_type: cosine
+max_prompt_length: 512
+max_completion_length: 1024
+num_generations: 7
+num_train_epochs: 1
+output_dir: data/Qwen2.5-1.5B-Open-R1-GRPO
+per_device_eval_batch_size: 32
+per_device_train_batch_size: 16
+save_strategy: epoch
+warmup_ratio: 0.1
+""", "GRPOConfig", {"objective": "bnpo", "optimizer.lr": 2e-5, "group.group_size": 7, "rollout.max_new_tokens": 1024,
+                    "group.prompts_per_step": 37, "save.every": 0, "data.max_prompt_tokens": 512}),
+    # huggingface/open-r1, recipes/DeepSeek-R1-Distill-Qwen-1.5B/grpo/config_demo.yaml (the chat template shortened)
+    "open-r1 distill": (OPEN_R1 + """
+model_name_or_path: deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B
+chat_template: "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+dataset_name: AI-MO/NuminaMath-TIR
+use_vllm: true
+vllm_device: auto
+eval_strategy: steps
+eval_steps: 100
+gradient_accumulation_steps: 16
+learning_rate: 1.0e-06
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs: {min_lr_rate: 0.1}
+max_prompt_length: 512
+max_completion_length: 1024
+num_generations: 7
+num_train_epochs: 1
+output_dir: data/DeepSeek-R1-Distill-Qwen-1.5B-GRPO
+per_device_train_batch_size: 16
+warmup_ratio: 0.1
+""", "GRPOConfig", {"optimizer.schedule": "cosine", "optimizer.min_lr_ratio": 0.1,
+                    "model.chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}"}),
+    # huggingface/open-r1, recipes/Qwen2.5-Math-7B/grpo/config_simple_rl.yaml (the system prompt shortened)
+    "open-r1 simple rl": (OPEN_R1 + """
+model_name_or_path: aidando73/Qwen-2.5-7B-Simple-RL-v2
+dataset_name: DigitalLearningGmbH/MATH-lighteval
+dataset_config: default
+system_prompt: |-
+  You are a helpful math assistant.
+
+  Think first.
+output_dir: data/Qwen-2.5-7B-Simple-RL-v4
+wandb_project: open-r1-math-rl
+learning_rate: 1.5e-06
+reward_weights: [1.0, 0.5]
+reward_funcs: [accuracy, format]
+use_vllm: true
+vllm_device: auto
+eval_strategy: steps
+eval_steps: 100
+gradient_accumulation_steps: 8
+lr_scheduler_type: cosine
+max_prompt_length: 650
+max_completion_length: 1024
+num_generations: 7
+num_train_epochs: 1
+per_device_train_batch_size: 16
+save_strategy: epoch
+warmup_ratio: 0.1
+""", "GRPOConfig", {"rewards": [{"function": "accuracy", "weight": 1.0}, {"function": "think_format", "weight": 0.5}],
+                    "data.system": "You are a helpful math assistant.\n\nThink first.", "data.chat": True}),
+    # huggingface/open-r1, recipes/Qwen2.5-Coder-7B-Instruct/grpo/config_codeforces.yaml (the system prompt shortened)
+    "open-r1 codeforces": (OPEN_R1.replace("do_eval: true", "do_eval: false") + """
+model_name_or_path: Qwen/Qwen2.5-7B-Instruct
+dataset_name: open-r1/codeforces-verifiable
+dataset_prompt_column: prompt_c++17
+system_prompt: "You are a helpful AI Assistant."
+callbacks: [push_to_hub_revision]
+benchmarks: [lcb_v4]
+beta: 0.0
+loss_type: dr_grpo
+scale_rewards: false
+eval_strategy: "no"
+use_vllm: true
+vllm_device: auto
+gradient_accumulation_steps: 16
+learning_rate: 1.0e-06
+lr_scheduler_type: constant_with_warmup
+max_grad_norm: 0.2
+max_prompt_length: 2000
+max_completion_length: 8192
+num_generations: 16
+num_train_epochs: 40
+output_dir: data/Qwen2.5-Coder-7B-Instruct-Codeforces-GRPO_v01.00
+per_device_train_batch_size: 8
+reward_funcs: [cf_code, code_format]
+reward_weights: [1.0, 0.1]
+save_strategy: steps
+save_steps: 0.05
+temperature: 0.7
+warmup_ratio: 0.1
+mask_truncated_completions: true
+code_language: cpp
+""", "GRPOConfig", {"objective": "dr_grpo", "group.credit": None, "group.truncated": "mask", "rollout.temperature": 0.7,
+                    "optimizer.clip_norm": 0.2, "data.columns": {"prompt": "prompt_c++17"}, "group.prompts_per_step": 8}),
+    # huggingface/open-r1, recipes/OlympicCoder-7B/sft/config_v00.00.yaml
+    "open-r1 sft": (OPEN_R1.replace("do_eval: true", "do_eval: false") + """
+model_name_or_path: Qwen/Qwen2.5-Coder-7B-Instruct
+dataset_name: open-r1/codeforces-cots
+dataset_config: solutions_decontaminated
+dataset_num_proc: 48
+eval_strategy: 'no'
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-05
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs: {min_lr_rate: 0.1}
+packing: false
+max_grad_norm: 0.2
+max_length: 32768
+num_train_epochs: 10
+output_dir: data/OlympicCoder-7B
+per_device_eval_batch_size: 1
+per_device_train_batch_size: 2
+save_strategy: steps
+save_steps: 0.2
+use_liger: true
+warmup_ratio: 0.03
+""", "SFTConfig", {"objective": "sft", "epochs": 10.0, "batch_size": 16, "optimizer.lr": 1e-5, "optimizer.min_lr_ratio": 0.1}),
+    # huggingface/alignment-handbook, recipes/zephyr-7b-beta/sft/config_full.yaml (the chat template shortened)
+    "zephyr sft": ("""
+model_name_or_path: mistralai/Mistral-7B-v0.1
+torch_dtype: bfloat16
+chat_template: "{% for message in messages %}{{ message['content'] + eos_token }}{% endfor %}"
+dataset_mixture:
+  datasets:
+    - {id: HuggingFaceH4/ultrachat_200k, config: default, split: train_sft, columns: [messages], weight: 1.0}
+  test_split_size: 1000
+  seed: 0
+bf16: true
+eval_strategy: epoch
+gradient_accumulation_steps: 1
+gradient_checkpointing: true
+learning_rate: 2.0e-05
+lr_scheduler_type: cosine
+max_seq_length: 2048
+max_steps: -1
+num_train_epochs: 1
+output_dir: data/zephyr-7b-sft-full
+per_device_train_batch_size: 16
+remove_unused_columns: true
+save_strategy: steps
+save_steps: 100
+seed: 42
+warmup_ratio: 0.1
+""", "SFTConfig", {"batch_size": 16, "epochs": 1.0, "save.every": 100, "optimizer.schedule": "cosine"}),
+    # huggingface/alignment-handbook, recipes/zephyr-7b-beta/dpo/config_qlora.yaml
+    "zephyr dpo qlora": ("""
+model_name_or_path: alignment-handbook/zephyr-7b-sft-qlora
+torch_dtype: float16
+use_peft: true
+load_in_4bit: true
+lora_r: 16
+lora_alpha: 16
+lora_dropout: 0.05
+lora_target_modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]
+dataset_mixer: {HuggingFaceH4/ultrafeedback_binarized: 1.0}
+dataset_splits: [train_prefs, test_prefs]
+preprocessing_num_workers: 12
+bf16: true
+beta: 0.01
+do_eval: true
+evaluation_strategy: steps
+eval_steps: 100
+gradient_accumulation_steps: 1
+learning_rate: 5.0e-6
+lr_scheduler_type: cosine
+max_length: 1024
+max_prompt_length: 512
+num_train_epochs: 1
+optim: paged_adamw_32bit
+output_dir: data/zephyr-7b-dpo-qlora
+per_device_train_batch_size: 4
+save_steps: 100
+seed: 42
+warmup_ratio: 0.1
+""", "DPOConfig", {"objective": "dpo", "pairs.beta": 0.01, "pairs.loss": "sigmoid", "eval.every": 100, "batch_size": 4}),
+    # huggingface/alignment-handbook, recipes/smollm3/dpo/apo.yaml
+    "smollm3 apo": ("""
+model_name_or_path: HuggingFaceTB/SmolLM3-3B-checkpoints
+model_revision: it-SFT
+torch_dtype: bfloat16
+trust_remote_code: true
+dataset_num_proc: 12
+bf16: true
+eval_strategy: 'no'
+gradient_accumulation_steps: 2
+output_dir: data/SmolLM3-DPO
+run_name: SmolLM3-DPO
+learning_rate: 1.0e-06
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs: {min_lr_rate: 0.1}
+max_grad_norm: 0.2
+beta: 0.05
+loss_type: apo_zero
+max_length: 24576
+num_train_epochs: 1
+per_device_train_batch_size: 1
+padding_free: true
+save_steps: 0.5
+seed: 42
+use_liger_kernel: true
+warmup_ratio: 0.1
+""", "DPOConfig", {"pairs.beta": 0.05, "batch_size": 2, "model.trust_remote_code": True}),
+    # WhyChaos/TRE-Encouraging-Exploration-in-the-Trust-Region, experiments/hh/reward/train_reward_model_1.5b.py
+    "tre reward": ("""
+training_args = RewardConfig(
+    output_dir="1.5b_reward_model/", report_to="wandb", run_name="1.5b_reward_model", model_init_kwargs={"num_labels": 1},
+    num_train_epochs=3, per_device_train_batch_size=8, gradient_accumulation_steps=8, learning_rate=1e-5, warmup_ratio=0.1,
+    center_rewards_coefficient=1e-2, bf16=True, max_length=None,
+)
+trainer = RewardTrainer(model="../model/Qwen/Qwen2.5-1.5B-Instruct", args=training_args,
+                        train_dataset=load_dataset("trl-lib/ultrafeedback_binarized", split="train"))
+""", "RewardConfig", {"objective": "reward", "reward_model.centering": 0.01, "batch_size": 64, "epochs": 3.0}),
+    # eliashossain001/efficient-gemma3-finetuning, train_module/train.py
+    "gemma3 grpo": ("""
+max_prompt_length = 256
+max_seq_length = 1024
+training_args = GRPOConfig(
+    learning_rate=5e-6, adam_beta1=0.9, adam_beta2=0.99, weight_decay=0.1, warmup_ratio=0.1, lr_scheduler_type="cosine",
+    optim="adamw_torch_fused", logging_steps=1, per_device_train_batch_size=1, gradient_accumulation_steps=1, num_generations=4,
+    max_prompt_length=max_prompt_length, max_completion_length=max_seq_length - max_prompt_length, max_steps=50, save_steps=50,
+    max_grad_norm=0.1, report_to="none", output_dir="outputs",
+)
+trainer = GRPOTrainer(model=model, processing_class=tokenizer, reward_funcs=reward_funcs, args=training_args, train_dataset=dataset)
+""", "GRPOConfig", {"optimizer.betas": [0.9, 0.99], "optimizer.weight_decay": 0.1, "rollout.max_new_tokens": 768, "steps": 50,
+                    "optimizer.warmup_steps": 5, "optimizer.clip_norm": 0.1}),
+    # minwukim/VRL, trl_new_demo.py
+    "tldr grpo": ("""
+dataset = load_dataset("trl-lib/tldr", split="train")
+def reward_len(completions, **kwargs): return [-abs(20 - len(completion)) for completion in completions]
+training_args = GRPOConfig(
+    output_dir="Qwen2-0.5B-GRPO", logging_steps=1, use_vllm=True, vllm_mode="colocate", vllm_tensor_parallel_size=1,
+    vllm_gpu_memory_utilization=0.3, max_prompt_length=512, max_completion_length=1024, max_steps=2, num_generations=4,
+    num_train_epochs=1, per_device_train_batch_size=4, push_to_hub=False, report_to=None,
+)
+trainer = GRPOTrainer(model="Qwen/Qwen2-0.5B-Instruct", reward_funcs=reward_len, args=training_args, train_dataset=dataset)
+""", "GRPOConfig", {"model.path": "Qwen/Qwen2-0.5B-Instruct", "data.path": "trl-lib/tldr", "steps": 2, "group.prompts_per_step": 1,
+                    "rewards": [{"function": "config.py:reward_len"}]}),
+}  # fmt: skip
+"""Name -> arguments as published, the class, and keys that follow from them."""
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_configurations_become_recipes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, kind, expected = PUBLIC[name]
+    script = kind + "(" in text
+    found = read(text, "config.py" if script else "config.yaml")
+    assert found.kind == kind
+    given = yaml.safe_load(text) if not script else {line.name for line in found.lines}
+    assert {line.name for line in found.lines} == set(given)
+    for key, value in expected.items():
+        assert found.keys.get(key) == (pytest.approx(value) if isinstance(value, float) else value), key
+    # The recipe is whole once the rest is said: models, data and functions of our own in the place of the published ones.
+    Path("rows.jsonl").write_text("{}\n")
+    for file in {"rewards.py", "config.py"}:
+        Path(file).touch()
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    Path("recipe.yaml").write_text(found.render())
+    said = ["data.path=rows.jsonl", "data.eval_path=null", "model.path=some/model"]
+    said += ["steps=100"] if "steps" not in found.keys and "epochs" not in found.keys else []
+    said += ["rewards=[{function: accuracy}]"] if kind == "GRPOConfig" and "rewards" not in found.keys else []
+    said += ["rollout.engine=native"] if "rollout.engine" in found.keys else []
+    recipe = load_recipe("recipe.yaml", said)
+    for key, value in expected.items():
+        here: object = recipe
+        for part in key.split("."):
+            here = getattr(here, part)
+        if key not in ("data.path", "model.path", "rewards") and not isinstance(value, dict) and value is not None:
+            assert here == (
+                pytest.approx(value) if isinstance(value, float) else tuple(value) if isinstance(value, list) else value
+            ), key
+
+
+def test_the_command_writes_a_recipe_and_says_what_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("trl.yaml").write_text("num_generations: 4\nrepetition_penalty: 1.1\nlearning_rate: 2.0e-6\nmax_steps: 3\n")
+    assert main(["recipes", "import-trl", "trl.yaml", "new.yaml"]) == 0
+    said = capsys.readouterr().out
+    assert "not supported yet: repetition_penalty: 1.1" in said and "still to say: model.path" in said
+    assert "lr: 2.0e-06  # learning_rate" in Path("new.yaml").read_text()
+    assert main(["recipes", "import-trl", "trl.yaml", "new.yaml"]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main(["recipes", "import-trl", "trl.yaml"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["objective"] == "bnpo"
+    assert main(["recipes", "import-trl"]) == 2
+    assert main(["recipes", "copy", "x", "--devices", "3"]) == 2
