@@ -466,13 +466,19 @@ WIDER = {
     "model": "ModelGiven | ModelKeys | ModelSettings",
     "data": "RowsGiven | DataKeys | DataSettings",
     "rewards": "RewardGiven | Sequence[RewardGiven]",
+    "parallel": "str | ParallelKeys | ParallelSettings",
+    "RolloutKeys.engine": "str | EngineKeys | EngineSettings",
     "ModelKeys.path": "ModelGiven | None",
     "DataKeys.path": "RowsGiven | None",
     "DataKeys.eval_path": "RowsGiven | None",
     "RewardKeys.function": "str | Callable[..., Any]",
 }
 """Where Python may say more than a file can: an object in the place of its name."""
-LOOSER = {"tuple[str, ...]": "Sequence[str]", "tuple[float, float]": "Sequence[float]"}
+LOOSER = {
+    "tuple[str, ...]": "Sequence[str]",
+    "str | tuple[str, ...]": "str | Sequence[str]",
+    "tuple[float, float]": "Sequence[float]",
+}
 
 KEYS_HEAD = '''\
 """The sections of a recipe as `gw.train` takes them: a type for each, so that an editor completes and checks their keys.

@@ -48,9 +48,9 @@ TRL: dict[str, tuple[str, str]] = {
     "learning_rate": ("optimizer.lr", ""),
     "log_completions": ("save.rollouts_every", "every completion is written every this many steps"),
     "loss_type": ("objective", "the preset's name, but bnpo for TRL's dapo, which is only its mean over tokens"),
-    "lora_alpha": ("model.lora", "{alpha: ...}"),
-    "lora_r": ("model.lora", "{rank: ...}"),
-    "lora_target_modules": ("model.lora", "{targets: ...}"),
+    "lora_alpha": ("model.lora.alpha", ""),
+    "lora_r": ("model.lora.rank", ""),
+    "lora_target_modules": ("model.lora.targets", ""),
     "lr_scheduler_type": ("optimizer.schedule", ""),
     "mask_truncated_completions": ("group.truncated", "keep or mask"),
     "max_completion_length": ("rollout.max_new_tokens", ""),
@@ -89,10 +89,10 @@ TRL: dict[str, tuple[str, str]] = {
     "trust_remote_code": ("model.trust_remote_code", ""),
     "use_bias_correction_kl": ("group.kl", "k3_ratio where it is true (TRL's default), k3 where it is false"),
     "use_peft": ("model.lora", "{}, or with rank, alpha and targets"),
-    "use_vllm": ("rollout.engine", "vllm; the default, native, samples in the trainer's process"),
-    "vllm_importance_sampling_correction": ("rollout.engine", "{name: vllm, correct: {...}}, or correct: null for none"),
-    "vllm_mode": ("rollout.engine", "{name: vllm, colocated: true} for colocate; servers otherwise"),
-    "vllm_server_base_url": ("rollout.engine", "{name: vllm, servers: [...]}"),
+    "use_vllm": ("rollout.engine.name", "vllm; the default, native, samples in the trainer's process"),
+    "vllm_importance_sampling_correction": ("rollout.engine.correct", "{level: ..., high: ...}, or null for none"),
+    "vllm_mode": ("rollout.engine.colocated", "true for colocate; rollout.engine.servers otherwise"),
+    "vllm_server_base_url": ("rollout.engine.servers", "a list"),
     "warmup_steps": ("optimizer.warmup_steps", ""),
     "weight_decay": ("optimizer.weight_decay", ""),
 }
@@ -167,6 +167,8 @@ def expected(hint: Any) -> str:
     """
     if hint == settings.Part:
         return "a name, or a mapping with `name` and its arguments"
+    if hint in settings.BY_NAME:
+        return "a name, or a section (a mapping)"
     members, optional = _members(hint)
     if optional:
         inner = Union[tuple(members)]  # noqa: UP007 - the members are only known at run time
@@ -347,21 +349,19 @@ def reference() -> str:
     lines = ["# Settings", "", "Made by `groupwise config --markdown` from `settings.py`.", ""]
     lines += [f"`stages`: {STAGES}"]
     top = ["", "| key | meaning | value | default | TRL |", "|---|---|---|---|---|"]
-    section = None
+    sections: dict[str, list[tuple[str, Setting]]] = {}
     for key, setting in settings_table().items():
-        if setting.section:
-            continue
-        prefix = key.rpartition(".")[0]
-        if prefix != section:
-            section = prefix
-            title = f"## {prefix}" if prefix else "## The recipe"
-            meaning = (
-                settings_table()[prefix.removesuffix(".N")].meaning
-                if prefix
-                else "One run: an objective, a model, data, and how long."
-            )
-            lines += ["", title, "", meaning, *top]
-        default = "(required)" if setting.default is dataclasses.MISSING else f"`{show(setting.default)}`"
-        cells = [f"`{key}`", setting.meaning, setting.expected, default, ", ".join(f"`{name}`" for name in setting.trl)]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        if setting.section is None:
+            sections.setdefault(key.rpartition(".")[0], []).append((key, setting))
+    for prefix, inside in sections.items():
+        meaning = settings_table()[prefix.removesuffix(".N")].meaning if prefix else settings.Recipe.__doc__
+        lines += ["", f"## {prefix}" if prefix else "## The recipe", "", str(meaning), *top]
+        lines += [_row(key, setting) for key, setting in inside]
     return "\n".join(lines) + "\n"
+
+
+def _row(key: str, setting: Setting) -> str:
+    """A setting's line in the page."""
+    default = "(required)" if setting.default is dataclasses.MISSING else f"`{show(setting.default)}`"
+    cells = [f"`{key}`", setting.meaning, setting.expected, default, ", ".join(f"`{name}`" for name in setting.trl)]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

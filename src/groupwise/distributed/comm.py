@@ -16,7 +16,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -38,6 +38,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from groupwise import errors
+from groupwise.config.settings import ParallelSettings
 from groupwise.distributed.heartbeat import SILENCE, Watch, say
 from groupwise.errors import ConfigError, GroupwiseError, PeerError, StorageError
 
@@ -342,13 +343,9 @@ class ShardingConfig:
     """Parts live in host memory."""
 
     @classmethod
-    def of(cls, setting: str | Mapping[str, Any]) -> ShardingConfig:
-        """From the recipe's name, or mapping of a name and its arguments.
-
-        >>> ShardingConfig.of({"name": "zero3", "shards": 8})
-        ShardingConfig(name='zero3', shards=8, offload=False)
-        """
-        return cls(**setting) if isinstance(setting, Mapping) else cls(setting)
+    def of(cls, parallel: ParallelSettings) -> ShardingConfig:
+        """What a recipe says of it."""
+        return cls(parallel.name, parallel.shards, parallel.offload)
 
     def decided(self, parameters: int, size: int) -> ShardingConfig:
         """`auto` decided by the number of parameters, for so many processes.  Raises ConfigError if they do not divide."""

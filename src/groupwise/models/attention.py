@@ -52,6 +52,10 @@ class Attend(Protocol):
         """
         ...
 
+    def sequence_lengths(self, position_T: Tensor) -> Tensor:
+        """Tokens of the sequence that each position belongs to; of a shared prompt the longest that begins with it."""
+        ...
+
 
 _stream: ContextVar[tuple[Attend, Tensor] | None] = ContextVar("stream", default=None)
 
@@ -194,7 +198,7 @@ class PackedAttention:
         return _Shared.apply(query, key, value, self.families, scale)  # type: ignore[return-value]
 
     def sequence_lengths(self, position_T: Tensor) -> Tensor:
-        """Tokens of the sequence that each position belongs to; of a shared prompt the longest that begins with it."""
+        """See `Attend`."""
         layout, longest = self.layout, list(self.layout.length)
         for s, prefix in enumerate(layout.prefix):
             if prefix >= 0:

@@ -281,7 +281,9 @@ class Policy:
             renamed = getattr(self.model, "activation_checkpointing_enable", None)
             (renamed or self.model.gradient_checkpointing_enable)({"use_reentrant": False, "context_fn": recomputation})
             for layer in layers:
-                layer._gradient_checkpointing_func = partial(_in_eval_mode, layer, layer._gradient_checkpointing_func)
+                # Set by the call above, and nowhere declared.
+                recompute: Callable[..., Any] = vars(layer)["_gradient_checkpointing_func"]
+                vars(layer)["_gradient_checkpointing_func"] = partial(_in_eval_mode, layer, recompute)
             # It may leave a hook on the embedding, another every time, which only reentrant recomputation has a use for.
             if hasattr(self.model, "_require_grads_hook"):
                 self.model.disable_input_require_grads()

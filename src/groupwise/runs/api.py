@@ -96,7 +96,7 @@ def train(
     runs: str | None = None,
     seed: int | None = None,
     threads: int | None = None,
-    parallel: settings.Part | None = None,
+    parallel: str | typed.ParallelKeys | settings.ParallelSettings | None = None,
     steps: int | None = None,
     epochs: float | None = None,
     batch_size: int | None = None,

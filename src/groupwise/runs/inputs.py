@@ -40,8 +40,8 @@ def inputs_of(recipe: Recipe) -> Inputs:
 
 def _all(recipe: Recipe) -> Iterator[tuple[str, tuple[str, dict[str, Any] | None]]]:
     data = recipe.data
-    replay = recipe.reward_model.replay or {}
-    sources = {"data.path": data.path, "data.eval_path": data.eval_path, "reward_model.replay.path": replay.get("path")}
+    replay = recipe.reward_model.replay
+    sources = {"data.path": data.path, "data.eval_path": data.eval_path, "reward_model.replay.path": replay and replay.path}
     for key, source in sources.items():
         if isinstance(source, str) and not isinstance(source, Live):  # the name of rows in memory has a digest of them
             yield key, (source, _data(source, data.split if key != "data.eval_path" else data.eval_split))
