@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from groupwise.config.settings import LoraSettings
 from groupwise.errors import ConfigError
 from groupwise.models.attention import Attend
-from groupwise.models.policy import ADAPTER_CONFIG, Forward, Policy
+from groupwise.models.policy import ADAPTER_CONFIG, ForwardOutput, Policy
 from groupwise.records import Batch
 
 ADAPTER, FOLDER, FILE = "default", "adapter", "adapter_model.safetensors"
@@ -111,7 +111,7 @@ class BarePolicy(Policy):
         with adapter_off(self.model):
             return self.adapted.hidden(tokens_T, position_T, attend)
 
-    def forward(self, batch: Batch) -> Forward:
+    def forward(self, batch: Batch) -> ForwardOutput:
         """See `Policy`."""
         with adapter_off(self.model), torch.no_grad():
             return self.adapted.forward(batch)

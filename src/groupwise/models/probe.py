@@ -44,10 +44,11 @@ from groupwise.models.masks import ATTRIBUTE, REMEDY, Reach, note_reach
 from groupwise.models.output import read_form
 from groupwise.models.policy import BALANCE, PROBE_TOLERANCE, Policy
 from groupwise.models.small import language_model, small_model
-from groupwise.ops.cpu.library import absence, cache_folder
 from groupwise.ops.grad_accum import summed_in_place
+from groupwise.ops.kernels import absence
 from groupwise.ops.linear_cross_entropy import chosen_logprobs, head_logits
 from groupwise.records import Batch, Sample
+from groupwise.utils.cache import cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -381,8 +382,15 @@ def by_policy(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> 
 def _packed(policy: Policy, samples: Sequence[Sample]) -> list[Batch]:
     """All in one batch."""
     budget = sum(sample.prompt.size + sample.completion.size for sample in samples)
-    how = {"share": policy.attention == "shared", "alike": policy.alike, "fill": policy.tiled}
-    return pack(samples, budget, device=policy.device, dtype=torch.promote_types(policy.dtype, torch.float32), **how)
+    return pack(
+        samples,
+        budget,
+        share=policy.attention == "shared",
+        alike=policy.alike,
+        fill=policy.tiled,
+        device=policy.device,
+        dtype=torch.promote_types(policy.dtype, torch.float32),
+    )
 
 
 REMEDIES = {

@@ -22,7 +22,7 @@ from torch import Tensor
 from groupwise.errors import EngineError
 from groupwise.models.attention import Attend
 from groupwise.models.policy import Policy
-from groupwise.ops.cpu.decoding import Decoder
+from groupwise.ops.decoding import Decoder
 from groupwise.ops.linear_cross_entropy import chunk_rows, head_logits
 from groupwise.records import Finish, Prompt, Rollout, Sampling
 from groupwise.rollout import sampling as draws

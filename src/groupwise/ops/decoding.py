@@ -1,6 +1,8 @@
-"""What the short ways through models are made of: products with few rows, norms behind residual sums, the turning of heads.
+"""What decoding computes with: small-batch products, norms behind residual sums, rotary embeddings, attention, draws.
 
-Each stands here as the compiled kernels have it and in torch's operations; which one, whoever builds a model says.
+A form's operations stand here as the compiled kernels have them and in torch's; which one, whoever builds it says, because weights
+are laid out for it once.  These change slabs and streams in place and hold packed weights, so they are not functions of their
+tensors alone and stay outside of `torch.library`.
 
 T positions of a stream   R rows   D model width   H heads   W head width   V vocabulary   O, I sides of a matrix
 """
@@ -15,8 +17,29 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from groupwise.ops.cpu import decoding, kernels
+from groupwise.ops.cpu.decoding import (
+    BLOCK,
+    Block,
+    Blocks,
+    Decoder,
+    Drawn,
+    Live,
+    Product,
+    Rows,
+    decode_attention,
+    draw_tokens,
+    draws,
+    keep_entries,
+    multiplies,
+)
 from groupwise.ops.tiles import filled, tiled
 from groupwise.utils.allocator import own_pages
+
+__all__ = [
+    "BLOCK", "Block", "Blocks", "CompiledHeadNorm", "CompiledLayerNorm", "CompiledNorm", "CompiledRotary", "Decoder", "Drawn",
+    "Filler", "Live", "Norm", "PlainLayerNorm", "PlainNorm", "PlainRotary", "Product", "Rows", "decode_attention", "draw_tokens",
+    "draws", "gated", "gelu", "keep_entries", "multiplies", "product",
+]  # fmt: skip
 
 LARGE, FEW_ROWS = 1 << 20, 8
 """Numbers of a large float32 matrix; the rows that oneDNN's layout is chosen for (unsaid, it is 10 % slower in bfloat16)."""
@@ -32,8 +55,8 @@ def product(weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Cal
     (1.3 to 1.7 times).  On a GPU `F.linear`.
     """
     on_cpu = weight_OI.device.type == "cpu"
-    if on_cpu and decoding.multiplies(dtype):
-        return decoding.Product(weight_OI, bias_O, dtype)
+    if on_cpu and multiplies(dtype):
+        return Product(weight_OI, bias_O, dtype)
     weight_OI = weight_OI.detach().to(dtype).contiguous()
     bias_O = None if bias_O is None else bias_O.detach().to(dtype)
     if not on_cpu:
@@ -61,7 +84,7 @@ class Filler:
 
     def __init__(self, stream: Tensor, dtype: torch.dtype) -> None:
         """stream: (count, ...), of which only length and device are looked at.   dtype: of the products."""
-        fills = stream.device.type == "cpu" and tiled(dtype) and not decoding.multiplies(dtype)
+        fills = stream.device.type == "cpu" and tiled(dtype) and not multiplies(dtype)
         self.count = stream.shape[0]
         self.rows = filled(self.count) - self.count if fills else 0
 
@@ -184,3 +207,13 @@ class PlainLayerNorm:
 
 
 Norm = CompiledNorm | PlainNorm | CompiledLayerNorm | PlainLayerNorm
+
+
+def gated(gate_TI: Tensor, up_TI: Tensor, *, compiled: bool) -> Tensor:
+    """silu(gate) * up.   compiled: there is a kernel for them."""
+    return kernels.gated(gate_TI, up_TI) if compiled else F.silu(gate_TI).mul_(up_TI)
+
+
+def gelu(x_TI: Tensor, *, compiled: bool) -> Tensor:
+    """GELU's tanh form."""
+    return kernels.gelu(x_TI) if compiled else F.gelu(x_TI, approximate="tanh")
