@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -123,6 +124,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The arguments; overrides may stand behind options too, and those of `serve` behind --, where argparse would not find them."""
     parser = _parser()
     typed = list(sys.argv[1:] if arguments is None else arguments)
+    if typed and typed[0] in [entry.name for entry in _installed()]:
+        given = parser.parse_args(typed[:1])
+        given.own = typed[1:]
+        return given
     behind = typed.index("--") if typed[:1] == ["serve"] and "--" in typed else len(typed)
     given, rest = parser.parse_known_args(typed[:behind])
     unknown = [text for text in rest if text.startswith("-") or "overrides" not in vars(given)]
@@ -188,7 +193,32 @@ def _parser() -> argparse.ArgumentParser:
 
     runs = add("runs", _runs, "list the run folders and how they stand")
     runs.add_argument("folder", nargs="?", default="runs", metavar="FOLDER", help="default: %(default)s")
+    for entry in _installed():
+        if entry.name in commands.choices:
+            parser.error(f"the installed package {_package(entry)} adds the command {entry.name!r}, which there is already")
+        add(entry.name, _run_installed, f"of the installed package {_package(entry)}").set_defaults(entry=entry, own=[])
     return parser
+
+
+COMMANDS = "groupwise.commands"
+"""Entry points of installed packages that are commands: `NAME = "module:function"`, a function of the arguments behind the name
+that returns an exit code."""
+
+
+def _installed() -> list[EntryPoint]:
+    return sorted(entry_points(group=COMMANDS), key=lambda entry: entry.name)
+
+
+def _package(entry: EntryPoint) -> str:
+    return entry.value.partition(":")[0] if entry.dist is None else entry.dist.name
+
+
+def _run_installed(given: argparse.Namespace) -> int:
+    try:
+        run = given.entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"the command {given.entry.name!r} of {_package(given.entry)} cannot be imported: {error}") from error
+    return int(run(given.own) or 0)
 
 
 def _add_train(command: argparse.ArgumentParser) -> None:
@@ -500,8 +530,7 @@ def _config(given: argparse.Namespace) -> int:
 def _serve(given: argparse.Namespace) -> int:
     from groupwise.rollout.vllm.server import serve
 
-    how = {name: getattr(given, name) for name in ("host", "port", "rows", "dtype", "cache", "more")}
-    serve(given.model, **how)
+    serve(given.model, host=given.host, port=given.port, rows=given.rows, dtype=given.dtype, cache=given.cache, more=given.more)
 
 
 def _install_vllm(given: argparse.Namespace) -> int:
