@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -375,15 +375,16 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], method: str, sharding: 
     """
     weight = next(model.parameters())
     lower = weight.dtype in (torch.bfloat16, torch.float16)
-    how: dict[str, Any] = {
-        "mesh": _mesh(device.type, sharding.shards or world().size),
-        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32 if lower else None),
-        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if sharding.offload else OffloadPolicy(),
-    }
+    spread = partial(
+        fully_shard,
+        mesh=_mesh(device.type, sharding.shards or world().size),
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32 if lower else None),
+        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if sharding.offload else OffloadPolicy(),
+    )
     with peers():
         for block in blocks:
-            fully_shard(block, reshard_after_forward=sharding.name == "zero3", **how)
-        fully_shard(model, reshard_after_forward=False, **how)
+            spread(block, reshard_after_forward=sharding.name == "zero3")
+        spread(model, reshard_after_forward=False)
     for module in _sharded(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction

@@ -102,8 +102,13 @@ class Teacher:
         if not any(samples[index].group in self.hinted for index in own):
             with self._fused():
                 return policy.forward(batch).hidden_PD[batch.trained_M]
-        how: dict[str, Any] = {"share": policy.attention == "shared", "device": policy.device, "dtype": batch.weight_P.dtype}
-        (other,) = pack(self.read([samples[index] for index in own]), UNBOUNDED, **how)
+        (other,) = pack(
+            self.read([samples[index] for index in own]),
+            UNBOUNDED,
+            share=policy.attention == "shared",
+            device=policy.device,
+            dtype=batch.weight_P.dtype,
+        )
         with self._fused():
             hidden_PE = policy.forward(other).hidden_PD
         rows = {}
