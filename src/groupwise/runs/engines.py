@@ -9,6 +9,7 @@ from functools import partial
 from groupwise.algorithms.registry import Algorithm, corrected
 from groupwise.config.settings import RolloutSettings
 from groupwise.data.prompts import visit
+from groupwise.environments.conversation import World
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.fsdp import ShardedPolicy
 from groupwise.models.policy import Policy
@@ -25,19 +26,21 @@ from groupwise.runs.plan import Lines
 from groupwise.training.mismatch import diagnose
 from groupwise.utils.imports import imported
 
+Make = Callable[[Policy, RolloutSettings, World | None], Engine]
 
-def _in_process(engine: Callable[..., Engine], *, proven: bool = True) -> Callable[[Policy, RolloutSettings], Engine]:
-    def make(policy: Policy, settings: RolloutSettings) -> Engine:
+
+def _in_process(engine: Callable[..., Engine], *, proven: bool = True) -> Make:
+    def make(policy: Policy, settings: RolloutSettings, world: World | None) -> Engine:
         if isinstance(policy, ShardedPolicy):
-            return GatheredEngine(policy, lambda plain: make(plain, settings))
+            return GatheredEngine(policy, lambda plain: make(plain, settings, world))
         if proven:
             prove_engine(policy, engine)
-        return engine(policy, max_rows=settings.max_rows, keep_special_tokens=settings.keep_special_tokens)
+        return engine(policy, max_rows=settings.max_rows, keep_special_tokens=settings.keep_special_tokens, **_answered(world))
 
     return make
 
 
-def _vllm(policy: Policy, settings: RolloutSettings) -> Engine:
+def _vllm(policy: Policy, settings: RolloutSettings, world: World | None) -> Engine:
     engine = settings.engine
     return VllmEngine(
         policy,
@@ -47,10 +50,16 @@ def _vllm(policy: Policy, settings: RolloutSettings) -> Engine:
         in_flight=engine.ahead > 0,
         max_rows=settings.max_rows,
         keep_special_tokens=settings.keep_special_tokens,
+        **_answered(world),
     )
 
 
-ENGINES: dict[str, Callable[[Policy, RolloutSettings], Engine]] = {
+def _answered(world: World | None) -> dict[str, World]:
+    """The keyword of engines whose completions a world answers; nothing for those that need not know of any."""
+    return {} if world is None else {"world": world}
+
+
+ENGINES: dict[str, Make] = {
     "native": _in_process(NativeEngine),
     "transformers": _in_process(TransformersEngine),
     "vllm": _vllm,
@@ -58,24 +67,26 @@ ENGINES: dict[str, Callable[[Policy, RolloutSettings], Engine]] = {
 """The rollout engines that a recipe may name, beside `module:function`."""
 
 
-def make_engine(policy: Policy, settings: RolloutSettings) -> Engine:
-    """The rollout engine that a recipe names.
+def make_engine(policy: Policy, settings: RolloutSettings, world: World | None = None) -> Engine:
+    """The rollout engine that a recipe names.   world: who answers the policy.
 
-    One's own, `module:function`, is made by `function(policy, max_rows=..., keep_special_tokens=..., **rollout.engine.args)`.
+    One's own, `module:function`, is made by `function(policy, max_rows=..., keep_special_tokens=..., **rollout.engine.args)`, with
+    `world` beside them in runs that have an environment.
     Raises ConfigError if it cannot be imported, or does not take these arguments.
     """
     engine = settings.engine
     if engine.name in ENGINES:
-        return ENGINES[engine.name](policy, settings)
+        return ENGINES[engine.name](policy, settings, world)
     make = imported("rollout.engine", engine.name)
+    keywords = {**engine.args, **_answered(world)}
     try:
-        inspect.signature(make).bind(policy, max_rows=0, keep_special_tokens=False, **engine.args)
+        inspect.signature(make).bind(policy, max_rows=0, keep_special_tokens=False, **keywords)
     except TypeError as error:
         raise ConfigError(
             f"rollout.engine: {engine.name} cannot be called with (policy, max_rows, keep_special_tokens"
-            f"{''.join(f', {name}' for name in engine.args)}): {error}"
+            f"{''.join(f', {name}' for name in keywords)}): {error}"
         ) from None
-    return make(policy, max_rows=settings.max_rows, keep_special_tokens=settings.keep_special_tokens, **engine.args)
+    return make(policy, max_rows=settings.max_rows, keep_special_tokens=settings.keep_special_tokens, **keywords)
 
 
 def mixed_engine(policy: Policy, teacher: Policy, mix: float, settings: RolloutSettings) -> Engine:
@@ -85,7 +96,7 @@ def mixed_engine(policy: Policy, teacher: Policy, mix: float, settings: RolloutS
             "group.mix: a teacher that is spread over processes cannot help to sample: set parallel: ddp, or group.mix: 0"
         )
     # Its log-probs are the mixture's: there is no policy that they could be held against.
-    return _in_process(partial(MixedEngine, teacher=teacher, mix=mix), proven=False)(policy, settings)
+    return _in_process(partial(MixedEngine, teacher=teacher, mix=mix), proven=False)(policy, settings, None)
 
 
 def sampled_elsewhere(algorithm: Algorithm, settings: RolloutSettings) -> Algorithm:
@@ -144,6 +155,6 @@ def engine_lines(engine: Engine, ahead: Ahead) -> Lines:
     """Where completions come from and by how old weights, for the plan; nothing where it is this process with the newest ones."""
     lines = [("rollouts", engine.where)] if engine.where is not None else []
     if ahead.steps:
-        how = "while it goes on" if ahead.beside else "in turn with it"
+        how = "while it trains" if ahead.beside else "in turn with it"
         lines.append(("ahead", f"sampling is up to {ahead.steps} step{'s' * (ahead.steps > 1)} ahead of training, {how}"))
     return lines
