@@ -12,7 +12,7 @@ import pytest
 
 from groupwise.config.recipes import make_recipe
 from groupwise.errors import ConfigError
-from groupwise.runs.run import train_recipe
+from groupwise.runs.run import train
 
 PACKAGE = '''
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ def credit(groups):
 
 def reward(prompts, completions, *, bonus=0.0, **columns):
     calls.append(("reward", sorted(columns), bonus))
-    return [bonus + len(text) % 3 for text in completions]
+    return [bonus + sum(map(ord, text)) % 3 for text in completions]
 
 
 class Engine(InProcess):
@@ -98,7 +98,7 @@ def keys(name: str) -> dict[str, object]:
     return {
         "objective": "grpo",
         "steps": 1,
-        "model": {"scratch": {"hidden": 32, "layers": 1, "heads": 2, "context": 64}},
+        "model": {"scratch": {"hidden": 32, "layers": 1, "heads": 2, "context": 512}},
         "data": {"task": f"{name}:Doubling", "task_args": {"most": 6}},
         "rewards": [{"function": f"{name}:reward", "args": {"bonus": 0.5}}],
         "rollout": {"engine": {"name": f"{name}:Engine", "args": {"note": "mine"}}, "max_new_tokens": 4, "max_rows": 5},
@@ -114,7 +114,7 @@ def keys(name: str) -> dict[str, object]:
 
 
 def test_each_of_them_is_used_by_a_run(outside: str) -> None:
-    (step,) = (step for step in train_recipe(make_recipe(keys(outside))) if step.number == 1)
+    (step,) = (step for step in train(make_recipe(keys(outside))) if step.number == 1)
     said = sys.modules[outside].calls
     assert ("engine", 5, "mine") in said
     assert ("generate", 3, 2) in said
@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_refused_with_its_key(change: dict, said: str, outs
     named = json.loads(json.dumps(change).replace("{}", outside))
     recipe = make_recipe(keys(outside) | named)
     with pytest.raises(ConfigError, match=said):
-        list(train_recipe(recipe))
+        list(train(recipe))
 
 
 def test_a_command_of_an_installed_package(outside: str, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_command_of_an_installed_package(outside: str, tmp_path: Path) -> None
     done = groupwise("greet", "--loud", "steps=3", greet=f"{outside}:command")
     assert (done.returncode, json.loads(done.stdout)) == (7, ["--loud", "steps=3"])
     assert "of the installed package outside" in groupwise("--help", greet=f"{outside}:command").stdout
-    assert groupwise("runs", greet="nowhere:command").returncode == 0
+    assert groupwise("config", "seed", greet="nowhere:command").returncode == 0
     broken = groupwise("greet", greet="nowhere:command")
     assert broken.returncode == 2 and "the command 'greet' of outside cannot be imported" in broken.stderr
-    assert "adds the command 'train', which there is already" in groupwise("runs", train=f"{outside}:command").stderr
+    assert "adds the command 'train', which there is already" in groupwise("config", "seed", train=f"{outside}:command").stderr
