@@ -20,10 +20,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from groupwise.config.settings import ModelSettings, OptimizerSettings
 from groupwise.data.packing import pack
-from groupwise.models import attention
 from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
-from groupwise.ops import functional, linear_cross_entropy
+from groupwise.ops import attention, functional, linear_cross_entropy
 from groupwise.ops.cpu import kernels
 from groupwise.ops.functional import AddNorm, gated_mlp, rms_norm, rotary
 from groupwise.ops.grad_accum import gradient_of, summed_in_place, summing
