@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from groupwise.algorithms.registry import corrected, resolve
 from groupwise.config.recipes import load_recipe
-from groupwise.config.settings import GroupSettings, OptimizerSettings
+from groupwise.config.settings import CorrectionSettings, GroupSettings, OptimizerSettings
 from groupwise.data.rollout_table import groups_from_bytes, groups_to_bytes
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
@@ -76,7 +76,7 @@ def run(tiny_policy: Callable) -> Callable[..., tuple[Any, Iterator[Step]]]:
         places = iter(range(1000))
         return engine, train_online(
             policy,
-            corrected(resolve("grpo", settings, 8), {}),
+            corrected(resolve("grpo", settings, 8), CorrectionSettings()),
             engine=engine,
             rewards=Even(),  # type: ignore[arg-type]
             draw=lambda k: [prompt(next(places)) for _ in range(k)],
