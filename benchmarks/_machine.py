@@ -52,21 +52,23 @@ def describe(device: str = "cpu") -> dict[str, Any]:
     return found | {"commit": commit or None}
 
 
-def folder(machine: dict[str, Any], device: str) -> Path:
-    """Where results of machines of one kind are kept: with and without matrix tiles they say little about each other."""
+def kind_of(machine: dict[str, Any], device: str) -> str:
+    """The kind of a machine: with and without matrix tiles results say little about each other."""
     if device != "cpu":
-        return RESULTS / "gpu"
+        return "gpu"
     features = machine.get("features", ())
-    return RESULTS / ("amx" if "amx_bf16" in features else "avx512" if "avx512f" in features else "other")
+    return "amx" if "amx_bf16" in features else "avx512" if "avx512f" in features else "avx2" if "avx2" in features else "other"
 
 
-def save(name: str, content: dict[str, Any]) -> Path:
-    """Write a result with the machine's description; the same name is written over, if it is of a machine of the same kind."""
+def save(name: str, content: dict[str, Any], *, results: Path = RESULTS) -> Path:
+    """Write a result with the machine's description into the file of its kind, over an older one of that name."""
     device = content.get("workload", {}).get("device", "cpu")
     machine = describe(device)
-    path = folder(machine, device) / f"{name}.json"
+    path = results / f"{kind_of(machine, device)}.json"
+    held = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    held[name] = {"machine": machine, **content}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine, **content}, indent=1) + "\n")
+    path.write_text(json.dumps(dict(sorted(held.items())), indent=1) + "\n", encoding="utf-8")
     return path
 
 

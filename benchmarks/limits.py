@@ -53,7 +53,7 @@ def ceilings(work: Workload, rows: int, few: int, parameters: int) -> dict[str, 
     from torch.nn import functional as F
 
     from groupwise.ops import matmul
-    from groupwise.rollout.native.primitives import product as prepared
+    from groupwise.ops.decoding import product as prepared
 
     dtype = getattr(torch, work.dtype)
     wide = 4 * work.hidden

@@ -1,6 +1,6 @@
 """Weak scaling over processes on one machine, and what they send each other, beside the formula.
 
-    python benchmarks/parallel.py                # 1 and 2 processes, a core each; writes results/*/parallel.json
+    python benchmarks/parallel.py                # 1 and 2 processes, a core each; writes `parallel` into benchmarks/results
     python benchmarks/parallel.py --processes 1 2 4 --shape S
 
 Every process gets the same work whatever their number: P prompts each.  With perfect scaling a step takes as long on n processes as
@@ -229,7 +229,9 @@ def main() -> None:
             for size in options.processes
             for mode in (MODES if size > 1 else ("ddp",))
         ]
-    print(save("parallel", {"workload": asdict(work), "namespace": alone, "rows": rows}).read_text())
+    measured = {"workload": asdict(work), "namespace": alone, "rows": rows}
+    save("parallel", measured)
+    print(json.dumps(measured, indent=1))
 
 
 if __name__ == "__main__":

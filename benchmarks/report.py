@@ -121,15 +121,17 @@ WHY = {
 KINDS = {
     "amx": "Processors with matrix tiles (AMX)",
     "avx512": "Processors with AVX-512 and without matrix tiles",
+    "avx2": "Processors with AVX2 and no longer vectors",
     "other": "Other processors",
     "gpu": "GPUs",
 }
-"""Folders of results, as `_machine.folder` names them."""
+"""Files of results, as `_machine.kind_of` names them."""
 
 
-def results(folder: Path, pattern: str) -> list[dict[str, Any]]:
-    """Results by name."""
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(pattern))]
+def results(kind: str, begins: str = "") -> list[dict[str, Any]]:
+    """Results of machines of one kind whose names begin so, by name."""
+    held = json.loads((RESULTS / f"{kind}.json").read_text(encoding="utf-8"))
+    return [held[name] for name in sorted(held) if name.startswith(begins)]
 
 
 def table(head: str, rows: Iterator[list[str]]) -> list[str]:
@@ -183,7 +185,7 @@ def engine_row(found: dict[str, Any]) -> list[str]:
     return [*workload(found["workload"]), *cells, f"{found['logp']:.1e}", f"{found['machine']['load_1min']:.1f}"]
 
 
-def scaling(folder: Path, found: dict[str, Any]) -> Iterator[str]:
+def scaling(kind: str, found: dict[str, Any]) -> Iterator[str]:
     """The axes of one scaling run."""
     yield " ".join(["Around", ", ".join(workload(found["workload"])) + ":"]) + "\n"
     for axis, points in found["axes"].items():
@@ -197,9 +199,9 @@ def scaling(folder: Path, found: dict[str, Any]) -> Iterator[str]:
             for point in points
         )  # fmt: skip
         yield from table(f"{axis} | update s | predicted | naive | rollout s | peak MB | of it vocabulary | without", rows)
-        plot = folder / f"scaling_S_{axis}.png"
+        plot = PAGE.parent / "images" / f"scaling_S_{axis}_{kind}.png"
         if plot.exists():
-            yield f"![update against {axis}](../benchmarks/results/{folder.name}/{plot.name})\n"
+            yield f"![update against {axis}](images/{plot.name})\n"
 
 
 def memory_row(found: dict[str, Any]) -> list[str]:
@@ -218,14 +220,14 @@ def profile(found: dict[str, Any]) -> Iterator[str]:
     yield from table("share | calls | operation | what it is", rows)
 
 
-def sections(folder: Path) -> Iterator[tuple[str, list[str]]]:
+def sections(kind: str) -> Iterator[tuple[str, list[str]]]:
     """What was measured on machines of one kind, by section."""
     yield (
         TRL,
         table(
             "objective | model | a step | type | beta | dead | threads | step wall / cpu | rollout | update | memory | "
             "pairs | load",
-            map(trl_row, results(folder, "vs_trl_*.json")),
+            map(trl_row, results(kind, "vs_trl_")),
         ),
     )
     yield (
@@ -233,29 +235,27 @@ def sections(folder: Path) -> Iterator[tuple[str, list[str]]]:
         table(
             "model | a step | type | GEMM GFLOP/s | torch's | of weight gradients | of the head | small batch | read GB/s | "
             "update | at torch's | rollout | decoding | load",
-            map(limits_row, results(folder, "limits_*.json")),
+            map(limits_row, results(kind, "limits_")),
         ),
     )
     yield (
         ENGINES,
         table(
             "model | a step | type | native | generate | native, full | continuous batching, full | vLLM, full | log-probs | load",
-            map(engine_row, results(folder, "vs_engines_*.json")),
+            map(engine_row, results(kind, "vs_engines_")),
         ),
     )
-    yield SCALING, [line for one in results(folder, "scaling_*.json") for line in scaling(folder, one)]
+    yield SCALING, [line for one in results(kind, "scaling_") for line in scaling(kind, one)]
     yield (
         MEMORY,
-        table(
-            "model | a step | type | beta | predicted MB | measured MB | ratio", map(memory_row, results(folder, "memory_*.json"))
-        ),
+        table("model | a step | type | beta | predicted MB | measured MB | ratio", map(memory_row, results(kind, "memory_"))),
     )
-    yield PROFILE, [line for one in results(folder, "profile_*.json") for line in profile(one)]
+    yield PROFILE, [line for one in results(kind, "profile_") for line in profile(one)]
 
 
-def machines(folder: Path) -> list[str]:
-    """The machines whose results lie in a folder."""
-    found = (one["machine"] for one in results(folder, "*.json") if "machine" in one)
+def machines(kind: str) -> list[str]:
+    """The machines of a kind that results are of."""
+    found = (one["machine"] for one in results(kind) if "machine" in one)
     return sorted(
         {f"{m['gpu'] + ', ' if 'gpu' in m else ''}{m['cpu']}, {m['cpus']} cores, torch {m['torch']}, {m['date']}" for m in found}
     )
@@ -263,14 +263,14 @@ def machines(folder: Path) -> list[str]:
 
 def page() -> str:
     """The whole page."""
-    folders = [folder for folder in KINDS if (RESULTS / folder).is_dir()]
+    kinds = [kind for kind in KINDS if (RESULTS / f"{kind}.json").is_file()]
     lines = [INTRO]
-    for folder in folders:
-        lines += [f"**{KINDS[folder]}** are", *(f"- {machine}" for machine in machines(RESULTS / folder)), ""]
-    for parts in zip(*(sections(RESULTS / folder) for folder in folders), strict=True):
+    for kind in kinds:
+        lines += [f"**{KINDS[kind]}** are", *(f"- {machine}" for machine in machines(kind)), ""]
+    for parts in zip(*map(sections, kinds), strict=True):
         lines += [parts[0][0]] if any(found for _, found in parts) else []
-        for folder, (_, found) in zip(folders, parts, strict=True):
-            lines += [f"{KINDS[folder]}:\n", *found] if found else []
+        for kind, (_, found) in zip(kinds, parts, strict=True):
+            lines += [f"{KINDS[kind]}:\n", *found] if found else []
     return "\n".join(lines)
 
 

@@ -24,6 +24,7 @@ from _workload import Workload, add_options, model_folder, workload
 from limits import update_flops
 from vs_trl import Side
 
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
 AXES: dict[str, tuple[float, ...]] = {
     "group": (2, 4, 8, 16),
     "prompt": (32, 128, 512),
@@ -115,7 +116,7 @@ def main() -> None:
                 )
             # After every axis: a run that is cut short leaves what it has.
             path = save(f"scaling_{options.shape}_{base.dtype}_threads_{base.threads}", {"workload": asdict(base), "axes": tables})
-            drawn.append(plot(axis, points, path.with_name(f"scaling_{options.shape}_{axis}.png")))
+            drawn.append(plot(axis, points, IMAGES / f"scaling_{options.shape}_{axis}_{path.stem}.png"))
     if not all(drawn):
         print("no plots: matplotlib is not installed (pip install matplotlib)")
     print(json.dumps({axis: [[point["at"], point["update"]] for point in points] for axis, points in tables.items()}))

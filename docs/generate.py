@@ -511,10 +511,8 @@ def _balance(parts: int, seed: int) -> tuple[float, float, float]:
 
 def parallel_table() -> str:
     """What `benchmarks/parallel.py` measured last, on whatever machine."""
-    results = (
-        json.loads(path.read_text(encoding="utf-8")) for path in (DOCS.parent / "benchmarks/results").glob("*/parallel.json")
-    )
-    found = max(results, key=lambda one: one["machine"]["date"])
+    files = (json.loads(path.read_text(encoding="utf-8")) for path in (DOCS.parent / "benchmarks" / "results").glob("*.json"))
+    found = max((held["parallel"] for held in files if "parallel" in held), key=lambda one: one["machine"]["date"])
     alone = next(row for row in found["rows"] if row["processes"] == 1)["seconds"]
     lines = [
         "| processes | `parallel` | rollout | update | efficiency | imbalance | elements sent: counted, formula | on the wire |",
@@ -546,11 +544,12 @@ SHAPES = {"S": "256 wide", "M": "512 wide", "L": "GPT-2"}
 
 def speed_table() -> str:
     """What the benchmarks found against TRL and vLLM, on one core, as their results stand."""
-    results = DOCS.parent / "benchmarks/results"
+    results = DOCS.parent / "benchmarks" / "results"
+    held = {kind: json.loads((results / f"{kind}.json").read_text(encoding="utf-8")) for kind in PROCESSORS}
 
-    def ratios(script: str, folder: str, dtype: str, key: str) -> list[float]:
-        paths = [results / folder / f"{script}_{shape}_{dtype}_threads_1.json" for shape in SHAPES]
-        return [json.loads(path.read_text(encoding="utf-8"))["ratios"][key] for path in paths if path.exists()]
+    def ratios(script: str, kind: str, dtype: str, key: str) -> list[float]:
+        found = (held[kind].get(f"{script}_{shape}_{dtype}_threads_1") for shape in SHAPES)
+        return [one["ratios"][key] for one in found if one is not None]
 
     rows = []
     for what, dtype, key in (
@@ -558,11 +557,11 @@ def speed_table() -> str:
         ("the same in bfloat16", "bfloat16", "step"),
         ("its memory, float32: TRL's over ours", "float32", "memory"),
     ):
-        cells = ["; ".join(f"{ratio:.1f}" for ratio in ratios("vs_trl", folder, dtype, key)) for folder in PROCESSORS]
+        cells = ["; ".join(f"{ratio:.1f}" for ratio in ratios("vs_trl", kind, dtype, key)) for kind in PROCESSORS]
         rows.append([what, *cells, "`python benchmarks/vs_trl.py --grid`"])
     cells = []
-    for folder in PROCESSORS:
-        found = [one for dtype in ("float32", "bfloat16") for one in ratios("vs_engines", folder, dtype, "vllm, full")]
+    for kind in PROCESSORS:
+        found = [one for dtype in ("float32", "bfloat16") for one in ratios("vs_engines", kind, dtype, "vllm, full")]
         cells.append(f"{min(found):.1f} to {max(found):.1f}")
     rows.append(["rollouts: our tokens per second over those of vLLM's CPU build", *cells, "`python benchmarks/vs_engines.py`"])
     lines = [f"| | {' | '.join(PROCESSORS.values())} | command |", "|---|---|---|---|"]
@@ -606,6 +605,8 @@ WIDER = {
     "model": "ModelGiven | ModelKeys | ModelSettings",
     "data": "RowsGiven | DataKeys | DataSettings",
     "rewards": "RewardGiven | Sequence[RewardGiven]",
+    "parallel": "str | ParallelKeys | ParallelSettings",
+    "RolloutKeys.engine": "str | EngineKeys | EngineSettings",
     "environment": "EnvironmentGiven | Mapping[str, EnvironmentGiven] | EnvironmentKeys | EnvironmentSettings",
     "EnvironmentKeys.tools": "Sequence[str | Callable[..., Any]]",
     "EnvironmentKeys.factory": "EnvironmentGiven | Mapping[str, EnvironmentGiven] | None",
@@ -615,7 +616,11 @@ WIDER = {
     "RewardKeys.function": "str | Callable[..., Any]",
 }
 """Where Python may say more than a file can: an object in the place of its name."""
-LOOSER = {"tuple[str, ...]": "Sequence[str]", "tuple[float, float]": "Sequence[float]"}
+LOOSER = {
+    "tuple[str, ...]": "Sequence[str]",
+    "str | tuple[str, ...]": "str | Sequence[str]",
+    "tuple[float, float]": "Sequence[float]",
+}
 
 KEYS_HEAD = '''\
 """The sections of a recipe as `gw.train` takes them: a type for each, so that an editor completes and checks their keys.
@@ -707,7 +712,8 @@ def with_signature(text: str) -> str:
         hint = WIDER.get(key, hint).removesuffix(" | None")
         hint = re.sub(r"\b(\w+Keys|\w+Given)\b", r"typed.\1", hint)
         hint = re.sub(r"\b(\w+Settings|Part)\b", r"settings.\1", hint)
-        lines.append(f"    {key}: {hint} | None = None,\n")
+        line = f"    {key}: {hint} | None = None,"
+        lines.append(line + ("\n" if len(line) <= 132 else "  # noqa: E501\n"))
     start, end = "    # made from config/settings.py by make docs\n", "    # end\n"
     before, _, rest = text.partition(start)
     return before + start + "".join(lines) + end + rest.partition(end)[2]

@@ -27,7 +27,14 @@ from groupwise.algorithms.registry import ALGORITHMS, corrected, resolve
 from groupwise.cli import commands
 from groupwise.config.recipes import parse_stages
 from groupwise.config.schema import lookup, settings_table
-from groupwise.config.settings import GroupSettings, OptimizerSettings, RewardSettings, ScratchSettings, is_online
+from groupwise.config.settings import (
+    CorrectionSettings,
+    GroupSettings,
+    OptimizerSettings,
+    RewardSettings,
+    ScratchSettings,
+    is_online,
+)
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.models.policy import Policy, make_policy
 from groupwise.models.scratch import scratch_model
@@ -272,7 +279,7 @@ def test_the_page_explains_every_metric_of_a_step(scored_group: Callable[..., Sc
     groups = [scored_group([1.0, 0.0, None], [2, 3, 4], id="0/0", truncated=(1,)), scored_group([1.0, 1.0], [2, 2], id="0/1")]
     policy, settings = tiny_policy(), GroupSettings(group_size=2, beta=0.1, off_policy_delta=0.5)
     groups = with_reference(groups, policy.frozen_copy(), 1000)
-    algorithm = corrected(resolve("grpo", settings, 8), {})
+    algorithm = corrected(resolve("grpo", settings, 8), CorrectionSettings())
     made_up = {name: lambda r, i=i: np.arange(len(r)) * 0.1 + i for i, name in enumerate(("value", "return", "teacher_logp"))}
     groups = [
         replace(

@@ -95,3 +95,13 @@ def test_bundled_recipes_say_what_to_expect_and_name_no_unknown_key(name: str) -
     except ConfigError as error:  # data that a user must fetch may be absent; nothing else may be wrong
         wrong = [line for line in str(error).splitlines() if "no such f" not in line and "problems in" not in line]
     assert not wrong
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_types_and_style_have_no_findings() -> None:
+    """What `make lint` runs."""
+    pytest.importorskip("pyright")
+    for command in (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["pyright", "--pythonpath", sys.executable]):
+        done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

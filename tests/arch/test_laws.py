@@ -129,6 +129,13 @@ def test_the_mathematics_is_pure() -> None:
             assert {part_of(module) for module in own_imports(name)} <= {"algorithms", "ops", "records", "errors", "utils"}, name
 
 
+def test_only_ops_knows_the_compiled_kernels() -> None:
+    for name in FILES:
+        if part_of(name) != "ops":
+            reached = {module for module in own_imports(name) if module.startswith("ops.cpu")}
+            assert not reached, f"{name} imports {reached}: call the operation in `ops` that may use it"
+
+
 PLUGIN = "rollout.vllm.plugin.groupwise_vllm"
 """Runs inside vLLM's processes, where Groupwise is not installed: it can import no part of it."""
 

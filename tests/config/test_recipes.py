@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,12 +24,22 @@ from groupwise.config.recipes import (
     header,
     load_recipe,
     load_stages,
+    make_recipe,
     parse_stages,
     redacted,
     run_folder,
 )
 from groupwise.config.schema import knobs
-from groupwise.config.settings import GroupSettings, ModelSettings, OptimizerSettings, Recipe, RewardSettings, ScratchSettings
+from groupwise.config.settings import (
+    EngineSettings,
+    GroupSettings,
+    ModelSettings,
+    OptimizerSettings,
+    ParallelSettings,
+    Recipe,
+    RewardSettings,
+    ScratchSettings,
+)
 from groupwise.errors import ConfigError
 from groupwise.utils.secrets import secret_name
 
@@ -180,21 +191,41 @@ def test_a_good_recipe() -> None:
         ("rollout.stop=['']", "rollout.stop holds an empty string"),
         ("group.ratio=sequence_maen", "got 'sequence_maen' (did you mean sequence_mean?)"),
         ("group.ratio=token_mean", "got 'token_mean' (which is one of group.weights)"),
-        ("rollout.engine=vlm", "rollout.engine: must be one of native, transformers, vllm; got 'vlm' (did you mean vllm?)"),
-        ("rollout.engine={dtype: float32}", "rollout.engine: must be one of native, transformers, vllm; got 'None'"),
-        ("rollout.engine={name: native, dtype: float32}", "rollout.engine: native takes ahead, correct; got 'dtype'"),
         (
-            "rollout.engine={name: vllm, server: x}",
-            "rollout.engine: vllm takes servers, colocated, dtype, ahead, correct; got 'server'",
+            "rollout.engine=vlm",
+            "one of native, transformers, vllm, or module:NAME; got 'vlm' (did you mean vllm?)",
         ),
-        ("rollout.engine={name: vllm, servers: 'http://a:1'}", "a list of addresses like http://127.0.0.1:8000, got 'http://a:1'"),
-        ("rollout.engine={name: vllm, servers: [a:1]}", "a list of addresses like http://127.0.0.1:8000, got ['a:1']"),
-        ("rollout.engine={name: vllm, colocated: 1}", "colocated is true or false, got 1"),
+        ("rollout.engine=3", "rollout.engine must be a name, or a section (a mapping); got 3"),
+        ("rollout.engine={dtype: float32}", "rollout.engine.dtype is for vllm; native does not take it"),
+        ("rollout.engine={name: transformers, servers: ['http://a:1']}", "rollout.engine.servers is for vllm"),
+        ("rollout.engine={name: native, correct: null}", "there is nothing to correct, unless it is ahead of them"),
+        ("rollout.engine={args: {k: 1}}", "rollout.engine.args are for an engine of your own (module:function); native takes none"),
+        ("rollout.engine={name: vllm, server: x}", "unknown key 'rollout.engine.server' (did you mean rollout.engine.servers?)"),
+        (
+            "rollout.engine={name: vllm, servers: 'http://a:1'}",
+            "rollout.engine.servers must be a list, each text; got 'http://a:1'",
+        ),
+        ("rollout.engine={name: vllm, servers: [a:1]}", "a list of addresses like http://127.0.0.1:8000, got 'a:1'"),
+        ("rollout.engine={name: vllm, colocated: 1}", "rollout.engine.colocated must be true or false; got 1"),
         ("rollout.engine={name: vllm, colocated: true, ahead: 1}", "in turn with training: leave servers and ahead out"),
         ("rollout.engine={name: vllm, colocated: true, servers: ['http://a:1']}", "leave servers and ahead out"),
         ("rollout.engine={name: vllm, servers: ['http://a:1'], dtype: float32}", "running servers have theirs"),
-        ("rollout.engine={name: vllm, dtype: float64}", "dtype must be float32 or bfloat16, got 'float64'"),
-        ("rollout.engine={name: vllm, correct: token}", "correct is a mapping like {level: token, high: 2}, or null, got 'token'"),
+        (
+            "rollout.engine={name: vllm, dtype: float64}",
+            "dtype must be one of float32, bfloat16, or null; got 'float64'",
+        ),
+        (
+            "rollout.engine={name: vllm, correct: token}",
+            "correct must be a section (a mapping), or null; got 'token'",
+        ),
+        ("rollout.engine={name: vllm, correct: {level: word}}", "must be one of token, sequence_sum, sequence_mean; got 'word'"),
+        ("rollout.engine={name: vllm, correct: {high: -1}}", "rollout.engine.correct.high must be a number greater than 0; got -1"),
+        ("rollout.engine={name: vllm, correct: {low: 3}}", "rollout.engine.correct.low (3) is more than high (2)"),
+        ("parallel=3", "parallel must be a name, or a section (a mapping); got 3"),
+        (
+            "teacher.demonstrations={rows: 2}",
+            "teacher.demonstrations.path is missing. A JSONL, JSON or",
+        ),
         ("data.template='{question'", "data.template: not a Python format string"),
         ("data.template=question", "names no column"),
         ("name=../x", "name must be a folder name"),
@@ -484,3 +515,37 @@ def test_c9_changes_on_resume() -> None:
 def test_no_setting_is_taken_for_a_secret() -> None:
     """Its value would be written as `[redacted]`, and the run's config.yaml could not be read again."""
     assert not [key for key in knobs() if secret_name(key.rpartition(".")[2])]
+
+
+# ---------------------------------------------------------------- sections that may be said by a name
+
+
+def test_a_name_alone_is_a_section_with_that_name() -> None:
+    short = "rollout: {engine: transformers}\nparallel: zero3\n"
+    assert one(GOOD + short) == one(GOOD + "rollout: {engine: {name: transformers}}\nparallel: {name: zero3}\n")
+    assert one(GOOD, "rollout.engine=vllm").rollout.engine == EngineSettings(name="vllm")
+    assert one(GOOD, "rollout.engine=vllm", "rollout.engine.ahead=1").rollout.engine == EngineSettings(name="vllm", ahead=1)
+    assert make_recipe({"parallel": "ddp"}, one(GOOD)).parallel == ParallelSettings(name="ddp")
+
+
+def test_a_stage_that_names_an_engine_takes_nothing_of_the_one_above() -> None:
+    above = "rollout: {engine: {name: vllm, dtype: bfloat16, ahead: 2}}\n"
+    text = GOOD + above + "stages: {first: {rollout: {engine: %s}}, second: {}}\n"
+    for engine, expected in {
+        "native": EngineSettings(),
+        "{name: vllm}": EngineSettings(name="vllm"),
+        "{ahead: 1}": EngineSettings(name="vllm", dtype="bfloat16", ahead=1),
+    }.items():
+        stages = parse_stages(text % engine, "r.yaml")
+        assert stages["first"].rollout.engine == expected
+        assert stages["second"].rollout.engine == EngineSettings(name="vllm", dtype="bfloat16", ahead=2)
+
+
+def test_a_run_that_was_begun_with_names_alone_goes_on() -> None:
+    """Its config.yaml says `engine: native` and `parallel: auto`, where it now says sections."""
+    recipe = one(GOOD)
+    saved = yaml.safe_load(dump(recipe))
+    saved["rollout"]["engine"] = "native"
+    saved["parallel"] = "auto"
+    assert changes(yaml.safe_dump(saved), recipe) == []
+    assert changes(yaml.safe_dump(saved), one(GOOD, "rollout.engine=vllm")) == ["rollout.engine.name: 'native' -> 'vllm'"]

@@ -50,7 +50,7 @@ def test_half_a_character_at_the_end_is_shown_as_such() -> None:
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     known = vocabulary.Vocabulary([b"a", None, b"\xff", b""], frozenset({3}))
-    (tmp_path / "tokens.parquet").write_bytes(vocabulary.packed(known))
+    (tmp_path / "tokens.parquet").write_bytes(vocabulary.to_bytes(known))
     found = vocabulary.read(tmp_path / "tokens.parquet")
     assert (list(found.pieces), found.special) == (list(known.pieces), known.special)
 

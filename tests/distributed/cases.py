@@ -19,9 +19,12 @@ from groupwise.algorithms.registry import resolve
 from groupwise.config.recipes import load_recipe
 from groupwise.config.settings import (
     CriticSettings,
+    EngineSettings,
     GroupSettings,
+    LoraSettings,
     ModelSettings,
     OptimizerSettings,
+    ParallelSettings,
     Recipe,
     RolloutSettings,
     ScratchSettings,
@@ -87,9 +90,14 @@ def make(family: str, dtype: str, seed: int = 0, attention: str = "shared") -> P
     return make_policy(model, tokenizer, ModelSettings(dtype=precision, attention=attention))  # type: ignore[arg-type]
 
 
+def sharding_of(mode: str | dict[str, Any]) -> comm.ShardingConfig:
+    """A name of `parallel`, or its keys."""
+    return comm.ShardingConfig(**({"name": mode} if isinstance(mode, str) else mode))
+
+
 def spread(policy: Policy, mode: str | dict[str, Any]) -> Policy:
     """The policy as these processes hold it."""
-    found = comm.ShardingConfig.of(mode).decided(0, comm.world().size)
+    found = sharding_of(mode).decided(0, comm.world().size)
     return shard(policy, found, policy.device) if found.sharded and comm.world().size > 1 else policy
 
 
@@ -134,7 +142,7 @@ def online(
     algorithm = resolve(objective, settings, LONGEST)
     policy = make(family, dtype)
     if lora:
-        policy = spread(adapt(policy, {"rank": 4}, base=""), mode)
+        policy = spread(adapt(policy, LoraSettings(rank=4), base=""), mode)
         reference = bare(policy)
     else:
         reference = make(family, dtype, seed=1) if algorithm.needs_reference else None
@@ -145,7 +153,7 @@ def online(
     updates = steps * settings.updates_per_rollout * settings.minibatches
     optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-3, clip_norm=0.5, weight_decay=0.1), updates)
     teacher = Teacher(policy=make(family, dtype, seed=3)) if algorithm.needs_teacher else None
-    settings_of_rollouts = RolloutSettings(engine=engine, max_rows=16)  # type: ignore[arg-type]
+    settings_of_rollouts = RolloutSettings(engine=EngineSettings(name=engine), max_rows=16)
     sampler = make_engine(policy, settings_of_rollouts)
     if teacher is not None and algorithm.mix:
         sampler = mixed_engine(policy, teacher.policy, algorithm.mix, settings_of_rollouts)
@@ -302,7 +310,8 @@ def loaded(folder: str, mode: Any, scorer: bool = False) -> dict[str, Any]:
         return found
 
     Pieces.rows = counted  # type: ignore[method-assign]
-    recipe = Recipe(objective="reward" if scorer else "grpo", model=ModelSettings(path=folder), parallel=mode)
+    parallel = ParallelSettings(name=mode)
+    recipe = Recipe(objective="reward" if scorer else "grpo", model=ModelSettings(path=folder), parallel=parallel)
     try:
         blueprint = read_blueprint(recipe.model)
         policy = hold(recipe, blueprint, OBJECTIVES["reward"].model if scorer else language_model)

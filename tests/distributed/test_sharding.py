@@ -298,7 +298,7 @@ def test_p34_the_plan_of_memory_and_traffic_is_what_is_counted(size: int, mode: 
     found = ranks(size).run("held", mode=mode, dtype=dtype)
     policy = cases.make("llama", dtype)
     shape = Shape.of(policy.model.config.to_dict(), found[0]["parameters"], dtype=dtype)
-    sharding = ShardingConfig.of(mode).decided(0, size)
+    sharding = cases.sharding_of(mode).decided(0, size)
     load = Load(prompts=size, group=1, prompt_tokens=6, completion_tokens=0, budget=100)
     shards = sharding.shards or size
     planned = rank(shape, load, world=size, sharded=sharding.name, shards=shards, prompts=1).memory

@@ -70,9 +70,17 @@ def test_the_plans_hold_what_makes_it_hard(plan: str) -> None:
         assert not any("kl" in step for step in steps)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "size", "mode"),
+    [
+        # Of four processes zero2 is asked once: it differs from zero3 in when weights are let go, not in what is summed.
+        pytest.param(plan, size, mode, marks=[pytest.mark.slow] if size == 4 else [])
+        for plan in PLANS
+        for size in (2, 4)
+        for mode in MODES
+        if (size, mode) != (4, "zero2") or plan == "grpo"
+    ],
+)
 def test_p50_p51_losses_gradients_and_samples_are_those_of_one_process(plan: str, size: int, mode: str, ranks: Callable) -> None:
     """Ten steps with ragged lengths, unscorable rows, dead groups, prompts that do not divide, several micro-batches."""
     found = ranks(size).run("online", **PLANS[plan] | {"mode": mode})

@@ -174,7 +174,9 @@ def test_trap_5_arguments_reach_the_tool_as_they_were_written(table: Callable[..
 
 
 @BOTH
-def test_a_trl_environment_runs_unchanged(table: Callable[..., Any], runs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trl_environment_runs_unchanged(
+    table: Callable[..., Any], runs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     closed = tmp_path / "closed"
     monkeypatch.setenv("CLOSED", str(closed))
     at = table(factory="my_tools.py:Counter", runs=runs)

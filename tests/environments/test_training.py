@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from groupwise.cli.use import chat
 
 import groupwise as gw
 from groupwise.cli.check import check_stage
+from groupwise.cli.commands.chat import chat
 from groupwise.config.recipes import make_recipe
 from groupwise.config.settings import EnvironmentSettings, RewardSettings
 from groupwise.environments.procedural import answer_in

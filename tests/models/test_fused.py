@@ -20,12 +20,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from groupwise.config.settings import ModelSettings, OptimizerSettings
 from groupwise.data.packing import pack
-from groupwise.models import attention
 from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
-from groupwise.ops import functional, linear_cross_entropy
+from groupwise.ops import attention, functional, linear_cross_entropy
 from groupwise.ops.cpu import kernels
-from groupwise.ops.functional import AddNorm, RMSNorm, Rotary, gated_mlp
+from groupwise.ops.functional import AddNorm, gated_mlp, rms_norm, rotary
 from groupwise.ops.grad_accum import gradient_of, summed_in_place, summing
 from groupwise.ops.linear_cross_entropy import Head, chosen_logprobs, fused_loss, reference_logprobs
 from groupwise.records import Batch
@@ -49,7 +48,7 @@ def test_rms_norm_equals_transformers(weights: torch.dtype) -> None:
     expected.backward(slope)
     reference = x.grad, norm.weight.grad
     x.grad = norm.weight.grad = None
-    found = RMSNorm.apply(x, norm.weight, 1e-5, weights)
+    found = rms_norm(x, norm.weight, 1e-5, weights)
     found.backward(slope)
     if weights == torch.bfloat16:
         assert (found != expected).float().mean() < 0.02, "rounded at the same places"
@@ -63,7 +62,7 @@ def test_rms_norm_equals_transformers(weights: torch.dtype) -> None:
 def test_rms_norm_takes_any_type_and_a_slope_that_is_one_number(dtype: torch.dtype) -> None:
     """`sum` hands back one number, repeated without memory; as many rows as numbers in a row, so that no shape would object."""
     x, weight = torch.randn(16, 16, requires_grad=True), torch.randn(16, requires_grad=True)
-    found = RMSNorm.apply(x, weight, 1e-5, dtype)
+    found = rms_norm(x, weight, 1e-5, dtype)
     exact = (x.detach().double().requires_grad_(), weight.detach().double().requires_grad_())
     expected = nn.functional.rms_norm(exact[0], (16,), exact[1], 1e-5)
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
@@ -299,7 +298,7 @@ def test_rotary_equals_transformers_and_its_backward_turns_back() -> None:
     slope = torch.randn_like(x)
     expected, _ = apply_rotary_pos_emb(x, x, cos, sin)
     (expected_grad,) = torch.autograd.grad(expected, x, slope)
-    found = Rotary.apply(x, cos.unsqueeze(1), sin.unsqueeze(1))
+    found = rotary(x, cos.unsqueeze(1), sin.unsqueeze(1))
     (found_grad,) = torch.autograd.grad(found, x, slope)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(found_grad, expected_grad)

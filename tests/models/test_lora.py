@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from groupwise import train
 from groupwise.config.recipes import parse_stages
-from groupwise.config.settings import ModelSettings, OptimizerSettings
+from groupwise.config.settings import LoraSettings, ModelSettings, OptimizerSettings
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
 from groupwise.models.lora import adapt
@@ -28,7 +28,7 @@ from groupwise.training.optimizer import Optimizer
 from groupwise.training.scoring import sample_of, score
 from groupwise.training.updating import update
 
-LORA = {"rank": 4, "alpha": 8}
+LORA = LoraSettings(rank=4, alpha=8.0)
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_what_is_saved_is_a_plain_model_and_an_adapter_for_peft(
     base: Callable[..., Path], random_samples: Callable[..., list[Sample]], tmp_path: Path, family: str
 ) -> None:
     folder = base(family)
-    lora = LORA | ({"targets": ["q_proj", "o_proj"]} if family == "mixtral" else {})
+    lora = replace(LORA, targets=("q_proj", "o_proj")) if family == "mixtral" else LORA
     policy = adapt(load_policy(ModelSettings(path=str(folder))), lora, base=str(folder))
     disturb(policy)
     samples = random_samples()
@@ -248,10 +248,10 @@ def test_the_plan_counts_what_is_trained(recipe: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model.lora={rnk: 4}", r"no key 'rnk'.*did you mean rank"),
-        ("model.lora={rank: 0}", "model.lora.rank must be a whole number above 0, got 0"),
-        ("model.lora={alpha: big}", "model.lora.alpha must be a number above 0, got 'big'"),
-        ("model.lora={targets: []}", "model.lora.targets must be all-linear or a list"),
+        ("model.lora={rnk: 4}", r"unknown key 'model.lora.rnk' .did you mean model.lora.rank"),
+        ("model.lora={rank: 0}", "model.lora.rank must be a whole number at least 1; got 0"),
+        ("model.lora={alpha: big}", "model.lora.alpha must be a number greater than 0; got 'big'"),
+        ("model.lora={targets: []}", "model.lora.targets must be text, not empty or a list"),
         ("group.reference_refresh=2", "cannot move: leave group.reference_refresh out"),
     ],
 )

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from groupwise.algorithms.registry import corrected, resolve
 from groupwise.config.recipes import load_recipe
-from groupwise.config.settings import GroupSettings, OptimizerSettings
-from groupwise.data.rollout_table import packed, unpacked
+from groupwise.config.settings import CorrectionSettings, GroupSettings, OptimizerSettings
+from groupwise.data.rollout_table import groups_from_bytes, groups_to_bytes
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Rollout, Sampling, Scored, Step
@@ -76,7 +76,7 @@ def run(tiny_policy: Callable) -> Callable[..., tuple[Any, Iterator[Step]]]:
         places = iter(range(1000))
         return engine, train_online(
             policy,
-            corrected(resolve("grpo", settings, 8), {}),
+            corrected(resolve("grpo", settings, 8), CorrectionSettings()),
             engine=engine,
             rewards=Even(),  # type: ignore[arg-type]
             draw=lambda k: [prompt(next(places)) for _ in range(k)],
@@ -284,7 +284,7 @@ def test_kept_groups_come_back_as_they_were(sampling: Sampling, tiny_policy: Cal
         list(NativeEngine(tiny_policy(), max_rows=8).generate([prompt(0), prompt(1)], group_size=3, sampling=sampling, seed=1))
     )
     groups[1].reward[0] = np.nan
-    for ours, theirs in zip(unpacked(packed(groups)), groups, strict=True):
+    for ours, theirs in zip(groups_from_bytes(groups_to_bytes(groups)), groups, strict=True):
         assert (ours.names, ours.weights, ours.prompt.id, ours.prompt.text) == (
             theirs.names, theirs.weights, theirs.prompt.id, theirs.prompt.text
         )  # fmt: skip

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from groupwise.algorithms.registry import resolve
 from groupwise.config.recipes import parse_stages
-from groupwise.config.settings import GroupSettings, OptimizerSettings, RewardSettings
+from groupwise.config.settings import GroupSettings, OptimizerSettings, ReplaySettings, RewardSettings
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Sampling
@@ -161,7 +161,7 @@ def test_a_reward_model_goes_on_with_new_pairs_and_a_share_of_old_ones(recipe: s
         name="second",
         model=replace(first.model, path=str(tmp_path / "runs/first/final"), scratch=None),
         data=replace(first.data, path=str(tmp_path / "new.json")),
-        reward_model=replace(first.reward_model, replay={"path": str(tmp_path / "pairs.json"), "share": 0.25}),
+        reward_model=replace(first.reward_model, replay=ReplaySettings(path=str(tmp_path / "pairs.json"), share=0.25)),
     )
     last = list(train(second))[-1]
     assert last.evaluation is not None and last.evaluation["accuracy"] > 0.5
@@ -280,7 +280,10 @@ def test_what_is_watched_is_not_what_is_reported(recipe: str, tmp_path: Path) ->
         ("data.eval_fraction={test: 0.6, validation: 0.5}", "sum to 1.1"),
         ("stages.reward.reward_model.replay={share: 0.1}", "needs the path of a file of older pairs"),
         ("stages.reward.reward_model.replay={path: missing.json}", "no such file 'missing.json'"),
-        ("stages.reward.reward_model.replay={pth: x}", r"no key 'pth'.*did you mean path"),
+        (
+            "stages.reward.reward_model.replay={pth: x}",
+            r"unknown key 'reward_model.replay.pth' .did you mean reward_model.replay.path",
+        ),
     ],
 )
 def test_recipes_that_cannot_be_are_refused(recipe: str, override: str, message: str) -> None:

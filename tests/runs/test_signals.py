@@ -104,8 +104,17 @@ WHERE = {  # the step that is saved
 }
 
 
+QUICK = ("sampling", "optimizer", "saving")
+"""Places that `make test-fast` asks too."""
+
+
 @pytest.mark.parametrize(
-    ("where", "number"), [*((where, signal.SIGTERM) for where in WHERE), ("sampling", signal.SIGINT), ("optimizer", signal.SIGINT)]
+    ("where", "number"),
+    [
+        *(pytest.param(where, signal.SIGTERM, marks=[] if where in QUICK else [pytest.mark.slow]) for where in WHERE),
+        ("sampling", signal.SIGINT),
+        ("optimizer", signal.SIGINT),
+    ],
 )
 def test_c7_c8_a_signal_anywhere_leaves_the_last_whole_step(
     where: str, number: signal.Signals, recipe: Callable, monkeypatch: pytest.MonkeyPatch

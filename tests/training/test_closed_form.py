@@ -11,7 +11,7 @@ import torch
 
 from groupwise.algorithms.accounting import account
 from groupwise.algorithms.registry import ALGORITHMS, corrected, resolve
-from groupwise.config.settings import GroupSettings
+from groupwise.config.settings import CorrectionSettings, GroupSettings
 from groupwise.errors import DataError
 from groupwise.models.policy import Policy
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
@@ -75,7 +75,7 @@ def test_it_is_autograds(name: str, tiny_policy: Callable[..., Policy], scored_g
 
 def test_a_correction_reaches_it(scored_group: Callable[..., Scored]) -> None:
     """With one, the ratio is to the trainer's own log-prob, and the sampler's gives the weight."""
-    algorithm = corrected(resolve("grpo", GroupSettings(group_size=2), 8), {"high": 2.0})
+    algorithm = corrected(resolve("grpo", GroupSettings(group_size=2), 8), CorrectionSettings(high=2.0))
     groups = [scored_group([1.0, 0.0], [2, 3])]
     samples = weigh(groups, algorithm.credit(groups), algorithm)
     logp = {(sample.group, sample.index): sample.behavior_logp + np.log(1.5) for sample in samples}

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from groupwise.algorithms import losses
 from groupwise.algorithms.losses import guarded_exp
-from groupwise.algorithms.registry import Algorithm, corrected, resolve
-from groupwise.config.settings import GroupSettings, OptimizerSettings, RolloutSettings
+from groupwise.algorithms.registry import Algorithm, corrected, options, resolve
+from groupwise.config.settings import CorrectionSettings, EngineSettings, GroupSettings, OptimizerSettings, RolloutSettings
 from groupwise.data.packing import pack
-from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Rollout, Sample, Sampling, Scored
@@ -25,8 +26,8 @@ from groupwise.training.online import improve, policy_loss, train_online, weigh,
 from groupwise.training.optimizer import Optimizer
 
 
-def grpo(**keywords: object) -> Algorithm:
-    return corrected(resolve("grpo", GroupSettings(), 16), keywords)
+def grpo(**keywords: Any) -> Algorithm:
+    return corrected(resolve("grpo", GroupSettings(), 16), CorrectionSettings(**keywords))
 
 
 def own_logp(policy: Policy, sample: Sample) -> torch.Tensor:
@@ -117,14 +118,20 @@ def test_the_metrics_know_the_sampler_from_the_policy(tiny_policy: Callable, sco
 def test_only_another_engine_is_corrected() -> None:
     plain = resolve("grpo", GroupSettings(), 16)
     assert sampled_elsewhere(plain, RolloutSettings()).correction is None
-    assert sampled_elsewhere(plain, RolloutSettings(engine={"name": "vllm", "correct": None})).correction is None
-    by_default = sampled_elsewhere(plain, RolloutSettings(engine="vllm"))
+    assert sampled_elsewhere(plain, RolloutSettings(engine=EngineSettings(name="vllm", correct=None))).correction is None
+    by_default = sampled_elsewhere(plain, RolloutSettings(engine=EngineSettings(name="vllm")))
     assert by_default.correction is not None and by_default.token_level
-    sequences = sampled_elsewhere(plain, RolloutSettings(engine={"name": "vllm", "correct": {"level": "sequence_mean"}}))
-    assert not sequences.token_level
-    for wrong in ({"levels": "token"}, {"level": "word"}, {"high": -1}):
-        with pytest.raises(ConfigError, match=r"rollout.engine: correct"):
-            sampled_elsewhere(plain, RolloutSettings(engine={"name": "vllm", "correct": wrong}))
+    by_sequence = EngineSettings(name="vllm", correct=CorrectionSettings(level="sequence_mean"))
+    assert not sampled_elsewhere(plain, RolloutSettings(engine=by_sequence)).token_level
+    older = sampled_elsewhere(plain, RolloutSettings(engine=EngineSettings(ahead=1)))
+    assert older.correction is not None, "weights that are a step older sample other probabilities than the trainer computes"
+
+
+def test_the_settings_of_the_correction_are_its_function() -> None:
+    """Each keyword of `losses.mismatch` with its default."""
+    corrected = sampled_elsewhere(resolve("grpo", GroupSettings(), 16), RolloutSettings(engine=EngineSettings(name="vllm")))
+    assert corrected.correction is not None
+    assert options(corrected.correction) == options(losses.mismatch) == asdict(CorrectionSettings())
 
 
 class Judge:
@@ -144,7 +151,7 @@ def test_the_off_policy_mask_compares_with_the_engine_that_sampled(ahead: int, t
     policy = tiny_policy(dtype=torch.float64, scale=2.0)
     sampler = policy if ahead else tiny_policy(dtype=torch.float64, scale=2.3)
     settings = GroupSettings(prompts_per_step=4, group_size=4, off_policy_delta=0.02)
-    algorithm = corrected(resolve("grpo", settings, 8), {"high": 3})
+    algorithm = corrected(resolve("grpo", settings, 8), CorrectionSettings(high=3.0))
     prompts = (Prompt(id=f"0/{i}", tokens=np.arange(6, 9 + i % 4), text="") for i in range(100))
     optimizer = Optimizer(policy.model, OptimizerSettings(lr=2e-2, clip_norm=None), 2)
     seen: list[tuple[list[torch.Tensor], Policy]] = []

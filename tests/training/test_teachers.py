@@ -443,7 +443,10 @@ def test_a_teacher_with_padding_rows_is_taken(tmp_path: Path, write_recipe: Call
         ),
         ({"teacher": {"path": "./nowhere"}}, "teacher.path: no such folder"),
         ({"teacher": {"hint": "answer"}}, "teacher.hint: 'answer' names no column"),
-        ({"teacher": {"hint": "{answer}", "demonstrations": {"path": "x.jsonl", "row": 3}}}, "has no key 'row'.*did you mean rows"),
+        (
+            {"teacher": {"hint": "{answer}", "demonstrations": {"path": "x.jsonl", "row": 3}}},
+            "did you mean teacher.demonstrations.rows",
+        ),
         ({"teacher": {"hint": "{answer}", "demonstrations": {"path": "x.jsonl"}}}, "teacher.demonstrations.path: no such file"),
         ({"objective": "minillm", "teacher": {"hint": "{answer}"}, "rollout": {"top_k": 5}}, "the teacher helps to sample"),
         ({"group": {"divergence": {"name": "jds"}}, "teacher": {"hint": "{answer}"}}, "did you mean jsd"),

@@ -137,7 +137,7 @@ def make_run(
     start = {"versions": {"torch": "2.13.0"}, "cpu": "a processor", "command": ["groupwise", "train"]}
     (folder / runlog.ENVIRONMENT).write_text(json.dumps({"attempts": [start]}), encoding="utf-8")
     pieces = Vocabulary([*(bytes([byte]) for byte in range(256)), b"<|end|>"], frozenset({256}))
-    (folder / runlog.TOKENS).write_bytes(vocabulary.packed(pieces))
+    (folder / runlog.TOKENS).write_bytes(vocabulary.to_bytes(pieces))
     for number in range(1, steps + 1):
         add_step(folder, number, **how)
     if evaluated:

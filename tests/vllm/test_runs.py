@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from groupwise.config.recipes import load_recipe
-from groupwise.config.settings import Recipe
+from groupwise.config.settings import EngineSettings, Recipe
 from groupwise.runs.build import make_job
 from groupwise.runs.folder import read_step
 from groupwise.runs.run import train
@@ -200,7 +200,7 @@ def test_rollouts_ahead_of_training(
 
 def visited(recipe: Recipe) -> list[str]:
     """The rows of the first eight steps in the data's order."""
-    prompts = make_job(replace(recipe, rollout=replace(recipe.rollout, engine="native"))).order.take(32)
+    prompts = make_job(replace(recipe, rollout=replace(recipe.rollout, engine=EngineSettings()))).order.take(32)
     return [str(row) for _, row in prompts]
 
 

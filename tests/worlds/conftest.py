@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from groupwise.algorithms.registry import corrected, resolve
-from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
+from groupwise.config.settings import CorrectionSettings, CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Rollout, Sampling, Scored, Step
 from groupwise.rollout.asynchronous import Ahead
@@ -94,7 +94,7 @@ class World:
             engine = MixedEngine(self.policy, teacher.policy, algorithm.mix, max_rows=256)
         yield from train_online(
             self.policy,
-            corrected(algorithm, {}) if ahead else algorithm,
+            corrected(algorithm, CorrectionSettings()) if ahead else algorithm,
             engine=engine or NativeEngine(self.policy, max_rows=256),  # type: ignore[arg-type]
             rewards=Judge(self.rule),  # type: ignore[arg-type]
             draw=self.draw,

@@ -8,11 +8,8 @@ M trained tokens of one micro-batch, or of any part of it where `token_level` is
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
-import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,10 +22,11 @@ from groupwise.algorithms import advantages as credit
 from groupwise.algorithms import loss_weights as weights
 from groupwise.algorithms import losses
 from groupwise.algorithms.losses import KL, RatioLevel, Surrogate, Terms
-from groupwise.config.settings import GroupSettings, Part
+from groupwise.config.settings import CorrectionSettings, GroupSettings, Part
 from groupwise.errors import ConfigError
 from groupwise.ops.divergence import Divergence, jsd
 from groupwise.records import Scored
+from groupwise.utils.imports import imported
 from groupwise.utils.spelling import nearest
 
 
@@ -475,14 +473,9 @@ _KLS_IN_REWARD = ("k1", "k3")
 """Estimators that a credit with the keyword `kl` can subtract from the reward."""
 
 
-def corrected(algorithm: Algorithm, keywords: Mapping[str, Any]) -> Algorithm:
-    """The algorithm for completions whose sampler computes other probabilities than the trainer: `losses.mismatch(keywords)`.
-
-    Raises ConfigError for a keyword or value that `losses.mismatch` does not take.
-    """
-    parameters, hints = _parameters(losses.mismatch), get_type_hints(losses.mismatch, include_extras=True)
-    checked = {name: _checked("rollout.engine: correct", value, name, parameters, hints) for name, value in keywords.items()}
-    return replace(algorithm, correction=partial(losses.mismatch, **checked))
+def corrected(algorithm: Algorithm, by: CorrectionSettings) -> Algorithm:
+    """The algorithm for completions whose sampler computes other probabilities than the trainer: with `losses.mismatch`."""
+    return replace(algorithm, correction=partial(losses.mismatch, level=by.level, mode=by.mode, low=by.low, high=by.high))
 
 
 def options(part: Callable) -> dict[str, Any]:
@@ -551,18 +544,6 @@ def _find(kind: str, name: Any) -> Callable:
     if not callable(function):
         raise ConfigError(f"group.{kind}: {name!r} is not a function but {type(function).__name__}")
     return function
-
-
-def imported(key: str, name: str) -> Any:
-    """What `module:NAME` names, from an installed module or a file of the working directory.  Raises ConfigError, naming `key`."""
-    module, _, attribute = name.partition(":")
-    if (here := os.getcwd()) not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # last, so that a file here cannot stand in for an installed module
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        looked = f"looked for among the installed modules and in {here}"
-        raise ConfigError(f"{key}: cannot import {name!r} ({error}); {looked}") from error
 
 
 def _function(part: Callable) -> Callable:

@@ -21,7 +21,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from groupwise.config import schema
 from groupwise.config.live import LIVE, Live, missing
-from groupwise.config.settings import Recipe
+from groupwise.config.settings import BY_NAME, Recipe
 from groupwise.config.strict_yaml import Node, Problem, parse, parse_value
 from groupwise.config.strict_yaml import dump as dump_yaml
 from groupwise.config.validation import STAGE, validate_recipe
@@ -33,6 +33,8 @@ ALTERNATIVES = {
     "model.scratch": ("model.path",),
     "data.path": ("data.task", "data.task_args"),
     "data.task": ("data.path", "data.task_args"),
+    "reward_model.replay.path": ("reward_model.replay.task",),
+    "reward_model.replay.task": ("reward_model.replay.path",),
     "steps": ("epochs",),
     "epochs": ("steps",),
 }
@@ -42,7 +44,7 @@ DATA = (("data", "path"), ("data", "task"))
 SOURCES = (("model", "path"), ("model", "scratch"), *DATA)
 """Where a stage starts from: an override that is meant for all stages leaves one that starts from an earlier stage alone."""
 
-NEUTRAL = ("save.", "parallel", "runs", "name", "threads")
+NEUTRAL = ("save.", "parallel.", "runs", "name", "threads")
 """Keys that may change when a run is resumed: they do not say what is computed."""
 
 
@@ -116,8 +118,7 @@ def make_recipe(keys: Mapping[str, Any], base: str | Path | Recipe | None = None
         if "stages" in tree.value:
             stages = ", ".join(tree.value["stages"].value or ()) if isinstance(tree.value["stages"].value, dict) else ""
             raise ConfigError(f"{name} holds the stages {stages}: load_stages gives them one by one, each a recipe")
-    overlay = _node_of(keys)
-    tree = _overlaid(tree, overlay)
+    tree = _overlaid(_in_full(tree), _in_full(_node_of(keys)))
     recipe, wrong = _build(tree, earlier, None)
     if problems + wrong:
         _refuse(name, problems + wrong)
@@ -237,7 +238,7 @@ def _read_overrides(overrides: Iterable[str], problems: list[Problem]) -> list[t
 def _stage_trees(root: Node, changes: Sequence[tuple[tuple[str, ...], Node]], problems: list[Problem]) -> dict[str, Node]:
     """The tree of each stage with its overlay and the overrides in it; one tree, called "", without stages."""
     assert isinstance(root.value, dict)
-    base = Node({key: node for key, node in root.value.items() if key != "stages"}, root.where)
+    base = _in_full(Node({key: node for key, node in root.value.items() if key != "stages"}, root.where))
     stages = root.value.get("stages")
     trees: dict[str, Node] = {}
     if stages is None:
@@ -258,7 +259,7 @@ def _stage_trees(root: Node, changes: Sequence[tuple[tuple[str, ...], Node]], pr
                     )
                 )
                 overlay = Node({}, overlay.where)
-            trees[stage] = _overlaid(base.copy(), overlay)
+            trees[stage] = _overlaid(base.copy(), _in_full(overlay))
         _check_own_data(stages.value, changes, problems)
     for path, node in sorted(changes, key=lambda change: change[0][0] == "stages"):
         if path[0] != "stages":
@@ -274,15 +275,26 @@ def _stage_trees(root: Node, changes: Sequence[tuple[tuple[str, ...], Node]], pr
     return trees
 
 
+def _in_full(node: Node, key: str = "") -> Node:
+    """The tree of `key` (dotted; "": of a recipe) with `{name: ...}` for each section that is said by its name alone."""
+    setting = schema.settings_table().get(key)
+    if setting is not None and setting.section in BY_NAME and isinstance(node.value, str):
+        return Node({"name": node}, node.where)
+    if isinstance(node.value, dict) and (not key or (setting is not None and setting.section is not None)):
+        return Node({name: _in_full(inner, f"{key}.{name}".lstrip(".")) for name, inner in node.value.items()}, node.where)
+    return node
+
+
 def _overlaid(base: Node, overlay: Node, prefix: str = "") -> Node:
-    """`overlay` on `base`: sections are merged key by key, everything else is replaced."""
+    """`overlay` on `base`: sections are merged key by key, except those that name another one; everything else is replaced."""
     assert isinstance(base.value, dict) and isinstance(overlay.value, dict)
     _take_away(base, overlay, prefix)
     merged = dict(base.value)
     for key, node in overlay.value.items():
         below, setting = merged.get(key), schema.settings_table().get(prefix + key)
         is_section = setting is not None and setting.section is not None
-        if is_section and below is not None and isinstance(below.value, dict) and isinstance(node.value, dict):
+        another = setting is not None and setting.section in BY_NAME and isinstance(node.value, dict) and "name" in node.value
+        if is_section and not another and below is not None and isinstance(below.value, dict) and isinstance(node.value, dict):
             node = _overlaid(below, node, f"{prefix}{key}.")
         merged[key] = node
     return Node(merged, base.where)
@@ -331,7 +343,7 @@ def _set(tree: Node, path: tuple[str, ...], node: Node, problems: list[Problem],
             if node.value is not None:
                 _take_away(here, Node({key: node}, node.where), f"{prefix}." if prefix else "")
             if last:
-                here.value[key] = node.copy()
+                here.value[key] = _in_full(node.copy(), dotted)
                 return
             here = here.value.setdefault(key, Node({}, node.where))
         elif isinstance(here.value, list) and key.isdigit() and int(key) < len(here.value):
@@ -389,7 +401,7 @@ def _build(tree: Node, earlier: tuple[str, ...], stage: str | None) -> tuple[Rec
                 wrong_keys.add(key)
                 found = tree.find(path)
                 problems.append(Problem(found.where, _message(key, kind, found.plain() if kind == "missing" else value)))
-            _prune(pruned, path)
+            _prune(pruned, path, missing=kind == "missing")
         assert recipe is not None or pruned.plain() != before, f"cannot take out {errors}"
     for keys, message in validate_recipe(recipe, earlier):
         if not any(key == wrong or key.startswith(wrong + ".") for key in keys for wrong in wrong_keys):
@@ -415,8 +427,8 @@ def _keys(node: Node) -> Iterable[str]:
     return node.value if isinstance(node.value, dict) else ()
 
 
-def _prune(tree: Node, path: tuple[str | int, ...]) -> None:
-    """Takes out what is wrong at `path`; what must be there is replaced by a stand-in."""
+def _prune(tree: Node, path: tuple[str | int, ...], *, missing: bool) -> None:
+    """Takes out what is wrong at `path`, or the section that lacks it; what a recipe must have is replaced by a stand-in."""
     assert isinstance(tree.value, dict)
     if path == ("objective",):
         tree.value["objective"] = Node("sft", "")
@@ -428,6 +440,8 @@ def _prune(tree: Node, path: tuple[str | int, ...]) -> None:
         assert isinstance(item, dict)
         item["function"] = Node("exact", "")
         return
+    if missing:
+        path = path[:-1]
     parent, last = tree.find(path[:-1]), path[-1]
     if isinstance(parent.value, dict):
         parent.value.pop(str(last), None)
@@ -512,7 +526,7 @@ def changes(old: str, new: Recipe) -> list[str]:
     tree, problems = parse(old, "config.yaml")
     if problems:
         raise ConfigError(f"the run's config.yaml cannot be read: {problems[0]}")
-    before, after = _flat(tree.plain()), _flat(redacted(_plain(new)))
+    before, after = _flat(_completed(_in_full(tree).plain(), Recipe)), _flat(redacted(_plain(new)))
     neutral = NEUTRAL + (("steps",) if new.optimizer.schedule == "constant" else ())
     return [
         f"{key}: {schema.show(before.get(key))} -> {schema.show(after.get(key))}"
@@ -520,6 +534,17 @@ def changes(old: str, new: Recipe) -> list[str]:
         if before.get(key) != after.get(key)
         and not any(key == name or (name[-1] == "." and key.startswith(name)) for name in neutral)
     ]
+
+
+def _completed(values: Mapping[str, Any], section: type) -> dict[str, Any]:
+    """The keys of a section with the defaults of those that a file lacks, because an earlier version has written it."""
+    found = dict(values)
+    for name, setting in schema.fields_of(section).items():
+        if name not in found and setting.default is not dataclasses.MISSING:
+            found[name] = dataclasses.asdict(setting.default) if dataclasses.is_dataclass(setting.default) else setting.default  # type: ignore[arg-type]
+        elif setting.section is not None and isinstance(found.get(name), Mapping):
+            found[name] = _completed(found[name], setting.section)
+    return json.loads(json.dumps(found))
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

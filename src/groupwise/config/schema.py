@@ -92,6 +92,8 @@ def expected(hint: Any) -> str:
     """
     if hint == settings.Part:
         return "a name, or a mapping with `name` and its arguments"
+    if hint in settings.BY_NAME:
+        return "a name, or a section (a mapping)"
     members, optional = _members(hint)
     if optional:
         inner = Union[tuple(members)]  # noqa: UP007 - the members are only known at run time
@@ -291,21 +293,19 @@ def reference() -> str:
     lines = ["# Settings", "", "Made by `groupwise config --markdown` from `settings.py`.", ""]
     lines += [f"`stages`: {STAGES}"]
     top = ["", "| key | meaning | value | default | TRL |", "|---|---|---|---|---|"]
-    section = None
+    sections: dict[str, list[tuple[str, Setting]]] = {}
     for key, setting in settings_table().items():
-        if setting.section:
-            continue
-        prefix = key.rpartition(".")[0]
-        if prefix != section:
-            section = prefix
-            title = f"## {prefix}" if prefix else "## The recipe"
-            meaning = (
-                settings_table()[prefix.removesuffix(".N")].meaning
-                if prefix
-                else "One run: an objective, a model, data, and how long."
-            )
-            lines += ["", title, "", meaning, *top]
-        default = "(required)" if setting.default is dataclasses.MISSING else f"`{show(setting.default)}`"
-        cells = [f"`{key}`", setting.meaning, setting.expected, default, ", ".join(f"`{name}`" for name in setting.trl)]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        if setting.section is None:
+            sections.setdefault(key.rpartition(".")[0], []).append((key, setting))
+    for prefix, inside in sections.items():
+        meaning = settings_table()[prefix.removesuffix(".N")].meaning if prefix else settings.Recipe.__doc__
+        lines += ["", f"## {prefix}" if prefix else "## The recipe", "", str(meaning), *top]
+        lines += [_row(key, setting) for key, setting in inside]
     return "\n".join(lines) + "\n"
+
+
+def _row(key: str, setting: Setting) -> str:
+    """A setting's line in the page."""
+    default = "(required)" if setting.default is dataclasses.MISSING else f"`{show(setting.default)}`"
+    cells = [f"`{key}`", setting.meaning, setting.expected, default, ", ".join(f"`{name}`" for name in setting.trl)]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Optional
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
@@ -88,6 +88,9 @@ PARTS = {
     "filter": (),
 }
 """Functions that the parts of `group` may name, so that a misspelt one is refused before torch is imported."""
+MaybeFraction = Optional[Fraction]  # noqa: UP045 - `|` of annotated types is for type checkers no value
+MaybePositive = Optional[Positive]  # noqa: UP045
+MaybeAboveOne = Optional[Annotated[float, Gt(1.0)]]  # noqa: UP045
 PART_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "standardized": {"ddof": Literal[0, 1], "eps": Annotated[float, Ge(0.0)], "scale": Literal["group", "batch", "none"]},
     "leave_one_out": {"scale": Literal["none", "batch"], "ddof": Literal[0, 1], "eps": Annotated[float, Ge(0.0)]},
@@ -98,7 +101,7 @@ PART_OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "kl": Literal["k1", "k3"],
         "gamma": Fraction,
         "lam": Fraction,
-        "value_lam": Fraction | None,
+        "value_lam": MaybeFraction,
         "whiten": bool,
         "ddof": Literal[0, 1],
         "eps": Annotated[float, Ge(0.0)],
@@ -107,8 +110,8 @@ PART_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "clipped": {
         "low": Annotated[float, Ge(0.0), Lt(1.0)],
         "high": Annotated[float, Ge(0.0)],
-        "delta": Annotated[float, Gt(1.0)] | None,
-        "dual": Annotated[float, Gt(1.0)] | None,
+        "delta": MaybeAboveOne,
+        "dual": MaybeAboveOne,
     },
     "cispo": {"cap": Annotated[float, Gt(1.0)]},
     "sapo": {"tau_pos": Annotated[float, Gt(0.0)], "tau_neg": Annotated[float, Gt(0.0)]},
@@ -121,12 +124,10 @@ PART_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "geometric": {"clip": Annotated[float, Gt(0.0)]},
     "importance": {"drop": Annotated[float, Gt(0.0), Le(1.0)]},
     "constant": {"length": Annotated[int, Gt(0)]},
-    "jsd": {"beta": Fraction, "top_k": Positive | None},
+    "jsd": {"beta": Fraction, "top_k": MaybePositive},
 }
 """What these functions take, beside what other settings give them, so that a value out of range stands in the one list of mistakes;
 a part that is not here takes nothing."""
-PARALLEL = ("auto", "ddp", "zero2", "zero3")
-"""What `parallel` may name."""
 REWARDS = (
     "accuracy",
     "exact",
@@ -141,12 +142,8 @@ REWARDS = (
     "model",
 )
 """Built-in reward functions."""
-ENGINES: Mapping[str, tuple[str, ...]] = {
-    "native": ("ahead", "correct"),
-    "transformers": ("ahead", "correct"),
-    "vllm": ("servers", "colocated", "dtype", "ahead", "correct"),
-}
-"""Rollout engines, and what a mapping that names one may say beside it."""
+ENGINES = ("native", "transformers", "vllm")
+"""Built-in rollout engines."""
 TASKS = ("addition", "sums", "countdown", "sorting", "arithmetic", "gsm8k_arithmetic", "preferences", "calculator", "guessing")
 """Built-in generated tasks."""
 
@@ -177,6 +174,19 @@ class ScratchSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LoraSettings:
+    """Train a low-rank adapter (peft) and not the weights, which then are the reference.  `final/` holds the merged model,
+    `final/adapter/` the adapter alone.  `{}` takes the defaults."""
+
+    rank: Positive = 16
+    """Columns of the adapter's two factors."""
+    alpha: Annotated[float, Gt(0.0)] = 32.0
+    """The adapter's product is multiplied by `alpha / rank`."""
+    targets: Annotated[str, MinLen(1)] | Annotated[tuple[Annotated[str, MinLen(1)], ...], MinLen(1)] = "all-linear"
+    """`all-linear` (every linear layer but the output head), or a list of layer names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSettings:
     """The policy: where it comes from and in which precision it computes."""
 
@@ -193,10 +203,7 @@ class ModelSettings:
     `single` (one sequence per forward, the model's own attention: for models that cannot be packed)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory; a fifth to a third more compute, with an adapter up to a half."""
-    lora: Mapping[str, Any] | None = None
-    """Train a low-rank adapter (peft) and not the weights, which then are the reference: `{rank: 16, alpha: 32, targets:
-    all-linear}` (the defaults; `targets` may be a list of layer names).  `final/` holds the merged model, `final/adapter/` the
-    adapter alone."""
+    lora: LoraSettings | None = None
     chat_template: str | None = None
     """Replaces the tokenizer's chat template: a Jinja string or the path of a `.jinja` file."""
     trust_remote_code: bool = False
@@ -214,7 +221,7 @@ class DataSettings:
     """Split of a hub data set."""
     task: str | None = None
     """Instead of `path`: a built-in task (addition, sums, countdown, sorting, arithmetic, gsm8k_arithmetic, preferences,
-    calculator, guessing)."""
+    calculator, guessing), or `module:NAME`, one of your own."""
     task_args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the task."""
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -278,16 +285,46 @@ class RewardSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CorrectionSettings:
+    """Importance weights `exp(trainer's log-prob - sampler's)` for completions that were sampled with other probabilities than the
+    trainer computes: by vLLM, or by weights that are some steps older.  null: no correction."""
+
+    level: Literal["token", "sequence_sum", "sequence_mean"] = "token"
+    """A weight per token, or per completion: the product of its tokens' or their geometric mean."""
+    mode: Literal["truncate", "mask"] = "truncate"
+    """Bound the weight to [low, high], or make it 0 outside."""
+    low: Annotated[float, Ge(0.0)] = 0.0
+    """Smallest weight."""
+    high: Annotated[float, Gt(0.0)] = 2.0
+    """Largest weight."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSettings:
+    """Who samples.  A name alone (`engine: vllm`) means `{name: vllm}`."""
+
+    name: Annotated[str, MinLen(1)] = "native"
+    """`native` (in-process, on the training weights), `transformers` (plain `generate`: slow, the reference), `vllm` (a server that
+    the run starts for itself), or `module:function`, which makes an engine of your own."""
+    servers: tuple[str, ...] = ()
+    """vllm: addresses of running servers, e.g. `[http://127.0.0.1:8000]`."""
+    colocated: bool = False
+    """vllm: in the trainer's process, in turn with training (both need one environment)."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """vllm: numbers of a server of its own; default: the policy's products'."""
+    ahead: Count = 0
+    """Sample for the next so many steps while this one is trained, and so with weights that are up to so many steps older.  Engines
+    other than vllm do it in turn with training, which saves no time."""
+    correct: CorrectionSettings | None = field(default_factory=CorrectionSettings)
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of an engine of your own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutSettings:
     """How completions are sampled in training."""
 
-    engine: Part = "native"
-    """`native` (in-process, on the training weights), `transformers` (plain `generate`: slow, the reference) or `vllm` (a server
-    that the run starts for itself).  `{name: vllm, servers: [http://host:port]}` uses running ones, `colocated: true` runs
-    vLLM in the trainer's process, in turn with training (both need one environment); `dtype` is that of a server of its own;
-    `correct` weighs what it computes otherwise than the trainer (default `{level: token, high: 2}`; null: not at all).
-    `{name: vllm, ahead: 1}` samples for the next step while this one is trained, and so with weights that are up to one step older
-    (0, the default: none); other engines do the same in turn, which saves no time."""
+    engine: EngineSettings = field(default_factory=EngineSettings)
     temperature: Annotated[float, Ge(0.01)] = 1.0
     """Logits are divided by it, when sampling and when scoring."""
     top_k: Count = 0
@@ -440,6 +477,20 @@ class CriticSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DemonstrationSettings:
+    """Demonstrations that are mixed into every optimizer step, with the columns of `data`."""
+
+    path: str
+    """A JSONL, JSON or Parquet file, or a hub name."""
+    rows: Positive = 8
+    """Demonstrations per optimizer step."""
+    lm: Annotated[float, Ge(0.0)] = 1.0
+    """Weight of their language-model loss."""
+    divergence: Annotated[float, Ge(0.0)] = 0.0
+    """Weight of the distance from the teacher on them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TeacherSettings:
     """Who teaches (`distill`, `distill_sampled`, `minillm`, or any other preset with `group.divergence`)."""
 
@@ -450,9 +501,7 @@ class TeacherSettings:
     policy."""
     hint: str | None = None
     """What only the teacher reads, before the prompt: a Python format string over the row's columns, e.g. `Answer: {answer}\n`."""
-    demonstrations: Mapping[str, Any] | None = None
-    """Mixes demonstrations into every optimizer step: `{path: demos.jsonl, rows: 8, lm: 1, divergence: 0}`, with the columns of
-    `data`; `lm` is the weight of their language-model loss, `divergence` that of the distance from the teacher on them."""
+    demonstrations: DemonstrationSettings | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -519,6 +568,18 @@ class SaveSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReplaySettings:
+    """Continued training on new pairs with older ones mixed in, of `path` or `task` (DeepSeekMath 2402.03300, Algorithm 1)."""
+
+    path: str | None = None
+    """A file of older pairs with the same columns as `data.path`."""
+    task: str | None = None
+    """Instead of `path`: a task that has pairs, as in `data.task`."""
+    share: Annotated[float, Gt(0.0), Lt(1.0)] = 0.1
+    """Share of older pairs in all that are trained."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RewardModelSettings:
     """`objective: reward`: a Bradley-Terry reward model from pairs."""
 
@@ -530,10 +591,7 @@ class RewardModelSettings:
     lm_coefficient: Annotated[float, Ge(0.0)] = 0.0
     """Weight of the language-model loss on both completions of a pair, which shares the backbone: what makes a side worse must be
     known too."""
-    replay: Mapping[str, Any] | None = None
-    """Continued training on new pairs: `{path: old.jsonl, share: 0.1}` mixes in pairs of an older file with the same columns as
-    `data.path`, or of a built-in task (`{task: preferences}`), so many that they make up `share` of all (default: a tenth, as in
-    DeepSeekMath 2402.03300, Algorithm 1)."""
+    replay: ReplaySettings | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -544,6 +602,24 @@ class PairSettings:
     """Strength of the tie to the reference."""
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
     """DPO's logistic loss, or IPO's squared one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelSettings:
+    """What each of several processes holds (`--nproc`, torchrun).  Neither this nor their number changes what is learnt.  A name
+    alone (`parallel: zero3`) means `{name: zero3}`."""
+
+    name: Literal["auto", "ddp", "zero2", "zero3"] = "auto"
+    """`ddp` everything; `zero3` a part of weights, gradients and optimizer state (FSDP2); `zero2` the same, but weights stay
+    gathered from forward to backward; `auto` takes `zero3` from a billion parameters on."""
+    shards: Annotated[int, Ge(2)] | None = None
+    """So many processes share a copy, of which there are several (HSDP); default: one copy."""
+    offload: bool = False
+    """The parts live in host memory."""
+
+
+BY_NAME = (EngineSettings, ParallelSettings)
+"""Sections of which a recipe may say the `name` alone, as text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -563,11 +639,7 @@ class Recipe:
     threads: Annotated[int, Gt(0), Le(1024)] | None = None
     """CPU threads of torch; default: what OMP_NUM_THREADS says, else one for a model of less than a million parameters, else what
     torch chooses."""
-    parallel: Part = "auto"
-    """What each of several processes holds (`--nproc`, torchrun): `ddp` everything; `zero3` a part of weights, gradients and
-    optimizer state (FSDP2); `zero2` the same, but weights stay gathered from forward to backward; `auto` takes `zero3` from a
-    billion parameters on.  `{name: zero3, shards: 8, offload: true}`: 8 processes share a copy, of which there are several
-    (HSDP; default: one copy), and the parts live in host memory.  Neither this nor their number changes what is learnt."""
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
     steps: Positive | None = None
     """Optimizer steps for data-set objectives, rollouts for online ones."""
     epochs: Annotated[float, Gt(0.0)] | None = None

@@ -23,7 +23,6 @@ from groupwise.config.settings import (
     ENGINES,
     OBJECTIVES,
     ONLINE,
-    PARALLEL,
     PART_OPTIONS,
     PARTS,
     REWARDS,
@@ -31,6 +30,7 @@ from groupwise.config.settings import (
     TAUGHT,
     VALUED,
     CriticSettings,
+    EngineSettings,
     Part,
     Recipe,
     TeacherSettings,
@@ -42,8 +42,6 @@ Finding = tuple[tuple[str, ...], str]
 
 STAGE = "stage:"
 """Prefix of a path that means the final model of an earlier stage."""
-REPLAY = ("path", "task", "share")
-"""Keys of `reward_model.replay`."""
 
 COMPARES_SIBLINGS = ("standardized", "centered", "leave_one_out", "decoupled", "maxrl")
 """Credits that need at least two completions per prompt."""
@@ -153,24 +151,10 @@ def _cached(kind: str, name: str) -> bool:
     return (Path(cache).expanduser() / f"{kind}--{name.replace('/', '--')}").is_dir()
 
 
-LORA = ("rank", "alpha", "targets")
-"""What an adapter's mapping may say."""
-
-
 def _lora(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
-    lora, at = recipe.model.lora, "model.lora"
-    if lora is None:
+    at = "model.lora"
+    if recipe.model.lora is None:
         return
-    for key, value in lora.items():
-        if key not in LORA:
-            yield (f"{at}.{key}", at), f"{at} has no key {key!r}: it takes {', '.join(LORA)}{closest(key, LORA)}"
-        elif key == "targets":
-            names = [value] if isinstance(value, str) else value
-            if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) and name for name in names):
-                yield (f"{at}.targets", at), f"{at}.targets must be all-linear or a list of layer names, got {value!r}"
-        elif isinstance(value, bool) or not isinstance(value, int if key == "rank" else int | float) or value <= 0:
-            kind = "whole number" if key == "rank" else "number"
-            yield (f"{at}.{key}", at), f"{at}.{key} must be a {kind} above 0, got {value!r}"
     if recipe.model.scratch is not None:
         yield (at, "model.scratch"), f"{at} trains beside weights that stay as they are; those of model.scratch are random"
     if recipe.group.reference_refresh:
@@ -182,18 +166,12 @@ def _replay(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     replay, at = recipe.reward_model.replay, "reward_model.replay"
     if replay is None:
         return
-    for key in replay:
-        if key not in REPLAY:
-            yield (f"{at}.{key}", at), f"{at} has no key {key!r}: it takes {', '.join(REPLAY)}{closest(key, REPLAY)}"
-    path, task, share = replay.get("path"), replay.get("task"), replay.get("share", 0.1)
-    if (path is None) == (task is None) or not isinstance(path or task, str):
-        yield (at,), f"{at} needs the path of a file of older pairs, or a built-in task: {{path: old.jsonl, share: 0.1}}"
-    elif path is not None and (wrong := _wrong_data(path)):
+    if (replay.path is None) == (replay.task is None):
+        yield (at,), f"{at} needs the path of a file of older pairs, or a task: {{path: old.jsonl, share: 0.1}}"
+    elif replay.path is not None and (wrong := _wrong_data(replay.path)):
         yield (f"{at}.path", at), f"{at}.path: {wrong}"
-    elif task is not None and task not in TASKS:
-        yield (f"{at}.task", at), f"{at}.task must be one of {', '.join(TASKS)}; got {task!r}{closest(task, TASKS)}"
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
-        yield (f"{at}.share", at), f"{at}.share must be greater than 0 and less than 1, got {share!r}"
+    elif replay.task is not None and (wrong := _wrong_choice(replay.task, TASKS)):
+        yield (f"{at}.task", at), f"{at}.task {wrong}"
 
 
 def _scratch(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
@@ -245,9 +223,8 @@ def _data(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
             yield ("environment.reasoning_gym", "data.path", "data.task"), message
     elif data.path is None and data.task is None and recipe.environment.verifiers is None:
         yield ("data.path", "data"), "data.path is missing: a .jsonl, .json or .parquet file, a hub name, or data.task"
-    if data.task is not None and data.task not in TASKS:
-        message = f"data.task must be one of {', '.join(TASKS)}; got {data.task!r}{closest(data.task, TASKS)}"
-        yield ("data.task",), message
+    if data.task is not None and (wrong := _wrong_choice(data.task, TASKS)):
+        yield ("data.task",), f"data.task {wrong}"
     if data.task is None and data.task_args:
         yield ("data.task_args",), "data.task_args belongs to data.task, which is not set"
     for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
@@ -508,36 +485,32 @@ def _mixing(recipe: Recipe) -> Iterator[Finding]:
             "the teacher helps to sample (group.mix), from the whole distribution: leave top_k, top_p and min_p out, or set mix: 0"
         )
         yield ("rollout.top_k", "rollout.top_p", "rollout.min_p", "group.mix"), message
-    if rollout.engine != "native":
-        message = f"the teacher helps to sample (group.mix) in this process: leave rollout.engine ({show(rollout.engine)}) out"
+    if rollout.engine != EngineSettings():
+        message = f"the teacher helps to sample (group.mix) in this process: leave rollout.engine ({rollout.engine.name}) out"
         yield ("rollout.engine", "group.mix"), f"{message}, or set group.mix: 0"
 
 
 SEEN_BY_BFLOAT16 = 0.5
 """Share of a difference of one unit in the last place that does not round to nothing."""
-SHOWN = ("path", "rows", "lm", "divergence")
-"""What a teacher's demonstrations may say."""
 
 
 def _shown(recipe: Recipe) -> Iterator[Finding]:
-    given, at = recipe.teacher.demonstrations, "teacher.demonstrations"
-    if given is None:
+    shown, at = recipe.teacher.demonstrations, "teacher.demonstrations"
+    if shown is None:
         return
-    for key, value in given.items():
-        if key not in SHOWN:
-            yield (f"{at}.{key}", at), f"{at} has no key {key!r}: it takes {', '.join(SHOWN)}{closest(key, SHOWN)}"
-        elif key == "rows" and (type(value) is not int or value < 1):
-            yield (f"{at}.rows", at), f"{at}.rows must be a whole number above 0, got {value!r}"
-        elif key in ("lm", "divergence") and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
-            yield (f"{at}.{key}", at), f"{at}.{key} must be a number from 0, got {value!r}"
-    if not isinstance(path := given.get("path"), str):
-        yield (f"{at}.path", at), f"{at} needs the path of a file: {{path: demos.jsonl, rows: 8, lm: 1, divergence: 0}}"
-    elif wrong := _wrong_data(path):
+    if wrong := _wrong_data(shown.path):
         yield (f"{at}.path", at), f"{at}.path: {wrong}"
-    if not given.get("lm", 1) and not given.get("divergence", 0):
+    if not shown.lm and not shown.divergence:
         yield (at,), f"{at}: with lm 0 and divergence 0 nothing is learnt from them"
     if recipe.group.beta:
         yield (at, "group.beta"), f"{at}: nothing ties demonstrations to a reference: leave group.beta out"
+
+
+def _wrong_choice(name: str, names: Sequence[str]) -> str | None:
+    """Why `name` is neither one of ours nor `module:NAME`, or None."""
+    if name in names or re.fullmatch(r"[\w.]+:\w+", name):
+        return None
+    return f"must be one of {', '.join(names)}, or module:NAME; got {name!r}{closest(name, names)}"
 
 
 def _wrong_part(part: Part, names: Sequence[str]) -> str | None:
@@ -575,67 +548,52 @@ def _wrong_options(place: str, part: Mapping[str, Any], names: Sequence[str]) ->
 
 
 def _parallel(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
-    given = recipe.parallel
-    name = given.get("name") if isinstance(given, Mapping) else given
-    if not isinstance(name, str) or name not in PARALLEL:
-        near = closest(name, PARALLEL) if isinstance(name, str) else ""
-        yield ("parallel",), f"parallel must be one of {', '.join(PARALLEL)}, or a mapping with one as `name`; got {name!r}{near}"
-        return
-    arguments = {key: value for key, value in given.items() if key != "name"} if isinstance(given, Mapping) else {}
-    if unknown := sorted(arguments.keys() - {"shards", "offload"}):
-        yield ("parallel",), f"parallel takes shards and offload beside name, got {', '.join(unknown)}"
-    if name == "ddp" and arguments:
+    parallel = recipe.parallel
+    if parallel.name == "ddp" and (parallel.shards is not None or parallel.offload):
         yield ("parallel",), "parallel: shards and offload are for weights that are spread: name zero2 or zero3, not ddp"
-    shards, offload = arguments.get("shards", 2), arguments.get("offload", False)
-    if type(shards) is not int or shards < 2:
-        yield ("parallel",), f"parallel.shards must be a whole number at least 2, got {shards!r}"
-    if type(offload) is not bool:
-        yield ("parallel",), f"parallel.offload must be true or false, got {offload!r}"
 
 
 def _rollout(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     if "" in recipe.rollout.stop:
         yield ("rollout.stop",), "rollout.stop holds an empty string, which would end every completion at once"
-    engine = recipe.rollout.engine
-    given = {"name": engine} if isinstance(engine, str) else dict(engine)
-    if wrong := _wrong_engine(given):
-        yield ("rollout.engine",), f"rollout.engine: {wrong}"
-    elif given.get("ahead") and not is_online(recipe.objective):
-        message = f"rollout.engine: nothing is sampled ahead of training by {recipe.objective!r}, which learns from a data set"
-        yield ("rollout.engine", "objective"), message
-    if is_online(recipe.objective) and recipe.model.attention == "single" and given.get("name") == "native":
+    engine, at = recipe.rollout.engine, "rollout.engine"
+    if wrong := _wrong_choice(engine.name, ENGINES):
+        yield (f"{at}.name", at), f"{at}.name {wrong}"
+        return
+    yield from _engine(engine, at)
+    if engine.ahead and not is_online(recipe.objective):
+        message = f"{at}.ahead: nothing is sampled ahead of training by {recipe.objective!r}, which learns from a data set"
+        yield (f"{at}.ahead", "objective"), message
+    if is_online(recipe.objective) and recipe.model.attention == "single" and engine.name == "native":
         message = "model.attention is 'single', and the native engine needs packed streams; set rollout.engine to transformers"
-        yield ("rollout.engine", "model.attention"), message
+        yield (at, "model.attention"), message
 
 
-def _wrong_engine(given: Mapping[str, Any]) -> str | None:
-    name = str(given.get("name"))
-    if name not in ENGINES:
-        return f"must be one of {', '.join(ENGINES)}; got {name!r}{closest(name, list(ENGINES))}"
-    for key in given:
-        if key not in ("name", *ENGINES[name]):
-            return f"{name} takes {', '.join(ENGINES[name])}; got {key!r}{closest(key, ENGINES[name])}"
-    ahead = given.get("ahead", 0)
-    if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
-        return f"ahead is a number of steps from 0, got {ahead!r}"
-    if name != "vllm" and "correct" in given and not ahead:
-        return f"{name} samples with the weights that are trained: there is nothing to correct, unless it is ahead of them"
-    servers = given.get("servers", [])
-    if not isinstance(servers, list | tuple) or not all(
-        isinstance(url, str) and re.fullmatch(r"http://[^/\s]+(:\d+)?/?", url) for url in servers
-    ):
-        return f"servers is a list of addresses like http://127.0.0.1:8000, got {servers!r}"
-    if not isinstance(colocated := given.get("colocated", False), bool):
-        return f"colocated is true or false, got {colocated!r}"
-    if colocated and (servers or ahead):
-        return "colocated samples in the trainer's process, in turn with training: leave servers and ahead out"
-    if servers and "dtype" in given:
-        return "dtype is that of a server which the run starts for itself; running servers have theirs"
-    if given.get("dtype", "float32") not in ("float32", "bfloat16"):
-        return f"dtype must be float32 or bfloat16, got {given['dtype']!r}"
-    if not isinstance(given.get("correct") or {}, Mapping):
-        return f"correct is a mapping like {{level: token, high: 2}}, or null, got {given['correct']!r}"
-    return None
+def _engine(engine: EngineSettings, at: str) -> Iterator[Finding]:
+    """What does not go together of an engine whose name is known."""
+    plain = EngineSettings()
+    for key in () if engine.name == "vllm" else ("servers", "colocated", "dtype"):
+        if getattr(engine, key) != getattr(plain, key):
+            yield (f"{at}.{key}", at), f"{at}.{key} is for vllm; {engine.name} does not take it"
+    if engine.args and ":" not in engine.name:
+        yield (f"{at}.args", at), f"{at}.args are for an engine of your own (module:function); {engine.name} takes none"
+    if engine.name in ("native", "transformers") and engine.correct != plain.correct and not engine.ahead:
+        message = (
+            f"{engine.name} samples with the weights that are trained: there is nothing to correct, unless it is ahead of them"
+        )
+        yield (f"{at}.correct", at), f"{at}.correct: {message}"
+    for url in engine.servers:
+        if not re.fullmatch(r"http://[^/\s]+(:\d+)?/?", url):
+            yield (f"{at}.servers", at), f"{at}.servers is a list of addresses like http://127.0.0.1:8000, got {url!r}"
+    if engine.colocated and (engine.servers or engine.ahead):
+        message = "samples in the trainer's process, in turn with training: leave servers and ahead out"
+        yield (f"{at}.colocated", at), f"{at}.colocated {message}"
+    if engine.servers and engine.dtype is not None:
+        message = "is that of a server which the run starts for itself; running servers have theirs"
+        yield (f"{at}.dtype", at), f"{at}.dtype {message}"
+    if engine.correct is not None and engine.correct.low > engine.correct.high:
+        message = f"{at}.correct.low ({engine.correct.low:g}) is more than high ({engine.correct.high:g})"
+        yield (f"{at}.correct", at), message
 
 
 _CHECKS: tuple[Callable[[Recipe, Sequence[str]], Iterator[Finding]], ...] = (

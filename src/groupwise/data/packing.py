@@ -285,14 +285,22 @@ def _batch(
     def column(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(device, dtype)
 
-    columns = {f"{name}_P": column(values) for name, values in stream.columns.items()}
-    if any(sample.reference_logp is None for sample in members):
-        del columns["reference_logp_P"]
+    def ids(name: str) -> Tensor:
+        return torch.from_numpy(stream.ids[name]).to(device)
+
+    referred = all(sample.reference_logp is not None for sample in members)
     weight, sequence = stream.columns["weight"], stream.sequences(samples)
     return Batch(
         layout=Layout(start=tuple(stream.start), length=tuple(stream.length), prefix=tuple(stream.prefix), total=weight.size),
-        **{f"{name}_P": torch.from_numpy(values).to(device) for name, values in stream.ids.items()},
-        **columns,
+        tokens_P=ids("tokens"),
+        position_P=ids("position"),
+        segment_P=ids("segment"),
+        target_P=ids("target"),
+        weight_P=column(weight),
+        advantage_P=column(stream.columns["advantage"]),
+        behavior_logp_P=column(stream.columns["behavior_logp"]),
+        reference_logp_P=column(stream.columns["reference_logp"]) if referred else None,
+        temperature_P=column(stream.columns["temperature"]),
         trained_M=torch.from_numpy(np.flatnonzero(weight)).to(device),
         support=_support(stream.supports, weight, device) if stream.supports else None,
         extra_P={name: column(values) for name, values in stream.extra.items()},

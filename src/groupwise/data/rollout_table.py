@@ -21,15 +21,15 @@ Columns = list[list[np.ndarray]]
 """Of each group and each of its completions, a number per token."""
 
 
-def packed(groups: Sequence[Scored]) -> bytes:
-    """Scored groups as the bytes of a Parquet file, for `unpacked`."""
+def groups_to_bytes(groups: Sequence[Scored]) -> bytes:
+    """Scored groups as the bytes of a Parquet file, for `groups_from_bytes`."""
     sink = pa.BufferOutputStream()
     pq.write_table(table_of(Step(number=0, metrics={}, groups=groups)), sink, compression="zstd")
     return sink.getvalue().to_pybytes()
 
 
-def unpacked(data: bytes) -> list[Scored]:
-    """The groups that `packed` wrote, as they were."""
+def groups_from_bytes(data: bytes) -> list[Scored]:
+    """The groups that `groups_to_bytes` wrote, as they were."""
     return groups_of(pq.read_table(pa.BufferReader(data)))[0]
 
 

@@ -78,7 +78,7 @@ def from_json(tokenizer: Mapping[str, Any]) -> Vocabulary:
     return Vocabulary(pieces, frozenset(i for i, token in added.items() if token.get("special")))
 
 
-def packed(vocabulary: Vocabulary) -> bytes:
+def to_bytes(vocabulary: Vocabulary) -> bytes:
     """The bytes of a Parquet file with a row per id: `piece` (binary, null: no token), `special`."""
     special = [i in vocabulary.special for i in range(len(vocabulary.pieces))]
     table = pa.table({"piece": pa.array(vocabulary.pieces, pa.binary()), "special": pa.array(special, pa.bool_())})
@@ -88,7 +88,7 @@ def packed(vocabulary: Vocabulary) -> bytes:
 
 
 def read(path: Path) -> Vocabulary:
-    """What `packed` wrote, or the vocabulary of a tokenizer.json.  Raises DataError."""
+    """What `to_bytes` wrote, or the vocabulary of a tokenizer.json.  Raises DataError."""
     try:
         if path.suffix == ".json":
             return from_json(json.loads(path.read_text(encoding="utf-8")))

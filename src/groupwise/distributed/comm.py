@@ -16,11 +16,11 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -38,6 +38,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from groupwise import errors
+from groupwise.config.settings import ParallelSettings
 from groupwise.distributed.heartbeat import SILENCE, Watch, say
 from groupwise.errors import ConfigError, GroupwiseError, PeerError, StorageError
 
@@ -342,13 +343,9 @@ class ShardingConfig:
     """Parts live in host memory."""
 
     @classmethod
-    def of(cls, setting: str | Mapping[str, Any]) -> ShardingConfig:
-        """From the recipe's name, or mapping of a name and its arguments.
-
-        >>> ShardingConfig.of({"name": "zero3", "shards": 8})
-        ShardingConfig(name='zero3', shards=8, offload=False)
-        """
-        return cls(**setting) if isinstance(setting, Mapping) else cls(setting)
+    def of(cls, parallel: ParallelSettings) -> ShardingConfig:
+        """What a recipe says of it."""
+        return cls(parallel.name, parallel.shards, parallel.offload)
 
     def decided(self, parameters: int, size: int) -> ShardingConfig:
         """`auto` decided by the number of parameters, for so many processes.  Raises ConfigError if they do not divide."""
@@ -378,15 +375,16 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], method: str, sharding: 
     """
     weight = next(model.parameters())
     lower = weight.dtype in (torch.bfloat16, torch.float16)
-    how: dict[str, Any] = {
-        "mesh": _mesh(device.type, sharding.shards or world().size),
-        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32 if lower else None),
-        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if sharding.offload else OffloadPolicy(),
-    }
+    spread = partial(
+        fully_shard,
+        mesh=_mesh(device.type, sharding.shards or world().size),
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32 if lower else None),
+        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if sharding.offload else OffloadPolicy(),
+    )
     with peers():
         for block in blocks:
-            fully_shard(block, reshard_after_forward=sharding.name == "zero3", **how)
-        fully_shard(model, reshard_after_forward=False, **how)
+            spread(block, reshard_after_forward=sharding.name == "zero3")
+        spread(model, reshard_after_forward=False)
     for module in _sharded(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction

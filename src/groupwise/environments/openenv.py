@@ -12,6 +12,7 @@ import json
 import time
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -78,10 +79,8 @@ class OpenEnv:
         """End the session."""
         line, self._line = self._line, None
         if line is not None:
-            try:
+            with suppress(Exception):  # it has ended already
                 line.send(json.dumps({"type": "close"}))
-            except Exception:  # it has ended already
-                pass
             line.close()
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:

@@ -31,8 +31,18 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 from transformers.pytorch_utils import Conv1D
 
 from groupwise.models.attention import NAME, packed_attention
-from groupwise.ops.cpu import kernels
-from groupwise.ops.functional import AddNorm, Linear, RMSNorm, Rotary, Rows, copies_of_weights, gated_mlp, one_pass, plain_mlp
+from groupwise.ops.functional import (
+    AddNorm,
+    Linear,
+    Rows,
+    copies_of_weights,
+    gated_mlp,
+    one_pass,
+    plain_mlp,
+    rms_norm,
+    rotary,
+    worth_linear,
+)
 
 _CALL_RECOMPUTES = "__call__" in vars(GradientCheckpointingLayer)
 """Before transformers 5.23 a block's `__call__` has it computed again, since then its `forward`."""
@@ -72,12 +82,12 @@ def _flat(hidden_states: Tensor) -> Tensor:
 
 
 def _norm(self: Any, hidden_states: Tensor) -> Tensor:
-    return RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon, _lower(hidden_states))  # type: ignore[return-value]
+    return rms_norm(hidden_states, self.weight, self.variance_epsilon, _lower(hidden_states))
 
 
 def _last_norm(self: Any, hidden_states: Tensor) -> Tensor:
     # It feeds heads of any precision, so it does not round for a product.
-    return RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon, hidden_states.dtype)  # type: ignore[return-value]
+    return rms_norm(hidden_states, self.weight, self.variance_epsilon, hidden_states.dtype)
 
 
 def _rotary_block(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -132,14 +142,14 @@ def _plain_mlp(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _linear(self: Any, input: Tensor) -> Tensor:
-    if min(self.weight.shape) < kernels.LEAST_SIDE:
+    if not worth_linear(self.weight):
         return F.linear(input, self.weight, self.bias)
     out_TO = Linear.apply(_flat(input), self.weight, self.bias, False)
     return out_TO.view(*input.shape[:-1], self.weight.shape[0])  # type: ignore[union-attr]
 
 
 def _conv1d(self: Any, x: Tensor) -> Tensor:
-    if min(self.weight.shape) < kernels.LEAST_SIDE:
+    if not worth_linear(self.weight):
         return Conv1D.forward(self, x)
     return Linear.apply(_flat(x), self.weight, self.bias, True).view(*x.shape[:-1], self.nf)  # type: ignore[union-attr]
 
@@ -171,7 +181,7 @@ def _rotary_attention(
     if hasattr(self, "q_norm"):
         query, key = self.q_norm(query), self.k_norm(key)
     cos, sin = (table.unsqueeze(1) for table in position_embeddings)
-    query, key = (Rotary.apply(x.transpose(1, 2), cos, sin) for x in (query, key))
+    query, key = (rotary(x.transpose(1, 2), cos, sin) for x in (query, key))
     out, _ = packed_attention(self, query, key, value.transpose(1, 2), attention_mask, scaling=self.scaling, **kwargs)
     return self.o_proj(out.reshape(*stream, -1)), None
 

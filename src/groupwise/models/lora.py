@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from groupwise.config.settings import LoraSettings
 from groupwise.errors import ConfigError
 from groupwise.models.attention import Attend
-from groupwise.models.policy import ADAPTER_CONFIG, Forward, Policy
+from groupwise.models.policy import ADAPTER_CONFIG, ForwardOutput, Policy
 from groupwise.records import Batch
 
 ADAPTER, FOLDER, FILE = "default", "adapter", "adapter_model.safetensors"
@@ -111,7 +112,7 @@ class BarePolicy(Policy):
         with adapter_off(self.model):
             return self.adapted.hidden(tokens_T, position_T, attend)
 
-    def forward(self, batch: Batch) -> Forward:
+    def forward(self, batch: Batch) -> ForwardOutput:
         """See `Policy`."""
         with adapter_off(self.model), torch.no_grad():
             return self.adapted.forward(batch)
@@ -121,10 +122,10 @@ class BarePolicy(Policy):
         self.adapted.reshard()
 
 
-def adapt(policy: Policy, lora: Mapping[str, Any], *, base: str, seed: int = 0) -> AdaptedPolicy:
+def adapt(policy: Policy, lora: LoraSettings, *, base: str, seed: int = 0) -> AdaptedPolicy:
     """Put a new adapter into a policy's model, which is used up by it; at first it changes nothing.
 
-    lora: `settings.ModelSettings.lora`.   base: where the weights come from, for the adapter's file.
+    base: where the weights come from, for the adapter's file.
     seed: of the first of its two factors; the second is 0.   A score head goes on being trained.
     Raises ConfigError if peft is not there, or if the adapter would lie on the embedding, the output head or stacked experts.
     """
@@ -162,7 +163,7 @@ def inject(model: nn.Module, config: Any) -> None:
             parameter.data = parameter.data.to(next(model.parameters()).dtype)
 
 
-def adapter_size(model: PreTrainedModel, lora: Mapping[str, Any]) -> int:
+def adapter_size(model: PreTrainedModel, lora: LoraSettings) -> int:
     """Parameters that an adapter would add to a model, which may be on the meta device and is used up by it."""
     inject(model, _config(lora, "", scores=False))
     return sum(parameter.numel() for name, parameter in model.named_parameters() if "lora_" in name)
@@ -207,11 +208,11 @@ def read_adapter(folder: Path) -> str:
     return str(base)
 
 
-def _config(lora: Mapping[str, Any], base: str, *, scores: bool) -> Any:
+def _config(lora: LoraSettings, base: str, *, scores: bool) -> Any:
     return _peft().LoraConfig(
-        r=lora.get("rank", 16),
-        lora_alpha=lora.get("alpha", 32),
-        target_modules=lora.get("targets", "all-linear"),
+        r=lora.rank,
+        lora_alpha=int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+        target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
         task_type="SEQ_CLS" if scores else "CAUSAL_LM",
         base_model_name_or_path=base,
     )

@@ -61,7 +61,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Forward:
+class ForwardOutput:
     """What a forward pass over a packed batch gives."""
 
     hidden_PD: Tensor
@@ -176,22 +176,22 @@ class Policy:
         with self.precision(), attending(attend, position_T):
             return self.backbone(input_ids=tokens_T[None], position_ids=position_T[None], use_cache=False).last_hidden_state[0]
 
-    def forward(self, batch: Batch) -> Forward:
+    def forward(self, batch: Batch) -> ForwardOutput:
         """A packed batch through the model, by whatever attention the policy is set to; differentiable."""
         self._sleep()
         if self.attention == "single":
             if self.router_coefficient > 0.0 and torch.is_grad_enabled():
                 raise ConfigError(f"model.attention 'single' does not know the loss that balances experts; {BALANCE}")
-            return Forward(self._one_by_one(batch.tokens_P, batch.layout), 0.0)
+            return ForwardOutput(self._one_by_one(batch.tokens_P, batch.layout), 0.0)
         attend = PackedAttention(batch.layout)
         if not (self.router_coefficient > 0.0 and torch.is_grad_enabled()):
-            return Forward(self.hidden(batch.tokens_P, batch.position_P, attend), 0.0)
+            return ForwardOutput(self.hidden(batch.tokens_P, batch.position_P, attend), 0.0)
         hidden_PD, logits = self._routed(batch)
         routing = batch.routing or self._routing([batch], [logits], lambda parts: parts)
         uses_P = torch.tensor(batch.layout.uses, dtype=torch.float32, device=self.device)
         mass_LE = torch.stack([uses_P @ layer_PE.softmax(-1, dtype=torch.float32) for layer_PE in logits])
         balance = (routing.part_KE * (mass_LE.sum(0) / routing.tokens)).sum() * routing.part_KE.shape[1]
-        return Forward(hidden_PD, self.router_coefficient * balance)
+        return ForwardOutput(hidden_PD, self.router_coefficient * balance)
 
     def _routed(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         """Hidden states (P, D), and what each layer's router says of its experts (P, E)."""
@@ -283,7 +283,9 @@ class Policy:
             renamed = getattr(self.model, "activation_checkpointing_enable", None)
             (renamed or self.model.gradient_checkpointing_enable)({"use_reentrant": False, "context_fn": recomputation})
             for layer in layers:
-                layer._gradient_checkpointing_func = partial(_in_eval_mode, layer, layer._gradient_checkpointing_func)
+                # Set by the call above, and nowhere declared.
+                recompute: Callable[..., Any] = vars(layer)["_gradient_checkpointing_func"]
+                vars(layer)["_gradient_checkpointing_func"] = partial(_in_eval_mode, layer, recompute)
             # It may leave a hook on the embedding, another every time, which only reentrant recomputation has a use for.
             if hasattr(self.model, "_require_grads_hook"):
                 self.model.disable_input_require_grads()

@@ -21,7 +21,7 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from groupwise.config.settings import LoraSettings
 from groupwise.data.packing import pack, unpack
 from groupwise.errors import ConfigError
 from groupwise.models import rope
@@ -43,10 +44,11 @@ from groupwise.models.masks import ATTRIBUTE, REMEDY, Reach, note_reach
 from groupwise.models.output import read_form
 from groupwise.models.policy import BALANCE, PROBE_TOLERANCE, Policy
 from groupwise.models.small import language_model, small_model
-from groupwise.ops.cpu.library import absence, cache_folder
 from groupwise.ops.grad_accum import summed_in_place
+from groupwise.ops.kernels import absence
 from groupwise.ops.linear_cross_entropy import chosen_logprobs, head_logits
 from groupwise.records import Batch, Sample
+from groupwise.utils.cache import cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -78,9 +80,10 @@ class Proof:
     @classmethod
     def read(cls, text: str) -> Proof:
         """What `written` gave.  Raises ValueError or TypeError."""
-        found = json.loads(text)
-        columns = {name: tuple(found.pop(name)) for name in ("paths", "lengths", "switches")}
-        return cls(**found, **columns)
+        match json.loads(text):
+            case {"family": str(family), "paths": paths, "lengths": lengths, "switches": switches, "difference": float(most)}:
+                return cls(family=family, paths=tuple(paths), lengths=tuple(lengths), switches=tuple(switches), difference=most)
+        raise ValueError("not a proof")
 
     @property
     def line(self) -> str:
@@ -110,13 +113,13 @@ def in_words(prove: Callable[..., Any]) -> Callable[..., Any]:
     return proven
 
 
-def prove_policy(policy: Policy, *, recompute: bool = False, lora: Mapping[str, Any] | None = None) -> Proof:
+def prove_policy(policy: Policy, *, recompute: bool = False, lora: LoraSettings | None = None) -> Proof:
     """Prove on a small copy of a policy's architecture what a run will do with it.  Raises ConfigError for what differs.
 
     A scoring model (a backbone with another head) is proven as the language model of its configuration.
     """
     paths = ["scoring", "training", "router", *(["recompute"] if recompute else []), *(["adapter"] if lora is not None else [])]
-    said = (policy.attention, *paths, str(sorted((lora or {}).items())))
+    said = (policy.attention, *paths, str(lora))
 
     def run(small: PreTrainedModel) -> Proof:
         try:
@@ -243,7 +246,7 @@ class Truth:
 
 def wrapped(model: PreTrainedModel, attention: str) -> Policy:
     """A policy around a model that no tokenizer belongs to: a tenth of its ids belong to no token."""
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = model.get_input_embeddings().get_parameter("weight").shape[0]
     rope.follow_lengths(model)
     if attention == "single":
         with suppress(ConfigError):  # only to know its windows
@@ -379,8 +382,15 @@ def by_policy(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> 
 def _packed(policy: Policy, samples: Sequence[Sample]) -> list[Batch]:
     """All in one batch."""
     budget = sum(sample.prompt.size + sample.completion.size for sample in samples)
-    how = {"share": policy.attention == "shared", "alike": policy.alike, "fill": policy.tiled}
-    return pack(samples, budget, device=policy.device, dtype=torch.promote_types(policy.dtype, torch.float32), **how)
+    return pack(
+        samples,
+        budget,
+        share=policy.attention == "shared",
+        alike=policy.alike,
+        fill=policy.tiled,
+        device=policy.device,
+        dtype=torch.promote_types(policy.dtype, torch.float32),
+    )
 
 
 REMEDIES = {
@@ -423,7 +433,7 @@ def prove(
     *,
     attention: str = "shared",
     paths: Sequence[str] = PATHS,
-    lora: Mapping[str, Any] | None = None,
+    lora: LoraSettings | None = None,
     seed: int = 0,
 ) -> Proof:
     """Compare paths through a model with its own forward and backward pass.  Raises ConfigError for what differs.
@@ -490,7 +500,7 @@ class Case:
     policy: Policy
     samples: Sequence[Sample]
     expected: Truth
-    lora: Mapping[str, Any] | None
+    lora: LoraSettings | None
 
 
 def _scoring(case: Case) -> tuple[Truth, Truth]:
@@ -534,18 +544,18 @@ def _recompute(case: Case) -> tuple[Truth, Truth] | None:
 def _adapter(case: Case) -> tuple[Truth, Truth] | None:
     from groupwise.models.lora import adapt  # peft is optional
 
-    def adapted_to(lora: Mapping[str, Any]) -> Policy:
+    def adapted_to(lora: LoraSettings) -> Policy:
         return adapt(replace(case.policy, model=copy.deepcopy(case.policy.model)), lora, base="")
 
     samples = case.samples[:4]
     if case.lora is not None:
         adapted = adapted_to(case.lora)
     else:
-        small = {"rank": 4, "alpha": 8}
+        small, model = LoraSettings(rank=4, alpha=8.0), case.policy.model
         try:
-            adapted = adapted_to(small | {"targets": _linear_names(case.policy.model, inside=True, outside=True)})
+            adapted = adapted_to(replace(small, targets=_linear_names(model, inside=True, outside=True)))
         except ConfigError:  # stacked experts that peft takes for linear layers
-            adapted = adapted_to(small | {"targets": _linear_names(case.policy.model, inside=True, outside=False)})
+            adapted = adapted_to(replace(small, targets=_linear_names(model, inside=True, outside=False)))
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for name, parameter in adapted.model.named_parameters():
@@ -558,14 +568,14 @@ def _adapter(case: Case) -> tuple[Truth, Truth] | None:
     return Truth([*found.logp, *off.logp], found.gradient), Truth([*expected.logp, *base.logp], expected.gradient)
 
 
-def _linear_names(model: PreTrainedModel, *, inside: bool, outside: bool) -> list[str]:
+def _linear_names(model: PreTrainedModel, *, inside: bool, outside: bool) -> tuple[str, ...]:
     """Names that linear layers have inside and outside of attention and not elsewhere; the output head is none of them."""
     output, found = model.get_output_embeddings(), {True: set[str](), False: set[str]()}
     for name, module in model.named_modules():
         if type(module) in (nn.Linear, Conv1D) and module is not output:
             found["att" in name].add(name.rpartition(".")[2])
     chosen = (found[True] if inside else set()) | (found[False] if outside else set())
-    return sorted(chosen - (set() if inside and outside else found[not inside]))
+    return tuple(sorted(chosen - (set() if inside and outside else found[not inside])))
 
 
 _PATHS: dict[str, Callable[[Case], tuple[Truth, Truth] | None]] = {

@@ -183,9 +183,15 @@ def score_tokens(policy: Policy, answers: Sequence[Answer], *, budget: int) -> l
         for answer in answers
     ]
     found = [np.zeros(answer.completion.size) for answer in answers]
-    dtype = torch.promote_types(policy.dtype, torch.float32)
-    how = {"share": policy.attention == "shared", "alike": policy.alike, "fill": policy.tiled}
-    for batch in pack(samples, budget, device=policy.device, dtype=dtype, **how):
+    for batch in pack(
+        samples,
+        budget,
+        share=policy.attention == "shared",
+        alike=policy.alike,
+        fill=policy.tiled,
+        device=policy.device,
+        dtype=torch.promote_types(policy.dtype, torch.float32),
+    ):
         score_M = head_scores(policy, policy.forward(batch).hidden_PD[batch.trained_M])
         for index, values in unpack(batch, _spread(batch, score_M), samples):
             found[index] = values[1:].astype(np.float64)

@@ -65,7 +65,7 @@ def small_model(kind: type[PreTrainedModel], config: PretrainedConfig, *, shallo
     return made
 
 
-def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
+def backbone_of(model: PreTrainedModel) -> nn.Module:
     """The model without its head.  A few families name a part that they do not have; it is then the part with the embedding."""
     found = model.base_model
     if found is not model or model.get_output_embeddings() is None:
@@ -79,7 +79,10 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
 
 def language_model(model: PreTrainedModel) -> type[PreTrainedModel]:
     """A model's class; of a scoring model that of the language model with the same configuration."""
-    return type(model) if model.can_generate() else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), type(model))
+    if model.can_generate():
+        return type(model)
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), None)
+    return type(model) if found is None or isinstance(found, tuple) else found
 
 
 @torch.no_grad()

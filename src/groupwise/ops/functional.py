@@ -3,6 +3,10 @@
 Each saves less for the backward pass than a composition of torch's operations does (of an MLP a third less: what is between its
 products is made again), and makes fewer passes over the activations: one, where there are compiled kernels (groupwise/ops/cpu).
 
+`rms_norm` and `rotary` are custom operations of `torch.library` where they are compiled: that costs 0.03 ms a call and pass.  The
+others cannot be without losing what they are for: gradients of weights are added to `.grad` in place, a norm behind a residual sum
+hands its input on as an output, and an MLP promises its result before it computes it (`LastProduct`).
+
 T positions of a stream   D width   H heads   W head width   I inner width of an MLP
 """
 
@@ -78,18 +82,57 @@ class Again(threading.local):
             variable.reset(token)
 
 
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension in float32, rounded to `dtype` where transformers rounds it."""
+    x = x.contiguous()
+    if one_pass(x, weight_D, dtype):
+        return torch.ops.groupwise.rms_norm(x, weight_D, eps, dtype)[0]
+    return RMSNorm.apply(x, weight_D, eps, dtype)  # type: ignore[return-value]
+
+
+@torch.library.custom_op("groupwise::rms_norm", mutates_args=(), device_types="cpu")
+def _rms_norm(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    if not one_pass(x, weight_D, dtype):
+        raise ValueError(f"the kernel takes whole rows of float32 or bfloat16, a float32 weight; got {x.dtype}, {weight_D.dtype}")
+    _, out, scale_T = kernels.rms_norm(x, weight_D, eps, dtype)
+    return out, scale_T
+
+
+@torch.library.custom_op("groupwise::rms_norm_backward", mutates_args=(), device_types="cpu")
+def _rms_norm_backward(grad: Tensor, x: Tensor, weight_D: Tensor, scale_T: Tensor) -> tuple[Tensor, Tensor]:
+    grad_x, _, grad_weight_D = kernels.rms_norm_backward(grad, x, weight_D, scale_T)
+    return grad_x, grad_weight_D
+
+
+@_rms_norm.register_fake
+def _(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x, dtype=dtype), x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+
+
+@_rms_norm_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight_D: Tensor, scale_T: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight_D)
+
+
+def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(inputs[0], inputs[1], output[1])
+
+
+@first_derivative
+def _norm_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return *_rms_norm_backward(grad.contiguous(), *ctx.saved_tensors), None, None
+
+
+_rms_norm.register_autograd(_norm_gradients, setup_context=_keep_norm)
+
+
 class RMSNorm(torch.autograd.Function):
-    """`weight * x / sqrt(mean(x^2) + eps)` in float32, rounded to `dtype` where transformers rounds it."""
+    """`rms_norm` in torch's operations."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         # What is returned is no view, for those who get it may change it in place.
-        x = x.contiguous()
         x_TD = x.flatten(0, -2)
-        if one_pass(x, weight_D, dtype):
-            _, out, scale_T = kernels.rms_norm(x, weight_D, eps, dtype)
-            ctx.save_for_backward(x_TD, weight_D, scale_T)
-            return out
         scale_T = x_TD.new_empty(x_TD.shape[0], 1, dtype=torch.promote_types(x.dtype, torch.float32))
         out = torch.empty_like(x, dtype=dtype)
         out_TD = out.flatten(0, -2)
@@ -110,9 +153,6 @@ class RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight_D, scale_T = ctx.saved_tensors
         grad_out_TD, wide_D = grads[0].flatten(0, -2), weight_D.to(scale_T.dtype)
-        if scale_T.ndim == 1:  # made by the compiled norm
-            grad_x_TD, _, grad_weight_D = kernels.rms_norm_backward(grad_out_TD.contiguous(), x_TD, weight_D, scale_T)
-            return grad_x_TD.view_as(grads[0]), grad_weight_D, None, None
         grad_x_TD, grad_weight_D = torch.empty_like(x_TD), torch.zeros_like(wide_D)
         for rows in _blocks(x_TD):
             grad_TD = grad_out_TD[rows].to(scale_T.dtype)
@@ -152,14 +192,48 @@ def one_pass(x_TD: Tensor, weight_D: Tensor, dtype: torch.dtype) -> bool:
     return weight_D.dtype == torch.float32 and dtype in kernels.TYPES and x_TD.is_contiguous() and kernels.fits(x_TD, weight_D)
 
 
-class Rotary(torch.autograd.Function):
+def rotary(x_HTW: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Tensor:
     """Rotate pairs (i, i + W/2) by the position's angles: `x * cos + rotate_half(x) * sin`, rounded once, to x's type."""
+    if _turns_at_once(x_HTW, cos_TW):
+        return torch.ops.groupwise.rotary(x_HTW, cos_TW, sin_TW, 1.0)
+    return Rotary.apply(x_HTW, cos_TW, sin_TW)  # type: ignore[return-value]
+
+
+@torch.library.custom_op("groupwise::rotary", mutates_args=(), device_types="cpu")
+def _rotary(x_1HTW: Tensor, cos_11TW: Tensor, sin_11TW: Tensor, sign: float) -> Tensor:
+    if not _turns_at_once(x_1HTW, cos_11TW):
+        raise ValueError(f"the kernel takes (1, H, T, W) in float32 or bfloat16, W / 2 in whole vectors; got {tuple(x_1HTW.shape)}")
+    cos_TW, sin_TW = (table.contiguous().view(-1, table.shape[-1]) for table in (cos_11TW, sin_11TW))
+    return kernels.rotate(x_1HTW[0].transpose(0, 1), cos_TW, sin_TW, sign).transpose(0, 1)[None]
+
+
+@_rotary.register_fake
+def _(x_1HTW: Tensor, cos_11TW: Tensor, sin_11TW: Tensor, sign: float) -> Tensor:
+    _, heads, tokens, width = x_1HTW.shape
+    return x_1HTW.new_empty(tokens, heads, width).transpose(0, 1)[None]
+
+
+def _keep_tables(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, cos, sin, ctx.sign = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+@first_derivative
+def _rotary_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    cos, sin = ctx.saved_tensors
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    return _rotary(grad, cos, sin, -ctx.sign), None, None, None
+
+
+_rotary.register_autograd(_rotary_gradient, setup_context=_keep_tables)
+
+
+class Rotary(torch.autograd.Function):
+    """`rotary` in torch's operations."""
 
     @staticmethod
     def forward(ctx: Any, x_HTW: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Tensor:
         ctx.save_for_backward(cos_TW, sin_TW)
-        if _turns_at_once(x_HTW, cos_TW):
-            return _turned(x_HTW, cos_TW, sin_TW, 1.0)
         half = x_HTW.shape[-1] // 2
         # Widened first: products of two types at once are slow.
         wide_HTW = x_HTW.to(torch.promote_types(x_HTW.dtype, cos_TW.dtype))
@@ -173,8 +247,6 @@ class Rotary(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos_TW, sin_TW = ctx.saved_tensors
         grad_HTW = grads[0]
-        if _turns_at_once(grad_HTW, cos_TW):
-            return _turned(grad_HTW, cos_TW, sin_TW, -1.0), None, None
         half = grad_HTW.shape[-1] // 2
         wide_HTW = grad_HTW.to(torch.promote_types(grad_HTW.dtype, cos_TW.dtype))
         out_HTW = wide_HTW * cos_TW
@@ -185,11 +257,6 @@ class Rotary(torch.autograd.Function):
 
 def _turns_at_once(x_1HTW: Tensor, cos_11TW: Tensor) -> bool:
     return x_1HTW.shape[0] == 1 and cos_11TW.dtype == torch.float32 and kernels.fits(x_1HTW, cos_11TW, width=x_1HTW.shape[-1] // 2)
-
-
-def _turned(x_1HTW: Tensor, cos_11TW: Tensor, sin_11TW: Tensor, sign: float) -> Tensor:
-    cos_TW, sin_TW = (table.contiguous().view(-1, table.shape[-1]) for table in (cos_11TW, sin_11TW))
-    return kernels.rotate(x_1HTW[0].transpose(0, 1), cos_TW, sin_TW, sign).transpose(0, 1)[None]
 
 
 def gated_mlp(x_TD: Tensor, gate_ID: Tensor, up_ID: Tensor, down_DI: Tensor) -> Tensor:
@@ -325,6 +392,11 @@ class PlainMLP(torch.autograd.Function):
 
 def _gelu(inner_TI: Tensor) -> Tensor:
     return kernels.gelu(inner_TI) if kernels.fits(inner_TI) else F.gelu(inner_TI, approximate="tanh")
+
+
+def worth_linear(weight: Tensor) -> bool:
+    """True if `Linear` can be faster than torch's: smaller matrices are not worth what it does around the product."""
+    return min(weight.shape) >= kernels.LEAST_SIDE
 
 
 class Linear(torch.autograd.Function):

@@ -52,7 +52,7 @@ class Head:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Support:
+class PositionSupport:
     """Ids that could have been drawn, per row: `ids_E[begin_M[i]:begin_M[i + 1]]`; an empty stretch means all of them."""
 
     ids_E: Tensor
@@ -83,7 +83,7 @@ def head_logits(hidden_CD: Tensor, head: Head) -> Tensor:
 
 
 def reference_logprobs(
-    hidden_MD: Tensor, head: Head, target_M: Tensor, temperature_M: Tensor, support: Support | None = None
+    hidden_MD: Tensor, head: Head, target_M: Tensor, temperature_M: Tensor, support: PositionSupport | None = None
 ) -> tuple[Tensor, Tensor]:
     """The definition, with all logits at once and autograd's own backward: what the chunked forms are tested against.
 
@@ -103,7 +103,7 @@ def chosen_logprobs(
     head: Head,
     target_M: Tensor,
     temperature_M: Tensor,
-    support: Support | None = None,
+    support: PositionSupport | None = None,
     *,
     entropy: bool = False,
     chunk_numbers: int = CHUNK_NUMBERS,
@@ -128,7 +128,7 @@ def fused_loss(
     target_M: Tensor,
     temperature_M: Tensor,
     loss: TokenLoss,
-    support: Support | None = None,
+    support: PositionSupport | None = None,
     *,
     entropy: bool = False,
     as_is: bool = False,
@@ -158,7 +158,7 @@ class _Chosen(torch.autograd.Function):
         head: Head,
         target_M: Tensor,
         temperature_M: Tensor,
-        support: Support | None,
+        support: PositionSupport | None,
         entropy: bool,
         chunk_numbers: int,
     ) -> tuple[Tensor, Tensor]:
@@ -193,7 +193,7 @@ class _Fused(torch.autograd.Function):
         head: Head,
         target_M: Tensor,
         temperature_M: Tensor,
-        support: Support | None,
+        support: PositionSupport | None,
         loss: TokenLoss,
         entropy: bool,
         as_is: bool,
@@ -242,7 +242,7 @@ class _Visits:
         head: Head,
         target_M: Tensor,
         temperature_M: Tensor,
-        support: Support | None,
+        support: PositionSupport | None,
         entropy: bool,
         numbers: int,
     ) -> None:
@@ -402,7 +402,7 @@ class _Gradients:
         return grad_BV
 
 
-def _outside(support: Support, start: int, rows: int, vocabulary: int, device: torch.device) -> Tensor:
+def _outside(support: PositionSupport, start: int, rows: int, vocabulary: int, device: torch.device) -> Tensor:
     """(C, V) True where a row's support does not reach; rows with an empty stretch have none."""
     begin = support.begin_M[start : start + rows + 1]
     lengths = begin.diff()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.data.rollout_table import packed, unpacked
+from groupwise.data.rollout_table import groups_from_bytes, groups_to_bytes
 from groupwise.errors import EngineError
 from groupwise.records import Prompt
 from groupwise.rollout.collection import Collected, Source
@@ -39,7 +39,7 @@ class Begun:
         if self.prompts:
             return {"step": self.step, "prompts": [prompt.id for prompt in self.prompts]}
         groups, drawn = self.result()
-        return {"step": self.step, "version": self.version, "drawn": drawn, "groups": packed(groups)}
+        return {"step": self.step, "version": self.version, "drawn": drawn, "groups": groups_to_bytes(groups)}
 
 
 class Ahead:
@@ -94,5 +94,5 @@ class Ahead:
                 assert self._find is not None
                 self._again[state["step"]] = tuple(self._find(name) for name in state["prompts"])
                 continue
-            whole = unpacked(state["groups"]), int(state["drawn"])
+            whole = groups_from_bytes(state["groups"]), int(state["drawn"])
             self._begun.append(Begun(step=state["step"], version=state["version"], prompts=(), result=lambda whole=whole: whole))

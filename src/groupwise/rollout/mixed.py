@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -101,9 +102,9 @@ class MixedEngine(InProcess):
                 if len(ended) == len(rows):
                     break
                 step_RT = token_R[:, None]
-        how = {"version": self.version, "keep_special_tokens": self.keep_special_tokens}
+        ended_as = partial(make_rollout, sampling=sampling, version=self.version, keep_special_tokens=self.keep_special_tokens)
         for r, (prompt, index) in enumerate(rows):
-            yield make_rollout(policy, prompt, index, tokens[r], logp[r], ended[r], sampling, **how)
+            yield ended_as(policy, prompt, index, tokens[r], logp[r], ended[r])
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.ops.cpu import decoding
+from groupwise.ops import decoding
 from groupwise.records import Sampling
 
 BLOCK = 128

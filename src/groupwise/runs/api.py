@@ -98,7 +98,7 @@ def train(
     runs: str | None = None,
     seed: int | None = None,
     threads: int | None = None,
-    parallel: settings.Part | None = None,
+    parallel: str | typed.ParallelKeys | settings.ParallelSettings | None = None,
     steps: int | None = None,
     epochs: float | None = None,
     batch_size: int | None = None,
@@ -106,7 +106,11 @@ def train(
     data: typed.RowsGiven | typed.DataKeys | settings.DataSettings | None = None,
     rewards: typed.RewardGiven | Sequence[typed.RewardGiven] | None = None,
     rollout: typed.RolloutKeys | settings.RolloutSettings | None = None,
-    environment: typed.EnvironmentGiven | Mapping[str, typed.EnvironmentGiven] | typed.EnvironmentKeys | settings.EnvironmentSettings | None = None,
+    environment: typed.EnvironmentGiven
+    | Mapping[str, typed.EnvironmentGiven]
+    | typed.EnvironmentKeys
+    | settings.EnvironmentSettings
+    | None = None,
     group: typed.GroupKeys | settings.GroupSettings | None = None,
     reward_model: typed.RewardModelKeys | settings.RewardModelSettings | None = None,
     pairs: typed.PairKeys | settings.PairSettings | None = None,

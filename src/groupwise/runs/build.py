@@ -33,7 +33,7 @@ from groupwise.models.lora import adapter_size, bare
 from groupwise.models.policy import Blueprint, Policy, context_length, read_blueprint, resolve_device
 from groupwise.models.scratch import scratch_model
 from groupwise.models.shape import Shape
-from groupwise.ops.cpu.library import absence
+from groupwise.ops.kernels import absence
 from groupwise.records import Prompt, Sampling, Step
 from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
 from groupwise.rewards.model import POSITIONS
@@ -401,8 +401,15 @@ def _held(recipe: Recipe, blueprint: Blueprint, load: Load, world: int | None) -
         if resolve_device(recipe.model).type == "cpu" and (reason := absence()):
             lines.append(("kernels", f"torch's own, more slowly: {reason}"))
         return lines
-    how = {"sharded": sharding.name, "shards": sharding.shards or count, "offload": sharding.offload}
-    return rank_lines(shape, load, world=count, **how, device=None if world is None else H100)
+    return rank_lines(
+        shape,
+        load,
+        world=count,
+        sharded=sharding.name,
+        shards=sharding.shards or count,
+        offload=sharding.offload,
+        device=None if world is None else H100,
+    )
 
 
 def _scorers(recipe: Recipe, planned: Sequence[Blueprint]) -> Iterator[tuple[Shape, int]]:

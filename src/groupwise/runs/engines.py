@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import partial
 
 from groupwise.algorithms.registry import Algorithm, corrected
 from groupwise.config.settings import RolloutSettings
@@ -23,6 +24,7 @@ from groupwise.rollout.transformers import TransformersEngine
 from groupwise.rollout.vllm.engine import VllmEngine
 from groupwise.runs.plan import Lines
 from groupwise.training.mismatch import diagnose
+from groupwise.utils.imports import imported
 
 Make = Callable[[Policy, RolloutSettings, World | None], Engine]
 
@@ -33,21 +35,28 @@ def _in_process(engine: Callable[..., Engine], *, proven: bool = True) -> Make:
             return GatheredEngine(policy, lambda plain: make(plain, settings, world))
         if proven:
             prove_engine(policy, engine)
-        return engine(policy, **_common(settings, world))
+        return engine(policy, max_rows=settings.max_rows, keep_special_tokens=settings.keep_special_tokens, **_answered(world))
 
     return make
 
 
 def _vllm(policy: Policy, settings: RolloutSettings, world: World | None) -> Engine:
-    given = engine_of(settings)[1]
-    given |= {"in_flight": given.pop("ahead", 0) > 0}
-    given.pop("correct", None)
-    return VllmEngine(policy, **given, **_common(settings, world))
+    engine = settings.engine
+    return VllmEngine(
+        policy,
+        servers=engine.servers,
+        colocated=engine.colocated,
+        dtype=engine.dtype,
+        in_flight=engine.ahead > 0,
+        max_rows=settings.max_rows,
+        keep_special_tokens=settings.keep_special_tokens,
+        **_answered(world),
+    )
 
 
-def _common(settings: RolloutSettings, world: World | None) -> dict[str, Any]:
-    answered = {} if world is None else {"world": world}
-    return {"max_rows": settings.max_rows, "keep_special_tokens": settings.keep_special_tokens} | answered
+def _answered(world: World | None) -> dict[str, World]:
+    """The keyword of engines whose completions a world answers; nothing for those that need not know of any."""
+    return {} if world is None else {"world": world}
 
 
 ENGINES: dict[str, Make] = {
@@ -55,18 +64,29 @@ ENGINES: dict[str, Make] = {
     "transformers": _in_process(TransformersEngine),
     "vllm": _vllm,
 }
-"""The rollout engines that a recipe may name; what it may say beside a name stands in `config.settings.ENGINES`."""
+"""The rollout engines that a recipe may name, beside `module:function`."""
 
 
 def make_engine(policy: Policy, settings: RolloutSettings, world: World | None = None) -> Engine:
-    """The rollout engine that a recipe names.   world: who answers the policy."""
-    return ENGINES[engine_of(settings)[0]](policy, settings, world)
+    """The rollout engine that a recipe names.   world: who answers the policy.
 
-
-def engine_of(settings: RolloutSettings) -> tuple[str, dict[str, Any]]:
-    """The name of a recipe's engine, and what the recipe says beside it."""
-    given = {"name": settings.engine} if isinstance(settings.engine, str) else dict(settings.engine)
-    return str(given.pop("name")), given
+    One's own, `module:function`, is made by `function(policy, max_rows=..., keep_special_tokens=..., **rollout.engine.args)`, with
+    `world` beside them in runs that have an environment.
+    Raises ConfigError if it cannot be imported, or does not take these arguments.
+    """
+    engine = settings.engine
+    if engine.name in ENGINES:
+        return ENGINES[engine.name](policy, settings, world)
+    make = imported("rollout.engine", engine.name)
+    keywords = {**engine.args, **_answered(world)}
+    try:
+        inspect.signature(make).bind(policy, max_rows=0, keep_special_tokens=False, **keywords)
+    except TypeError as error:
+        raise ConfigError(
+            f"rollout.engine: {engine.name} cannot be called with (policy, max_rows, keep_special_tokens"
+            f"{''.join(f', {name}' for name in keywords)}): {error}"
+        ) from None
+    return make(policy, max_rows=settings.max_rows, keep_special_tokens=settings.keep_special_tokens, **keywords)
 
 
 def mixed_engine(policy: Policy, teacher: Policy, mix: float, settings: RolloutSettings) -> Engine:
@@ -76,26 +96,25 @@ def mixed_engine(policy: Policy, teacher: Policy, mix: float, settings: RolloutS
             "group.mix: a teacher that is spread over processes cannot help to sample: set parallel: ddp, or group.mix: 0"
         )
     # Its log-probs are the mixture's: there is no policy that they could be held against.
-    return _in_process(lambda plain, **how: MixedEngine(plain, teacher, mix, **how), proven=False)(policy, settings, None)
+    return _in_process(partial(MixedEngine, teacher=teacher, mix=mix), proven=False)(policy, settings, None)
 
 
 def sampled_elsewhere(algorithm: Algorithm, settings: RolloutSettings) -> Algorithm:
     """The algorithm, corrected where the recipe's engine computes other probabilities than the trainer, or samples ahead of it."""
-    name, given = engine_of(settings)
-    keywords = given.get("correct", {}) if name == "vllm" or given.get("ahead") else None
-    return algorithm if keywords is None else corrected(algorithm, keywords)
+    engine = settings.engine
+    trained = engine.name in ("native", "transformers") and not engine.ahead
+    return algorithm if trained or engine.correct is None else corrected(algorithm, engine.correct)
 
 
 def make_ahead(settings: RolloutSettings, prompts: Sequence[Prompt]) -> Ahead:
     """How far sampling runs ahead of training, and what may be begun again: visits of the prompts that are trained on."""
-    name, given = engine_of(settings)
     by_id = {prompt.id: prompt for prompt in prompts}
 
     def find(name: str) -> Prompt:
         epoch, _, row = name.partition("/")
         return visit(by_id[row], epoch)
 
-    return Ahead(given.get("ahead", 0), beside=name == "vllm", find=find)
+    return Ahead(settings.engine.ahead, beside=settings.engine.name == "vllm", find=find)
 
 
 def agreeing(steps: Iterator[Step], engine: Engine, why: Callable[[Step], str] | None = None) -> Iterator[Step]:

@@ -294,7 +294,7 @@ class RunLog:
         """Record the text of every token id once, so that readers of the run need no tokenizer."""
         if not (self.folder / TOKENS).exists():
             with files.storing(self.folder / TOKENS, "the vocabulary"):
-                files.write(self.folder / TOKENS, vocabulary.packed(vocabulary.of(tokenizer)))
+                files.write(self.folder / TOKENS, vocabulary.to_bytes(vocabulary.of(tokenizer)))
 
     def sync(self) -> None:
         """Make what was written survive a power cut; call it before a checkpoint."""
@@ -416,7 +416,7 @@ def environment() -> dict[str, Any]:
         found["torch_threads"] = torch.get_num_threads()
         found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         if not found["gpus"]:
-            from groupwise.ops.cpu.library import absence
+            from groupwise.ops.kernels import absence
 
             found["kernels"] = absence() or "compiled"
     return found

@@ -41,12 +41,12 @@ def inputs_of(recipe: Recipe) -> Inputs:
 
 def _all(recipe: Recipe) -> Iterator[tuple[str, tuple[str, dict[str, Any] | None]]]:
     data = recipe.data
-    replay = recipe.reward_model.replay or {}
+    replay, shown = recipe.reward_model.replay, recipe.teacher.demonstrations
     sources = {
         "data.path": data.path,
         "data.eval_path": data.eval_path,
-        "reward_model.replay.path": replay.get("path"),
-        "teacher.demonstrations.path": (recipe.teacher.demonstrations or {}).get("path"),
+        "reward_model.replay.path": replay and replay.path,
+        "teacher.demonstrations.path": shown and shown.path,
     }
     for key, source in sources.items():
         if isinstance(source, str) and not isinstance(source, Live):  # the name of rows in memory has a digest of them

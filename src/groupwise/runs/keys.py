@@ -9,7 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
-from groupwise.config.settings import ControlTokens, Part, RewardSettings, ScratchSettings
+from groupwise.config.settings import (
+    ControlTokens,
+    CorrectionSettings,
+    DemonstrationSettings,
+    EngineSettings,
+    LoraSettings,
+    Part,
+    ReplaySettings,
+    RewardSettings,
+    ScratchSettings,
+)
 from groupwise.rewards.find import LiveReward
 
 if TYPE_CHECKING:
@@ -40,6 +50,14 @@ class ScratchKeys(TypedDict, total=False):
     tokenizer: str
 
 
+class LoraKeys(TypedDict, total=False):
+    """Keys of `settings.LoraSettings`."""
+
+    rank: int
+    alpha: float
+    targets: str | Sequence[str]
+
+
 class ModelKeys(TypedDict, total=False):
     """Keys of `settings.ModelSettings`."""
 
@@ -49,7 +67,7 @@ class ModelKeys(TypedDict, total=False):
     device: Literal["auto", "cpu", "cuda"]
     attention: Literal["shared", "packed", "single"]
     gradient_checkpointing: bool
-    lora: Mapping[str, Any] | None
+    lora: LoraKeys | LoraSettings | None
     chat_template: str | None
     trust_remote_code: bool
 
@@ -87,10 +105,31 @@ class RewardKeys(TypedDict, total=False):
     timeout: float | None
 
 
+class CorrectionKeys(TypedDict, total=False):
+    """Keys of `settings.CorrectionSettings`."""
+
+    level: Literal["token", "sequence_sum", "sequence_mean"]
+    mode: Literal["truncate", "mask"]
+    low: float
+    high: float
+
+
+class EngineKeys(TypedDict, total=False):
+    """Keys of `settings.EngineSettings`."""
+
+    name: str
+    servers: Sequence[str]
+    colocated: bool
+    dtype: Literal["float32", "bfloat16"] | None
+    ahead: int
+    correct: CorrectionKeys | CorrectionSettings | None
+    args: Mapping[str, Any]
+
+
 class RolloutKeys(TypedDict, total=False):
     """Keys of `settings.RolloutSettings`."""
 
-    engine: Part
+    engine: str | EngineKeys | EngineKeys | EngineSettings
     temperature: float
     top_k: int
     top_p: float
@@ -159,13 +198,22 @@ class CriticKeys(TypedDict, total=False):
     pretrain: int
 
 
+class DemonstrationKeys(TypedDict, total=False):
+    """Keys of `settings.DemonstrationSettings`."""
+
+    path: str
+    rows: int
+    lm: float
+    divergence: float
+
+
 class TeacherKeys(TypedDict, total=False):
     """Keys of `settings.TeacherSettings`."""
 
     path: str | None
     ema: float
     hint: str | None
-    demonstrations: Mapping[str, Any] | None
+    demonstrations: DemonstrationKeys | DemonstrationSettings | None
 
 
 class OptimizerKeys(TypedDict, total=False):
@@ -204,13 +252,21 @@ class SaveKeys(TypedDict, total=False):
     report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...]
 
 
+class ReplayKeys(TypedDict, total=False):
+    """Keys of `settings.ReplaySettings`."""
+
+    path: str | None
+    task: str | None
+    share: float
+
+
 class RewardModelKeys(TypedDict, total=False):
     """Keys of `settings.RewardModelSettings`."""
 
     pooling: Literal["last", "mean", "sum"]
     centering: float
     lm_coefficient: float
-    replay: Mapping[str, Any] | None
+    replay: ReplayKeys | ReplaySettings | None
 
 
 class PairKeys(TypedDict, total=False):
@@ -218,3 +274,11 @@ class PairKeys(TypedDict, total=False):
 
     beta: float
     loss: Literal["sigmoid", "ipo"]
+
+
+class ParallelKeys(TypedDict, total=False):
+    """Keys of `settings.ParallelSettings`."""
+
+    name: Literal["auto", "ddp", "zero2", "zero3"]
+    shards: int | None
+    offload: bool

@@ -158,10 +158,9 @@ def _shown(recipe: Recipe, policy: Policy) -> Demonstrations | None:
     given = recipe.teacher.demonstrations
     if given is None:
         return None
-    data = replace(recipe.data, path=given["path"], task=None, task_args={}, eval_path=None, eval_fraction=0.0, limit=None)
+    data = replace(recipe.data, path=given.path, task=None, task_args={}, eval_path=None, eval_fraction=0.0, limit=None)
     rows = load_demonstrations(data, policy.tokenizer, context=policy.context, eos_ids=policy.eos_ids, seed=recipe.seed).train
-    weights = {"lm": float(given.get("lm", 1.0)), "divergence": float(given.get("divergence", 0.0))}
-    return Demonstrations(rows=rows, count=given.get("rows", 8), seed=recipe.seed, **weights)
+    return Demonstrations(rows=rows, count=given.rows, seed=recipe.seed, lm=given.lm, divergence=given.divergence)
 
 
 def _unprobed(blueprint: Blueprint, settings: ModelSettings) -> Policy:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,11 +46,20 @@ class Saver:
         self._step, policy, tensors = step, self.job.policy, self.job.tensors()
         weights = sum(parameter.nbytes for parameter in policy.model.parameters())
         if not isinstance(policy, ShardedPolicy):
-            how: dict[str, Any] = {"policy_writer": policy.keep, "state": state, "tensors": tensors, "keep": self.keep}
+            write = partial(
+                checkpoint.save,
+                self.folder,
+                step,
+                policy_writer=policy.keep,
+                state=state,
+                tensors=tensors,
+                keep=self.keep,
+                policy_bytes=weights,
+            )
             if not alone:
-                comm.from_first(lambda: checkpoint.save(self.folder, step, **how, policy_bytes=weights))
+                comm.from_first(write)
             elif comm.world().first:
-                checkpoint.save(self.folder, step, **how, policy_bytes=weights)
+                write()
             set_failure_hint(checkpoint.latest(self.folder) if alone else checkpoint.place(self.folder, step))
             return
         needed = weights + sum(tensor.nbytes for tensor in tensors.values())

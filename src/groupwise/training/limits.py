@@ -44,9 +44,9 @@ import torch
 from groupwise.models.policy import Policy
 from groupwise.models.shape import Shape
 from groupwise.ops import matmul
-from groupwise.ops.cpu.library import cache_folder
 from groupwise.records import Step
 from groupwise.utils import files
+from groupwise.utils.cache import cache_folder
 
 CEILINGS = "ceilings.json"
 """What machines were measured at, in the user's cache; delete it to measure anew."""

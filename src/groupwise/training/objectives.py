@@ -72,10 +72,10 @@ def _replayed(recipe: Recipe, blueprint: Blueprint, tools: Tools | None = None) 
     pairs, settings = _pairs(recipe, blueprint), recipe.reward_model
     if settings.replay is None:
         return pairs
-    path, task = settings.replay.get("path"), settings.replay.get("task")
+    path, task = settings.replay.path, settings.replay.task
     data = replace(recipe.data, path=path, task=task, limit=None if task is None else recipe.data.limit)
     old = _pairs(replace(recipe, data=data if task is None else replace(data, eval_fraction=0.0)), blueprint)
-    return replace(pairs, train=tuple(with_replay(pairs.train, old.train, settings.replay.get("share", 0.1), recipe.seed)))
+    return replace(pairs, train=tuple(with_replay(pairs.train, old.train, settings.replay.share, recipe.seed)))
 
 
 def _solutions(recipe: Recipe, blueprint: Blueprint, tools: Tools | None = None) -> Data[Any]:

@@ -12,7 +12,7 @@ from groupwise.data.packing import pack, unpack
 from groupwise.distributed import comm
 from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
-from groupwise.ops.linear_cross_entropy import Support, chosen_logprobs
+from groupwise.ops.linear_cross_entropy import PositionSupport, chosen_logprobs
 from groupwise.records import Batch, Finish, Rollout, Sample
 
 
@@ -197,17 +197,25 @@ class Scores:
     entropy: list[np.ndarray]
 
 
-def support_of(batch: Batch) -> Support | None:
+def support_of(batch: Batch) -> PositionSupport | None:
     """The support of a batch's trained rows, if any rollout of it was truncated by top-k, top-p or min-p."""
-    return None if batch.support is None else Support(ids_E=batch.support[0], begin_M=batch.support[1])
+    return None if batch.support is None else PositionSupport(ids_E=batch.support[0], begin_M=batch.support[1])
 
 
 def batches_of(policy: Policy, samples: Sequence[Sample], budget: int, *, whole_groups: bool = False) -> list[Batch]:
     """This process's part of samples that all processes have, packed as the policy takes them; see `packing.pack`."""
-    dtype = torch.promote_types(policy.dtype, torch.float32)
-    how = {"share": policy.attention == "shared", "alike": policy.alike, "fill": policy.tiled}
-    how |= {"world": comm.world(), "even": policy.sharded}
-    return pack(samples, budget, whole_groups=whole_groups, device=policy.device, dtype=dtype, **how)
+    return pack(
+        samples,
+        budget,
+        whole_groups=whole_groups,
+        share=policy.attention == "shared",
+        alike=policy.alike,
+        fill=policy.tiled,
+        device=policy.device,
+        dtype=torch.promote_types(policy.dtype, torch.float32),
+        world=comm.world(),
+        even=policy.sharded,
+    )
 
 
 def score_rollouts(policy: Policy, rollouts: Sequence[Rollout], *, budget: int) -> list[np.ndarray]:

@@ -109,8 +109,14 @@ class Teacher:
         if not own or not (policy.switches or any(samples[index].group in self.hints for index in own)):
             with self._fused():
                 return policy.forward(batch).hidden_PD[batch.trained_M]
-        how: dict[str, Any] = {"share": policy.attention == "shared", "alike": policy.alike, "device": policy.device}
-        (other,) = pack(self.read([samples[index] for index in own]), UNBOUNDED, **how, dtype=batch.weight_P.dtype)
+        (other,) = pack(
+            self.read([samples[index] for index in own]),
+            UNBOUNDED,
+            share=policy.attention == "shared",
+            alike=policy.alike,
+            device=policy.device,
+            dtype=batch.weight_P.dtype,
+        )
         with self._fused():
             hidden_PE = policy.forward(other).hidden_PD
         rows = {}

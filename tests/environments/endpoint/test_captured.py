@@ -462,8 +462,7 @@ def test_an_episode_has_so_many_turns(worlds, says, a_prompt):
                 ask(model="m", messages=[{"role": "user", "content": str(done)}])
                 done += 1
         except openai.BadRequestError as error:
-            assert error.code == "too_many_turns"
-            return done
+            return done if error.code == "too_many_turns" else -1
 
     found = play(worlds(harness, turns=2), a_prompt, says("a", "b", "c"))
     assert (found.finish, found.episode.reward, len(found.episode.turns)) == (Finish.TURNS, 2.0, 2)

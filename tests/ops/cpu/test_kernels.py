@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from groupwise.models.attention import PackedAttention, explicit_attention
+from groupwise.ops.attention import StreamAttention
 from groupwise.ops.cpu import decoding, kernels
 from groupwise.ops.cpu.library import absence
 from groupwise.ops.linear_cross_entropy import Head, chosen_logprobs
@@ -92,14 +93,14 @@ def test_attention_takes_any_steps_and_threads(threads) -> None:
     layout = layout_of([(20, [7, 31, 2]), (0, [40])], 3)
     joined = torch.randn(layout.total, 4 + 2 + 2, 32, generator=torch.Generator().manual_seed(0))
     query, key, value = (part.transpose(0, 1)[None] for part in joined.split([4, 2, 2], 1))
-    stretches = PackedAttention(layout).stretches
+    stretches = StreamAttention(layout).stretches.tensors
     threads(1)
-    out, lse = kernels.attention(query, key, value, stretches, 0.2)
-    grads = kernels.attention_backward(out.contiguous(), query, key, value, out, lse, stretches, 0.2)
+    out, lse = kernels.attention(query, key, value, *stretches, 0.2)
+    grads = kernels.attention_backward(out.contiguous(), query, key, value, out, lse, *stretches, 0.2)
     threads(2)
-    other, _ = kernels.attention(query.contiguous(), key.contiguous(), value.contiguous(), stretches, 0.2)
+    other, _ = kernels.attention(query.contiguous(), key.contiguous(), value.contiguous(), *stretches, 0.2)
     assert torch.equal(out, other)
-    again = kernels.attention_backward(out, query.contiguous(), key, value.contiguous(), out, lse, stretches, 0.2)
+    again = kernels.attention_backward(out, query.contiguous(), key, value.contiguous(), out, lse, *stretches, 0.2)
     assert all(torch.equal(one, two) for one, two in zip(grads, again, strict=True))
 
 
@@ -112,13 +113,13 @@ def test_attention_over_many_keys_and_of_wide_heads(dtype: torch.dtype, prompt: 
     given_ = [torch.randn(1, 1, layout.total, width, generator=generator).to(dtype) for _ in range(4)]
     query, key, value, grad = given_
     scale = 20 / width
-    stretches = PackedAttention(layout).stretches
-    out, lse = kernels.attention(query, key, value, stretches, scale)
+    stretches = StreamAttention(layout).stretches.tensors
+    out, lse = kernels.attention(query, key, value, *stretches, scale)
     exact = [tensor.double().requires_grad_() for tensor in given_[:3]]
     expected = explicit_attention(layout, *exact, scale, None, None).transpose(1, 2)
     close(out, expected, dtype)
     expected.backward(grad.double())
-    found = kernels.attention_backward(grad, query, key, value, out, lse, stretches, scale)
+    found = kernels.attention_backward(grad, query, key, value, out, lse, *stretches, scale)
     for one, other in zip(found, exact, strict=True):
         close(one, other.grad, dtype)
 
@@ -131,10 +132,10 @@ def test_attention_depends_on_nothing_that_was_there_before(dtype: torch.dtype) 
     broken = torch.full((4, 1, 2, longer.total, 80), torch.nan, dtype=dtype)
 
     def everything(layout: Layout, tensors: Tensor) -> tuple[Tensor, ...]:
-        stretches = PackedAttention(layout).stretches
+        stretches = StreamAttention(layout).stretches.tensors
         query, key, value, grad = tensors.unbind()
-        out, lse = kernels.attention(query, key, value, stretches, 0.2)
-        return out, lse, *kernels.attention_backward(grad, query, key, value, out, lse, stretches, 0.2)
+        out, lse = kernels.attention(query, key, value, *stretches, 0.2)
+        return out, lse, *kernels.attention_backward(grad, query, key, value, out, lse, *stretches, 0.2)
 
     before = everything(layout, streams)
     assert all(bool(torch.isnan(one).all()) for one in everything(longer, broken))
@@ -147,7 +148,7 @@ def test_what_is_not_finite_stays_so(wrong: float) -> None:
     layout = layout_of([(0, [9, 9])], 0)
     query, key, value = (torch.randn(1, 1, 18, 16) for _ in range(3))
     key[0, 0, 3] = wrong
-    out, _ = kernels.attention(query, key, value, PackedAttention(layout).stretches, 0.25)
+    out, _ = kernels.attention(query, key, value, *StreamAttention(layout).stretches.tensors, 0.25)
     assert not bool(torch.isfinite(out[0, 0, 3:9]).all())
     assert bool(torch.isfinite(out[0, 0, 9:]).all()) and bool(torch.isfinite(out[0, 0, :3]).all())
 
@@ -410,11 +411,11 @@ def test_the_default_type_of_new_tensors_changes_nothing() -> None:
     """What the kernels write into is float32, whatever a program has made of torch's default."""
     x = torch.randn(5, 16)
     query = torch.randn(1, 1, 18, 16)
-    stretches = PackedAttention(layout_of([(0, [18])], 0)).stretches
-    _, expected = kernels.attention(query, query, query, stretches, 0.25)
+    stretches = StreamAttention(layout_of([(0, [18])], 0)).stretches.tensors
+    _, expected = kernels.attention(query, query, query, *stretches, 0.25)
     try:
         torch.set_default_dtype(torch.float64)
-        _, lse = kernels.attention(query, query, query, stretches, 0.25)
+        _, lse = kernels.attention(query, query, query, *stretches, 0.25)
         _, _, scale_T = kernels.rms_norm(x, torch.ones(16, dtype=torch.float32), 1e-5, torch.float32)
     finally:
         torch.set_default_dtype(torch.float32)

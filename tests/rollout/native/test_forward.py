@@ -15,10 +15,10 @@ from groupwise.config.settings import ModelSettings
 from groupwise.errors import EngineError
 from groupwise.ops.cpu import decoding
 from groupwise.ops.cpu.library import library
+from groupwise.ops.decoding import product
 from groupwise.records import Finish, Sampling
 from groupwise.rollout.native.engine import ModuleForward, NativeEngine
 from groupwise.rollout.native.forward import GPT2Forward, RotaryForward, is_known, lean_forward
-from groupwise.rollout.native.primitives import product
 
 FAMILIES = {
     "llama": {},

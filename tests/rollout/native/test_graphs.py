@@ -23,7 +23,7 @@ from groupwise.rollout.native import attention, graphs
 from groupwise.rollout.native import engine as native
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.native.forward import lean_forward
-from groupwise.rollout.native.graphs import GPU_TOKENS_PER_SYNC, Buffers, GraphDecode, filled
+from groupwise.rollout.native.graphs import GPU_TOKENS_PER_SYNC, Buffers, GraphDecode, rounded_up
 from groupwise.rollout.native.kv_cache import Store
 
 FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3"]
@@ -103,6 +103,7 @@ def test_what_is_replayed_draws_what_the_plain_version_draws(
     assert {rollout.finish for rollout in found.values()} >= ({Finish.EOS} if sampling.temperature else set())
 
 
+@pytest.mark.slow
 def test_rooms_grow_rows_leave_and_others_take_their_place(policy_of, prompts_of, traced, monkeypatch):
     policy, prompts = (
         policy_of("qwen2", dtype=torch.float32, context=512, vocabulary=700, sharpness=0.2),
@@ -404,6 +405,6 @@ def test_a_step_that_cannot_be_recorded_is_left_as_it_is_and_nothing_after_it_is
 
 def test_sizes_are_few_and_waste_little():
     for least in (2, 8, 64):
-        sizes = [filled(count, least) for count in range(1, 5000)]
+        sizes = [rounded_up(count, least) for count in range(1, 5000)]
         assert all(count <= size < max(count + least, 1.25 * count + 1) for count, size in enumerate(sizes, 1))
         assert len(set(sizes)) < 4 * 13

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from groupwise.config.settings import LoraSettings
 from groupwise.errors import ConfigError, EngineError, PeerError
 from groupwise.models.lora import adapt
 from groupwise.records import Finish, Prompt, Sampling
@@ -334,7 +335,7 @@ def test_weights_travel_under_their_checkpoints_names(family: str, limit: int, p
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_an_adapter_travels_inside_the_weights_it_changes(family: str, policy_of, tmp_path) -> None:
-    policy = adapt(policy_of(family, dtype=torch.float32), {"rank": 2, "alpha": 4}, base="")
+    policy = adapt(policy_of(family, dtype=torch.float32), LoraSettings(rank=2, alpha=4.0), base="")
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():
             if name in policy.trained:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from groupwise.data.tasks.addition import Addition, Sums
@@ -16,6 +16,7 @@ from groupwise.data.tasks.guessing import Guessing
 from groupwise.data.tasks.preferences import Preferences
 from groupwise.data.tasks.sorting import Sorting
 from groupwise.errors import ConfigError
+from groupwise.utils.imports import imported
 from groupwise.utils.spelling import nearest
 
 TASKS: dict[str, type[Task]] = {
@@ -32,22 +33,23 @@ TASKS: dict[str, type[Task]] = {
 
 
 def make_task(name: str, arguments: Mapping[str, Any] | None = None) -> Task:
-    """The built-in task `name` with its keyword arguments (`data.task_args`).
+    """The built-in task `name`, or one's own (`module:NAME`), with its keyword arguments (`data.task_args`).
 
     Raises ConfigError for an unknown name or argument, with what there is, or for a value that the task refuses.
 
     >>> make_task("addition", {"digits": 2}).held_out(1)
     [{'prompt': '43+79', 'answer': '122'}]
     """
-    if name not in TASKS:
+    if name not in TASKS and ":" not in name:
         near = nearest(name, TASKS)
         hint = "" if near is None else f" (did you mean {near}?)"
-        raise ConfigError(f"no built-in task {name!r}{hint}; there are: {', '.join(TASKS)}")
-    given, task = dict(arguments or {}), TASKS[name]
-    known = {field.name: field.type for field in fields(task)}  # type: ignore[arg-type]
+        raise ConfigError(f"no built-in task {name!r}{hint}; there are: {', '.join(TASKS)}, or module:NAME for one of your own")
+    given = dict(arguments or {})
+    task = TASKS[name] if name in TASKS else imported("data.task", name)
+    known = inspect.signature(task).parameters
     for key in given:
         if key not in known:
-            raise ConfigError(f"task {name!r} has no argument {key!r}; it takes: {', '.join(known)}")
+            raise ConfigError(f"task {name!r} has no argument {key!r}; it takes: {', '.join(known) or 'none'}")
     try:
         return task(**given)
     except TypeError as error:

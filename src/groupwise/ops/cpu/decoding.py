@@ -178,7 +178,7 @@ class Blocks:
         self.blocks, self.sizes = tuple(blocks), {"heads": heads, "shared": shared, "width": width}
         self.c_blocks = array(interface.Block, list(map(_block, blocks)))
 
-    def model(self, slabs: Sequence[tuple[_Slab, _Slab]]) -> interface.Model:
+    def model(self, slabs: Sequence[tuple[_Slab, _Slab]]) -> ctypes.Structure:
         """What the blocks share, over these slabs: of each block own and prompt, as in `decode_attention`."""
         for block, (own, prompt) in zip(self.c_blocks, slabs, strict=True):
             block.own_k, block.own_v, block.prompt_k, block.prompt_v = (x.data_ptr() for x in (*own, *prompt))
@@ -272,18 +272,18 @@ class Decoder:
 _Slab = tuple[Tensor, Tensor]
 
 
-def _block(block: Block) -> interface.Block:
+def _block(block: Block) -> ctypes.Structure:
     norms = (block.norm, block.head_norm, block.mlp_norm)
     products = (block.qkv, block.out, block.up, block.down)
     return interface.Block(*map(_norm, norms), *map(_weight, products), window=block.window or 0, scale=block.scale)
 
 
-def _norm(norm: Norm | None) -> interface.Norm:
+def _norm(norm: Norm | None) -> ctypes.Structure:
     if norm is None:
         return interface.Norm()
     return interface.Norm(norm.weight.data_ptr(), None if norm.bias is None else norm.bias.data_ptr(), norm.eps)
 
 
-def _weight(product: Product) -> interface.Weight:
+def _weight(product: Product) -> ctypes.Structure:
     bias = None if product.bias_O is None else product.bias_O.data_ptr()
     return interface.Weight(product.packed.data_ptr(), bias, product.outputs)

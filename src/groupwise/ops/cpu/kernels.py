@@ -6,7 +6,6 @@ T tokens of a stream   D width of the model   H query heads   K key-value heads 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import c_int64
 from typing import Any
 
 import torch
@@ -56,40 +55,62 @@ def _steps(*tensors: Tensor) -> Any:
 
 
 class Families:
-    """Stretches of a stream, family by family, as `attention.cpp` reads them."""
+    """Stretches of a stream, family by family, as `attention.cpp` reads them, in two tensors (int64)."""
 
     def __init__(self, families: Sequence[Sequence[tuple[int, int, int, int]]]) -> None:
         """A family's stretches: tokens from..to, which see themselves causally and the tokens prompt from..prompt to."""
-        self.first = [0]
+        first = [0]
         for family in families:
-            self.first.append(self.first[-1] + len(family))
-        self.longest = max((b - a + d - c for family in families for a, b, c, d in family), default=0)
+            first.append(first[-1] + len(family))
+        self.first_F = torch.tensor(first, dtype=torch.int64)
+        """Where each family's stretches begin, and where the last one's end (F + 1)."""
+        self.stretch_N4 = torch.tensor([stretch for family in families for stretch in family], dtype=torch.int64).view(-1, 4)
         self.end = max((family[-1][1] for family in families), default=0)
-        self.c_first = array(c_int64, self.first)
-        self.c_stretches = array(Stretch, [stretch for family in families for stretch in family])
+        """Tokens of the stream; what follows is filler."""
 
     @property
-    def arguments(self) -> tuple[Any, ...]:
-        """The last arguments of both functions."""
-        return self.c_first, self.c_stretches, len(self.first) - 1, torch.get_num_threads()
+    def tensors(self) -> tuple[Tensor, Tensor, int]:
+        """As `attention` takes them."""
+        return self.first_F, self.stretch_N4, self.end
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, families: Families, scale: float) -> tuple[Tensor, Tensor]:
-    """(1, H, T, W) and twice (1, K, T, W) -> outputs (1, H, T, W), tokens first in memory, and log-sum-exps (1, H, T)."""
+def _families(first_F: Tensor, stretch_N4: Tensor) -> tuple[Any, ...]:
+    """The last arguments of both functions."""
+    stretches = (Stretch * stretch_N4.shape[0]).from_address(stretch_N4.data_ptr())
+    return first_F, stretches, first_F.shape[0] - 1, torch.get_num_threads()
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, first_F: Tensor, stretch_N4: Tensor, end: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(1, H, T, W) and twice (1, K, T, W) -> outputs (1, H, T, W), tokens first in memory, and log-sum-exps (1, H, T).
+
+    first_F, stretch_N4, end: see `Families`.
+    """
     _, heads, tokens, width = query.shape
     out = query.new_empty(1, tokens, heads, width).transpose(1, 2)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    out[:, :, families.end :] = 0.0  # filler
+    out[:, :, end:] = 0.0  # filler
+    lse[:, :, end:] = 0.0
     call(
         "attention_forward",
         half(query), query, key, value, out, lse, _steps(query, key, value, out), tokens, heads, key.shape[1],
-        width, scale, *families.arguments,
+        width, scale, *_families(first_F, stretch_N4),
     )  # fmt: skip
     return out, lse
 
 
 def attention_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, families: Families, scale: float
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    first_F: Tensor,
+    stretch_N4: Tensor,
+    end: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, in their type."""
     _, heads, tokens, width = query.shape
@@ -97,12 +118,12 @@ def attention_backward(
         x.new_empty(1, tokens, x.shape[1], width).transpose(1, 2) for x in (query, key, value)
     )
     for grad in found:
-        grad[:, :, families.end :] = 0.0
+        grad[:, :, end:] = 0.0
     call(
         "attention_backward",
         half(query), query, key, value, out, lse, grad_out, *found,
         _steps(query, key, value, out, grad_out, *found), tokens, heads, key.shape[1], width, scale,
-        *families.arguments,
+        *_families(first_F, stretch_N4),
     )  # fmt: skip
     return grad_query, grad_key, grad_value
 

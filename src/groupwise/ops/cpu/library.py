@@ -26,6 +26,7 @@ from torch import Tensor
 
 from groupwise.ops.cpu.interface import declare, explained, passed
 from groupwise.utils import files
+from groupwise.utils.cache import cache_folder
 
 SOURCES = Path(__file__).parent
 SWITCH = "GROUPWISE_KERNELS"
@@ -164,26 +165,3 @@ def _machine(compiler: str) -> str:
     lines = cpus.read_text(encoding="utf-8", errors="replace").splitlines() if cpus.is_file() else []
     features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return "\n".join((platform.machine(), platform.processor(), features, _run([compiler, "--version"]), torch.__version__))
-
-
-def cache_folder() -> Path:
-    """A folder that only the user can write: what lies there is loaded as code."""
-    try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "groupwise"
-        home.mkdir(parents=True, exist_ok=True, mode=0o700)
-        info = home.stat()
-        if os.access(home, os.W_OK) and info.st_uid == os.getuid() and not info.st_mode & 0o022:
-            return home
-    except (OSError, RuntimeError):  # RuntimeError: a user without a home
-        pass
-    return _own_folder()
-
-
-@cache
-def _own_folder() -> Path:
-    """Where the cache cannot be written: a folder for this process."""
-    folder = tempfile.mkdtemp(prefix="groupwise-kernels-")
-    import atexit
-
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)

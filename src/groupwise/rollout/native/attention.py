@@ -22,7 +22,7 @@ from torch import Tensor
 from groupwise.errors import EngineError
 from groupwise.models.attention import PackedAttention, last_attention, last_seen
 from groupwise.models.masks import Reach
-from groupwise.ops.cpu import decoding, kernels
+from groupwise.ops import decoding, kernels
 from groupwise.records import Layout
 from groupwise.rollout.native.kv_cache import Slab, Store
 

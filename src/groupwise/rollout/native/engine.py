@@ -26,7 +26,7 @@ from groupwise.environments.conversation import World
 from groupwise.errors import EngineError
 from groupwise.models.attention import Attend
 from groupwise.models.policy import Policy
-from groupwise.ops.cpu.decoding import Decoder
+from groupwise.ops.decoding import Decoder
 from groupwise.ops.linear_cross_entropy import chunk_rows, head_logits
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout import sampling as draws

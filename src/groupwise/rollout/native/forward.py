@@ -1,7 +1,7 @@
 """A shorter way through models whose every step is known: the same parameters and mathematics, without the modules.
 
 Decoding a few rows through a small or medium model is bound by how fast matrices are read and by the work around the products.
-Here the weights are prepared once per `generate` in the layout that few-row products run fastest in (see `pieces.product`),
+Here the weights are prepared once per `generate` in the layout that few-row products run fastest in (see `ops.decoding.product`),
 projections of the same input are joined, and a layer is 10 operations instead of 80 (25 without the compiled kernels).  Where all
 of it is compiled, one call draws several tokens of all rows.
 Nothing can be stale: what was prepared is dropped with the call, and prepared again when the engine's version changes.
@@ -28,8 +28,8 @@ from transformers.activations import NewGELUActivation, SiLUActivation
 
 from groupwise.models.masks import reach_of
 from groupwise.models.policy import Policy
-from groupwise.ops.cpu import decoding, kernels
-from groupwise.rollout.native.primitives import (
+from groupwise.ops import decoding, kernels
+from groupwise.ops.decoding import (
     CompiledHeadNorm,
     CompiledLayerNorm,
     CompiledNorm,
@@ -330,7 +330,7 @@ class RotaryForward(_Lean):
             seen = attend.rows(i, qk[:, :heads], qk[:, heads:], qkv[:, both:], layer.scale, None, layer.window)
             add_TD = layer.out(filler.add(seen.reshape(count, heads * width)))
             gate, up = layer.up(layer.mlp_norm(x_TD, add_TD)).chunk(2, -1)
-            add_TD = layer.down(kernels.gated(gate, up) if self.compiled else F.silu(gate).mul_(up))
+            add_TD = layer.down(decoding.gated(gate, up, compiled=self.compiled))
         return filler.drop(self.norm(x_TD, add_TD))
 
 
@@ -391,7 +391,7 @@ class GPT2Forward(_Lean):
             query, key, value = qkv.view(filler.count, 3, self.heads, self.width).unbind(1)
             add_TD = layer.out(filler.add(attend.rows(i, query, key, value, layer.scale).flatten(1)))
             inner = layer.up(layer.mlp_norm(x_TD, add_TD))
-            add_TD = layer.down(kernels.gelu(inner) if self.compiled else F.gelu(inner, approximate="tanh"))
+            add_TD = layer.down(decoding.gelu(inner, compiled=self.compiled))
         return filler.drop(self.norm(x_TD, add_TD))
 
 

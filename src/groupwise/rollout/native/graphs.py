@@ -37,7 +37,7 @@ LOGITS = 1 << 25
 """Most logits at a time, where that leaves 128 rows: 128 MB in float32.  Every part of them reads the head anew."""
 
 
-class Shape(NamedTuple):
+class BufferShape(NamedTuple):
     """What a recording holds for.  Rooms only grow, and a recording made before they did never fits again."""
 
     rows: int
@@ -73,7 +73,7 @@ class Buffers:
     """`token_R` to `turn_1` in one piece: they are written in one transfer."""
 
     @classmethod
-    def of(cls, shape: Shape, members: int, heads: int, device: torch.device) -> Buffers:
+    def of(cls, shape: BufferShape, members: int, heads: int, device: torch.device) -> Buffers:
         """Filled with zeros."""
         rows, prompts = shape.rows, shape.prompts
         sizes = [rows, rows, rows, prompts, prompts * members, prompts * members * heads, rows * heads, 1]
@@ -113,10 +113,10 @@ class GraphDecode:
         self.forward, self.sampling, self.prompts, self.own = forward, sampling, prompts, own
         self.members, self.device = members, device
         self.rows_at_once = chunk_rows(vocabulary, 4, numbers=LOGITS)
-        self._buffers: dict[Shape, Buffers] = {}
-        self._replays: dict[Shape, Callable[[], None] | None] = {}
+        self._buffers: dict[BufferShape, Buffers] = {}
+        self._replays: dict[BufferShape, Callable[[], None] | None] = {}
         self._recorder = Recorder(device)
-        self._arranged: Shape | None = None
+        self._arranged: BufferShape | None = None
 
     def arrange(self, prompt_length_P: Sequence[int], entry_R: Sequence[int], length_R: Sequence[int]) -> None:
         """The live rows have changed: row r belongs to prompt entry `entry_R[r]` and has kept `length_R[r]` own tokens."""
@@ -147,7 +147,7 @@ class GraphDecode:
         tokens_SR, logp_SR = (column[:steps, :live].clone() for column in (buffers.token_SR, buffers.logp_SR))
         return list(zip(tokens_SR, logp_SR, strict=True))
 
-    def _one(self, shape: Shape, buffers: Buffers) -> None:
+    def _one(self, shape: BufferShape, buffers: Buffers) -> None:
         """The first token of a shape runs as it is, for kernels are loaded when they are first called; then it is recorded."""
         if shape not in self._replays:
             self._replays[shape] = None
@@ -158,15 +158,15 @@ class GraphDecode:
         replay = self._replays[shape] or partial(self._step, shape, buffers)
         replay()
 
-    def _fit(self, longest: int) -> Shape:
+    def _fit(self, longest: int) -> BufferShape:
         """The shape of the rows that live, and room in the stores for it.  longest: own tokens that there will be."""
-        room = min(filled(longest, LEAST_ROOM), self.own.most_tokens)
+        room = min(rounded_up(longest, LEAST_ROOM), self.own.most_tokens)
         self.own.reserve(len(self.length_R), room)
-        return Shape(
-            min(filled(len(self.length_R), LEAST_ROWS), self.own.room[0]),
-            min(filled(len(self.prompt_length_P), LEAST_PROMPTS), self.prompts.room[0]),
+        return BufferShape(
+            min(rounded_up(len(self.length_R), LEAST_ROWS), self.own.room[0]),
+            min(rounded_up(len(self.prompt_length_P), LEAST_PROMPTS), self.prompts.room[0]),
             room,
-            min(filled(max(self.prompt_length_P), LEAST_ROOM), self.prompts.room[1]),
+            min(rounded_up(max(self.prompt_length_P), LEAST_ROOM), self.prompts.room[1]),
             (*self.own.room, *self.prompts.room),
         )
 
@@ -174,7 +174,7 @@ class GraphDecode:
     def _heads(self) -> int:
         return self.prompts.slabs[0].like.shape[-2]
 
-    def _who(self, shape: Shape) -> np.ndarray:
+    def _who(self, shape: BufferShape) -> np.ndarray:
         """Who is where, as `Buffers.who` has it.  Filler rows have a prompt and no tokens; absent members are row 0."""
         live, prompts, heads = len(self.length_R), len(self.prompt_length_P), self._heads
         length_R, entry_R, place_R = (np.zeros(shape.rows, dtype=np.int64) for _ in range(3))
@@ -194,7 +194,7 @@ class GraphDecode:
         newest_R, turn_1 = np.zeros_like(length_R), np.zeros(1, dtype=np.int64)
         return np.concatenate([column.ravel() for column in (newest_R, *known, turn_1)])
 
-    def _step(self, shape: Shape, buffers: Buffers) -> None:
+    def _step(self, shape: BufferShape, buffers: Buffers) -> None:
         """Draw one token for every row.  This is what is recorded: it reads nothing back, and all it leaves is in the buffers."""
         buffers.length_R.add_(1)
         buffers.position_R.add_(1)
@@ -212,7 +212,7 @@ class GraphDecode:
 class _Attend:
     """Attention of one step; `lean.RowAttention`."""
 
-    def __init__(self, decode: GraphDecode, shape: Shape, buffers: Buffers) -> None:
+    def __init__(self, decode: GraphDecode, shape: BufferShape, buffers: Buffers) -> None:
         self.decode, self.shape, self.buffers = decode, shape, buffers
         self._bias: dict[int | None, tuple[Tensor, Tensor]] = {}
 
@@ -251,10 +251,10 @@ class _Attend:
         )
 
 
-def filled(count: int, least: int) -> int:
+def rounded_up(count: int, least: int) -> int:
     """`count` rounded up to a multiple of `least`, and to at most four sizes between a power of two and the next.
 
-    >>> [filled(n, 8) for n in (1, 9, 33, 130, 512, 513)], filled(1000, 64)
+    >>> [rounded_up(n, 8) for n in (1, 9, 33, 130, 512, 513)], rounded_up(1000, 64)
     ([8, 16, 40, 160, 512, 640], 1024)
     """
     step = max(least, 1 << max(count - 1, 1).bit_length() >> 3)

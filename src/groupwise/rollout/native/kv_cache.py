@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from groupwise.ops.cpu import decoding
+from groupwise.ops import decoding
 from groupwise.utils.allocator import own_pages
 
 OWN_PAGES = 1 << 20

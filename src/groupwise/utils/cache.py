@@ -1,0 +1,32 @@
+"""The user's cache of what is made once for a machine: compiled kernels, proofs of models."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """A folder that only the user can write: what lies there is loaded as code."""
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "groupwise"
+        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        info = home.stat()
+        if os.access(home, os.W_OK) and info.st_uid == os.getuid() and not info.st_mode & 0o022:
+            return home
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home
+        pass
+    return _own_folder()
+
+
+@cache
+def _own_folder() -> Path:
+    """Where the cache cannot be written: a folder for this process."""
+    folder = tempfile.mkdtemp(prefix="groupwise-cache-")
+    import atexit
+
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)

@@ -1,0 +1,28 @@
+"""What `module:NAME` in a recipe names."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+from groupwise.errors import ConfigError
+
+
+def imported(key: str, name: str) -> Any:
+    """What `module:NAME` names, from an installed module or a file of the working directory.
+
+    key: of the recipe, for the message.   Raises ConfigError if there is no such module or name, or if the module fails.
+
+    >>> imported("objective", "math:tau")
+    6.283185307179586
+    """
+    module, _, attribute = name.partition(":")
+    if (here := os.getcwd()) not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # last, so that a file here cannot stand in for an installed module
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        looked = f"looked for among the installed modules and in {here}"
+        raise ConfigError(f"{key}: cannot import {name!r} ({error}); {looked}") from error

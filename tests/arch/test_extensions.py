@@ -1,0 +1,171 @@
+"""A loss, credit, reward, engine, task and command of one's own, from a package that lies outside of the tree."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from groupwise.config.recipes import make_recipe
+from groupwise.errors import ConfigError
+from groupwise.runs.run import train
+
+PACKAGE = '''
+from dataclasses import dataclass, field
+import json, sys
+
+import numpy as np
+
+from groupwise.algorithms.advantages import Advantages, centered
+from groupwise.rollout.engine import InProcess
+from groupwise.rollout.native.engine import NativeEngine
+
+calls = []
+
+
+def loss(terms, *, width: float = 1.0):
+    calls.append(("loss", width))
+    return -terms.advantage_M * terms.logp_M * width
+
+
+def credit(groups):
+    calls.append(("credit", len(groups)))
+    return centered(groups)
+
+
+def reward(prompts, completions, *, bonus=0.0, **columns):
+    calls.append(("reward", sorted(columns), bonus))
+    return [bonus + sum(map(ord, text)) % 3 for text in completions]
+
+
+class Engine(InProcess):
+    """Draws by the native engine, and counts."""
+
+    def __init__(self, policy, *, max_rows, keep_special_tokens, note="none"):
+        calls.append(("engine", max_rows, note))
+        self.inner = NativeEngine(policy, max_rows=max_rows, keep_special_tokens=keep_special_tokens)
+
+    def generate(self, prompts, *, group_size, sampling, seed):
+        self.inner.set_version(self.version)
+        calls.append(("generate", len(prompts), group_size))
+        return self.inner.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
+
+
+@dataclass(frozen=True)
+class Doubling:
+    """Twice a number."""
+
+    most: int = 9
+
+    def rows(self, n):
+        return [{"prompt": f"{i}+{i}", "answer": str(2 * i), "hard": i > 5} for i in range(1, min(n, self.most) + 1)]
+
+    def prompts(self, n, seed):
+        return self.rows(n)
+
+    def held_out(self, n):
+        return self.rows(min(n, 2))
+
+    def demonstrations(self, n, seed):
+        return [row | {"completion": row["answer"]} for row in self.rows(n)]
+
+
+def command(arguments):
+    print(json.dumps(arguments))
+    return 7
+'''
+
+
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a module outside of the tree, which no test had before, as an installed package has it."""
+    place = tmp_path / "site"
+    name = f"outside_{abs(hash(str(tmp_path))):x}"
+    place.mkdir()
+    (place / f"{name}.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(str(place))
+    monkeypatch.chdir(tmp_path)
+    yield name
+    sys.modules.pop(name, None)
+
+
+def keys(name: str) -> dict[str, object]:
+    """A small run in which all of it is used."""
+    return {
+        "objective": "grpo",
+        "steps": 1,
+        "model": {"scratch": {"hidden": 32, "layers": 1, "heads": 2, "context": 512}},
+        "data": {"task": f"{name}:Doubling", "task_args": {"most": 6}},
+        "rewards": [{"function": f"{name}:reward", "args": {"bonus": 0.5}}],
+        "rollout": {"engine": {"name": f"{name}:Engine", "args": {"note": "mine"}}, "max_new_tokens": 4, "max_rows": 5},
+        "group": {
+            "prompts_per_step": 3,
+            "group_size": 2,
+            "credit": f"{name}:credit",
+            "surrogate": {"name": f"{name}:loss", "width": 0.5},
+        },
+        "eval": {"at_start": False, "k": 1},
+        "save": {"every": 0},
+    }
+
+
+def test_each_of_them_is_used_by_a_run(outside: str) -> None:
+    (step,) = (step for step in train(make_recipe(keys(outside))) if step.number == 1)
+    said = sys.modules[outside].calls
+    assert ("engine", 5, "mine") in said
+    assert ("generate", 3, 2) in said
+    assert ("credit", 3) in said
+    assert ("loss", 0.5) in said
+    # Reward functions run in a process of their own: what they were given is seen by what they gave.
+    assert {reward for group in step.groups for reward in group.reward.tolist()} <= {0.5, 1.5, 2.5}
+    assert {group.rollouts[0].prompt.row["answer"] for group in step.groups} <= {str(2 * i) for i in range(1, 7)}
+    assert "correction" in str(step.metrics) or "mismatch/mean" in step.metrics, "an engine of one's own is corrected"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rollout": {"engine": "{}:Nothing"}}, r"rollout.engine: cannot import '.*:Nothing'"),
+        (
+            {"rollout": {"engine": {"name": "{}:Engine", "args": {"colour": 1}}}},
+            r"rollout.engine: .* cannot be called with .*colour",
+        ),
+        ({"data": {"task": "{}:Nothing"}}, r"data.task: cannot import '.*:Nothing'"),
+        (
+            {"data": {"task": "{}:Doubling", "task_args": {"least": 1}}},
+            r"has no argument 'least'; it takes: most",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_key(change: dict, said: str, outside: str) -> None:
+    named = json.loads(json.dumps(change).replace("{}", outside))
+    recipe = make_recipe(keys(outside) | named)
+    with pytest.raises(ConfigError, match=said):
+        list(train(recipe))
+
+
+def test_a_command_of_an_installed_package(outside: str, tmp_path: Path) -> None:
+    """Its entry point is all that is read of it until it is typed."""
+    described = tmp_path / "site" / "outside-1.0.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
+
+    def groupwise(*typed: str, **entries: str) -> subprocess.CompletedProcess[str]:
+        lines = "".join(f"{name} = {value}\n" for name, value in entries.items())
+        (described / "entry_points.txt").write_text(f"[groupwise.commands]\n{lines}")
+        code = (
+            f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); from groupwise.cli.commands import main; sys.exit(main())"
+        )
+        return subprocess.run([sys.executable, "-c", code, *typed], capture_output=True, text=True, check=False)
+
+    done = groupwise("greet", "--loud", "steps=3", greet=f"{outside}:command")
+    assert (done.returncode, json.loads(done.stdout)) == (7, ["--loud", "steps=3"])
+    assert "of the installed package outside" in groupwise("--help", greet=f"{outside}:command").stdout
+    assert groupwise("config", "seed", greet="nowhere:command").returncode == 0
+    broken = groupwise("greet", greet="nowhere:command")
+    assert broken.returncode == 2 and "the command 'greet' of outside cannot be imported" in broken.stderr
+    assert "adds the command 'train', which there is already" in groupwise("config", "seed", train=f"{outside}:command").stderr
