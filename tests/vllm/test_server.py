@@ -26,6 +26,7 @@ from groupwise.rollout.vllm import request_pool
 from groupwise.rollout.vllm.client import Client
 from groupwise.rollout.vllm.engine import EXACT, VllmEngine
 from groupwise.rollout.vllm.request_pool import computed_tokens
+from groupwise.rollout.vllm.scoring import ScoringServers
 from groupwise.runs.engines import agreeing
 from groupwise.training.scoring import sample_of, score
 
@@ -289,3 +290,18 @@ def test_p3_a_server_whose_engine_stands_still_is_named(
             os.kill(pid, signal.SIGCONT)
     assert gaps(engine.policy, draw(engine, prompts, seed=10)).max() < 1e-4
     engine.close()
+
+
+# ---------------------------------------------------------------- a teacher on a server
+
+
+def test_a_server_gives_given_tokens_the_log_probs_of_its_model(serving: Any, engine: VllmEngine, prompts: list[Prompt]) -> None:
+    """Whatever it was asked to sample: by its raw logits, at temperature 1."""
+    engine.set_version(engine.version)  # its weights are the policy's
+    rollouts = draw(engine, prompts, Sampling(temperature=1.0, max_new_tokens=24))
+    servers = ScoringServers([serving.url])
+    servers.greet(serving.policy.tokenizer)
+    found = servers.logp([(rollout.prompt.tokens, rollout.tokens) for rollout in rollouts])
+    expected = score(serving.policy, [sample_of(rollout) for rollout in rollouts], budget=4096).logp
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=EXACT)

@@ -384,6 +384,9 @@ class TeacherSettings:
 
     path: str | None = None
     """A checkpoint with the policy's vocabulary, or `stage:NAME`.  null: the policy itself, as it was before its first step."""
+    servers: tuple[str, ...] = ()
+    """Instead of a checkpoint: `http://host:port` of vLLM servers (any `vllm serve`) of a model with the policy's vocabulary, which
+    are asked for its log-probs of what was drawn, at temperature 1.  For objectives that ask for no more: distill_sampled."""
     ema: Fraction = 0.0
     """Of a policy that is its own teacher: share of the policy that moves into the teacher after every step; 1: it is the
     policy."""
