@@ -247,7 +247,10 @@ def test_the_flags_of_the_page_are_those_of_the_code() -> None:
 
 def test_the_page_explains_every_metric_of_a_step(scored_group: Callable[..., Scored], tiny_policy: Callable[..., Policy]) -> None:
     groups = [scored_group([1.0, 0.0, None], [2, 3, 4], id="0/0", truncated=(1,)), scored_group([1.0, 1.0], [2, 2], id="0/1")]
-    policy, settings = tiny_policy(), GroupSettings(group_size=2, beta=0.1, off_policy_delta=0.5)
+    policy, settings = (
+        tiny_policy(),
+        GroupSettings(group_size=2, beta=0.1, off_policy_delta=0.5, entropy_target=9.0, entropy_bonus=0.01),
+    )
     groups = with_reference(groups, policy.frozen_copy(), 1000)
     algorithm = corrected(resolve("grpo", settings, 8), {})
     made_up = {name: lambda r, i=i: np.arange(len(r)) * 0.1 + i for i, name in enumerate(("value", "return", "teacher_logp"))}

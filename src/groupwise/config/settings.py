@@ -350,7 +350,12 @@ class GroupSettings:
     truncated: Literal["keep", "mask"] | None = None
     """Completions that hit the length limit: trained, or left out of the loss.  Default: the preset's."""
     entropy_bonus: float = 0.0
-    """Coefficient of the mean token entropy, subtracted from the loss."""
+    """Coefficient of the mean token entropy, subtracted from the loss; with `entropy_target` the most that it may become."""
+    entropy_target: Annotated[float, Gt(0.0)] | None = None
+    """Adaptive bonus (2505.22312): at each optimizer step the coefficient, 0 at first, rises by `entropy_step` where the sampled
+    entropy is at most this many nats, and falls by it elsewhere; it counts only in steps of the first kind."""
+    entropy_step: Annotated[float, Gt(0.0)] = 0.005
+    """How far that coefficient moves."""
     entropy_quantile: Annotated[float, Ge(0.0), Lt(1.0)] = 0.0
     """Train only tokens whose entropy is at or above this quantile (2506.01939 uses 0.8)."""
     off_policy_delta: Annotated[float, Gt(0.0)] | None = None

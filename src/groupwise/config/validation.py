@@ -388,6 +388,17 @@ def _critic(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
         yield ("critic.pretrain", "steps"), message
 
 
+def _entropy(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
+    group = recipe.group
+    if group.entropy_target is None:
+        return
+    if group.entropy_bonus <= 0.0:
+        yield ("group.entropy_bonus", "group.entropy_target"), "group.entropy_target needs a bound: group.entropy_bonus, e.g. 0.02"
+    if group.mix or (group.mix is None and recipe.objective in MIXED):
+        message = "group.entropy_target reads the policy's entropy off its samples; here a teacher helps to sample (group.mix)"
+        yield ("group.entropy_target", "group.mix"), message
+
+
 def _teacher(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
     teacher, group = recipe.teacher, recipe.group
     credit = group.credit.get("name") if isinstance(group.credit, Mapping) else group.credit
@@ -590,5 +601,6 @@ _CHECKS: tuple[Callable[[Recipe, Sequence[str]], Iterator[Finding]], ...] = (
     _group,
     _critic,
     _teacher,
+    _entropy,
     _parallel,
 )

@@ -226,6 +226,7 @@ def improve(
     """
     if teacher is not None and teacher.demonstrations is not None:
         samples = with_demonstrations(samples, teacher.demonstrations.of(optimizer.taken))
+    algorithm = steered(algorithm, optimizer, samples) if learn else algorithm
     entropies = score(policy, samples, budget=budget, entropy=True).entropy if algorithm.needs_threshold else None
     tokens, threshold = entropy_terms(algorithm, samples, entropies)
     computed = worked(algorithm, samples)
@@ -253,6 +254,15 @@ def improve(
     if critic is not None and joined is None:
         critic.improve(samples, found.budget)
     return found
+
+
+def steered(algorithm: Algorithm, optimizer: Optimizer, samples: Sequence[Sample]) -> Algorithm:
+    """The algorithm with the entropy bonus of this step, by the sampled entropy (mean of -log p) of its trained tokens."""
+    drawn = [-sample.behavior_logp[sample.weight != 0] for sample in samples if sample.index >= 0]
+    if algorithm.entropy_target is None or not sum(map(len, drawn)):
+        return algorithm if algorithm.entropy_target is None else replace(algorithm, entropy_bonus=0.0)
+    algorithm, optimizer.entropy_bonus = algorithm.adapted(optimizer.entropy_bonus, float(np.concatenate(drawn).mean()))
+    return algorithm
 
 
 def worked(algorithm: Algorithm, samples: Sequence[Sample]) -> list[Sample]:
