@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if given.debug:
             raise
-        again = "; the same command goes on from the last checkpoint" if given.command == "train" else ""
+        again = "; the same command continues from the last checkpoint" if given.command == "train" else ""
         _tell(f"interrupted{again}", before="\n")
         return INTERRUPTED
     except Ended as told:
@@ -152,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         return command
 
-    _add_train(add("train", _train, "run a recipe, or go on with it where it stopped"))
+    _add_train(add("train", _train, "run a recipe, or resume it where it stopped"))
     _add_eval(add("eval", _eval, "greedy accuracy, sampled accuracy and pass@k of a checkpoint"))
     check = add("check", _check, "preflight: is what we sample what we score? EOS, packing, memory ...")
     _add_recipe(check)
@@ -177,9 +177,9 @@ def _parser() -> argparse.ArgumentParser:
     config.add_argument("key", nargs="?", metavar="KEY", help="a key, a section or a TRL argument; without it all keys")
     config.add_argument("--markdown", action="store_true", help="all keys as a Markdown page")
 
-    _add_view(add("view", _view, "look at runs in the browser, token by token, also while they go on"))
+    _add_view(add("view", _view, "look at runs in the browser, token by token, also while they train"))
 
-    _add_serve(add("serve", _serve, "start a vLLM server that training can sample from (rollout.engine: vllm)"))
+    _add_serve(add("serve", _serve, "serve a model: by vLLM, for training to sample from, or with --native by our own engine"))
     _add_install(add("install-vllm", _install_vllm, "install vLLM into an environment of its own"))
 
     _add_replay(add("replay", _replay, "compute a recorded step again, as it was or with something changed"))
@@ -246,6 +246,8 @@ def _add_view(command: argparse.ArgumentParser) -> None:
 def _add_serve(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help="a model folder or a hub name: the model that will be trained")
     host = "whoever reaches it can replace its weights (default %(default)s)"
+    native = "without vLLM: OpenAI's chat and vLLM's token ids, for agents and evaluations; other hosts need GROUPWISE_TOKEN"
+    command.add_argument("--native", action="store_true", help=native)
     command.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help=host)
     command.add_argument("--port", type=_positive, default=8000, metavar="N", help="default %(default)s")
     command.add_argument("--rows", type=_positive, default=256, metavar="N", help="completions at a time (default %(default)s)")
@@ -499,10 +501,28 @@ def _config(given: argparse.Namespace) -> int:
 
 
 def _serve(given: argparse.Namespace) -> int:
-    from groupwise.rollout.vllm.server import serve
+    if not given.native:
+        from groupwise.rollout.vllm.server import serve
 
-    how = {name: getattr(given, name) for name in ("host", "port", "rows", "dtype", "cache", "more")}
-    serve(given.model, **how)
+        how = {name: getattr(given, name) for name in ("host", "port", "rows", "dtype", "cache", "more")}
+        serve(given.model, **how)
+    return _serve_native(given)
+
+
+def _serve_native(given: argparse.Namespace) -> int:
+    if given.cache is not None or given.more:
+        raise ConfigError("--cache and arguments behind -- are vLLM's: leave them out with --native")
+    from groupwise.rollout.serving import serve_checkpoint
+
+    token = os.environ.get("GROUPWISE_TOKEN") or None
+    how = {name: getattr(given, name) for name in ("host", "port", "rows", "dtype")}
+    with serve_checkpoint(given.model, **how, token=token) as served:
+        print(f"{served.base_url}  (Ctrl-C ends it)", flush=True)
+        try:
+            while True:
+                time.sleep(3600)
+        except KeyboardInterrupt:
+            return 0
 
 
 def _install_vllm(given: argparse.Namespace) -> int:

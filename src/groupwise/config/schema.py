@@ -58,6 +58,7 @@ TRL: dict[str, tuple[str, str]] = {
     "max_length": ("data.max_prompt_tokens", ""),
     "max_prompt_length": ("data.max_prompt_tokens", ""),
     "max_steps": ("steps", ""),
+    "max_tool_calling_iterations": ("environment.max_turns", "counts turns of the policy: one more than rounds of tool calls"),
     "min_p": ("rollout.min_p", ""),
     "model_name_or_path": ("model.path", ""),
     "num_generations": ("group.group_size", ""),

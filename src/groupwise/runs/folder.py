@@ -1,4 +1,4 @@
-"""The run folder: everything about a run that is kept, in files that others can read while it goes on.
+"""The run folder: everything about a run that is kept, in files that others can read while it trains.
 
     config.yaml               resolved recipe, secrets redacted
     environment.json          one entry per start: versions, git commit, hardware
@@ -104,7 +104,7 @@ def choose_folder(recipe: Recipe) -> Path:
         except (OSError, UnicodeDecodeError, ConfigError) as error:
             raise ConfigError(
                 f"{folder / CONFIG} is damaged, so that nobody knows whether it is the same run ({error}): restore it, delete it "
-                "to go on with the recipe as it is now, or start anew with --fresh"
+                "to continue with the recipe as it is now, or start anew with --fresh"
             ) from error
         if different:
             lines = "\n".join(f"  {line}" for line in different)

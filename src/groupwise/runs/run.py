@@ -148,12 +148,14 @@ class Run:
 
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         lost = isinstance(error, PeerError) or (error is not None and isinstance(error.__cause__, PeerError))
-        if error is not None and not lost:
-            with suppress(GroupwiseError):  # the error itself is what matters
-                self.saver.wait()
-        self.job.close()
-        self._release_lock()
-        torch.set_num_threads(self._threads)
+        try:
+            if error is not None and not lost:
+                with suppress(GroupwiseError, OSError, RuntimeError):  # the error itself is what matters
+                    self.saver.wait()
+            self.job.close()
+        finally:
+            self._release_lock()
+            torch.set_num_threads(self._threads)
         if isinstance(error, (GroupwiseError, Ended)):
             error.add_note(comm.advice())
 
@@ -181,14 +183,16 @@ class Run:
                         step, told = self._judged(step, step.number == job.steps)
                         if step.evaluation is not None and self.after is not None:
                             log.held_out(step.number, completions(self.after))
+                    together = told is None or getattr(told, "everywhere", False)
                     with self._undisturbed():
                         self._whole = (step.number, job.taken, job.place())
                         self.done = step.number
-                        if told is None or getattr(told, "everywhere", False):
+                        if together:
                             comm.from_first(lambda step=step: log.write(step))
-                        else:  # the others have not been told, or have ended already
+                        else:  # the others have not been told, or have ended already: this process saves alone, below
                             log.write(step)
-                    if step.number == job.steps or (recipe.save.every and step.number % recipe.save.every == 0):
+                    due = step.number == job.steps or (recipe.save.every and step.number % recipe.save.every == 0)
+                    if due and together:
                         log.sync()
                         self._save()
                     if told is not None:
@@ -461,7 +465,7 @@ def _standing(recipe: Recipe) -> tuple[Path, int | None, str | None]:
     if step is None:
         return folder, None, None
     if recipe.steps is not None and recipe.steps > step:
-        more = f"; it goes on to step {recipe.steps}"
+        more = f"; it continues to step {recipe.steps}"
     elif wrong := unfinished(folder):
         more = f", but {wrong}: it is made again from the last checkpoint"
     else:

@@ -351,7 +351,7 @@ class Choice:
         if min(self.tokens) < 0 or max(self.tokens) >= policy.vocabulary:
             return f"ids {min(self.tokens)} .. {max(self.tokens)} lie outside of the vocabulary of {policy.vocabulary}"
         if any(token in policy.eos_ids for token in self.tokens[:-1]):
-            return "it goes on behind an end of sequence"
+            return "it continues after an end of sequence"
         if self.reason == "stop" and self.tokens[-1] not in policy.eos_ids and self.stop not in sampling.stop:
             return f"it was stopped by {self.stop!r}, which is neither an end of sequence nor one of {list(sampling.stop)}"
         if sampling.truncates:
