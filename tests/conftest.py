@@ -34,7 +34,6 @@ settings.load_profile("same")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-
 class ScriptedConversation:
     """One episode of a `ScriptedWorld`; what the engine did with it stands in `heard`, `stream` and `closed`."""
 

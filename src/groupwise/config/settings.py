@@ -234,6 +234,12 @@ class DataSettings:
     """Longest prompt; default: the context less `rollout.max_new_tokens`."""
     too_long: Literal["drop", "truncate_left", "error"] = "drop"
     """What happens to a longer one.  It is counted and reported."""
+    retire: Count = 0
+    """Online objectives: leave a prompt out for good once so many of its visits in a row were solved (the first reward function
+    gave 1 to every completion); 0: never.  When all are left out, all return."""
+    curriculum: Fraction = 0.0
+    """Online objectives: leave a prompt out of an epoch with this probability times its pass rate, the share of its last group that
+    was solved; 0: every epoch visits all."""
     shuffle: bool = True
     """Visit rows in a seeded random order, another one each epoch."""
     eval_path: str | None = None

@@ -465,6 +465,13 @@ def _critic(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
         yield ("critic.pretrain", "steps"), message
 
 
+def _curriculum(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
+    data = recipe.data
+    if (data.retire or data.curriculum) and not (is_online(recipe.objective) and recipe.rewards):
+        keys = ("data.retire", "data.curriculum", "objective")
+        yield keys, "data.retire and data.curriculum go by the first reward of sampled completions: there are none here"
+
+
 def _entropy(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
     group = recipe.group
     if group.entropy_target is None:
@@ -688,5 +695,6 @@ _CHECKS: tuple[Callable[[Recipe, Sequence[str]], Iterator[Finding]], ...] = (
     _critic,
     _teacher,
     _entropy,
+    _curriculum,
     _parallel,
 )

@@ -74,6 +74,8 @@ METRICS: tuple[Section, ...] = (
                    "Prompts whose group gave no gradient, because all its rewards are equal. With pass rate p expect"
                    " p^G + (1 - p)^G.", "below 0.5"),
             Metric("prompts", "prompts", "count", "Prompts drawn; above `group.prompts_per_step` where dead groups are refilled."),
+            Metric("prompts/skipped", "prompts", "count since the start", "Visits left out (`data.curriculum`, `data.retire`)."),
+            Metric("prompts/retired", "prompts", "count", "Prompts that do not come again (`data.retire`)."),
         ),
     ),
     Section(
@@ -94,7 +96,9 @@ METRICS: tuple[Section, ...] = (
                    " sampling temperature.", "falls slowly, not to 0"),
             Metric("entropy_bonus", "-", "c of Skywork-OR1's rule, at the last update", "Coefficient of the adaptive entropy bonus,"
                    " where there is a `group.entropy_target`.", "at its bound only for a while"),
-            Metric("tokens/sampled", "tokens", "sum_i n_i", "What the step sampled."),
+            Metric("tokens/sampled", "tokens", "sum_i n_i", "What the step sampled and kept."),
+            Metric("tokens/discarded", "tokens", "tokens of groups sampled for the step and not kept",
+                   "What refilling dead groups threw away; not written where rollouts run ahead."),
         ),
     ),
     Section(
