@@ -39,8 +39,8 @@ EXCERPT = 160
 
 Json = dict[str, Any]
 
-CLIPPED = dict.fromkeys(("grpo", "dr_grpo", "bnpo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "gdpo", "ppo"), (0.2, 0.2))
-CLIPPED["dapo"] = (0.2, 0.28)
+_SYMMETRIC = ("grpo", "dr_grpo", "bnpo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "gdpo", "ppo")
+CLIPPED: dict[str, tuple[float, float]] = dict.fromkeys(_SYMMETRIC, (0.2, 0.2)) | {"dapo": (0.2, 0.28)}
 """Objectives whose surrogate is PPO's clipped ratio of tokens, with their low and high (a test asks the table)."""
 
 OVERVIEW = ("group", "prompt_text", "index", "completion_text", "reward", "finish", "trained")

@@ -108,8 +108,8 @@ class ScoringServers:
             (choice,) = answer["choices"]
             found = choice["prompt_logprobs"]
             assert len(found) == len(ids)
-            entries = [(found[place] or {}).get(str(ids[place])) for place in range(prompt.size, len(ids))]
-            values = np.array([float(entry["logprob"]) for entry in entries], np.float32)
+            told = (found[place][str(ids[place])] for place in range(prompt.size, len(ids)))
+            values = np.array([float(entry["logprob"]) for entry in told], np.float32)
         except (KeyError, TypeError, ValueError, AssertionError) as error:
             raise EngineError(f"{client.name}: its log-probs cannot be read ({type(error).__name__}); is it vLLM?") from error
         if not all(math.isfinite(value) and value <= ROUNDING for value in values):
