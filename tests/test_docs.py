@@ -35,6 +35,7 @@ from groupwise.config.settings import (
     ScratchSettings,
     is_online,
 )
+from groupwise.data.curriculum import Curriculum, Visits
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.models.policy import Policy, make_policy
 from groupwise.models.scratch import scratch_model
@@ -277,7 +278,10 @@ def test_the_flags_of_the_page_are_those_of_the_code() -> None:
 
 def test_the_page_explains_every_metric_of_a_step(scored_group: Callable[..., Scored], tiny_policy: Callable[..., Policy]) -> None:
     groups = [scored_group([1.0, 0.0, None], [2, 3, 4], id="0/0", truncated=(1,)), scored_group([1.0, 1.0], [2, 2], id="0/1")]
-    policy, settings = tiny_policy(), GroupSettings(group_size=2, beta=0.1, off_policy_delta=0.5)
+    policy, settings = (
+        tiny_policy(),
+        GroupSettings(group_size=2, beta=0.1, off_policy_delta=0.5, entropy_target=9.0, entropy_bonus=0.01),
+    )
     groups = with_reference(groups, policy.frozen_copy(), 1000)
     algorithm = corrected(resolve("grpo", settings, 8), CorrectionSettings())
     made_up = {name: lambda r, i=i: np.arange(len(r)) * 0.1 + i for i, name in enumerate(("value", "return", "teacher_logp"))}
@@ -297,6 +301,10 @@ def test_the_page_explains_every_metric_of_a_step(scored_group: Callable[..., Sc
     shape = Shape.of_policy(policy)
     metered = Meter(shape=shape, ceiling=Ceiling(1e9, 1e9)).read(Step(number=1, metrics=found, groups=groups))
     found = {**metered.metrics, **{f"time/{name}": seconds for name, seconds in metered.timings.items()}}
+    rows = [replace(group.prompt, id=group.prompt.id.partition("/")[2]) for group in groups]
+    visits = Visits(rows, Curriculum(len(rows), seed=0, retire=1))
+    visits.seen(groups)
+    found |= visits.account(groups[:1])
     missing = [name for name in found if find(name) is None]
     assert not missing, f"training/metric_table.py has no row for {missing}"
     rewritten = {section.title: section for section in METRICS}

@@ -15,7 +15,7 @@ from groupwise.algorithms.losses import Terms
 from groupwise.algorithms.registry import ALGORITHMS, PARTS, Algorithm, describe, options, resolve
 from groupwise.config import settings
 from groupwise.config.settings import GroupSettings
-from groupwise.config.validation import MIXED
+from groupwise.config.validation import DIVERGING, MIXED
 from groupwise.errors import ConfigError
 
 
@@ -86,6 +86,7 @@ def test_dapo_resamples_dead_groups_and_masks_truncated_completions():
     assert tuple(name for name, row in ALGORITHMS.items() if row.needs_teacher) == settings.TAUGHT
     assert tuple(name for name, row in ALGORITHMS.items() if not row.needs_reward) == settings.TAUGHT
     assert tuple(name for name, row in ALGORITHMS.items() if row.mix) == MIXED
+    assert tuple(name for name, row in ALGORITHMS.items() if row.divergence is not None) == DIVERGING
 
 
 def test_token_level_is_what_a_fused_head_may_use():

@@ -46,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "support": {"rollout": {"top_p": 0.8, "temperature": 0.7}},
     "bfloat16": {"model": {"dtype": "bfloat16"}},
     "entropy": {"group": {"entropy_bonus": 0.01, "entropy_quantile": 0.5}},
+    "adaptive": {"group": {"entropy_target": 9.0, "entropy_bonus": 0.01, "updates_per_rollout": 2}},
     "completion": {"objective": "gspo", "group": {"off_policy_delta": 0.1, "updates_per_rollout": 2}},
     "reward_kl": {"objective": "rloo", "group": {"beta": 0.05}},
     "whitened": {"objective": "reinforce_pp", "group": {"beta": 0.05}},

@@ -130,7 +130,7 @@ def test_a_dashboard_that_fails_is_named_once_and_the_run_goes_on(
 ) -> None:
     pytest.importorskip("tensorboard")
     broken = Broken()
-    monkeypatch.setattr("groupwise.runs.dashboards.tensorboard.begin", lambda about: broken)
+    monkeypatch.setattr("groupwise.runs.dashboards.to_tensorboard.begin", lambda about: broken)
     with caplog.at_level(logging.WARNING):
         written(folder, a_recipe("tensorboard"), range(1, 5))
     assert broken.steps == [1]

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.critics import Critic
-from groupwise.training.online import train_online, weigh
+from groupwise.training.online import improve, train_online, weigh
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.scoring import sample_of, score
 from groupwise.training.teachers import Teacher
@@ -313,3 +314,39 @@ def test_a_step_says_which_tokens_were_clipped_as_often_as_its_metrics_do(run: C
     last = [values for group in step.columns["last_logp"] for values in group]
     first = [values for group in step.current_logp for values in group]
     assert any(not np.allclose(a, b, atol=1e-3) for a, b in zip(last, first, strict=True) if a.size)
+
+
+# ---------------------------------------------------------------- an entropy bonus that adapts
+
+
+def test_the_adaptive_bonus_is_the_fixed_one_of_its_coefficient(tiny_policy: Callable, scored_group: Callable) -> None:
+    """A step below the target is the step with the coefficient that the rule gives; above the target it has no bonus."""
+    groups = [scored_group([1.0, 0.0, 0.5], [4, 3, 5], id="0/0")]
+    drawn = np.concatenate([-rollout.behavior_logp for rollout in groups[0].rollouts])
+    entropy = float(drawn.mean())
+
+    def stepped(start: float, **settings: Any) -> tuple[dict[str, torch.Tensor], Any, Optimizer]:
+        policy = tiny_policy(scale=2.0)
+        algorithm = resolve("grpo", GroupSettings(group_size=3, **settings), 8)
+        optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-2), 5)
+        optimizer.entropy_bonus = start
+        samples = weigh(groups, algorithm.credit(groups), algorithm)
+        found = improve(policy, algorithm, samples, optimizer, budget=100)
+        return policy.model.state_dict(), found, optimizer
+
+    adaptive = {"entropy_bonus": 0.3, "entropy_step": 0.1}
+    for start, target, used, kept in (
+        (0.0, entropy + 0.1, 0.1, 0.1),
+        (0.25, entropy + 0.1, 0.3, 0.3),
+        (0.25, entropy - 0.1, 0.0, 0.15),
+        (0.0, entropy - 0.1, 0.0, 0.0),
+    ):
+        weights, found, optimizer = stepped(start, entropy_target=target, **adaptive)
+        fixed, _, _ = stepped(0.0, entropy_bonus=used)
+        assert optimizer.entropy_bonus == pytest.approx(kept)
+        assert found.stats.entropy_bonus == pytest.approx(kept)
+        for name, value in fixed.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-6, atol=1e-7)
+    plain, _, _ = stepped(0.0)
+    pushed, _, _ = stepped(0.0, entropy_bonus=0.3)
+    assert any(not torch.equal(plain[name], pushed[name]) for name in plain), "a bonus changes the step"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from groupwise.data import vocabulary
-from groupwise.data.rollout_table import jsonable
 from groupwise.data.vocabulary import Vocabulary
 from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, Sampling, Scored, Step, ToolCall, Turn
 from groupwise.runs import folder as runlog
@@ -194,11 +192,6 @@ def make_episodes(folder: Path, texts: Sequence[str] = ()) -> Path:
     advantages = [[np.full(len(one), 1.0 - 2 * i) for i, one in enumerate(rollouts)]]
     step = Step(number=1, metrics={}, groups=[group], advantages=advantages, columns=columns)
     recorded.write(folder / recorded.ROLLOUTS, step, folder.name)
-    file = folder / recorded.ROLLOUTS / "000001.parquet"
-    table = pq.read_table(file)
-    if "episode" not in table.column_names:
-        said = [json.dumps(jsonable(dataclasses.asdict(one.episode))) for one in rollouts]  # type: ignore[arg-type]
-        pq.write_table(table.append_column("episode", pa.array(said)), file)
     return folder
 
 

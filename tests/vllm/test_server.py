@@ -26,6 +26,7 @@ from groupwise.rollout.vllm import request_pool
 from groupwise.rollout.vllm.client import Client
 from groupwise.rollout.vllm.engine import EXACT, VllmEngine
 from groupwise.rollout.vllm.request_pool import computed_tokens
+from groupwise.rollout.vllm.scoring import ScoringServers
 from groupwise.runs.engines import agreeing
 from groupwise.training.scoring import sample_of, score, score_rollouts
 
@@ -308,3 +309,18 @@ def test_episodes_are_sampled_turn_by_turn_as_they_are_scored(
         assert spans == [tokens for tokens, *_ in talk.heard]
     assert any(len(rollout.episode.turns) > 2 for rollout in rollouts)
     assert any(rollout.episode.branches for rollout in rollouts)
+
+
+# ---------------------------------------------------------------- a teacher on a server
+
+
+def test_a_server_gives_given_tokens_the_log_probs_of_its_model(serving: Any, engine: VllmEngine, prompts: list[Prompt]) -> None:
+    """Whatever it was asked to sample: by its raw logits, at temperature 1."""
+    engine.set_version(engine.version)  # its weights are the policy's
+    rollouts = draw(engine, prompts, Sampling(temperature=1.0, max_new_tokens=24))
+    servers = ScoringServers([serving.url])
+    servers.greet(serving.policy.tokenizer)
+    found = servers.logp([(rollout.prompt.tokens, rollout.tokens) for rollout in rollouts])
+    expected = score(serving.policy, [sample_of(rollout) for rollout in rollouts], budget=4096).logp
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=EXACT)

@@ -53,6 +53,9 @@ class Algorithm:
     kl_place: Literal["loss", "reward"] = "loss"
     """In the reward it is subtracted by `credit`: k1, unless the credit knows others."""
     entropy_bonus: float = 0.0
+    entropy_target: float | None = None
+    """Sampled entropy, nats, below which the bonus grows: `adapted`; None: it stays as it is."""
+    entropy_step: float = 0.005
     entropy_quantile: float = 0.0
     off_policy_delta: float | None = None
     divergence: Divergence | None = None
@@ -158,6 +161,21 @@ class Algorithm:
             case {"clip": clip}:
                 return math.exp(-clip), math.exp(clip)
         return None
+
+    def adapted(self, coefficient: float, entropy: float) -> tuple[Algorithm, float]:
+        """The algorithm of an optimizer step whose completions were drawn with a mean entropy, and the coefficient after it.
+
+        `c += step if H <= target else -step`, within 0 and `entropy_bonus`; the bonus is c where H <= target, else 0
+        (Skywork-OR1, 2505.22312).
+
+        >>> row = replace(ALGORITHMS["grpo"], entropy_target=0.5, entropy_step=0.25, entropy_bonus=0.375)
+        >>> [(row.adapted(c, H)[0].entropy_bonus, row.adapted(c, H)[1]) for c, H in ((0.0, 0.4), (0.25, 0.5), (0.375, 0.6))]
+        [(0.25, 0.25), (0.375, 0.375), (0.0, 0.125)]
+        """
+        assert self.entropy_target is not None
+        low = entropy <= self.entropy_target
+        moved = min(max(coefficient + (self.entropy_step if low else -self.entropy_step), 0.0), self.entropy_bonus)
+        return replace(self, entropy_bonus=moved if low else 0.0, entropy_target=None), moved
 
     def loss(self, terms: Terms) -> Tensor:
         """Per-token loss (M,), unweighted: surrogate x off-policy mask x high-entropy mask x mismatch weight + beta KL.
@@ -441,6 +459,8 @@ def resolve(objective: str, group: GroupSettings, max_new_tokens: int) -> Algori
         dead_groups=group.dead_groups or row.dead_groups,
         truncated=group.truncated or row.truncated,
         entropy_bonus=group.entropy_bonus,
+        entropy_target=group.entropy_target,
+        entropy_step=group.entropy_step,
         entropy_quantile=group.entropy_quantile,
         off_policy_delta=group.off_policy_delta,
     )

@@ -241,6 +241,12 @@ class DataSettings:
     """Longest prompt; default: the context less `rollout.max_new_tokens`."""
     too_long: Literal["drop", "truncate_left", "error"] = "drop"
     """What happens to a longer one.  It is counted and reported."""
+    retire: Count = 0
+    """Online objectives: leave a prompt out for good once so many of its visits in a row were solved (the first reward function
+    gave 1 to every completion); 0: never.  When all are left out, all return."""
+    curriculum: Fraction = 0.0
+    """Online objectives: leave a prompt out of an epoch with this probability times its pass rate, the share of its last group that
+    was solved; 0: every epoch visits all."""
     shuffle: bool = True
     """Visit rows in a seeded random order, another one each epoch."""
     eval_path: str | None = None
@@ -448,7 +454,12 @@ class GroupSettings:
     truncated: Literal["keep", "mask"] | None = None
     """Completions that hit the length limit: trained, or left out of the loss.  Default: the preset's."""
     entropy_bonus: float = 0.0
-    """Coefficient of the mean token entropy, subtracted from the loss."""
+    """Coefficient of the mean token entropy, subtracted from the loss; with `entropy_target` the most that it may become."""
+    entropy_target: Annotated[float, Gt(0.0)] | None = None
+    """Adaptive bonus (2505.22312): at each optimizer step the coefficient, 0 at first, rises by `entropy_step` where the sampled
+    entropy is at most this many nats, and falls by it elsewhere; it counts only in steps of the first kind."""
+    entropy_step: Annotated[float, Gt(0.0)] = 0.005
+    """How far that coefficient moves."""
     entropy_quantile: Annotated[float, Ge(0.0), Lt(1.0)] = 0.0
     """Train only tokens whose entropy is at or above this quantile (2506.01939 uses 0.8)."""
     off_policy_delta: Annotated[float, Gt(0.0)] | None = None
@@ -496,6 +507,9 @@ class TeacherSettings:
 
     path: str | None = None
     """A checkpoint with the policy's vocabulary, or `stage:NAME`.  null: the policy itself, as it was before its first step."""
+    servers: tuple[str, ...] = ()
+    """Instead of a checkpoint: `http://host:port` of vLLM servers (any `vllm serve`) of a model with the policy's vocabulary, which
+    are asked for its log-probs of what was drawn, at temperature 1.  For objectives that ask for no more: distill_sampled."""
     ema: Fraction = 0.0
     """Of a policy that is its own teacher: share of the policy that moves into the teacher after every step; 1: it is the
     policy."""

@@ -49,6 +49,9 @@ COMPARES_SIBLINGS = ("standardized", "centered", "leave_one_out", "decoupled", "
 MIXED = ("minillm",)
 """Presets whose completions a teacher helps to sample (a test asks the table)."""
 
+DIVERGING = ("distill", "minillm")
+"""Presets that read a teacher's whole distributions (a test asks the table)."""
+
 PAIRED = ("reward", "dpo")
 """Objectives that learn from pairs, which an earlier stage can have sampled."""
 
@@ -439,6 +442,24 @@ def _critic(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
         yield ("critic.pretrain", "steps"), message
 
 
+def _curriculum(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
+    data = recipe.data
+    if (data.retire or data.curriculum) and not (is_online(recipe.objective) and recipe.rewards):
+        keys = ("data.retire", "data.curriculum", "objective")
+        yield keys, "data.retire and data.curriculum go by the first reward of sampled completions: there are none here"
+
+
+def _entropy(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
+    group = recipe.group
+    if group.entropy_target is None:
+        return
+    if group.entropy_bonus <= 0.0:
+        yield ("group.entropy_bonus", "group.entropy_target"), "group.entropy_target needs a bound: group.entropy_bonus, e.g. 0.02"
+    if group.mix or (group.mix is None and recipe.objective in MIXED):
+        message = "group.entropy_target reads the policy's entropy off its samples; here a teacher helps to sample (group.mix)"
+        yield ("group.entropy_target", "group.mix"), message
+
+
 def _teacher(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
     teacher, group = recipe.teacher, recipe.group
     credit = group.credit.get("name") if isinstance(group.credit, Mapping) else group.credit
@@ -457,7 +478,8 @@ def _teacher(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
         yield ("teacher.path",), f"teacher.path: {wrong}"
     if teacher.path is not None and teacher.ema:
         yield ("teacher.ema", "teacher.path"), "teacher.ema moves a policy that teaches itself; a checkpoint (teacher.path) stays"
-    if teacher.path is None and not teacher.ema and teacher.hint is None and ":" not in recipe.objective:
+    yield from _served(recipe)
+    if not (teacher.path or teacher.servers or teacher.ema or teacher.hint is not None) and ":" not in recipe.objective:
         message = (
             "teacher.path is missing: the policy would learn from itself as it is; give a checkpoint, a teacher.hint or an ema"
         )
@@ -474,6 +496,26 @@ def _teacher(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
         yield ("teacher.hint",), f"teacher.hint: {wrong}"
     yield from _mixing(recipe)
     yield from _shown(recipe)
+
+
+def _served(recipe: Recipe) -> Iterator[Finding]:
+    """A teacher on servers, which say the log-probs of given tokens by their raw logits, and nothing else."""
+    teacher, rollout, group = recipe.teacher, recipe.rollout, recipe.group
+    if not teacher.servers:
+        return
+    if teacher.path is not None or teacher.ema:
+        message = "teacher.servers is instead of a checkpoint (teacher.path) or the policy itself (teacher.ema): name one of them"
+        yield ("teacher.servers", "teacher.path", "teacher.ema"), message
+    mixed = group.mix or (group.mix is None and recipe.objective in MIXED)
+    if group.divergence is not None or mixed or recipe.objective in DIVERGING:
+        message = (
+            "teacher.servers tell the log-probs of tokens that were drawn, not whole distributions: take objective "
+            "distill_sampled, or a checkpoint (teacher.path)"
+        )
+        yield ("teacher.servers", "objective", "group.divergence", "group.mix"), message
+    if rollout.temperature != 1.0 or rollout.top_k or rollout.top_p < 1 or rollout.min_p:
+        message = "teacher.servers score at temperature 1 over the whole vocabulary: leave temperature, top_k, top_p and min_p out"
+        yield ("teacher.servers", "rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p"), message
 
 
 def _mixing(recipe: Recipe) -> Iterator[Finding]:
@@ -610,5 +652,7 @@ _CHECKS: tuple[Callable[[Recipe, Sequence[str]], Iterator[Finding]], ...] = (
     _group,
     _critic,
     _teacher,
+    _entropy,
+    _curriculum,
     _parallel,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from groupwise.algorithms.registry import Algorithm
 from groupwise.config.settings import GroupSettings
@@ -18,6 +18,16 @@ from groupwise.utils import background
 
 Draw = Callable[[int], Sequence[Prompt]]
 """The next k prompts of the data's order."""
+
+
+@runtime_checkable
+class Watching(Protocol):
+    """A `Draw` that takes note of what became of its prompts, also of those that no step keeps."""
+
+    def seen(self, groups: Sequence[Scored], /) -> None:
+        """Scored groups, in the order in which their prompts were drawn; on every process all of them."""
+
+
 Collected = tuple[list[Scored], int]
 """The groups of a step, and the number of prompts that were drawn for them."""
 
@@ -75,6 +85,8 @@ class Source:
         while True:
             scored = comm.together(own or (lambda prompts=prompts: self.sample(prompts)))
             found = {one.prompt.id: one for one in scored}
+            if isinstance(self.draw, Watching):
+                self.draw.seen([found[prompt.id] for prompt in prompts])
             for prompt in prompts:
                 (dead if refill and not self.algorithm.teaches(found[prompt.id]) else live).append(found[prompt.id])
             more = min(wanted - len(live), limit - len(live) - len(dead))

@@ -20,9 +20,9 @@ from torch import Tensor
 from groupwise.algorithms.registry import Algorithm, describe, resolve
 from groupwise.config.settings import ModelSettings, Recipe, RolloutSettings, is_online, positions_of
 from groupwise.config.validation import STAGE
+from groupwise.data.curriculum import Curriculum, Visits
 from groupwise.data.load import Data, load_data, load_texts
 from groupwise.data.order import Order
-from groupwise.data.prompts import visit
 from groupwise.data.templates import Tools
 from groupwise.data.tokenizers import make_tokenizer, with_chat_template
 from groupwise.distributed import comm
@@ -524,6 +524,20 @@ def _judge(recipe: Recipe, engine: Engine, prepared: _Prepared) -> Callable[[boo
     return judge
 
 
+def _order(recipe: Recipe, rows: int) -> Order:
+    """The order of an online run's prompts."""
+    data = recipe.data
+    if data.retire or data.curriculum:
+        return Curriculum(rows, recipe.seed, data.shuffle, retire=data.retire, strength=data.curriculum)
+    return Order(rows, recipe.seed, data.shuffle)
+
+
+def _accounted(steps: Iterator[Step], visits: Visits) -> Iterator[Step]:
+    """Steps with what was sampled for them and thrown away."""
+    for step in steps:
+        yield replace(step, metrics={**step.metrics, **visits.account(step.groups)})
+
+
 def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, resume: Path | None) -> Job:
     prepared = _Prepared.of(recipe, blueprint)
     algorithm, prompts, rewards = prepared.algorithm, prepared.prompts, prepared.rewards
@@ -538,8 +552,9 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
     with _closed_on_error(engine.close, *prepared.closing):
         sampler = mixed_engine(policy, teacher.policy, algorithm.mix, recipe.rollout) if teacher and algorithm.mix else engine
     beside: dict[str, Any] = {"reference": anchor, "critic": critic, "teacher": teacher}
-    order = Order(len(prompts.train), recipe.seed, recipe.data.shuffle)
+    order = _order(recipe, len(prompts.train))
     ahead = make_ahead(recipe.rollout, prompts.train)
+    visits = Visits(prompts.train, order, ahead=ahead.steps > 0)
 
     def judge(whole: bool) -> Judged | None:
         engine.set_version(optimizer.taken)  # it is not told where another one samples for training
@@ -552,7 +567,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
             algorithm,
             engine=sampler,
             rewards=rewards,
-            draw=lambda k: [visit(prompts.train[row], epoch) for epoch, row in order.take(k)],
+            draw=visits,
             optimizer=optimizer,
             group=recipe.group,
             sampling=sampling_of(recipe.rollout),
@@ -565,7 +580,8 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
             seed=recipe.seed,
         )
         steps = rewards.counting(steps, done, prepared.steps)
-        return agreeing(steps, engine, lambda step: why_apart(step, policy, anchor, positions_of(recipe)))
+        agreed = agreeing(steps, engine, lambda step: why_apart(step, policy, anchor, positions_of(recipe)))
+        return _accounted(agreed, visits)
 
     return Job(
         recipe=recipe,

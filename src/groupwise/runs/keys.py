@@ -87,6 +87,8 @@ class DataKeys(TypedDict, total=False):
     control_tokens: ControlTokens
     max_prompt_tokens: int | None
     too_long: Literal["drop", "truncate_left", "error"]
+    retire: int
+    curriculum: float
     shuffle: bool
     eval_path: RowsGiven | None
     eval_split: str
@@ -182,6 +184,8 @@ class GroupKeys(TypedDict, total=False):
     max_refills: int
     truncated: Literal["keep", "mask"] | None
     entropy_bonus: float
+    entropy_target: float | None
+    entropy_step: float
     entropy_quantile: float
     off_policy_delta: float | None
     reference_refresh: int
@@ -211,6 +215,7 @@ class TeacherKeys(TypedDict, total=False):
     """Keys of `settings.TeacherSettings`."""
 
     path: str | None
+    servers: Sequence[str]
     ema: float
     hint: str | None
     demonstrations: DemonstrationKeys | DemonstrationSettings | None

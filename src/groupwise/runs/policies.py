@@ -31,6 +31,7 @@ from groupwise.models.probe import probe_checkpoint
 from groupwise.models.reward_head import make_scorer, probe_scorer
 from groupwise.models.streaming import check_finite
 from groupwise.records import Prompt
+from groupwise.rollout.vllm.scoring import ScoringServers
 from groupwise.training.critics import Critic
 from groupwise.training.objectives import language_model
 from groupwise.training.teachers import Demonstrations, Teacher
@@ -122,22 +123,26 @@ def critic_of(recipe: Recipe, policy: Policy, updates: int) -> Critic:
 
 
 def teacher_of(recipe: Recipe, policy: Policy) -> Teacher:
-    """The teacher that `Recipe.teacher` describes: a checkpoint, or the policy, as it is now or as it will be.
+    """The teacher that `Recipe.teacher` describes: a checkpoint, servers, or the policy, as it is now or as it will be.
 
     Raises ConfigError or DataError, for a model with other tokens than the policy too.
     """
-    settings = recipe.teacher
+    settings, servers = recipe.teacher, None
     model = replace(recipe.model, path=settings.path, scratch=None, lora=None)
     if settings.path is not None:
         blueprint = read_blueprint(model)
         check_same_tokens(policy.tokenizer, blueprint.tokenizer, f"teacher.path: {settings.path}")
         kept = hold(replace(recipe, model=model), blueprint)
         kept.model.requires_grad_(False)
+    elif settings.servers:
+        kept, servers = policy, ScoringServers(settings.servers)
+        servers.greet(policy.tokenizer)
     elif settings.ema == 1.0:
         kept = policy
     else:
         kept = bare(policy) if recipe.model.lora is not None else policy.frozen_copy()
-    return Teacher(policy=kept, hint=_hint(settings.hint, policy), ema=settings.ema, demonstrations=_shown(recipe, policy))
+    how: dict[str, Any] = {"hint": _hint(settings.hint, policy), "ema": settings.ema, "demonstrations": _shown(recipe, policy)}
+    return Teacher(policy=kept, servers=servers, **how)
 
 
 def _hint(text: str | None, policy: Policy) -> Callable[[Prompt], np.ndarray] | None:

@@ -58,7 +58,7 @@ MISMATCH, MISMATCH_LOW = 1e-4, 0.05
 """Mean difference of sampled and scored log-probs (nats) that rounding explains, in float32 and with bfloat16 products."""
 COMPUTED = ("reference_logp", "scored_logp")
 """Signals that training adds to what was sampled and scored."""
-TIMES = ("tokens/per_second", "ranks/", "limit/")
+TIMES = ("tokens/per_second", "ranks/", "limit/", "prompts/", "tokens/discarded")
 """Metrics that say how a step was computed, not what."""
 FIXED = ("group.group_size", "group.prompts_per_step", "group.max_refills", "group.reference_refresh", "group.reference_mix")
 

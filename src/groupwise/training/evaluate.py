@@ -12,14 +12,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from groupwise.data.curriculum import RIGHT
 from groupwise.distributed import comm
 from groupwise.records import Prompt, Sampling, Scored
 from groupwise.rewards.compose import Judge
 from groupwise.rollout.engine import Engine
 from groupwise.utils.statistics import Estimate, mean, proportion
-
-RIGHT = 1.0 - 1e-9
-"""A first reward at or above it counts as right."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -78,6 +78,8 @@ METRICS: tuple[Section, ...] = (
             Metric("groups/failed", "share", "groups without a right completion / groups", "By the same verdicts.", "not near 1"),
             Metric("log/NAME", "yours", "mean over calls", "What reward functions logged by `log_metric`."),
             Metric("prompts", "prompts", "count", "Prompts drawn; above `group.prompts_per_step` where dead groups are refilled."),
+            Metric("prompts/skipped", "prompts", "count since the start", "Visits left out (`data.curriculum`, `data.retire`)."),
+            Metric("prompts/retired", "prompts", "count", "Prompts that do not come again (`data.retire`)."),
         ),
     ),
     Section(
@@ -96,7 +98,11 @@ METRICS: tuple[Section, ...] = (
                    "Share that repeats another completion of its group, token for token.", "small, unless answers are short"),
             Metric("entropy", "nats / token", "mean_t of -log p(sampled token)", "Sampled estimate of the policy's entropy, at the"
                    " sampling temperature.", "falls slowly, not to 0"),
-            Metric("tokens/sampled", "tokens", "sum_i n_i", "What the step sampled."),
+            Metric("entropy_bonus", "-", "c of Skywork-OR1's rule, at the last update", "Coefficient of the adaptive entropy bonus,"
+                   " where there is a `group.entropy_target`.", "at its bound only for a while"),
+            Metric("tokens/sampled", "tokens", "sum_i n_i", "What the step sampled and kept."),
+            Metric("tokens/discarded", "tokens", "tokens of groups sampled for the step and not kept",
+                   "What refilling dead groups threw away; not written where rollouts run ahead."),
         ),
     ),
     Section(

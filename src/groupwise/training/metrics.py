@@ -47,6 +47,7 @@ def measure(
     norms = [one.stats.grad_norm for one in updates if not one.stats.skipped]
     found["grad_norm"] = float(np.mean(norms)) if norms else math.nan
     found["lr"] = updates[-1].stats.lr
+    found |= {} if algorithm.entropy_target is None else {"entropy_bonus": updates[-1].stats.entropy_bonus}
     found["skipped_updates"] = float(sum(one.stats.skipped for one in updates))
     found |= balance(updates) | value_metrics(groups) | logged_metrics(groups)
     every = _rollouts(updates)

@@ -224,6 +224,7 @@ def improve(
 
     A high-entropy mask needs its threshold before the first micro-batch, and so a pass of its own.
     """
+    algorithm = steered(algorithm, optimizer, samples) if learn else algorithm
     entropies = score(policy, samples, budget=budget, entropy=True).entropy if algorithm.needs_threshold else None
     tokens, threshold = entropy_terms(algorithm, samples, entropies)  # of rollouts: the algorithm knows nothing of demonstrations
     if teacher is not None and teacher.demonstrations is not None:
@@ -255,6 +256,17 @@ def improve(
     if critic is not None and joined is None:
         found = replace(found, budget=critic.improve(samples, found.budget))
     return found
+
+
+def steered(algorithm: Algorithm, optimizer: Optimizer, samples: Sequence[Sample]) -> Algorithm:
+    """The algorithm with the entropy bonus of this step, by the sampled entropy (mean of -log p) of its trained tokens."""
+    if algorithm.entropy_target is None:
+        return algorithm
+    drawn = [-sample.behavior_logp[sample.weight != 0] for sample in samples]
+    if not any(map(len, drawn)):  # nothing is trained: the coefficient stays
+        return replace(algorithm, entropy_bonus=0.0)
+    algorithm, optimizer.entropy_bonus = algorithm.adapted(optimizer.entropy_bonus, float(np.concatenate(drawn).mean()))
+    return algorithm
 
 
 def worked(algorithm: Algorithm, samples: Sequence[Sample]) -> list[Sample]:

@@ -46,6 +46,8 @@ class StepStats:
     lr: float
     skipped: bool
     """True if the gradient was not finite: weights and optimizer state are as before."""
+    entropy_bonus: float = 0.0
+    """`Optimizer.entropy_bonus` of the step."""
 
 
 class Optimizer:
@@ -83,6 +85,8 @@ class Optimizer:
         """Optimizer steps taken or skipped."""
         self.nonfinite = 0
         """Steps in a row that were skipped."""
+        self.entropy_bonus = 0.0
+        """Coefficient of an adaptive entropy bonus (`Algorithm.adapted`), which moves with every step."""
 
     def step(self) -> StepStats:
         """Sum the gradients of all processes, clip, update the weights, clear the gradients.
@@ -117,7 +121,7 @@ class Optimizer:
                 f"the gradient was not finite {self.nonfinite} steps in a row (first of them: {first}); "
                 "lower optimizer.lr, or look at the last rollouts"
             )
-        return StepStats(norm, lr, not finite)
+        return StepStats(norm, lr, not finite, self.entropy_bonus)
 
     def clear(self) -> None:
         """Forget the gradients."""
@@ -138,7 +142,8 @@ class Optimizer:
     def numbers(self) -> dict[str, Any]:
         """What the next bit depends on beside `tensors` and the weights."""
         steps = next(iter(self.adamw.state.values()))["step"] if self.adamw.state else 0
-        return {"taken": self.taken, "nonfinite": self.nonfinite, "adam_steps": int(steps)}
+        found = {"taken": self.taken, "nonfinite": self.nonfinite, "adam_steps": int(steps)}
+        return found | ({"entropy_bonus": self.entropy_bonus} if self.entropy_bonus else {})
 
     def tensors(self) -> dict[str, Tensor]:
         """Moments and float32 masters by name, themselves, spread as their parameters are; no moments before the first step."""
@@ -153,6 +158,7 @@ class Optimizer:
         read: fills the tensors that it is given, by name.
         """
         self.taken, self.nonfinite = int(numbers["taken"]), int(numbers["nonfinite"])
+        self.entropy_bonus = float(numbers.get("entropy_bonus", 0.0))
         for master in self.masters if numbers["adam_steps"] else ():
             step = torch.tensor(float(numbers["adam_steps"]), device=master.device)
             moments = {kind: torch.zeros_like(master.detach()) for kind in ("exp_avg", "exp_avg_sq")}

@@ -1,4 +1,4 @@
-"""Teachers: another model, or the policy itself with a hint or as a moving average, whose distributions the policy learns from.
+"""Teachers: another model, here or on servers, or the policy itself with a hint or as a moving average.
 
 A teacher reads the policy's own packed stream, so a prompt is computed once for it too.  With a hint its prompts are longer: the
 same completions are then packed again behind them, and its rows are put into the order of the policy's.
@@ -21,11 +21,13 @@ from groupwise.algorithms.losses import guarded_exp
 from groupwise.algorithms.registry import Algorithm
 from groupwise.data.demonstrations import Demonstration
 from groupwise.data.packing import pack
+from groupwise.distributed import comm
 from groupwise.errors import ConfigError
 from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
 from groupwise.ops.divergence import head_divergence
 from groupwise.records import Batch, Prompt, Sample, Scored
+from groupwise.rollout.vllm.scoring import ScoringServers
 from groupwise.training.scoring import joined, samples_of, score, stretches
 
 UNBOUNDED = 1 << 60
@@ -72,6 +74,8 @@ class Teacher:
     ema: float = 0.0
     """Share of the policy that moves into the teacher after every step."""
     demonstrations: Demonstrations | None = None
+    servers: ScoringServers | None = None
+    """Who is asked instead of `policy`, which is then the one that learns: for its log-probs of what was drawn, and for no more."""
     hints: Mapping[str, np.ndarray] = field(default_factory=dict)
     """By group, what it reads before the policy's prompts."""
 
@@ -167,11 +171,27 @@ def with_teacher(groups: Sequence[Scored], teacher: Teacher | None, budget: int)
     if teacher is None:
         return list(groups)
     samples = teacher.read([sample for group in groups for rollout in group.rollouts for sample in samples_of(rollout)])
-    scored = score(teacher.policy, samples, budget=budget).logp
+    scored = asked(teacher.servers, samples) if teacher.servers is not None else score(teacher.policy, samples, budget=budget).logp
     logp = (values for _, values in joined(zip(samples, scored, strict=True)))
     return [
         replace(group, signals={**group.signals, "teacher_logp": tuple(next(logp) for _ in group.rollouts)}) for group in groups
     ]
+
+
+def asked(servers: ScoringServers, samples: Sequence[Sample]) -> list[np.ndarray]:
+    """Per sample (n,): what servers give to its completion's tokens.  Of several processes each asks for its share.
+
+    Raises PeerError, EngineError.
+    """
+    assert all(sample.temperature == 1.0 and sample.support is None for sample in samples), "servers score raw logits alone"
+
+    def own() -> list[tuple[int, np.ndarray]]:
+        mine = comm.share(list(enumerate(samples)))
+        logp = servers.logp([(sample.prompt, sample.completion) for _, sample in mine])
+        return [(place, values) for (place, _), values in zip(mine, logp, strict=True)]
+
+    found = dict(comm.together(own))
+    return [found[place] for place in range(len(samples))]
 
 
 def with_demonstrations(samples: Sequence[Sample], shown: Sequence[Sample]) -> list[Sample]:

@@ -8,7 +8,7 @@ Numbers per token, by name, with `rho` the ratio of the policy's probability to 
     kl         log-prob under the policy minus that under the reference, nats: positive where the policy likes the token more
     mismatch   log-prob by the trainer minus that by the sampler, nats: rounding, unless something is wrong
     gradient   weight x |push|, 0 where clipped, as a share of the group's sum; the KL's part is not in it.  Only of runs whose
-               surrogate has this slope (`clip_of`): of others, and with the KL, a replay says it (`replays.py`)
+               surrogate has this gradient (`clip_of`): of others, and with the KL, a replay says it (`replays.py`)
     version    optimizer steps that the weights which drew it had taken
 
 A quantity that was not recorded has no column.
@@ -39,8 +39,8 @@ EXCERPT = 160
 
 Json = dict[str, Any]
 
-CLIPPED = dict.fromkeys(("grpo", "dr_grpo", "bnpo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "gdpo", "ppo"), (0.2, 0.2))
-CLIPPED["dapo"] = (0.2, 0.28)
+_SYMMETRIC = ("grpo", "dr_grpo", "bnpo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "gdpo", "ppo")
+CLIPPED: dict[str, tuple[float, float]] = dict.fromkeys(_SYMMETRIC, (0.2, 0.2)) | {"dapo": (0.2, 0.28)}
 """Objectives whose surrogate is PPO's clipped ratio of tokens, with their low and high (a test asks the table)."""
 
 OVERVIEW = ("group", "prompt_text", "index", "completion_text", "reward", "finish", "trained")
@@ -60,7 +60,7 @@ def key_of(prompt: str) -> str:
 def clip_of(config: Mapping[str, Any]) -> tuple[float, float] | None:
     """Low and high of a recipe whose surrogate is the clipped ratio of tokens; None for any other.  config: its keys, with dots.
 
-    Its slope is weight x advantage x ratio, and 0 where the ratio is beyond the range on the side that the advantage pushes it to.
+    Its gradient is weight x advantage x ratio, and 0 where the ratio is beyond the range on the side that the advantage pushes it to.
 
     >>> clip_of({"objective": "dapo"}), clip_of({"objective": "gspo"})
     ((0.2, 0.28), None)
@@ -250,7 +250,7 @@ Slope = tuple[float, tuple[float, float] | None]
 
 
 def token_columns(row: Mapping[str, Any], slope: Slope = (math.nan, None)) -> dict[str, np.ndarray]:
-    """The quantities of a completion's tokens (n,), as far as they were recorded; without a slope all but the gradient."""
+    """The quantities of a completion's tokens (n,), as far as they were recorded; without it all but the gradient."""
 
     def column(name: str) -> np.ndarray | None:
         values = row.get(name)

@@ -96,12 +96,12 @@ class Dashboards:
         """
         check(recipe.save.report_to)
         self._open: dict[str, Dashboard] = {}
-        self._sent = dict.fromkeys(recipe.save.report_to, -1)
+        self._sent: dict[str, int] = {}
         known = _identities(folder / IDENTITIES) if lines else {}
         tree, _ = parse(dump(recipe), "config.yaml")
         for name in recipe.save.report_to:
             about = About(folder=folder, name=recipe.name, config=tree.plain(), identity=known.get(name))
-            module = importlib.import_module(f"groupwise.runs.dashboards.{name}")
+            module = importlib.import_module(f"groupwise.runs.dashboards.to_{name}")
             try:
                 found: Dashboard = module.begin(about)
             except Exception as error:  # each library has errors of its own

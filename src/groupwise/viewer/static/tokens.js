@@ -27,7 +27,7 @@ const QUANTITIES = [
   { id: "version", label: "Version", unit: "optimizer steps", low: "older", high: "newer", hue: "sand",
     says: "The version of the weights that drew the token." },
   { id: "replay", label: "Replay", unit: "share of the group", low: "less likely", high: "more likely", signed: true, share: true,
-    says: "What the replayed update pushes, by the ratios of the step's last pass: minus the loss's slope by each log-prob, as a share of the group's sum, KL included." },
+    says: "What the replayed update pushes, by the ratios of the step's last pass: minus the loss's gradient by each log-prob, as a share of the group's sum, KL included." },
   { id: "change", label: "Change", unit: "share of the group", low: "pushed down more", high: "pushed up more", signed: true, share: true,
     says: "The replayed push less the one that the run made." },
 ];

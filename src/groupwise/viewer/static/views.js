@@ -273,7 +273,7 @@ function quantityBar(group) {
     fill(bar,
       h("div", { class: "line" },
         h("div", { class: "switch", role: "group", "aria-label": "colour tokens by" },
-          QUANTITIES.filter((one) => scales[one.id] || !REPLAYED.has(one.id)).map((one) => h("button", { type: "button", "aria-pressed": String(one.id === by), disabled: !scales[one.id], title: scales[one.id] ? one.says : one.id === "gradient" ? "this run's loss has another slope than weight × advantage × ratio: replay the step to see it" : "not recorded in this run", onclick: () => colourBy(one.id) }, h("kbd", { text: QUANTITIES.indexOf(one) + 1 }), one.label)),
+          QUANTITIES.filter((one) => scales[one.id] || !REPLAYED.has(one.id)).map((one) => h("button", { type: "button", "aria-pressed": String(one.id === by), disabled: !scales[one.id], title: scales[one.id] ? one.says : one.id === "gradient" ? "this run's loss has another gradient than weight × advantage × ratio: replay the step to see it" : "not recorded in this run", onclick: () => colourBy(one.id) }, h("kbd", { text: QUANTITIES.indexOf(one) + 1 }), one.label)),
           h("button", { type: "button", "aria-pressed": String(!by), onclick: () => colourBy("none") }, h("kbd", { text: "0" }), "None")),
         h("span", { class: "push" }),
         h("button", { type: "button", "aria-pressed": String(here.blanks === "1"), onclick: () => go({ blanks: here.blanks === "1" ? null : "1" }, true), title: "spaces, ends of lines and special tokens" }, h("kbd", { text: "w" }), "Blanks")),

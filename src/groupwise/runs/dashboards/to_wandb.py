@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import wandb
-
 from groupwise.runs.dashboards.base import PROJECT, About
 
 REMEDY = "log in (wandb login), or set WANDB_MODE=offline"
@@ -21,13 +19,16 @@ REMEDY = "log in (wandb login), or set WANDB_MODE=offline"
 
 def begin(about: About) -> Board:
     """See `base.Dashboard`."""
-    return Board(about)
+    import wandb  # type: ignore[reportMissingImports]
+
+    return Board(wandb, about)
 
 
 class Board:
     """One run, whose x axis is the step."""
 
-    def __init__(self, about: About) -> None:
+    def __init__(self, wandb: Any, about: About) -> None:
+        self._table = wandb.Table
         identity = about.identity or secrets.token_hex(4)
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -60,7 +61,7 @@ class Board:
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """See `base.Dashboard`."""
         columns = list(rows[0])
-        table = wandb.Table(columns=columns, data=[[row[column] for column in columns] for row in rows])
+        table = self._table(columns=columns, data=[[row[column] for column in columns] for row in rows])
         self._run.log({"step": step, "group": table})
 
     def close(self, finished: bool) -> None:

@@ -13,10 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlflow import MlflowClient
-from mlflow.entities import Metric, Param
-from mlflow.exceptions import MlflowException
-
 from groupwise.runs.dashboards.base import PROJECT, About
 
 REMEDY = "see that MLFLOW_TRACKING_URI names a server that answers, or a folder that can be written"
@@ -30,22 +26,25 @@ BEHIND = 50
 
 def begin(about: About) -> Board:
     """See `base.Dashboard`."""
-    return Board(about)
+    import mlflow  # type: ignore[reportMissingImports]
+
+    return Board(mlflow, about)
 
 
 class Board:
     """One run of an experiment; groups are tables of their own, `groups/000012.json`."""
 
-    def __init__(self, about: About) -> None:
+    def __init__(self, mlflow: Any, about: About) -> None:
+        self._mlflow = mlflow
         uri, place = os.environ.get("MLFLOW_TRACKING_URI"), None
         if uri is None:
             root = Path(*about.folder.resolve().parts[: -len(Path(about.name).parts)])  # runs/NAME -> runs
             uri, place = f"sqlite:///{root / 'mlflow.db'}", (root / "mlflow").as_uri()
-        self._client = MlflowClient(tracking_uri=uri)
+        self._client = mlflow.MlflowClient(tracking_uri=uri)
         if about.identity is None:
             run = self._client.create_run(self._experiment(place), run_name=about.name)
             self.identity: str | None = run.info.run_id
-            params = [Param(_name(key), value[:LONGEST]) for key, value in flat(about.config)]
+            params = [mlflow.entities.Param(_name(key), value[:LONGEST]) for key, value in flat(about.config)]
             for start in range(0, len(params), AT_ONCE):
                 self._client.log_batch(run.info.run_id, params=params[start : start + AT_ONCE])
         else:
@@ -63,7 +62,7 @@ class Board:
             return found.experiment_id
         try:
             return self._client.create_experiment(name, artifact_location=place)
-        except MlflowException:  # another run has just made it
+        except self._mlflow.exceptions.MlflowException:  # another run has just made it
             found = self._client.get_experiment_by_name(name)
             if found is None:
                 raise
@@ -71,7 +70,7 @@ class Board:
 
     def write(self, step: int, wall: float, values: Mapping[str, float]) -> None:
         """See `base.Dashboard`."""
-        metrics = [Metric(_name(name), value, round(1000 * wall), step) for name, value in values.items()]
+        metrics = [self._mlflow.entities.Metric(_name(name), value, round(1000 * wall), step) for name, value in values.items()]
         self._sent.append(self._client.log_batch(self._run, metrics=metrics, synchronous=False))
         if len(self._sent) > BEHIND:
             self._sent.pop(0).wait()  # raises what went wrong with it

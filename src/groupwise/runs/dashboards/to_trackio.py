@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
-import trackio
-
 from groupwise.runs.dashboards.base import PROJECT, About
 
 REMEDY = "see that TRACKIO_DIR can be written"
@@ -22,13 +20,16 @@ REMEDY = "see that TRACKIO_DIR can be written"
 
 def begin(about: About) -> Board:
     """See `base.Dashboard`."""
-    return Board(about)
+    import trackio  # type: ignore[reportMissingImports]
+
+    return Board(trackio, about)
 
 
 class Board:
     """One run of a project, known by its name."""
 
-    def __init__(self, about: About) -> None:
+    def __init__(self, trackio: Any, about: About) -> None:
+        self._trackio = trackio
         self.identity: str | None = about.identity or f"{about.name}-{secrets.token_hex(3)}"
         project = os.environ.get("TRACKIO_PROJECT", PROJECT)
         with redirect_stdout(io.StringIO()):  # it prints how it is shown
@@ -50,12 +51,12 @@ class Board:
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """See `base.Dashboard`."""
         data = [{name: fenced(value) if isinstance(value, str) else value for name, value in row.items()} for row in rows]
-        self._run.log({"group": trackio.Table(data=data)}, step=step)
+        self._run.log({"group": self._trackio.Table(data=data)}, step=step)
 
     def close(self, finished: bool) -> None:
         """See `base.Dashboard`."""
         with redirect_stdout(io.StringIO()):
-            trackio.finish()  # the run's own method would be called, and print, once more at the end of the process
+            self._trackio.finish()  # the run's own method would be called, and print, once more at the end of the process
 
 
 def fenced(text: str) -> str:

@@ -6,10 +6,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[attr-defined]
-from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
 from groupwise.runs.dashboards.base import About
 
 REMEDY = "see that its folder can be written"
@@ -26,6 +22,11 @@ class Board:
     identity = None
 
     def __init__(self, about: About) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[attr-defined]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = Event, Summary
         folder = about.folder / "tensorboard"
         shutil.rmtree(folder, ignore_errors=True)
         self._writer = EventFileWriter(str(folder))
@@ -33,8 +34,8 @@ class Board:
 
     def write(self, step: int, wall: float, values: Mapping[str, float]) -> None:
         """See `base.Dashboard`."""
-        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
-        self._writer.add_event(Event(step=step, wall_time=wall, summary=summary))
+        summary = self._summary(value=[self._summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        self._writer.add_event(self._event(step=step, wall_time=wall, summary=summary))
         self._writer.flush()
 
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -1,0 +1,123 @@
+"""Which prompts are worth another visit: those that are always solved are retired, those that are mostly solved come less often.
+
+A prompt's pass rate is the share of the completions of its last group that are right: to which the first reward function gave 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from groupwise.data.order import Order
+from groupwise.data.prompts import visit
+from groupwise.records import Prompt, Scored
+
+RIGHT = 1.0 - 1e-9
+"""A first reward at or above it counts as right."""
+
+
+class Curriculum(Order):
+    """An order that leaves rows out, by what was seen of them.
+
+    >>> order = Curriculum(3, seed=0, retire=1)
+    >>> rows = [row for _, row in order.take(3)]
+    >>> order.learn(rows[0], 1.0)
+    >>> sorted(row for _, row in order.take(2)) == sorted(rows[1:]), order.retired, order.skipped
+    (True, 1, 1)
+    """
+
+    def __init__(self, n: int, seed: int, shuffle: bool = True, *, retire: int = 0, strength: float = 0.0) -> None:
+        """retire: visits in a row with a pass rate of 1 behind which a row never comes again; 0: none does.
+
+        strength: a row with pass rate p is left out of an epoch with probability `strength x p`.
+        """
+        super().__init__(n, seed, shuffle)
+        self.retire, self.strength = retire, strength
+        self.skipped = 0
+        """Visits that were left out so far."""
+        self._rates: dict[int, float] = {}
+        self._solved: dict[int, int] = {}
+        """By row, visits in a row with a pass rate of 1."""
+
+    @property
+    def retired(self) -> int:
+        """Rows that do not come again."""
+        return sum(self.retire > 0 and solved >= self.retire for solved in self._solved.values())
+
+    def learn(self, row: int, rate: float) -> None:
+        """Take note of a visit's pass rate; NaN says nothing."""
+        if not np.isnan(rate):
+            self._rates[row] = rate
+            self._solved[row] = self._solved.get(row, 0) + 1 if rate >= 1.0 else 0
+
+    def take(self, k: int) -> list[tuple[int, int]]:
+        """See `Order`.  Where every row is retired, or a whole epoch would leave out all of them, what was learnt is forgotten."""
+        found: list[tuple[int, int]] = []
+        missed = 0
+        while len(found) < k:
+            (visited,) = super().take(1)
+            if self._leaves_out(*visited):
+                self.skipped, missed = self.skipped + 1, missed + 1
+                if missed >= 2 * self.n:
+                    self._rates, self._solved = {}, {}
+            else:
+                missed = 0
+                found.append(visited)
+        return found
+
+    def _leaves_out(self, epoch: int, row: int) -> bool:
+        if self.retire and self._solved.get(row, 0) >= self.retire:
+            return True
+        chance = self.strength * self._rates.get(row, 0.0)
+        return chance > 0.0 and bool(np.random.RandomState([self.seed & 0xFFFFFFFF, self.seed >> 32, epoch, row]).rand() < chance)
+
+    def state(self) -> dict[str, Any]:
+        """See `Order`."""
+        rates = {str(row): rate for row, rate in self._rates.items()}
+        solved = {str(row): count for row, count in self._solved.items() if count}
+        return {**super().state(), "skipped": self.skipped, "rates": rates, "solved": solved}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `Order`."""
+        super().restore(state)
+        self.skipped = int(state["skipped"])
+        self._rates = {int(row): float(rate) for row, rate in state["rates"].items()}
+        self._solved = {int(row): int(count) for row, count in state["solved"].items()}
+
+
+class Visits:
+    """Draws prompts in an order, and takes note of what became of them: of those, too, that are thrown away (`refill`)."""
+
+    def __init__(self, prompts: Sequence[Prompt], order: Order, *, ahead: bool = False) -> None:
+        """ahead: rollouts may be begun before the step that they are for."""
+        self.prompts, self.order, self.ahead = prompts, order, ahead
+        self._rows = {prompt.id: row for row, prompt in enumerate(prompts)}
+        self._sampled = 0
+
+    def __call__(self, k: int) -> list[Prompt]:
+        """The next k prompts."""
+        return [visit(self.prompts[row], epoch) for epoch, row in self.order.take(k)]
+
+    def seen(self, groups: Sequence[Scored]) -> None:
+        """Scored groups of prompts that were drawn."""
+        for group in groups:
+            self._sampled += sum(len(rollout) for rollout in group.rollouts)
+            if isinstance(self.order, Curriculum) and group.names:
+                first = group.rewards[:, 0]
+                known = first[~np.isnan(first)]
+                rate = float((known >= RIGHT).mean()) if known.size else float("nan")
+                self.order.learn(self._rows[group.prompt.id.partition("/")[2]], rate)
+
+    def account(self, kept: Sequence[Scored]) -> dict[str, float]:
+        """Metrics of a step that keeps some of the groups that were sampled for it.
+
+        Where rollouts run ahead, groups of later steps have been seen too: there nothing is said of what was thrown away.
+        """
+        tokens = sum(len(rollout) for group in kept for rollout in group.rollouts)
+        discarded, self._sampled = self._sampled - tokens, 0
+        found = {"tokens/discarded": float(discarded)} if discarded > 0 and not self.ahead else {}
+        if isinstance(self.order, Curriculum):
+            found |= {"prompts/skipped": float(self.order.skipped), "prompts/retired": float(self.order.retired)}
+        return found
