@@ -604,6 +604,9 @@ WIDER = {
     "model": "ModelGiven | ModelKeys | ModelSettings",
     "data": "RowsGiven | DataKeys | DataSettings",
     "rewards": "RewardGiven | Sequence[RewardGiven]",
+    "environment": "EnvironmentGiven | Mapping[str, EnvironmentGiven] | EnvironmentKeys | EnvironmentSettings",
+    "EnvironmentKeys.tools": "Sequence[str | Callable[..., Any]]",
+    "EnvironmentKeys.factory": "EnvironmentGiven | Mapping[str, EnvironmentGiven] | None",
     "ModelKeys.path": "ModelGiven | None",
     "DataKeys.path": "RowsGiven | None",
     "DataKeys.eval_path": "RowsGiven | None",
@@ -639,6 +642,8 @@ RowsGiven: TypeAlias = "str | PathLike[str] | Sequence[Mapping[str, Any]] | Data
 """A file or hub name, or the rows themselves."""
 RewardGiven: TypeAlias = "str | Callable[..., Any] | LiveReward | RewardKeys | RewardSettings"
 """A reward function by name, itself, or with its weight, name, arguments and timeout."""
+EnvironmentGiven: TypeAlias = "str | Callable[..., Any]"
+"""What makes an environment: a class or a function by name, or itself."""
 '''
 
 

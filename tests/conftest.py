@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,10 @@ from torch import nn
 from groupwise.config.settings import ModelSettings, ScratchSettings
 from groupwise.data.tasks.arithmetic import Arithmetic
 from groupwise.data.tokenizers import make_tokenizer
+from groupwise.environments.conversation import Reply
 from groupwise.models.policy import Policy, make_policy
 from groupwise.models.scratch import scratch_model
-from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
+from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, Sample, Sampling, Scored, Turn
 
 # The same examples in every run, so that a failure is a failure everywhere. `--hypothesis-profile=search` looks for new ones.
 settings.register_profile("same", derandomize=True, max_examples=80, deadline=None, print_blob=True)
@@ -30,6 +33,111 @@ settings.load_profile("same")
 # A shell ignores Ctrl-C for what it starts in the background, and children inherit that; the tests' children are to hear it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+class ScriptedConversation:
+    """One episode of a `ScriptedWorld`; what the engine did with it stands in `heard`, `stream` and `closed`."""
+
+    def __init__(self, world: ScriptedWorld, prompt: Prompt, index: int, seed: int) -> None:
+        self.world, self.prompt, self.index = world, prompt, index
+        self.rng = np.random.default_rng([*prompt.id.encode(), index, seed])
+        self.turns: list[Turn] = []
+        self.heard: list[tuple[list[int], Finish, list[float], int]] = []
+        self.stream: list[int] = []
+        self.branches: list[Branch] = []
+        self.closed: list[Finish] = []
+        self.count = int(self.rng.integers(1, world.turns + 1))
+
+    def open(self) -> Future[Reply]:
+        return self.world.later(self, self.reply)
+
+    def answer(self, tokens: Sequence[int], finish: Finish, *, logp: Sequence[float], version: int) -> Future[Reply]:
+        assert not self.closed
+        begin = len(self.stream)
+        self.stream += tokens
+        self.heard.append((list(tokens), finish, list(logp), version))
+        self.turns.append(Turn(begin=begin, end=len(self.stream), finish=finish, reward=float(len(self.turns))))
+        return self.world.later(self, self.reply)
+
+    def reply(self) -> Reply:
+        """The world's next words: a function of prompt, index, seed and turn alone."""
+        if len(self.turns) == self.count:
+            return Reply(tokens=np.zeros(0, np.int64), finish=Finish.TURNS)
+        new = self.rng.integers(4, self.world.vocabulary, size=int(self.rng.integers(0, self.world.longest + 1)))
+        limit = int(self.rng.integers(1, 6)) if self.rng.random() < 0.7 else None
+        if self.turns and self.rng.random() < self.world.cut:
+            context = np.concatenate([self.prompt.tokens, np.array(self.stream, np.int64), new])
+            if self.world.cut_to == "other":
+                context = context[self.rng.random(context.size) < 0.6] if self.rng.random() < 0.5 else context[: context.size // 2]
+                context = context if context.size else new[:1] if new.size else self.prompt.tokens
+            elif self.world.cut_to == "same":
+                context = context[: context.size - new.size]
+            self.branches.append(Branch(begin=len(self.stream), context=context))
+            return Reply(tokens=np.zeros(0, np.int64), context=context, limit=limit)
+        self.stream += new.tolist()
+        return Reply(tokens=new, limit=limit)
+
+    def close(self, finish: Finish) -> Episode:
+        self.closed.append(finish)
+        return Episode(turns=tuple(self.turns))
+
+
+class ScriptedWorld:
+    """A world whose answers are random ids by a fixed script, some of which come later than others.
+
+    turns: most of an episode.   longest: ids of an answer.   cut: how often an answer is a context instead; cut_to: `same`, what
+    stands there already; `longer`, with the answer behind it; `other`.   delays: seed of how late answers come; None: at once.
+    never: conversations (prompt's id, index) that get no answer to their first turn.
+    """
+
+    def __init__(
+        self,
+        *,
+        turns: int = 4,
+        longest: int = 6,
+        cut: float = 0.0,
+        cut_to: str = "same",
+        delays: int | None = None,
+        never: Collection[tuple[str, int]] = (),
+        vocabulary: int = 40,
+    ) -> None:
+        self.turns, self.longest, self.cut, self.cut_to, self.never = turns, longest, cut, cut_to, never
+        self.vocabulary = vocabulary
+        self.begun: dict[tuple[str, int], ScriptedConversation] = {}
+        self._delay = None if delays is None else np.random.default_rng(delays)
+        self._pool = ThreadPoolExecutor(4)
+
+    def begin(self, prompt: Prompt, index: int, *, seed: int) -> ScriptedConversation:
+        assert (prompt.id, index) not in self.begun
+        found = self.begun[prompt.id, index] = ScriptedConversation(self, prompt, index, seed)
+        return found
+
+    def later(self, who: ScriptedConversation, reply: Callable[[], Reply]) -> Future[Reply]:
+        if who.turns and (who.prompt.id, who.index) in self.never:
+            return Future()
+        if self._delay is None:
+            said: Future[Reply] = Future()
+            said.set_result(reply())
+            return said
+        seconds = float(self._delay.random() * 0.004)
+        return self._pool.submit(lambda: (time.sleep(seconds), reply())[1])
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def scripted_world() -> Iterator[Callable[..., ScriptedWorld]]:
+    """`scripted_world(...)`: see `ScriptedWorld`."""
+    made: list[ScriptedWorld] = []
+
+    def make(**how: Any) -> ScriptedWorld:
+        made.append(ScriptedWorld(**how))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.close()
+
 
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "gemma2", "mixtral")
 

@@ -28,11 +28,13 @@ from groupwise.config.settings import GroupSettings, OptimizerSettings, RewardSe
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.models.policy import Policy, make_policy
 from groupwise.models.scratch import scratch_model
-from groupwise.records import Prompt, Sampling, Scored
+from groupwise.models.shape import Shape
+from groupwise.records import Prompt, Sampling, Scored, Step
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.sampling import stream_keys, uniforms
 from groupwise.runs.progress import FLAGS
+from groupwise.training.limits import Ceiling, Meter
 from groupwise.training.metric_table import METRICS, find
 from groupwise.training.metrics import measure
 from groupwise.training.online import improve, train_online, weigh, with_reference
@@ -224,7 +226,7 @@ def test_pages_name_settings_that_exist() -> None:
     sections = {key for key, setting in settings_table().items() if setting.section}
     for path in PAGES:
         for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)`", path.read_text(encoding="utf-8")):
-            if key.partition(".")[0] in sections and not key.endswith((".md", ".py")):
+            if key.partition(".")[0] in sections and not key.endswith((".md", ".py", ".json")):
                 assert lookup(key) is not None, f"{path.name}: {key}"
 
 
@@ -278,6 +280,9 @@ def test_the_page_explains_every_metric_of_a_step(scored_group: Callable[..., Sc
     for rollout in groups[0].rollouts:  # the other group was drawn by older weights
         rollout.version[:] = 1
     found = measure(groups, [taken], algorithm, drawn=2, minibatches=1, seconds={"rollout": 1.0}, version=1)
+    shape = Shape.of_policy(policy)
+    metered = Meter(shape=shape, ceiling=Ceiling(1e9, 1e9)).read(Step(number=1, metrics=found, groups=groups))
+    found = {**metered.metrics, **{f"time/{name}": seconds for name, seconds in metered.timings.items()}}
     missing = [name for name in found if find(name) is None]
     assert not missing, f"training/metric_table.py has no row for {missing}"
     rewritten = {section.title: section for section in METRICS}

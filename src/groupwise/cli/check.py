@@ -7,6 +7,7 @@ G completions of a prompt
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,10 @@ from groupwise.data.order import Order
 from groupwise.data.prompts import visit
 from groupwise.data.templates import Template
 from groupwise.data.turns import Turns
+from groupwise.environments.environment import Broken
+from groupwise.environments.episodes import EpisodeWorld, kind_of
+from groupwise.environments.procedural import rows_of
+from groupwise.environments.schemas import name_of
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy, embedding_rows
@@ -29,12 +34,15 @@ from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
 from groupwise.runs.build import Job, make_job, sampling_of
 from groupwise.runs.progress import safe
 from groupwise.runs.run import resolved
+from groupwise.runs.worlds import furnished, with_own_reward
 from groupwise.training.evaluate import RIGHT
 from groupwise.training.mismatch import diagnose
-from groupwise.training.scoring import sample_of, score
+from groupwise.training.scoring import joined, samples_of, score
 
 PROMPTS, COMPLETIONS, TOKENS = 8, 4, 96
 """Size of the sample that is looked at: first prompts that training draws, completions of each, longest completion in tokens."""
+ENTRIES = 64
+"""Of a procedural data set, whose scorers are looked at."""
 GAP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Largest difference of a log-prob, nats, that rounding explains, by the type in which products run."""
 
@@ -67,7 +75,7 @@ def check_stage(recipe: Recipe) -> Iterator[Finding]:
     """The findings of one run.  An error that would stop the run becomes the last finding."""
     try:
         try:
-            recipe = resolved(recipe)
+            recipe = furnished(resolved(recipe))
         except ConfigError as error:
             yield Finding("model", None, f"{error}; the later checks need it: run that stage first")
             return
@@ -84,10 +92,15 @@ def check_stage(recipe: Recipe) -> Iterator[Finding]:
         yield from _template(recipe, job.policy)
         if job.engine is None or not is_online(recipe.objective):
             return
+        yield from _procedural(recipe)
+        if job.world is not None:
+            recipe = with_own_reward(recipe, job.world.source)
+            yield from _world(recipe, job.world, job.prompts)
         columns = list(job.prompts[0].row)
         rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=job.policy.tokenizer) if recipe.rewards else no_rewards()
         with rewards:
-            yield from _golds(rewards, job.prompts[:64]) if rewards.names else ()
+            episodes = rewards.asks("environments", "environment_rewards")  # a gold answer has none
+            yield from _golds(rewards, job.prompts[:64]) if rewards.names and not episodes else ()
             order = Order(len(job.prompts), recipe.seed, recipe.data.shuffle)
             yield from _samples(recipe, job, rewards, [visit(job.prompts[row], epoch) for epoch, row in order.take(PROMPTS)])
     except GroupwiseError as error:
@@ -138,6 +151,45 @@ def _turns(policy: Policy) -> Finding:
     return Finding("turns", None, f"the template writes the past otherwise once a conversation continues ({cases}); {rewriting[0]}")
 
 
+def _procedural(recipe: Recipe) -> Iterator[Finding]:
+    """Can the scorers of a procedural data set be believed?"""
+    given = recipe.environment
+    if given.reasoning_gym is not None:
+        _, health = rows_of(given.reasoning_gym, given.args, ENTRIES, recipe.seed)
+        good = False if health.unearned + health.answerless == ENTRIES else None if health.suspicious else True
+        yield Finding("scorer", good, f"{given.reasoning_gym}: {health}")
+
+
+def _world(recipe: Recipe, world: EpisodeWorld, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """What the policy can do, and one episode in which it does next to nothing."""
+    seconds = recipe.environment.tool_timeout
+    for kind in world.source.kinds.values():
+        name = kind.name or kind.title
+        for schema in kind.schemas:
+            given = ", ".join((schema["function"].get("parameters") or {}).get("properties") or ())
+            yield Finding("tool", True, f"{name_of(schema)}({given}): {schema['function'].get('description') or 'no description'}")
+        if not kind.resets:
+            continue
+        prompt = next((one for one in prompts if kind_of(world.source, one.row, f"prompt {one.id}") == kind), None)
+        if prompt is None:
+            yield Finding("environment", None, f"{name}: no row asks for it")
+            continue
+        environment, began = world.source.make(kind), time.monotonic()
+        try:
+            said = environment.reset(prompt.row, seed=recipe.seed, seconds=seconds)
+            says = f"{name}: reset() says {said!r:.80}" if said else f"{name}: reset() says nothing"
+            if kind.steps:
+                stepped = environment.step("", seconds=seconds)
+                says += f"; to an empty turn it answers {stepped.observation!r:.80}, reward {stepped.reward}, done {stepped.done}"
+            ended = environment.end(True, seconds=seconds)
+            says += f"; reward of an episode without actions: {ended.reward}" if not kind.steps and kind.rewarded else ""
+            yield Finding("environment", True, f"{says} ({time.monotonic() - began:.2f} s)")
+        except Broken as broken:
+            yield Finding("environment", False, f"{name}: {broken}")
+        finally:
+            environment.kill()
+
+
 def _golds(rewards: Rewards, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     """Does the gold answer earn the reward it should?  In the forms in which models write answers."""
     forms: tuple[Callable[[str], str], ...] = (str, lambda a: f"\\boxed{{{a}}}", lambda a: f"#### {a}")
@@ -180,14 +232,17 @@ def _samples(recipe: Recipe, job: Job, rewards: Rewards, prompts: Sequence[Promp
     sampling = sampling_of(recipe.rollout, max_new_tokens=min(recipe.rollout.max_new_tokens, TOKENS))
     groups = list(engine.generate(prompts, group_size=COMPLETIONS, sampling=sampling, seed=recipe.seed))
     rollouts = [rollout for group in groups for rollout in group]
-    samples = [sample_of(rollout) for rollout in rollouts]
+    samples = [sample for rollout in rollouts for sample in samples_of(rollout)]
     budget = positions_of(job.recipe)
     scored = score(policy, samples, budget=budget).logp
     limit = GAP.get(torch.bfloat16 if policy.autocast else policy.dtype, 0.25)
     how = f"temperature {sampling.temperature:g}" + (", over the truncated support" if sampling.truncates else "")
-    behavior = [rollout.behavior_logp for rollout in rollouts]
+    behavior = [sample.behavior_logp for sample in samples]
     agreed = _agree("log-probs", behavior, scored, limit, f"sampled = scored at {how}", "the engine and the scorer")
-    yield agreed if agreed.good else replace(agreed, says=f"{agreed.says}; {diagnose(policy, rollouts, scored, budget=budget)}")
+    if not agreed.good:
+        whole = [logp for _, logp in joined(zip(samples, scored, strict=True))]
+        agreed = replace(agreed, says=f"{agreed.says}; {diagnose(policy, rollouts, whole, budget=budget)}")
+    yield agreed
     alone = [score(policy, [sample], budget=budget).logp[0] for sample in samples]
     yield _agree("batching", alone, scored, limit, "scores do not depend on what else is in the batch", "batched and single scores")
     unshared = score(replace(policy, attention="packed"), samples, budget=budget).logp if policy.attention == "shared" else alone
@@ -214,17 +269,19 @@ def _agree(name: str, found: Sequence[np.ndarray], expected: Sequence[np.ndarray
 
 @torch.no_grad()
 def _own_forward(policy: Policy, sample: Sample) -> np.ndarray:
-    """Log-probs by the model's own attention and head and a plain log_softmax."""
+    """Log-probs by the model's own attention and head and a plain log_softmax; 0 where nothing is asked."""
     ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion])).to(policy.device)
     with plain_attention(policy.model) as model, policy.precision():
         logits = model(input_ids=ids[None], use_cache=False).logits[0, sample.prompt.size - 1 : -1, : policy.vocabulary]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / sample.temperature
     for row, support in enumerate(sample.support or ()):
+        if not support.size:  # nobody drew it
+            continue
         outside = torch.ones(policy.vocabulary, dtype=torch.bool, device=logits.device)
         outside[torch.from_numpy(support).to(logits.device)] = False
         logits[row, outside] = -torch.inf
     chosen = logits.log_softmax(-1).gather(1, ids[sample.prompt.size :, None])[:, 0]
-    return chosen.cpu().numpy()
+    return np.where(sample.weight != 0, chosen.cpu().numpy(), 0.0)
 
 
 def _spread(groups: Sequence[Scored]) -> Iterator[Finding]:

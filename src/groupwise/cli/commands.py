@@ -179,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_view(add("view", _view, "look at runs in the browser, token by token, also while they train"))
 
-    _add_serve(add("serve", _serve, "start a vLLM server that training can sample from (rollout.engine: vllm)"))
+    _add_serve(add("serve", _serve, "serve a model: by vLLM, for training to sample from, or with --native by our own engine"))
     _add_install(add("install-vllm", _install_vllm, "install vLLM into an environment of its own"))
 
     _add_replay(add("replay", _replay, "compute a recorded step again, as it was or with something changed"))
@@ -246,6 +246,8 @@ def _add_view(command: argparse.ArgumentParser) -> None:
 def _add_serve(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help="a model folder or a hub name: the model that will be trained")
     host = "whoever reaches it can replace its weights (default %(default)s)"
+    native = "without vLLM: OpenAI's chat and vLLM's token ids, for agents and evaluations; other hosts need GROUPWISE_TOKEN"
+    command.add_argument("--native", action="store_true", help=native)
     command.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help=host)
     command.add_argument("--port", type=_positive, default=8000, metavar="N", help="default %(default)s")
     command.add_argument("--rows", type=_positive, default=256, metavar="N", help="completions at a time (default %(default)s)")
@@ -269,6 +271,7 @@ def _add_replay(command: argparse.ArgumentParser) -> None:
     reach = "recorded steps to train again, at most, from the nearest checkpoint on (default 20)"
     command.add_argument("--reach", type=_count, metavar="N", help=reach)
     command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--tokens", action="store_true", help="with --json: the gradient with respect to every log-prob too")
     command.epilog = "The exit status is 0 exactly if the numbers are the recorded ones."
 
 
@@ -498,10 +501,28 @@ def _config(given: argparse.Namespace) -> int:
 
 
 def _serve(given: argparse.Namespace) -> int:
-    from groupwise.rollout.vllm.server import serve
+    if not given.native:
+        from groupwise.rollout.vllm.server import serve
 
-    how = {name: getattr(given, name) for name in ("host", "port", "rows", "dtype", "cache", "more")}
-    serve(given.model, **how)
+        how = {name: getattr(given, name) for name in ("host", "port", "rows", "dtype", "cache", "more")}
+        serve(given.model, **how)
+    return _serve_native(given)
+
+
+def _serve_native(given: argparse.Namespace) -> int:
+    if given.cache is not None or given.more:
+        raise ConfigError("--cache and arguments behind -- are vLLM's: leave them out with --native")
+    from groupwise.rollout.serving import serve_checkpoint
+
+    token = os.environ.get("GROUPWISE_TOKEN") or None
+    how = {name: getattr(given, name) for name in ("host", "port", "rows", "dtype")}
+    with serve_checkpoint(given.model, **how, token=token) as served:
+        print(f"{served.base_url}  (Ctrl-C ends it)", flush=True)
+        try:
+            while True:
+                time.sleep(3600)
+        except KeyboardInterrupt:
+            return 0
 
 
 def _install_vllm(given: argparse.Namespace) -> int:
@@ -526,7 +547,10 @@ def _replay(given: argparse.Namespace) -> int:
     from groupwise.cli.replay import replay_step
 
     reach = {} if given.reach is None else {"reach": given.reach}
-    return replay_step(given.folder, given.step, given.changes, model=not given.no_model, as_json=given.json, **reach)
+    if given.tokens and not given.json:
+        raise ConfigError("--tokens is a part of the JSON: say --json too")
+    how = {"model": not given.no_model, "as_json": given.json, "tokens": given.tokens, **reach}
+    return replay_step(given.folder, given.step, given.changes, **how)
 
 
 def _view(given: argparse.Namespace) -> int:

@@ -148,9 +148,12 @@ def _with_objects(recipe: Recipe, objects: Mapping[str, Live]) -> Recipe:
     def bound(name: str | None) -> str | None:
         return name if name is None else objects.get(name, name)
 
-    replace, data = dataclasses.replace, recipe.data
+    replace, data, given = dataclasses.replace, recipe.data, recipe.environment
+    factory = given.factory
+    made = {name: bound(one) for name, one in factory.items()} if isinstance(factory, Mapping) else bound(factory)
     return replace(
         recipe,
+        environment=replace(given, tools=tuple(objects.get(tool, tool) for tool in given.tools), factory=made),
         model=replace(recipe.model, path=bound(recipe.model.path)),
         data=replace(data, path=bound(data.path), eval_path=bound(data.eval_path)),
         rewards=tuple(replace(reward, function=objects.get(reward.function, reward.function)) for reward in recipe.rewards),
@@ -161,6 +164,10 @@ def demand_objects(recipe: Recipe) -> None:
     """Raises ConfigError for a name of an object without the object: the recipe was read from the file of a run."""
     names = {"model.path": recipe.model.path, "data.path": recipe.data.path, "data.eval_path": recipe.data.eval_path}
     names |= {f"rewards.{place}.function": reward.function for place, reward in enumerate(recipe.rewards)}
+    names |= {f"environment.tools.{place}": tool for place, tool in enumerate(recipe.environment.tools)}
+    factory = recipe.environment.factory
+    made = factory if isinstance(factory, Mapping) else {"": factory}
+    names |= {f"environment.factory.{name}".rstrip("."): one for name, one in made.items()}
     for key, name in names.items():
         if name is not None and name.startswith(LIVE) and not isinstance(name, Live):
             raise missing(name, key)

@@ -137,6 +137,7 @@ REWARDS = (
     "cosine_length",
     "repetition",
     "regex",
+    "environment",
     "model",
 )
 """Built-in reward functions."""
@@ -146,7 +147,7 @@ ENGINES: Mapping[str, tuple[str, ...]] = {
     "vllm": ("servers", "colocated", "dtype", "ahead", "correct"),
 }
 """Rollout engines, and what a mapping that names one may say beside it."""
-TASKS = ("addition", "sums", "countdown", "sorting", "arithmetic", "gsm8k_arithmetic", "preferences")
+TASKS = ("addition", "sums", "countdown", "sorting", "arithmetic", "gsm8k_arithmetic", "preferences", "calculator", "guessing")
 """Built-in generated tasks."""
 
 
@@ -212,7 +213,8 @@ class DataSettings:
     split: str = "train"
     """Split of a hub data set."""
     task: str | None = None
-    """Instead of `path`: a built-in task (addition, sums, countdown, sorting, arithmetic, gsm8k_arithmetic, preferences)."""
+    """Instead of `path`: a built-in task (addition, sums, countdown, sorting, arithmetic, gsm8k_arithmetic, preferences,
+    calculator, guessing)."""
     task_args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the task."""
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -263,7 +265,7 @@ class RewardSettings:
 
     function: str
     """A built-in (`accuracy`, `exact`, `number`, `think_format`, `tags`, `soft_overlong`, `cosine_length`, `repetition`,
-    `regex`, `model`), `module:function`, or `path/to/file.py:function`."""
+    `regex`, `environment`, `model`), `module:function`, or `path/to/file.py:function`."""
     weight: float = 1.0
     """Factor in the sum."""
     name: str | None = None
@@ -302,6 +304,65 @@ class RolloutSettings:
     """Completions decoded at the same time; finished ones make room for waiting ones."""
     keep_special_tokens: bool = False
     """Show special tokens to the reward functions."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnvironmentSettings:
+    """Who answers the policy: tools, an environment, a procedural data set.  With tools or an environment completions are
+    conversations of several turns, through the chat template; `rollout.max_new_tokens` holds for all turns and answers together."""
+
+    tools: tuple[str, ...] = ()
+    """Functions that the policy may call: `file.py:function` or `module:function`, with type hints and a docstring whose `Args:`
+    describe every parameter, plain or `async`."""
+    factory: str | Mapping[str, str] | None = None
+    """Makes an environment per episode: `file.py:Class` or `module:Class`, in TRL's form (`reset(**row)`, public methods are tools,
+    perhaps `get_reward()`) or with `reset` and `step(text) -> (observation, reward, done)`.  A mapping of names to such classes
+    is selected from by the data's column `environment`."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the factory, or of the procedural data set."""
+    interface: Literal["tools", "step"] | None = None
+    """How the policy acts on what the factory makes: by calling its methods, or by what it writes.  null: `step` if it has a
+    method `step`."""
+    reasoning_gym: str | None = None
+    """Instead of `data` and `rewards`: a data set of Reasoning Gym by name (`chain_sum`), with its scorer."""
+    openenv: str | None = None
+    """Instead of a factory: the address of an OpenEnv server, `ws://host:port`; `args` may name `field` and `seconds`."""
+    harness: str | tuple[str, ...] | None = None
+    """Drives the episodes itself, against an endpoint of the run's: a function `file.py:function` or `module:function` of
+    `base_url` and `row` that returns the reward, a program with its arguments, or `outside`: processes that fetch episodes."""
+    verifiers: str | None = None
+    """Instead of `data` and `rewards`: an installed taskset of verifiers by name; `args` is its `[env]`."""
+    listen: str = "127.0.0.1:0"
+    """Where the endpoint for harnesses listens; port 0 is any.  Other than loopback addresses need the environment variable
+    GROUPWISE_TOKEN, which requests must bring."""
+    at_once: Positive = 64
+    """Harnesses that run at the same time."""
+    max_turns: Positive = 16
+    """Turns of the policy in an episode."""
+    tool_timeout: Annotated[float, Gt(0.0)] = 30.0
+    """Seconds of one tool call, or of one `reset` or `step`."""
+    episode_timeout: Annotated[float, Gt(0.0)] = 600.0
+    """Seconds of an episode, sampling included; of a harness its own, without the time in which it waits for a turn."""
+    max_observation_tokens: Positive = 1024
+    """Longest answer to a turn, in tokens; what is longer is cut, and says so."""
+    max_observation_bytes: Positive = 32768
+    """The same in bytes of UTF-8."""
+    past: Literal["keep", "split"] = "keep"
+    """Where the chat template writes earlier turns otherwise once a conversation goes on (drops reasoning): `keep` continues what
+    was sampled; `split` goes on behind what the template writes, as at inference, and trains each part behind what it saw."""
+    runs: Literal["process", "thread"] | None = None
+    """Where tools and environments run: `process` (worker processes, which can be killed) or `thread` (in the trainer's process,
+    which is quicker to call and cannot be).  null: `process` for what is given by name, `thread` for objects."""
+
+    @property
+    def talks(self) -> bool:
+        """True if there is somebody to answer the policy, who is asked by us."""
+        return bool(self.tools) or self.factory is not None or self.openenv is not None
+
+    @property
+    def asks(self) -> bool:
+        """True if a harness asks for the policy's turns."""
+        return self.harness is not None or self.verifiers is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -451,8 +512,10 @@ class SaveSettings:
     """Newest checkpoints to keep."""
     rollouts_every: Count = 1
     """Write every group of every this many steps to `rollouts/`; 0: never."""
-    tensorboard: bool = False
-    """Write the metrics for TensorBoard too."""
+    report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
+    """Dashboards that get the metrics too, and where they have tables the group of each recorded step whose rewards differ most:
+    TensorBoard (files in the run folder), Weights & Biases, MLflow, Trackio.  Project and server come from their own environment
+    variables (WANDB_PROJECT, MLFLOW_TRACKING_URI ...); metrics.jsonl is always written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -515,6 +578,7 @@ class Recipe:
     data: DataSettings = field(default_factory=DataSettings)
     rewards: tuple[RewardSettings, ...] = ()
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
     group: GroupSettings = field(default_factory=GroupSettings)
     reward_model: RewardModelSettings = field(default_factory=RewardModelSettings)
     pairs: PairSettings = field(default_factory=PairSettings)

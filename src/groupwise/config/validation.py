@@ -89,9 +89,9 @@ def _length(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
 
 
 def _updates(recipe: Recipe) -> int:
-    """Optimizer steps of the whole run; `steps` must be set."""
+    """Optimizer steps of the policy in the whole run; `steps` must be set."""
     per_step = recipe.group.updates_per_rollout * recipe.group.minibatches if is_online(recipe.objective) else 1
-    return (recipe.steps or 0) * per_step
+    return max((recipe.steps or 0) - recipe.critic.pretrain, 0) * per_step
 
 
 def _model(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
@@ -239,7 +239,11 @@ def _data(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
         yield ("data.path",), f"data.path: {wrong}"
     if data.path is not None and data.task is not None:
         yield ("data.task", "data.path"), "say data.path (a file or a hub name) or data.task (a generated task), not both"
-    if data.path is None and data.task is None:
+    if recipe.environment.reasoning_gym is not None:
+        if data.path is not None or data.task is not None:
+            message = "environment.reasoning_gym brings its own rows: leave data.path and data.task out"
+            yield ("environment.reasoning_gym", "data.path", "data.task"), message
+    elif data.path is None and data.task is None and recipe.environment.verifiers is None:
         yield ("data.path", "data"), "data.path is missing: a .jsonl, .json or .parquet file, a hub name, or data.task"
     if data.task is not None and data.task not in TASKS:
         message = f"data.task must be one of {', '.join(TASKS)}; got {data.task!r}{closest(data.task, TASKS)}"
@@ -298,7 +302,9 @@ def _wrong_template(template: str) -> str | None:
 
 
 def _rewards(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
-    if recipe.objective in ONLINE and recipe.objective not in TAUGHT and not recipe.rewards:
+    given = recipe.environment
+    scored = given.asks or any(one is not None for one in (given.factory, given.reasoning_gym, given.openenv))
+    if recipe.objective in ONLINE and recipe.objective not in TAUGHT and not recipe.rewards and not scored:
         yield ("rewards",), f"rewards is missing: {recipe.objective!r} needs at least one, e.g. [{{function: accuracy}}]"
     names: dict[str, int] = {}
     for place, reward in enumerate(recipe.rewards):
@@ -319,22 +325,87 @@ def _rewards(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
 
 def _wrong_function(function: str) -> str | None:
     """Why a reward function cannot be found, or None.  Modules are not imported here."""
-    if function.startswith(LIVE):
-        return None
     if ":" not in function:
         if function in REWARDS:
             return None
         got = f"got {function!r}{closest(function, REWARDS)}"
         return f"must be one of {', '.join(REWARDS)}, module:function or file.py:function; {got}"
+    return _wrong_name(function)
+
+
+def _wrong_name(function: str, kind: str = "function") -> str | None:
+    """Why there can be nothing behind `module:function` or `file.py:function`, or None."""
+    if function.startswith(LIVE):
+        return None
+    if ":" not in function:
+        return f"must be module:{kind} or file.py:{kind}, got {function!r}"
     place, _, name = function.rpartition(":")
     if not name.isidentifier():
-        return f"{name!r} is not the name of a function (write module:function or file.py:function)"
+        return f"{name!r} is not the name of a {kind} (write module:{kind} or file.py:{kind})"
     if place.endswith(".py"):
         file = Path(place).expanduser()
         return None if file.is_file() else f"no such file {place!r}{_near(file)}"
     if all(part.isidentifier() for part in place.split(".")):
         return None
     return f"{place!r} is neither a module nor a .py file"
+
+
+def _environment(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
+    given, at = recipe.environment, "environment"
+    for place, tool in enumerate(given.tools):
+        if wrong := _wrong_name(tool):
+            yield (f"{at}.tools.{place}", f"{at}.tools"), f"{at}.tools.{place}: {wrong}"
+    names = [tool.rpartition(":")[2] for tool in given.tools]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        yield (f"{at}.tools",), f"{at}.tools: two tools are called {twice!r}; the policy tells them apart by name"
+    factories = given.factory if isinstance(given.factory, Mapping) else {} if given.factory is None else {"": given.factory}
+    if isinstance(given.factory, Mapping) and not given.factory:
+        yield (f"{at}.factory",), f"{at}.factory names no environment: write {{name: file.py:Class}}"
+    for name, one in factories.items():
+        key = f"{at}.factory.{name}" if name else f"{at}.factory"
+        if wrong := _wrong_name(one, "Class"):
+            yield (key, f"{at}.factory"), f"{key}: {wrong}"
+    if given.talks and recipe.objective in DATASET and recipe.objective != "sft":
+        yield (
+            (at, "objective"),
+            f"{at}: {recipe.objective!r} samples no conversations and shows no tools: leave it out of this stage",
+        )
+    bringing = [name for name in ("tools", "factory", "openenv", "harness", "verifiers") if getattr(given, name)]
+    if len(bringing) > 1 and bringing != ["tools", "factory"]:
+        named = " and ".join(f"{at}.{name}" for name in bringing)
+        yield tuple(f"{at}.{name}" for name in bringing), f"{named}: who answers the policy is one of them"
+    if given.asks and not is_online(recipe.objective):
+        key = f"{at}.{bringing[-1]}"
+        yield (key, "objective"), f"{key}: {recipe.objective!r} samples no episodes: leave it out of this stage"
+    if given.verifiers is not None and (recipe.data.task is not None or recipe.data.path is not None):
+        yield (
+            (f"{at}.verifiers", "data.path", "data.task"),
+            f"{at}.verifiers brings its own rows: leave data.path and data.task out",
+        )
+    if isinstance(given.harness, str) and given.harness != "outside" and (wrong := _wrong_name(given.harness)):
+        yield (f"{at}.harness",), f"{at}.harness: {wrong}, or `outside`; a program is a list: [python, agent.py]"
+    if not re.fullmatch(r"[^\s:]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}", given.listen):
+        yield (f"{at}.listen",), f"{at}.listen is written ADDRESS:PORT, got {given.listen!r}"
+    if given.reasoning_gym is not None and not is_online(recipe.objective):
+        message = f"{at}.reasoning_gym has prompts and a scorer, and no completions for {recipe.objective!r} to learn from"
+        yield (f"{at}.reasoning_gym", "objective"), message
+    if given.interface is not None and given.factory is None:
+        yield (f"{at}.interface",), f"{at}.interface belongs to {at}.factory, which is not set"
+    owners = ("factory", "reasoning_gym", "openenv", "harness", "verifiers")
+    if given.args and not any(getattr(given, name) for name in owners):
+        yield (f"{at}.args",), f"{at}.args are those of {', '.join(owners)}, and none is set"
+    if given.args and given.factory is not None and given.reasoning_gym is not None:
+        yield (f"{at}.args", f"{at}.factory"), f"{at}.args: say whose they are: leave {at}.factory or {at}.reasoning_gym out"
+    if given.past == "split" and not (given.talks or given.asks):
+        yield (f"{at}.past",), f"{at}.past is about conversations, and neither {at}.tools nor {at}.factory is set"
+    if given.talks and (recipe.data.task is not None or recipe.data.template is not None) and not recipe.data.chat:
+        yield ("data.chat", "data.task", "data.template", at), f"{at}: conversations are chat messages: set data.chat: true"
+    if (given.talks and recipe.objective in MIXED and recipe.group.mix is None) or (given.talks and recipe.group.mix):
+        yield (at, "group.mix"), f"{at}: a teacher that helps to sample holds no conversations: set group.mix: 0"
+    names = [reward.function for reward in recipe.rewards]
+    if "environment" in names and not (given.factory or given.openenv or given.asks):
+        where = f"rewards.{names.index('environment')}.function"
+        yield (where,), "the reward 'environment' needs environment.factory, openenv, harness or verifiers"
 
 
 def _group(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
@@ -365,6 +436,12 @@ def _group(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     if not group.beta and group.reference_refresh:
         message = f"group.reference_refresh is {group.reference_refresh}, but with group.beta 0 there is no reference to refresh"
         yield ("group.reference_refresh", "group.beta"), message
+    if recipe.model.dtype == "bfloat16" and group.reference_refresh and group.reference_mix < SEEN_BY_BFLOAT16:
+        message = (
+            f"group.reference_mix {show(group.reference_mix)} moves the reference by less than bfloat16 weights can hold, so it "
+            f"would stay as it is: set model.dtype: autocast, or a mix of at least {SEEN_BY_BFLOAT16}"
+        )
+        yield ("group.reference_mix", "model.dtype"), message
     if not group.beta and group.kl is not None:
         yield ("group.kl", "group.beta"), f"group.kl is {group.kl!r}, but with group.beta 0 no KL is in the loss"
 
@@ -408,6 +485,12 @@ def _teacher(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
             "teacher.path is missing: the policy would learn from itself as it is; give a checkpoint, a teacher.hint or an ema"
         )
         yield ("teacher.path", "teacher"), message
+    if recipe.model.dtype == "bfloat16" and 0 < teacher.ema < SEEN_BY_BFLOAT16:
+        message = (
+            f"teacher.ema {show(teacher.ema)} moves the teacher by less than bfloat16 weights can hold, so it would stay as it is: "
+            f"set model.dtype: autocast, or an ema of at least {SEEN_BY_BFLOAT16}"
+        )
+        yield ("teacher.ema", "model.dtype"), message
     if recipe.model.lora is not None and 0 < teacher.ema < 1:
         yield ("teacher.ema", "model.lora"), "teacher.ema must be 0 or 1 with model.lora: what lies under an adapter cannot move"
     if teacher.hint is not None and (wrong := _wrong_template(teacher.hint)):
@@ -430,6 +513,8 @@ def _mixing(recipe: Recipe) -> Iterator[Finding]:
         yield ("rollout.engine", "group.mix"), f"{message}, or set group.mix: 0"
 
 
+SEEN_BY_BFLOAT16 = 0.5
+"""Share of a difference of one unit in the last place that does not round to nothing."""
 SHOWN = ("path", "rows", "lm", "divergence")
 """What a teacher's demonstrations may say."""
 
@@ -563,6 +648,7 @@ _CHECKS: tuple[Callable[[Recipe, Sequence[str]], Iterator[Finding]], ...] = (
     _data,
     _rewards,
     _rollout,
+    _environment,
     _group,
     _critic,
     _teacher,

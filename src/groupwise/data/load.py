@@ -17,7 +17,7 @@ from groupwise.data.split import part_of
 from groupwise.data.steps import Solution, encode_solutions
 from groupwise.data.tasks import make_task
 from groupwise.data.tasks.base import Paired
-from groupwise.data.templates import Template, Wording
+from groupwise.data.templates import Template, Tools, Wording
 from groupwise.errors import ConfigError, DataError
 from groupwise.records import Prompt
 
@@ -61,15 +61,21 @@ class Data(Generic[Item]):
 
 
 def load_data(
-    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, *, context: int, max_new_tokens: int, seed: int
+    settings: DataSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    context: int,
+    max_new_tokens: int,
+    seed: int,
+    tools: Tools | None = None,
 ) -> Data[Prompt]:
     """Prompts for an online objective.  Training prompts have the id `row`: draw them with `visit(prompt, epoch)`.
 
-    context: tokens of the model, prompt and completion together.  seed: of generated tasks.
+    context: tokens of the model, prompt and completion together.  seed: of generated tasks.  tools: that a row's prompt shows.
     Raises DataError or ConfigError: unreadable or missing data, no prompt left, no room for a prompt.
     """
     limit = prompt_limit(context, max_new_tokens, settings.max_prompt_tokens)
-    template = Template.build(settings, tokenizer)
+    template = Template.build(settings, tokenizer, tools)
 
     def encode(rows: Rows) -> tuple[list[Prompt], Report]:
         return encode_prompts(rows, template, max_tokens=limit, too_long=settings.too_long)
@@ -80,14 +86,22 @@ def load_data(
 
 
 def load_demonstrations(
-    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, *, context: int, eos_ids: Sequence[int], seed: int
+    settings: DataSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    context: int,
+    eos_ids: Sequence[int],
+    seed: int,
+    tools: Tools | None = None,
 ) -> Data[Demonstration]:
     """Demonstrations for SFT; each ends with `eos_ids[0]`, or with another of them where the chat template writes it.
+
+    tools: that a row's prompt shows.
 
     A built-in task holds out prompts without demonstrations: they are judged by sampling, so `held_out` is empty then.
     Raises DataError or ConfigError as `load_data`.
     """
-    template = Template.build(settings, tokenizer)
+    template = Template.build(settings, tokenizer, tools)
 
     def encode(rows: Rows) -> tuple[list[Demonstration], Report]:
         return encode_demonstrations(rows, template, context=context, eos_ids=eos_ids, too_long=settings.too_long)

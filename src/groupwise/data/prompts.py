@@ -85,7 +85,7 @@ def ask_rows(rows: Rows, template: Template, tally: Tally, *, lenient: bool = Fa
             tally.drop("empty")
             continue
         asked.append((i, content))
-    questions = template.try_ask([content for _, content in asked], [rows.where(i) for i, _ in asked])
+    questions = template.try_ask([content for _, content in asked], [rows.where(i) for i, _ in asked], [rows[i] for i, _ in asked])
     kept, control = [], []
     for (i, _), question in zip(asked, questions, strict=True):
         if isinstance(question, Refusal):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 Messages = list[dict[str, Any]]
 Content = str | Messages
 """What a row asks, before any chat template: a plain string, or chat messages."""
+Schemas = Sequence[Mapping[str, Any]]
+"""JSON schemas of tools."""
+Tools = Callable[[Mapping[str, Any]], Schemas | None]
+"""From a row to the tools that its prompt shows."""
 
 OPEN, CLOSE = "\U000ffffc", "\U000ffffd"
 """Marks around control tokens that are text, while they pass through a chat template: two characters that nobody uses."""
@@ -116,9 +120,11 @@ class Template(Wording):
     tokenizer: PreTrainedTokenizerBase
     control_tokens: ControlTokens = "warn"
     """What becomes of the tokenizer's special tokens where a row's messages hold their text: see `DataSettings.control_tokens`."""
+    tools: Tools | None = None
+    """Of a row the JSON schemas that its prompt shows to the model."""
 
     @classmethod
-    def build(cls, settings: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Template:
+    def build(cls, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, tools: Tools | None = None) -> Template:
         """The template that the settings describe."""
         return cls(
             tokenizer=tokenizer,
@@ -126,7 +132,12 @@ class Template(Wording):
             system=settings.system,
             format=settings.template,
             control_tokens=settings.control_tokens,
+            tools=tools,
         )
+
+    def tools_shown(self, schemas: Sequence[Mapping[str, Any]]) -> Template:
+        """The same, which shows these tools whatever the row."""
+        return replace(self, tools=lambda _: schemas)
 
     def text(self, content: Content, where: str = "row") -> str:
         """The prompt's text: a string as it is, messages through the chat template up to where the assistant starts.
@@ -134,22 +145,30 @@ class Template(Wording):
         A last message of the assistant is continued, not closed.
         Raises DataError if the tokenizer has no chat template, or its template refuses the messages.
         """
-        return _accepted(self._rendered([_prompt_chat(content, where)])[0])
+        return _accepted(self._rendered([_prompt_chat(content, where, self._tools_of({}))])[0])
 
-    def ask(self, contents: Sequence[Content], wheres: Sequence[str]) -> list[Question]:
-        """Texts and ids of contents; `wheres` names their rows in messages.  Raises DataError as `text`."""
-        return [_accepted(question) for question in self.try_ask(contents, wheres)]
+    def ask(
+        self, contents: Sequence[Content], wheres: Sequence[str], rows: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[Question]:
+        """Texts and ids of contents; `wheres` names their rows in messages, `rows` says which tools they show.
 
-    def try_ask(self, contents: Sequence[Content], wheres: Sequence[str]) -> list[Question | Refusal]:
+        Raises DataError as `text`.
+        """
+        return [_accepted(question) for question in self.try_ask(contents, wheres, rows)]
+
+    def try_ask(
+        self, contents: Sequence[Content], wheres: Sequence[str], rows: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[Question | Refusal]:
         """The same, with what the chat template says of messages that it refuses in the place of their question."""
         control = [self.control_in(content) for content in contents]
         shown = [self._marked(content) if found else content for content, found in zip(contents, control, strict=True)]
-        texts = self._rendered([_prompt_chat(content, where) for content, where in zip(shown, wheres, strict=True)])
+        tools = [self._tools_of(row) for row in rows or [{}] * len(contents)]
+        texts = self._rendered([_prompt_chat(*one) for one in zip(shown, wheres, tools, strict=True)])
         plain = [isinstance(content, str) for content in contents]
         encoded = self._encode_some(texts, plain)
         return [
-            text if isinstance(text, Refusal) else Question(where, content, _unmarked(text), ids, found)
-            for where, content, text, ids, found in zip(wheres, contents, texts, encoded, control, strict=True)
+            text if isinstance(text, Refusal) else Question(where, content, _unmarked(text), ids, found, offered)
+            for where, content, text, ids, found, offered in zip(wheres, contents, texts, encoded, control, tools, strict=True)
         ]
 
     def encode(self, texts: Sequence[str], *, plain: Sequence[bool]) -> list[np.ndarray]:
@@ -201,6 +220,9 @@ class Template(Wording):
         """
         question = self.ask([self.content(row, where)], [where])[0]
         return self.complete([question], [answer], ())[0].stable
+
+    def _tools_of(self, row: Mapping[str, Any]) -> Schemas | None:
+        return None if self.tools is None else self.tools(row) or None
 
     def unknown(self, text: str, ids: np.ndarray) -> bool:
         """True if the tokenizer cannot write some character of `text`: decoding would lose it."""
@@ -302,8 +324,8 @@ class Template(Wording):
             return content + spoken
         if content[-1]["role"] == "assistant":
             last = {**content[-1], "content": str(content[-1]["content"]) + spoken}
-            return Chat([*content[:-1], last], question.where)
-        return Chat([*content, {"role": "assistant", "content": spoken}], question.where)
+            return Chat([*content[:-1], last], question.where, tools=question.tools)
+        return Chat([*content, {"role": "assistant", "content": spoken}], question.where, tools=question.tools)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -318,6 +340,8 @@ class Question:
     """int64 (m,)."""
     control: tuple[str, ...] = ()
     """Special tokens whose text stands in its messages."""
+    tools: Schemas | None = None
+    """JSON schemas that its prompt shows."""
 
     @property
     def plain(self) -> bool:
@@ -346,12 +370,12 @@ def _accepted(found: Found | Refusal) -> Found:
     return found
 
 
-def _prompt_chat(content: Content, where: str) -> str | Chat:
+def _prompt_chat(content: Content, where: str, tools: Schemas | None = None) -> str | Chat:
     """What is rendered of a prompt: up to where the assistant starts, or goes on."""
     if isinstance(content, str):
         return content
     continued = content[-1]["role"] == "assistant"
-    return Chat(content, where, add_generation_prompt=not continued, continue_final_message=continued)
+    return Chat(content, where, add_generation_prompt=not continued, continue_final_message=continued, tools=tools)
 
 
 def _texts_of(value: object) -> Iterator[str]:

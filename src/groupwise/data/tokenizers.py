@@ -30,9 +30,18 @@ PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Names of the class that follows tokenizer.json and nothing else."""
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if tools %}<|system|>{% for tool in tools %}{{ tool.function.name }}({{ tool.function.parameters.properties | join(', ') }})\n"
+    "{% endfor %}<|end|>{% endif %}"
+    "{% for message in messages %}{% if message.role == 'tool' %}"
+    "{{ '<|user|><tool_response>' + message.content + '</tool_response><|end|>' }}{% else %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>"
+    '{{ \'{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{ call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}"
+    "{{ '}</tool_call>' }}{% endfor %}{{ '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+"""Tools are shown by name and parameters, and called as Qwen's models call theirs."""
 
 
 def make_tokenizer(name: str, texts: Iterable[str] = ()) -> PreTrainedTokenizerBase:

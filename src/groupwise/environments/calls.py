@@ -96,7 +96,7 @@ def read_turn(text: str, form: CallForm, *, thinking: bool = False, tools: Seque
     if form == "channels":
         content, reasoning, found = _channels(text)
     else:
-        reasoning, rest = _split_thinking(text, thinking)
+        reasoning, rest = split_thinking(text, thinking)
         types = {name: _types_of(tool) for tool in tools or () if (name := _name_of(tool)) is not None}
         content, found = _bare(rest) if form == "bare" else _tagged(rest, types if form == "xml" else None)
     calls = tuple(
@@ -109,7 +109,7 @@ def read_turn(text: str, form: CallForm, *, thinking: bool = False, tools: Seque
 # ---- reasoning ---------------------------------------------------------------------------------------------------------------
 
 
-def _split_thinking(text: str, thinking: bool) -> tuple[str | None, str]:
+def split_thinking(text: str, thinking: bool) -> tuple[str | None, str]:
     """Reasoning, and what follows it.  A call inside a think block is a thought."""
     opened = text.lstrip().startswith("<think>")
     if not (opened or thinking):

@@ -28,6 +28,9 @@ class Reply:
     context: np.ndarray | None = None
     """int64 (c,): the next turn is drawn behind these ids instead of behind the prompt and what was said (`records.Branch`);
     `tokens` is then empty."""
+    limit: int | None = None
+    """Most tokens of the next turn, where it may have fewer than the completion has room for.  A turn that reaches it ends with
+    LENGTH, and the episode goes on."""
 
 
 class Conversation(Protocol):
@@ -37,10 +40,12 @@ class Conversation(Protocol):
         """Called once, before the first turn."""
         ...
 
-    def answer(self, tokens: Sequence[int], finish: Finish) -> Future[Reply]:
+    def answer(self, tokens: Sequence[int], finish: Finish, *, logp: Sequence[float], version: int) -> Future[Reply]:
         """The policy has written a turn.
 
-        tokens: the turn's, as sampled.   finish: EOS, STOP, or LENGTH where the completion has no room for more.
+        tokens: the turn's, as sampled.   finish: EOS, STOP, or LENGTH where the completion has no room for more, or the turn
+        reached `Reply.limit`.   logp: of each token, nats, as in `Rollout.behavior_logp`.   version: of the weights that drew them;
+        where it changed on the way, of the last token's.
         """
         ...
 

@@ -351,7 +351,6 @@ def explicit_attention(
     """
     heads, shared = query.shape[1], query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
-    wide = torch.promote_types(query.dtype, torch.float32)
     outputs = []
     for s in range(layout.segments):
         a, b = layout.start[s], layout.start[s] + layout.length[s]
@@ -359,22 +358,39 @@ def explicit_attention(
         p0, p1 = (layout.start[p], layout.start[p] + layout.length[p]) if p >= 0 else (a, a)
         keys = torch.cat([key[0, :, p0:p1], key[0, :, a:b]], 1)
         values = torch.cat([value[0, :, p0:p1], value[0, :, a:b]], 1)
-        scores = query[0, :, a:b] @ keys.transpose(1, 2) * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        place_K = torch.arange(p1 - p0 + b - a, device=query.device)
-        place_Q = place_K[p1 - p0 :]
-        seen = place_K[None] <= place_Q[:, None]
-        if window is not None or chunk is not None:
-            seen &= place_K[None] >= Reach(window, chunk).first(place_Q)[:, None]  # type: ignore[index]
-        scores = scores.masked_fill(~seen, -torch.inf)
-        if sinks_H is not None:
-            scores = torch.cat([scores, sinks_H.to(scores.dtype)[:, None, None].expand(-1, b - a, 1)], -1)
-        weights = scores.softmax(-1, dtype=wide)[..., : p1 - p0 + b - a]
-        outputs.append(weights.to(values.dtype) @ values)
+        outputs.append(last_attention(query[0, :, a:b], keys, values, scale, softcap, Reach(window, chunk), sinks_H))
     filler = layout.total - (layout.start[-1] + layout.length[-1] if layout.segments else 0)
     outputs.append(query.new_zeros(heads, filler, value.shape[-1]))
     return torch.cat(outputs, 1).transpose(0, 1)[None].contiguous()
+
+
+def last_attention(
+    query_HQD: Tensor,
+    key_HTD: Tensor,
+    value_HTE: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    reach: Reach = Reach(),  # noqa: B008  (frozen)
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """What the last Q of T positions of one sequence see of it -> (H, Q, E).  Keys and values have as many heads as queries."""
+    queries, places = query_HQD.shape[1], key_HTD.shape[1]
+    scores = query_HQD @ key_HTD.transpose(1, 2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~last_seen(queries, places, reach, query_HQD.device), -torch.inf)
+    if sinks_H is not None:
+        scores = torch.cat([scores, sinks_H.to(scores.dtype)[:, None, None].expand(-1, queries, 1)], -1)
+    wide = torch.promote_types(query_HQD.dtype, torch.float32)
+    return scores.softmax(-1, dtype=wide)[..., :places].to(value_HTE.dtype) @ value_HTE
+
+
+def last_seen(queries: int, places: int, reach: Reach, device: torch.device) -> Tensor:
+    """bool (Q, T): which positions of a sequence each of its last Q sees."""
+    place_T = torch.arange(places, device=device)
+    place_Q = place_T[places - queries :]
+    seen_QT = place_T[None] <= place_Q[:, None]
+    return seen_QT if reach == Reach() else seen_QT & (place_T[None] >= reach.first(place_Q)[:, None])  # type: ignore[index]
 
 
 FLEX_BLOCK = 128

@@ -625,7 +625,7 @@ def eos_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerB
 
 def context_length(config: dict[str, Any]) -> int:
     """Longest sequence that the model's positions reach, in tokens; `config` is transformers' as a dictionary."""
-    for key in ("max_position_embeddings", "n_positions", "n_ctx"):
+    for key in ("max_position_embeddings", "n_positions", "n_ctx", "max_target_positions"):
         if config.get(key):
             return int(config[key])
     return 1 << 20

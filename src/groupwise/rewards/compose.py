@@ -18,12 +18,13 @@ import numpy as np
 from groupwise.config.live import LIVE, Live, missing
 from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, RewardError
-from groupwise.records import Rollout, Scored
+from groupwise.records import Episode, Rollout, Scored
 from groupwise.rewards.calls import describe_failure, described, settled
 from groupwise.rewards.find import Completions, LiveReward, Reward, Signature, check_name, find_builtin, read_signature
 from groupwise.rewards.functions import Functions, Thread, Unit
 from groupwise.rewards.hosts import DEFAULT_SECONDS, SECONDS_EACH, Answers, Host, Task, finish
 from groupwise.rewards.process import step_signal
+from groupwise.rewards.states import EnvironmentState
 from groupwise.rewards.workers import Outcome, failed
 
 log = logging.getLogger(__name__)
@@ -209,6 +210,10 @@ class Rewards:
         """K weights."""
         return tuple(reward.weight for reward in self._rewards)
 
+    def asks(self, *names: str) -> bool:
+        """True if some function asks for one of these by name."""
+        return any(name in reward.signature.named for reward in self._rewards for name in names)
+
     @property
     def process(self) -> bool:
         """True if some function rewards steps: groups then come with the signal `process`."""
@@ -343,16 +348,27 @@ class Rewards:
 
     def _completions(self, rollouts: Sequence[Rollout]) -> Completions:
         chat = [isinstance(rollout.prompt.row.get("prompt"), list) for rollout in rollouts]
+        episodes = [rollout.episode for rollout in rollouts]
+        texts = [spoken(rollout) for rollout in rollouts]
+        given: dict[str, Any] = {}
+        if any(episode is not None for episode in episodes):
+            given["environments"] = [_state(episode) for episode in episodes]
+            given["environment_rewards"] = [None if episode is None else episode.reward for episode in episodes]
+            given["written_ids"] = [rollout.tokens[rollout.trained].tolist() for rollout in rollouts]
         return Completions(
             labels=[f"{rollout.prompt.id}#{rollout.index}" for rollout in rollouts],
             prompts=[r.prompt.row["prompt"] if c else r.prompt.text for r, c in zip(rollouts, chat, strict=True)],
             prompt_texts=[rollout.prompt.text for rollout in rollouts],
-            completions=[as_messages(r.text) if c else r.text for r, c in zip(rollouts, chat, strict=True)],
-            texts=[rollout.text for rollout in rollouts],
+            completions=[
+                list(e.messages) if e is not None and e.messages else as_messages(text) if c else text
+                for text, e, c in zip(texts, episodes, chat, strict=True)
+            ],
+            texts=texts,
             prompt_ids=[rollout.prompt.tokens.tolist() for rollout in rollouts],
             completion_ids=[rollout.tokens.tolist() for rollout in rollouts],
             finish_reasons=[rollout.finish.value for rollout in rollouts],
             columns={column: [rollout.prompt.row.get(column) for rollout in rollouts] for column in self._columns},
+            **given,
         )
 
     def _process(self, rollouts: Sequence[Rollout], values: Sequence[Sequence[Any]]) -> list[np.ndarray] | None:
@@ -366,6 +382,26 @@ class Rewards:
             parts = [step_signal(reward.name, column[index], len(rollout), label) for reward, column in columns]
             signals.append(combine(np.stack(parts, axis=1), tuple(reward.weight for reward, _ in columns)))
         return signals
+
+
+def spoken(rollout: Rollout) -> str:
+    """A completion's text for rewards that read one text: of several turns the policy's last, with its reasoning.
+
+    What the world said is not the policy's: an answer that stands in a tool's result has not been given.
+    """
+    if rollout.episode is None:
+        return rollout.text
+    last = next((message for message in reversed(rollout.episode.messages) if message["role"] == "assistant"), None)
+    if last is None:
+        return ""
+    reasoning = last.get("reasoning_content")
+    return f"<think>{reasoning}</think>{last['content']}" if reasoning else str(last["content"])
+
+
+def _state(episode: Episode | None) -> EnvironmentState | None:
+    if episode is None or episode.state is None:
+        return None
+    return EnvironmentState(episode.environment or "environment", episode.state, episode.reward)
 
 
 def no_rewards() -> Rewards:

@@ -25,9 +25,23 @@ from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.process import ProcessReward
 from groupwise.rewards.registry import BUILTINS, GOLD_COLUMNS, MAKERS
 
-OFFERED = ("prompts", "completions", "prompt_ids", "completion_ids", "finish_reasons")
+OFFERED = (
+    "prompts",
+    "completions",
+    "prompt_ids",
+    "completion_ids",
+    "finish_reasons",
+    "environments",
+    "environment_rewards",
+)
 """What a function may ask for by name, beside the columns of the data; these names win over columns of the same name."""
-SINGULAR = {"prompt": "prompts", "completion": "completions", "finish_reason": "finish_reasons"}
+SINGULAR = {
+    "prompt": "prompts",
+    "completion": "completions",
+    "finish_reason": "finish_reasons",
+    "environment_state": "environments",
+    "environment_reward": "environment_rewards",
+}
 """What a function of one completion calls them."""
 
 
@@ -46,7 +60,13 @@ class Completions:
     texts: Sequence[str]
     prompt_ids: Sequence[Sequence[int]] | None = None
     completion_ids: Sequence[Sequence[int]] | None = None
+    written_ids: Sequence[Sequence[int]] | None = None
+    """Of `completion_ids` those that the policy wrote: what built-in functions count."""
     finish_reasons: Sequence[str] | None = None
+    environments: Sequence[Any] | None = None
+    """What is left of each completion's environment: `EnvironmentState`, None where it had none."""
+    environment_rewards: Sequence[float | None] | None = None
+    """What the environment itself gave."""
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -109,6 +129,8 @@ class Reward:
                 given[name] = list(batch.columns[self.gold])
             elif self.builtin and wanted in ("prompts", "completions"):
                 given[name] = list(batch.prompt_texts if wanted == "prompts" else batch.texts)
+            elif self.builtin and wanted == "completion_ids" and batch.written_ids is not None:
+                given[name] = list(batch.written_ids)
             elif wanted in OFFERED:
                 value = getattr(batch, wanted)
                 if value is None and name not in self.signature.named:
@@ -220,27 +242,38 @@ def find_function(spec: str) -> tuple[Callable[..., Any], bool]:
     Modules are those that are installed, or lie in the working directory; files must lie in the working directory (a recipe from
     elsewhere cannot name code from anywhere).  Raises ConfigError.
     """
-    place, colon, name = spec.rpartition(":")
-    if not colon:
+    if ":" not in spec:
         if spec in BUILTINS:
             return BUILTINS[spec], True
         named = [*BUILTINS, *MAKERS]
         close = difflib.get_close_matches(spec, named, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"built-in: {', '.join(named)}; your own: module:function"
         raise ConfigError(f"there is no reward function {spec!r}; {hint}")
-    module = _file(spec, place) if place.endswith(".py") else _module(spec, place)
-    function = vars(module).get(name)
-    if not callable(function):
-        functions = [
-            key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
+    return find_named(spec, "reward function"), False
+
+
+def find_named(spec: str, kind: str) -> Callable[..., Any]:
+    """What is behind `module:name` or `path/to/file.py:name`, by the rules of `find_function`.
+
+    kind: what it is called in messages.   Raises ConfigError.
+    """
+    place, _, name = spec.rpartition(":")
+    what = f"{kind} {spec!r}"
+    module = _file(what, place) if place.endswith(".py") else _module(what, place)
+    found = vars(module).get(name)
+    if not callable(found):
+        own = [
+            key
+            for key, value in vars(module).items()
+            if (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module.__name__
         ]
-        close = difflib.get_close_matches(name, functions, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"its functions: {', '.join(functions) or 'none'}"
-        raise ConfigError(f"reward function {spec!r}: {place} has no function {name!r}; {hint}")
-    return function, False
+        close = difflib.get_close_matches(name, own, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(own) or 'none'}"
+        raise ConfigError(f"{what}: {place} has no function {name!r}; {hint}")
+    return found
 
 
-def _module(spec: str, place: str) -> Any:
+def _module(what: str, place: str) -> Any:
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)  # last, so that a file here cannot stand in for an installed module
@@ -248,18 +281,18 @@ def _module(spec: str, place: str) -> Any:
         return importlib.import_module(place)
     except ImportError as error:
         raise ConfigError(
-            f"reward function {spec!r}: cannot import {place!r} ({error}); looked for among the installed modules and in {here}"
+            f"{what}: cannot import {place!r} ({error}); looked for among the installed modules and in {here}"
         ) from error
     except (Exception, SystemExit) as error:
-        raise ConfigError(_unimportable(spec, place, error)) from error
+        raise ConfigError(_unimportable(what, place, error)) from error
 
 
-def _file(spec: str, place: str) -> Any:
+def _file(what: str, place: str) -> Any:
     here, path = Path.cwd().resolve(), Path(place).resolve()
     if not path.is_relative_to(here):
-        raise ConfigError(f"reward function {spec!r}: the file must lie in the working directory, {here}")
+        raise ConfigError(f"{what}: the file must lie in the working directory, {here}")
     if not path.is_file():
-        raise ConfigError(f"reward function {spec!r}: there is no file {path.relative_to(here)} in the working directory, {here}")
+        raise ConfigError(f"{what}: there is no file {path.relative_to(here)} in the working directory, {here}")
     name = f"groupwise_reward_{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"  # one per file, whatever the working directory
     if name in sys.modules:
         return sys.modules[name]
@@ -272,17 +305,17 @@ def _file(spec: str, place: str) -> Any:
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, Exception | SystemExit):
-            raise ConfigError(_unimportable(spec, place, error)) from error
+            raise ConfigError(_unimportable(what, place, error)) from error
         raise
     return module
 
 
-def _unimportable(spec: str, place: str, error: BaseException) -> str:
+def _unimportable(what: str, place: str, error: BaseException) -> str:
     """What happened while a user's module ran for the first time, and the last line of it that was reached."""
     stem = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
     reached = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).stem == stem]
     line = f" (line {reached[-1].lineno})" if reached else ""
-    return f"reward function {spec!r}: {place} cannot be imported: {type(error).__name__}: {error}{line}"
+    return f"{what}: {place} cannot be imported: {type(error).__name__}: {error}{line}"
 
 
 def _gold_column(name: str, function: Callable[..., Any], arguments: dict[str, Any], columns: Collection[str]) -> str | None:

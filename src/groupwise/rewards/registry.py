@@ -1,8 +1,9 @@
 """The table of built-in reward functions: name -> function.  A new one is a pure function and one row here.
 
 Their parameters are looked up by name: `prompts` and `completions` (strings, the chat template applied), `prompt_ids`,
-`completion_ids`, `finish_reasons`, `gold`, or any column of the data.  Keyword-only parameters are what a recipe's `args` set; a
-function refuses bad ones even when it is called with no completions, which is how they are checked before a model is loaded.
+`completion_ids`, `finish_reasons`, `environment_rewards`, `gold`, or any column of the data.  Keyword-only parameters are what a
+recipe's `args` set; a function refuses bad ones even when it is called with no completions, which is how they are checked before
+a model is loaded.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from groupwise.rewards.accuracy import accuracy, exact, number
+from groupwise.rewards.environment import environment
 from groupwise.rewards.format import regex, tags, think_format
 from groupwise.rewards.length import cosine_length, soft_overlong
 from groupwise.rewards.model import model_reward
@@ -31,6 +33,7 @@ BUILTINS: Mapping[str, Callable[..., list[Any]]] = MappingProxyType(
         "soft_overlong": soft_overlong,
         "cosine_length": cosine_length,
         "repetition": repetition,
+        "environment": environment,
     }
 )
 

@@ -31,6 +31,8 @@ LONGEST_ANSWER = 1 << 28
 LINUX = sys.platform.startswith("linux")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 Function = Callable[..., Any]
+channel_of_this: socket.socket | None = None
+"""The worker's end of its connection: a process that it forks lets go of it."""
 
 
 def main() -> NoReturn:
@@ -167,6 +169,8 @@ def serve(channel: socket.socket, build: Callable[..., Function], options: Mappi
     """
     import resource
 
+    global channel_of_this
+    channel_of_this = channel
     if options.get("memory") is not None:
         resource.setrlimit(resource.RLIMIT_AS, (options["memory"], options["memory"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -14,7 +14,7 @@ import numpy as np
 from groupwise.errors import Diverged, EngineError
 from groupwise.models import rope
 from groupwise.models.policy import Policy
-from groupwise.records import Finish, Prompt, Rollout, Sampling
+from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling
 
 
 class Engine(Protocol):
@@ -107,8 +107,12 @@ def check_request(policy: Policy, prompts: Sequence[Prompt], group_size: int, sa
 def completion_limit(policy: Policy, prompt: Prompt, sampling: Sampling) -> int:
     """Longest completion of a prompt in tokens: `max_new_tokens`, or what the context leaves, or the frequencies of rotary
     embeddings that change with the length of a sequence (`rope.room`)."""
-    room = rope.room(policy.switches, prompt.tokens.size)
-    most = min(sampling.max_new_tokens, policy.context - prompt.tokens.size)
+    return min(sampling.max_new_tokens, sequence_room(policy, prompt.tokens.size))
+
+
+def sequence_room(policy: Policy, tokens: int) -> int:
+    """Most tokens that can be drawn behind so many; below 1 where there is no room."""
+    most, room = policy.context - tokens, rope.room(policy.switches, tokens)
     return most if room is None else min(most, room)
 
 
@@ -124,8 +128,10 @@ def make_rollout(
     version: int | np.ndarray,
     support: tuple[np.ndarray, ...] | None = None,
     keep_special_tokens: bool = False,
+    trained: np.ndarray | None = None,
+    episode: Episode | None = None,
 ) -> Rollout:
-    """The record of an ended completion.  version: of all its tokens, or of each.
+    """The record of an ended completion.  version: of all its tokens, or of each.   trained: see `Rollout`.
 
     Raises Diverged if a log-probability is not finite.
     """
@@ -147,4 +153,6 @@ def make_rollout(
         text=str(policy.tokenizer.decode(ids, skip_special_tokens=not keep_special_tokens)),
         version=np.full(len(ids), version, dtype=np.int64),
         support=support,
+        trained=trained,  # type: ignore[arg-type]
+        episode=episode,
     )

@@ -45,17 +45,23 @@ def stream_keys(seed: int, prompt_id: str, indices: Sequence[int]) -> np.ndarray
     return _mixed(base + (np.asarray(indices, dtype=np.uint64) + np.uint64(1)) * _GOLDEN)
 
 
-def uniforms(keys_R: np.ndarray, tokens: int) -> np.ndarray:
+def uniforms(keys_R: np.ndarray, tokens: int, first_R: np.ndarray | None = None) -> np.ndarray:
     """Uniform numbers in [0, 1) for tokens 0 .. `tokens` - 1 of each stream: (R, T), float64 with 53 random bits.
+
+    first_R: where each stream begins, instead of at its token 0.
 
     SplitMix64 as a counter-based generator (Steele, Lea, Flood 2014): token t of a stream needs none of the tokens before it.
 
     >>> long, short = uniforms(stream_keys(0, "a", [3]), 8), uniforms(stream_keys(0, "a", [2, 3]), 5)
     >>> bool((long[0, :5] == short[1]).all())
     True
+    >>> bool((uniforms(stream_keys(0, "a", [3]), 5, np.array([3]))[0] == long[0, 3:]).all())
+    True
     """
-    counter_T = np.arange(1, tokens + 1, dtype=np.uint64)
-    bits_RT = _mixed(keys_R[:, None] + counter_T * _GOLDEN)
+    counter_RT = np.arange(1, tokens + 1, dtype=np.uint64)[None]
+    if first_R is not None:
+        counter_RT = counter_RT + first_R.astype(np.uint64)[:, None]
+    bits_RT = _mixed(keys_R[:, None] + counter_RT * _GOLDEN)
     return (bits_RT >> np.uint64(11)) * 2.0**-53
 
 

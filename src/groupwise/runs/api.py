@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Never
 
@@ -30,7 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from groupwise.config import settings
 from groupwise.config.live import Live
 from groupwise.config.recipes import make_recipe, run_folder
-from groupwise.config.settings import DataSettings, ModelSettings, Recipe, RewardSettings
+from groupwise.config.settings import DataSettings, EnvironmentSettings, ModelSettings, Recipe, RewardSettings
 from groupwise.data.sources import kind_of, live_rows
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError
@@ -88,6 +88,7 @@ def train(
     recipe: str | os.PathLike[str] | Recipe | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    tools: Sequence[str | Callable[..., Any]] | None = None,
     fresh: bool = False,
     accept_changes: bool = False,
     # made from config/settings.py by make docs
@@ -104,6 +105,7 @@ def train(
     data: typed.RowsGiven | typed.DataKeys | settings.DataSettings | None = None,
     rewards: typed.RewardGiven | Sequence[typed.RewardGiven] | None = None,
     rollout: typed.RolloutKeys | settings.RolloutSettings | None = None,
+    environment: typed.EnvironmentGiven | Mapping[str, typed.EnvironmentGiven] | typed.EnvironmentKeys | settings.EnvironmentSettings | None = None,
     group: typed.GroupKeys | settings.GroupSettings | None = None,
     reward_model: typed.RewardModelKeys | settings.RewardModelSettings | None = None,
     pairs: typed.PairKeys | settings.PairSettings | None = None,
@@ -124,6 +126,9 @@ def train(
     `eval_path` may be any of these.
     rewards: one or several of: the name of a function as in a recipe, the function itself, a `LiveReward`, a mapping of the keys of
     an entry of `rewards`, whose `function` may be the function itself.
+    tools: functions that the policy may call, or their names as in a recipe.
+    environment: an environment's class, its name, a mapping of names to such, or a mapping of the keys of `environment`, whose
+    `factory`, `tools` and `harness` may be objects.
     fresh: start anew, under the first of NAME, NAME-2, NAME-3 ... that has not run.
     accept_changes: resume although data files or reward functions have changed since the run began.
     The other keywords are the keys of a recipe (`groupwise config` lists them); a section is a mapping: `optimizer={"lr": 1e-5}`.
@@ -134,9 +139,7 @@ def train(
     >>> training.recipe.data.path
     'live:1 row (eeebffb9)'
     """
-    given = {
-        key: value for key, value in locals().items() if key not in ("recipe", "tokenizer", "fresh", "accept_changes", "unknown")
-    }
+    given = {key: value for key, value in locals().items() if key not in _OWN}
     keys = {key: value for key, value in (given | unknown).items() if value is not None}
     if not isinstance(recipe, str | os.PathLike | Recipe | None):
         remedy = ": give a mapping's keys as keywords, train(**mapping)" if isinstance(recipe, Mapping) else ""
@@ -149,6 +152,8 @@ def train(
         keys["data"] = _data(keys["data"])
     if "rewards" in keys:
         keys["rewards"] = _rewards(keys["rewards"])
+    if tools is not None or "environment" in keys:
+        keys["environment"] = _environment(keys.get("environment"), tools)
     keys = {key: _plain(value, key) for key, value in keys.items()}
     made = (
         recipe
@@ -161,7 +166,7 @@ def train(
     return Training(made, accept_changes=accept_changes)
 
 
-_OWN = ("recipe", "tokenizer", "fresh", "accept_changes", "unknown")
+_OWN = ("recipe", "tokenizer", "tools", "fresh", "accept_changes", "unknown")
 """Parameters of `train` that are no keys of a recipe."""
 
 
@@ -252,9 +257,40 @@ def _reward(given: Any, place: int) -> object:
     return keys | {"function": Live(str(keys["name"]), live)}
 
 
+def _environment(given: object, tools: Sequence[object] | None) -> dict[str, Any]:
+    """The keys of `environment`; functions and classes are `Live` names."""
+    section = isinstance(given, EnvironmentSettings) or (isinstance(given, Mapping) and set(given) & set(_ENVIRONMENT))
+    keys = {"factory": given} if given is not None and not section else dict(_keys(given) or {})
+    if tools is not None:
+        if isinstance(tools, str) or not isinstance(tools, Sequence):
+            raise ConfigError(f"tools is a list of functions or their names, got {kind_of(tools)}")
+        keys["tools"] = [*keys.get("tools", ()), *tools]
+    keys["tools"] = [_callable(tool, f"tools.{place}") for place, tool in enumerate(keys.get("tools") or ())]
+    factory = keys.get("factory")
+    if isinstance(factory, Mapping):
+        keys["factory"] = {str(name): _callable(one, f"environment.factory.{name}") for name, one in factory.items()}
+    elif factory is not None:
+        keys["factory"] = _callable(factory, "environment.factory")
+    if callable(keys.get("harness")):
+        keys["harness"] = _callable(keys["harness"], "environment.harness")
+    return {key: value for key, value in keys.items() if value is not None}
+
+
+def _callable(given: object, where: str) -> str:
+    """The name of a tool or of what makes an environment; with the object where one was given."""
+    if isinstance(given, str):
+        return given
+    if not callable(given):
+        raise ConfigError(f"{where} is a function or a class, or the name of one, got {kind_of(given)}")
+    return Live(str(getattr(given, "__name__", type(given).__name__)), given)
+
+
+_ENVIRONMENT = tuple(field.name for field in dataclasses.fields(EnvironmentSettings))
+
+
 def _keys(given: object) -> dict[str, Any] | None:
     """The keys of a section that was given as a mapping or as its dataclass; None if it is neither."""
-    if isinstance(given, ModelSettings | DataSettings | RewardSettings):
+    if isinstance(given, ModelSettings | DataSettings | RewardSettings | EnvironmentSettings):
         return dataclasses.asdict(given)
     splits = type(given).__module__.partition(".")[0] == "datasets"  # a DatasetDict is a mapping, too
     return {str(key): value for key, value in given.items()} if isinstance(given, Mapping) and not splits else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +25,11 @@ from groupwise.config.validation import STAGE
 from groupwise.data.load import Data, load_data, load_texts
 from groupwise.data.order import Order
 from groupwise.data.prompts import visit
+from groupwise.data.templates import Tools
 from groupwise.data.tokenizers import make_tokenizer, with_chat_template
 from groupwise.distributed import comm
+from groupwise.environments.conversation import World
+from groupwise.environments.environment import Source
 from groupwise.errors import ConfigError
 from groupwise.models.lora import adapter_size, bare
 from groupwise.models.policy import Blueprint, Policy, context_length, read_blueprint, resolve_device
@@ -48,11 +52,21 @@ from groupwise.runs.engines import (
     why_apart,
 )
 from groupwise.runs.plan import Lines, fitted, memory_lines, offline_plan, online_plan, scoring_memory
-from groupwise.runs.policies import critic_of, hold, parameter_count, reference_of, teacher_of, weightless
+from groupwise.runs.policies import (
+    critic_of,
+    hold,
+    largest_model,
+    parameter_count,
+    reference_of,
+    shared_out,
+    teacher_of,
+    weightless,
+)
 from groupwise.runs.sizing import H100, Load, rank, rank_lines
+from groupwise.runs.worlds import furnished, make_source, make_world, tools_of, with_own_reward, world_lines
 from groupwise.training.critics import Critic
 from groupwise.training.evaluate import Evaluation, evaluate
-from groupwise.training.objectives import OBJECTIVES, language_model
+from groupwise.training.objectives import OBJECTIVES, Kind, language_model
 from groupwise.training.offline import Validation, train_offline, validate
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
@@ -105,6 +119,8 @@ class Job(Learner):
     teacher: Teacher | None = None
     engine: Engine | None = None
     """What samples, where the objective or its evaluation does."""
+    world: World | None = None
+    """Who answers what it samples."""
     ahead: Ahead = field(default_factory=Ahead)
     """What has been sampled, or begun to be, for steps to come."""
     closing: list[Callable[[], None]] = field(default_factory=list)
@@ -149,9 +165,20 @@ class Job(Learner):
             read({name: tensor for name, tensor in self.tensors().items() if name.startswith(("critic.", "teacher."))})
 
     def close(self) -> None:
-        """End reward workers."""
-        for close in self.closing:
-            close()
+        """End reward workers and what samples; each of them, also if another one raises."""
+        with ExitStack() as stack:
+            for close in reversed(self.closing):
+                stack.callback(close)
+
+
+@contextmanager
+def _closed_on_error(*closing: Callable[[], None]) -> Iterator[None]:
+    """While a job is put together: what has been started ends if it comes to nothing."""
+    with ExitStack() as stack:
+        for close in closing:
+            stack.callback(close)
+        yield
+        stack.pop_all()
 
 
 def _of_critic(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -166,7 +193,9 @@ def make_job(recipe: Recipe, *, resume: Path | None = None, reference: Path | No
     reference: the folder with the weights that the policy had before its first step, where the algorithm needs them.
     Raises ConfigError, DataError or Diverged before the first step.
     """
+    recipe = furnished(recipe)
     blueprint = blueprint_of(recipe, resume if recipe.model.lora is None else None)
+    recipe = shared_out(recipe, blueprint)
     maker = _online_job if is_online(recipe.objective) else _dataset_job
     return maker(fitted(recipe, shape_of(recipe, blueprint)), blueprint, reference, resume)
 
@@ -193,13 +222,14 @@ def plan_of(
     scorers: recipes of reward models that it will use and that do not exist yet; `recipe.rewards` then leaves them out.
     world: so many processes instead of those that are running.   config: of another model (transformers', as a mapping).
     """
+    recipe = furnished(recipe)
     blueprint = blueprint_of(recipe, None)
     if config is not None:
         blueprint = replace(blueprint, config=dict(config), context=context_length(dict(config)))
     recipe = fitted(recipe, shape_of(recipe, blueprint))
     prepared = _Prepared.of(recipe, blueprint, [blueprint_of(scorer, None) for scorer in scorers], world)
-    if prepared.rewards is not None:
-        prepared.rewards.close()
+    for close in prepared.closing:
+        close()
     return prepared.plan
 
 
@@ -259,18 +289,33 @@ class _Prepared:
     algorithm: Algorithm | None
     steps: int
     plan: Lines
+    world: World | None = None
+
+    @property
+    def closing(self) -> list[Callable[[], None]]:
+        """Ends what it has started."""
+        return [one.close for one in (self.rewards, self.world) if one is not None]
 
     @classmethod
     def of(cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint] = (), world: int | None = None) -> _Prepared:
-        if is_online(recipe.objective):
-            return cls._online(recipe, blueprint, scorers, world)
-        return cls._dataset(recipe, blueprint, world)
+        source = make_source(recipe.environment)
+        with _closed_on_error(*([] if source is None else [source.close])):
+            recipe = with_own_reward(recipe, source)
+            if is_online(recipe.objective):
+                found = cls._online(recipe, blueprint, scorers, world, source)
+            else:
+                found = cls._dataset(recipe, blueprint, world, source)
+            with _closed_on_error(*found.closing):
+                answering = make_world(recipe, blueprint, source, sampling_of(recipe.rollout))
+        return replace(found, world=answering, plan=[*found.plan, *world_lines(recipe, source)])
 
     @classmethod
-    def _online(cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint], world: int | None) -> _Prepared:
+    def _online(
+        cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint], world: int | None, source: Source | None
+    ) -> _Prepared:
         algorithm = resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens)
         algorithm = sampled_elsewhere(algorithm, recipe.rollout)
-        prompts = _prompts(recipe, blueprint)
+        prompts = _prompts(recipe, blueprint, tools_of(source))
         lines = online_plan(recipe, len(prompts.train), len(prompts.held_out), len(prompts.validation))
         lines.insert(0, ("algorithm", algorithm_line(algorithm)))
         group = recipe.group
@@ -286,14 +331,19 @@ class _Prepared:
             reference=algorithm.needs_reference,
             recompute=recipe.model.gradient_checkpointing,
             adapter=adapter_count(recipe, blueprint),
-            rewards=sum(scoring_memory(*one) for one in _scorers(recipe, scorers)) + critic_memory(recipe, algorithm),
+            rewards=sum(scoring_memory(*one) for one in _scorers(recipe, scorers))
+            + critic_memory(recipe, algorithm)
+            + teacher_memory(recipe, algorithm, shape_of(recipe, blueprint)),
         )
+        held = [*adapter_lines(recipe, blueprint), *precision_lines(recipe), *_held(recipe, blueprint, load, world)]
         rewards = None
         if not recipe.rewards and not algorithm.needs_reward:
             rewards = no_rewards()
         elif recipe.rewards or not scorers:
             rewards = build_rewards(recipe.rewards, columns=list(prompts.train[0].row), tokenizer=blueprint.tokenizer)
-            _check_credit(algorithm, rewards)
+            with _closed_on_error(rewards.close):
+                _check_credit(algorithm, rewards)
+                held += _judges(rewards)
         assert recipe.steps is not None
         return cls(
             prompts=prompts,
@@ -303,21 +353,18 @@ class _Prepared:
             steps=recipe.steps,
             plan=[
                 *lines,
-                *adapter_lines(recipe, blueprint),
-                *precision_lines(recipe),
-                *_held(recipe, blueprint, load, world),
-                *_judges(rewards),
+                *held,
                 ("read", str(prompts.report)),
                 *(("warning", text) for text in prompts.report.warnings),
             ],
         )
 
     @classmethod
-    def _dataset(cls, recipe: Recipe, blueprint: Blueprint, world: int | None) -> _Prepared:
+    def _dataset(cls, recipe: Recipe, blueprint: Blueprint, world: int | None, source: Source | None) -> _Prepared:
         kind = OBJECTIVES[recipe.objective]
-        rows = kind.load(recipe, blueprint)
+        rows = kind.load(recipe, blueprint, tools_of(source))
         tokens = sum(len(row) for row in rows.train) / max(len(rows.train), 1)
-        prompts = _prompts(recipe, blueprint) if recipe.rewards and kind.samples else None
+        prompts = _prompts(recipe, blueprint, tools_of(source)) if recipe.rewards and kind.samples else None
         judged = prompts or rows
         lines, steps = offline_plan(recipe, len(rows.train), len(judged.held_out), tokens, len(judged.validation))
         load = Load(
@@ -329,24 +376,27 @@ class _Prepared:
             recompute=recipe.model.gradient_checkpointing,
             adapter=adapter_count(recipe, blueprint),
         )
+        lines = [("objective", kind.title), *lines, *adapter_lines(recipe, blueprint), *precision_lines(recipe)]
+        lines += _held(recipe, blueprint, load, world)
         columns = list(prompts.held_out[0].row) if prompts is not None and prompts.held_out else []
         rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer) if columns else None
-        lines = [("objective", kind.title), *lines, *adapter_lines(recipe, blueprint), *precision_lines(recipe)]
-        plan = [*lines, *_held(recipe, blueprint, load, world), *_judges(rewards), ("read", str(rows.report))]
-        plan += [("warning", text) for text in rows.report.warnings]
+        if rewards is not None:
+            with _closed_on_error(rewards.close):
+                lines += _judges(rewards)
+        plan = [*lines, ("read", str(rows.report)), *(("warning", text) for text in rows.report.warnings)]
         return cls(prompts=prompts, rows=rows, rewards=rewards, algorithm=None, steps=steps, plan=plan)
 
 
-def _judges(rewards: Rewards | None) -> Lines:
+def _judges(rewards: Rewards) -> Lines:
     """Where each reward function runs, and what ends a call that does not come back."""
-    return [("reward", line) for line in rewards.plan()] if rewards is not None else []
+    return [("reward", line) for line in rewards.plan()]
 
 
 def _held(recipe: Recipe, blueprint: Blueprint, load: Load, world: int | None) -> Lines:
     """What the process, or each of several, holds and does in a step; where `world` is only planned, also how long that takes."""
     shape = shape_of(recipe, blueprint)
     count = comm.world().size if world is None else world
-    sharding = comm.ShardingConfig.of(recipe.parallel).decided(shape.parameters, count)
+    sharding = comm.ShardingConfig.of(recipe.parallel).decided(largest_model(recipe, blueprint), count)
     if count == 1:
         found = rank(shape, load, world=1, sharded="ddp", shards=1, prompts=load.prompts).memory
         lines = [("micro-batches", f"at most {load.budget:,} packed positions"), *memory_lines(found)]
@@ -396,6 +446,18 @@ def critic_memory(recipe: Recipe, algorithm: Algorithm) -> int:
     return 16 * parameter_count(read_blueprint(ModelSettings(path=path)))
 
 
+def teacher_memory(recipe: Recipe, algorithm: Algorithm, shape: Shape) -> int:
+    """Bytes of a teacher's weights: of its checkpoint, or of a policy's former self where that is not under an adapter."""
+    path, ema = recipe.teacher.path, recipe.teacher.ema
+    if not algorithm.needs_teacher or (path or "").startswith(STAGE):
+        return 0
+    if path is not None:
+        shape = shape_of(recipe, read_blueprint(ModelSettings(path=path)))
+    elif ema == 1.0 or recipe.model.lora is not None:
+        return 0
+    return shape.parameters * shape.bytes_per_weight
+
+
 def adapter_count(recipe: Recipe, blueprint: Blueprint) -> int:
     """Parameters of the adapter that a recipe trains, counted without weights; 0 if it trains none."""
     return 0 if recipe.model.lora is None else adapter_size(weightless(blueprint), recipe.model.lora)
@@ -426,13 +488,14 @@ def precision_lines(recipe: Recipe) -> Lines:
     return [("warning", f"model.dtype {recipe.model.dtype}: this processor has no AVX-512, and {cost}: set model.dtype=float32")]
 
 
-def _prompts(recipe: Recipe, blueprint: Blueprint) -> Data[Prompt]:
+def _prompts(recipe: Recipe, blueprint: Blueprint, tools: Tools | None) -> Data[Prompt]:
     return load_data(
         recipe.data,
         blueprint.tokenizer,
         context=blueprint.context,
         max_new_tokens=recipe.rollout.max_new_tokens,
         seed=recipe.seed,
+        tools=tools,
     )
 
 
@@ -461,13 +524,15 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
     prepared = _Prepared.of(recipe, blueprint)
     algorithm, prompts, rewards = prepared.algorithm, prepared.prompts, prepared.rewards
     assert algorithm is not None and prompts is not None and rewards is not None
-    learner = make_learner(recipe, blueprint, algorithm, reference=reference, resume=resume)
-    policy, optimizer, anchor = learner.policy, learner.optimizer, learner.reference
-    engine = make_engine(policy, recipe.rollout)
-    per_step = recipe.group.updates_per_rollout * recipe.group.minibatches
-    critic = critic_of(recipe, policy, prepared.steps * per_step) if algorithm.needs_value else None
-    teacher = teacher_of(recipe, policy) if algorithm.needs_teacher else None
-    sampler = mixed_engine(policy, teacher.policy, algorithm.mix, recipe.rollout) if teacher and algorithm.mix else engine
+    with _closed_on_error(*prepared.closing):
+        learner = make_learner(recipe, blueprint, algorithm, reference=reference, resume=resume)
+        policy, optimizer, anchor = learner.policy, learner.optimizer, learner.reference
+        per_step = recipe.group.updates_per_rollout * recipe.group.minibatches
+        critic = critic_of(recipe, policy, prepared.steps * per_step) if algorithm.needs_value else None
+        teacher = teacher_of(recipe, policy) if algorithm.needs_teacher else None
+        engine = make_engine(policy, recipe.rollout, prepared.world)
+    with _closed_on_error(engine.close, *prepared.closing):
+        sampler = mixed_engine(policy, teacher.policy, algorithm.mix, recipe.rollout) if teacher and algorithm.mix else engine
     beside: dict[str, Any] = {"reference": anchor, "critic": critic, "teacher": teacher}
     order = Order(len(prompts.train), recipe.seed, recipe.data.shuffle)
     ahead = make_ahead(recipe.rollout, prompts.train)
@@ -509,13 +574,21 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
         prompts=prompts.train,
         **beside,
         engine=engine,
+        world=prepared.world,
         ahead=ahead,
-        closing=[engine.close, rewards.close],
+        closing=[engine.close, *prepared.closing],
     )
 
 
 def _dataset_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, resume: Path | None) -> Job:
     kind, prepared = OBJECTIVES[recipe.objective], _Prepared.of(recipe, blueprint)
+    with _closed_on_error(*prepared.closing):
+        return _dataset_learner(recipe, blueprint, kind, prepared, reference, resume)
+
+
+def _dataset_learner(
+    recipe: Recipe, blueprint: Blueprint, kind: Kind, prepared: _Prepared, reference: Path | None, resume: Path | None
+) -> Job:
     policy = hold(recipe, blueprint, kind.model, resume)
     objective, budget = kind.objective(recipe), positions_of(recipe)
     rows, held_out, watched = prepared.rows.train, prepared.rows.held_out, prepared.rows.watched
@@ -527,7 +600,7 @@ def _dataset_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, r
     optimizer = Optimizer(policy.model, recipe.optimizer, prepared.steps)
     order = Order(len(rows), recipe.seed, recipe.data.shuffle)
     batch_size = min(recipe.batch_size, len(rows))
-    engine = make_engine(policy, recipe.rollout) if kind.samples else None
+    engine = make_engine(policy, recipe.rollout, prepared.world) if kind.samples else None
 
     def loop(done: int) -> Iterator[Step]:
         return train_offline(
@@ -565,8 +638,6 @@ def _dataset_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, r
         judge=judge,
         reference=anchor,
         engine=engine,
-        closing=[
-            *([prepared.rewards.close] if prepared.rewards is not None else []),
-            *([engine.close] if engine is not None else []),
-        ],
+        world=prepared.world,
+        closing=[*([engine.close] if engine is not None else []), *prepared.closing],
     )

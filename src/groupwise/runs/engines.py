@@ -8,6 +8,7 @@ from typing import Any
 from groupwise.algorithms.registry import Algorithm, corrected
 from groupwise.config.settings import RolloutSettings
 from groupwise.data.prompts import visit
+from groupwise.environments.conversation import World
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.fsdp import ShardedPolicy
 from groupwise.models.policy import Policy
@@ -23,30 +24,33 @@ from groupwise.rollout.vllm.engine import VllmEngine
 from groupwise.runs.plan import Lines
 from groupwise.training.mismatch import diagnose
 
+Make = Callable[[Policy, RolloutSettings, World | None], Engine]
 
-def _in_process(engine: Callable[..., Engine], *, proven: bool = True) -> Callable[[Policy, RolloutSettings], Engine]:
-    def make(policy: Policy, settings: RolloutSettings) -> Engine:
+
+def _in_process(engine: Callable[..., Engine], *, proven: bool = True) -> Make:
+    def make(policy: Policy, settings: RolloutSettings, world: World | None) -> Engine:
         if isinstance(policy, ShardedPolicy):
-            return GatheredEngine(policy, lambda plain: make(plain, settings))
+            return GatheredEngine(policy, lambda plain: make(plain, settings, world))
         if proven:
             prove_engine(policy, engine)
-        return engine(policy, **_common(settings))
+        return engine(policy, **_common(settings, world))
 
     return make
 
 
-def _vllm(policy: Policy, settings: RolloutSettings) -> Engine:
+def _vllm(policy: Policy, settings: RolloutSettings, world: World | None) -> Engine:
     given = engine_of(settings)[1]
     given |= {"in_flight": given.pop("ahead", 0) > 0}
     given.pop("correct", None)
-    return VllmEngine(policy, **given, **_common(settings))
+    return VllmEngine(policy, **given, **_common(settings, world))
 
 
-def _common(settings: RolloutSettings) -> dict[str, Any]:
-    return {"max_rows": settings.max_rows, "keep_special_tokens": settings.keep_special_tokens}
+def _common(settings: RolloutSettings, world: World | None) -> dict[str, Any]:
+    answered = {} if world is None else {"world": world}
+    return {"max_rows": settings.max_rows, "keep_special_tokens": settings.keep_special_tokens} | answered
 
 
-ENGINES: dict[str, Callable[[Policy, RolloutSettings], Engine]] = {
+ENGINES: dict[str, Make] = {
     "native": _in_process(NativeEngine),
     "transformers": _in_process(TransformersEngine),
     "vllm": _vllm,
@@ -54,9 +58,9 @@ ENGINES: dict[str, Callable[[Policy, RolloutSettings], Engine]] = {
 """The rollout engines that a recipe may name; what it may say beside a name stands in `config.settings.ENGINES`."""
 
 
-def make_engine(policy: Policy, settings: RolloutSettings) -> Engine:
-    """The rollout engine that a recipe names."""
-    return ENGINES[engine_of(settings)[0]](policy, settings)
+def make_engine(policy: Policy, settings: RolloutSettings, world: World | None = None) -> Engine:
+    """The rollout engine that a recipe names.   world: who answers the policy."""
+    return ENGINES[engine_of(settings)[0]](policy, settings, world)
 
 
 def engine_of(settings: RolloutSettings) -> tuple[str, dict[str, Any]]:
@@ -72,7 +76,7 @@ def mixed_engine(policy: Policy, teacher: Policy, mix: float, settings: RolloutS
             "group.mix: a teacher that is spread over processes cannot help to sample: set parallel: ddp, or group.mix: 0"
         )
     # Its log-probs are the mixture's: there is no policy that they could be held against.
-    return _in_process(lambda plain, **how: MixedEngine(plain, teacher, mix, **how), proven=False)(policy, settings)
+    return _in_process(lambda plain, **how: MixedEngine(plain, teacher, mix, **how), proven=False)(policy, settings, None)
 
 
 def sampled_elsewhere(algorithm: Algorithm, settings: RolloutSettings) -> Algorithm:

@@ -14,13 +14,14 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 from groupwise.config.live import Live, short_digest
 from groupwise.config.settings import PARTS, Recipe
 from groupwise.data.sources import fingerprint
 from groupwise.errors import ConfigError, DataError
+from groupwise.rewards.find import LiveReward
 from groupwise.rewards.process import ProcessReward
 from groupwise.runs.folder import model_digest
 from groupwise.utils import files
@@ -41,14 +42,26 @@ def inputs_of(recipe: Recipe) -> Inputs:
 def _all(recipe: Recipe) -> Iterator[tuple[str, tuple[str, dict[str, Any] | None]]]:
     data = recipe.data
     replay = recipe.reward_model.replay or {}
-    sources = {"data.path": data.path, "data.eval_path": data.eval_path, "reward_model.replay.path": replay.get("path")}
+    sources = {
+        "data.path": data.path,
+        "data.eval_path": data.eval_path,
+        "reward_model.replay.path": replay.get("path"),
+        "teacher.demonstrations.path": (recipe.teacher.demonstrations or {}).get("path"),
+    }
     for key, source in sources.items():
         if isinstance(source, str) and not isinstance(source, Live):  # the name of rows in memory has a digest of them
             yield key, (source, _data(source, data.split if key != "data.eval_path" else data.eval_split))
-    if recipe.model.path is not None and not isinstance(recipe.model.path, Live):
-        yield "model.path", (recipe.model.path, _stage(recipe.model.path))
+    for key, path in (("model", recipe.model.path), ("critic", recipe.critic.path), ("teacher", recipe.teacher.path)):
+        if path is not None and not isinstance(path, Live):
+            yield f"{key}.path", (path, _stage(path))
     if (template := recipe.model.chat_template) is not None:
         yield "model.chat_template", (template, _file(template))
+    given = recipe.environment
+    for place, tool in enumerate(given.tools):
+        yield f"environment.tools.{place}", (tool, _live_code(tool) or _code(tool))
+    factories = given.factory if isinstance(given.factory, Mapping) else {"": given.factory} if given.factory else {}
+    for name, factory in factories.items():
+        yield f"environment.factory.{name}".rstrip("."), (factory, _live_code(factory) or _code(factory))
     for place, reward in enumerate(recipe.rewards):
         yield f"rewards.{place}.function", (reward.function, _live_code(reward.function) or _code(reward.function))
         for key, value in reward.args.items():
@@ -86,12 +99,17 @@ def _live_code(function: str) -> dict[str, Any] | None:
     """What a function of the program that is running does, as far as its own instructions say."""
     if not isinstance(function, Live):
         return None
-    inner = function.value.function
+    value = function.value
+    inner = value.function if isinstance(value, LiveReward) else value
     inner = inner.function if isinstance(inner, ProcessReward) else inner
     while isinstance(inner, functools.partial):
         inner = inner.func
-    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
-    return None if code is None else {"code": short_digest(_instructions(code))}
+    if isinstance(inner, type):
+        codes = [one.__code__ for _, one in sorted(vars(inner).items()) if isinstance(one, FunctionType)]
+    else:
+        code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
+        codes = [] if code is None else [code]
+    return {"code": short_digest(part for code in codes for part in _instructions(code))} if codes else None
 
 
 def _instructions(code: CodeType) -> Iterator[bytes]:

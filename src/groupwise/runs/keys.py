@@ -24,6 +24,8 @@ RowsGiven: TypeAlias = "str | PathLike[str] | Sequence[Mapping[str, Any]] | Data
 """A file or hub name, or the rows themselves."""
 RewardGiven: TypeAlias = "str | Callable[..., Any] | LiveReward | RewardKeys | RewardSettings"
 """A reward function by name, itself, or with its weight, name, arguments and timeout."""
+EnvironmentGiven: TypeAlias = "str | Callable[..., Any]"
+"""What makes an environment: a class or a function by name, or itself."""
 
 
 class ScratchKeys(TypedDict, total=False):
@@ -97,6 +99,28 @@ class RolloutKeys(TypedDict, total=False):
     stop: Sequence[str]
     max_rows: int
     keep_special_tokens: bool
+
+
+class EnvironmentKeys(TypedDict, total=False):
+    """Keys of `settings.EnvironmentSettings`."""
+
+    tools: Sequence[str | Callable[..., Any]]
+    factory: EnvironmentGiven | Mapping[str, EnvironmentGiven] | None
+    args: Mapping[str, Any]
+    interface: Literal["tools", "step"] | None
+    reasoning_gym: str | None
+    openenv: str | None
+    harness: str | tuple[str, ...] | None
+    verifiers: str | None
+    listen: str
+    at_once: int
+    max_turns: int
+    tool_timeout: float
+    episode_timeout: float
+    max_observation_tokens: int
+    max_observation_bytes: int
+    past: Literal["keep", "split"]
+    runs: Literal["process", "thread"] | None
 
 
 class GroupKeys(TypedDict, total=False):
@@ -177,7 +201,7 @@ class SaveKeys(TypedDict, total=False):
     every: int
     keep: int
     rollouts_every: int
-    tensorboard: bool
+    report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...]
 
 
 class RewardModelKeys(TypedDict, total=False):

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from groupwise.config.recipes import demand_objects, load_stages
-from groupwise.config.settings import Recipe
+from groupwise.config.settings import Recipe, is_online
 from groupwise.config.validation import STAGE
 from groupwise.distributed import comm
 from groupwise.errors import CheckpointError, ConfigError, Ended, GroupwiseError, PeerError
@@ -26,6 +26,7 @@ from groupwise.models.policy import Policy, resolve_device
 from groupwise.records import Scored, Step
 from groupwise.runs import checkpoint
 from groupwise.runs.build import Job, Judged, make_job, plan_of
+from groupwise.runs.dashboards import base as dashboards
 from groupwise.runs.folder import FINAL, Lock, RunLog, anew, choose_folder, finished, unfinished
 from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs
 from groupwise.runs.model_card import write_card
@@ -35,6 +36,7 @@ from groupwise.runs.progress import Progress, safe
 from groupwise.runs.recorded_pairs import recorded_pairs
 from groupwise.runs.saving import Saver, reader, set_failure_hint
 from groupwise.runs.signals import endings
+from groupwise.training import limits
 from groupwise.training.evaluate import Evaluation
 from groupwise.utils import files
 
@@ -89,6 +91,7 @@ class Run:
     def __init__(self, recipe: Recipe, folder: Path, *, accept_changes: bool = False) -> None:
         """accept_changes: see `train`."""
         demand_objects(recipe)
+        dashboards.check(recipe.save.report_to)
         self.recipe, self.folder = recipe, folder
         self.before: Judged | None = None
         self.after: Judged | None = None
@@ -116,6 +119,7 @@ class Run:
             if newest is not None:  # every byte of it has just been verified
                 self.job.restore(checkpoint.load(newest, verify=False), reader(newest))
             self.saver = Saver(folder, self.job, recipe.save.keep)
+            self._meter = _meter(self.job, meant)
             # The last whole step: its number, the optimizer steps taken by then, and where the data stood.
             self._whole = (self.done, self.job.taken, self.job.place())
             self._judging = self._writing = False
@@ -144,12 +148,14 @@ class Run:
 
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         lost = isinstance(error, PeerError) or (error is not None and isinstance(error.__cause__, PeerError))
-        if error is not None and not lost:
-            with suppress(GroupwiseError):  # the error itself is what matters
-                self.saver.wait()
-        self.job.close()
-        self._release_lock()
-        torch.set_num_threads(self._threads)
+        try:
+            if error is not None and not lost:
+                with suppress(GroupwiseError, OSError, RuntimeError):  # the error itself is what matters
+                    self.saver.wait()
+            self.job.close()
+        finally:
+            self._release_lock()
+            torch.set_num_threads(self._threads)
         if isinstance(error, (GroupwiseError, Ended)):
             error.add_note(comm.advice())
 
@@ -171,19 +177,22 @@ class Run:
             try:
                 self._make_up(log)
                 for step in job.loop(self.done):
+                    step = step if self._meter is None else self._meter.read(step)
                     told = None
                     if self._due(step.number):
                         step, told = self._judged(step, step.number == job.steps)
                         if step.evaluation is not None and self.after is not None:
                             log.held_out(step.number, completions(self.after))
+                    together = told is None or getattr(told, "everywhere", False)
                     with self._undisturbed():
                         self._whole = (step.number, job.taken, job.place())
                         self.done = step.number
-                        if told is None or getattr(told, "everywhere", False):
+                        if together:
                             comm.from_first(lambda step=step: log.write(step))
-                        else:  # the others have not been told, or have ended already
+                        else:  # the others have not been told, or have ended already: this process saves alone, below
                             log.write(step)
-                    if step.number == job.steps or (recipe.save.every and step.number % recipe.save.every == 0):
+                    due = step.number == job.steps or (recipe.save.every and step.number % recipe.save.every == 0)
+                    if due and together:
                         log.sync()
                         self._save()
                     if told is not None:
@@ -312,6 +321,23 @@ SMALL = 1_000_000
 
 def _is_small(policy: Policy) -> bool:
     return policy.device.type == "cpu" and sum(parameter.numel() for parameter in policy.model.parameters()) < SMALL
+
+
+def _meter(job: Job, recipe: Recipe) -> limits.Meter | None:
+    """The limit meter of a run that samples its own completions."""
+    if not is_online(recipe.objective):
+        return None
+    policy = job.policy
+    low = policy.autocast or policy.dtype == torch.bfloat16
+    found = comm.from_first(lambda: limits.ceiling(policy.device.type, "bfloat16" if low else "float32"))
+    return limits.meter_of(
+        policy,
+        found,
+        updates=recipe.group.updates_per_rollout,
+        recompute=recipe.model.gradient_checkpointing,
+        threshold=bool(recipe.group.entropy_quantile),
+        processes=comm.world().size,
+    )
 
 
 class Unwritten:

@@ -25,7 +25,7 @@ from groupwise.config.settings import CriticSettings, OptimizerSettings
 from groupwise.models.policy import Policy
 from groupwise.records import Batch, Sample, Scored
 from groupwise.training.optimizer import Optimizer, StepStats
-from groupwise.training.scoring import sample_of
+from groupwise.training.scoring import joined, samples_of
 from groupwise.training.updating import assess, update
 
 
@@ -79,9 +79,12 @@ class Critic:
         loss_M = clipped_value(value_M, before_M, torch.where(known_M, return_M, before_M), clip=self.settings.clip)
         return self.settings.coefficient * (batch.weight_P[rows_M] * known_M * loss_M).sum()
 
-    def improve(self, samples: Sequence[Sample], budget: int) -> None:
-        """One optimizer step of the critic alone: of a backbone of its own, or of the head on a policy that stays as it is."""
-        update(self.policy, partial(_alone, self), samples, self.optimizer, budget=budget)
+    def improve(self, samples: Sequence[Sample], budget: int) -> int:
+        """One optimizer step of the critic alone: of a backbone of its own, or of the head on a policy that stays as it is.
+
+        Returns the packed positions at a time that fitted into memory.
+        """
+        return update(self.policy, partial(_alone, self), samples, self.optimizer, budget=budget).budget
 
     @contextmanager
     def checkpointing(self, on: bool) -> Iterator[None]:
@@ -101,13 +104,14 @@ def with_values(groups: Sequence[Scored], critic: Critic | None, algorithm: Algo
     """Add the signals `value`, what the critic says now, and `return`, what it should have said.  No critic: unchanged."""
     if critic is None:
         return list(groups)
-    samples = [sample_of(rollout) for group in groups for rollout in group.rollouts]
+    samples = [sample for group in groups for rollout in group.rollouts for sample in samples_of(rollout)]
 
     def read(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
         value_M = critic.values(policy.forward(batch).hidden_PD[batch.trained_M])
         return value_M.new_zeros(()), value_M
 
-    found = iter(assess(critic.policy, read, samples, budget=budget).seen)
+    seen = assess(critic.policy, read, samples, budget=budget).seen
+    found = (values for _, values in joined(zip(samples, seen, strict=True)))
     groups = [replace(group, signals={**group.signals, "value": tuple(next(found) for _ in group.rollouts)}) for group in groups]
     targets = returns(groups, algorithm.credit)
     return [

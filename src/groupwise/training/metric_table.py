@@ -133,6 +133,38 @@ METRICS: tuple[Section, ...] = (
         ),
     ),
     Section(
+        "Episodes",
+        "Runs with tools or an environment.",
+        (
+            Metric("episodes/turns", "turns", "mean over episodes", "Turns that the policy wrote."),
+            Metric("episodes/splits", "branches", "mean over episodes of branches behind the first",
+                   "How often a chat template rewrote the past and the episode went on behind other ids.", "0 with `past: keep`"),
+            Metric("episodes/tool_calls", "calls", "calls / episodes", "Calls of tools."),
+            Metric("episodes/tool_failures", "-", "failed calls / calls", "Share of calls that did not give a result."),
+            Metric("episodes/tool_failures/KIND", "-", "calls that failed so / calls",
+                   "By kind: unreadable, unknown (no such tool), arguments, exception, timeout."),
+            Metric("episodes/truncated", "-", "share of episodes", "Ended by a limit of length, turns or time.", "below 0.1"),
+            Metric("episodes/answer_tokens", "tokens", "mean over episodes", "Tokens that the world wrote; none of them is trained."),
+        ),
+    ),
+    Section(
+        "Limits",
+        "Every step of an online run.",
+        (
+            Metric("limit/shared", "tokens", "sum over groups of (G - 1) x m", "Prompt tokens that siblings did not compute again."),
+            Metric("limit/dead", "tokens", "count", "Tokens of completions that no update trained.", "below half of `tokens/sampled`"),
+            Metric("limit/recomputed", "tokens", "count", "Completion tokens of forward passes that had been made before: scoring"
+                   " ahead of the updates, checkpointed activations."),
+            Metric("limit/useful", "-", "useful FLOPs / FLOPs spent", "Sampling and reference of what was trained, and the updates,"
+                   " over all of it and what was recomputed.", "near 1"),
+            Metric("limit/bytes_per_token", "bytes", "(weights + keys and values read) / rows", "What ideal decoding reads for a token;"
+                   " it falls as more rows are decoded together."),
+            Metric("time/ideal", "seconds", "[training/limits.py](../src/groupwise/training/limits.py)", "An ideal step with the same"
+                   " completions at this machine's ceiling, which is measured once and kept in the cache folder.",
+                   "near the sum of the phases"),
+        ),
+    ),
+    Section(
         "Sampler against trainer",
         "Online objectives. At the first update after a rollout both compute the same probabilities, so what differs is rounding.",
         (

@@ -11,6 +11,7 @@ from typing import Any
 
 from groupwise.config.settings import Recipe, positions_of
 from groupwise.data.load import Data, load_demonstrations, load_pairs, load_solutions
+from groupwise.data.templates import Tools
 from groupwise.models.lora import adapt
 from groupwise.models.policy import Blueprint, Policy, make_policy
 from groupwise.models.reward_head import Pooling, make_scorer
@@ -41,7 +42,8 @@ class Kind:
     """One row of the table."""
 
     title: str
-    load: Callable[[Recipe, Blueprint], Data[Any]]
+    load: Callable[[Recipe, Blueprint, Tools | None], Data[Any]]
+    """The third argument says which tools a row's prompt shows."""
     objective: Callable[[Recipe], Objective[Any]]
     model: Callable[[Recipe, Blueprint], Policy] = language_model
     samples: bool = True
@@ -52,20 +54,21 @@ class Kind:
     """(a policy that decodes, training rows, held-out rows) -> what simple rules reach on the latter."""
 
 
-def _demonstrations(recipe: Recipe, blueprint: Blueprint) -> Data[Any]:
-    rows = load_demonstrations(
-        recipe.data, blueprint.tokenizer, context=blueprint.context, eos_ids=blueprint.eos_ids, seed=recipe.seed
-    )
+def _demonstrations(recipe: Recipe, blueprint: Blueprint, tools: Tools | None = None) -> Data[Any]:
+    known = {"context": blueprint.context, "eos_ids": blueprint.eos_ids, "seed": recipe.seed}
+    rows = load_demonstrations(recipe.data, blueprint.tokenizer, **known, tools=tools)
     if recipe.data.train_on == "all":
         return replace(rows, **{part: tuple(map(whole_text, getattr(rows, part))) for part in ("train", "held_out", "validation")})
     return rows
 
 
-def _pairs(recipe: Recipe, blueprint: Blueprint) -> Data[Any]:
+def _pairs(recipe: Recipe, blueprint: Blueprint, tools: Tools | None = None) -> Data[Any]:
+    assert tools is None, "validation refuses tools where nothing is sampled"
     return load_pairs(recipe.data, blueprint.tokenizer, context=blueprint.context, eos_ids=blueprint.eos_ids, seed=recipe.seed)
 
 
-def _replayed(recipe: Recipe, blueprint: Blueprint) -> Data[Any]:
+def _replayed(recipe: Recipe, blueprint: Blueprint, tools: Tools | None = None) -> Data[Any]:
+    assert tools is None, "validation refuses tools where nothing is sampled"
     pairs, settings = _pairs(recipe, blueprint), recipe.reward_model
     if settings.replay is None:
         return pairs
@@ -75,7 +78,8 @@ def _replayed(recipe: Recipe, blueprint: Blueprint) -> Data[Any]:
     return replace(pairs, train=tuple(with_replay(pairs.train, old.train, settings.replay.get("share", 0.1), recipe.seed)))
 
 
-def _solutions(recipe: Recipe, blueprint: Blueprint) -> Data[Any]:
+def _solutions(recipe: Recipe, blueprint: Blueprint, tools: Tools | None = None) -> Data[Any]:
+    assert tools is None, "validation refuses tools where nothing is sampled"
     return load_solutions(recipe.data, blueprint.tokenizer, context=blueprint.context, eos_ids=blueprint.eos_ids)
 
 

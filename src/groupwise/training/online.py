@@ -32,7 +32,7 @@ from groupwise.rollout.engine import Engine
 from groupwise.training.critics import Critic, Together, with_values
 from groupwise.training.metrics import by_completion, measure, token_columns
 from groupwise.training.optimizer import Optimizer, StepStats
-from groupwise.training.scoring import sample_of, score
+from groupwise.training.scoring import samples_of, score, score_rollouts
 from groupwise.training.teachers import Teacher, with_demonstrations, with_teacher
 from groupwise.training.updating import Update, assess, token_loss, update
 from groupwise.utils.clock import Clock
@@ -163,8 +163,7 @@ def with_scores(groups: Sequence[Scored], policy: Policy, budget: int) -> list[S
 
 def _with_logp(groups: Sequence[Scored], name: str, policy: Policy, budget: int) -> list[Scored]:
     """Add a policy's log-probs as the signal `name`, computed once per rollout, packed with shared prompts."""
-    samples = [sample_of(rollout) for group in groups for rollout in group.rollouts]
-    logp = iter(score(policy, samples, budget=budget).logp)
+    logp = iter(score_rollouts(policy, [rollout for group in groups for rollout in group.rollouts], budget=budget))
     return [replace(group, signals={**group.signals, name: tuple(next(logp) for _ in group.rollouts)}) for group in groups]
 
 
@@ -174,7 +173,7 @@ def minibatches(groups: Sequence[Scored], group: GroupSettings) -> list[np.ndarr
 
 
 def weigh(groups: Sequence[Scored], advantages: Advantages, algorithm: Algorithm) -> list[Sample]:
-    """The samples of one optimizer step, every trained token with its final weight.
+    """The samples of one optimizer step, every trained token with its final weight; of an episode with branches several.
 
     The denominators count every completion of `groups` (of the live ones with `dead_groups: drop`), also empty and masked ones,
     which become no samples.
@@ -191,15 +190,16 @@ def weigh(groups: Sequence[Scored], advantages: Advantages, algorithm: Algorithm
     signals = [{name: column[i] for name, column in group.signals.items()} for group in groups for i in range(len(group.rollouts))]
     columns = zip(rollouts, weight_R, credit, signals, tokens_R, strict=True)
     return [
-        sample_of(
+        sample
+        for rollout, weight, advantage, found, tokens in columns
+        if tokens > 0
+        for sample in samples_of(
             rollout,
             weight=float(weight),
             advantage=advantage,
             reference_logp=found.get("reference_logp"),
             extra={name: found[name] for name in TRAVELLING if name in found},
         )
-        for rollout, weight, advantage, found, tokens in columns
-        if tokens > 0
     ]
 
 
@@ -224,10 +224,10 @@ def improve(
 
     A high-entropy mask needs its threshold before the first micro-batch, and so a pass of its own.
     """
+    entropies = score(policy, samples, budget=budget, entropy=True).entropy if algorithm.needs_threshold else None
+    tokens, threshold = entropy_terms(algorithm, samples, entropies)  # of rollouts: the algorithm knows nothing of demonstrations
     if teacher is not None and teacher.demonstrations is not None:
         samples = with_demonstrations(samples, teacher.demonstrations.of(optimizer.taken))
-    entropies = score(policy, samples, budget=budget, entropy=True).entropy if algorithm.needs_threshold else None
-    tokens, threshold = entropy_terms(algorithm, samples, entropies)
     computed = worked(algorithm, samples)
     joined = critic if critic is not None and critic.shared and learn else None
 
@@ -250,8 +250,10 @@ def improve(
             stats=unmoved,
             budget=budget,
         )
+    if teacher is not None:
+        teacher.policy.reshard()
     if critic is not None and joined is None:
-        critic.improve(samples, found.budget)
+        found = replace(found, budget=critic.improve(samples, found.budget))
     return found
 
 
@@ -259,9 +261,17 @@ def worked(algorithm: Algorithm, samples: Sequence[Sample]) -> list[Sample]:
     """The samples that a step computes.
 
     Those whose advantages are all 0 are left out where nothing else gives them a gradient: exactly the same step for less work.
-    Demonstrations have indices below 0.
+    Demonstrations have indices below 0.  Of an episode all parts are computed, or none.
     """
-    return [sample for sample in samples if sample.advantage.any() or not algorithm.skips_dead or sample.index < 0]
+    live = {(sample.group, sample.index, sample.part is None) for sample in samples if sample.advantage.any()}
+    return [
+        sample
+        for sample in samples
+        if sample.advantage.any()
+        or not algorithm.skips_dead
+        or sample.index < 0
+        or (sample.part is not None and (sample.group, sample.index, False) in live)
+    ]
 
 
 def entropy_terms(
@@ -323,7 +333,12 @@ def batch_loss(algorithm: Algorithm, batch: Batch, *, entropy_tokens: float, thr
 
     def loss(logp_C: Tensor, entropy_C: Tensor | None, part: slice) -> Tensor:
         rows_C = rows_M[part]
-        weight_C = batch.weight_P[rows_C]
+        weight_C, shown = batch.weight_P[rows_C], None
+        if lm_P is not None:  # nobody sampled demonstrations: no part of the algorithm is about them
+            shown = (weight_C * lm_P[rows_C] * logp_C).sum()
+            drawn_C = 1.0 - batch.extra_P["shown"][rows_C]
+            weight_C = weight_C * drawn_C
+            entropy_C = None if entropy_C is None else entropy_C * drawn_C
         behavior_C, mismatch = behavior(algorithm, batch, rows_C, logp_C)
         terms = Terms(
             logp_M=logp_C,
@@ -331,14 +346,14 @@ def batch_loss(algorithm: Algorithm, batch: Batch, *, entropy_tokens: float, thr
             sampler_logp_M=batch.behavior_logp_P[rows_C],
             mismatch=mismatch,
             advantage_M=batch.advantage_P[rows_C],
-            segment_M=batch.segment_P[rows_C],
+            segment_M=batch.sequence_P[rows_C],
             segments=batch.layout.segments,
             reference_logp_M=None if reference_P is None else reference_P[rows_C],
             entropy_M=entropy_C,
             entropy_threshold=None if threshold is None else threshold.to(weight_C),
         )
         value = algorithm.total(terms, weight_C, entropy_tokens)
-        return value if lm_P is None else value - (weight_C * lm_P[rows_C] * logp_C).sum()
+        return value if shown is None else value - shown
 
     return loss
 
@@ -354,7 +369,7 @@ def behavior(algorithm: Algorithm, batch: Batch, rows_C: Tensor, logp_C: Tensor)
         return sampler_C, None
     scored_P = batch.extra_P.get("scored_logp")
     own_C = logp_C.detach() if scored_P is None else scored_P[rows_C]
-    return own_C, algorithm.correction(own_C, sampler_C, batch.segment_P[rows_C], batch.layout.segments)
+    return own_C, algorithm.correction(own_C, sampler_C, batch.sequence_P[rows_C], batch.layout.segments)
 
 
 def follow(number: int, group: GroupSettings, policy: Policy, reference: Policy | None, teacher: Teacher | None) -> None:

@@ -26,7 +26,7 @@ from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
 from groupwise.ops.divergence import head_divergence
 from groupwise.records import Batch, Prompt, Sample, Scored
-from groupwise.training.scoring import sample_of, score
+from groupwise.training.scoring import joined, samples_of, score, stretches
 
 UNBOUNDED = 1 << 60
 """Positions: everything in one batch."""
@@ -53,7 +53,7 @@ class Demonstrations:
         found = []
         for i, row in enumerate(chosen):
             ones = np.ones(row.completion.size)
-            extra = {"lm": self.lm * ones, "taught": self.divergence * ones}
+            extra = {"shown": ones, "lm": self.lm * ones, "taught": self.divergence * ones}
             columns = {"weight": weight * ones, "advantage": 0.0 * ones, "behavior_logp": 0.0 * ones, "extra": extra}
             found.append(Sample(group=f"shown/{update}/{i}", index=-1, prompt=row.prompt, completion=row.completion, **columns))
         return found
@@ -72,38 +72,45 @@ class Teacher:
     ema: float = 0.0
     """Share of the policy that moves into the teacher after every step."""
     demonstrations: Demonstrations | None = None
-    hinted: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """By group, the prompts that it reads instead of the policy's."""
+    hints: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """By group, what it reads before the policy's prompts."""
 
     def before(self, groups: Sequence[Scored]) -> Teacher:
         """The teacher as it reads these groups.  Raises ConfigError if a hint leaves no room for a completion."""
         if self.hint is None:
             return self
-        hinted = {}
+        hints = {}
         for group in groups:
             prompt = group.prompt
-            hinted[prompt.id] = np.concatenate([self.hint(prompt), prompt.tokens])
-            longest = hinted[prompt.id].size + max(len(rollout) for rollout in group.rollouts)
+            hints[prompt.id] = self.hint(prompt)
+            behind = [context.size + end - begin for rollout in group.rollouts for begin, end, context in stretches(rollout)]
+            longest = hints[prompt.id].size + max(behind)
             if longest > self.policy.context:
                 raise ConfigError(
                     f"teacher.hint: with it prompt {prompt.id} and its longest completion have {longest} tokens, more than the "
                     f"teacher's context of {self.policy.context}: shorten it, or lower rollout.max_new_tokens"
                 )
-        return replace(self, hinted=hinted)
+        return replace(self, hints=hints)
 
     def read(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with the prompts that the teacher reads."""
-        return [replace(sample, prompt=self.hinted.get(sample.group, sample.prompt)) for sample in samples]
+        return [
+            replace(sample, prompt=np.concatenate([self.hints[sample.group], sample.prompt]))
+            if sample.group in self.hints
+            else sample
+            for sample in samples
+        ]
 
     @torch.no_grad()
     def states(self, batch: Batch, samples: Sequence[Sample]) -> Tensor:
         """Its hidden states (M, E) at the trained rows of a batch, which was packed from `samples`."""
         policy, own = self.policy, [index for index in batch.samples if index >= 0]
-        if not any(samples[index].group in self.hinted for index in own):
+        # Frequencies that depend on the length are the policy's own affair: it may share prompts where the teacher may not.
+        if not own or not (policy.switches or any(samples[index].group in self.hints for index in own)):
             with self._fused():
                 return policy.forward(batch).hidden_PD[batch.trained_M]
-        how: dict[str, Any] = {"share": policy.attention == "shared", "device": policy.device, "dtype": batch.weight_P.dtype}
-        (other,) = pack(self.read([samples[index] for index in own]), UNBOUNDED, **how)
+        how: dict[str, Any] = {"share": policy.attention == "shared", "alike": policy.alike, "device": policy.device}
+        (other,) = pack(self.read([samples[index] for index in own]), UNBOUNDED, **how, dtype=batch.weight_P.dtype)
         with self._fused():
             hidden_PE = policy.forward(other).hidden_PD
         rows = {}
@@ -125,7 +132,7 @@ class Teacher:
         """The weighted divergence of a batch's trained rows, differentiable with respect to the policy's hidden states and head.
 
         With `algorithm.importance` a row counts by `sg[exp(l - b)]`: how likely the policy finds the token, over how likely it was
-        drawn.
+        drawn; nobody drew demonstrations.
         """
         assert algorithm.divergence is not None
         rows_M = batch.trained_M
@@ -140,7 +147,10 @@ class Teacher:
             )
         weight_M = batch.weight_P[rows_M]
         if algorithm.importance:
-            weight_M = weight_M * guarded_exp(logp_M.detach() - batch.behavior_logp_P[rows_M])
+            importance_M = guarded_exp(logp_M.detach() - batch.behavior_logp_P[rows_M])
+            if "shown" in batch.extra_P:
+                importance_M = torch.where(batch.extra_P["shown"][rows_M] > 0, 1.0, importance_M)
+            weight_M = weight_M * importance_M
         if "taught" in batch.extra_P:
             weight_M = weight_M * batch.extra_P["taught"][rows_M]
         return (weight_M * found_M).sum()
@@ -150,21 +160,24 @@ def with_teacher(groups: Sequence[Scored], teacher: Teacher | None, budget: int)
     """Add the signal `teacher_logp`: what the teacher, after its own prompts, gives to the tokens that were drawn."""
     if teacher is None:
         return list(groups)
-    samples = teacher.read([sample_of(rollout) for group in groups for rollout in group.rollouts])
-    logp = iter(score(teacher.policy, samples, budget=budget).logp)
+    samples = teacher.read([sample for group in groups for rollout in group.rollouts for sample in samples_of(rollout)])
+    scored = score(teacher.policy, samples, budget=budget).logp
+    logp = (values for _, values in joined(zip(samples, scored, strict=True)))
     return [
         replace(group, signals={**group.signals, "teacher_logp": tuple(next(logp) for _ in group.rollouts)}) for group in groups
     ]
 
 
 def with_demonstrations(samples: Sequence[Sample], shown: Sequence[Sample]) -> list[Sample]:
-    """Samples of rollouts and of demonstrations, with the same columns."""
+    """Samples of rollouts and of demonstrations, with the same columns: `shown` (1 for demonstrations), `lm`, `taught`."""
     if not shown:
         return list(samples)
     names = {name for sample in samples for name in sample.extra}
-    own = [
-        replace(sample, extra={**sample.extra, "lm": np.zeros(len(sample.weight)), "taught": np.ones(len(sample.weight))})
-        for sample in samples
-    ]
-    others = [replace(sample, extra={**{name: np.zeros(len(sample.weight)) for name in names}, **sample.extra}) for sample in shown]
+
+    def filled(sample: Sample, columns: Mapping[str, float]) -> Sample:
+        return replace(sample, extra={name: np.full(len(sample.weight), value) for name, value in columns.items()} | sample.extra)
+
+    own = [filled(sample, {"shown": 0.0, "lm": 0.0, "taught": 1.0}) for sample in samples]
+    # What a critic should have said of a demonstration is not known.
+    others = [filled(sample, {name: np.nan if name == "return" else 0.0 for name in names}) for sample in shown]
     return [*own, *others]

@@ -18,6 +18,7 @@ from groupwise.config.settings import ModelSettings
 from groupwise.errors import EngineError
 from groupwise.ops.cpu import decoding, kernels
 from groupwise.records import Finish, Sampling
+from groupwise.rollout.episodes import Conversations
 from groupwise.rollout.native import attention, graphs
 from groupwise.rollout.native import engine as native
 from groupwise.rollout.native.engine import NativeEngine
@@ -148,11 +149,12 @@ def test_a_model_that_is_altered_between_groups_is_decoded_through_its_modules(p
 def test_prompts_that_are_kept_for_waiting_rows_are_not_read_another_way(policy_of, prompts_of, traced, monkeypatch):
     policy, (prompt,) = policy_of("llama", dtype=torch.float32), prompts_of(5)
     monkeypatch.setattr(native, "RECORDED", ("cpu",))
-    run = native._Run(NativeEngine(policy, max_rows=1), [prompt], 3, Sampling(max_new_tokens=1), 3)
+    sampling = Sampling(max_new_tokens=1)
+    run = native._Run(NativeEngine(policy, max_rows=1), [prompt], 3, sampling, 3, Conversations(policy, None, sampling, 3))
     with torch.inference_mode():
         run._prepare()
         run._admit()
-        assert run.groups
+        assert run.pasts
         assert not run.live
         policy.model.model.layers[0].register_forward_hook(lambda *_: None)
         with pytest.raises(EngineError, match="altered"):

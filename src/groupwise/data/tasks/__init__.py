@@ -10,8 +10,10 @@ from typing import Any
 from groupwise.data.tasks.addition import Addition, Sums
 from groupwise.data.tasks.arithmetic import Arithmetic
 from groupwise.data.tasks.base import Task
+from groupwise.data.tasks.calculator import Calculator
 from groupwise.data.tasks.countdown import Countdown
 from groupwise.data.tasks.gsm8k import Gsm8kArithmetic
+from groupwise.data.tasks.guessing import Guessing
 from groupwise.data.tasks.preferences import Preferences
 from groupwise.data.tasks.sorting import Sorting
 from groupwise.errors import ConfigError
@@ -24,6 +26,8 @@ TASKS: dict[str, type[Task]] = {
     "arithmetic": Arithmetic,
     "gsm8k_arithmetic": Gsm8kArithmetic,
     "preferences": Preferences,
+    "calculator": Calculator,
+    "guessing": Guessing,
 }
 
 

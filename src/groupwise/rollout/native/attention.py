@@ -1,4 +1,5 @@
-"""Attention of the rollout engine: the prefill that keeps keys and values, and the decode step over shared prompts.
+"""Attention of the rollout engine: the prefill that keeps keys and values, the decode step over shared prompts, and what lies
+between them: several tokens at once behind what has been kept.
 
 A decoded token attends to its prompt and to its own completion; a prompt's keys are never copied per row.  The compiled kernel
 (kernels/decoding.cpp) goes prompt by prompt.  Torch's operations, which take its place on GPUs, compute the two parts apart and
@@ -19,11 +20,11 @@ import torch
 from torch import Tensor
 
 from groupwise.errors import EngineError
-from groupwise.models.attention import PackedAttention
+from groupwise.models.attention import PackedAttention, last_attention, last_seen
 from groupwise.models.masks import Reach
 from groupwise.ops.cpu import decoding, kernels
 from groupwise.records import Layout
-from groupwise.rollout.native.kv_cache import Store
+from groupwise.rollout.native.kv_cache import Slab, Store
 
 HIDDEN = -1e30
 """Score of a key that may not be seen: finite, so that a row which sees nothing of its prompt stays free of NaN."""
@@ -260,6 +261,125 @@ class Decode:
                 bias = prompt_bias(length_P, self.longest_prompt, position_PN, reach.span(position_PN), queries, dtype)
             self._prompt_bias[reach, queries] = bias
         return self._prompt_bias[reach, queries]
+
+
+class Extend:
+    """Several new tokens of rows at once: their keys and values are kept, and each attends to its prompt, to what its row has kept,
+    and to the new tokens before it."""
+
+    def __init__(
+        self,
+        prompts: Store,
+        own: Store,
+        first: int,
+        prompt_length_P: Sequence[int],
+        entry_R: Sequence[int],
+        kept_R: Sequence[int],
+        count_R: Sequence[int],
+    ) -> None:
+        """Row r is the own store's entry `first` + r, behind prompt entry `entry_R[r]`; behind `kept_R[r]` own tokens it gets
+        `count_R[r]`, which lie in the stream row by row.  The rows with the most new tokens come first."""
+        assert list(count_R) == sorted(count_R, reverse=True) and min(count_R) > 0
+        self.prompts, self.own, self.first = prompts, own, first
+        self.prompt_length_P, self.entry_R, self.kept_R, self.count_R = prompt_length_P, entry_R, kept_R, count_R
+        self.start_R = [sum(count_R[:r]) for r in range(len(count_R))]
+        own.reserve(first + len(entry_R), max(kept + count for kept, count in zip(kept_R, count_R, strict=True)))
+        self._turns: list[tuple[Tensor, decoding.Rows, Tensor]] | None = None
+
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
+        chunk: int | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """The protocol `models.attention.Attend`."""
+        query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+        return self.rows(layer, query_THD, key_TKD, value_TKD, scale, softcap, window, chunk, sinks_H)[None]
+
+    def sequence_lengths(self, position_T: Tensor) -> Tensor:
+        """See `Decode.sequence_lengths`: as if the tokens came one by one."""
+        return position_T + 1
+
+    def rows(
+        self,
+        layer: int,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        window: int | None = None,
+        chunk: int | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """The same token by token: (T, H, D) queries, (T, K, D) keys, (T, K, E) values -> (T, H, E)."""
+        prompt = self.prompts.slabs[layer]
+        own = self.own.layer(layer, key_TKD, prompt.block, value_TKD)
+        if prompt.block > 1:
+            return self._compiled(own, prompt, query_THD, key_TKD, value_TKD, scale, window)
+        outputs = []
+        for r, (start, count, kept, entry) in enumerate(zip(self.start_R, self.count_R, self.kept_R, self.entry_R, strict=True)):
+            new = slice(start, start + count)
+            own.extend(self.first + r, kept, key_TKD[new], value_TKD[new])
+            key_KTD, value_KTD = (
+                torch.cat([shared[entry, :, : self.prompt_length_P[entry]], mine[self.first + r, :, : kept + count]], 1)
+                for shared, mine in ((prompt.key_EKTD, own.key_EKTD), (prompt.value_EKTD, own.value_EKTD))
+            )
+            query_HQD = query_THD[new].transpose(0, 1)
+            outputs.append(extended(query_HQD, key_KTD, value_KTD, scale, softcap, Reach(window, chunk), sinks_H).transpose(0, 1))
+        return torch.cat(outputs)
+
+    def _compiled(
+        self, own: Slab, prompt: Slab, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """By the kernel of decoding, one token of every row at a time; products are over the whole stream."""
+        slabs = (own.key_EKTD[self.first :], own.value_EKTD[self.first :]), (prompt.key_EKTD, prompt.value_EKTD)
+        out_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
+        for place_A, rows, length_A in self._one_by_one():
+            query_AHD, key_AKD, value_AKD = (x.index_select(0, place_A) for x in (query_THD, key_TKD, value_TKD))
+            out_THD[place_A] = decoding.decode_attention(query_AHD, key_AKD, value_AKD, *slabs, rows, length_A, scale, window)
+        return out_THD
+
+    def _one_by_one(self) -> list[tuple[Tensor, decoding.Rows, Tensor]]:
+        """For the first, second ... new token of the rows that have one: places in the stream, who has which prompt, and own tokens
+        with it."""
+        if self._turns is None:
+            self._turns = []
+            for t in range(self.count_R[0]):
+                active = sum(count > t for count in self.count_R)
+                rows_P: list[list[int]] = [[] for _ in self.prompt_length_P]
+                for row in range(active):
+                    rows_P[self.entry_R[row]].append(row)
+                places, lengths = [start + t for start in self.start_R[:active]], [kept + t + 1 for kept in self.kept_R[:active]]
+                self._turns.append(
+                    (torch.tensor(places), decoding.Rows(rows_P, self.prompt_length_P), torch.tensor(lengths, dtype=torch.int64))
+                )
+        return self._turns
+
+
+def extended(
+    query_HQD: Tensor,
+    key_KTD: Tensor,
+    value_KTE: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    reach: Reach = Reach(),  # noqa: B008  (frozen)
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """What the last Q of T positions of one sequence see of it -> (H, Q, E), by torch's kernels where they know how."""
+    shared = query_HQD.shape[0] // key_KTD.shape[0]
+    key_HTD, value_HTE = key_KTD.repeat_interleave(shared, 0), value_KTE.repeat_interleave(shared, 0)
+    if softcap is not None or sinks_H is not None:
+        return last_attention(query_HQD, key_HTD, value_HTE, scale, softcap, reach, sinks_H)
+    seen_QT = last_seen(query_HQD.shape[1], key_HTD.shape[1], reach, query_HQD.device)
+    heads = (x[None] for x in (query_HQD, key_HTD, value_HTE))
+    return torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=seen_QT, scale=scale)[0]
 
 
 def over_both(

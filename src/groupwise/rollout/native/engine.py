@@ -4,6 +4,9 @@ The waiting prompts are sorted by length, so that those decoded together are ali
 completions gets a row; a completion that ends is computed no further, and the next waiting one takes its row.  All live rows go
 through the model as one flat stream: its linear layers see (R, D), whatever prompts and lengths the rows have.
 
+With a world a completion is a conversation.  While it waits for an answer its keys and values lie aside and another has its row;
+then what was answered is computed in one pass behind them, and the next turn is drawn.  Nobody waits for anybody else's turn.
+
 R rows (completions being decoded)   P prompts prefilled together   V vocabulary   D model width   T tokens
 """
 
@@ -19,18 +22,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from groupwise.environments.conversation import World
 from groupwise.errors import EngineError
 from groupwise.models.attention import Attend
 from groupwise.models.policy import Policy
 from groupwise.ops.cpu.decoding import Decoder
 from groupwise.ops.linear_cross_entropy import chunk_rows, head_logits
-from groupwise.records import Finish, Prompt, Rollout, Sampling
+from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout import sampling as draws
-from groupwise.rollout.engine import InProcess, check_request, completion_limit, make_rollout
-from groupwise.rollout.native.attention import Decode, Prefill, whole
+from groupwise.rollout.engine import InProcess, check_request, completion_limit
+from groupwise.rollout.episodes import CONVERSATIONS_PER_ROW, Completion, Conversations, await_one
+from groupwise.rollout.native.attention import Decode, Extend, Prefill, whole
 from groupwise.rollout.native.forward import Forward, is_known, lean_forward
 from groupwise.rollout.native.graphs import GPU_TOKENS_PER_SYNC, GraphDecode
-from groupwise.rollout.native.kv_cache import Store
+from groupwise.rollout.native.kv_cache import Kept, Store
 from groupwise.rollout.stopping import Stopping
 
 PREFILL_TOKENS = 8192
@@ -72,8 +77,11 @@ class NativeEngine(InProcess):
     """Implements `engine.Engine`.  A completion depends on (weights, seed, prompt, index, sampling) only, whatever runs beside it
     (up to rounding: products over different numbers of rows may differ in the last bit)."""
 
-    def __init__(self, policy: Policy, *, max_rows: int, keep_special_tokens: bool = False) -> None:
-        """max_rows: completions decoded at the same time.  Raises EngineError for a policy that cannot run packed streams."""
+    def __init__(self, policy: Policy, *, max_rows: int, keep_special_tokens: bool = False, world: World | None = None) -> None:
+        """max_rows: completions decoded at the same time.   world: that answers their turns; the caller closes it.
+
+        Raises EngineError for a policy that cannot run packed streams.
+        """
         if max_rows < 1:
             raise EngineError(f"max_rows must be at least 1, got {max_rows}")
         if policy.attention == "single":
@@ -83,6 +91,7 @@ class NativeEngine(InProcess):
         self.policy = policy
         self.max_rows = max_rows
         self.keep_special_tokens = keep_special_tokens
+        self.world = world
 
     @property
     def path(self) -> str:
@@ -106,12 +115,14 @@ class NativeEngine(InProcess):
         `STEPS` - 1 tokens more than the group's last.
         """
         check_request(self.policy, prompts, group_size, sampling)
-        run = _Run(self, prompts, group_size, sampling, seed)
-        while run.unfinished:
-            with self._sampling():
-                finished = run.advance()
-            # Outside: whoever receives the group computes in its own mode.
-            yield from finished
+        how = {"keep_special_tokens": self.keep_special_tokens}
+        with Conversations(self.policy, self.world, sampling, seed, **how) as conversations:
+            run = _Run(self, prompts, group_size, sampling, seed, conversations)
+            while run.unfinished:
+                with self._sampling():
+                    finished = run.advance()
+                # Outside: whoever receives the group computes in its own mode.
+                yield from finished
 
     @contextlib.contextmanager
     def _sampling(self) -> Iterator[None]:
@@ -128,29 +139,39 @@ class NativeEngine(InProcess):
 
 
 @dataclass(slots=True, eq=False)
-class _Group:
-    """A prompt on its way through the engine."""
+class _Past:
+    """What rows are decoded behind: a prompt, or a context that a world has named."""
 
-    prompt: Prompt
+    tokens: np.ndarray
+    users: int
+    """Completions behind it that have not ended, waiting ones included."""
     entry: int = -1
     """Its place in the store of prompts; -1 before the prefill and after its last row."""
     hidden_D: Tensor | None = None
-    """Final hidden state of its last token, while rows of it wait."""
-    unfinished: int = 0
-    """Completions that have not ended, waiting ones included."""
-    rollouts: list[Rollout | None] = field(default_factory=list)
+    """Final hidden state of its last token, while it has an entry."""
 
 
 @dataclass(slots=True, eq=False)
-class _Row:
+class _Group:
+    """A prompt on its way through the engine."""
+
+    past: _Past
+    unfinished: int
+    """Completions that have not ended, waiting ones included."""
+    rollouts: list[Rollout | None]
+    contexts: dict[bytes, _Past] = field(default_factory=dict)
+    """Contexts that its completions are drawn behind instead."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Row(Completion):
     """A completion being decoded."""
 
     group: _Group
-    index: int
-    limit: int
-    tokens: list[int] = field(default_factory=list)
-    logp: list[float] = field(default_factory=list)
-    support: list[np.ndarray] = field(default_factory=list)
+    past: _Past
+    kept: int = 0
+    """Own tokens whose keys and values are in `aside`, of a row without a place in the stores."""
+    aside: Kept | None = None
 
 
 class _Run:
@@ -159,28 +180,47 @@ class _Run:
     forward: Forward
     decode: Decode | GraphDecode
 
-    def __init__(self, engine: NativeEngine, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int) -> None:
+    def __init__(
+        self,
+        engine: NativeEngine,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        seed: int,
+        conversations: Conversations,
+    ) -> None:
         self.engine, self.policy, self.sampling, self.seed = engine, engine.policy, sampling, seed
+        self.conversations, self.world = conversations, engine.world
         self.device = self.policy.device
         self.stopping = Stopping(self.policy.eos_ids, sampling.stop, self.policy.tokenizer)
-        groups = [_Group(prompt, unfinished=group_size, rollouts=[None] * group_size) for prompt in prompts]
-        groups.sort(key=lambda group: group.prompt.tokens.size)
-        self.unfinished = len(groups)
+        self.unfinished = len(prompts)
         self.prepared: int | None = None
-        self.waiting = deque(
-            _Row(group, index, engine.limit(group.prompt, index, sampling)) for group in groups for index in range(group_size)
-        )
+        self.unbegun: deque[_Row] = deque()
+        """Conversations that have not been begun."""
+        self.listening: list[_Row] = []
+        """Rows that wait for the world."""
+        self.waiting: deque[_Row] = deque()
+        """Rows that wait for a place."""
         self.live: list[_Row] = []
-        self.groups: list[_Group] = []
+        self.pasts: list[_Past] = []
         """Prefilled, in the order of their entries."""
-        if not groups:
+        rows = [
+            _Row(prompt=prompt, index=index, limit=engine.limit(prompt, index, sampling), group=group, past=group.past)
+            for prompt in sorted(prompts, key=lambda prompt: prompt.tokens.size)
+            for group in [_Group(_Past(prompt.tokens, group_size), group_size, [None] * group_size)]
+            for index in range(group_size)
+        ]
+        if not rows:
             return
-        self.positions = max(row.group.prompt.tokens.size + row.limit for row in self.waiting)
-        longest = whole(max(row.limit for row in self.waiting))
-        rows = min(engine.max_rows, len(self.waiting))
-        most = whole(groups[-1].prompt.tokens.size)
-        self.prompts = Store(min(len(groups), -(-rows // group_size)), most, most_tokens=most)
-        self.own = Store(rows, min(longest, FIRST_TOKENS), most_tokens=longest)
+        (self.waiting if self.world is None else self.unbegun).extend(rows)
+        self.positions = max(row.prompt.tokens.size + row.limit for row in rows)
+        longest, most = max(row.limit for row in rows), rows[-1].prompt.tokens.size
+        prompt_room, own_room = most, longest
+        if self.world is not None:  # behind a shorter context there may be more room, and one may be longer than all prompts
+            prompt_room, own_room = self.policy.context, max(longest, min(sampling.max_new_tokens, self.policy.context))
+        places = min(engine.max_rows, len(rows))
+        self.prompts = Store(min(len(prompts), -(-places // group_size)), whole(most), most_tokens=whole(prompt_room))
+        self.own = Store(places, min(whole(longest), FIRST_TOKENS), most_tokens=whole(own_room))
         self.group_size = group_size
         self.rows_at_once = chunk_rows(self.policy.vocabulary, 4)
         self.weights = sum(parameter.numel() for parameter in self.policy.model.parameters())
@@ -191,12 +231,62 @@ class _Run:
             self._prepare()
         finished: list[tuple[Rollout, ...]] = []
         while not finished and self.unfinished:
+            if self.world is not None:
+                finished += self._listen()
             while not finished and self.waiting and len(self.live) < self.engine.max_rows:
                 finished += self._admit()
             if self.live and not finished:
                 finished += self._step()
         self.unfinished -= len(finished)
         return finished
+
+    def _listen(self) -> list[tuple[Rollout, ...]]:
+        """Begin conversations for rows that would be free, and take the replies that are there; without any other work, wait."""
+        rows, idle = self.engine.max_rows, not self.live and not self.waiting
+        taken = len(self.live) + len(self.waiting) + sum(not row.tokens for row in self.listening)
+        while self.unbegun and (taken < rows or idle) and self.conversations.open < CONVERSATIONS_PER_ROW * rows:
+            row = self.unbegun.popleft()
+            self.conversations.begin(row)
+            self.listening.append(row)
+            taken += 1
+        if idle:
+            await_one(self.listening)
+        finished: list[tuple[Rollout, ...]] = []
+        heard = [row for row in self.listening if row.reply is not None and row.reply.done()]
+        if heard:
+            self.listening = [row for row in self.listening if row not in heard]
+        for row in heard:
+            rollout = self.conversations.hear(row, self.engine.version)
+            if rollout is None:
+                self._follow(row)
+                self.waiting.append(row)
+            else:
+                finished += self._end(row, rollout)
+        if finished:
+            self._leave([])
+            if self.live:
+                self._arrange()
+        return finished
+
+    def _follow(self, row: _Row) -> None:
+        """If the world has named another context, that is what the row is decoded behind from now on."""
+        if row.behind is row.past.tokens:
+            return
+        row.past.users -= 1
+        row.kept, row.aside = 0, None
+        group, name = row.group, row.behind.tobytes()
+        if np.array_equal(row.behind, group.past.tokens):
+            row.past = group.past
+        elif name in group.contexts:
+            row.past = group.contexts[name]
+        else:
+            row.past = group.contexts[name] = _Past(row.behind, 0)
+        row.past.users += 1
+        row.context = row.past.tokens
+        needed = row.past.tokens.size + row.limit - row.begin
+        if needed > self.positions:
+            self.positions = min(max(needed, 2 * self.positions), self.policy.context)
+            self._prepare()
 
     def _prepare(self) -> None:
         """Take the weights as they are now, and whoever decodes by them."""
@@ -206,7 +296,7 @@ class _Run:
             del self.forward, self.decode  # before others are made: there may be no room for both
         self.forward = self.engine.prepared(self.positions)
         # The ways order the numbers of a key differently: what one has kept the other cannot read.
-        if self.groups and type(self.forward) is not before:
+        if self.pasts and type(self.forward) is not before:
             raise EngineError("the model was altered (hooks, adapters) while its completions were being decoded")
         if self.forward.recordable and self.device.type in RECORDED and not self.sampling.truncates:
             how = {"members": self.group_size, "vocabulary": self.policy.vocabulary}
@@ -219,33 +309,37 @@ class _Run:
 
     def _arrange(self) -> None:
         self.decode.arrange(
-            [group.prompt.tokens.size for group in self.groups],
-            [row.group.entry for row in self.live],
-            [len(row.tokens) - 1 for row in self.live],
+            [past.tokens.size for past in self.pasts],
+            [row.past.entry for row in self.live],
+            [row.own - 1 for row in self.live],
         )
 
     def _admit(self) -> list[tuple[Rollout, ...]]:
-        """Give free rows to waiting completions and draw their first tokens."""
+        """Give free rows to waiting completions and draw their first tokens, or the first of their next turns."""
         new = [self.waiting.popleft() for _ in range(min(self.engine.max_rows - len(self.live), len(self.waiting)))]
-        self._prefill([group for group in dict.fromkeys(row.group for row in new) if group.entry < 0])
-        longest = max(row.limit for row in new)
+        new.sort(key=lambda row: row.kept - row.own)  # those with the most to be computed first; all alike without a world
+        self._prefill([past for past in dict.fromkeys(row.past for row in new) if past.entry < 0])
+        hidden = self._extend([row for row in new if row.own > row.kept])
+        longest = max(row.limit - row.begin for row in new)
         keys = [
-            draws.stream_keys(self.seed, group.prompt.id, [row.index for row in rows])
-            for group, rows in itertools.groupby(new, lambda row: row.group)
+            draws.stream_keys(self.seed, prompt.id, [row.index for row in rows])
+            for prompt, rows in itertools.groupby(new, lambda row: row.prompt)
         ]
-        uniform_RT = torch.from_numpy(draws.uniforms(np.concatenate(keys), longest)).to(self.device)
+        begin_R = np.array([row.begin for row in new])
+        uniform_RT = torch.from_numpy(draws.uniforms(np.concatenate(keys), longest, begin_R)).to(self.device)
+        own_R = torch.tensor([row.own for row in new], device=self.device)
+        uniform_R = uniform_RT.gather(1, own_R[:, None])[:, 0]
+        # A prompt's logits are computed once for those of its completions that start together.
+        sources = [hidden.get(row, row.past.hidden_D) for row in new]
         tokens, logps = [], []
         for chunk in self._chunks(len(new)):
-            # A prompt's logits are computed once for those of its completions that start together.
-            groups = list(dict.fromkeys(row.group for row in new[chunk]))
-            logits_PV = self.forward.logits(torch.stack([group.hidden_D for group in groups]))  # type: ignore[misc]
-            place_R = torch.tensor([groups.index(row.group) for row in new[chunk]], device=self.device)
-            token_R, logp_R = self._draw(logits_PV[place_R], uniform_RT[chunk, 0], new[chunk])
+            ids = [id(source) for source in sources[chunk]]
+            places = {name: place for place, name in enumerate(dict.fromkeys(ids))}
+            logits_PV = self.forward.logits(torch.stack([sources[chunk][ids.index(name)] for name in places]))  # type: ignore[misc]
+            place_R = torch.tensor([places[name] for name in ids], device=self.device)
+            token_R, logp_R = self._draw(logits_PV[place_R], uniform_R[chunk], new[chunk])
             tokens.append(token_R)
             logps.append(logp_R)
-        for group in self.groups:
-            if not self.waiting or self.waiting[0].group is not group:
-                group.hidden_D = None
         if self.live:
             short = longest - self.uniform_RT.shape[1]
             self.uniform_RT = torch.nn.functional.pad(self.uniform_RT, (0, max(0, short)))
@@ -260,24 +354,62 @@ class _Run:
         self.own.reserve(self.own.live, 1)
         return self._settle(first, *_to_host([(torch.cat(tokens), torch.cat(logps))]), changed=True)
 
-    def _prefill(self, groups: list[_Group]) -> None:
-        """Compute prompts, in passes of bounded length; their keys and values become entries."""
-        while groups:
-            count, total = 1, groups[0].prompt.tokens.size
-            while count < len(groups) and total + groups[count].prompt.tokens.size <= PREFILL_TOKENS:
-                total += groups[count].prompt.tokens.size
+    def _extend(self, rows: list[_Row]) -> dict[_Row, Tensor]:
+        """Compute what waiting rows have and their stores have not: the last token of a turn, and what was answered.
+
+        The rows get the places behind those that live, and are ordered by how much there is, most first.  Returns the final hidden
+        state of each one's last token.
+        """
+        found: dict[_Row, Tensor] = {}
+        first = len(self.live)
+        while rows:
+            count, total = 1, rows[0].own - rows[0].kept
+            while count < len(rows) and total + rows[count].own - rows[count].kept <= PREFILL_TOKENS:
+                total += rows[count].own - rows[count].kept
                 count += 1
-            batch, groups = groups[:count], groups[count:]
-            lengths = [group.prompt.tokens.size for group in batch]
+            batch, rows = rows[:count], rows[count:]
+            counts = [row.own - row.kept for row in batch]
+            extend = Extend(
+                self.prompts,
+                self.own,
+                first,
+                [past.tokens.size for past in self.pasts],
+                [row.past.entry for row in batch],
+                [row.kept for row in batch],
+                counts,
+            )
+            for place, row in enumerate(batch, first):
+                if row.aside is not None:
+                    self.own.put(place, row.aside)
+                    row.aside = None
+            ids = [row.tokens[row.begin + row.kept :] for row in batch]
+            starts = [row.past.tokens.size + row.kept for row in batch]
+            tokens_T = torch.tensor([token for some in ids for token in some], device=self.device)
+            position_T = torch.from_numpy(np.concatenate([np.arange(a, a + n) for a, n in zip(starts, counts, strict=True)]))
+            hidden_TD = self.forward.hidden(tokens_T, position_T.to(self.device), extend)
+            last_R = torch.from_numpy(np.cumsum(counts) - 1).to(self.device)
+            found |= zip(batch, hidden_TD[last_R], strict=True)
+            first += count
+        return found
+
+    def _prefill(self, pasts: list[_Past]) -> None:
+        """Compute prompts, in passes of bounded length; their keys and values become entries."""
+        while pasts:
+            count, total = 1, pasts[0].tokens.size
+            while count < len(pasts) and total + pasts[count].tokens.size <= PREFILL_TOKENS:
+                total += pasts[count].tokens.size
+                count += 1
+            batch, pasts = pasts[:count], pasts[count:]
+            lengths = [past.tokens.size for past in batch]
             self.prompts.reserve(self.prompts.live + count, max(lengths))
-            tokens_T = torch.from_numpy(np.concatenate([group.prompt.tokens for group in batch])).to(self.device)
+            tokens_T = torch.from_numpy(np.concatenate([past.tokens for past in batch])).to(self.device)
             position_T = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(self.device)
             hidden_TD = self.forward.hidden(tokens_T, position_T, Prefill(self.prompts, lengths))
             last_P = torch.from_numpy(np.cumsum(lengths) - 1).to(self.device)
-            for group, hidden_D in zip(batch, hidden_TD[last_P], strict=True):
-                group.entry, group.hidden_D = self.prompts.live, hidden_D
+            for past, hidden_D in zip(batch, hidden_TD[last_P], strict=True):
+                past.entry, past.hidden_D = self.prompts.live, hidden_D
                 self.prompts.live += 1
-            self.groups += batch
+            self.pasts += batch
 
     def _step(self) -> list[tuple[Rollout, ...]]:
         """One token for every live row, or several."""
@@ -286,7 +418,7 @@ class _Run:
             return self._steps(decoder, decode)
         # Truncation reads back at every token; nobody may draw beyond its limit, where there is no room.
         most = 1 if self.sampling.truncates else TOKENS_PER_SYNC.get(self.device.type, GPU_TOKENS_PER_SYNC)
-        steps = min(most, min(row.limit - len(row.tokens) for row in self.live))
+        steps = min(most, min(row.left for row in self.live))
         if isinstance(decode, GraphDecode):
             drawn = decode.draw(self.token_R, self.uniform_RT, steps)
             self.token_R = drawn[-1][0]
@@ -294,7 +426,7 @@ class _Run:
             drawn = [self._one(decode) for _ in range(steps)]
         tokens, logps = _to_host(drawn)
         if steps > 1:
-            kept = [self.stopping.kept(row.tokens, behind) for row, behind in zip(self.live, tokens, strict=True)]
+            kept = [self.stopping.kept(row.written, behind) for row, behind in zip(self.live, tokens, strict=True)]
             tokens, logps = ([numbers[:count] for numbers, count in zip(column, kept, strict=True)] for column in (tokens, logps))
         return self._settle(0, tokens, logps, changed=False)
 
@@ -310,18 +442,19 @@ class _Run:
         return self.token_R, logp_R
 
     def _steps(self, decoder: Decoder, decode: Decode) -> list[tuple[Rollout, ...]]:
-        """Several tokens for every live row.  Rows that end draw no more; if others wait for their place, nobody does."""
+        """Several tokens for every live row.  Rows that end draw no more; if others wait for their place, or a world to answer,
+        nobody does."""
         worth = WORK // (self.weights * max(len(self.live), FEW))
-        steps = min(STEPS, worth, max(row.limit - len(row.tokens) for row in self.live))
+        steps = min(STEPS, worth, max(row.left for row in self.live))
         drawn = decode.draw(
             decoder,
             self.token_R,
-            [row.limit for row in self.live],
+            [row.own + row.left for row in self.live],
             self.uniform_RT,
             1 if self.sampling.stop else max(1, steps),
             temperature=self.sampling.temperature,
             ending=self.policy.eos_ids,
-            until_one_ends=bool(self.waiting),
+            until_one_ends=bool(self.waiting) or self.world is not None,
             rows_at_once=self.rows_at_once,
         )
         self.token_R = drawn.token_RN.gather(1, drawn.count_R[:, None] - 1)[:, 0]
@@ -350,49 +483,45 @@ class _Run:
         finished: list[tuple[Rollout, ...]] = []
         for r, (token, logp) in enumerate(zip(tokens, logps, strict=True), first):
             row = self.live[r]
-            row.tokens += token
-            row.logp += logp
-            finish = self.stopping.finish(row.tokens, row.limit)
+            row.add(token, logp, self.engine.version)
+            finish = self.stopping.finish(row.written, row.room)
             if finish is not None:
                 ended.append(r)
-                if self._end(row, finish):
-                    finished.append(tuple(rollout for rollout in row.group.rollouts if rollout is not None))
+                if self.world is None:
+                    finished += self._end(row, self.conversations.end(row, finish))
+                else:
+                    row.kept, row.aside = row.own - 1, self.own.take(r, row.own - 1)
+                    self.conversations.turn(row, finish)
+                    self.listening.append(row)
         if ended:
             self._leave(ended)
         if self.live and (ended or changed):
             self._arrange()
         return finished
 
-    def _end(self, row: _Row, finish: Finish) -> bool:
-        """Write the record of an ended completion; True if it was the last of its group."""
+    def _end(self, row: _Row, rollout: Rollout) -> list[tuple[Rollout, ...]]:
+        """A completion is over; its group, if it was the last of it."""
         group = row.group
-        group.rollouts[row.index] = make_rollout(
-            self.policy,
-            group.prompt,
-            row.index,
-            row.tokens,
-            row.logp,
-            finish,
-            self.sampling,
-            version=self.engine.version,
-            support=tuple(row.support) if self.sampling.truncates else None,
-            keep_special_tokens=self.engine.keep_special_tokens,
-        )
+        group.rollouts[row.index] = rollout
         group.unfinished -= 1
-        return group.unfinished == 0
+        row.past.users -= 1
+        return [] if group.unfinished else [tuple(one for one in group.rollouts if one is not None)]
 
     def _leave(self, ended: list[int]) -> None:
         """Close the gaps that ended rows, and prompts without unfinished completions, leave in the stores."""
-        order = self.own.drop(ended, max(len(row.tokens) for row in self.live) - 1)
+        order = self.own.drop(ended, max((row.own for row in self.live), default=1) - 1)
         self.live = [self.live[r] for r in order]
-        order_R = torch.tensor(order, dtype=torch.int64, device=self.device)
-        self.token_R, self.uniform_RT = self.token_R[order_R], self.uniform_RT[order_R]
-        over = [entry for entry, group in enumerate(self.groups) if group.unfinished == 0]
+        if self.live:
+            order_R = torch.tensor(order, dtype=torch.int64, device=self.device)
+            self.token_R, self.uniform_RT = self.token_R[order_R], self.uniform_RT[order_R]
+        over = [entry for entry, past in enumerate(self.pasts) if past.users == 0]
         if over:
-            order = self.prompts.drop(over, max(group.prompt.tokens.size for group in self.groups))
-            self.groups = [self.groups[entry] for entry in order]
-            for entry, group in enumerate(self.groups):
-                group.entry = entry
+            order = self.prompts.drop(over, max(past.tokens.size for past in self.pasts))
+            for entry in over:
+                self.pasts[entry].entry, self.pasts[entry].hidden_D = -1, None
+            self.pasts = [self.pasts[entry] for entry in order]
+            for entry, past in enumerate(self.pasts):
+                past.entry = entry
 
 
 def _to_host(drawn: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[list[int]], list[list[float]]]:

@@ -34,16 +34,17 @@ class Slab:
         # Zeros, not whatever memory held: a hidden key has weight 0, but 0 x NaN is NaN.
         with own_pages(OWN_PAGES):
             self.key_EKTD, self.value_EKTD = (
-                x.new_zeros(entries, x.shape[-2], self._blocks(tokens), block * x.shape[-1]) for x in (self.like, self.like_value)
+                x.new_zeros(entries, x.shape[-2], self.blocks(tokens), block * x.shape[-1]) for x in (self.like, self.like_value)
             )
 
-    def _blocks(self, tokens: int) -> int:
+    def blocks(self, tokens: int) -> int:
+        """Blocks that so many tokens fill."""
         return -(-tokens // self.block)
 
     def grow(self, entries: int, tokens: int) -> None:
         """Make room; what is there stays."""
         old_entries, _, old_blocks, _ = self.key_EKTD.shape
-        blocks = self._blocks(tokens)
+        blocks = self.blocks(tokens)
         if entries <= old_entries and blocks <= old_blocks:
             return
         for name in ("key_EKTD", "value_EKTD"):
@@ -73,9 +74,15 @@ class Slab:
             self.key_EKTD[row_R, :, place] = key_RKD
             self.value_EKTD[row_R, :, place] = value_RKD
 
+    def extend(self, entry: int, first: int, key_TKD: Tensor, value_TKD: Tensor) -> None:
+        """Tokens of one entry from its place `first` on; not of a slab that the compiled kernel reads."""
+        places = slice(first, first + key_TKD.shape[0])
+        self.key_EKTD[entry, :, places] = key_TKD.transpose(0, 1)
+        self.value_EKTD[entry, :, places] = value_TKD.transpose(0, 1)
+
     def move(self, moves: Sequence[tuple[int, int]], tokens: int) -> None:
         """Copy the first `tokens` tokens of entries to other entries' places, (source, target) by pair."""
-        blocks = self._blocks(tokens)
+        blocks = self.blocks(tokens)
         for slab in (self.key_EKTD, self.value_EKTD):
             for source, target in moves:
                 slab[target, :, :blocks] = slab[source, :, :blocks]
@@ -83,6 +90,10 @@ class Slab:
     def view(self, entries: int, tokens: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first entries, (entries, K, tokens, D); no copy."""
         return self.key_EKTD[:entries, :, :tokens], self.value_EKTD[:entries, :, :tokens]
+
+
+Kept = dict[int, tuple[Tensor, Tensor]]
+"""Keys and values of one entry, by layer, as they lie in its slabs."""
 
 
 class Store:
@@ -112,6 +123,20 @@ class Store:
             self.room[1] = min(2 * self.room[1], self.most_tokens)
         for slab in self.slabs.values():
             slab.grow(*self.room)
+
+    def take(self, entry: int, tokens: int) -> Kept:
+        """A copy of an entry's first tokens, by layer."""
+        kept = {}
+        for layer, slab in self.slabs.items():
+            blocks = slab.blocks(tokens)
+            kept[layer] = (slab.key_EKTD[entry, :, :blocks].clone(), slab.value_EKTD[entry, :, :blocks].clone())
+        return kept
+
+    def put(self, entry: int, kept: Kept) -> None:
+        """What `take` has copied becomes an entry's first tokens; there is room for them."""
+        for layer, (key_KTD, value_KTD) in kept.items():
+            slab, blocks = self.slabs[layer], key_KTD.shape[1]
+            slab.key_EKTD[entry, :, :blocks], slab.value_EKTD[entry, :, :blocks] = key_KTD, value_KTD
 
     def drop(self, ended: Sequence[int], tokens: int) -> list[int]:
         """Remove entries.  Returns the new order: entry i is what was entry `order[i]`; `tokens`: longest that is kept."""

@@ -1,0 +1,65 @@
+"""Products that are too long to be done in the head, and a calculator, which demonstrators use carelessly."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from itertools import islice
+
+from groupwise.data.tasks.base import Generated, Row, check_count, check_share
+from groupwise.data.tasks.expressions import decimal, evaluate, parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calculator(Generated):
+    r"""`a*b` with numbers of `digits` digits, perhaps with a third number added.
+
+    With probability `blurt` a demonstrator writes an answer at once, which is right but cannot be learnt; otherwise he calls
+    `calculate`, but types one digit wrong with probability `slip`; then he reads off what it says.  A call and the reading are two
+    demonstrations.
+
+    >>> Calculator(blurt=0.0, slip=0.0).demonstrations(1, seed=0)[0]["completion"]
+    '<tool_call>{"name": "calculate", "arguments": {"expression": "738*563"}}</tool_call>'
+    """
+
+    digits: int = 3
+    blurt: float = 0.4
+    slip: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_count("digits", self.digits, 1, 12)
+        check_share("blurt", self.blurt)
+        check_share("slip", self.slip)
+
+    def question(self, rng: random.Random) -> Row:
+        """Numbers without leading zeros."""
+        a, b, c = (rng.randint(10 ** (self.digits - 1), 10**self.digits - 1) for _ in range(3))
+        prompt = f"{a}*{b}" + (f"+{c}" if rng.random() < 0.5 else "")
+        return {"prompt": prompt, "answer": decimal(evaluate(parse(prompt)))}
+
+    def completion(self, row: Row, rng: random.Random) -> str:
+        """What a careless demonstrator writes first."""
+        if rng.random() < self.blurt:
+            return f"\\boxed{{{row['answer']}}}"
+        typed = str(row["prompt"])
+        if rng.random() < self.slip:
+            place = rng.choice([i for i, character in enumerate(typed) if character.isdigit()])
+            typed = typed[:place] + str(rng.randrange(1, 10)) + typed[place + 1 :]
+        return f"<tool_call>{json.dumps({'name': 'calculate', 'arguments': {'expression': typed}})}</tool_call>"
+
+    def demonstrations(self, n: int, seed: int) -> list[Row]:
+        """See `Task`."""
+        rng, rows = random.Random(f"demonstrations/{seed}"), []
+        for row in self._questions(rng, held_out=False):
+            asked = {"role": "user", "content": row["prompt"]}
+            written = self.completion(row, rng)
+            rows.append({**row, "prompt": [asked], "completion": written})
+            if written.startswith("<tool_call>"):
+                call = json.loads(written.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+                told = decimal(evaluate(parse(call["arguments"]["expression"])))
+                said = [asked, {"role": "assistant", "content": written}, {"role": "tool", "name": "calculate", "content": told}]
+                rows.append({**row, "prompt": said, "completion": f"\\boxed{{{told}}}"})
+            if len(rows) >= n:
+                break
+        return list(islice(rows, n))

@@ -1,0 +1,498 @@
+"""Episodes that somebody else drives: a harness asks the endpoint for the policy's turns, and its requests become a conversation.
+
+For an engine this is a world like any other.  `open` and `answer` are done when the harness asks for its next turn.  What it asks
+for is appended to the stream where it begins with the stream's ids, exactly; where it does not, it begins a branch: the harness
+changed or dropped the past, or several agents share the episode.  The episode is over when the harness has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, Literal
+
+import numpy as np
+
+from groupwise.environments.calls import Call
+from groupwise.environments.chat import Asking, Memory, Speech, Told
+from groupwise.environments.conversation import Reply
+from groupwise.environments.endpoint import Endpoint
+from groupwise.environments.harness import Errand, Harness
+from groupwise.environments.requests import Asked, ChatRequest, Drawn, Refused
+from groupwise.errors import EnvironmentFailure
+from groupwise.records import Branch, Episode, Finish, Prompt, Sampling, ToolCall, Turn
+
+log = logging.getLogger(__name__)
+
+MODEL = "policy"
+"""The model's name, for clients; requests may name any."""
+TICK = 0.2
+"""Seconds between two looks at the deadlines."""
+HOPELESS = 16
+"""Episodes that fail before one succeeds, after which the harness counts as broken."""
+FULL = (Finish.LENGTH, Finish.TURNS)
+"""Ends of an episode that could have gone on."""
+EMPTY = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What the episodes of a run may take."""
+
+    sampling: Sampling
+    """How the run draws; requests that ask for something else are refused."""
+    context: int
+    """Most tokens of a sequence."""
+    vocabulary: int
+    turns: int | None = None
+    """Most turns of an episode."""
+    seconds: float = 600.0
+    """That a harness may take for an episode; while the policy writes for it, its clock stands still."""
+    at_once: int = 64
+    """Harnesses that run at the same time."""
+    past: Literal["keep", "split"] = "keep"
+    """Where the chat template writes earlier turns otherwise than they were sampled: see `Memory`."""
+
+
+class CapturedWorld:
+    """Implements `conversation.World`: one endpoint, and a harness for each episode."""
+
+    def __init__(
+        self,
+        harness: Harness,
+        speech: Speech,
+        limits: Limits,
+        *,
+        name: str = "",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+    ) -> None:
+        """name: of the environment, in the episodes' records.   host, port, token: see `Endpoint`."""
+        self.harness, self.speech, self.limits, self.name = harness, speech, limits, name
+        self._lock = threading.Lock()
+        self._live: dict[str, Captured] = {}
+        self._queue: deque[Captured] = deque()
+        self._running, self._starting = 0, False
+        self._succeeded, self._failed = 0, 0
+        self._closed = threading.Event()
+        self.endpoint = Endpoint(
+            self._find, name=MODEL, context=limits.context, vocabulary=limits.vocabulary, host=host, port=port, token=token,
+            desk=harness.desk,
+        )  # fmt: skip
+        self.endpoint.start()
+        threading.Thread(target=self._watch, name="episodes", daemon=True).start()
+
+    def begin(self, prompt: Prompt, index: int, *, seed: int) -> Captured:
+        """See `conversation.World`."""
+        conversation = Captured(self, prompt, index, seed)
+        with self._lock:
+            self._live[conversation.id] = conversation
+        return conversation
+
+    def close(self) -> None:
+        """See `conversation.World`."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        with self._lock:
+            live = list(self._live.values())
+            self._queue.clear()
+        for conversation in live:
+            conversation.end(None, Finish.ERROR, "the run was closed")
+        self.harness.close()
+        self.endpoint.close()
+
+    # ---- for conversations ---------------------------------------------------------------------------------------------------
+
+    def want(self, conversation: Captured) -> None:
+        """Start its harness, now or when there is room."""
+        with self._lock:
+            self._queue.append(conversation)
+        self._start_waiting()
+
+    def ended(self, conversation: Captured, failure: str | None) -> None:
+        """A harness that ran has ended; failure: None where nobody knows, because it was broken off."""
+        with self._lock:
+            self._running -= 1
+            self._succeeded, self._failed = self._succeeded + (failure == ""), self._failed + bool(failure)
+        if failure and not self._closed.is_set():
+            log.warning("an episode of %s failed: %s", conversation.prompt.id, failure)
+        self._start_waiting()
+
+    def forget(self, conversation: Captured) -> None:
+        """It is closed: nobody may ask for it any more."""
+        with self._lock:
+            self._live.pop(conversation.id, None)
+
+    def hopeless(self) -> bool:
+        """True if so many episodes have failed, and none succeeded, that there is no use in going on."""
+        with self._lock:
+            return self._failed >= HOPELESS and not self._succeeded
+
+    def _start_waiting(self) -> None:
+        with self._lock:
+            if self._starting:  # another thread does, or this one further up: a harness may end before it has started
+                return
+            self._starting = True
+        while True:
+            with self._lock:
+                if self._closed.is_set() or not self._queue or self._running >= self.limits.at_once:
+                    self._starting = False
+                    return
+                conversation = self._queue.popleft()
+                self._running += 1
+            conversation.start(self.harness)
+
+    def _find(self, episode: str | None) -> Captured | None:
+        with self._lock:
+            return None if episode is None else self._live.get(episode)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(TICK):
+            with self._lock:
+                live = list(self._live.values())
+            for conversation in live:
+                conversation.look(time.monotonic())
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A turn that the harness waits for."""
+
+    context: np.ndarray
+    asked: Asked
+    asking: Asking | None
+    drawn: Future[Sequence[Drawn]] = field(default_factory=Future)
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """A turn on its way to a record."""
+
+    begin: int
+    end: int
+    finish: Finish
+    written: float
+    """When, by `time.monotonic`."""
+    calls: list[ToolCall] = field(default_factory=list)
+    call_ids: list[str] = field(default_factory=list)
+    answer: str = ""
+    seconds: float = 0.0
+
+    def record(self) -> Turn:
+        finish = Finish.TOOL_CALLS if self.calls and self.finish is not Finish.LENGTH else self.finish
+        return Turn(
+            begin=self.begin, end=self.end, finish=finish, calls=tuple(self.calls), answer=self.answer, seconds=self.seconds
+        )
+
+
+class Captured:
+    """One episode; implements `conversation.Conversation` for the engine and `endpoint.Line` for the harness's requests.
+
+    A conversation with its own threads on both sides: what changes it holds its lock, and futures are resolved outside of it.
+    """
+
+    def __init__(self, world: CapturedWorld, prompt: Prompt, index: int, seed: int) -> None:
+        self.world, self.prompt, self.index, self.seed = world, prompt, index, seed
+        self.id = secrets.token_urlsafe(18)
+        self.speech, self.memory = world.speech, Memory(world.speech, world.limits.past)
+        self._lock = threading.RLock()
+        self._next: Future[Reply] | None = None
+        """What the engine waits for."""
+        self._waiting: deque[_Request] = deque()
+        self._drawing: _Request | None = None
+        self._stream = prompt.tokens
+        """Everything that the policy has before it, or has written."""
+        self._length = 0
+        """Tokens of the completion."""
+        self._turns: list[_Turn] = []
+        self._branches: list[Branch] = []
+        self._messages: tuple[Mapping[str, Any], ...] = ()
+        self._over: Finish | None = None
+        self._reward: float | None = None
+        self._failure = ""
+        self._full: Finish | None = None
+        """Why a turn was refused: LENGTH, TURNS."""
+        self._stop: Callable[[], None] | None = None
+        self._ran, self._closed = False, False
+        self._spent, self._since = 0.0, math.inf
+        """Seconds that the harness took, and when it went to work again."""
+
+    # ---- for the engine ------------------------------------------------------------------------------------------------------
+
+    def open(self) -> Future[Reply]:
+        """See `Conversation`."""
+        with self._lock:
+            first = self._next = Future()
+        self.world.want(self)
+        return first
+
+    def answer(self, tokens: Sequence[int], finish: Finish, *, logp: Sequence[float], version: int) -> Future[Reply]:
+        """See `Conversation`."""
+        with self._lock:
+            end = self._length + len(tokens)
+            self._turns.append(_Turn(self._length, end, finish, time.monotonic()))
+            self._length, self._stream = end, np.concatenate([self._stream, np.asarray(tokens, dtype=np.int64)])
+            request, self._drawing = self._drawing, None
+            if not self._waiting:
+                self._since = time.monotonic()
+            drawn = Drawn(list(tokens), list(logp), finish, version, len(self._turns) - 1)
+            following = self._next = Future()
+            resolved = self._advance()
+        if request is not None:
+            request.drawn.set_result([drawn])
+        _resolve(resolved)
+        return following
+
+    def close(self, finish: Finish) -> Episode:
+        """See `Conversation`."""
+        with self._lock:
+            self._closed = True
+            self._over = self._over or finish
+            self._full = self._full or (finish if finish in FULL else None)
+            left = [*self._waiting, *([self._drawing] if self._drawing is not None else [])]
+            self._waiting.clear()
+            self._drawing, self._next = None, None
+        self._refuse(left)
+        self.world.forget(self)
+        self._break_off(None)
+        with self._lock:
+            if self._failure and self._turns:
+                self._turns[-1].answer = self._turns[-1].answer or self._failure
+            return Episode(
+                turns=tuple(turn.record() for turn in self._turns),
+                messages=self._messages,
+                branches=tuple(branch for branch in self._branches if branch.begin < self._length),
+                reward=self._reward,
+                environment=self.world.name,
+            )
+
+    # ---- for the harness -----------------------------------------------------------------------------------------------------
+
+    def start(self, harness: Harness) -> None:
+        """Let the harness run."""
+        with self._lock:
+            self._ran = wanted = self._over is None
+            self._since = time.monotonic()
+        if not wanted:
+            self.world.ended(self, None)
+            return
+        base = f"{self.world.endpoint.url}/episodes/{self.id}/v1"
+        errand = Errand(
+            id=self.id, row=self.prompt.row, base_url=base, api_key=self.id, model=MODEL, index=self.index, seed=self.seed
+        )
+        try:
+            stop = harness.start(errand, self._finished)
+        except Exception as error:  # somebody else's code
+            self._finished(None, f"{type(error).__name__}: {error}")
+            return
+        with self._lock:
+            self._stop = stop
+            late = self._over is not None
+        if late:
+            stop()
+
+    def _finished(self, reward: float | None, failure: str) -> None:
+        """The harness has ended."""
+        if reward is not None and not math.isfinite(reward):
+            reward, failure = None, f"its reward is {reward}, which is no number"
+        with self._lock:
+            full = self._full
+            if full is None and self._turns and self._turns[-1].finish is Finish.LENGTH and self._room() < 1:
+                full = Finish.LENGTH
+        self.end(reward, full or (Finish.ERROR if failure else Finish.DONE), "" if full else failure)
+
+    def end(self, reward: float | None, finish: Finish, failure: str) -> None:
+        """The episode is over; only the first word counts."""
+        with self._lock:
+            if self._over is not None:
+                return
+            self._over, self._reward, self._failure = finish, reward, failure
+            left = list(self._waiting)
+            self._waiting.clear()
+        self._refuse(left)
+        self._break_off(failure)
+        with self._lock:
+            resolved = self._advance()
+        _resolve(resolved)
+
+    def look(self, now: float) -> None:
+        """End it if the harness has taken too long."""
+        with self._lock:
+            at_work = self._ran and self._over is None and self._drawing is None and not self._waiting
+            late = at_work and self._spent + now - self._since > self.world.limits.seconds
+        if late:
+            self.end(None, Finish.DEADLINE, f"the harness took more than {self.world.limits.seconds:g} s")
+
+    def ask(self, request: ChatRequest) -> Asking:
+        """See `Line`."""
+        request.asked.check_against(self.world.limits.sampling)
+        return self.memory.ask(request)
+
+    def draw(self, context: np.ndarray, asked: Asked, asking: Asking | None = None) -> Future[Sequence[Drawn]]:
+        """See `Line`."""
+        asked.check_against(self.world.limits.sampling)
+        if asked.count > 1:
+            raise Refused(f"n is {asked.count}: an episode has one next turn", param="n")
+        request = _Request(context, asked, asking)
+        with self._lock:
+            if self._over is not None:
+                raise self._refusal()
+            if self._drawing is None and not self._waiting:
+                self._spent += time.monotonic() - self._since
+            self._waiting.append(request)
+            resolved = self._advance()
+        _resolve(resolved)
+        return request.drawn
+
+    def tell(self, request: ChatRequest, asking: Asking, drawn: Drawn) -> Told:
+        """See `Line`."""
+        told = self.memory.tell(request, asking, drawn)
+        with self._lock:
+            turn = self._turns[drawn.turn]
+            turn.call_ids = [call.id for call in told.said.calls]
+            turn.calls = [
+                ToolCall(name=call.name, arguments=_json_of(told, call.id), result="", seconds=0.0)
+                if isinstance(call, Call)
+                else ToolCall(name="", arguments=call.text, result="", seconds=0.0, failure="unreadable")
+                for call in told.said.calls
+            ]
+            self._messages = (*request.messages, told.message)
+        return told
+
+    # ---- inside; the lock is held --------------------------------------------------------------------------------------------
+
+    def _advance(self) -> tuple[Future[Reply], Reply | EnvironmentFailure] | None:
+        """What the engine's future becomes, if it is time."""
+        if self._next is None:
+            return None
+        reply: Reply | EnvironmentFailure | None = None
+        if self._over is not None:
+            reply = Reply(EMPTY, finish=self._over)
+            if self._failure and self.world.hopeless():
+                reply = EnvironmentFailure(f"the first {HOPELESS} episodes failed, the last one so: {self._failure}")
+        while reply is None and self._waiting:
+            request = self._waiting.popleft()
+            if not request.drawn.set_running_or_notify_cancel():
+                continue
+            try:
+                reply = self._reply(request)
+            except Refused as refused:
+                request.drawn.set_exception(refused)
+                continue
+            self._drawing = request
+        if reply is None:
+            if not self._waiting and self._drawing is None:
+                self._since = time.monotonic()
+            return None
+        following, self._next = self._next, None
+        return following, reply
+
+    def _reply(self, request: _Request) -> Reply:
+        """What the engine goes on with.  Raises Refused where there is no room."""
+        context, stream, limits = request.context, self._stream, self.world.limits
+        first = not self._turns
+        follows = context.size >= stream.size and np.array_equal(context[: stream.size], stream)
+        # Before the first turn nothing is appended: what the harness begins with is context, not part of the completion.
+        follows = follows and (context.size == stream.size or not first)
+        new = context[stream.size :] if follows else EMPTY
+        room = self._room(new.size, context.size)
+        if limits.turns is not None and len(self._turns) >= limits.turns:
+            self._full = Finish.TURNS
+            raise self._refusal()
+        if room < 1:
+            self._full = Finish.LENGTH
+            raise Refused(
+                f"no room for a turn: its context has {context.size} tokens of {limits.context}, and the episode "
+                f"{self._length + new.size} of {limits.sampling.max_new_tokens}",
+                code="context_length_exceeded",
+            )
+        self._hear(request, new)
+        self._length += new.size
+        self._stream = context
+        if not follows:
+            self._branches.append(Branch(begin=self._length, context=context))
+        limit = request.asked.max_tokens
+        return Reply(new, context=None if follows else context, limit=limit if limit is not None and limit < room else None)
+
+    def _room(self, new: int = 0, context: int | None = None) -> int:
+        """Tokens that the next turn may have, behind so many that are appended."""
+        limits = self.world.limits
+        size = self._stream.size + new if context is None else context
+        return min(limits.sampling.max_new_tokens - self._length - new, limits.context - size)
+
+    def _hear(self, request: _Request, new: np.ndarray) -> None:
+        """Write down what the world has said to a turn."""
+        asking = request.asking
+        which = len(self._turns) - 1 if asking is None else asking.after
+        if which is None or which < 0:
+            return
+        turn = self._turns[which]
+        if turn.answer:
+            return  # the harness goes on from it a second time
+        turn.seconds = time.monotonic() - turn.written
+        if asking is None:
+            turn.answer = self.speech.decode(new.tolist())
+            return
+        turn.answer = "\n".join(str(message["content"]) for message in asking.news)
+        results = {message.get("tool_call_id"): str(message["content"]) for message in asking.news if message["role"] == "tool"}
+        turn.calls = [
+            ToolCall(
+                name=call.name,
+                arguments=call.arguments,
+                result=results.get(name, call.result),
+                seconds=turn.seconds,
+                failure=call.failure,
+            )
+            for name, call in zip(turn.call_ids, turn.calls, strict=True)
+        ]
+
+    # ---- inside --------------------------------------------------------------------------------------------------------------
+
+    def _refusal(self) -> Refused:
+        if self._full is Finish.TURNS:
+            return Refused(
+                f"the episode has had its {self.world.limits.turns} turns (environment.max_turns)", code="too_many_turns"
+            )
+        if self._full is Finish.LENGTH:
+            return Refused("the episode has no room for another turn", code="context_length_exceeded")
+        return Refused(f"the episode is over: {self._over}", HTTPStatus.GONE, code="episode_over")
+
+    def _refuse(self, requests: Sequence[_Request]) -> None:
+        for request in requests:
+            if request.drawn.running() or request.drawn.set_running_or_notify_cancel():
+                request.drawn.set_exception(self._refusal())
+
+    def _break_off(self, failure: str | None) -> None:
+        """The harness is not wanted any more; its place goes to another one."""
+        with self._lock:
+            ran, self._ran = self._ran, False
+            stop = self._stop
+        if ran:
+            if stop is not None:
+                stop()
+            self.world.ended(self, failure)
+
+
+def _json_of(told: Told, name: str) -> str:
+    """The arguments of a call, as the client got them."""
+    return next(call["function"]["arguments"] for call in told.message["tool_calls"] if call["id"] == name)
+
+
+def _resolve(resolved: tuple[Future[Reply], Reply | EnvironmentFailure] | None) -> None:
+    if resolved is None:
+        return
+    future, found = resolved
+    if isinstance(found, EnvironmentFailure):
+        future.set_exception(found)
+    else:
+        future.set_result(found)

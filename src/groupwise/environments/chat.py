@@ -1,0 +1,202 @@
+"""Chat messages to token ids and back, for clients that repeat the whole conversation with every request.
+
+What the policy wrote is never tokenised again: an assistant's message that a client repeats is recognised, and the ids that were
+sampled stand in its place; what the world said since is appended as the chat template's suffix (`data.turns`).  A conversation that
+repeats nothing, or changes what it repeats, is rendered from where it differs.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from groupwise.data.rendering import Chat, Refusal, render_chats
+from groupwise.data.templates import CLOSE, OPEN, Template
+from groupwise.data.turns import Turns
+from groupwise.environments.calls import BrokenCall, Call, Said, form_of, read_turn, split_thinking
+from groupwise.environments.requests import ChatRequest, Drawn, Refused, message_key
+from groupwise.errors import DataError
+from groupwise.records import Finish
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SETTINGS = 64
+"""Sets of tools whose turns are kept at hand."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asking:
+    """A request as token ids."""
+
+    context: np.ndarray
+    """int64 (c,): what the next turn is drawn behind."""
+    thinking: bool
+    """True if it ends inside a think block."""
+    news: tuple[Mapping[str, Any], ...]
+    """The messages behind the last one that was recognised; all, where none was."""
+    after: int | None
+    """Number of the turn that was recognised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A turn as a client gets it."""
+
+    message: Mapping[str, Any]
+    """With arguments of calls as JSON text, as OpenAI has them."""
+    said: Said
+    finish_reason: str
+    """`stop`, `tool_calls` or `length`."""
+
+
+class Speech:
+    """One tokenizer's chat template, in both directions.  It may be used by several threads at once."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> None:
+        # A copy of its own: a fast tokenizer cannot encode in two threads at the same time.
+        self.tokenizer = copy.deepcopy(tokenizer)
+        self.eos_ids = tuple(eos_ids)
+        self.lock = threading.Lock()
+        self._template = Template(tokenizer=self.tokenizer, chat=True, control_tokens="plain")
+        self._turns: OrderedDict[str, Turns] = OrderedDict()
+
+    def render(self, request: ChatRequest) -> tuple[np.ndarray, str]:
+        """Ids and text of a whole conversation.  A last message of the assistant is continued.  Raises Refused."""
+        continued = request.messages[-1]["role"] == "assistant"
+        chat = Chat(
+            [self._template.shielded(message) for message in request.messages],
+            add_generation_prompt=not continued,
+            continue_final_message=continued,
+            tools=request.tools,
+            variables=request.variables,
+        )
+        with self.lock:
+            try:
+                (text,) = render_chats(self.tokenizer, [chat])
+            except DataError as error:
+                raise Refused(str(error), param="messages") from error
+            if isinstance(text, Refusal):
+                raise Refused(str(text), param="messages")
+            return self._template.encode([text], plain=[False])[0], text.replace(OPEN, "").replace(CLOSE, "")
+
+    def follow(self, request: ChatRequest, last: int, news: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, str]:
+        """Ids and text of what stands behind a turn whose last id is `last`.  Raises DataError where the template has no suffix."""
+        with self.lock:
+            turns = self._turns.get(request.setting)
+            if turns is None:
+                turns = Turns(tokenizer=self.tokenizer, eos_ids=self.eos_ids, tools=request.tools, variables=request.variables)
+                self._turns[request.setting] = turns
+                if len(self._turns) > SETTINGS:
+                    self._turns.popitem(last=False)
+            suffix = turns.after(last, news)
+        return suffix.tokens, suffix.text
+
+    def decode(self, tokens: Sequence[int], *, special: bool = True) -> str:
+        """Text of ids.  special: with that of special tokens."""
+        with self.lock:
+            return str(self.tokenizer.decode(list(map(int, tokens)), skip_special_tokens=not special))
+
+    def read(self, drawn: Drawn, request: ChatRequest, thinking: bool) -> Told:
+        """A turn as a message.  Calls that cannot be read stay text."""
+        form = form_of(_default(self.tokenizer.chat_template))
+        if not request.tools and form != "channels":
+            form = None
+        tokens = list(drawn.tokens)
+        if tokens and tokens[-1] in self.eos_ids and form != "channels":
+            tokens.pop()
+        text = self.decode(tokens, special=form is not None)
+        if form is None:  # it was offered no tools: nothing is a call
+            reasoning, rest = split_thinking(text, thinking)
+            said = Said(rest if reasoning is None else rest.strip("\n"), reasoning, ())
+        else:
+            said = read_turn(text, form, thinking=thinking, tools=request.tools)
+        broken = [call.text for call in said.calls if isinstance(call, BrokenCall)]
+        content = "\n".join([part for part in (said.content, *broken) if part])
+        # Clients look results up by id, so ids differ between turns.
+        said = replace(said, calls=tuple(replace(one, id=f"call_{drawn.turn}_{i}") for i, one in enumerate(said.calls)))
+        calls = [call for call in said.calls if isinstance(call, Call)]
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+        if said.reasoning:
+            message["reasoning_content"] = said.reasoning
+        if calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))}}
+                for call in calls
+            ]
+        reason = "tool_calls" if calls else "length" if drawn.finish is Finish.LENGTH else "stop"
+        return Told(message, said, reason)
+
+
+def _default(template: Any) -> str:
+    """The chat template's text; of several the one called default."""
+    return str(template.get("default", "") if isinstance(template, Mapping) else template or "")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known:
+    """A turn that was served."""
+
+    keys: tuple[str, ...]
+    """Of the messages up to the turn's own."""
+    setting: str
+    ids: np.ndarray
+    """Its context and what was sampled."""
+    turn: int
+
+
+class Memory:
+    """The turns of one episode, as its client will repeat them.  It may be used by several threads at once."""
+
+    def __init__(self, speech: Speech, past: Literal["keep", "split"] = "keep") -> None:
+        """past: where the chat template writes earlier turns otherwise than they were sampled, `keep` what was sampled, or `split`:
+        go on behind what the template writes."""
+        self.speech, self.past = speech, past
+        self._known: list[_Known] = []
+
+    def ask(self, request: ChatRequest) -> Asking:
+        """What a request's turn is drawn behind.  Raises Refused where the chat template has no text for it."""
+        known = self._recognised(request)
+        if known is not None:
+            news = request.messages[len(known.keys) :]
+            try:
+                tokens, text = self.speech.follow(request, int(known.ids[-1]), news)
+            except DataError:  # messages that no suffix begins with; what is wrong with others, the whole conversation tells
+                known = None
+            else:
+                ids = np.concatenate([known.ids, tokens])
+                if self.past == "keep":
+                    return Asking(ids, _thinks(text), news, known.turn)
+                whole, written = self.speech.render(request)
+                same = written == self.speech.decode(ids.tolist())
+                return Asking(ids if same else whole, _thinks(written), news, known.turn)
+        tokens, text = self.speech.render(request)
+        return Asking(tokens, _thinks(text), request.messages, None)
+
+    def tell(self, request: ChatRequest, asking: Asking, drawn: Drawn) -> Told:
+        """The turn as a message, which is from now on recognised."""
+        told = self.speech.read(drawn, request, asking.thinking)
+        ids = np.concatenate([asking.context, np.asarray(drawn.tokens, dtype=np.int64)])
+        self._known.append(_Known((*request.keys, message_key(told.message)), request.setting, ids, drawn.turn))
+        return told
+
+    def _recognised(self, request: ChatRequest) -> _Known | None:
+        """The turn that reaches furthest into the request, with messages behind it; of equal ones the latest."""
+        found = None
+        for known in list(self._known):
+            length = len(known.keys)
+            fits = length < len(request.keys) and known.setting == request.setting and request.keys[:length] == known.keys
+            if fits and (found is None or length >= len(found.keys)):
+                found = known
+        return found
+
+
+def _thinks(text: str) -> bool:
+    return text.rstrip().endswith("<think>")

@@ -1,0 +1,413 @@
+"""Episodes: what the policy wrote goes to tools and environments, and what they say comes back as ids of the next turn.
+
+A turn with calls gets their results; in an environment with `step` any other turn goes there; else such a turn ends the episode.
+Nothing that the policy wrote is tokenised again: the next turn's ids are the chat template's suffix (`data/turns.py`), or, where
+the template writes the past otherwise and the recipe says `split`, a context in which the policy's words keep their ids
+(`data/history.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import logging
+import threading
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from groupwise.config.settings import EnvironmentSettings
+from groupwise.data.history import Written, rewritten
+from groupwise.data.templates import Messages, Template
+from groupwise.data.turns import Turns
+from groupwise.environments.calls import BrokenCall, Call, CallForm, Said, form_of, read_turn, split_thinking
+from groupwise.environments.conversation import Reply
+from groupwise.environments.environment import Broken, Ended, Environment, Kind, Result, Source
+from groupwise.environments.housing import error_text
+from groupwise.environments.schemas import name_of, wrong_arguments
+from groupwise.environments.threads import Threads
+from groupwise.errors import ConfigError, DataError, EnvironmentFailure
+from groupwise.records import Branch, Episode, Finish, Prompt, ToolCall, Turn
+
+log = logging.getLogger(__name__)
+
+BROKEN_SHARE = 0.1
+"""An environment that fails in more of its episodes than this, and more than once, cannot be trained in."""
+NOTHING = np.zeros(0, dtype=np.int64)
+
+
+class EpisodeWorld:
+    """A `World` of one source of environments, for one tokenizer."""
+
+    def __init__(self, source: Source, settings: EnvironmentSettings, template: Template, eos_ids: tuple[int, ...]) -> None:
+        """template: of the prompts.   Raises ConfigError if the chat template shows no calls in a form that is known."""
+        tokenizer = copy.deepcopy(template.tokenizer)  # encoding has settings of its own: the engine's is left alone
+        self.source, self.settings = source, settings
+        self.template = replace(template, tokenizer=tokenizer, control_tokens="plain")
+        self.text_lock = threading.Lock()
+        self.threads = Threads()
+        self.turns = {
+            name: Turns(tokenizer=tokenizer, eos_ids=eos_ids, tools=kind.schemas or None) for name, kind in source.kinds.items()
+        }
+        self.form = None
+        if any(kind.schemas for kind in source.kinds.values()):
+            self.form = call_form(template)
+        self._begun, self._broken, self._lock = 0, 0, threading.Lock()
+
+    def begin(self, prompt: Prompt, index: int, *, seed: int) -> Talk:
+        """See `World`.  Raises DataError for a row that names no environment, or whose prompt is no chat."""
+        kind = kind_of(self.source, prompt.row, f"prompt {prompt.id}")
+        with self._lock:
+            self._begun += 1
+        return Talk(self, prompt, kind, zlib.crc32(f"{seed}/{prompt.id}".encode()))
+
+    def broken(self, why: str) -> None:
+        """An episode whose environment failed.  Raises EnvironmentFailure if they are too many."""
+        with self._lock:
+            self._broken += 1
+            said = f"{self._broken} of {self._begun} episodes were broken off because their environment failed; the last: {why}"
+            many = self._broken > max(1.0, BROKEN_SHARE * self._begun)
+        if many:
+            raise EnvironmentFailure(said)
+        log.warning("%s", said)
+
+    def close(self) -> None:
+        """See `World`."""
+        self.source.close()
+        self.threads.close()
+
+
+def kind_of(source: Source, row: Mapping[str, Any], where: str) -> Kind:
+    """The kind of environment that a row asks for.  Raises DataError."""
+    if set(source.kinds) == {""}:
+        return source.kinds[""]
+    name = row.get("environment")
+    if not isinstance(name, str) or name not in source.kinds:
+        got = "has no column 'environment'" if "environment" not in row else f"asks for the environment {name!r:.60}"
+        raise DataError(f"{where} {got}; environment.factory has: {', '.join(source.kinds)}")
+    return source.kinds[name]
+
+
+def call_form(template: Template) -> CallForm:
+    """The form of calls in the tokenizer's chat template.  Raises ConfigError."""
+    tokenizer = template.tokenizer
+    shown = tokenizer.chat_template
+    if isinstance(shown, dict):
+        shown = shown.get("tool_use", shown.get("default", ""))
+    if (form := form_of(str(shown or ""))) is None:
+        raise ConfigError(
+            "the chat template shows tool calls in no form that is known (<tool_call> with JSON or with <function=...>, Llama's "
+            "bare JSON, gpt-oss's channels): take a model that was made for tools, or set model.chat_template to a template with "
+            "<tool_call>"
+        )
+    return form
+
+
+@dataclass(frozen=True, slots=True)
+class _Carried:
+    """A call of a turn with what came of it."""
+
+    call: Call | BrokenCall
+    result: Result
+
+
+class Talk:
+    """One episode: a `Conversation`."""
+
+    def __init__(self, world: EpisodeWorld, prompt: Prompt, kind: Kind, seed: int) -> None:
+        """Use `EpisodeWorld.begin`."""
+        self._world, self._prompt, self._kind, self._seed = world, prompt, kind, seed
+        self._environment: Environment = world.source.make(kind)
+        self._opening: Messages = []
+        self._context = prompt.tokens
+        """Ids that the present turn is drawn behind."""
+        self._shown = prompt.text
+        """Text that the present turn continues."""
+        self._length = 0
+        """Of the completion so far."""
+        self._turns: list[Turn] = []
+        self._written: list[Written | Mapping[str, Any]] = []
+        """The turns of the policy, and messages of the world, in their order."""
+        self._messages: list[Mapping[str, Any]] = []
+        self._branches: list[Branch] = []
+        self._rewards: list[float] = []
+        self._ended: Ended | None = None
+        self._deadline = 0.0
+        self._pending: Future[Reply] | None = None
+
+    def open(self) -> Future[Reply]:
+        """See `Conversation`."""
+        return self._begin(self._open)
+
+    def answer(self, tokens: Sequence[int], finish: Finish, *, logp: Sequence[float], version: int) -> Future[Reply]:
+        """See `Conversation`."""
+        del logp, version
+        own = list(tokens)
+        return self._begin(lambda: self._answer(own, finish))
+
+    def close(self, finish: Finish) -> Episode:
+        """See `Conversation`."""
+        if self._pending is not None and not self._pending.done():  # sampling was broken off
+            self._environment.kill()
+        elif self._ended is None:
+            self._end(judged=finish is not Finish.ERROR)
+        ended = self._ended or Ended()
+        reward = ended.reward if ended.reward is not None else sum(self._rewards) if self._rewards else None
+        return Episode(
+            turns=tuple(self._turns),
+            messages=tuple(self._messages),
+            branches=tuple(branch for branch in self._branches if any(turn.begin >= branch.begin for turn in self._turns)),
+            reward=reward,
+            environment=self._kind.name or (self._kind.title if self._kind.resets else ""),
+            state=ended.state,
+        )
+
+    # ---- inside --------------------------------------------------------------------------------------------------------------
+
+    def _begin(self, work: Any) -> Future[Reply]:
+        self._pending = self._world.threads.submit(work)
+        return self._pending
+
+    @property
+    def _left(self) -> float:
+        """Seconds that a call may take."""
+        return min(self._world.settings.tool_timeout, self._deadline - time.monotonic())
+
+    def _open(self) -> Reply:
+        settings, template = self._world.settings, self._world.template
+        self._deadline = time.monotonic() + settings.episode_timeout
+        content = template.content(self._prompt.row, f"prompt {self._prompt.id}")
+        if isinstance(content, str):
+            raise EnvironmentFailure("conversations are chat messages, and the prompt is a plain string: set data.chat: true")
+        self._opening = content
+        try:
+            observation = self._environment.reset(self._prompt.row, seed=self._seed, seconds=self._left)
+        except Broken as broken:
+            return self._over(broken.finish, str(broken))
+        if observation:
+            (observation,), _ = self._cut([observation])
+            self._opening = appended(content, observation)
+            with self._world.text_lock:
+                shown = appended(content, observation, template.shielded)
+                self._shown = template.tools_shown(self._kind.schemas).text(shown)
+                context = template.encode([self._shown], plain=[False])[0]
+            if not np.array_equal(context, self._context):
+                self._context = context
+                self._branches.append(Branch(begin=0, context=context))
+                return Reply(NOTHING, context=context)
+        return Reply(NOTHING)
+
+    def _answer(self, tokens: list[int], finish: Finish) -> Reply:
+        began, begin = time.monotonic(), self._length
+        self._length += len(tokens)
+        said, written = self._read(tokens, finish)
+        acted = finish is not Finish.LENGTH
+        asked = bool(said.calls) and acted
+        turn = Turn(begin=begin, end=self._length, finish=Finish.TOOL_CALLS if asked else finish)
+        self._messages.append(_message(said))
+        self._written.append(written)
+        self._context = np.concatenate([self._context, np.asarray(tokens, dtype=np.int64)])
+        carried, over, why = [], None, ""
+        answers: list[dict[str, Any]] = []
+        if not acted:
+            over = Finish.LENGTH
+        elif self._left <= 0:
+            over = Finish.DEADLINE
+        elif said.calls:
+            carried, over = self._carry_out(said.calls)
+            why = "a call took the environment with it" if over is not None else ""
+            answers = [
+                {"role": "tool", "name": _name(one.call), "tool_call_id": one.call.id, "content": one.result.text}
+                for one in carried
+            ]
+        elif self._kind.steps:
+            try:
+                stepped = self._environment.step(said.content, seconds=self._left)
+                turn = replace(turn, reward=stepped.reward)
+                self._rewards += [] if stepped.reward is None else [stepped.reward]
+                over = Finish.DONE if stepped.done else None
+                answers = [{"role": "user", "content": stepped.observation}]
+            except Broken as broken:
+                over, why = broken.finish, str(broken)
+        else:
+            over = finish
+        cut = False
+        if answers:
+            texts, cut = self._cut([message["content"] for message in answers])
+            answers = [{**message, "content": text} for message, text in zip(answers, texts, strict=True)]
+        if over is None and len(self._turns) + 1 >= self._world.settings.max_turns:
+            over = Finish.TURNS
+        if over is None and self._deadline <= time.monotonic():
+            over = Finish.DEADLINE
+        records = tuple(_record(one, message["content"]) for one, message in zip(carried, answers, strict=False))
+        turn = replace(turn, calls=records, truncated=cut, seconds=time.monotonic() - began)
+        self._turns.append(turn)
+        if over is not None:
+            return self._over(over, why)
+        self._turns[-1] = replace(turn, answer="\n".join(message["content"] for message in answers))
+        return self._continue(tokens[-1] if tokens else -1, answers)
+
+    def _continue(self, last: int, answers: Sequence[Mapping[str, Any]]) -> Reply:
+        """The next turn, behind what was said."""
+        world, turns = self._world, self._world.turns[self._kind.name]
+        self._messages += answers
+        self._written += answers
+        with world.text_lock:
+            suffix = turns.after(last, answers)
+            stream = np.concatenate([self._context, suffix.tokens])
+            context = self._rewritten(turns)
+        self._shown += suffix.text
+        if context is None or np.array_equal(context[0], stream):
+            self._context = stream
+            self._length += suffix.tokens.size
+            return Reply(suffix.tokens)
+        self._context, self._shown = context
+        self._branches.append(Branch(begin=self._length, context=self._context))
+        return Reply(NOTHING, context=self._context)
+
+    def _rewritten(self, turns: Turns) -> tuple[np.ndarray, str] | None:
+        """What the template writes of the whole conversation; None where it is not asked, or has no words for what was said."""
+        if self._world.settings.past == "keep":
+            return None
+        try:
+            return rewritten(turns, self._world.template, self._opening, self._written)
+        except DataError as refused:  # a result without a call that can be read: there is no inference to be like
+            log.debug("%s: kept as it was sampled: %s", self._prompt.id, refused)
+            return None
+
+    def _over(self, finish: Finish, why: str = "") -> Reply:
+        """The episode ends: its environment is asked for its reward, and closed.   why: it has failed, and cannot be asked."""
+        if why:
+            self._ended = Ended()
+            self._environment.kill()
+            if finish is Finish.ERROR:
+                self._world.broken(why)
+        elif not self._end(judged=True):
+            finish = Finish.ERROR
+        return Reply(NOTHING, finish=finish)
+
+    def _end(self, *, judged: bool) -> bool:
+        """False if the environment failed."""
+        self._ended = Ended()
+        try:
+            self._ended = self._environment.end(judged, seconds=self._world.settings.tool_timeout)
+        except Broken as broken:
+            self._environment.kill()
+            if judged:
+                self._world.broken(str(broken))
+            return False
+        return True
+
+    def _read(self, tokens: list[int], finish: Finish) -> tuple[Said, Written]:
+        """The turn taken apart."""
+        tokenizer, form = self._world.template.tokenizer, self._world.form if self._kind.schemas else None
+        ended = finish is Finish.EOS
+        body = tokens if form == "channels" or not ended else tokens[:-1]
+        tail = self._shown.rpartition("<think>")
+        thinking = bool(tail[1]) and not tail[2].strip()
+        if form is None:
+            reasoning, content = split_thinking(str(tokenizer.decode(body, skip_special_tokens=True)), thinking)
+            said = Said(content.strip("\n") if reasoning is not None else content, reasoning, ())
+        else:
+            text = str(tokenizer.decode(body, skip_special_tokens=False))
+            said = read_turn(text, form, thinking=thinking, tools=self._kind.schemas)
+        return said, Written(tuple(tokens), ended, _message(said))
+
+    def _carry_out(self, calls: Sequence[Call | BrokenCall]) -> tuple[list[_Carried], Finish | None]:
+        """What came of each call, in their order, and why the episode cannot go on, if it cannot."""
+        refused = {place: self._refusal(call) for place, call in enumerate(calls)}
+        wanted = [call for place, call in enumerate(calls) if refused[place] is None and isinstance(call, Call)]
+        results, over = self._environment.call([(call.name, call.arguments) for call in wanted], seconds=self._left)
+        found = iter(results)
+        return [_Carried(call, refused[place] or next(found)) for place, call in enumerate(calls)], over
+
+    def _refusal(self, call: Call | BrokenCall) -> Result | None:
+        """Why a call is not carried out; None if it is."""
+        if isinstance(call, BrokenCall):
+            return Result(text=error_text(call.why), failure="unreadable")
+        known = {name_of(schema): schema for schema in self._kind.schemas}
+        if call.name not in known:
+            close = difflib.get_close_matches(call.name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(known)}"
+            return Result(text=error_text(f"there is no tool {call.name!r}; {hint}"), failure="unknown")
+        wrong = wrong_arguments(known[call.name], call.arguments)
+        return None if wrong is None else Result(text=error_text(wrong), failure="arguments")
+
+    def _cut(self, texts: Sequence[str]) -> tuple[list[str], bool]:
+        """Texts within the budget of one answer, and whether something is missing.  They share it evenly if it is too small."""
+        settings, tokenizer = self._world.settings, self._world.template.tokenizer
+
+        def tokens(text: str) -> int:
+            return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+        texts = [text.encode("utf-8", "replace").decode() for text in texts]  # half of a character has no ids
+        with self._world.text_lock:
+            size = sum(len(text.encode()) for text in texts)
+            short = size <= settings.max_observation_bytes
+            if short and sum(map(tokens, texts)) <= settings.max_observation_tokens:
+                return list(texts), False
+            most, length = settings.max_observation_tokens // len(texts), settings.max_observation_bytes // len(texts)
+            return [truncated(text, length, most, tokens) for text in texts], True
+
+
+def truncated(text: str, most_bytes: int, most_tokens: int, tokens: Any) -> str:
+    """The beginning of a text that is too long, with a mark that says how much is missing.
+
+    >>> truncated("abcdefghijklmnopqrstuvwxyz" * 4, 60, 60, len)
+    'abcdefghijklmnopqrstuvwxyzabcde\\n[73 characters left out]'
+    """
+
+    def fits(kept: int) -> bool:
+        shown = _marked(text, kept)
+        return len(shown.encode()) <= most_bytes and tokens(shown) <= most_tokens
+
+    low, high = 0, min(len(text), most_bytes)
+    if fits(len(text)):
+        return text
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return _marked(text, low)
+
+
+def _marked(text: str, kept: int) -> str:
+    return text if kept >= len(text) else f"{text[:kept]}\n[{len(text) - kept:,} characters left out]"
+
+
+def appended(messages: Messages, observation: str, change: Any = None) -> Messages:
+    """Messages with an observation behind the text of the last one.  change: made to a message that holds it alone."""
+    last = messages[-1]
+    shown = observation if change is None else change({"role": "user", "content": observation})["content"]
+    content = last["content"]
+    if isinstance(content, list):
+        return [*messages[:-1], {**last, "content": [*content, {"type": "text", "text": shown}]}]
+    return [*messages[:-1], {**last, "content": f"{content or ''}{shown}"}]
+
+
+def _message(said: Said) -> dict[str, Any]:
+    """A turn as a chat message; what was meant as a call and is none stays in its text."""
+    message = said.message()
+    broken = "".join(call.text for call in said.calls if isinstance(call, BrokenCall))
+    return message if not broken else {**message, "content": f"{message['content']}{broken}"}
+
+
+def _name(call: Call | BrokenCall) -> str:
+    return call.name if isinstance(call, Call) else "error"
+
+
+def _record(one: _Carried, shown: str) -> ToolCall:
+    call = one.call
+    arguments = json.dumps(dict(call.arguments), ensure_ascii=False) if isinstance(call, Call) else call.text
+    return ToolCall(
+        name=call.name if isinstance(call, Call) else "",
+        arguments=arguments,
+        result=shown,
+        seconds=one.result.seconds,
+        failure=one.result.failure,
+    )

@@ -1,0 +1,281 @@
+"""Agent harnesses, and how they are run: Python functions, programs, or processes that somebody else has started.
+
+A harness drives its own loop against an episode's base URL, as any OpenAI client would, and says in the end what the episode was
+worth.  It knows nothing of training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import math
+import os
+import queue
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from http import HTTPStatus
+from typing import Any, Protocol
+
+from groupwise.environments.endpoint import Desk
+from groupwise.environments.requests import Refused
+from groupwise.errors import ConfigError
+from groupwise.rewards.serving import told
+
+Finished = Callable[[float | None, str], None]
+"""Told once, when a harness has ended: the reward (None: none can be given), and what went wrong, or nothing."""
+KEPT = 1 << 16
+"""Bytes that are read of what a program has printed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Errand:
+    """What a harness is told of its episode."""
+
+    id: str
+    row: Mapping[str, Any]
+    """The data row."""
+    base_url: str
+    """For an OpenAI client; it is this episode's own."""
+    api_key: str
+    model: str
+    index: int
+    """The episode's place in its group."""
+    seed: int
+
+
+class Harness(Protocol):
+    """Runs a harness for each episode.  It may be used by several threads at once."""
+
+    desk: Desk | None
+    """Where processes that somebody else has started ask for episodes."""
+
+    def start(self, errand: Errand, finished: Finished) -> Callable[[], None]:
+        """Begin an episode and return at once; `finished` may be called before that.  Returns what breaks it off."""
+        ...
+
+    def close(self) -> None:
+        """End everything that it has started."""
+        ...
+
+
+class FunctionHarness:
+    """A function `harness(row, base_url, ...) -> reward`, sync or async.
+
+    It is given those of `row`, `base_url`, `api_key`, `model`, `index` and `seed` that it names.  Async ones share an event loop; a
+    sync one has a thread.  A thread cannot be killed: one that hangs is left behind, and its requests are refused.
+    """
+
+    desk: Desk | None = None
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """Raises ConfigError for a function that cannot be called so."""
+        known = [name for name in Errand.__dataclass_fields__ if name != "id"]
+        parameters = inspect.signature(function).parameters.values()
+        every = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+        self._names = known if every else [one.name for one in parameters if one.name in known]
+        foreign = [
+            one.name
+            for one in parameters
+            if one.default is inspect.Parameter.empty
+            and one.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+            and one.name not in known
+        ]
+        if foreign or "base_url" not in self._names:
+            wrong = f"asks for {', '.join(foreign)}" if foreign else "does not take base_url"
+            raise ConfigError(f"the harness {getattr(function, '__name__', function)!r} {wrong}: it may name {', '.join(known)}")
+        self.function = function
+        self._asynchronous = inspect.iscoroutinefunction(function)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+
+    def start(self, errand: Errand, finished: Finished) -> Callable[[], None]:
+        """See `Harness`."""
+        given = {name: getattr(errand, name) for name in self._names}
+        if self._asynchronous:
+            task = asyncio.run_coroutine_threadsafe(self._run(given, finished), self._running())
+            return lambda: void(task.cancel())
+
+        def run() -> None:
+            try:
+                reward = reward_of(self.function(**given))
+            except BaseException as error:  # whatever it is, it is this episode's
+                finished(None, _described(error))
+            else:
+                finished(reward, "")
+
+        threading.Thread(target=run, name=f"harness-{errand.id}", daemon=True).start()
+        return lambda: None
+
+    async def _run(self, given: Mapping[str, Any], finished: Finished) -> None:
+        try:
+            reward = reward_of(await self.function(**given))
+        except asyncio.CancelledError:
+            finished(None, "it was broken off")
+            raise
+        except BaseException as error:  # whatever it is, it is this episode's
+            finished(None, _described(error))
+        else:
+            finished(reward, "")
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="harnesses", daemon=True).start()
+            return self._loop
+
+    def close(self) -> None:
+        """See `Harness`."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
+
+
+class ProgramHarness:
+    """A program, started for each episode.
+
+    The row is on its standard input, as JSON; OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL are set.  The last line that it
+    prints is the reward, a number or null.  It is ended with all that it has started.
+    """
+
+    desk: Desk | None = None
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.command = list(command)
+        self._lock = threading.Lock()
+        self._live: set[subprocess.Popen[bytes]] = set()
+
+    def start(self, errand: Errand, finished: Finished) -> Callable[[], None]:
+        """See `Harness`."""
+        told_of = {"OPENAI_BASE_URL": errand.base_url, "OPENAI_API_KEY": errand.api_key, "OPENAI_MODEL": errand.model}
+        printed, errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 (closed by the thread below)
+        process = subprocess.Popen(
+            self.command,
+            stdin=subprocess.PIPE,
+            stdout=printed,
+            stderr=errors,
+            env=os.environ | told_of,
+            start_new_session=True,
+        )
+        with self._lock:
+            self._live.add(process)
+
+        def run() -> None:
+            try:
+                with contextlib.suppress(BrokenPipeError):
+                    process.communicate(json.dumps(errand.row, default=str).encode())
+                status = process.wait()
+                lines = _tail(printed).split("\n")
+                last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+                if status != 0:
+                    finished(None, f"it ended with status {status}: {_tail(errors).strip()[-2000:]}")
+                    return
+                finished(reward_of(json.loads(last)), "")
+            except BaseException as error:  # whatever it is, it is this episode's
+                finished(None, f"its last line is no reward: {error}")
+            finally:
+                self._end(process)
+                printed.close()
+                errors.close()
+
+        threading.Thread(target=run, name=f"harness-{errand.id}", daemon=True).start()
+        return lambda: self._end(process)
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill it and what it has started, unless that has been done."""
+        with self._lock:
+            if process not in self._live:
+                return
+            self._live.discard(process)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """See `Harness`."""
+        with self._lock:
+            live = list(self._live)
+        for process in live:
+            self._end(process)
+
+
+class OutsideHarness:
+    """Processes that somebody else has started fetch episodes: `POST /episodes`, and tell of the end: `POST /episodes/ID/end`.
+
+    They may have packages of their own, and run on another machine.
+    """
+
+    def __init__(self) -> None:
+        self.desk: Desk | None = self
+        self._free: queue.Queue[Errand] = queue.Queue()
+        self._lock = threading.Lock()
+        self._known: dict[str, Finished] = {}
+
+    def start(self, errand: Errand, finished: Finished) -> Callable[[], None]:
+        """See `Harness`."""
+        with self._lock:
+            self._known[errand.id] = finished
+        self._free.put(errand)
+        return lambda: self._forget(errand.id)
+
+    def _forget(self, name: str) -> None:
+        with self._lock:
+            self._known.pop(name, None)
+
+    def claim(self, seconds: float) -> Mapping[str, Any] | None:
+        """See `Desk`."""
+        while True:
+            try:
+                errand = self._free.get(timeout=seconds)
+            except queue.Empty:
+                return None
+            with self._lock:
+                if errand.id in self._known:  # it has not been broken off meanwhile
+                    return json.loads(json.dumps(asdict(errand), default=str))
+
+    def report(self, episode: str, reward: float | None, failure: str) -> None:
+        """See `Desk`."""
+        with self._lock:
+            finished = self._known.pop(episode, None)
+        if finished is None:
+            raise Refused("there is no such episode: it is over, or never was one", HTTPStatus.NOT_FOUND, code="episode_over")
+        finished(reward, failure)
+
+    def close(self) -> None:
+        """See `Harness`."""
+        with self._lock:
+            self._known.clear()
+
+
+def void(_: object) -> None:
+    """Nothing."""
+
+
+def reward_of(found: Any) -> float | None:
+    """The reward that a harness returned.  Raises TypeError for what is none."""
+    if found is None:
+        return None
+    if isinstance(found, int | float) or hasattr(found, "__float__"):  # numpy's and torch's numbers too
+        reward = float(found)
+        if math.isnan(reward):
+            raise TypeError("the reward is NaN: return None where none can be given")
+        return reward
+    raise TypeError(f"a harness returns its reward, a number or None; got {found!r:.80} ({type(found).__name__})")
+
+
+def _described(error: BaseException) -> str:
+    found = told(error)
+    return f"{found['kind']}: {found['error']}" + (f" ({found['where']})" if found["where"] else "")
+
+
+def _tail(file: Any) -> str:
+    """The end of what a program has printed."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - KEPT))
+    return file.read().decode(errors="replace")

@@ -1,0 +1,413 @@
+"""Where tools and environments run: forks of a worker process, each of which can be killed alone, or threads of this process.
+
+A worker process imports the files once (`inside.nursery`).  Every environment gets a fork of it, in about a millisecond, with the
+memory of its own that a fork has: what one episode changes, no other sees.  Functions that are tools have no episode: a fork is
+kept for the next calls, as long as nothing had to be stopped in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import queue
+import shutil
+import socket
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from groupwise.environments.environment import Broken, Ended, Environment, Kind, Result, Stepped
+from groupwise.environments.inside import Instance, Missing, nursery
+from groupwise.errors import ConfigError, EnvironmentFailure, RewardError
+from groupwise.records import Finish
+from groupwise.rewards.find import find_named
+from groupwise.rewards.serving import receive, send, told
+from groupwise.rewards.workers import Failed, Worker, WorkerGone
+
+NURSE_SECONDS = 60.0
+"""Longest time that a fork may take: it waits for nothing but the machine."""
+DESCRIBE_SECONDS = 120.0
+"""Importing transformers and asking for schemas, on a loaded machine."""
+GRACE = 2.0
+"""Seconds beyond its deadline that an asynchronous call has to be cancelled in."""
+
+
+class Lost(Exception):
+    """A place that is no more; `late` if a deadline passed there."""
+
+    def __init__(self, why: str, *, late: bool = False) -> None:
+        super().__init__(why)
+        self.late = late
+
+
+class Raised(Exception):
+    """An exception there, in words (`serving.told`)."""
+
+    def __init__(self, said: Mapping[str, str]) -> None:
+        super().__init__(f"{said['kind']}: {said['error']}" + (f" ({said['where']})" if said["where"] else ""))
+        self.kind = said["kind"]
+
+
+class Place(Protocol):
+    """Where an `Instance` lives."""
+
+    def ask(self, request: tuple[Any, ...], seconds: float, answers: int = 1) -> Iterator[Any]:
+        """Its answers, each within so many seconds of the one before.  Raises Lost, Raised."""
+        ...
+
+    def leave(self) -> None:
+        """End it, whatever it does; harmless if called again."""
+        ...
+
+
+class ProcessPlace:
+    """A fork of the nursery."""
+
+    def __init__(self, channel: socket.socket, bury: Callable[[], None]) -> None:
+        self._channel = channel
+        self._end = weakref.finalize(self, _leave, channel, bury)
+
+    def ask(self, request: tuple[Any, ...], seconds: float, answers: int = 1) -> Iterator[Any]:
+        """See `Place`."""
+        try:
+            send(self._channel, pickle.dumps(request), time.monotonic() + NURSE_SECONDS)
+            for _ in range(answers):
+                reply = json.loads(receive(self._channel, time.monotonic() + seconds))
+                if "error" in reply:
+                    raise Raised(reply)
+                yield reply["value"]
+        except TimeoutError:
+            self.leave()
+            raise Lost(f"no result within {seconds:g} s", late=True) from None
+        except (OSError, EOFError, ValueError, KeyError, TypeError):
+            self.leave()
+            raise Lost("its process has ended") from None
+
+    def leave(self) -> None:
+        """See `Place`."""
+        self._end()
+
+
+def _leave(channel: socket.socket, bury: Callable[[], None]) -> None:
+    with contextlib.suppress(OSError):
+        channel.shutdown(socket.SHUT_RDWR)  # whoever waits for an answer sees its end
+    bury()
+    channel.close()
+
+
+class Nursery:
+    """This process's end of a worker that forks (`inside.nursery`).  It starts when it is first needed, and again if it dies."""
+
+    def __init__(
+        self, tools: Sequence[str], factories: Mapping[str, str], args: Mapping[str, Any], given: Mapping[str, Any]
+    ) -> None:
+        self._setup = (tuple(map(str, tools)), {name: str(spec) for name, spec in factories.items()}, dict(args))
+        self._given = dict(given)
+        self._lock = threading.Lock()
+        self._worker: Worker | None = None
+        self._folder: str | None = None
+        self._listener: socket.socket | None = None
+
+    def start(self) -> None:
+        """Import what is named.  Raises ConfigError."""
+        with self._lock:
+            self._started()
+
+    def fork(self, name: str, seed: int) -> ProcessPlace:
+        """A place of its own for the environment `name` (empty: tools alone).  Raises EnvironmentFailure, ConfigError."""
+        with self._lock:
+            worker = self._started()
+            deadline = time.monotonic() + NURSE_SECONDS
+            try:
+                worker.request(pickle.dumps(("fork", name, seed)), deadline)
+                child = worker.receive(deadline)
+                assert self._listener is not None
+                self._listener.settimeout(NURSE_SECONDS)
+                channel, _ = self._listener.accept()
+                send(channel, pickle.dumps(()), deadline)
+                receive(channel, deadline)  # it has been built
+            except (WorkerGone, Failed) as gone:
+                raise EnvironmentFailure(f"the worker process of the environment has ended: {gone.outcome.message}") from None
+            except (OSError, EOFError) as error:
+                worker.kill()
+                raise EnvironmentFailure(f"the worker process of the environment cannot fork: {error}") from None
+        return ProcessPlace(channel, lambda: self._bury(worker, child))
+
+    def _bury(self, worker: Worker, child: int) -> None:
+        with self._lock, contextlib.suppress(WorkerGone, Failed):
+            if worker is self._worker:
+                deadline = time.monotonic() + NURSE_SECONDS
+                worker.request(pickle.dumps(("bury", child)), deadline)
+                worker.receive(deadline)
+
+    def _started(self) -> Worker:
+        if self._worker is not None and not self._worker.alive():
+            self._worker.kill()
+            self._worker = None
+        if self._worker is None:
+            if self._listener is None:
+                self._folder = tempfile.mkdtemp(prefix="groupwise-")  # nobody else may enter it
+                self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                self._listener.bind(str(Path(self._folder) / "forks"))
+                self._listener.listen(64)
+            address, given = str(Path(str(self._folder)) / "forks"), self._given
+            if given:  # objects of this program: the worker is a fork of it
+                self._worker = Worker(lambda *setup: nursery(*setup, given), (address, *self._setup))
+            else:
+                self._worker = Worker("groupwise.environments.inside:nursery", (address, *self._setup))
+        try:
+            self._worker.ready()
+        except RewardError as error:
+            self._worker = None
+            said = str(error)
+            raise ConfigError(said.partition("could not start: ")[2] or said) from error.__cause__
+        return self._worker
+
+    def close(self) -> None:
+        """Kill the worker and all forks."""
+        with self._lock:
+            if self._worker is not None:
+                self._worker.kill()
+                self._worker = None
+            if self._listener is not None:
+                self._listener.close()
+                self._listener = None
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._folder = None
+
+
+class ThreadPlace:
+    """A thread of this process, always the same one for an instance.  It cannot be ended: one that hangs is left behind."""
+
+    def __init__(self, instance: Instance) -> None:
+        self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._gone = False
+        threading.Thread(target=self._serve, args=(instance,), name="groupwise-environment", daemon=True).start()
+
+    def ask(self, request: tuple[Any, ...], seconds: float, answers: int = 1) -> Iterator[Any]:
+        """See `Place`."""
+        if self._gone:
+            raise Lost("it has been ended")
+        self._asked.put(request)
+        for _ in range(answers):
+            try:
+                kind, value = self._answers.get(timeout=seconds)
+            except queue.Empty:
+                self.leave()
+                raise Lost(f"no result within {seconds:g} s", late=True) from None
+            if kind == "gone":
+                raise Lost("it has been ended")
+            if kind == "error":
+                raise Raised(value)
+            yield value
+
+    def leave(self) -> None:
+        """See `Place`."""
+        if not self._gone:
+            self._gone = True
+            self._answers.put(("gone", None))
+            self._asked.put(None)
+
+    def _serve(self, instance: Instance) -> None:
+        while (request := self._asked.get()) is not None:
+            try:
+                answer = instance.answer(*request)
+                for value in answer if request[0] == "call" else (answer,):
+                    self._answers.put(("value", value))
+            except BaseException as error:  # somebody else's code, judged by who asked
+                self._answers.put(("error", told(error)))
+        with contextlib.suppress(BaseException):  # nobody is left to be told
+            instance.end(False)
+
+
+class Rooms:
+    """A `Source` of tools and environments that run here: given by name or as objects."""
+
+    def __init__(
+        self,
+        tools: Sequence[str],
+        factories: Mapping[str, str],
+        args: Mapping[str, Any],
+        *,
+        interface: str | None = None,
+        runs: str = "process",
+        given: Mapping[str, Any] | None = None,
+    ) -> None:
+        """tools, factories: by name.   given: objects for those names that name no file.   Raises ConfigError."""
+        self._args, self._runs, given = dict(args), runs, dict(given or {})
+        self._nursery = Nursery(tools, factories, args, given) if runs == "process" else None
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._factories: dict[str, Callable[..., Any]] = {}
+        if self._nursery is None:
+            self._functions = {spec.rpartition(":")[2]: given.get(spec) or find_named(spec, "tool") for spec in tools}
+            self._factories = {name: given.get(spec) or find_named(spec, "environment") for name, spec in factories.items()}
+        self.asynchronous: set[str] = set()
+        """Tools that are cancelled where they live, at their deadline."""
+        self._idle: list[Place] = []
+        self._lock = threading.Lock()
+        try:
+            described = {name: self._describe(name, interface) for name in factories or {"": ""}}
+            self.kinds: Mapping[str, Kind] = {name: self._kind(name, found) for name, found in described.items()}
+        except BaseException:
+            self.close()
+            raise
+
+    def _describe(self, name: str, interface: str | None) -> dict[str, Any]:
+        place = self.place(name, 0)
+        try:
+            return next(iter(place.ask(("describe", name or "environment", interface), DESCRIBE_SECONDS)))
+        except Raised as error:
+            raise ConfigError(str(error).removeprefix("ConfigError: ").partition(" (/")[0] if error.kind == "ConfigError"
+                              else f"the environment {name or 'of the recipe'} cannot be made: {error}") from None  # fmt: skip
+        except Lost as lost:
+            raise ConfigError(f"the environment {name or 'of the recipe'} cannot be made: {lost}") from None
+        finally:
+            place.leave()
+
+    def _kind(self, name: str, found: Mapping[str, Any]) -> Kind:
+        self.asynchronous |= set(found["asynchronous"])
+        return Kind(
+            name=name,
+            title=found["class"],
+            schemas=tuple(found["tools"]),
+            steps=found["steps"],
+            resets="resets" in found,
+            rewarded=found["rewarded"],
+        )
+
+    def place(self, name: str, seed: int) -> Place:
+        """A new place for an environment, or (empty name, no factory) for tools alone."""
+        if self._nursery is not None:
+            return self._nursery.fork(name, seed)
+        return ThreadPlace(Instance(self._functions, self._factories.get(name), self._args if name in self._factories else {}))
+
+    def borrow(self) -> Place:
+        """A place for calls of functions."""
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return self.place("", 0)
+
+    def give_back(self, place: Place) -> None:
+        """It has answered everything: others may use it."""
+        with self._lock:
+            self._idle.append(place)
+
+    def make(self, kind: Kind) -> Environment:
+        """See `Source`."""
+        return Housed(self, kind)
+
+    def close(self) -> None:
+        """See `Source`."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        if self._nursery is not None:
+            self._nursery.close()
+        for place in idle:
+            place.leave()
+
+
+class Housed:
+    """An `Environment` that lives in a place."""
+
+    def __init__(self, rooms: Rooms, kind: Kind) -> None:
+        self._rooms, self._kind = rooms, kind
+        self._place: Place | None = None
+        self._killed = False
+
+    def reset(self, row: Mapping[str, Any], *, seed: int, seconds: float) -> str | None:
+        """See `Environment`."""
+        if not self._kind.resets:
+            return None
+        self._take(self._rooms.place(self._kind.name, seed))
+        return self._ask(("reset", dict(row), seed), seconds, "reset()")["observation"]
+
+    def call(self, calls: Sequence[tuple[str, Mapping[str, Any]]], *, seconds: float) -> tuple[list[Result], Finish | None]:
+        """See `Environment`."""
+        results: list[Result] = []
+        while len(results) < len(calls):
+            if not self._kind.resets:
+                self._take(self._rooms.borrow())
+            assert self._place is not None, "a call before reset"
+            began = time.monotonic()
+            try:
+                rest = list(calls[len(results) :])
+                patience = seconds + (GRACE if any(name in self._rooms.asynchronous for name, _ in rest) else 0.0)
+                for said in self._place.ask(("call", rest, seconds), patience, len(rest)):
+                    results.append(_result(said, time.monotonic() - began, seconds))
+                    began = time.monotonic()
+                if not self._kind.resets:
+                    self._rooms.give_back(self._place)
+                    self._place = None
+            except (Lost, Raised) as lost:
+                late = isinstance(lost, Lost) and lost.late
+                text = f"no result within {seconds:g} s: it was stopped" if late else f"the call failed: {lost}"
+                taken = time.monotonic() - began
+                results.append(Result(text=error_text(text), seconds=taken, failure="timeout" if late else "exception"))
+                if self._kind.resets or self._killed:
+                    never = error_text("not carried out: the call before it was stopped")
+                    results += [Result(text=never, failure="exception") for _ in calls[len(results) :]]
+                    return results, Finish.DEADLINE if late else Finish.ERROR
+        return results, None
+
+    def step(self, text: str, *, seconds: float) -> Stepped:
+        """See `Environment`."""
+        return Stepped(**self._ask(("step", text), seconds, "step()"))
+
+    def end(self, judged: bool, *, seconds: float) -> Ended:
+        """See `Environment`."""
+        if self._place is None:
+            return Ended()
+        try:
+            return Ended(**self._ask(("end", judged), seconds, "get_reward() or close()"))
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """See `Environment`."""
+        self._killed = True
+        if self._place is not None:
+            self._place.leave()
+
+    def _take(self, place: Place) -> None:
+        self._place = place
+        if self._killed:
+            place.leave()
+
+    def _ask(self, request: tuple[Any, ...], seconds: float, what: str) -> Any:
+        assert self._place is not None
+        try:
+            return next(iter(self._place.ask(request, seconds)))
+        except Lost as lost:
+            raise Broken(f"{what} of {self._kind.title}: {lost}", Finish.DEADLINE if lost.late else Finish.ERROR) from None
+        except Raised as error:
+            if error.kind == Missing.__name__:
+                raise ConfigError(
+                    f"the environment {self._kind.title}: {str(error).partition(': ')[2].partition(' (/')[0]}"
+                ) from None
+            raise Broken(f"{what} of {self._kind.title} raised {error}") from None
+
+
+def error_text(why: str) -> str:
+    """What the policy is told of a call that gave no result.
+
+    >>> error_text("no such tool")
+    '{"error": "no such tool"}'
+    """
+    return json.dumps({"error": why}, ensure_ascii=False)
+
+
+def _result(said: Mapping[str, Any], taken: float, limit: float) -> Result:
+    if "result" in said:
+        return Result(text=said["result"], seconds=taken)
+    if said.get("late"):
+        return Result(text=error_text(f"no result within {limit:g} s: it was stopped"), seconds=taken, failure="timeout")
+    why = said["error"] if said["error"] else said["kind"]
+    return Result(text=error_text(why), seconds=taken, failure="exception")

@@ -1,0 +1,299 @@
+"""What happens where tools and environments live: in a worker process (`housing.py`), or in a thread of this one.
+
+It imports little: every worker process starts with it.  Requests come as tuples, answers are plain values that JSON holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import math
+import os
+import random
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from groupwise.errors import ConfigError, EnvironmentFailure
+from groupwise.rewards import serving
+from groupwise.rewards.find import asynchronous, find_named
+from groupwise.rewards.serving import told
+
+OWN = ("reset", "step", "close", "get_reward")
+"""Public methods of an environment that are no tools."""
+STATE_BYTES = 65_536
+"""Of one attribute that reward functions may read, as JSON."""
+
+
+class Missing(Exception):
+    """What `reset` asks for and the data do not have."""
+
+
+class Instance:
+    """Tools, and perhaps one environment: all that answers the policy in one episode."""
+
+    def __init__(
+        self, tools: Mapping[str, Callable[..., Any]], factory: Callable[..., Any] | None, args: Mapping[str, Any]
+    ) -> None:
+        self._functions, self._factory, self._args = dict(tools), factory, args
+        self._object: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def answer(self, what: str, *request: Any) -> Any:
+        """`describe`, `reset`, `call`, `step`, `end`: see the methods of these names.  `call` answers once for each call."""
+        return {"describe": self.describe, "reset": self.reset, "call": self.call, "step": self.step, "end": self.end}[what](
+            *request
+        )
+
+    def describe(self, name: str, interface: str | None) -> dict[str, Any]:
+        """Schemas of the tools, whether the policy acts by `step`, whether the environment gives a reward, what `reset` takes.
+
+        name: the environment's, for messages.   Raises ConfigError.
+        """
+        from groupwise.environments.schemas import name_of, schema_of
+
+        functions = list(self._functions.items())
+        found: dict[str, Any] = {"steps": False, "rewarded": False, "class": name}
+        if self._factory is not None:
+            made = self._make()
+            found |= {"class": type(made).__name__, "rewarded": callable(getattr(made, "get_reward", None))}
+            for method in ("reset",) if interface != "step" else ("reset", "step"):
+                if not callable(getattr(made, method, None)):
+                    raise ConfigError(f"the environment {name!r} ({type(made).__name__}) has no method {method}()")
+            found["steps"] = interface == "step" or (interface is None and callable(getattr(made, "step", None)))
+            found["rewarded"] |= found["steps"]
+            found["resets"], found["resets_all"] = _parameters(made.reset)
+            functions += [] if found["steps"] else [(tool, getattr(made, tool)) for tool in _methods(made, interface)]
+            self.end(False)
+        schemas = [schema_of(function, tool) for tool, function in functions]
+        names = [name_of(schema) for schema in schemas]
+        if twice := next((one for one in names if names.count(one) > 1), None):
+            raise ConfigError(f"two tools are called {twice!r}; the policy tells them apart by name")
+        return found | {"tools": schemas, "asynchronous": [tool for tool, function in functions if asynchronous(function)]}
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
+        """Make the environment and begin its episode; `observation` is None where it says nothing."""
+        self._make()
+        named, everything = _parameters(self._object.reset)
+        given = dict(row) if everything else {key: row[key] for key in named if key in row}
+        others = [key for key in named if key not in row and key != "seed"]
+        if "row" in others or (len(others) == len([key for key in named if key != "seed"]) == 1 and not everything):
+            given[others[0] if "row" not in others else "row"] = dict(row)  # the form `reset(row)`
+        if "seed" in named and "seed" not in row:
+            given["seed"] = seed
+        for key, parameter in inspect.signature(self._object.reset).parameters.items():
+            if key not in given and parameter.default is parameter.empty and parameter.kind in _NAMED:
+                raise Missing(f"reset() asks for {key!r}, which the data do not have; columns: {', '.join(row) or 'none'}")
+        found = self._awaited(self._object.reset(**given))
+        if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping):  # Gymnasium's
+            found = found[0]
+        return {"observation": as_text(found)}
+
+    def call(self, calls: Sequence[tuple[str, Mapping[str, Any]]], seconds: float) -> Iterator[dict[str, Any]]:
+        """Carry calls out, in their order; neighbours that are asynchronous go on side by side, each for at most `seconds`."""
+        place = 0
+        while place < len(calls):
+            together = [place]
+            while self._is_async(calls[place][0]) and together[-1] + 1 < len(calls) and self._is_async(calls[together[-1] + 1][0]):
+                together.append(together[-1] + 1)
+            if self._is_async(calls[place][0]):
+                yield from self._run(self._side_by_side([calls[one] for one in together], seconds))
+            else:
+                yield self._plainly(*calls[place])
+            place = together[-1] + 1
+
+    def step(self, text: str) -> dict[str, Any]:
+        """The environment's answer to what the policy wrote: observation, reward, whether the episode is over."""
+        found = self._awaited(self._object.step(text))
+        if not isinstance(found, tuple) or len(found) not in (3, 5):
+            kind = f"a tuple of {len(found)}" if isinstance(found, tuple) else type(found).__name__
+            raise EnvironmentFailure(
+                f"step() returned {kind}, expected (observation, reward, done) or Gymnasium's "
+                "(observation, reward, terminated, truncated, info)"
+            )
+        done = bool(found[2]) or (len(found) == 5 and bool(found[3]))
+        return {"observation": as_text(found[0]) or "", "reward": _number(found[1], "step()"), "done": done}
+
+    def end(self, judged: bool) -> dict[str, Any]:
+        """Close the environment.  judged: give its reward and its public attributes too."""
+        made, self._object = self._object, None
+        found: dict[str, Any] = {"reward": None, "state": None}
+        try:
+            if judged and made is not None:
+                if callable(getattr(made, "get_reward", None)):
+                    found["reward"] = _number(self._awaited(made.get_reward()), "get_reward()")
+                found["state"] = attributes_of(made)
+        finally:
+            if callable(getattr(made, "close", None)):
+                self._awaited(made.close())
+        return found
+
+    # ---- inside --------------------------------------------------------------------------------------------------------------
+
+    def _make(self) -> Any:
+        assert self._factory is not None, "there are tools only"
+        self._object = self._factory(**self._args)
+        return self._object
+
+    def _find(self, name: str) -> Callable[..., Any]:
+        return self._functions[name] if name in self._functions else getattr(self._object, name)
+
+    def _is_async(self, name: str) -> bool:
+        return asynchronous(self._find(name))
+
+    def _plainly(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return {"result": as_text(self._find(name)(**arguments)) or ""}
+        except BaseException as error:  # whatever a tool raises is something that the policy is told
+            return told(error)
+
+    async def _side_by_side(self, calls: Sequence[tuple[str, Mapping[str, Any]]], seconds: float) -> list[dict[str, Any]]:
+        return await asyncio.gather(*(self._one(name, arguments, seconds) for name, arguments in calls))
+
+    async def _one(self, name: str, arguments: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                return {"result": as_text(await self._find(name)(**arguments)) or ""}
+        except BaseException as error:  # as above
+            if isinstance(error, TimeoutError) and limit.expired():
+                return {"late": True}
+            return told(error)
+
+    def _run(self, work: Any) -> Any:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()  # kept, so that sessions, locks and semaphores stay valid
+        return self._loop.run_until_complete(work)
+
+    def _awaited(self, value: Any) -> Any:
+        async def wait() -> Any:
+            return await value
+
+        return self._run(wait()) if inspect.isawaitable(value) else value
+
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
+    """The names that a method takes, and whether it takes any other."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind in _NAMED], any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _methods(made: Any, interface: str | None) -> list[str]:
+    """Public methods of an environment's class that are tools.  Properties are not evaluated."""
+    own = [name for name in OWN if name != "step" or interface != "tools"]
+    found = inspect.getmembers(type(made), predicate=inspect.isfunction)
+    return [name for name, _ in found if not name.startswith("_") and name not in own]
+
+
+def as_text(value: Any) -> str | None:
+    """What a tool or an environment returned, for a message: text as it is, text blocks joined, anything else by `str`.
+
+    Raises EnvironmentFailure for blocks that are no text.
+    """
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(isinstance(block, Mapping) and "type" in block for block in value):
+        if other := next((block for block in value if block["type"] != "text"), None):
+            raise EnvironmentFailure(f"a content block of type {other['type']!r} cannot be shown to a language model: give text")
+        return "".join(str(block["text"]) for block in value)
+    return str(value)
+
+
+def attributes_of(made: Any) -> dict[str, Any]:
+    """The public attributes of an object whose values JSON holds."""
+    found: dict[str, Any] = {}
+    for name, value in list(getattr(made, "__dict__", {}).items()):
+        if name.startswith("_"):
+            continue
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
+            text = json.dumps(value, allow_nan=False)
+            if len(text) <= STATE_BYTES:
+                found[name] = json.loads(text)
+    return found
+
+
+def _number(value: Any, whose: str) -> float | None:
+    """A reward; None says nothing.  Raises EnvironmentFailure for what is no finite number."""
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise EnvironmentFailure(f"{whose} gave the reward {value!r:.60} ({type(value).__name__}), expected a number") from None
+    if not math.isfinite(number):
+        raise EnvironmentFailure(f"{whose} gave the reward {number:g}, expected a finite number")
+    return number
+
+
+# ---------------------------------------------------------------- a process of its own
+
+
+def nursery(
+    address: str,
+    tools: Sequence[str],
+    factories: Mapping[str, str],
+    args: Mapping[str, Any],
+    given: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """In a worker: imports what is named, and from then on answers by forking: each fork is an `Instance` that is killed alone.
+
+    address: of the Unix socket to which forks connect.   given: functions and classes that are not found by name.
+    """
+    known = dict(given or {})
+    functions = {spec.rpartition(":")[2]: known.get(spec) or find_named(spec, "tool") for spec in tools}
+    makers = {name: known.get(spec) or find_named(spec, "environment") for name, spec in factories.items()}
+    children: set[int] = set()
+
+    def answer(what: str, *request: Any) -> int:
+        if what == "bury":
+            (child,) = request
+            if child in children:  # what has not been reaped cannot be somebody else
+                _end(child)
+                children.discard(child)
+            return child
+        name, seed = request
+        child = os.fork()
+        if child == 0:
+            _grow_up(address, Instance(functions, makers.get(name), args if name in makers else {}), seed)
+        children.add(child)
+        return child
+
+    return answer
+
+
+def _end(child: int) -> None:
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(child, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(child, 0)
+
+
+def _grow_up(address: str, instance: Instance, seed: int) -> NoReturn:
+    """The life of a fork: it serves one connection, and ends with it or with its parent."""
+    try:
+        os.setpgid(0, 0)
+        if serving.LINUX:
+            serving._prctl(serving.PR_SET_PDEATHSIG, signal.SIGKILL)
+        if serving.channel_of_this is not None:
+            serving.channel_of_this.close()
+        _seed(seed)
+        channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        channel.connect(address)
+        serving.serve(channel, lambda: instance.answer, {})
+    finally:
+        os._exit(70)
+
+
+def _seed(seed: int) -> None:
+    """The generators of the whole process: forks would all go on from the same state."""
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)

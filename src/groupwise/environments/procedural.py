@@ -1,0 +1,155 @@
+"""Reasoning Gym's procedural data sets: rows to learn from, and their scorers, which are looked at before they are believed.
+
+Some scorers raise for what is no answer, some give full marks to a text that says that it does not know, and some data sets have
+no answer to compare with.  An entry whose scorer gives full marks for `I do not know.` is left out.
+
+Needs the extra `reasoning-gym`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from groupwise.config.settings import Recipe, RewardSettings
+from groupwise.data.sources import live_rows
+from groupwise.errors import ConfigError
+from groupwise.rewards.answers import after_thinking, boxes
+
+IGNORANCE = "I do not know."
+"""Earns nothing where a scorer means what it says."""
+ROWS, HELD_OUT = 1_000, 200
+"""Rows to train on and to be judged on, where `data.limit` and `data.eval_limit` do not say."""
+HELD_OUT_SEED = 2**31 - 1
+"""Of the held-out rows: always the same, whatever the run's seed."""
+FULL = 1.0 - 1e-9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Health:
+    """What scorers did on some entries."""
+
+    entries: int
+    raised: int
+    """Entries whose scorer raised for a text that is no answer; to a run it is worth 0."""
+    gullible: int
+    """Entries that gave full marks for it; they are left out."""
+    answerless: int
+    """Entries without an answer: nothing shows that a right one would be believed."""
+    unearned: int
+    """Entries whose own answer did not earn full marks."""
+
+    @property
+    def suspicious(self) -> int:
+        """Entries about which there is something to know."""
+        return self.raised + self.gullible + self.answerless + self.unearned
+
+    def __str__(self) -> str:
+        said = {
+            "raise for what is no answer (worth 0)": self.raised,
+            f"give full marks for {IGNORANCE!r} (left out)": self.gullible,
+            "have no answer of their own": self.answerless,
+            "do not give full marks to their own answer": self.unearned,
+        }
+        found = ", ".join(f"{count} {what}" for what, count in said.items() if count)
+        return f"of {self.entries} entries {found}" if found else f"{self.entries} entries, whose scorers tell right from wrong"
+
+
+def furnished(recipe: Recipe) -> Recipe:
+    """The recipe with the rows and the scorer of its `environment.reasoning_gym`; itself if it names none.
+
+    Raises ConfigError: no such data set, bad arguments, or no entry that can be scored.
+    """
+    given, data = recipe.environment, recipe.data
+    if given.reasoning_gym is None or data.path is not None:  # it has been done
+        return recipe
+    name, arguments = given.reasoning_gym, dict(given.args)
+    rows, _ = rows_of(name, arguments, data.limit or ROWS, recipe.seed)
+    held_out, _ = rows_of(name, arguments, data.eval_limit or HELD_OUT, HELD_OUT_SEED)
+    scorer = RewardSettings(
+        function="groupwise.environments.procedural:score",
+        name="reasoning_gym",
+        args={"dataset": name, "arguments": arguments},
+        timeout=given.tool_timeout,
+    )
+    named = f"reasoning_gym {name}"
+    data = replace(data, path=live_rows(rows, named), eval_path=live_rows(held_out, f"{named}, held out"), eval_fraction=0.0)
+    return replace(recipe, data=data, rewards=(scorer, *recipe.rewards))
+
+
+def rows_of(name: str, arguments: Mapping[str, Any], count: int, seed: int) -> tuple[list[dict[str, Any]], Health]:
+    """At most `count` rows with prompt, answer and entry, and what was found out about their scorers.  Raises ConfigError."""
+    entries = make_dataset(name, arguments, count, seed)
+    rows, raised, gullible, answerless, unearned = [], 0, 0, 0, 0
+    for entry in entries:
+        worth = _scored(entries, IGNORANCE, entry)
+        raised += worth is None
+        if worth is not None and worth >= FULL:
+            gullible += 1
+            continue
+        answer = entry.get("answer")
+        if answer is None:
+            answerless += 1
+        elif (_scored(entries, str(answer), entry) or 0.0) < FULL:
+            unearned += 1
+        rows.append({"prompt": entry["question"], "answer": answer, "entry": dict(entry)})
+    if not rows:
+        raise ConfigError(
+            f"environment.reasoning_gym {name!r}: every entry gives full marks for {IGNORANCE!r}: nothing can be learnt"
+        )
+    health = Health(entries=count, raised=raised, gullible=gullible, answerless=answerless, unearned=unearned)
+    return rows, health
+
+
+def make_dataset(name: str, arguments: Mapping[str, Any], count: int, seed: int) -> Any:
+    """The data set.  Raises ConfigError if the extra is missing, or for a name or arguments that the library refuses."""
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ConfigError(f"environment.reasoning_gym needs the extra: pip install groupwise[reasoning-gym] ({error})") from error
+    given = {"size": count, "seed": seed} | dict(arguments)
+    try:
+        return reasoning_gym.create_dataset(name, **given)
+    except (ValueError, TypeError, AssertionError, KeyError) as error:
+        raise ConfigError(f"environment.reasoning_gym {name!r} with {given}: {type(error).__name__}: {error}") from error
+
+
+def score(completion: Any, entry: Mapping[str, Any], dataset: str, arguments: Mapping[str, Any]) -> float:
+    """A reward function: what the data set's scorer gives for the answer in a completion; 0 where it raises."""
+    text = completion if isinstance(completion, str) else str(completion[-1]["content"])
+    worth = _scored(_dataset(dataset, arguments), answer_in(text), entry)
+    return 0.0 if worth is None else worth
+
+
+def answer_in(text: str) -> str:
+    r"""The answer of a completion: the last `<answer>`, else the last `\boxed{}`, else what stands behind the reasoning.
+
+    >>> answer_in("so <answer> 12 </answer>"), answer_in("<think>6*2</think> 12")
+    ('12', '12')
+    """
+    if tagged := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL):
+        return tagged[-1].strip()
+    rest = after_thinking(text)
+    boxed = [content for _, _, content in boxes(rest)]
+    return (boxed[-1] if boxed else rest).strip()
+
+
+_made: dict[str, Any] = {}
+
+
+def _dataset(name: str, arguments: Mapping[str, Any]) -> Any:
+    """One data set of each kind, for its scorer."""
+    key = repr((name, sorted(arguments.items())))
+    if key not in _made:
+        _made[key] = make_dataset(name, arguments, 1, 0)
+    return _made[key]
+
+
+def _scored(dataset: Any, answer: str, entry: Mapping[str, Any]) -> float | None:
+    """None if the scorer raises: it cannot read the answer."""
+    try:
+        return float(dataset.score_answer(answer, entry))
+    except Exception:  # scorers of a hundred data sets: what they raise for is no answer
+        return None

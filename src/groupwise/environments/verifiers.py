@@ -1,0 +1,208 @@
+"""Tasksets of verifiers (its v1 interface, 0.4.0) by name: verifiers plays and scores the episodes, the endpoint writes the turns.
+
+Its own harnesses start a process for each rollout; here a harness in this process asks for the turns, unless the recipe names
+another one.  That harness has no tools of its own: tasksets that bring MCP servers need one of verifiers' (`agent.harness.id`).
+
+Needs the extra `verifiers`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from groupwise.environments.endpoint import Desk
+from groupwise.environments.harness import Errand, Finished, void
+from groupwise.errors import ConfigError
+from groupwise.utils import background
+
+CHAT = "groupwise_chat"
+"""The id of our harness, among verifiers' plug-ins."""
+KEY = "GROUPWISE_EPISODE_KEY"
+"""Environment variable that verifiers looks for a key in; there is none, because an episode is told by its model's name."""
+ROWS = 1_000
+"""Tasks that are read of a taskset without end."""
+START = 120.0
+"""Seconds in which verifiers has to come up."""
+
+
+class VerifiersHarness:
+    """Implements `harness.Harness`: one environment of verifiers, and an event loop on which its episodes are played."""
+
+    desk: Desk | None = None
+
+    def __init__(self, name: str, given: Mapping[str, Any] | None = None) -> None:
+        """name: of an installed taskset.   given: what verifiers' `[env]` holds beside it: `taskset`, `agent`, `timeout` ...
+
+        Raises ConfigError if verifiers is not here, or refuses the name or what is given.
+        """
+        vf = _library()
+        given = dict(given or {})
+        try:
+            data = given | {"taskset": {**given.get("taskset", {}), "id": name}}
+            for role in _roles(name, str(given.get("id", ""))):
+                ours = {"harness": {"id": CHAT}, "runtime": {"type": "subprocess"}}
+                data[role] = ours | dict(given.get(role, {}))
+            self.environment = vf.load_environment(vf.resolve_env_config(data))
+        except Exception as error:  # somebody else's code, from import to validation
+            raise ConfigError(f"environment.verifiers {name!r}: {type(error).__name__}: {str(error)[:500]}") from error
+        self.name = name
+        self._tasks: list[Any] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._served: Future[None] | None = None
+        self._lock = threading.Lock()
+
+    def rows(self, limit: int | None = None) -> list[dict[str, Any]]:
+        """A row for each task: its prompt, and in the column `task` its number.  Raises ConfigError for a taskset that fails."""
+        taskset = self.environment.taskset
+        most = limit if limit is not None else None if taskset.bounded else ROWS
+        try:
+            self._tasks = list(itertools.islice(iter(taskset), most))
+        except Exception as error:  # somebody else's code
+            raise ConfigError(f"environment.verifiers {self.name!r}: its tasks cannot be read: {error}") from error
+        return [{"prompt": task.data.prompt_text or self.name, "task": place} for place, task in enumerate(self._tasks)]
+
+    def start(self, errand: Errand, finished: Finished) -> Callable[[], None]:
+        """See `harness.Harness`."""
+        place = errand.row.get("task")
+        if not isinstance(place, int) or not 0 <= place < len(self._tasks):
+            raise ValueError(
+                f"the column task holds {place!r}: the rows must be those of the taskset, which has {len(self._tasks)}"
+            )
+        play = asyncio.run_coroutine_threadsafe(self._play(self._tasks[place], errand, finished), self._running())
+        return lambda: void(play.cancel())
+
+    async def _play(self, task: Any, errand: Errand, finished: Finished) -> None:
+        try:
+            vf = _library()
+            from verifiers.v1.configs.client import EvalClientConfig
+
+            root = errand.base_url[: errand.base_url.index("/episodes/")]
+            client = EvalClientConfig(base_url=f"{root}/v1", api_key_var=KEY)
+            # verifiers keeps one client for each address, so all episodes share one and are told apart by their model's name.
+            context = vf.ModelContext(model=errand.id, client=client)
+            (slot,) = self.environment.slots(task)
+            reward, failure = worth(await self.environment.run_slot(slot, context))
+        except asyncio.CancelledError:
+            finished(None, "it was broken off")
+            raise
+        except BaseException as error:  # whatever it is, it is this episode's
+            finished(None, f"{type(error).__name__}: {error}")
+        else:
+            finished(reward, failure)
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        """The event loop, with verifiers' servers up."""
+        with self._lock:
+            if self._loop is None:
+                loop, ready = asyncio.new_event_loop(), Future[None]()
+                self._stop = asyncio.Event()
+                self._served = background.begin(lambda: loop.run_until_complete(self._serve(ready)), "verifiers")
+                ready.result(timeout=START)
+                self._loop = loop
+            return self._loop
+
+    async def _serve(self, ready: Future[None]) -> None:
+        assert self._stop is not None
+        try:
+            async with self.environment.serving():
+                ready.set_result(None)
+                await self._stop.wait()
+                others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+                for task in others:
+                    task.cancel()
+                await asyncio.gather(*others, return_exceptions=True)
+        except BaseException as error:
+            if not ready.done():
+                ready.set_exception(error)
+            raise
+
+    def close(self) -> None:
+        """See `harness.Harness`."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is not None and self._stop is not None and self._served is not None:
+            loop.call_soon_threadsafe(self._stop.set)
+            self._served.exception(timeout=START)
+
+
+def worth(episode: Any) -> tuple[float | None, str]:
+    """The reward of an episode of verifiers, the mean of its trainable traces', and what went wrong, or nothing."""
+    if not episode.ok:
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        return None, f"{errors[-1].type}: {errors[-1].message}" if errors else "verifiers gives no reason"
+    traces = [trace for trace in episode.traces if trace.agent.trainable]
+    return (sum(trace.reward for trace in traces) / len(traces) if traces else None), ""
+
+
+def _roles(name: str, environment: str) -> list[str]:
+    """The agents of a taskset's environment."""
+    from verifiers.v1.configs.agent import AgentConfig
+    from verifiers.v1.utils.loaders import env_config_type
+
+    return [
+        role for role, field in env_config_type(name, environment).model_fields.items() if isinstance(field.default, AgentConfig)
+    ]
+
+
+def _library() -> Any:
+    """verifiers, with our harness among its plug-ins.  Raises ConfigError if it is not here."""
+    try:
+        import verifiers.v1 as vf
+    except ImportError as error:
+        raise ConfigError(f"environment.verifiers needs the extra: pip install groupwise[verifiers] ({error})") from error
+    if CHAT not in sys.modules:
+        sys.modules[CHAT] = _plugin(vf)
+    return vf
+
+
+def _plugin(vf: Any) -> Any:
+    """A module that exports our harness, as verifiers looks for it."""
+    from types import ModuleType
+
+    import httpx
+    from verifiers.v1.dialects.chat import message_to_wire
+    from verifiers.v1.runtimes import ProgramResult
+
+    class Chat(vf.Harness[vf.HarnessConfig]):
+        """Asks for one turn behind the messages so far; a task whose user goes on is resumed."""
+
+        APPENDS_SYSTEM_PROMPT = True
+        SUPPORTS_RESUME = True
+        EXECUTES_CODE = False
+        NEEDS_CONTAINER = False
+
+        async def launch(
+            self,
+            ctx: Any,
+            trace: Any,
+            runtime: Any,
+            endpoint: str,
+            secret: str,
+            mcp_urls: dict[str, str],
+            data: Any,
+        ) -> Any:
+            """One request to the endpoint that verifiers holds between us."""
+            system, prompt = self.resolve_prompt(data)
+            messages = [{"role": "system", "content": system}] if system else []
+            messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _wired(prompt or (), message_to_wire)
+            body = {"model": ctx.model, "messages": messages}
+            async with httpx.AsyncClient(timeout=None, trust_env=False, verify=False) as client:  # plain HTTP to this machine
+                answer = await client.post(f"{endpoint}/chat/completions", json=body, headers={"Authorization": f"Bearer {secret}"})
+            if answer.status_code != 200:
+                return ProgramResult(exit_code=1, stdout="", stderr=f"{answer.status_code}: {answer.text[:2000]}")
+            return ProgramResult(exit_code=0, stdout="", stderr="")
+
+    module = ModuleType(CHAT)
+    module.Chat, module.__all__ = Chat, ["Chat"]  # type: ignore[attr-defined]
+    return module
+
+
+def _wired(messages: Sequence[Any], message_to_wire: Callable[[Any], Any]) -> list[Any]:
+    return [message_to_wire(message) for message in messages]

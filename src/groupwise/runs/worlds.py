@@ -1,0 +1,173 @@
+"""From the section `environment` of a recipe to what answers the policy, and to the lines of the plan about it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from groupwise.config.live import LIVE, Live, missing
+from groupwise.config.settings import EnvironmentSettings, Recipe, RewardSettings
+from groupwise.data.sources import live_rows
+from groupwise.data.templates import Template, Tools
+from groupwise.distributed import comm
+from groupwise.environments import procedural
+from groupwise.environments.captured import CapturedWorld, Limits
+from groupwise.environments.chat import Speech
+from groupwise.environments.conversation import World
+from groupwise.environments.environment import Source
+from groupwise.environments.episodes import EpisodeWorld, kind_of
+from groupwise.environments.harness import FunctionHarness, Harness, OutsideHarness, ProgramHarness
+from groupwise.environments.housing import Rooms
+from groupwise.environments.schemas import name_of
+from groupwise.environments.verifiers import VerifiersHarness
+from groupwise.models.policy import Blueprint
+from groupwise.records import Sampling
+from groupwise.rewards.find import find_named
+from groupwise.runs.plan import Lines
+
+OPENENV = "groupwise.environments.openenv:OpenEnv"
+TOKEN = "GROUPWISE_TOKEN"
+"""Environment variable with the token that requests to the endpoint must bring."""
+
+
+def furnished(recipe: Recipe) -> Recipe:
+    """The recipe with what its environment brings: rows and a scorer of a procedural data set, the tasks of a taskset.
+
+    Raises ConfigError.
+    """
+    given = recipe.environment
+    if given.verifiers is not None and recipe.data.path is None:
+        rows = _taskset(given.verifiers, json.dumps(given.args, sort_keys=True)).rows(recipe.data.limit)
+        return replace(recipe, data=replace(recipe.data, path=live_rows(rows, f"verifiers {given.verifiers}")))
+    return procedural.furnished(recipe)
+
+
+@cache
+def _taskset(name: str, given: str) -> VerifiersHarness:
+    """A taskset that is loaded once: it takes seconds.  given: JSON."""
+    return VerifiersHarness(name, json.loads(given))
+
+
+def make_source(settings: EnvironmentSettings) -> Source | None:
+    """What makes the environments of a recipe; None if nobody answers.
+
+    Raises ConfigError for what cannot be found or described.
+    """
+    if not settings.talks:
+        return None
+    factory, arguments = settings.factory, dict(settings.args)
+    if settings.openenv is not None:
+        factory, arguments = OPENENV, {"url": settings.openenv, **arguments}
+    factories = factory if isinstance(factory, Mapping) else {"": factory} if factory else {}
+    named = {f"tools.{place}": tool for place, tool in enumerate(settings.tools)}
+    named |= {f"factory.{name}".rstrip("."): spec for name, spec in factories.items()}
+    given: dict[str, Any] = {}
+    for key, spec in named.items():
+        if isinstance(spec, Live):
+            given[str(spec)] = spec.value
+        elif spec.startswith(LIVE):
+            raise missing(spec, f"environment.{key}")
+    return Rooms(
+        settings.tools,
+        factories,
+        arguments if factories else {},
+        interface=settings.interface,
+        runs=settings.runs or ("thread" if given else "process"),
+        given=given,
+    )
+
+
+def tools_of(source: Source | None) -> Tools | None:
+    """What the prompts of rows show; None if no environment has tools."""
+    if source is None or not any(kind.schemas for kind in source.kinds.values()):
+        return None
+    return lambda row: kind_of(source, row, "a row").schemas
+
+
+def make_world(recipe: Recipe, blueprint: Blueprint, source: Source | None, sampling: Sampling) -> World | None:
+    """What engines ask for conversations; None if nobody answers.  sampling: of the run.   Raises ConfigError."""
+    settings = recipe.environment
+    if settings.asks:
+        vocabulary = min(len(blueprint.tokenizer), int(blueprint.config.get("vocab_size", len(blueprint.tokenizer))))
+        limits = Limits(
+            sampling=sampling, context=blueprint.context, vocabulary=vocabulary, seconds=settings.episode_timeout,
+            turns=settings.max_turns, at_once=settings.at_once, past=settings.past,
+        )  # fmt: skip
+        host, _, port = settings.listen.rpartition(":")
+        return CapturedWorld(
+            _harness(settings),
+            Speech(blueprint.tokenizer, blueprint.eos_ids),
+            limits,
+            name=settings.verifiers or "",
+            host=host.strip("[]"),
+            port=int(port) and int(port) + comm.world().rank,  # each process has its own
+            token=os.environ.get(TOKEN) or None,
+        )
+    if source is None:
+        return None
+    template = Template.build(recipe.data, blueprint.tokenizer, tools_of(source))
+    return EpisodeWorld(source, settings, template, tuple(blueprint.eos_ids))
+
+
+def _harness(settings: EnvironmentSettings) -> Harness:
+    """What drives the episodes.  Raises ConfigError for a function that cannot be found, or called."""
+    if settings.verifiers is not None:
+        return _taskset(settings.verifiers, json.dumps(settings.args, sort_keys=True))
+    named = settings.harness
+    if named == "outside":
+        return OutsideHarness()
+    if isinstance(named, tuple):
+        return ProgramHarness(named)
+    assert named is not None
+    if isinstance(named, Live):
+        function: Callable[..., Any] = named.value
+    elif named.startswith(LIVE):
+        raise missing(named, "environment.harness")
+    else:
+        function = find_named(named, "harness")
+    return FunctionHarness(functools.partial(function, **settings.args) if settings.args else function)
+
+
+def with_own_reward(recipe: Recipe, source: Source | None) -> Recipe:
+    """The recipe with the environment's own reward, where it gives one and no reward is named."""
+    gives = recipe.environment.asks or (source is not None and any(kind.rewarded for kind in source.kinds.values()))
+    if recipe.rewards or not gives:
+        return recipe
+    return replace(recipe, rewards=(RewardSettings(function="environment"),))
+
+
+def world_lines(recipe: Recipe, source: Source | None) -> Lines:
+    """What answers the policy and what ends its episodes, for the plan."""
+    settings = recipe.environment
+    if settings.asks:
+        named = f"verifiers {settings.verifiers}" if settings.verifiers else settings.harness
+        who = " ".join(named) if isinstance(named, tuple) else named
+        return [
+            ("environment", f"{who} asks for the policy's turns; gives a reward"),
+            (
+                "episodes",
+                f"at most {settings.max_turns} turns, {settings.episode_timeout:g} s of its own, {settings.at_once} at once",
+            ),
+        ]
+    if source is None:
+        return []
+    lines: Lines = []
+    for kind in source.kinds.values():
+        name = f"{kind.name} ({kind.title})" if kind.name else kind.title if kind.resets else "tools"
+        acts = ", ".join(map(name_of, kind.schemas)) + (", " if kind.schemas and kind.steps else "") + ("step" * kind.steps)
+        lines.append(("environment", f"{name}: {acts}" + ("; gives a reward" if kind.rewarded else "")))
+        if kind.rewarded and not any(reward.function == "environment" for reward in recipe.rewards):
+            lines.append(("warning", f"the reward of {name} is not used: name it, rewards: [{{function: environment}}]"))
+    lines.append(
+        (
+            "episodes",
+            f"at most {settings.max_turns} turns and {settings.episode_timeout:g} s; a call {settings.tool_timeout:g} s; an answer "
+            f"{settings.max_observation_tokens:,} tokens",
+        )
+    )
+    return lines

@@ -1,0 +1,478 @@
+"""Episodes that a harness drives: an unmodified OpenAI client, against an engine that plays a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from groupwise.data.rendering import Chat, render_chats
+from groupwise.environments.harness import FunctionHarness, OutsideHarness, ProgramHarness
+from groupwise.errors import ConfigError, EnvironmentFailure
+from groupwise.records import Finish, Prompt, Sampling
+
+from .conftest import ADD, WAIT, play
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+
+
+def client(base_url: str, api_key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=WAIT)
+
+
+def adds(row, base_url):
+    """A tool loop as OpenAI's own documentation writes it."""
+    ask = client(base_url).chat.completions.create
+    messages = [{"role": "user", "content": row["question"]}]
+    while True:
+        message = ask(model="gpt-9", messages=messages, tools=[ADD]).choices[0].message
+        messages.append(message)
+        if not message.tool_calls:
+            return float(message.content == f"It is {row['answer']}.")
+        for call in message.tool_calls:
+            found = json.loads(call.function.arguments)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(found["a"] + found["b"])})
+
+
+def test_a_tool_loop_is_one_stream_of_exact_ids(worlds, says, a_prompt, chat_tokenizer):
+    found = play(worlds(adds), a_prompt, says(CALL, "It is 5."))
+    assert (found.finish, found.episode.reward, found.episode.environment) == (Finish.DONE, 1.0, "own")
+    # The first request is a branch, because the harness writes a prompt of its own; the second goes on from its ids.
+    first, second = found.behind
+    assert [branch.begin for branch in found.episode.branches] == [0]
+    assert found.episode.branches[0].context.tolist() == first
+    assert second[: len(first) + len(found.sampled[0])] == first + found.sampled[0]
+    # Canonical here, so the stream is what the template writes of the whole conversation.
+    call = {"function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    whole = [{"role": "user", "content": "2+3"}, said, {"role": "tool", "content": "5"}]
+    (text,) = render_chats(chat_tokenizer, [Chat(whole, tools=[ADD], add_generation_prompt=True)])
+    assert chat_tokenizer.decode(second) == text
+    one, two = found.episode.turns
+    assert (one.begin, one.finish, two.end, two.finish) == (0, Finish.TOOL_CALLS, len(found.tokens), Finish.EOS)
+    assert found.trained == [one.begin <= i < one.end or two.begin <= i < two.end for i in range(len(found.tokens))]
+    (made,) = one.calls
+    assert (made.name, json.loads(made.arguments), made.result, made.failure) == ("add", {"a": 2, "b": 3}, "5", "")
+    assert (one.answer, two.answer) == ("5", "")
+    assert [message["role"] for message in found.episode.messages] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_what_was_sampled_is_not_tokenised_again(worlds, a_prompt, chat_tokenizer, end_id):
+    """The turn spells a token's text by its bytes; the client repeats the text, and the ids stay."""
+    spelled = [chat_tokenizer(character)["input_ids"][0] for character in "<think>hm</think>"]
+    canonical = chat_tokenizer("<think>hm</think>")["input_ids"]
+    assert spelled != canonical
+
+    def harness(base_url):
+        ask = client(base_url).chat.completions.create
+        messages = [{"role": "user", "content": "x"}]
+        for _ in range(2):
+            message = ask(model="m", messages=messages, tools=[ADD]).choices[0].message
+            messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": "on"}]
+
+    found = play(worlds(harness), a_prompt, lambda k: ([*spelled, end_id], Finish.EOS))
+    first, second = found.behind
+    assert second[: len(first) + len(spelled) + 1] == [*first, *spelled, end_id]
+    assert len(found.episode.branches) == 1
+
+
+def test_reasoning_that_a_client_drops_stays_in_the_stream_or_splits_it(worlds, says, a_prompt):
+    def harness(base_url):
+        ask = client(base_url).chat.completions.create
+        message = ask(model="m", messages=[{"role": "user", "content": "x"}]).choices[0].message
+        assert (message.content, message.reasoning_content) == ("4", "2 and 2")
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "4"}, {"role": "user", "content": "y"}]
+        ask(model="m", messages=messages)
+
+    script = says("<think>\n2 and 2\n</think>\n\n4", "5")
+    kept, split = (play(worlds(harness, past=past), a_prompt, script) for past in ("keep", "split"))
+    assert [len(found.episode.branches) for found in (kept, split)] == [1, 2]
+    assert kept.behind[1][: len(kept.behind[0])] == kept.behind[0]
+    assert split.episode.branches[1].begin == split.episode.turns[1].begin
+    assert split.episode.branches[1].context.tolist() == split.behind[1]
+
+
+@pytest.mark.parametrize("change", ["edited", "dropped", "other tools", "started anew"])
+def test_a_past_that_the_client_changes_is_a_branch(worlds, says, a_prompt, change, chat_tokenizer):
+    def harness(base_url):
+        ask = client(base_url).chat.completions.create
+        messages = [{"role": "user", "content": "x"}]
+        for _ in range(2):
+            messages.append({"role": "assistant", "content": ask(model="m", messages=messages).choices[0].message.content})
+            messages.append({"role": "user", "content": "on"})
+        if change == "edited":
+            messages[3] = {"role": "assistant", "content": "never said"}
+        elif change == "dropped":
+            del messages[1:3]
+        elif change == "started anew":
+            messages = [{"role": "user", "content": "z"}]
+        more = {"tools": [ADD]} if change == "other tools" else {}
+        ask(model="m", messages=messages, **more)
+
+    found = play(worlds(harness), a_prompt, says("one", "two", "three"))
+    assert len(found.episode.branches) == 2
+    assert found.episode.branches[1].context.tolist() == found.behind[2]
+    # Of what is unchanged, the ids are those that were sampled.
+    begun = len(found.behind[0]) + len(found.sampled[0])
+    assert (found.behind[2][:begun] == found.behind[1][:begun]) == (change == "edited")
+    assert ("never said" in chat_tokenizer.decode(found.behind[2])) == (change == "edited")
+    assert sum(found.trained) == sum(map(len, found.sampled))
+
+
+def test_token_ids_in_ids_and_log_probs_out(worlds, says, a_prompt, chat_tokenizer, end_id):
+    """The route of vLLM and of verifiers' renderers, twice: the second request extends the first."""
+    said = []
+
+    def harness(base_url):
+        root = base_url.removesuffix("/v1")
+        ids = chat_tokenizer("<|im_start|>user\nx")["input_ids"]
+        for _ in range(2):
+            drawn = {"stop_token_ids": [end_id], "logprobs": 1, "skip_special_tokens": False, "temperature": 1.0}
+            body = {"model": "policy", "token_ids": ids, "sampling_params": drawn, "cache_salt": "3"}
+            said.append(httpx.post(f"{root}/inference/v1/generate", json=body, timeout=WAIT).raise_for_status().json())
+            ids = ids + said[-1]["choices"][0]["token_ids"] + chat_tokenizer("\n")["input_ids"]
+        models = httpx.get(f"{base_url}/models").json()["data"][0]
+        assert (models["id"], models["max_model_len"]) == ("policy", 8192)
+        return 0.25
+
+    found = play(worlds(harness), a_prompt, says("ab", "c"))
+    for answer, sampled in zip(said, found.sampled, strict=True):
+        (choice,) = answer["choices"]
+        assert choice["token_ids"] == sampled
+        assert choice["finish_reason"] == "stop"
+        assert [entry["token"] for entry in choice["logprobs"]["content"]] == [f"token_id:{token}" for token in sampled]
+        assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == [-0.5 - i for i in range(len(sampled))]
+        assert choice["weight_versions"] == [{"version": "3", "start": 0, "end": len(sampled)}]
+    assert found.trained == [True] * 3 + [False] + [True] * 2
+    assert found.episode.turns[0].answer == "\n"
+    assert found.episode.reward == 0.25
+
+
+def test_our_own_client_reads_the_answer(worlds, says, a_prompt, chat_tokenizer):
+    from groupwise.rollout.vllm.engine import Choice
+
+    read = []
+
+    def harness(base_url):
+        body = {"model": "policy", "token_ids": chat_tokenizer("x")["input_ids"], "sampling_params": {}}
+        answer = httpx.post(f"{base_url.removesuffix('/v1')}/inference/v1/generate", json=body, timeout=WAIT).json()
+        read.append(Choice.read(answer["choices"][0]))
+
+    found = play(worlds(harness), a_prompt, says("abc"))
+    assert read[0].tokens == found.sampled[0]
+    assert read[0].versions == [("3", 0, 4)]
+
+
+def test_a_stream_is_read_by_an_openai_client(worlds, says, a_prompt):
+    def harness(base_url):
+        ask = client(base_url).chat.completions.create
+        asked = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [ADD], "stream": True}
+        chunks = list(ask(**asked, stream_options={"include_usage": True}))
+        (call,) = chunks[0].choices[0].delta.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2, "b": 3})
+        assert chunks[1].choices[0].finish_reason == "tool_calls"
+        return chunks[2].usage.completion_tokens
+
+    found = play(worlds(harness), a_prompt, says(CALL))
+    assert found.episode.reward == len(found.sampled[0])
+
+
+def test_log_probs_and_usage(worlds, says, a_prompt):
+    def harness(base_url):
+        answer = client(base_url).chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}], logprobs=True)
+        content = answer.choices[0].logprobs.content
+        assert [entry.token for entry in content] == ["o", "k", "<|im_end|>"]
+        assert [entry.logprob for entry in content] == [-0.5, -1.5, -2.5]
+        assert answer.usage.total_tokens == answer.usage.prompt_tokens + 3
+        return answer.usage.prompt_tokens
+
+    found = play(worlds(harness), a_prompt, says("ok"))
+    assert found.episode.reward == len(found.behind[0])
+
+
+def test_control_tokens_in_what_the_world_says_are_text(worlds, says, a_prompt, end_id):
+    def harness(base_url):
+        ask = client(base_url).chat.completions.create
+        said = ask(model="m", messages=[{"role": "user", "content": "x"}]).choices[0].message.content
+        past = [{"role": "user", "content": "x"}, {"role": "assistant", "content": said}]
+        ask(model="m", messages=[*past, {"role": "user", "content": "<|im_end|><|im_start|>assistant"}])
+
+    found = play(worlds(harness), a_prompt, says("a", "b"))
+    answer = found.tokens[found.episode.turns[0].end : found.episode.turns[1].begin]
+    assert answer.count(end_id) == 1  # the template's own, behind the message
+
+
+def test_requests_that_would_be_sampled_otherwise_are_refused(worlds, says, a_prompt):
+    refused = {}
+
+    def harness(base_url):
+        ask, messages = client(base_url).chat.completions.create, [{"role": "user", "content": "x"}]
+        foreign = {"temperature": 0.3, "top_p": 0.5, "n": 2, "stop": "x", "tool_choice": "none", "frequency_penalty": 1.0}
+        for name, value in foreign.items():
+            with pytest.raises(openai.BadRequestError) as error:
+                ask(model="m", messages=messages, **{name: value})
+            refused[name] = error.value.body
+        with pytest.raises(openai.BadRequestError) as error:
+            ask(model="m", messages=messages, extra_body={"colour": "red"})
+        refused["colour"] = error.value.body
+        ask(model="m", messages=messages, temperature=0.7, seed=3, user="me", tool_choice="auto", presence_penalty=0)
+        return 1
+
+    found = play(worlds(harness, sampling=Sampling(temperature=0.7, max_new_tokens=64)), a_prompt, says("ok"))
+    assert found.episode.reward == 1.0
+    assert all(name in body["message"] or name == body["param"] for name, body in refused.items())
+    assert "rollout.temperature" in refused["temperature"]["message"]
+
+
+def test_a_request_may_ask_for_a_shorter_turn(worlds, says, a_prompt):
+    def harness(base_url):
+        ask = client(base_url).chat.completions.create
+        answer = ask(model="m", messages=[{"role": "user", "content": "x"}], max_tokens=2)
+        assert answer.choices[0].finish_reason == "length"
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "ab"}, {"role": "user", "content": "on"}]
+        ask(model="m", messages=messages, max_completion_tokens=5000)
+
+    found = play(worlds(harness), a_prompt, says("ab", "c", cut=[0]))
+    assert found.limits == [2, None]
+    assert len(found.episode.branches) == 1
+    assert found.finish is Finish.DONE
+
+
+def test_an_episode_without_room_is_truncated_and_says_so(worlds, says, a_prompt):
+    codes = []
+
+    def harness(base_url):
+        ask = client(base_url).chat.completions.create
+        messages = [{"role": "user", "content": "x"}]
+        said = ask(model="m", messages=messages).choices[0].message.content
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "y" * 40}]
+        try:
+            ask(model="m", messages=messages)
+        except openai.BadRequestError as error:
+            codes.append(error.code)
+            raise
+
+    found = play(worlds(harness, sampling=Sampling(max_new_tokens=40)), a_prompt, says("a"))
+    assert codes == ["context_length_exceeded"]
+    assert (found.finish, found.episode.reward) == (Finish.LENGTH, None)
+
+
+def test_a_harness_that_fails_is_an_error_and_seen(worlds, says, a_prompt, caplog):
+    def harness(base_url):
+        client(base_url).chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+        raise KeyError("the judge is gone")
+
+    found = play(worlds(harness), a_prompt, says("a"))
+    assert (found.finish, found.episode.reward) == (Finish.ERROR, None)
+    assert "the judge is gone" in found.episode.turns[-1].answer
+    assert "the judge is gone" in caplog.text
+
+
+def test_a_harness_that_only_fails_ends_the_run(worlds, says, a_prompt):
+    def harness(base_url):
+        raise OSError("no such tool")
+
+    world = worlds(harness)
+
+    def run():
+        for _ in range(64):
+            play(world, a_prompt, says("a"))
+
+    with pytest.raises(EnvironmentFailure, match="no such tool"):
+        run()
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "1", {"reward": 1}])
+def test_a_reward_that_is_no_number_is_an_error(worlds, says, a_prompt, reward):
+    assert play(worlds(lambda base_url: reward), a_prompt, says()).finish is Finish.ERROR
+
+
+def test_a_harness_without_requests_is_over_at_once(worlds, says, a_prompt):
+    found = play(worlds(lambda base_url: 1), a_prompt, says())
+    assert (found.finish, found.tokens, found.episode.turns) == (Finish.DONE, [], ())
+
+
+def test_a_harness_that_never_returns_meets_its_deadline_and_others_finish(worlds, says, a_prompt):
+    held = threading.Event()
+
+    def harness(base_url, index):
+        client(base_url).chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+        if index == 0:
+            held.wait()
+        return 1
+
+    world, found = worlds(harness, seconds=1.0), {}
+    threads = [threading.Thread(target=lambda i=i: found.update({i: play(world, a_prompt, says("a"), index=i)})) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT)
+    held.set()
+    assert [found[i].finish for i in range(4)] == [Finish.DEADLINE] + [Finish.DONE] * 3
+    assert [found[i].episode.reward for i in range(4)] == [None, 1.0, 1.0, 1.0]
+
+
+def test_the_clock_stands_still_while_the_policy_writes(worlds, a_prompt, end_id):
+    def harness(base_url):
+        client(base_url).chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+        return 1
+
+    def slow(k):
+        threading.Event().wait(1.5)
+        return [end_id], Finish.EOS
+
+    assert play(worlds(harness, seconds=1.0), a_prompt, slow).finish is Finish.DONE
+
+
+def test_async_harnesses_and_parallel_requests_of_one_episode(worlds, says, a_prompt):
+    async def harness(base_url, api_key):
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=WAIT) as ask:
+            agents = [
+                ask.chat.completions.create(model="m", messages=[{"role": "user", "content": f"agent {i}"}]) for i in range(3)
+            ]
+            return sorted(answer.choices[0].message.content for answer in await asyncio.gather(*agents)) == ["a", "b", "c"]
+
+    found = play(worlds(harness), a_prompt, says("a", "b", "c"))
+    assert (found.episode.reward, len(found.episode.branches)) == (1.0, 3)
+    assert sum(found.trained) == len(found.tokens) == 6
+
+
+def test_at_most_so_many_harnesses_run(worlds, says, a_prompt):
+    lock, now, most = threading.Lock(), [0], [0]
+
+    def harness(base_url):
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        client(base_url).chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+        with lock:
+            now[0] -= 1
+        return 1
+
+    world = worlds(harness, at_once=2)
+    threads = [threading.Thread(target=lambda i=i: play(world, a_prompt, says("a"), index=i)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT)
+        assert not thread.is_alive()
+    assert most[0] <= 2
+
+
+def test_an_engine_that_breaks_off_frees_the_client(worlds, a_prompt):
+    heard = []
+
+    def harness(base_url):
+        try:
+            client(base_url).chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+        except openai.APIStatusError as error:
+            heard.append(error.status_code)
+
+    world = worlds(harness)
+    conversation = world.begin(a_prompt, 0, seed=0)
+    conversation.open().result(WAIT)
+    assert conversation.close(Finish.ERROR).turns == ()
+    for _ in range(100):
+        if heard:
+            break
+        threading.Event().wait(0.1)
+    assert heard == [410]
+
+
+PROGRAM = """
+import json, os, sys, urllib.request
+row = json.load(sys.stdin)
+body = {"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": row["question"]}]}
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+    {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+answer = json.load(urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request))
+print("a log line")
+print(float(answer["choices"][0]["message"]["content"] == str(row["answer"])))
+"""
+
+
+def test_a_program_is_a_harness(worlds, says, a_prompt, tmp_path):
+    import sys
+
+    file = tmp_path / "agent.py"
+    file.write_text(PROGRAM)
+    assert play(worlds(ProgramHarness([sys.executable, str(file)])), a_prompt, says("5")).episode.reward == 1.0
+    file.write_text("import sys; sys.exit('no model')")
+    found = play(worlds(ProgramHarness([sys.executable, str(file)])), a_prompt, says("5"))
+    assert (found.finish, found.episode.reward) == (Finish.ERROR, None)
+    file.write_text("import time; time.sleep(600)")
+    assert play(worlds(ProgramHarness([sys.executable, str(file)]), seconds=1.0), a_prompt, says()).finish is Finish.DEADLINE
+    file.write_text("print('no reward')")
+    assert play(worlds(ProgramHarness([sys.executable, str(file)])), a_prompt, says()).finish is Finish.ERROR
+
+
+def test_a_process_of_somebody_else_fetches_episodes(worlds, says, a_prompt):
+    world = worlds(OutsideHarness())
+    root, done = world.endpoint.url, {}
+    thread = threading.Thread(target=lambda: done.update(found=play(world, a_prompt, says("5"))))
+    thread.start()
+    errand = httpx.post(f"{root}/episodes", json={}, timeout=WAIT).json()
+    assert errand["row"] == {"question": "2+3", "answer": 5}
+    answer = client(errand["base_url"]).chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+    end = f"{root}/episodes/{errand['id']}/end"
+    assert httpx.post(end, json={"reward": True}).status_code == 400
+    assert httpx.post(end, json={"reward": float(answer.choices[0].message.content)}).status_code == 200
+    thread.join(WAIT)
+    assert (done["found"].finish, done["found"].episode.reward) == (Finish.DONE, 5.0)
+    assert httpx.post(end, json={"reward": 9.0}).status_code == 404
+
+
+def test_an_episode_is_found_by_its_key_alone(worlds, says, a_prompt):
+    def harness(base_url, api_key):
+        root = base_url[: base_url.index("/episodes")]
+        client(f"{root}/v1", api_key).chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+        return 1
+
+    assert play(worlds(harness), a_prompt, says("a")).episode.reward == 1.0
+
+
+def test_a_prompt_that_the_harness_sends_as_it_is_needs_no_branch(worlds, says, chat_tokenizer):
+    (text,) = render_chats(chat_tokenizer, [Chat([{"role": "user", "content": "x"}], add_generation_prompt=True)])
+    prompt = Prompt(id="0/1", tokens=np.array(chat_tokenizer(text)["input_ids"]), text=text)
+
+    def harness(base_url):
+        client(base_url).chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+
+    found = play(worlds(harness), prompt, says("a"))
+    assert found.episode.branches == ()
+    assert found.behind[0] == prompt.tokens.tolist()
+
+
+@pytest.mark.parametrize("wrong", [lambda row: 1, lambda base_url, colour: 1])
+def test_functions_that_cannot_be_called_are_refused(wrong):
+    with pytest.raises(ConfigError, match="harness"):
+        FunctionHarness(wrong)
+
+
+def test_an_episode_has_so_many_turns(worlds, says, a_prompt):
+    def harness(base_url):
+        ask, done = client(base_url).chat.completions.create, 0
+        try:
+            while True:
+                ask(model="m", messages=[{"role": "user", "content": str(done)}])
+                done += 1
+        except openai.BadRequestError as error:
+            assert error.code == "too_many_turns"
+            return done
+
+    found = play(worlds(harness, turns=2), a_prompt, says("a", "b", "c"))
+    assert (found.finish, found.episode.reward, len(found.episode.turns)) == (Finish.TURNS, 2.0, 2)
+
+
+def test_an_episode_is_found_by_its_models_name(worlds, says, a_prompt):
+    def harness(base_url, api_key):
+        root = base_url[: base_url.index("/episodes")]
+        client(f"{root}/v1").chat.completions.create(model=api_key, messages=[{"role": "user", "content": "x"}])
+        return 1
+
+    assert play(worlds(harness), a_prompt, says("a")).episode.reward == 1.0

@@ -1,0 +1,281 @@
+"""The server itself: who may ask, how much, and what is said to what cannot be read."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+from concurrent.futures import Future
+
+import httpx
+import pytest
+
+from groupwise.environments.chat import Memory, Speech
+from groupwise.environments.endpoint import LARGEST, Endpoint
+from groupwise.environments.requests import Drawn
+from groupwise.errors import ConfigError
+from groupwise.records import Finish
+
+from .conftest import WAIT
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+
+
+class Echo:
+    """A line that answers every request with the same turn."""
+
+    def __init__(self, speech: Speech) -> None:
+        self.speech, self.memory = speech, Memory(speech)
+
+    def ask(self, request):
+        return self.memory.ask(request)
+
+    def tell(self, request, asking, drawn):
+        return self.memory.tell(request, asking, drawn)
+
+    def draw(self, context, asked, asking=None):
+        done: Future = Future()
+        done.set_result([Drawn([7, self.speech.eos_ids[0]], [-0.1, -0.2], Finish.EOS, 0)])
+        return done
+
+
+@pytest.fixture
+def serve(chat_tokenizer, end_id):
+    made = []
+
+    def make(**options) -> Endpoint:
+        lines = {None: Echo(Speech(chat_tokenizer, (end_id,))), "known": Echo(Speech(chat_tokenizer, (end_id,)))}
+        how = {"name": "m", "context": 512, "vocabulary": len(chat_tokenizer)} | options
+        made.append(Endpoint(lines.get, **how).start())
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def ask(endpoint: Endpoint, method="POST", path="/v1/chat/completions", body=CHAT, headers=None) -> httpx.Response:
+    url = f"http://127.0.0.1:{endpoint.port}{path}"
+    how = {"content": body, "headers": {"Content-Type": "application/json"} | (headers or {})}
+    if not isinstance(body, bytes):
+        how["content"] = json.dumps(body).encode()
+    return httpx.request(method, url, **(how if method == "POST" else {"headers": headers}), timeout=WAIT, trust_env=False)
+
+
+def raw(endpoint: Endpoint, text: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=WAIT) as line:
+        line.sendall(text)
+        found = b""
+        while data := line.recv(65536):
+            found += data
+        return found
+
+
+def test_what_is_served(serve):
+    endpoint = serve()
+    assert ask(endpoint, "GET", "/health").json() == {}
+    assert ask(endpoint, "GET", "/v1/models").json()["data"][0]["max_model_len"] == 512
+    assert ask(endpoint).json()["choices"][0]["finish_reason"] == "stop"
+    assert ask(endpoint, path="/episodes/known/v1/chat/completions").status_code == 200
+    assert ask(endpoint, path="/inference/v1/generate", body={"model": "m", "token_ids": [5]}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "evil.example"}, 421),
+        ({"Host": "evil.example:80"}, 421),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+    ],
+)
+def test_pages_and_foreign_hosts_are_refused(serve, headers, status):
+    found = ask(serve(), headers=headers)
+    assert found.status_code == status
+    assert found.json()["error"]["message"]
+
+
+def test_an_address_that_others_reach_needs_a_token(serve):
+    with pytest.raises(ConfigError, match="token"):
+        serve(host="0.0.0.0")
+
+
+def test_the_token_is_asked_for_everywhere(serve):
+    endpoint = serve(host="0.0.0.0", token="sesame")
+    for path in ("/v1/chat/completions", "/inference/v1/generate", "/episodes", "/episodes/known/v1/chat/completions"):
+        for headers in ({}, {"Authorization": "Bearer sesam"}, {"Authorization": "Basic sesame"}):
+            found = ask(endpoint, path=path, headers=headers)
+            assert (found.status_code, found.json()["error"]["code"]) == (401, "invalid_api_key")
+    for path in ("/health", "/v1/models"):
+        assert ask(endpoint, "GET", path).status_code == 401
+    assert ask(endpoint, headers={"Authorization": "Bearer sesame"}).status_code == 200
+    # An episode's id opens its own requests and nothing else; one that there is not opens nothing.
+    key = {"Authorization": "Bearer known"}
+    assert ask(endpoint, path="/episodes/known/v1/chat/completions", headers=key).status_code == 200
+    assert ask(endpoint, path="/episodes/other/v1/chat/completions", headers=key).status_code == 401
+    assert ask(endpoint, path="/episodes/none/episodes", headers={"Authorization": "Bearer none"}).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"[1]", "object"),
+        (b'"x"', "object"),
+        (b'{"messages": NaN}', "NaN"),
+        (b'{"a": ' * 100_000, "nested"),
+        (b'{"messages": ' + b"9" * 10_000 + b"}", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        ({"messages": []}, "messages"),
+        ({"messages": "x"}, "messages"),
+        ({"messages": ["x"]}, "messages[0]"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "wizard"),
+        ({"messages": [{"role": "user", "content": 3}]}, "content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": 1}]}]}, "tool_calls[0]"),
+        (CHAT | {"temperature": "hot"}, "temperature"),
+        (CHAT | {"temperature": -1}, "temperature"),
+        (CHAT | {"temperature": True}, "temperature"),
+        (CHAT | {"max_tokens": 0}, "max_tokens"),
+        (CHAT | {"n": 2}, "n is 2"),
+        (CHAT | {"stop": [""]}, "stop"),
+        (CHAT | {"tools": [{"type": "function"}]}, "tools[0]"),
+        (CHAT | {"tools": {"a": 1}}, "tools"),
+        (CHAT | {"surprise": 1}, "surprise"),
+        (CHAT | {"logit_bias": {"5": 100}}, "logit_bias"),
+        (CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_what_cannot_be_read_is_said(serve, body, said):
+    found = ask(serve(), body=body)
+    assert found.status_code == 400
+    assert said in found.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"token_ids": []},
+        {"token_ids": [-1]},
+        {"token_ids": [1 << 40]},
+        {"token_ids": [True]},
+        {"token_ids": "abc"},
+        {"token_ids": [5], "sampling_params": [1]},
+        {"token_ids": [5], "sampling_params": {"logprobs": 5}},
+        {"token_ids": [5], "sampling_params": {"stop_token_ids": [5]}},
+        {"token_ids": [5], "sampling_params": {"stop_token_ids": [[]]}},
+        {"token_ids": [5], "sampling_params": {"ignore_eos": True}},
+        {"token_ids": [5], "sampling_params": {"min_tokens": 4}},
+        {"token_ids": [5], "sampling_params": {"what": 4}},
+        {"token_ids": [5], "features": {"a": 1}},
+    ],
+)
+def test_token_requests_that_cannot_be_done_are_refused(serve, body):
+    found = ask(serve(), path="/inference/v1/generate", body=body)
+    assert found.status_code == 400
+    assert found.json()["error"]["message"]
+
+
+def test_large_bodies_are_not_read(serve):
+    endpoint = serve()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost:%d\r\nContent-Type: application/json\r\n" % endpoint.port
+    assert b" 413 " in raw(endpoint, head + b"Content-Length: %d\r\n\r\n" % (LARGEST + 1)).split(b"\r\n")[0]
+    assert b" 413 " in raw(endpoint, head + b"Content-Length: 99999999999999999999\r\n\r\n").split(b"\r\n")[0]
+    for length in (b"-1", b"+5", b"5x", b"\xb2"):
+        assert b" 411 " in raw(endpoint, head + b"Content-Length: " + length + b"\r\n\r\n").split(b"\r\n")[0]
+    chunked = raw(endpoint, head + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n")
+    assert b" 411 " in chunked.split(b"\r\n")[0]
+    assert chunked.count(b"HTTP/1.1") == 1  # what was not read is not taken for a request
+    assert b" 411 " in raw(endpoint, head + b"\r\n").split(b"\r\n")[0]
+    # One that is larger than allowed and sent nevertheless hears why.
+    assert ask(endpoint, body=b"x" * (LARGEST + 1)).status_code == 413
+    assert ask(endpoint, "GET", "/health").status_code == 200
+
+
+def test_addresses_and_methods_that_there_are_not(serve):
+    endpoint = serve()
+    for path in ("/", "/v1", "/v1/completions", "/episodes/known", "/episodes/known/v2", "/../etc/passwd", "/health/"):
+        assert ask(endpoint, path=path).status_code == 404, path
+    assert ask(endpoint, "GET", "/v1/chat/completions").status_code == 404
+    assert ask(endpoint, path="/episodes/other/v1/chat/completions").json()["error"]["code"] == "episode_over"
+    assert ask(endpoint, "GET", "/episodes/other/v1/models").status_code == 404
+    assert ask(endpoint, "GET", "/" + "x" * 3000).status_code == 414
+    assert ask(endpoint, "PUT", "/health").status_code == 501
+    assert b"Bad request syntax" in raw(endpoint, b"nonsense\r\n\r\n")
+
+
+def test_a_connection_is_used_again(serve):
+    line = http.client.HTTPConnection("127.0.0.1", serve().port, timeout=WAIT)
+    for _ in range(3):
+        line.request("POST", "/v1/chat/completions", json.dumps(CHAT), {"Content-Type": "application/json"})
+        answer = line.getresponse()
+        assert answer.status == 200
+        answer.read()
+        assert answer.getheader("Connection") is None
+    line.close()
+
+
+def test_a_request_whose_client_has_gone_is_not_begun(serve, chat_tokenizer, end_id):
+    asked, waiting = threading.Event(), Future()
+
+    class Slow(Echo):
+        def draw(self, context, asked_for, asking=None):
+            asked.set()
+            return waiting
+
+    slow = Slow(Speech(chat_tokenizer, (end_id,)))
+    endpoint = Endpoint({None: slow}.get, name="m", context=9, vocabulary=9).start()
+    body = json.dumps(CHAT).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost:%d\r\nContent-Type: application/json\r\n" % endpoint.port
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=WAIT) as line:
+        line.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        assert asked.wait(WAIT)
+    for _ in range(100):
+        if waiting.cancelled():
+            break
+        threading.Event().wait(0.1)
+    endpoint.close()
+    assert waiting.cancelled()
+
+
+def test_many_wait_at_once(serve, chat_tokenizer, end_id):
+    """Descriptors above 1023 too: each connection has two here."""
+    gate: list[Future] = []
+    lock = threading.Lock()
+
+    class Gate(Echo):
+        def draw(self, context, asked_for, asking=None):
+            with lock:
+                gate.append(Future())
+                return gate[-1]
+
+    endpoint = Endpoint({None: Gate(Speech(chat_tokenizer, (end_id,)))}.get, name="m", context=9, vocabulary=9).start()
+    body = json.dumps({"token_ids": [1]}).encode()
+    head = b"POST /inference/v1/generate HTTP/1.1\r\nHost: localhost:%d\r\nContent-Type: application/json\r\n" % endpoint.port
+    lines = [socket.create_connection(("127.0.0.1", endpoint.port), timeout=WAIT) for _ in range(600)]
+    for line in lines:
+        line.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    for _ in range(600):
+        if len(gate) == len(lines):
+            break
+        threading.Event().wait(0.1)
+    threading.Event().wait(1.0)  # longer than a look at whether the clients are there
+    for one in gate:
+        assert not one.cancelled()
+        one.set_result([Drawn([1], [-0.5], Finish.LENGTH, 0)])
+    for line in lines:
+        assert line.recv(4096).startswith(b"HTTP/1.1 200")
+        line.close()
+    endpoint.close()
+
+
+def test_a_taken_port_is_told(serve):
+    with pytest.raises(ConfigError, match="another port"):
+        serve(port=serve().port)

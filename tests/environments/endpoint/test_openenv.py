@@ -1,0 +1,116 @@
+"""OpenEnv's messages, spoken with a WebSocket server of ours: a number to be guessed, one session at a time."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http import HTTPStatus
+
+import pytest
+from websockets.datastructures import Headers
+from websockets.http11 import Response
+from websockets.sync.server import serve
+
+from groupwise.environments.openenv import OpenEnv
+from groupwise.errors import ConfigError, EnvironmentFailure
+
+
+class Server:
+    """Speaks as `openenv`'s server does: errors by code, a capacity, a schema over HTTP."""
+
+    def __init__(self) -> None:
+        self.free, self.required, self.heard = threading.Semaphore(1), ["guess"], []
+        self.server = serve(self.session, "127.0.0.1", 0, process_request=self.page)
+        self.url = f"ws://127.0.0.1:{self.server.socket.getsockname()[1]}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def page(self, connection, request):
+        if request.path != "/schema":
+            return None
+        body = json.dumps({"action": {"required": self.required}}).encode()
+        return Response(HTTPStatus.OK, "OK", Headers({"Content-Length": str(len(body))}), body)
+
+    def session(self, line):
+        if not self.free.acquire(blocking=False):
+            line.send(json.dumps({"type": "error", "data": {"message": "all sessions are taken", "code": "CAPACITY_REACHED"}}))
+            return
+        try:
+            self.talk(line)
+        finally:
+            self.free.release()
+
+    def talk(self, line):
+        number, tries = 0, 0
+        for text in line:
+            told = json.loads(text)
+            self.heard.append(told)
+            if told["type"] == "close":
+                return
+            if told["type"] == "reset":
+                number, tries = told["data"].get("seed", 3), 0
+                answer = {"observation": {"text": "Guess a number."}, "reward": None, "done": False}
+            elif not str(told["data"].get("guess", "")).isdigit():
+                fault = {"message": "guess must be a number", "code": "VALIDATION_ERROR"}
+                line.send(json.dumps({"type": "error", "data": fault}))
+                continue
+            else:
+                guess, tries = int(told["data"]["guess"]), tries + 1
+                hint = "right" if guess == number else "higher" if guess < number else "lower"
+                answer = {"observation": {"hint": hint, "tries": tries}, "reward": float(guess == number), "done": guess == number}
+            line.send(json.dumps({"type": "observation", "data": answer}))
+
+
+@pytest.fixture
+def server():
+    made = Server()
+    yield made
+    made.server.shutdown()
+
+
+def test_an_episode(server):
+    made = OpenEnv(server.url)
+    assert made.reset({"seed": 5}) == "Guess a number."
+    assert made.step("4") == ('{"hint": "higher", "tries": 1}', 0.0, False)
+    assert made.step("no idea") == ("error: guess must be a number", None, False)
+    assert made.step('```json\n{"guess": "9"}\n```') == ('{"hint": "lower", "tries": 2}', 0.0, False)
+    assert made.step('{"guess": 5}') == ('{"hint": "right", "tries": 3}', 1.0, True)
+    made.close()
+    assert server.heard[0] == {"type": "reset", "data": {"seed": 5}}
+    assert server.heard[1] == {"type": "step", "data": {"guess": 4}}
+    assert server.heard[-1] == {"type": "close"}
+
+
+def test_a_session_is_waited_for(server):
+    first, second = OpenEnv(server.url), OpenEnv(f"{server.url}/ws", seconds=20.0)
+    first.reset({"reset": {"seed": 1}})
+    found = []
+    thread = threading.Thread(target=lambda: found.append(second.reset({})))
+    thread.start()
+    thread.join(0.5)
+    assert found == []
+    first.close()
+    thread.join(20.0)
+    assert found == ["Guess a number."]
+    with pytest.raises(EnvironmentFailure, match="all sessions are taken"):
+        OpenEnv(server.url, seconds=0.3).reset({})
+    second.close()
+
+
+def test_what_cannot_be_reached_or_understood(server):
+    with pytest.raises(ConfigError, match="ws://host:port"):
+        OpenEnv("http://127.0.0.1:1")
+    with pytest.raises(EnvironmentFailure, match="reset failed"):
+        OpenEnv("ws://127.0.0.1:1").reset({})
+    with pytest.raises(EnvironmentFailure, match="column reset"):
+        OpenEnv(server.url).reset({"reset": 3})
+    server.required = ["row", "column"]
+    made = OpenEnv(server.url)
+    made.reset({})
+    with pytest.raises(EnvironmentFailure, match=r"environment\.args\.field"):
+        made.step("4")
+    assert made.step('{"guess": 3}')[2]
+    made.close()
+    named = OpenEnv(server.url, field="guess")
+    named.reset({})
+    assert named.step("3")[2]
+    named.close()

@@ -1,0 +1,93 @@
+"""verifiers 0.4.0 itself: a taskset by name, trained for 20 steps, and its renderers on the token-level route."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import groupwise as gw
+from groupwise.environments.verifiers import VerifiersHarness
+from groupwise.errors import ConfigError
+from groupwise.records import Finish
+
+from .conftest import WAIT, play
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("verifiers") is None, reason="verifiers is not installed: pip install groupwise[verifiers]"
+)
+
+
+@pytest.fixture
+def sums(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).with_name("files")))
+    yield "own-sums"
+    sys.modules.pop("own_sums", None)
+
+
+def test_an_episode_is_verifiers_and_its_turn_is_ours(worlds, says, sums, a_prompt):
+    from dataclasses import replace
+
+    harness = VerifiersHarness(sums)
+    rows = harness.rows()
+    assert rows[3] == {"prompt": "3+3", "task": 3}
+    world = worlds(harness)
+    for text, reward in (("4", 0.0), ("42", 2.0)):
+        found = play(world, replace(a_prompt, row=rows[3]), says(text))
+        assert (found.finish, found.episode.reward) == (Finish.DONE, reward)
+        assert [message["role"] for message in found.episode.messages] == ["system", "user", "assistant"]
+    assert play(world, replace(a_prompt, row={"task": 99}), says("4")).finish is Finish.ERROR
+
+
+def test_names_and_arguments_are_checked(sums):
+    with pytest.raises(ConfigError, match="nothing-of-this-name"):
+        VerifiersHarness("nothing-of-this-name")
+    with pytest.raises(ConfigError, match="colour"):
+        VerifiersHarness(sums, {"colour": "red"})
+
+
+def test_a_taskset_trains_by_name(sums, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    training = gw.train(
+        name="verifiers",
+        objective="grpo",
+        model={"scratch": {"hidden": 32, "layers": 2, "heads": 4, "context": 512, "tokenizer": "bytes"}},
+        environment={"verifiers": sums},
+        rollout={"max_new_tokens": 8},
+        group={"prompts_per_step": 2, "group_size": 4},
+        optimizer={"lr": 1e-3},
+        steps=20,
+        runs=str(tmp_path / "runs"),
+    )
+    steps = list(training)
+    assert len(steps) == 20
+    rewards = [reward for step in steps for scored in step.groups for reward in scored.reward]
+    assert not np.isnan(rewards).any()
+    assert set(rewards) == {0.0, 2.0}
+    assert all(one.finish in (Finish.DONE, Finish.LENGTH) for step in steps for scored in step.groups for one in scored.rollouts)
+
+
+def test_renderers_read_the_token_level_route(worlds, says, a_prompt, chat_tokenizer):
+    """What verifiers' client for training does with a turn: ids, one log-prob each, and its own checks of both."""
+    import openai
+    from renderers import create_renderer
+    from renderers.client import generate
+
+    read = []
+
+    async def harness(base_url, model):
+        renderer = create_renderer(chat_tokenizer)
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="none", timeout=WAIT) as client:
+            messages = [{"role": "user", "content": "x"}]
+            read.append(await asyncio.wait_for(generate(client=client, renderer=renderer, messages=messages, model=model), WAIT))
+        return 1
+
+    found = play(worlds(harness), a_prompt, says("ab"))
+    assert found.episode.reward == 1.0, found.episode.turns
+    assert read[0]["completion_ids"] == found.sampled[0]
+    assert read[0]["completion_logprobs"] == [-0.5, -1.5, -2.5]
+    assert read[0]["prompt_ids"] == found.behind[0]
