@@ -37,8 +37,6 @@ lint: $(VENV)/.dev             ## ruff and pyright
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: $(VENV)/.core            ## pages that are made from the code
-	mkdir -p docs
-	$(BIN)/groupwise config --markdown > docs/settings.md
 	$(BIN)/python docs/generate.py
 
 site: $(VENV)/.docs            ## the documentation as a site, in site/ (links checked)

@@ -88,7 +88,10 @@ def photographs(shots: Sequence[tuple[str, Path, str, int]]) -> None:
             page = browser.new_page(viewport={"width": 1280, "height": height}, color_scheme="light")
             page.goto(viewer.address + address)
             page.wait_for_selector("main[data-ready]")
-            page.wait_for_timeout(5000)  # what is read in the background
+            page.wait_for_timeout(10_000)  # the rest of the run is read in the background
+            page.reload()
+            page.wait_for_selector("main[data-ready]")
+            page.wait_for_timeout(2_000)
             page.screenshot(path=IMAGES / name)
             page.close()
             viewer.close()

@@ -1,7 +1,7 @@
 """Makes what is a repetition of the code: `python docs/generate.py` (part of `make docs`).
 
-Whole pages (algorithms.md and a page for each row, metrics.md, models.md), the README's packages, the types of `gw.train`'s
-keywords, and tables between `<!-- made: NAME -->` and `<!-- end -->` in pages that are otherwise written.
+Whole pages (algorithms.md and one for each row, executed.md, metrics.md, models.md, settings.md), the README's packages and speeds,
+the types of `gw.train`'s keywords, and tables between `<!-- made: NAME -->` and `<!-- end -->` in pages that are otherwise written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import yaml
 from groupwise.algorithms.registry import ALGORITHMS, PARTS, Algorithm, describe, options, resolve
 from groupwise.cli.explain import render, work
 from groupwise.config import settings
-from groupwise.config.schema import settings_table, show
+from groupwise.config.schema import reference, settings_table, show
 from groupwise.config.settings import GroupSettings
 from groupwise.config.trl import FATES, TABLE
 from groupwise.data.packing import divide
@@ -575,6 +575,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "executed.md": executed_page,
     "metrics.md": metrics_page,
     "models.md": models_page,
+    "settings.md": reference,
 }
 TABLES: dict[str, Callable[[], str]] = {
     "trl": trl_table,
