@@ -8,6 +8,7 @@ Needs the extra `openenv`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import urllib.request
@@ -78,10 +79,8 @@ class OpenEnv:
         """End the session."""
         line, self._line = self._line, None
         if line is not None:
-            try:
+            with contextlib.suppress(Exception):  # it has ended already
                 line.send(json.dumps({"type": "close"}))
-            except Exception:  # it has ended already
-                pass
             line.close()
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
