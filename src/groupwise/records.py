@@ -292,6 +292,9 @@ class Sample:
     """Samples of one group share the prompt: it is computed once."""
     index: int = 0
     """Of a rollout's sample: its place in the group, which with the group's name tells whose it is; -1 of a demonstration's."""
+    part: tuple[int, int] | None = None
+    """Of a part of an episode: where its tokens begin and end in the episode's.  They are the last of `completion`; what stands
+    before them, and the prompt, is what they were drawn behind.  The parts of an episode stand one behind the other."""
     prompt: np.ndarray
     """int64 (m,), m >= 1."""
     completion: np.ndarray
@@ -317,6 +320,7 @@ class Sample:
             columns["reference_logp"] = self.reference_logp
         for name, column in columns.items():
             assert column.shape == self.completion.shape, f"{name} {column.shape} for {self.completion.shape} tokens"
+        assert self.part is None or 0 <= self.part[0] < self.part[1] <= self.part[0] + self.completion.size
         assert self.support is None or len(self.support) == self.completion.size
 
 
@@ -399,6 +403,9 @@ class Batch:
     support: tuple[Tensor, Tensor] | None = None
     """Ids that could be drawn, flat (E,), and where each trained position's begin (M + 1,); an empty stretch means all."""
     extra_P: Mapping[str, Tensor] = field(default_factory=dict)
+    sequence_P: Tensor = None  # type: ignore[assignment]
+    """Which completion each position belongs to, by the first of its segments; only of an episode's parts another than `segment_P`,
+    the default."""
     samples: tuple[int, ...] = ()
     """For each segment the index of its sample in the list that was packed; -1 for a prefix."""
     routing: Routing | None = None
@@ -406,6 +413,8 @@ class Batch:
 
     def __post_init__(self) -> None:
         total = self.layout.total
+        if self.sequence_P is None:
+            object.__setattr__(self, "sequence_P", self.segment_P)
         columns = [self.tokens_P, self.position_P, self.segment_P, self.target_P, self.weight_P, self.advantage_P]
         columns += [self.behavior_logp_P, self.temperature_P, *self.extra_P.values()]
         columns += [] if self.reference_logp_P is None else [self.reference_logp_P]

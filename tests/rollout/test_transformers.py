@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from groupwise.models.attention import plain_attention
 from groupwise.records import Finish, Sampling
 from groupwise.rollout.transformers import TransformersEngine
+from groupwise.training.scoring import unbranched
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen2"])
@@ -57,3 +59,46 @@ def test_stop_strings_and_the_context(policy_of, prompts_of):
         assert len(rollout) <= room
         assert (rollout.finish is Finish.STOP) == (rollout.text[-1:] in ("1", "A"))
         assert not set(rollout.text[:-1]) & {"1", "A"}
+
+
+def _fresh(policy, rollout):
+    """Log-probs of all tokens, each stretch by a forward pass of its own."""
+    found = []
+    for part in unbranched(rollout):
+        ids = torch.from_numpy(np.concatenate([part.prompt.tokens, part.tokens]))[None]
+        with plain_attention(policy.model), torch.no_grad():
+            z = policy.model(input_ids=ids, use_cache=False).logits[0, part.prompt.tokens.size - 1 : -1, : policy.vocabulary]
+        z = (z / rollout.sampling.temperature).log_softmax(-1)
+        found.append(z.gather(1, torch.from_numpy(part.tokens)[:, None])[:, 0].numpy())
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("cut", [0.0, 0.4])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "gemma2"])
+def test_episodes_are_what_a_forward_pass_gives(family, cut, policy_of, prompts_of, scripted_world):
+    options = {"sliding_window": 6} if family in ("mistral", "gemma2") else {}
+    policy = policy_of(family, context=128, eos_ids=(1, 2, 3), sharpness=1.0, **options)
+    sampling, told = Sampling(max_new_tokens=40), None
+    passes = []
+    policy.model.register_forward_pre_hook(lambda _, __, given: passes.append(given["input_ids"].shape[1]), with_kwargs=True)
+    for rows, delays in ((3, 0), (1, None), (16, 1)):
+        world = scripted_world(cut=cut, cut_to="other", delays=delays)
+        engine = TransformersEngine(policy, max_rows=rows, world=world)
+        passes.clear()
+        groups = list(engine.generate(prompts_of(9, 30), group_size=3, sampling=sampling, seed=2))
+        computed = sum(passes)
+        found = {(rollout.prompt.id, rollout.index): rollout for group in groups for rollout in group}
+        for name, rollout in found.items():
+            talk = world.begun[name]
+            assert talk.closed == [rollout.finish]
+            spans = [rollout.tokens[turn.begin : turn.end].tolist() for turn in rollout.episode.turns]
+            assert spans == [tokens for tokens, *_ in talk.heard]
+            difference = np.abs(_fresh(policy, rollout) - rollout.behavior_logp)[rollout.trained]
+            assert difference.max(initial=0.0) < 2e-5
+        transcripts = {name: rollout.tokens.tolist() for name, rollout in found.items()}
+        assert told is None or transcripts == told
+        told = transcripts
+        if not cut:
+            kept = sum(rollout.prompt.tokens.size + max(len(rollout) - 1, 0) for rollout in found.values())
+            # What stands before a turn is computed once where it is kept, and again for every turn where it is not.
+            assert (computed <= kept) if family in ("gpt2", "llama") else (computed > kept)

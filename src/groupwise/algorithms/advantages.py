@@ -277,6 +277,11 @@ def needs_teacher(credit: Callable) -> bool:
     return (credit.func if isinstance(credit, partial) else credit) is reverse_kl
 
 
+def needs_steps(credit: Callable) -> bool:
+    """True if `credit` reads the signal `process`: rewards of steps, or of an episode's turns."""
+    return (credit.func if isinstance(credit, partial) else credit) is process
+
+
 def needs_reward(credit: Callable) -> bool:
     """False if `credit` never looks at a reward."""
     return (credit.func if isinstance(credit, partial) else credit) not in (reverse_kl, nothing)

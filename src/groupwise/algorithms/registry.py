@@ -105,6 +105,11 @@ class Algorithm:
         return credit.needs_reward(self.credit)
 
     @property
+    def needs_steps(self) -> bool:
+        """True if the credit reads rewards of steps, or of an episode's turns."""
+        return credit.needs_steps(self.credit)
+
+    @property
     def needs_entropy(self) -> bool:
         """True if the loss reads token entropies."""
         return self.entropy_bonus != 0.0 or self.entropy_quantile > 0.0

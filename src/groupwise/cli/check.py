@@ -37,7 +37,7 @@ from groupwise.runs.run import resolved
 from groupwise.runs.worlds import furnished, with_own_reward
 from groupwise.training.evaluate import RIGHT
 from groupwise.training.mismatch import diagnose
-from groupwise.training.scoring import sample_of, score
+from groupwise.training.scoring import joined, samples_of, score
 
 PROMPTS, COMPLETIONS, TOKENS = 8, 4, 96
 """Size of the sample that is looked at: first prompts that training draws, completions of each, longest completion in tokens."""
@@ -232,14 +232,17 @@ def _samples(recipe: Recipe, job: Job, rewards: Rewards, prompts: Sequence[Promp
     sampling = sampling_of(recipe.rollout, max_new_tokens=min(recipe.rollout.max_new_tokens, TOKENS))
     groups = list(engine.generate(prompts, group_size=COMPLETIONS, sampling=sampling, seed=recipe.seed))
     rollouts = [rollout for group in groups for rollout in group]
-    samples = [sample_of(rollout) for rollout in rollouts]
+    samples = [sample for rollout in rollouts for sample in samples_of(rollout)]
     budget = positions_of(job.recipe)
     scored = score(policy, samples, budget=budget).logp
     limit = GAP.get(torch.bfloat16 if policy.autocast else policy.dtype, 0.25)
     how = f"temperature {sampling.temperature:g}" + (", over the truncated support" if sampling.truncates else "")
-    behavior = [rollout.behavior_logp for rollout in rollouts]
+    behavior = [sample.behavior_logp for sample in samples]
     agreed = _agree("log-probs", behavior, scored, limit, f"sampled = scored at {how}", "the engine and the scorer")
-    yield agreed if agreed.good else replace(agreed, says=f"{agreed.says}; {diagnose(policy, rollouts, scored, budget=budget)}")
+    if not agreed.good:
+        whole = [logp for _, logp in joined(zip(samples, scored, strict=True))]
+        agreed = replace(agreed, says=f"{agreed.says}; {diagnose(policy, rollouts, whole, budget=budget)}")
+    yield agreed
     alone = [score(policy, [sample], budget=budget).logp[0] for sample in samples]
     yield _agree("batching", alone, scored, limit, "scores do not depend on what else is in the batch", "batched and single scores")
     unshared = score(replace(policy, attention="packed"), samples, budget=budget).logp if policy.attention == "shared" else alone
@@ -266,17 +269,19 @@ def _agree(name: str, found: Sequence[np.ndarray], expected: Sequence[np.ndarray
 
 @torch.no_grad()
 def _own_forward(policy: Policy, sample: Sample) -> np.ndarray:
-    """Log-probs by the model's own attention and head and a plain log_softmax."""
+    """Log-probs by the model's own attention and head and a plain log_softmax; 0 where nothing is asked."""
     ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion])).to(policy.device)
     with plain_attention(policy.model) as model, policy.precision():
         logits = model(input_ids=ids[None], use_cache=False).logits[0, sample.prompt.size - 1 : -1, : policy.vocabulary]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / sample.temperature
     for row, support in enumerate(sample.support or ()):
+        if not support.size:  # nobody drew it
+            continue
         outside = torch.ones(policy.vocabulary, dtype=torch.bool, device=logits.device)
         outside[torch.from_numpy(support).to(logits.device)] = False
         logits[row, outside] = -torch.inf
     chosen = logits.log_softmax(-1).gather(1, ids[sample.prompt.size :, None])[:, 0]
-    return chosen.cpu().numpy()
+    return np.where(sample.weight != 0, chosen.cpu().numpy(), 0.0)
 
 
 def _spread(groups: Sequence[Scored]) -> Iterator[Finding]:

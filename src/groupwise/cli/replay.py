@@ -45,7 +45,7 @@ def render(found: Replay) -> str:
     """A replay in words and tables."""
     groups = found.recorded.groups
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    tokens = sum(len(rollout) for rollout in rollouts)
+    tokens = sum(int(rollout.trained.sum()) for rollout in rollouts)
     lines = [f"step {found.number} of {found.folder}: {len(rollouts)} completions of {len(groups)} prompts, {tokens} tokens"]
     lines.append(algorithm_line(found.again.algorithm))
     if found.begun is None:

@@ -30,12 +30,13 @@ from groupwise.records import Batch, Layout, Sample
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Samples that are packed next to each other and share one prompt, and the positions they take."""
+    """Samples that are packed next to each other and share one prompt, and the positions they take.  Of an episode all parts are
+    there, which may have further prompts."""
 
     members: tuple[int, ...]
     positions: int
     shared: bool
-    """The prompt stands once for all of them."""
+    """A prompt stands once for all of them that have it."""
 
 
 def pack(
@@ -133,25 +134,45 @@ def _units(
     samples: Sequence[Sample], budget: int, share: bool, alike: Callable[[Sample], Hashable] | None, whole: bool
 ) -> list[Unit]:
     kinds = [alike(sample) if alike else None for sample in samples]
-    groups: dict[tuple[str, Hashable], list[int]] = {}
+    episodes: dict[tuple[str, int], list[int]] = {}
     for index, sample in enumerate(samples):
-        if sample.weight.any():
-            part = None if whole else kinds[index] if share else index
-            groups.setdefault((sample.group, part), []).append(index)
+        if sample.part is not None and sample.weight.any():
+            episodes.setdefault((sample.group, sample.index), []).append(index)
+    groups: dict[tuple[str, Hashable], list[list[int]]] = {}
+    for index, sample in enumerate(samples):
+        if not sample.weight.any():
+            continue
+        block = [index] if sample.part is None else episodes[sample.group, sample.index]
+        if block[0] == index:
+            kind = kinds[index] if len(block) == 1 else frozenset(kinds[i] for i in block)
+            part = None if whole else kind if share else index
+            groups.setdefault((sample.group, part), []).append(block)
     units = []
-    for members in groups.values():
-        prompt = samples[members[0]].prompt
-        assert all(np.array_equal(samples[i].prompt, prompt) for i in members), f"group {samples[members[0]].group}: two prompts"
+    for blocks in groups.values():
+        members = [index for block in blocks for index in block]
+        plain = [samples[i] for i in members if samples[i].part is None]
+        assert all(np.array_equal(one.prompt, plain[0].prompt) for one in plain), f"group {plain[0].group}: two prompts"
         shared = share and len({kinds[i] for i in members}) == 1
-        again = 0 if shared else prompt.size - 1  # positions that each further member repeats
+        several = len(plain) < len(members)
         taken: list[int] = []
-        positions = prompt.size - 1
-        for index in members:
-            size = samples[index].completion.size + (again if taken else 0)
+        positions, prompts = 0, set[bytes]()
+
+        def added(block: list[int], prompts: set[bytes], *, shared: bool = shared, several: bool = several) -> int:
+            """Positions that a block takes behind others, whose prompts stand already; its own are noted."""
+            size = 0
+            for sample in (samples[i] for i in block):
+                prompt = sample.prompt.tobytes() if several else b""
+                size += sample.completion.size + (0 if shared and prompt in prompts else sample.prompt.size - 1)
+                prompts.add(prompt)
+            return size
+
+        for block in blocks:
+            size = added(block, prompts)
             if taken and positions + size > budget and not whole:
                 units.append(Unit(tuple(taken), positions, shared))
-                taken, positions, size = [], prompt.size - 1, samples[index].completion.size
-            taken.append(index)
+                taken, positions, prompts = [], 0, set()
+                size = added(block, prompts)
+            taken += block
             positions += size
         units.append(Unit(tuple(taken), positions, shared))
     return units
@@ -196,17 +217,31 @@ class _Stream:
         self.end = 0
 
     def add(self, samples: Sequence[Sample], unit: Unit) -> None:
-        """Append a unit: its prompt once if it is shared, then every member."""
-        prompt = samples[unit.members[0]].prompt
-        shared = unit.shared and len(unit.members) > 1 and prompt.size > 1
-        parent = len(self.start) if shared else -1
-        if shared:
-            self._place(prompt[:-1], 0, -1, -1)
-        head = prompt[-1:] if shared else prompt
+        """Append a unit: a prompt once if it is shared, then every member that has it."""
+        families: dict[bytes, list[int]] = {}
+        several = any(samples[index].part is not None for index in unit.members)
         for index in unit.members:
-            sample = samples[index]
-            self._place(np.concatenate([head, sample.completion[:-1]]), prompt.size - head.size, parent, index)
-            self._annotate(sample)
+            families.setdefault(samples[index].prompt.tobytes() if several else b"", []).append(index)
+        for members in families.values():
+            prompt = samples[members[0]].prompt
+            shared = unit.shared and len(members) > 1 and prompt.size > 1
+            parent = len(self.start) if shared else -1
+            if shared:
+                self._place(prompt[:-1], 0, -1, -1)
+            head = prompt[-1:] if shared else prompt
+            for index in members:
+                sample = samples[index]
+                self._place(np.concatenate([head, sample.completion[:-1]]), prompt.size - head.size, parent, index)
+                self._annotate(sample)
+
+    def sequences(self, samples: Sequence[Sample]) -> np.ndarray | None:
+        """See `Batch.sequence_P`; None if no sample is a part of an episode."""
+        first: dict[tuple[str, int], int] = {}
+        found = list(range(len(self.start)))
+        for s, owner in enumerate(self.owner):
+            if owner >= 0 and samples[owner].part is not None:
+                found[s] = first.setdefault((samples[owner].group, samples[owner].index), s)
+        return np.array([*found, -1])[self.ids["segment"]] if first else None
 
     def _place(self, ids: np.ndarray, position: int, parent: int, owner: int) -> None:
         own = slice(self.end, self.end + ids.size)
@@ -252,7 +287,7 @@ def _batch(
     columns = {f"{name}_P": column(values) for name, values in stream.columns.items()}
     if any(sample.reference_logp is None for sample in members):
         del columns["reference_logp_P"]
-    weight = stream.columns["weight"]
+    weight, sequence = stream.columns["weight"], stream.sequences(samples)
     return Batch(
         layout=Layout(start=tuple(stream.start), length=tuple(stream.length), prefix=tuple(stream.prefix), total=weight.size),
         **{f"{name}_P": torch.from_numpy(values).to(device) for name, values in stream.ids.items()},
@@ -260,6 +295,7 @@ def _batch(
         trained_M=torch.from_numpy(np.flatnonzero(weight)).to(device),
         support=_support(stream.supports, weight, device) if stream.supports else None,
         extra_P={name: column(values) for name, values in stream.extra.items()},
+        sequence_P=None if sequence is None else torch.from_numpy(sequence).to(device),  # type: ignore[arg-type]
         samples=tuple(stream.owner),
     )
 

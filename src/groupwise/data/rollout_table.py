@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
+from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, Sampling, Scored, Step, ToolCall, Turn
 
 Columns = list[list[np.ndarray]]
 """Of each group and each of its completions, a number per token."""
@@ -36,9 +37,9 @@ def table_of(step: Step) -> pa.Table:
     """One row per completion of a step: text, ids, log-probs, rewards, advantages, everything that a `Step` is made from.
 
     Columns: step, group, prompt_id, prompt_text, prompt_ids, row (JSON), index, completion_text, completion_ids, behavior_logp,
-    current_logp, advantages, trained, version, finish, eos_ids, sampling (JSON), support, `rewards/NAME` per function, reward,
-    `signals/NAME` per token signal (reference_logp ...), `update/NAME` per column of the step (weight ...).  Lists have one
-    entry per completion token; null: was not computed.
+    current_logp, advantages, trained, version, finish, eos_ids, sampling (JSON), support, episode (JSON, where there is one),
+    `rewards/NAME` per function, reward, `signals/NAME` per token signal (reference_logp ...), `update/NAME` per column of the step
+    (weight ...).  Lists have one entry per completion token; null: was not computed.
     """
     names = step.groups[0].names if step.groups else ()
     assert all(group.names == names for group in step.groups), "the groups of a step share their reward functions"
@@ -72,6 +73,7 @@ def _schema(names: Sequence[str], signals: Sequence[str], step: Step) -> pa.Sche
         ("eos_ids", pa.list_(pa.int64())),
         ("sampling", pa.string()),
         ("support", pa.list_(pa.list_(pa.int64()))),
+        ("episode", pa.string()),
         *((f"rewards/{name}", pa.float64()) for name in names),
         ("reward", pa.float64()),
     ]
@@ -108,6 +110,7 @@ def _row(step: Step, place: int, i: int, names: Sequence[str], signals: Sequence
         "eos_ids": list(rollout.eos_ids),
         "sampling": json.dumps(sampling),
         "support": None if rollout.support is None else list(rollout.support),
+        "episode": None if rollout.episode is None else _episode_text(rollout.episode),
         **{f"rewards/{name}": float(value) for name, value in zip(names, group.rewards[i], strict=True)},
         "reward": float(group.reward[i]),
         **{f"signals/{name}": group.signals[name][i] if name in group.signals else None for name in signals},
@@ -191,7 +194,39 @@ def _rollout(row: Mapping[str, Any], prompt: Prompt, kinds: Mapping[str, Any]) -
         trained=np.array(row["trained"], bool),
         version=np.array(row["version"], np.int64),
         support=None if row["support"] is None else tuple(np.array(ids, np.int64) for ids in row["support"]),
+        episode=_episode(row.get("episode")),  # older tables have no such column
     )
+
+
+def _episode_text(episode: Episode) -> str:
+    """An episode as JSON, for `_episode`."""
+    told = {"turns": [asdict(turn) for turn in episode.turns], "messages": episode.messages}
+    told |= {"branches": [{"begin": branch.begin, "context": branch.context} for branch in episode.branches]}
+    told |= {"reward": episode.reward, "environment": episode.environment}
+    return _encodable(json.dumps(jsonable(told), default=str))
+
+
+def _episode(text: str | None) -> Episode | None:
+    """What `_episode_text` wrote."""
+    if text is None:
+        return None
+    found = json.loads(text)
+    turns = tuple(
+        Turn(
+            **{
+                **turn,
+                "finish": Finish(turn["finish"]),
+                "calls": tuple(ToolCall(**{**call, "seconds": float(call["seconds"])}) for call in turn["calls"]),
+                "seconds": float(turn["seconds"]),
+                "reward": None if turn["reward"] is None else float(turn["reward"]),
+            }
+        )
+        for turn in found["turns"]
+    )
+    branches = tuple(Branch(begin=one["begin"], context=np.array(one["context"], np.int64)) for one in found["branches"])
+    reward = None if found["reward"] is None else float(found["reward"])
+    messages = tuple(found["messages"])
+    return Episode(turns=turns, messages=messages, branches=branches, reward=reward, environment=found["environment"])
 
 
 def jsonable(value: Any) -> Any:

@@ -261,7 +261,7 @@ class Talk:
         with world.text_lock:
             suffix = turns.after(last, answers)
             stream = np.concatenate([self._context, suffix.tokens])
-            context = rewritten(turns, world.template, self._opening, self._written) if world.settings.past == "split" else None
+            context = self._rewritten(turns)
         self._shown += suffix.text
         if context is None or np.array_equal(context[0], stream):
             self._context = stream
@@ -270,6 +270,16 @@ class Talk:
         self._context, self._shown = context
         self._branches.append(Branch(begin=self._length, context=self._context))
         return Reply(NOTHING, context=self._context)
+
+    def _rewritten(self, turns: Turns) -> tuple[np.ndarray, str] | None:
+        """What the template writes of the whole conversation; None where it is not asked, or has no words for what was said."""
+        if self._world.settings.past == "keep":
+            return None
+        try:
+            return rewritten(turns, self._world.template, self._opening, self._written)
+        except DataError as refused:  # a result without a call that can be read: there is no inference to be like
+            log.debug("%s: kept as it was sampled: %s", self._prompt.id, refused)
+            return None
 
     def _over(self, finish: Finish, why: str = "") -> Reply:
         """The episode ends: its environment is asked for its reward, and closed.   why: it has failed, and cannot be asked."""

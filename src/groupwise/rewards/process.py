@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from groupwise.errors import ConfigError, RewardError
+from groupwise.records import Scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,25 @@ def step_signal(name: str, steps: Steps, length: int, label: str) -> np.ndarray:
             )
         signal[end] = reward
     return signal
+
+
+def with_turns(group: Scored) -> Scored:
+    """The group with the rewards that environments gave for turns: each stands in the signal `process` at the turn's last token,
+    beside what functions reward.  Unchanged if there are none."""
+    rewards = [
+        [] if rollout.episode is None else [(turn.end - 1, turn.reward) for turn in rollout.episode.turns if turn.end > turn.begin]
+        for rollout in group.rollouts
+    ]
+    if all(reward is None for of_one in rewards for _, reward in of_one):
+        return group
+    found = [np.full(len(rollout), np.nan) for rollout in group.rollouts]
+    if "process" in group.signals:
+        found = [np.array(column, np.float64) for column in group.signals["process"]]
+    for column, of_one in zip(found, rewards, strict=True):
+        for place, reward in of_one:
+            if reward is not None:
+                column[place] = np.nansum([column[place], reward])
+    return replace(group, signals={**group.signals, "process": tuple(found)})
 
 
 def segment_steps(

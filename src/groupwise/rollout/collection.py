@@ -12,6 +12,7 @@ from groupwise.config.settings import GroupSettings
 from groupwise.distributed import comm
 from groupwise.records import Prompt, Rollout, Sampling, Scored
 from groupwise.rewards.compose import Judge
+from groupwise.rewards.process import with_turns
 from groupwise.rollout.engine import Engine
 from groupwise.utils import background
 
@@ -41,7 +42,7 @@ class Source:
         """This process's share of the prompts as scored groups; finished ones are scored while others are still being sampled."""
         finished: SimpleQueue[tuple[Rollout, ...] | None] = SimpleQueue()
         scored = background.begin(
-            lambda: [one for rollouts in iter(finished.get, None) for one in self.rewards.score([rollouts])], "rewards"
+            lambda: [self._whole(one) for rollouts in iter(finished.get, None) for one in self.rewards.score([rollouts])], "rewards"
         )
         how: dict[str, Any] = {"group_size": self.group.group_size, "sampling": self.sampling, "seed": self.seed}
         try:
@@ -52,6 +53,10 @@ class Source:
         finally:
             finished.put(None)
         return scored.result()
+
+    def _whole(self, group: Scored) -> Scored:
+        """A scored group with what the credit reads beside its rewards."""
+        return with_turns(group) if self.algorithm.needs_steps else group
 
     def collect(self, prompts: Sequence[Prompt] = (), own: Callable[[], list[Scored]] | None = None) -> Collected:
         """Scored groups for one step.  Of several processes each samples and scores its share, and each gets all groups.

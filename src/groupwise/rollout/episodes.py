@@ -19,6 +19,9 @@ from groupwise.models.policy import Policy
 from groupwise.records import Branch, Finish, Prompt, Rollout, Sampling
 from groupwise.rollout.engine import make_rollout, sequence_room
 
+CONVERSATIONS_PER_ROW = 4
+"""Most conversations that have been begun and are not over, for each completion that an engine decodes at a time: what it keeps of
+the others takes memory."""
 NOTHING = np.zeros(0, np.int64)
 """The support of a token that was not drawn."""
 

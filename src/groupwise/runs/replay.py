@@ -41,6 +41,7 @@ from groupwise.runs.saving import reader
 from groupwise.training.closed_form import ClosedForm, Tokens, closed_form
 from groupwise.training.mismatch import diagnose
 from groupwise.training.online import minibatches, train_online, weigh
+from groupwise.training.scoring import joined
 
 Columns = list[list[np.ndarray]]
 """Of each group and each of its completions, a number per token; empty where nothing was computed."""
@@ -318,7 +319,8 @@ def _outcome(
         parts = [closed_form(algorithm, samples, current) for samples in steps]
     except DataError as error:
         without = str(error)
-    weights = {(sample.group, sample.index): sample.weight for samples in steps for sample in samples}
+    whole = [one for samples in steps for one, _ in joined((sample, sample.weight) for sample in samples)]
+    weights = {(sample.group, sample.index): sample.weight for sample in whole}
     return Outcome(
         recipe=recipe,
         algorithm=algorithm,

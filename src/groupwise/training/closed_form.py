@@ -17,6 +17,7 @@ from groupwise.data.packing import pack, unpack
 from groupwise.errors import DataError
 from groupwise.records import Sample
 from groupwise.training.online import batch_loss, behavior, entropy_terms, worked
+from groupwise.training.scoring import joined, part_of
 
 Tokens = Mapping[tuple[str, int], np.ndarray]
 """By group and index of a completion: a number per token (n,)."""
@@ -61,7 +62,8 @@ def closed_form(algorithm: Algorithm, samples: Sequence[Sample], logp: Tokens, e
         for sample in computed
     ]
     positions = sum(sample.prompt.size + sample.completion.size for sample in columns)
-    loss, gradient, ratio = 0.0, {}, {}
+    loss = 0.0
+    gradient, ratio = dict[int, np.ndarray](), dict[int, np.ndarray]()
     for batch in pack(columns, max(positions, 1), dtype=torch.float64):
         rows_M = batch.trained_M
         logp_M = batch.extra_P["logp"][rows_M].requires_grad_()
@@ -69,17 +71,25 @@ def closed_form(algorithm: Algorithm, samples: Sequence[Sample], logp: Tokens, e
         value = batch_loss(algorithm, batch, entropy_tokens=tokens, threshold=threshold)(logp_M, entropy_M, slice(0, len(rows_M)))
         (gradient_M,) = torch.autograd.grad(value, logp_M)
         behavior_M, _ = behavior(algorithm, batch, rows_M, logp_M)
-        log_ratio_M = algorithm.ratio(logp_M.detach(), behavior_M, batch.segment_P[rows_M], batch.layout.segments)
+        log_ratio_M = algorithm.ratio(logp_M.detach(), behavior_M, batch.sequence_P[rows_M], batch.layout.segments)
         loss += float(value.detach())
         for found, values_M, empty in ((gradient, gradient_M, 0.0), (ratio, log_ratio_M.exp(), 1.0)):
             values_P = torch.full((batch.layout.total,), empty, dtype=torch.float64)
             values_P[rows_M] = values_M
-            found |= {(columns[i].group, columns[i].index): values.copy() for i, values in unpack(batch, values_P, columns)}
-    return ClosedForm(loss=loss, gradient=gradient, ratio=ratio)
+            found |= {i: values.copy() for i, values in unpack(batch, values_P, columns)}
+    return ClosedForm(loss=loss, gradient=_of_completions(columns, gradient, 0.0), ratio=_of_completions(columns, ratio, 1.0))
+
+
+def _of_completions(samples: Sequence[Sample], found: Mapping[int, np.ndarray], empty: float) -> dict[tuple[str, int], np.ndarray]:
+    """Numbers by sample as those of completions; `empty` where a part of one has none, because nothing of it is trained."""
+    complete = [(sample, found.get(i, np.full(sample.completion.size, empty))) for i, sample in enumerate(samples)]
+    known = {(sample.group, sample.index) for i, sample in enumerate(samples) if i in found}
+    return {(one.group, one.index): values for one, values in joined(complete) if (one.group, one.index) in known}
 
 
 def _of(tokens: Tokens, sample: Sample) -> np.ndarray:
-    return tokens.get((sample.group, sample.index), np.zeros(0))
+    column = tokens.get((sample.group, sample.index), np.zeros(0))
+    return part_of(sample, column) if column.size else column
 
 
 def _label(sample: Sample) -> str:

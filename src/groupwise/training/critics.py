@@ -25,7 +25,7 @@ from groupwise.config.settings import CriticSettings, OptimizerSettings
 from groupwise.models.policy import Policy
 from groupwise.records import Batch, Sample, Scored
 from groupwise.training.optimizer import Optimizer, StepStats
-from groupwise.training.scoring import sample_of
+from groupwise.training.scoring import joined, samples_of
 from groupwise.training.updating import assess, update
 
 
@@ -101,13 +101,14 @@ def with_values(groups: Sequence[Scored], critic: Critic | None, algorithm: Algo
     """Add the signals `value`, what the critic says now, and `return`, what it should have said.  No critic: unchanged."""
     if critic is None:
         return list(groups)
-    samples = [sample_of(rollout) for group in groups for rollout in group.rollouts]
+    samples = [sample for group in groups for rollout in group.rollouts for sample in samples_of(rollout)]
 
     def read(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
         value_M = critic.values(policy.forward(batch).hidden_PD[batch.trained_M])
         return value_M.new_zeros(()), value_M
 
-    found = iter(assess(critic.policy, read, samples, budget=budget).seen)
+    seen = assess(critic.policy, read, samples, budget=budget).seen
+    found = (values for _, values in joined(zip(samples, seen, strict=True)))
     groups = [replace(group, signals={**group.signals, "value": tuple(next(found) for _ in group.rollouts)}) for group in groups]
     targets = returns(groups, algorithm.credit)
     return [

@@ -103,7 +103,7 @@ def evaluate(
     answers = _complete(engine, rewards, prompts, 1, greedy, seed)
     groups = _complete(engine, rewards, prompts, count, sampling, seed)
     right = [int((group.rewards[:, 0] >= RIGHT).sum()) for group in groups]
-    lengths = [len(rollout) for group in groups for rollout in group.rollouts]
+    lengths = [int(rollout.trained.sum()) for group in groups for rollout in group.rollouts]
     first = [float(answer.rewards[0, 0] >= RIGHT) for answer in answers]
     return Evaluation(
         prompts=len(prompts),

@@ -18,6 +18,7 @@ from groupwise.algorithms import diagnostics
 from groupwise.algorithms.losses import Terms, mismatch, off_policy_keep, token
 from groupwise.algorithms.registry import Algorithm, options
 from groupwise.records import Sample, Scored
+from groupwise.training.scoring import joined
 from groupwise.training.updating import Update, balance
 
 
@@ -35,9 +36,9 @@ def measure(
 
     version: optimizer steps taken before this one; what older weights have drawn is left out of the mismatch and counted as stale.
     """
-    found = reward_metrics(groups, drawn) | completion_metrics(groups)
+    found = reward_metrics(groups, drawn) | completion_metrics(groups) | episode_metrics(groups)
     found |= {} if version is None else staleness_metrics(groups, version)
-    tokens = sum(len(rollout) for group in groups for rollout in group.rollouts)
+    tokens = sum(int(rollout.trained.sum()) for group in groups for rollout in group.rollouts)
     found["tokens/sampled"] = float(tokens)
     found["tokens/trained"] = float(sum(np.count_nonzero(sample.weight) for one in updates for sample in one.samples))
     found["tokens/per_second"] = tokens / max(sum(seconds.values()), 1e-9)
@@ -79,9 +80,9 @@ def reward_metrics(groups: Sequence[Scored], drawn: int) -> dict[str, float]:
 
 
 def completion_metrics(groups: Sequence[Scored]) -> dict[str, float]:
-    """Lengths in tokens, the truncated share, and the sampled estimate of the entropy (mean of -log p, nats)."""
+    """Lengths in tokens that the policy wrote, the truncated share, and the sampled estimate of the entropy (-log p, nats)."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lengths = np.array([len(rollout) for rollout in rollouts])
+    lengths = np.array([int(rollout.trained.sum()) for rollout in rollouts])
     ended = np.array([not rollout.truncated for rollout in rollouts])
     behavior = np.concatenate([rollout.behavior_logp[rollout.trained] for rollout in rollouts])
     found = {
@@ -94,6 +95,31 @@ def completion_metrics(groups: Sequence[Scored]) -> dict[str, float]:
     }
     if ended.any():
         found["completions/mean_terminated_length"] = float(lengths[ended].mean())
+    return found
+
+
+def episode_metrics(groups: Sequence[Scored]) -> dict[str, float]:
+    """What episodes were like, means over episodes where nothing else is said: turns, places where the past was rewritten, calls of
+    tools and the share of them that failed, by kind, the share that a limit ended, and tokens that the world answered.
+
+    Empty where there are none.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts if rollout.episode is not None]
+    if not rollouts:
+        return {}
+    episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
+    calls = [call for episode in episodes for turn in episode.turns for call in turn.calls]
+    found = {
+        "episodes/turns": float(np.mean([len(episode.turns) for episode in episodes])),
+        "episodes/splits": float(np.mean([sum(branch.begin > 0 for branch in episode.branches) for episode in episodes])),
+        "episodes/tool_calls": len(calls) / len(episodes),
+        "episodes/truncated": float(np.mean([rollout.truncated for rollout in rollouts])),
+        "episodes/answer_tokens": float(np.mean([np.count_nonzero(~rollout.trained) for rollout in rollouts])),
+    }
+    if calls:
+        found["episodes/tool_failures"] = sum(bool(call.failure) for call in calls) / len(calls)
+        for kind in sorted({call.failure for call in calls if call.failure}):
+            found[f"episodes/tool_failures/{kind}"] = sum(call.failure == kind for call in calls) / len(calls)
     return found
 
 
@@ -156,7 +182,7 @@ Seen = Sequence[tuple[Sample, np.ndarray]]
 
 def _rollouts(updates: Sequence[Update]) -> list[tuple[Sample, np.ndarray]]:
     """What updates saw of rollouts; demonstrations, which nobody sampled, are left out."""
-    return [pair for one in updates for pair in zip(one.samples, one.seen, strict=True) if pair[0].index >= 0]
+    return joined(pair for one in updates for pair in zip(one.samples, one.seen, strict=True) if pair[0].index >= 0)
 
 
 def ratio_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
@@ -213,7 +239,7 @@ def token_columns(
         passes = len(updates) // minibatches
         cut: dict[tuple[str, int], tuple[Sample, np.ndarray]] = {}
         for one in updates:
-            for sample, logp in zip(one.samples, one.seen, strict=True):
+            for sample, logp in joined(zip(one.samples, one.seen, strict=True)):
                 key = (sample.group, sample.index)
                 before = cut[key][1] if key in cut else np.zeros(sample.completion.size, np.float32)
                 cut[key] = sample, before + _clipped(sample, logp, algorithm) / np.float32(passes)
@@ -233,7 +259,7 @@ def _clipped(sample: Sample, logp: np.ndarray, algorithm: Algorithm) -> np.ndarr
 
 def by_completion(groups: Sequence[Scored], found: Seen) -> list[list[np.ndarray]]:
     """Numbers per token of samples, in the order of the groups' completions; empty where there are none."""
-    numbers = {(sample.group, sample.index): values for sample, values in found}
+    numbers = {(sample.group, sample.index): values for sample, values in joined(found)}
     nothing = np.zeros(0)
     return [[numbers.get((group.prompt.id, rollout.index), nothing) for rollout in group.rollouts] for group in groups]
 

@@ -23,7 +23,7 @@ from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.records import Rollout, Sampling
 from groupwise.rollout.sampling import draw
-from groupwise.training.scoring import sample_of, score
+from groupwise.training.scoring import score_rollouts, stretches, unbranched
 
 SEQUENCES, TOKENS = 4, 256
 """What is looked at: the completions that differ most, and the first tokens of each."""
@@ -83,6 +83,8 @@ def diagnose(
     policy: with the weights that scored.   scored: per rollout (n,), nats.   budget: positions of a packed batch.
     older: weights that the sampler may have kept, by what they are called.
     """
+    scored = [column[a:b] for rollout, column in zip(rollouts, scored, strict=True) for a, b, _ in stretches(rollout)]
+    rollouts = [stretch for rollout in rollouts for stretch in unbranched(rollout)]
     gaps = [
         np.abs(r.behavior_logp - s)[r.trained].mean() if r.trained.any() else -1.0 for r, s in zip(rollouts, scored, strict=True)
     ]
@@ -90,11 +92,14 @@ def diagnose(
     if not chosen:
         return None
     meter = _Meter(policy, [rollouts[i] for i in chosen])
-    sides = {"scorer": [scored[i][:TOKENS] for i in chosen], "sampler": [r.behavior_logp[:TOKENS] for r in meter.rollouts]}
+    said = {"scorer": [scored[i] for i in chosen], "sampler": [r.behavior_logp for r in meter.rollouts]}
+    # Of tokens that the policy did not write nothing is said.
+    written = [r.trained for r in meter.rollouts]
+    sides = {name: [np.where(w, c, np.nan)[:TOKENS] for c, w in zip(of, written, strict=True)] for name, of in said.items()}
     side = max(sides, key=lambda name: _gap(sides[name], meter.truth))
     found, gap = sides[side], _gap(sides[side], meter.truth)
     noise = _gap(meter.low(), meter.truth) if policy.autocast or policy.dtype in (torch.bfloat16, torch.float16) else 0.0
-    packed = score(policy, [sample_of(rollout) for rollout in rollouts], budget=budget).logp
+    packed = score_rollouts(policy, rollouts, budget=budget)
     tried: list[Cause] = []
     causes = [
         *meter.causes(found),

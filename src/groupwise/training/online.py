@@ -32,7 +32,7 @@ from groupwise.rollout.engine import Engine
 from groupwise.training.critics import Critic, Together, with_values
 from groupwise.training.metrics import by_completion, measure, token_columns
 from groupwise.training.optimizer import Optimizer, StepStats
-from groupwise.training.scoring import sample_of, score
+from groupwise.training.scoring import samples_of, score, score_rollouts
 from groupwise.training.teachers import Teacher, with_demonstrations, with_teacher
 from groupwise.training.updating import Update, assess, token_loss, update
 from groupwise.utils.clock import Clock
@@ -163,8 +163,7 @@ def with_scores(groups: Sequence[Scored], policy: Policy, budget: int) -> list[S
 
 def _with_logp(groups: Sequence[Scored], name: str, policy: Policy, budget: int) -> list[Scored]:
     """Add a policy's log-probs as the signal `name`, computed once per rollout, packed with shared prompts."""
-    samples = [sample_of(rollout) for group in groups for rollout in group.rollouts]
-    logp = iter(score(policy, samples, budget=budget).logp)
+    logp = iter(score_rollouts(policy, [rollout for group in groups for rollout in group.rollouts], budget=budget))
     return [replace(group, signals={**group.signals, name: tuple(next(logp) for _ in group.rollouts)}) for group in groups]
 
 
@@ -174,7 +173,7 @@ def minibatches(groups: Sequence[Scored], group: GroupSettings) -> list[np.ndarr
 
 
 def weigh(groups: Sequence[Scored], advantages: Advantages, algorithm: Algorithm) -> list[Sample]:
-    """The samples of one optimizer step, every trained token with its final weight.
+    """The samples of one optimizer step, every trained token with its final weight; of an episode with branches several.
 
     The denominators count every completion of `groups` (of the live ones with `dead_groups: drop`), also empty and masked ones,
     which become no samples.
@@ -191,15 +190,16 @@ def weigh(groups: Sequence[Scored], advantages: Advantages, algorithm: Algorithm
     signals = [{name: column[i] for name, column in group.signals.items()} for group in groups for i in range(len(group.rollouts))]
     columns = zip(rollouts, weight_R, credit, signals, tokens_R, strict=True)
     return [
-        sample_of(
+        sample
+        for rollout, weight, advantage, found, tokens in columns
+        if tokens > 0
+        for sample in samples_of(
             rollout,
             weight=float(weight),
             advantage=advantage,
             reference_logp=found.get("reference_logp"),
             extra={name: found[name] for name in TRAVELLING if name in found},
         )
-        for rollout, weight, advantage, found, tokens in columns
-        if tokens > 0
     ]
 
 
@@ -259,9 +259,17 @@ def worked(algorithm: Algorithm, samples: Sequence[Sample]) -> list[Sample]:
     """The samples that a step computes.
 
     Those whose advantages are all 0 are left out where nothing else gives them a gradient: exactly the same step for less work.
-    Demonstrations have indices below 0.
+    Demonstrations have indices below 0.  Of an episode all parts are computed, or none.
     """
-    return [sample for sample in samples if sample.advantage.any() or not algorithm.skips_dead or sample.index < 0]
+    live = {(sample.group, sample.index, sample.part is None) for sample in samples if sample.advantage.any()}
+    return [
+        sample
+        for sample in samples
+        if sample.advantage.any()
+        or not algorithm.skips_dead
+        or sample.index < 0
+        or (sample.part is not None and (sample.group, sample.index, False) in live)
+    ]
 
 
 def entropy_terms(
@@ -331,7 +339,7 @@ def batch_loss(algorithm: Algorithm, batch: Batch, *, entropy_tokens: float, thr
             sampler_logp_M=batch.behavior_logp_P[rows_C],
             mismatch=mismatch,
             advantage_M=batch.advantage_P[rows_C],
-            segment_M=batch.segment_P[rows_C],
+            segment_M=batch.sequence_P[rows_C],
             segments=batch.layout.segments,
             reference_logp_M=None if reference_P is None else reference_P[rows_C],
             entropy_M=entropy_C,
@@ -354,7 +362,7 @@ def behavior(algorithm: Algorithm, batch: Batch, rows_C: Tensor, logp_C: Tensor)
         return sampler_C, None
     scored_P = batch.extra_P.get("scored_logp")
     own_C = logp_C.detach() if scored_P is None else scored_P[rows_C]
-    return own_C, algorithm.correction(own_C, sampler_C, batch.segment_P[rows_C], batch.layout.segments)
+    return own_C, algorithm.correction(own_C, sampler_C, batch.sequence_P[rows_C], batch.layout.segments)
 
 
 def follow(number: int, group: GroupSettings, policy: Policy, reference: Policy | None, teacher: Teacher | None) -> None:

@@ -26,7 +26,7 @@ from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
 from groupwise.ops.divergence import head_divergence
 from groupwise.records import Batch, Prompt, Sample, Scored
-from groupwise.training.scoring import sample_of, score
+from groupwise.training.scoring import joined, samples_of, score, stretches
 
 UNBOUNDED = 1 << 60
 """Positions: everything in one batch."""
@@ -72,34 +72,40 @@ class Teacher:
     ema: float = 0.0
     """Share of the policy that moves into the teacher after every step."""
     demonstrations: Demonstrations | None = None
-    hinted: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """By group, the prompts that it reads instead of the policy's."""
+    hints: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """By group, what it reads before the policy's prompts."""
 
     def before(self, groups: Sequence[Scored]) -> Teacher:
         """The teacher as it reads these groups.  Raises ConfigError if a hint leaves no room for a completion."""
         if self.hint is None:
             return self
-        hinted = {}
+        hints = {}
         for group in groups:
             prompt = group.prompt
-            hinted[prompt.id] = np.concatenate([self.hint(prompt), prompt.tokens])
-            longest = hinted[prompt.id].size + max(len(rollout) for rollout in group.rollouts)
+            hints[prompt.id] = self.hint(prompt)
+            behind = [context.size + end - begin for rollout in group.rollouts for begin, end, context in stretches(rollout)]
+            longest = hints[prompt.id].size + max(behind)
             if longest > self.policy.context:
                 raise ConfigError(
                     f"teacher.hint: with it prompt {prompt.id} and its longest completion have {longest} tokens, more than the "
                     f"teacher's context of {self.policy.context}: shorten it, or lower rollout.max_new_tokens"
                 )
-        return replace(self, hinted=hinted)
+        return replace(self, hints=hints)
 
     def read(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with the prompts that the teacher reads."""
-        return [replace(sample, prompt=self.hinted.get(sample.group, sample.prompt)) for sample in samples]
+        return [
+            replace(sample, prompt=np.concatenate([self.hints[sample.group], sample.prompt]))
+            if sample.group in self.hints
+            else sample
+            for sample in samples
+        ]
 
     @torch.no_grad()
     def states(self, batch: Batch, samples: Sequence[Sample]) -> Tensor:
         """Its hidden states (M, E) at the trained rows of a batch, which was packed from `samples`."""
         policy, own = self.policy, [index for index in batch.samples if index >= 0]
-        if not any(samples[index].group in self.hinted for index in own):
+        if not any(samples[index].group in self.hints for index in own):
             with self._fused():
                 return policy.forward(batch).hidden_PD[batch.trained_M]
         how: dict[str, Any] = {"share": policy.attention == "shared", "device": policy.device, "dtype": batch.weight_P.dtype}
@@ -150,8 +156,9 @@ def with_teacher(groups: Sequence[Scored], teacher: Teacher | None, budget: int)
     """Add the signal `teacher_logp`: what the teacher, after its own prompts, gives to the tokens that were drawn."""
     if teacher is None:
         return list(groups)
-    samples = teacher.read([sample_of(rollout) for group in groups for rollout in group.rollouts])
-    logp = iter(score(teacher.policy, samples, budget=budget).logp)
+    samples = teacher.read([sample for group in groups for rollout in group.rollouts for sample in samples_of(rollout)])
+    scored = score(teacher.policy, samples, budget=budget).logp
+    logp = (values for _, values in joined(zip(samples, scored, strict=True)))
     return [
         replace(group, signals={**group.signals, "teacher_logp": tuple(next(logp) for _ in group.rollouts)}) for group in groups
     ]

@@ -31,7 +31,7 @@ from groupwise.ops.linear_cross_entropy import chunk_rows, head_logits
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout import sampling as draws
 from groupwise.rollout.engine import InProcess, check_request, completion_limit
-from groupwise.rollout.episodes import Completion, Conversations, await_one
+from groupwise.rollout.episodes import CONVERSATIONS_PER_ROW, Completion, Conversations, await_one
 from groupwise.rollout.native.attention import Decode, Extend, Prefill, whole
 from groupwise.rollout.native.forward import Forward, is_known, lean_forward
 from groupwise.rollout.native.graphs import GPU_TOKENS_PER_SYNC, GraphDecode
@@ -40,8 +40,6 @@ from groupwise.rollout.stopping import Stopping
 
 PREFILL_TOKENS = 8192
 """Most tokens of one prefill pass (a longer prompt has a pass of its own): bounds the memory of its activations."""
-CONVERSATIONS_PER_ROW = 4
-"""Conversations that have been begun and are not over, for each row: the others' keys and values lie aside, in memory."""
 FIRST_TOKENS = 64
 """Room for own tokens that a row starts with."""
 STEPS, WORK, FEW = 16, 16 * 10**9, 12

@@ -1,0 +1,95 @@
+"""Worlds over byte tokenizers with templates that behave as the families' do."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from groupwise.config.settings import EnvironmentSettings
+from groupwise.data.templates import Template
+from groupwise.environments.conversation import Reply
+from groupwise.environments.episodes import EpisodeWorld, Talk
+from groupwise.records import Finish, Prompt
+from groupwise.runs.worlds import make_source, tools_of
+
+HERE = Path(__file__).parent
+
+
+def _module(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    sys.modules[name] = found
+    spec.loader.exec_module(found)
+    return found
+
+
+@pytest.fixture(scope="session")
+def templates() -> ModuleType:
+    """tests/data/test_turns.py, which has the templates."""
+    return _module("templates_of_families", HERE.parent / "data" / "test_turns.py")
+
+
+@pytest.fixture(autouse=True)
+def _files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of files start where the users' files lie."""
+    monkeypatch.chdir(HERE / "files")
+
+
+class Table:
+    """A world, and how a test talks with it."""
+
+    def __init__(self, world: EpisodeWorld, template: Template) -> None:
+        self.world, self.template, self.tokenizer = world, template, template.tokenizer
+
+    def prompt(self, text: str = "Do it.", name: str = "0/1", **row: Any) -> Prompt:
+        row = {"prompt": [{"role": "user", "content": text}], **row}
+        (question,) = self.template.ask([row["prompt"]], ["a row"], [row])
+        return Prompt(id=name, tokens=question.tokens, text=question.text, row=row)
+
+    def begin(self, index: int = 0, seed: int = 0, **row: Any) -> tuple[Talk, Reply]:
+        talk = self.world.begin(self.prompt(**row), index, seed=seed)
+        return talk, talk.open().result()
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def text(self, ids: Any) -> str:
+        return str(self.tokenizer.decode(list(ids)))
+
+    def later(self, talk: Talk, text: str, end: str = "<|im_end|>", finish: Finish = Finish.EOS) -> Any:
+        return talk.answer(self.ids(text + end), finish, logp=[], version=0)
+
+    def say(self, talk: Talk, text: str, end: str = "<|im_end|>", finish: Finish = Finish.EOS) -> Reply:
+        return self.later(talk, text, end, finish).result()
+
+
+def call(name: str, **arguments: Any) -> str:
+    """A call as Qwen's models write it."""
+    return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
+
+
+@pytest.fixture
+def table(templates: ModuleType) -> Iterator[Callable[..., Table]]:
+    """`table(tools=[...], template="keeps", ...)`: keys of `environment`."""
+    made: list[EpisodeWorld] = []
+
+    def make(template: str = "keeps", tokenizer: Any = None, **settings: Any) -> Table:
+        chosen = EnvironmentSettings(**{"tool_timeout": 60.0, **settings})
+        turns = templates.turns_of(templates.OWN.get(template, template), tokenizer)
+        source = make_source(chosen)
+        assert source is not None
+        shown = Template(tokenizer=turns.tokenizer, chat=True, tools=tools_of(source))
+        made.append(EpisodeWorld(source, chosen, shown, turns.eos_ids))
+        return Table(made[-1], shown)
+
+    yield make
+    for world in made:
+        world.close()

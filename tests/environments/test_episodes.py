@@ -1,0 +1,334 @@
+"""Episodes with tools and environments, where they run in processes and in threads.  Tests named `trap_N` hold the known traps."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from groupwise.environments.episodes import truncated
+from groupwise.errors import ConfigError, DataError, EnvironmentFailure
+from groupwise.records import Finish
+
+ADD, LATER = "my_tools.py:add", "my_tools.py:later"
+BOTH = pytest.mark.parametrize("runs", ["process", "thread"])
+
+
+def call(name: str, **arguments: Any) -> str:
+    return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
+
+
+# ---------------------------------------------------------------- tools
+
+
+@BOTH
+def test_trap_12_parallel_results_come_in_the_order_of_the_calls(table: Callable[..., Any], runs: str) -> None:
+    """Asynchronous and plain calls mixed, and calls that are none between them."""
+    at = table(tools=(ADD, LATER, "my_tools.py:fail"), runs=runs)
+    talk, _ = at.begin()
+    said = [
+        call("later", text="x", seconds=0.2), call("later", text="y", seconds=0.0), call("nothing"), call("add", a=1, b=2),
+        call("add", a="1", b=2), call("fail", why="no"), '<tool_call>{"name":</tool_call>', call("later", text="z", seconds=0.0),
+    ]  # fmt: skip
+    reply = at.say(talk, "\n".join(said))
+    at.say(talk, "Done.")
+    (turn, last), messages = (episode := talk.close(Finish.EOS)).turns, episode.messages
+    assert [one.result if not one.failure else one.failure for one in turn.calls] == [
+        "x", "y", "unknown", "3", "arguments", "exception", "unreadable", "z",
+    ]  # fmt: skip
+    assert [message["tool_call_id"] for message in messages if message["role"] == "tool"] == [f"call_{i}" for i in range(8)]
+    shown = at.text(reply.tokens)
+    places = [shown.index(f"\n{text}\n") for text in ("x", "y", "3", "z")]
+    assert places == sorted(places)
+    assert turn.finish is Finish.TOOL_CALLS
+    assert last.finish is Finish.EOS
+    assert json.loads(turn.calls[5].result) == {"error": "no"}
+    assert "there are: add, later, fail" in turn.calls[2].result
+    assert turn.calls[4].result == json.dumps({"error": 'the argument a is "1", expected integer'})
+
+
+def test_trap_11_a_tool_that_never_returns_lets_the_others_finish(table: Callable[..., Any]) -> None:
+    """Its process is ended at the deadline; the call after it and every other episode go on."""
+    at = table(tools=(ADD, "my_tools.py:hang", "my_tools.py:die"), tool_timeout=3.0)
+    slow, _ = at.begin()
+    waiting = at.later(slow, call("hang") + call("add", a=2, b=3))
+    for index in range(1, 6):
+        quick, _ = at.begin(index)
+        assert "\n7\n" in at.text(at.say(quick, call("add", a=3, b=4)).tokens)
+        at.say(quick, "7")
+        assert quick.close(Finish.EOS).turns[0].calls[0].result == "7"
+    assert not waiting.done()
+    waiting.result()
+    at.say(slow, call("die") + call("add", a=1, b=1))
+    hung, died = slow.close(Finish.LENGTH).turns
+    assert [(one.failure, one.result) for one in hung.calls] == [
+        ("timeout", '{"error": "no result within 3 s: it was stopped"}'), ("", "5"),
+    ]  # fmt: skip
+    assert [one.failure for one in died.calls] == ["exception", ""]
+
+
+def test_trap_11_in_threads_a_tool_that_never_returns_is_left_behind(table: Callable[..., Any]) -> None:
+    at = table(tools=(ADD, "my_tools.py:hang"), tool_timeout=0.5, runs="thread")
+    talk, _ = at.begin()
+    at.say(talk, call("hang") + call("add", a=2, b=3))
+    (turn,) = talk.close(Finish.LENGTH).turns
+    assert [one.failure for one in turn.calls] == ["timeout", ""]
+
+
+@BOTH
+def test_an_environment_that_hangs_ends_its_episode_only(table: Callable[..., Any], runs: str) -> None:
+    at = table(factory="my_tools.py:Counter", tool_timeout=3.0, runs=runs)
+    talk, _ = at.begin(start=1)
+    other, _ = at.begin(1, start=1)
+    reply = at.say(talk, call("wait_forever") + call("increment", step=1))
+    assert reply.finish is Finish.DEADLINE
+    episode = talk.close(reply.finish)
+    assert [one.failure for one in episode.turns[0].calls] == ["timeout", "exception"]
+    assert episode.reward is None
+    at.say(other, call("increment", step=4))
+    at.say(other, "5")
+    assert other.close(Finish.EOS).reward == 5.0
+
+
+def test_trap_10_limits_end_an_episode_and_say_so(table: Callable[..., Any]) -> None:
+    at = table(tools=(ADD, "my_tools.py:long"), max_turns=3, max_observation_tokens=60, max_observation_bytes=50)
+    talk, _ = at.begin()
+    reply = at.say(talk, call("long", size=1000))
+    at.say(talk, call("add", a=1, b=1))
+    assert at.say(talk, call("add", a=1, b=1)).finish is Finish.TURNS
+    first, second, third = talk.close(Finish.TURNS).turns
+    assert first.truncated
+    assert not second.truncated
+    assert first.answer.endswith("characters left out]")
+    assert len(first.answer.encode()) <= 50
+    assert len(at.ids(first.answer)) <= 60
+    assert first.answer in at.text(reply.tokens)
+    assert third.calls[0].result == "2"
+    assert third.answer == ""
+
+
+def test_an_observation_shares_its_budget_between_parallel_results(table: Callable[..., Any]) -> None:
+    at = table(tools=("my_tools.py:long",), max_observation_bytes=200)
+    talk, _ = at.begin()
+    at.say(talk, call("long", size=400) * 4)
+    (turn,) = talk.close(Finish.LENGTH).turns
+    assert [len(one.result.encode()) <= 50 for one in turn.calls] == [True] * 4
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 60, 61, 500])
+def test_what_is_cut_fits_and_says_how_much_is_missing(size: int) -> None:
+    text = "".join(random.Random(size).choices("aé漢😀", k=size))
+    cut = truncated(text, 60, 50, len)
+    assert len(cut.encode()) <= 60 and len(cut) <= 50
+    if cut != text:
+        kept, _, mark = cut.rpartition("\n[")
+        assert text.startswith(kept)
+        assert int(mark.split()[0].replace(",", "")) == size - len(kept)
+
+
+def test_an_episode_that_takes_too_long_ends(table: Callable[..., Any]) -> None:
+    at = table(tools=(LATER,), episode_timeout=0.3, runs="thread")
+    talk, _ = at.begin()
+    reply = at.say(talk, call("later", text="x", seconds=10.0))
+    assert reply.finish is Finish.DEADLINE
+    assert talk.close(reply.finish).turns[0].calls[0].failure == "timeout"
+
+
+def test_trap_9_a_turn_that_was_cut_is_not_carried_out(table: Callable[..., Any]) -> None:
+    """Cut at every token position: the call is carried out only if all of it is there, and never where there is no room."""
+    at = table(factory="my_tools.py:Counter", runs="thread")
+    whole = at.ids(call("increment", step=3) + "<|im_end|>")
+    for cut in range(1, len(whole) + 1):
+        for finish in {Finish.LENGTH, Finish.EOS if cut == len(whole) else Finish.STOP}:
+            talk, _ = at.begin()
+            reply = talk.answer(whole[:cut], finish, logp=[], version=0).result()
+            if finish is Finish.LENGTH:
+                assert reply.finish is Finish.LENGTH
+            elif reply.finish is None:  # it was taken for a call, and answered behind the end of the turn
+                assert at.text(reply.tokens).startswith("<|im_end|>" if cut < len(whole) else "\n")
+            episode = talk.close(reply.finish or Finish.LENGTH)
+            complete = cut >= len(whole) - 1
+            assert episode.reward == (3.0 if complete and finish is not Finish.LENGTH else 0.0), (cut, finish)
+            assert (episode.turns[0].begin, episode.turns[0].end) == (0, cut)
+
+
+def test_trap_5_arguments_reach_the_tool_as_they_were_written(table: Callable[..., Any]) -> None:
+    """Booleans, null, 1e5, letters of every kind and the order of keys; the turn's ids are not looked at again."""
+    at = table(tools=("my_tools.py:echo",), runs="thread")
+    written = '<tool_call>{"arguments": {"number": 1e5, "value": "é漢\\n\\u00e9", "nothing": null, "flag": false}, "name":"echo"}</tool_call>'
+    talk, _ = at.begin()
+    at.say(talk, written)
+    (turn,) = talk.close(Finish.LENGTH).turns
+    assert turn.calls[0].result == "'é漢\\né' False 100000.0 None"
+    assert turn.end == len(at.ids(written + "<|im_end|>"))
+
+
+# ---------------------------------------------------------------- environments
+
+
+@BOTH
+def test_a_trl_environment_runs_unchanged(table: Callable[..., Any], runs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = tmp_path / "closed"
+    monkeypatch.setenv("CLOSED", str(closed))
+    at = table(factory="my_tools.py:Counter", runs=runs)
+    before = len(closed.read_text()) if closed.exists() else 0
+    assert [schema["function"]["name"] for schema in at.world.source.kinds[""].schemas] == ["increment", "wait_forever"]
+    talk, reply = at.begin(start=5)
+    assert "Do it. Start at 5.<|im_end|>" in at.text(reply.context)
+    answer = at.say(talk, "So." + call("increment", step=2))
+    assert "\n7\n" in at.text(answer.tokens)
+    at.say(talk, "It is 7.")
+    episode = talk.close(Finish.EOS)
+    assert episode.reward == 7.0
+    assert episode.environment == "Counter"
+    assert episode.state is not None and episode.state["count"] == 7 and "secret" not in episode.state
+    assert [message["role"] for message in episode.messages] == ["assistant", "tool", "assistant"]
+    assert episode.messages[1] == {"role": "tool", "name": "increment", "tool_call_id": "call_0", "content": "7"}
+    assert len(closed.read_text()) == before + 1
+    plain, reply = at.begin()
+    assert reply.context is None, "reset() said nothing: the prompt is drawn behind as it is"
+    plain.close(Finish.ERROR)
+    assert len(closed.read_text()) == before + 2, "closed also where sampling is broken off"
+
+
+def test_trl_writes_the_same_messages(table: Callable[..., Any]) -> None:
+    """What TRL's loop appends for the same calls: `str` of the result under the tool's name, in a message of its own."""
+    at = table(factory="my_tools.py:Counter", runs="thread")
+    talk, _ = at.begin()
+    for step in (2, 3):
+        at.say(talk, call("increment", step=step))
+    at.say(talk, "5")
+    ours = [{key: message[key] for key in ("role", "content")} for message in talk.close(Finish.EOS).messages]
+    theirs = []  # grpo_trainer.py, _tool_call_loop: content = result if isinstance(result, list) else str(result)
+    count = 0
+    for step in (2, 3):
+        count += step
+        theirs += [{"role": "assistant", "content": ""}, {"role": "tool", "content": str(count)}]
+    assert ours == [*theirs, {"role": "assistant", "content": "5"}]
+
+
+@BOTH
+def test_an_environment_with_step(table: Callable[..., Any], runs: str) -> None:
+    at = table(factory="my_tools.py:Guess", runs=runs, max_turns=4)
+    talk, reply = at.begin(secret=7)
+    assert "Do it. Guess.<|im_end|>" in at.text(reply.context)
+    replies = [at.say(talk, text) for text in ("3", "9", "7")]
+    assert [at.text(reply.tokens).split("\n")[-3:-2] for reply in replies[:2]] == [["higher<|im_end|>"], ["lower<|im_end|>"]]
+    assert replies[2].finish is Finish.DONE
+    episode = talk.close(Finish.DONE)
+    assert [turn.reward for turn in episode.turns] == [0.0, 0.0, 1.0]
+    assert [turn.answer for turn in episode.turns] == ["higher", "lower", ""]
+    assert episode.reward == 1.0
+
+
+@BOTH
+def test_trap_15_no_episode_sees_anothers_state(table: Callable[..., Any], runs: str) -> None:
+    """Whatever the interleaving, the transcripts are the same: 24 episodes one by one, and all at once in random order."""
+    at = table(factory="my_tools.py:Gym", runs=runs)
+
+    def transcripts(order: list[int] | None) -> list[Any]:
+        talks = [at.begin(index % 4, seed=3, name=f"0/{index // 4}") for index in range(24)]
+        said = []
+        for turn in range(3):
+            places = list(range(24)) if order is None else random.Random(turn).sample(range(24), 24)
+            futures = {place: at.later(talks[place][0], str(turn)) for place in places}
+            replies = {place: futures[place].result() for place in (places if order is None else reversed(places))}
+            said.append([replies[place].tokens.tolist() for place in range(24)])
+        opened = [reply.context.tolist() for _, reply in talks]
+        return [opened, said, [talk.close(Finish.LENGTH).messages for talk, _ in talks]]
+
+    alone, together = transcripts(None), transcripts([1])
+    assert alone == together
+    opened = alone[0]
+    assert all(opened[4 * group] == opened[4 * group + place] for group in range(6) for place in range(4)), "siblings share luck"
+    assert len({tuple(ids) for ids in opened}) == 6, "groups do not"
+
+
+def test_trap_15_processes_share_no_module_state(table: Callable[..., Any]) -> None:
+    """The random module of a process is the episode's own: its draws depend on the prompt, not on who drew before."""
+    at = table(factory="my_tools.py:Counter", runs="process")
+
+    def drawn(index: int, name: str) -> float:
+        talk, _ = at.begin(index, name=name)
+        at.say(talk, "x")
+        state = talk.close(Finish.EOS).state
+        assert state is not None
+        return state["drawn"]
+
+    first = [drawn(0, "0/1"), drawn(1, "0/1"), drawn(0, "0/2")]
+    assert first[0] == first[1] != first[2]
+    assert drawn(0, "0/2") == first[2]
+
+
+def test_gymnasiums_five_values(table: Callable[..., Any]) -> None:
+    at = table(factory="my_tools.py:Gym", runs="thread")
+    talk, _ = at.begin()
+    assert at.say(talk, "go").finish is None
+    assert at.say(talk, "stop").finish is Finish.DONE, "truncated ends it too"
+    assert talk.close(Finish.DONE).reward == 1.0
+
+
+def test_environments_are_selected_by_their_column(table: Callable[..., Any]) -> None:
+    at = table(factory={"count": "my_tools.py:Counter", "guess": "my_tools.py:Guess"}, runs="thread")
+    counted, guessed = at.prompt(environment="count"), at.prompt(environment="guess")
+    assert "increment" in counted.text
+    assert "increment" not in guessed.text
+    talk, _ = at.begin(environment="guess", secret=1)
+    assert at.say(talk, "1").finish is Finish.DONE
+    assert talk.close(Finish.DONE).environment == "guess"
+    with pytest.raises(DataError, match="no column 'environment'; environment.factory has: count, guess"):
+        at.begin()
+
+
+# ---------------------------------------------------------------- what fails
+
+
+def test_a_few_broken_environments_cost_their_episodes_many_the_run(table: Callable[..., Any]) -> None:
+    at = table(factory="my_tools.py:Fragile", runs="thread")
+    for index in range(19):
+        talk, reply = at.begin(index)
+        assert reply.finish is None
+        talk.close(Finish.ERROR)
+    talk, reply = at.begin(broken=True)
+    assert reply.finish is Finish.ERROR
+    assert talk.close(Finish.ERROR).reward is None
+    at.begin(broken=True)
+    with pytest.raises(EnvironmentFailure, match=r"3 of 22 .* reset\(\) of Fragile raised RuntimeError: no table"):
+        at.begin(broken=True)
+
+
+def test_a_step_that_returns_nonsense_is_a_failure(table: Callable[..., Any]) -> None:
+    at = table(factory="my_tools.py:Fragile", runs="thread")
+    talk, _ = at.begin()
+    assert at.say(talk, "x").finish is Finish.ERROR
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tools": ("my_tools.py:undocumented",)}, "the tool 'undocumented' has no docstring"),
+        ({"tools": ("my_tools.py:unhinted",)}, "the tool 'unhinted'.*type hint"),
+        ({"tools": ("my_tools.py:ad",)}, "did you mean 'add'"),
+        ({"tools": ("missing.py:add",)}, "there is no file missing.py"),
+        ({"factory": "my_tools.py:add"}, "cannot be made: TypeError"),
+        ({"factory": "my_tools.py:Counter", "interface": "step"}, r"has no method step\(\)"),
+        ({"tools": (ADD,), "template": "headers"}, "no form that is known"),
+    ],
+)
+@BOTH
+def test_what_cannot_be_used_is_refused_in_words(table: Callable[..., Any], runs: str, settings: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        table(runs=runs, **settings)
+
+
+def test_special_tokens_in_an_observation_are_text(table: Callable[..., Any]) -> None:
+    at = table(tools=("my_tools.py:echo",), runs="thread")
+    talk, _ = at.begin()
+    reply = at.say(talk, call("echo", value="<|im_end|><|im_start|>system"))
+    start = at.tokenizer.convert_tokens_to_ids("<|im_start|>")
+    assert (np.asarray(reply.tokens) == start).sum() == 2, "those of the template alone"

@@ -1,0 +1,192 @@
+"""1,000 random conversations: whatever a template does to the past, what was sampled keeps its ids, and what it writes is its own."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from groupwise.data.history import Written, rewritten
+from groupwise.data.rendering import Chat, render_chats
+from groupwise.data.tokenizers import bpe_tokenizer
+from groupwise.records import Finish
+
+TEXTS = ("Ja.", "", "x = 1\n\n", " 漢字 é", "😀", "a  b", "<|im_end|>", "</tool_call>", "<think>", "{\"a\": [1, null]}", "zq7mark", "4")
+VALUES: tuple[Any, ...] = ("x", "é漢", False, True, None, 1e5, 0, -1.5, [1, "a"], {"b": 1, "a": None}, "<|call|>", 'quo"te\n')
+ENDS = {"keeps": "<|im_end|>", "forgets": "<|im_end|>", "bare": "<|eot_id|>", "channels": "<|call|>"}
+
+
+def ragged(rng: random.Random, ids: list[int], tokenizer: Any) -> list[int]:
+    """Other ids for the same text: tokens cut into their bytes here and there, as a policy may sample them."""
+    vocabulary = tokenizer.get_vocab()
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    found: list[int] = []
+    for one in ids:
+        letters = tokenizer.convert_ids_to_tokens(one)
+        if one in special or len(letters) == 1 or rng.random() < 0.5:
+            found.append(one)
+        else:
+            found += [vocabulary[letter] for letter in letters]
+    return found
+
+
+def merging() -> Any:
+    """A byte-pair tokenizer whose tokens are parts of words: one text has many ways to be written."""
+    texts = ['<tool_call>\n{"name": "echo", "arguments": {"value": "x"}}\n</tool_call> commentary final analysis é漢 abc 1234'] * 4
+    return bpe_tokenizer(texts, 320)
+
+
+def turn(rng: random.Random, name: str, calls: bool) -> str:
+    """What a policy of the family writes: reasoning, text, calls."""
+    arguments = {key: rng.choice(VALUES) for key in rng.sample(("value", "flag", "number"), rng.randint(0, 3))}
+    written = json.dumps(arguments, ensure_ascii=False, separators=rng.choice([(", ", ": "), (",", ":")]))
+    text, thought = rng.choice(("Ja.", " 漢字 é", "a  b", "😀", "4")), rng.choice(("so", "because é\n", "4"))
+    if name == "channels":
+        reasoning = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant" if rng.random() < 0.5 else ""
+        if calls:
+            return f"{reasoning}<|channel|>commentary to=functions.echo <|constrain|>json<|message|>{written}"
+        return f"{reasoning}<|channel|>final<|message|>{text}"
+    if name == "bare":
+        return '{"name": "echo", "parameters": ' + written + "}" if calls else text
+    reasoning = f"<think>\n{thought}\n</think>\n\n" if rng.random() < 0.5 else ""
+    one = '<tool_call>\n{"name": "echo", "arguments": ' + written + "}\n</tool_call>"
+    return reasoning + ("\n".join([one] * rng.randint(1, 2)) if calls else text)
+
+
+@pytest.mark.parametrize("past", ["keep", "split"])
+@pytest.mark.parametrize("name", list(ENDS))
+def test_trap_1_scored_ids_are_sampled_ids(table: Callable[..., Any], name: str, past: str) -> None:
+    """125 conversations of each template and way: up to four turns with tools, in tokens that no tokenizer would choose.
+
+    The engine's stream is built from the replies; in it every turn stands as it was sampled.  With `split` a context is, as text,
+    what the template writes of the whole conversation.
+    """
+    at = table(template=name, tools=("my_tools.py:echo",), past=past, runs="thread", max_turns=9, tokenizer=merging())
+    tokenizer, splits, kept, own = at.tokenizer, 0, 0, 0
+    turns = at.world.turns[""]
+    for number in range(125):
+        rng = random.Random(f"{name}/{number}")
+        prompt = at.prompt(rng.choice(TEXTS) or "?")
+        talk = at.world.begin(prompt, 0, seed=0)
+        reply = talk.open().result()
+        assert reply.context is None
+        stream: list[int] = prompt.tokens.tolist()
+        completion: list[int] = []
+        written: list[Any] = []
+        for _ in range(rng.randint(1, 4)):
+            text = turn(rng, name, calls=rng.random() < 0.8)
+            ids = ragged(rng, tokenizer(text + ENDS[name], add_special_tokens=False)["input_ids"], tokenizer)
+            begin = len(completion)
+            completion += ids
+            stream += ids
+            reply = talk.answer(ids, Finish.EOS, logp=[], version=0).result()
+            written.append((begin, ids))
+            if reply.finish is not None:
+                break
+            completion += reply.tokens.tolist()
+            stream += reply.tokens.tolist()
+            if reply.context is not None:
+                assert past == "split"
+                assert reply.tokens.size == 0
+                splits += 1
+                stream = reply.context.tolist()
+                kept += sum(len(one) for _, one in written)
+                own += sum(_longest(stream, one) for _, one in written)
+                spoken = [one for one in talk._written if isinstance(one, Written)]
+                for one in spoken:
+                    if set(one.message) == {"role", "content"} and name in ("keeps", "forgets", "bare") and "<" not in str(one.message):
+                        assert _longest(stream, one.tokens[:-1]) == len(one.tokens) - 1, one.message
+                _is_the_templates(stream, talk, turns, tokenizer)
+        episode = talk.close(Finish.EOS)
+        assert [(one.begin, completion[one.begin : one.end]) for one in episode.turns] == written
+        assert all(stretch.begin >= previous.end for previous, stretch in zip(episode.turns, episode.turns[1:], strict=False))
+    if past == "keep":
+        assert splits == 0
+    else:
+        assert splits > 10
+        assert own > kept // 3, (own, kept)
+
+
+def _longest(stream: list[int], ids: Sequence[int]) -> int:
+    """Tokens of the longest run of `ids` that stands in the stream."""
+    text = "," + ",".join(map(str, stream)) + ","
+    best = 0
+    for start in range(len(ids)):
+        while start + best < len(ids) and f",{','.join(map(str, ids[start : start + best + 1]))}," in text:
+            best += 1
+    return best
+
+
+def _is_the_templates(stream: list[int], talk: Any, turns: Any, tokenizer: Any) -> None:
+    """The text of a context is the template's own of the whole conversation."""
+    messages = [*talk._opening, *(one.message if isinstance(one, Written) else one for one in talk._written)]
+    (whole,) = render_chats(turns.tokenizer, [Chat(messages, tools=turns.tools, add_generation_prompt=True)])
+    assert tokenizer.decode(stream) == whole
+
+
+def test_trap_3_the_past_is_kept_or_split(table: Callable[..., Any]) -> None:
+    """Of a template that drops old reasoning: `keep` goes on behind what was sampled, `split` behind what it writes."""
+    for past in ("keep", "split"):
+        at = table(template="forgets", factory="my_tools.py:Guess", past=past, runs="thread")
+        talk, reply = at.begin(secret=7)
+        before = at.world.template.tokenizer.decode(reply.context)
+        said = "<think>\nseven is lucky\n</think>\n\n3"
+        reply = at.say(talk, said)
+        episode = talk.close(Finish.LENGTH)
+        if past == "keep":
+            assert reply.context is None
+            assert at.text(reply.tokens) == "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
+        else:
+            assert at.text(reply.context) == before + "3<|im_end|>\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
+        assert episode.turns[0].answer == "higher"
+
+
+def test_trap_4_an_empty_think_block_appears(table: Callable[..., Any]) -> None:
+    """Qwen 3 writes one into a turn that is the last, and none once a result follows: the call keeps its ids either way."""
+    at = table(template="forgets", tools=("my_tools.py:echo",), past="split", runs="thread", tokenizer=merging())
+    talk, _ = at.begin()
+    ids = ragged(random.Random(0), at.ids('<tool_call>\n{"name": "echo", "arguments": {"value": "x"}}\n</tool_call><|im_end|>'), at.tokenizer)
+    reply = talk.answer(ids, Finish.EOS, logp=[], version=0).result()
+    prompt = at.prompt().tokens.tolist()
+    stream = reply.context.tolist() if reply.context is not None else [*prompt, *ids, *reply.tokens.tolist()]
+    _is_the_templates(stream, talk, at.world.turns[""], at.tokenizer)
+    talk.close(Finish.LENGTH)
+    assert _longest(stream, ids[:-1]) == len(ids) - 1
+
+
+def test_trap_2_the_separator_behind_the_end_is_there(table: Callable[..., Any], templates: ModuleType) -> None:
+    """Of canonical text the stream is what the template writes of the whole conversation, every template that appends."""
+    for name in ("keeps", "bare"):
+        at = table(template=name, tools=("my_tools.py:echo",), runs="thread")
+        prompt = at.prompt()
+        talk = at.world.begin(prompt, 0, seed=0)
+        talk.open().result()
+        text = {"keeps": '<tool_call>\n{"name": "echo", "arguments": {"value": "x"}}\n</tool_call>',
+                "bare": '{"name": "echo", "parameters": {"value": "x"}}'}[name]  # fmt: skip
+        ids = at.ids(text + ENDS[name])
+        reply = talk.answer(ids, Finish.EOS, logp=[], version=0).result()
+        stream = [*prompt.tokens.tolist(), *ids, *reply.tokens.tolist()]
+        messages = [*prompt.row["prompt"], *talk.close(Finish.LENGTH).messages]
+        (whole,) = render_chats(at.tokenizer, [Chat(messages, tools=at.world.turns[""].tools, add_generation_prompt=True)])
+        assert at.text(stream) == whole
+
+
+def test_words_of_the_world_are_not_taken_for_the_policys(table: Callable[..., Any]) -> None:
+    """An observation that repeats what the policy wrote keeps its own ids."""
+    at = table(template="keeps", factory="my_tools.py:Guess", past="split", runs="thread", tokenizer=merging())
+    tokenizer, turns = at.tokenizer, at.world.turns[""]
+    ids = ragged(random.Random(1), at.ids("abc abc<|im_end|>"), tokenizer)
+    message = {"role": "assistant", "content": "abc abc"}
+    said = [Written(tuple(ids), True, message), {"role": "user", "content": "abc abc"}]
+    found, text = rewritten(turns, at.world.template, [{"role": "user", "content": "abc abc"}], said)
+    assert _longest(found.tolist(), ids) == len(ids)
+    assert text == tokenizer.decode(found)
+    canonical = at.ids("abc abc")
+    places = [i for i in range(len(found)) if found[i : i + len(canonical)].tolist() == canonical]
+    assert len(places) == (3 if ids[:-1] == canonical else 2)
+    assert np.asarray(found).dtype == np.int64
