@@ -29,7 +29,7 @@ def loops(row, base_url):
     messages = [{"role": "user", "content": row["question"]}]
     written = 0
     for _ in range(2):
-        answer = ask(model="m", messages=messages, tools=[ADD])
+        answer = ask(model="m", messages=messages, tools=[ADD], max_tokens=20)
         message = answer.choices[0].message
         written += answer.usage.completion_tokens
         messages.append(message)
@@ -143,8 +143,7 @@ def test_an_openai_client_is_trained(talking):
             for rollout, logp in zip(scored.rollouts, current, strict=True):
                 if logp.size:  # of groups that teach nothing none is computed
                     assert np.abs(logp - rollout.behavior_logp)[rollout.trained].max() < 1e-10
-    rewards = {float(reward) for step in steps for scored in step.groups for reward in scored.reward}
-    assert len(rewards) > 1
+    assert any(not scored.dead for step in steps for scored in step.groups)
     assert any(not torch.equal(before[name], parameter) for name, parameter in policy.model.named_parameters())
 
 
