@@ -7,7 +7,7 @@ VLLM   := .venv-vllm
 # threads do not let them spin while they wait: beside a busy neighbour that costs ten times what it saves.
 TEST   := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2
 
-.PHONY: demo test test-fast test-faults test-kernels test-vllm lint docs bench clean help
+.PHONY: demo test test-fast test-faults test-kernels test-vllm lint docs site bench clean help
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -41,11 +41,14 @@ docs: $(VENV)/.core            ## pages that are made from the code
 	$(BIN)/groupwise config --markdown > docs/settings.md
 	$(BIN)/python docs/generate.py
 
+site: $(VENV)/.docs            ## the documentation as a site, in site/ (links checked)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
+
 bench: $(VENV)/.bench          ## the benchmarks, one after the other
 	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean:           ## remove what the targets made
-	rm -rf $(VENV) $(VLLM) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) site .pytest_cache .ruff_cache .hypothesis
 
 # A stamp a set of extras: installed once, and again when what is to be installed changes.
 $(VENV)/bin/python:
@@ -59,6 +62,7 @@ $(VENV)/.core: EXTRAS :=
 $(VENV)/.test: EXTRAS := [test]
 $(VENV)/.dev: EXTRAS := [test,dev]
 $(VENV)/.bench: EXTRAS := [bench]
-$(VENV)/.core $(VENV)/.test $(VENV)/.dev $(VENV)/.bench: $(VENV)/bin/python pyproject.toml constraints.txt
+$(VENV)/.docs: EXTRAS := [docs]
+$(VENV)/.core $(VENV)/.test $(VENV)/.dev $(VENV)/.bench $(VENV)/.docs: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.$(EXTRAS)'
 	touch $@

@@ -231,9 +231,10 @@ class Ours:
                 value, seen_M = loss(self.policy, batch=batch)
                 value.backward()
             total += float(value.detach())
-            seen_P = seen_M.new_zeros(batch.layout.total)
-            seen_P[batch.trained_M] = seen_M.detach()
-            for index, values in unpack(batch, seen_P, samples):
+            logp_M = seen_M.detach() if seen_M.ndim == 1 else seen_M.detach()[:, 0]
+            logp_P = logp_M.new_zeros(batch.layout.total)
+            logp_P[batch.trained_M] = logp_M
+            for index, values in unpack(batch, logp_P, samples):
                 seen[index] = values
         return total, seen
 

@@ -1,7 +1,7 @@
 """Makes what is a repetition of the code: `python docs/generate.py` (part of `make docs`).
 
-Whole pages (algorithms.md, models.md), the README's tree, the types of `gw.train`'s keywords, and tables between
-`<!-- made: NAME -->` and `<!-- end -->` in pages that are otherwise written.
+Whole pages (algorithms.md and a page for each row, metrics.md, models.md), the README's packages, the types of `gw.train`'s
+keywords, and tables between `<!-- made: NAME -->` and `<!-- end -->` in pages that are otherwise written.
 """
 
 from __future__ import annotations
@@ -30,44 +30,48 @@ from groupwise.records import Sample
 from groupwise.rewards.registry import BUILTINS, MAKERS
 from groupwise.runs.plan import size
 from groupwise.runs.sizing import H100, Load, rank
+from groupwise.training.metric_table import METRICS
 
 DOCS = Path(__file__).parent
 
 INTRO = """\
 # The algorithms
 
-Made by `make docs` from `groupwise.algorithms.registry.ALGORITHMS`; `groupwise explain --preset NAME` works one step of any of
-them through in numbers.
+Made by `make docs` from `groupwise.algorithms.registry.ALGORITHMS`. Which one to take: [choosing](choosing.md).
 
 An online algorithm is one row of a table: **credit** (rewards -> advantages) x **ratio** level x **surrogate** x **weights**
 (normalisation), and what it needs beside them. `objective: NAME` takes a row, and keys of `group` replace single parts of it, so
 every mixture of the parts below can be run too: `group: {credit: centered, weights: {name: constant, length: 1024}}`.
 
-In the equations a step has R completions with N trained tokens in all; completion i has reward r_i, advantage A_i and n_i tokens,
-at most L. l is a token's log-prob under the policy, b under the behavior policy that sampled it, ref under the reference;
-rho = exp(l - b); sg stops the gradient; G completions make a group; clip(rho) without bounds is clip(rho, 0.8, 1.2). With
-`group.beta` above 0 every token's loss gets `+ beta KL`, estimated by `group.kl` (k3), except where the KL is part of the reward.
+Every row has a page: its formula, its recipe, one step in numbers, the settings of its paper, what other libraries do otherwise,
+and when to choose it. The pages write the formulas like this:
+
+"""
+NOTATION = """\
+A step has R completions with N trained tokens in all; completion i has reward r_i, advantage A_i and n_i tokens, at most L. l is a
+token's log-prob under the policy, b under the behavior policy that sampled it, ref under the reference; rho = exp(l - b); sg stops
+the gradient; clip(rho) without bounds is clip(rho, 0.8, 1.2). With `group.beta` above 0 every token's loss gets `+ beta KL`,
+estimated by `group.kl` (k3), except where the KL is part of the reward.
 """
 
 
 def algorithms_page() -> str:
-    """One section per preset, then the parts."""
-    lines = [INTRO, "| preset | credit | ratio | surrogate | weights |", "|---|---|---|---|---|"]
+    """The table, then the parts."""
+    lines = [INTRO + NOTATION, "| preset | credit | ratio | surrogate | weights |", "|---|---|---|---|---|"]
     for row in ALGORITHMS.values():
-        cells = [f"[`{row.name}`](#{row.name})", *(f"`{describe(part)}`" for part in parts_of(row).values())]
+        cells = [f"[`{row.name}`](algorithms/{row.name}.md)", *(f"`{describe(part)}`" for part in parts_of(row).values())]
         lines.append("| " + " | ".join(cells) + " |")
-    for row in ALGORITHMS.values():
-        lines += ["", *section(row)]
     lines += [
         "",
         "## The parts",
         "",
         "What the keys of `group` may name. For all but `kl` also `module:function`, one of your own with the",
     ]
-    lines += ["same signature."]
+    lines += ["same signature ([own parts](own-parts.md))."]
     for kind, functions in PARTS.items():
-        lines += ["", f"### {kind}", "", "| name | what it is |", "|---|---|"]
-        lines += [f"| `{describe(function)}` | {cell(first_paragraph(function))} |" for function in functions.values()]
+        if functions:
+            lines += ["", f"### {kind}", "", "| name | what it is |", "|---|---|"]
+            lines += [f"| `{describe(function)}` | {cell(first_paragraph(function))} |" for function in functions.values()]
     return "\n".join(lines) + "\n"
 
 
@@ -76,16 +80,20 @@ def parts_of(row: Algorithm) -> dict[str, Callable[..., Any]]:
     return {"credit": row.credit, "ratio": row.ratio, "surrogate": row.surrogate, "weights": row.weights}
 
 
-def section(row: Algorithm) -> list[str]:
-    """One preset: what it is, its equation, what differs from grpo, and the lines of a recipe."""
+def algorithm_pages() -> dict[str, str]:
+    """A page for every row of the table.  Raises KeyError for a row without notes, ValueError for notes without a row."""
+    notes = yaml.safe_load((DOCS / "algorithms" / "notes.yaml").read_text(encoding="utf-8"))
+    if unknown := notes.keys() - ALGORITHMS.keys():
+        raise ValueError(f"docs/algorithms/notes.yaml: there is no algorithm {', '.join(sorted(unknown))}")
+    return {f"algorithms/{row.name}.md": algorithm_page(row, notes[row.name]) for row in ALGORITHMS.values()}
+
+
+def algorithm_page(row: Algorithm, notes: dict[str, str]) -> str:
+    """One preset: what it is, its equation, its recipe, a step in numbers, and what its paper and others say."""
     source = f" Paper: [{row.paper}](https://arxiv.org/abs/{row.paper})." if row.paper else ""
-    lines = [f"## {row.name}", "", row.summary + source, "", "```text", f"loss = {row.equation}", "```", ""]
-    if row.notes:
-        lines += [row.notes, ""]
+    lines = [f"# {row.name}", "", row.summary + source, "", "```text", f"loss = {row.equation}", "```", ""]
+    lines += ["## When to choose it", "", notes["choose"], "", "## Recipe", ""]
     changed = from_grpo(row)
-    if row.name != "grpo":
-        named = [f"{key} `{describe(value) if callable(value) else value}`" for key, value in different(row).items()]
-        lines += ["Differs from `grpo` in: " + ", ".join(named) + ".", ""]
     taught = ["teacher: {path: Qwen/Qwen3-8B}"] if row.needs_teacher else []
     lines += ["```yaml", f"objective: {row.name}", *taught, "```"]
     if changed is None and row.kl_place == "reward":
@@ -93,13 +101,106 @@ def section(row: Algorithm) -> list[str]:
     elif changed:
         group = yaml.safe_dump({"group": changed}, default_flow_style=None, sort_keys=False, width=120).strip()
         lines += ["", "The same, part by part:", "", "```yaml", "objective: grpo", *group.splitlines(), *taught, "```"]
-    return lines
+    lines += ["", "## Its parts", "", "| key | part | what it does |", "|---|---|---|"]
+    for key, part in parts_of(row).items():
+        says = first_paragraph(part.func if isinstance(part, partial) else part)
+        lines.append(f"| `group.{key}` | `{describe(part)}` | {cell(says)} |")
+    if row.name != "grpo":
+        named = [f"{key} `{describe(value) if callable(value) else value}`" for key, value in different(row).items()]
+        lines += ["", "Differs from [`grpo`](grpo.md) in: " + ", ".join(named) + "."]
+    lines += ["", *numbers(row), "## Settings of its paper", "", notes["paper"], ""]
+    lines += ["## What others do otherwise", "", notes["peers"] if notes["peers"] != "-" else "Nothing that is known here.", ""]
+    lines += ["## Notation", "", NOTATION.rstrip()]
+    return "\n".join(lines) + "\n"
+
+
+def numbers(row: Algorithm) -> list[str]:
+    """One group under the row, by the functions that training calls: advantages, weights and the gradient of the first pass."""
+    if row.divergence is not None:
+        return []  # whole distributions do not fit a table of tokens
+    found = work(preset=row.name)
+    rewards = found.group.reward
+    lines = [
+        "## One step in numbers",
+        "",
+        f"`groupwise explain --preset {row.name}` in short: one group, the first pass over it.",
+        "",
+    ]
+    lines += ["| completion | reward | tokens | advantage | weight of a token | d loss / d l |", "|---|---|---|---|---|---|"]
+    end = 0
+    for i, sample in enumerate(found.samples):
+        start, end = end, end + sample.completion.size
+        columns = (sample.advantage, sample.weight, found.passes[0].gradient[start:end])
+        cells = [str(i + 1), f"{rewards[i]:g}", str(end - start), *(spread(np.asarray(values)) for values in columns)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return [*lines, "", "A negative gradient raises the token's log-prob. A range stands where tokens of a completion differ.", ""]
+
+
+def spread(values: np.ndarray) -> str:
+    """One number if all are equal, else the smallest and the largest."""
+    low, high = (f"{value:+.4f}" if abs(value) >= 5e-5 else "0" for value in (values.min(), values.max()))
+    return low if low == high else f"{low} to {high}"
+
+
+def metrics_page() -> str:
+    """Every metric with unit, formula and meaning."""
+    lines = [METRICS_INTRO]
+    for section in METRICS:
+        lines += [f"## {section.title}", "", section.when, "", "| metric | unit | formula | meaning | where it should lie |"]
+        lines.append("|---|---|---|---|---|")
+        for row in section.metrics:
+            lines.append(
+                "| " + " | ".join(cell(x) for x in (f"`{row.name}`", row.unit, row.formula, row.meaning, row.healthy)) + " |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+EXECUTED = """\
+# What is executed
+
+Made by `make docs` from `docs/commands.yaml`. `tests/test_docs.py` goes through every fenced block of every page:
+
+| block | what is done with it |
+|---|---|
+| `python` | executed in an empty folder, one after the other; examples with `>>>` are compared with what they show |
+| `console` | each `$ groupwise ...` is executed and its output compared |
+| `yaml` | parsed and checked as a recipe, with all parts resolved |
+| `json` | parsed |
+| `text` | not code: formulas, drawings, output; the commands of [the first hour](first-hour.md) are executed by its script |
+| commands | parsed by the command's own parser; who runs them is listed below |
+
+A block in another language fails the test. Commands that are only parsed where they stand:
+
+| command | executed by | not executed because |
+|---|---|---|
+"""
+
+
+def executed_page() -> str:
+    """How every block of the documentation is checked."""
+    rows = yaml.safe_load((DOCS / "commands.yaml").read_text(encoding="utf-8"))
+    lines = (f"| `{cell(row['match'])}` | {row.get('run', '')} | {row.get('not_run', '')} |" for row in rows)
+    return EXECUTED + "\n".join(lines) + "\n"
+
+
+METRICS_INTRO = """\
+# The metrics
+
+Made by `make docs` from `groupwise.training.metric_table`. Every step writes one line of `metrics.jsonl` with these keys. A
+quantity that was not computed has no key: no `kl` without a reference, no ratios in a step where every group was dead. Words in
+capitals stand for a name. "Yours" is the unit of your reward functions. Which of them to look at, and in what order: [how to read
+a run](monitoring.md).
+
+The last column holds rules of thumb for reasoning tasks with a checker. The one exact figure is `mismatch`: the same token under
+the same weights has one probability.
+"""
 
 
 def different(row: Algorithm) -> dict[str, Any]:
     """The fields in which a row is not grpo."""
     base = ALGORITHMS["grpo"]
-    skipped = ("name", "summary", "paper", "equation", "notes")
+    skipped = ("name", "summary", "paper", "equation")
     names = [field.name for field in dataclasses.fields(Algorithm) if field.name not in skipped]
     return {name: getattr(row, name) for name in names if not same(getattr(row, name), getattr(base, name))}
 
@@ -414,7 +515,7 @@ def parallel_table() -> str:
     found = max(results, key=lambda one: one["machine"]["date"])
     alone = next(row for row in found["rows"] if row["processes"] == 1)["seconds"]
     lines = [
-        "| processes | `parallel` | rollout | update | efficiency | imbalance | numbers sent: counted, formula | on the wire |",
+        "| processes | `parallel` | rollout | update | efficiency | imbalance | elements sent: counted, formula | on the wire |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in found["rows"]:
@@ -435,9 +536,45 @@ def parallel_table() -> str:
     return "\n".join(lines)
 
 
+# ---------------------------------------------------------------- README.md
+
+PROCESSORS = {"avx512": "AMD, AVX-512", "amx": "Intel, AMX"}
+SHAPES = {"S": "256 wide", "M": "512 wide", "L": "GPT-2"}
+
+
+def speed_table() -> str:
+    """What the benchmarks found against TRL and vLLM, on one core, as their results stand."""
+    results = DOCS.parent / "benchmarks/results"
+
+    def ratios(script: str, folder: str, dtype: str, key: str) -> list[float]:
+        paths = [results / folder / f"{script}_{shape}_{dtype}_threads_1.json" for shape in SHAPES]
+        return [json.loads(path.read_text(encoding="utf-8"))["ratios"][key] for path in paths if path.exists()]
+
+    rows = []
+    for what, dtype, key in (
+        (f"GRPO step, float32: TRL's time over ours ({'; '.join(SHAPES.values())})", "float32", "step"),
+        ("the same in bfloat16", "bfloat16", "step"),
+        ("its memory, float32: TRL's over ours", "float32", "memory"),
+    ):
+        cells = ["; ".join(f"{ratio:.1f}" for ratio in ratios("vs_trl", folder, dtype, key)) for folder in PROCESSORS]
+        rows.append([what, *cells, "`python benchmarks/vs_trl.py --grid`"])
+    cells = []
+    for folder in PROCESSORS:
+        found = [one for dtype in ("float32", "bfloat16") for one in ratios("vs_engines", folder, dtype, "vllm, full")]
+        cells.append(f"{min(found):.1f} to {max(found):.1f}")
+    rows.append(["rollouts: our tokens per second over those of vLLM's CPU build", *cells, "`python benchmarks/vs_engines.py`"])
+    lines = [f"| | {' | '.join(PROCESSORS.values())} | command |", "|---|---|---|---|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
 # ---------------------------------------------------------------- pages
 
-PAGES: dict[str, Callable[[], str]] = {"algorithms.md": algorithms_page, "models.md": models_page}
+PAGES: dict[str, Callable[[], str]] = {
+    "algorithms.md": algorithms_page,
+    "executed.md": executed_page,
+    "metrics.md": metrics_page,
+    "models.md": models_page,
+}
 TABLES: dict[str, Callable[[], str]] = {
     "trl": trl_table,
     "rewards": rewards_table,
@@ -448,6 +585,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "balance": balance_table,
     "sizing": sizing_table,
     "parallel": parallel_table,
+    "speed": speed_table,
 }
 
 
@@ -576,6 +714,7 @@ def with_signature(text: str) -> str:
 def pages() -> dict[Path, str]:
     """Every page that is made, wholly or in part, as it ought to be."""
     found = {DOCS / name: make() for name, make in PAGES.items()}
+    found |= {DOCS / name: text for name, text in algorithm_pages().items()}
     for path in [*sorted(DOCS.glob("*.md")), DOCS.parent / "README.md"]:
         text = path.read_text(encoding="utf-8")
         if path not in found and "<!-- made: " in text:

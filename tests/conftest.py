@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +30,10 @@ settings.register_profile("same", derandomize=True, max_examples=80, deadline=No
 settings.register_profile("search", max_examples=2000, deadline=None, print_blob=True)
 settings.load_profile("same")
 
+# A shell ignores Ctrl-C for what it starts in the background, and children inherit that; the tests' children are to hear it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 class ScriptedConversation:
     """One episode of a `ScriptedWorld`; what the engine did with it stands in `heard`, `stream` and `closed`."""
@@ -37,7 +42,7 @@ class ScriptedConversation:
         self.world, self.prompt, self.index = world, prompt, index
         self.rng = np.random.default_rng([*prompt.id.encode(), index, seed])
         self.turns: list[Turn] = []
-        self.heard: list[tuple[list[int], Finish, list[float], int]] = []
+        self.heard: list[tuple[Sequence[int], Finish, Sequence[float], int]] = []
         self.stream: list[int] = []
         self.branches: list[Branch] = []
         self.closed: list[Finish] = []
@@ -50,7 +55,7 @@ class ScriptedConversation:
         assert not self.closed
         begin = len(self.stream)
         self.stream += tokens
-        self.heard.append((list(tokens), finish, list(logp), version))
+        self.heard.append((tokens, finish, logp, version))  # nobody may change them later
         self.turns.append(Turn(begin=begin, end=len(self.stream), finish=finish, reward=float(len(self.turns))))
         return self.world.later(self, self.reply)
 

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
-from groupwise.algorithms.registry import corrected, resolve
+from groupwise.algorithms.registry import ALGORITHMS, corrected, resolve
 from groupwise.cli import commands
 from groupwise.config.recipes import parse_stages
 from groupwise.config.schema import lookup, settings_table
@@ -27,18 +28,21 @@ from groupwise.config.settings import GroupSettings, OptimizerSettings, RewardSe
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.models.policy import Policy, make_policy
 from groupwise.models.scratch import scratch_model
-from groupwise.records import Prompt, Sampling, Scored
+from groupwise.models.shape import Shape
+from groupwise.records import Prompt, Sampling, Scored, Step
 from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.sampling import stream_keys, uniforms
 from groupwise.runs.progress import FLAGS
+from groupwise.training.limits import Ceiling, Meter
+from groupwise.training.metric_table import METRICS, find
 from groupwise.training.metrics import measure
 from groupwise.training.online import improve, train_online, weigh, with_reference
 from groupwise.training.optimizer import Optimizer
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.glob("*.md"), *ROOT.glob("README.md")])
+PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("algorithms/*.md"), ROOT / "README.md", ROOT / "SECURITY.md"])
 SLOW: set[str] = set()
 """Pages whose code takes more than a few seconds."""
 
@@ -120,6 +124,8 @@ STAND_INS = {
     "my_rewards.py": "def short(completions, **_):\n    return [-float(len(text)) for text in completions]\n",
 }
 """What recipes on the pages call the reader's own files."""
+MODEL = "runs/demo/sft/final"
+"""A checkpoint that an earlier command of the reader's has made."""
 BASE = """\
 objective: grpo
 steps: 3
@@ -129,11 +135,18 @@ rewards: [{function: accuracy}]
 """
 
 
+COMMANDS = yaml.safe_load((DOCS / "commands.yaml").read_text(encoding="utf-8"))
+"""Which test runs the commands of the pages, and why none does."""
+
+
 def as_command(block: Block) -> None:
-    """A command that is too long for a test is one that exists."""
+    """A command that is too long to be run here exists, and docs/commands.yaml says who runs it or why nobody does."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for line in block.text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
+        said = " ".join(line.partition(" #")[0].split())
+        if said and not said.startswith("#"):
+            assert any(re.fullmatch(row["match"], said) for row in COMMANDS), f"docs/commands.yaml says nothing of {said!r}"
         if words[:1] == ["make"]:
             assert all(f"\n{target}:" in makefile for target in words[1:] if "=" not in target), line
         elif words[:1] == ["groupwise"]:
@@ -149,6 +162,8 @@ def test_every_code_block_of_a_page_is_true(
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     for name, text in STAND_INS.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / MODEL).mkdir(parents=True)
+    (tmp_path / MODEL / "config.json").write_text('{"model_type": "qwen3"}', encoding="utf-8")
     names: dict[str, Any] = {"__name__": "page"}
     for block in blocks(path):
         if block.file is not None:
@@ -168,11 +183,18 @@ def test_every_code_block_of_a_page_is_true(
                 assert language == "text", f"{path.name}:{block.line}: nothing can check a block of {language!r}"
 
 
+def test_what_commands_are_run_by_is_there() -> None:
+    for row in COMMANDS:
+        assert ("run" in row) != ("not_run" in row), row
+        for path in re.findall(r"tests/[\w/.]+", row.get("run", "")):
+            assert (ROOT / path).exists(), path
+
+
 def test_pages_have_code_to_check() -> None:
     """The test above would pass on pages whose blocks it does not see."""
     assert {path.name for path in PAGES if any(block.language == "python" for block in blocks(path))} >= {
-        "from-trl.md", "grpo.md", "monitoring.md", "own-loop.md", "own-parts.md", "packing.md", "python.md",
-        "rewards.md", "weights.md",
+        "batches.md", "data.md", "environments.md", "first-hour.md", "from-trl.md", "grpo.md", "kl.md", "monitoring.md",
+        "own-loop.md", "own-parts.md", "packing.md", "python.md", "rewards.md", "weights.md",
     }  # fmt: skip
 
 
@@ -204,7 +226,7 @@ def test_pages_name_settings_that_exist() -> None:
     sections = {key for key, setting in settings_table().items() if setting.section}
     for path in PAGES:
         for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)`", path.read_text(encoding="utf-8")):
-            if key.partition(".")[0] in sections and not key.endswith((".md", ".py")):
+            if key.partition(".")[0] in sections and not key.endswith((".md", ".py", ".json")):
                 assert lookup(key) is not None, f"{path.name}: {key}"
 
 
@@ -258,10 +280,65 @@ def test_the_page_explains_every_metric_of_a_step(scored_group: Callable[..., Sc
     for rollout in groups[0].rollouts:  # the other group was drawn by older weights
         rollout.version[:] = 1
     found = measure(groups, [taken], algorithm, drawn=2, minibatches=1, seconds={"rollout": 1.0}, version=1)
-    listed = {name for row in cells("monitoring.md", 3) for name in re.findall(r"`([^`]+)`", row[0])}
-    shown = {re.sub(r"^rewards/r/", "rewards/NAME/", name) for name in found}
-    several = {name for name in listed if name.startswith("ranks/")}  # only where there are several processes
-    assert shown == listed - several, shown ^ listed
+    shape = Shape.of_policy(policy)
+    metered = Meter(shape=shape, ceiling=Ceiling(1e9, 1e9)).read(Step(number=1, metrics=found, groups=groups))
+    found = {**metered.metrics, **{f"time/{name}": seconds for name, seconds in metered.timings.items()}}
+    missing = [name for name in found if find(name) is None]
+    assert not missing, f"training/metric_table.py has no row for {missing}"
+    rewritten = {section.title: section for section in METRICS}
+    online = (
+        "Rewards",
+        "Completions",
+        "The policy and how far an update moved it",
+        "Critic and teacher",
+        "Sampler against trainer",
+    )
+    stale = [
+        row.name for title in online for row in rewritten[title].metrics
+        if row.name != "mismatch/bounded" and not any(row.matches(name) for name in found)
+    ]  # fmt: skip
+    assert not stale, f"nobody writes {stale}"
+
+
+TINY = """\
+seed: 1
+runs: runs
+model: {scratch: {hidden: 16, heads: 2, layers: 1, context: 200, tokenizer: "bpe:300"}}
+data: {task: preferences, limit: 60, eval_limit: 4, template: "{instruction} {input}"}
+eval: {every: 1, k: 2, batches: 2}
+stages:
+  sft: {objective: sft, steps: 1, batch_size: 4}
+  reward: {objective: reward, steps: 1, batch_size: 4, model: {path: "stage:sft", scratch: null}}
+  dpo: {objective: dpo, steps: 1, batch_size: 4, model: {path: "stage:sft", scratch: null}}
+  grpo:
+    objective: grpo
+    steps: 2
+    model: {path: "stage:sft", scratch: null}
+    rewards: [{function: repetition, weight: -1.0}]
+    rollout: {max_new_tokens: 8}
+    group: {prompts_per_step: 2, group_size: 3, beta: 0.01, updates_per_rollout: 2}
+"""
+
+
+def test_every_key_of_a_real_runs_log_has_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(TINY, encoding="utf-8")
+    assert commands.main(["train", "tiny.yaml"]) == 0
+    logs = sorted(tmp_path.glob("runs/**/metrics.jsonl"))
+    assert len(logs) == 4
+    keys = {key for log in logs for line in log.read_text(encoding="utf-8").splitlines() for key in json.loads(line)}
+    assert {"eval/greedy", "kl", "accuracy", "nll", "time/rollout"} <= keys
+    missing = sorted(key for key in keys if find(key) is None)
+    assert not missing, f"training/metric_table.py has no row for {missing}"
+
+
+def test_every_algorithm_says_when_to_choose_it() -> None:
+    notes = yaml.safe_load((DOCS / "algorithms" / "notes.yaml").read_text(encoding="utf-8"))
+    assert list(notes) == list(ALGORITHMS)
+    assert all(set(row) == {"paper", "peers", "choose"} and all(row.values()) for row in notes.values())
+    chosen = (DOCS / "choosing.md").read_text(encoding="utf-8")
+    for name in ("grpo", "dapo", "gspo", "rloo", "ppo", "distill"):
+        assert f"algorithms/{name}.md" in chosen
 
 
 def test_the_glossary_has_every_word_that_names_are_made_of() -> None:

@@ -146,7 +146,9 @@ def test_what_runs_inside_vllm_imports_nothing_of_ours() -> None:
     assert not own_imports(PLUGIN)
 
 
-@pytest.mark.parametrize("module", ["peft", "tensorboard", "vllm", "wandb", "math_verify", "datasets", "pyarrow", "xxhash"])
+@pytest.mark.parametrize(
+    "module", ["peft", "tensorboard", "vllm", "wandb", "mlflow", "trackio", "math_verify", "datasets", "pyarrow", "xxhash"]
+)
 def test_optional_and_heavy_dependencies_have_one_home(module: str) -> None:
     homes = {name for name in FILES if any(found.split(".")[0] == module for found in imports(name))}
     limit = {"pyarrow": 7, "datasets": 1, "vllm": 2}.get(module, 1)

@@ -53,7 +53,7 @@ def test_a_template_that_rewrites_the_past_is_said(check: Callable) -> None:
         "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     _, text = check(model={"scratch": {"hidden": 32, "layers": 2, "heads": 4, "context": 96}, "chat_template": template})
-    assert "note  turns       the template writes the past otherwise once a conversation goes on" in text
+    assert "note  turns       the template writes the past otherwise once a conversation continues" in text
     assert "; user after an answer: rewrites ('" in text and "<|assistant|><think></thi" in text
 
 

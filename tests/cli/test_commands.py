@@ -271,7 +271,7 @@ def test_c8_ctrl_c_is_friendly(calls: list, capsys: pytest.CaptureFixture[str], 
 
     monkeypatch.setattr(sys.modules["groupwise.runs.run"], "train_recipe", interrupt)
     assert commands.main(["train", "r.yaml"]) == 130
-    assert capsys.readouterr().err == "\ninterrupted; the same command goes on from the last checkpoint\n"
+    assert capsys.readouterr().err == "\ninterrupted; the same command continues from the last checkpoint\n"
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:

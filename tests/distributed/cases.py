@@ -43,6 +43,7 @@ from groupwise.records import Layout, Prompt, Rollout, Sampling, Scored
 from groupwise.runs import checkpoint
 from groupwise.runs.build import make_engine
 from groupwise.runs.engines import mixed_engine
+from groupwise.runs.folder import choose_folder
 from groupwise.runs.policies import hold
 from groupwise.runs.run import Run, train
 from groupwise.runs.saving import reader
@@ -251,6 +252,19 @@ def whole_run(path: str, overrides: Sequence[str] = (), stop: int | None = None)
             steps.close()  # type: ignore[attr-defined]
             break
     return {"steps": seen}
+
+
+def several_sizes(path: str, spread_from: int) -> dict[str, Any]:
+    """A recipe to its end, with models spread from so many parameters on; whether its policy was."""
+    before, comm.SHARDED_FROM = comm.SHARDED_FROM, spread_from
+    try:
+        recipe = load_recipe(path)
+        with Run(recipe, comm.from_first(lambda: choose_folder(recipe))) as run, comm.peers():
+            for _ in run.steps():
+                pass
+            return {"spread": run.job.policy.sharded}
+    finally:
+        comm.SHARDED_FROM = before
 
 
 def logits_of(policy: Policy) -> np.ndarray:

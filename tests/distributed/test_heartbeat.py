@@ -92,7 +92,7 @@ def test_p07_the_silent_one_is_named_and_all_end(ended: Callable, stop: threadin
     store.kept |= {"place/2": FAR, "pulse/2": "5"}
     code, said = ended(Watch(store, 0, 3, lambda: "go on like this", beat=0.02))
     assert code == PeerError.exit_code
-    assert said.startswith("rank 0: PeerError: rank 2 (process 77 on node-b) has given no sign of life for 0 s")
+    assert said.startswith("rank 0: PeerError: rank 2 (process 77 on node-b) has sent no heartbeat for 0 s")
     assert said.endswith("; go on like this")
     assert store.kept["verdict"] == "2"
     # The others follow, without a word of their own.

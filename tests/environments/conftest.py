@@ -20,6 +20,8 @@ from groupwise.records import Finish, Prompt
 from groupwise.runs.worlds import make_source, tools_of
 
 HERE = Path(__file__).parent
+collect_ignore_glob = ["*/files/*", "files/*"]
+"""What users and adapters bring; tests name it."""
 
 
 def _module(name: str, path: Path) -> ModuleType:

@@ -160,7 +160,8 @@ def test_trap_9_a_turn_that_was_cut_is_not_carried_out(table: Callable[..., Any]
 def test_trap_5_arguments_reach_the_tool_as_they_were_written(table: Callable[..., Any]) -> None:
     """Booleans, null, 1e5, letters of every kind and the order of keys; the turn's ids are not looked at again."""
     at = table(tools=("my_tools.py:echo",), runs="thread")
-    written = '<tool_call>{"arguments": {"number": 1e5, "value": "é漢\\n\\u00e9", "nothing": null, "flag": false}, "name":"echo"}</tool_call>'
+    arguments = '{"number": 1e5, "value": "é漢\\n\\u00e9", "nothing": null, "flag": false}'
+    written = f'<tool_call>{{"arguments": {arguments}, "name":"echo"}}</tool_call>'
     talk, _ = at.begin()
     at.say(talk, written)
     (turn,) = talk.close(Finish.LENGTH).turns
@@ -172,7 +173,9 @@ def test_trap_5_arguments_reach_the_tool_as_they_were_written(table: Callable[..
 
 
 @BOTH
-def test_a_trl_environment_runs_unchanged(table: Callable[..., Any], runs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trl_environment_runs_unchanged(
+    table: Callable[..., Any], runs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     closed = tmp_path / "closed"
     monkeypatch.setenv("CLOSED", str(closed))
     at = table(factory="my_tools.py:Counter", runs=runs)
@@ -281,7 +284,7 @@ def test_environments_are_selected_by_their_column(table: Callable[..., Any]) ->
     talk, _ = at.begin(environment="guess", secret=1)
     assert at.say(talk, "1").finish is Finish.DONE
     assert talk.close(Finish.DONE).environment == "guess"
-    with pytest.raises(DataError, match="no column 'environment'; environment.factory has: count, guess"):
+    with pytest.raises(DataError, match=r"no column 'environment'; environment\.factory has: count, guess"):
         at.begin()
 
 

@@ -1,4 +1,4 @@
-"""1,000 random conversations: whatever a template does to the past, what was sampled keeps its ids, and what it writes is its own."""
+"""1,000 random conversations: whatever a template does to the past, what was sampled keeps its ids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,20 @@ from groupwise.data.rendering import Chat, render_chats
 from groupwise.data.tokenizers import bpe_tokenizer
 from groupwise.records import Finish
 
-TEXTS = ("Ja.", "", "x = 1\n\n", " 漢字 é", "😀", "a  b", "<|im_end|>", "</tool_call>", "<think>", "{\"a\": [1, null]}", "zq7mark", "4")
+TEXTS = (
+    "Ja.",
+    "",
+    "x = 1\n\n",
+    " 漢字 é",
+    "😀",
+    "a  b",
+    "<|im_end|>",
+    "</tool_call>",
+    "<think>",
+    '{"a": [1, null]}',
+    "zq7mark",
+    "4",
+)
 VALUES: tuple[Any, ...] = ("x", "é漢", False, True, None, 1e5, 0, -1.5, [1, "a"], {"b": 1, "a": None}, "<|call|>", 'quo"te\n')
 ENDS = {"keeps": "<|im_end|>", "forgets": "<|im_end|>", "bare": "<|eot_id|>", "channels": "<|call|>"}
 
@@ -99,7 +112,11 @@ def test_trap_1_scored_ids_are_sampled_ids(table: Callable[..., Any], name: str,
                 own += sum(_longest(stream, one) for _, one in written)
                 spoken = [one for one in talk._written if isinstance(one, Written)]
                 for one in spoken:
-                    if set(one.message) == {"role", "content"} and name in ("keeps", "forgets", "bare") and "<" not in str(one.message):
+                    if (
+                        set(one.message) == {"role", "content"}
+                        and name in ("keeps", "forgets", "bare")
+                        and "<" not in str(one.message)
+                    ):
                         assert _longest(stream, one.tokens[:-1]) == len(one.tokens) - 1, one.message
                 _is_the_templates(stream, talk, turns, tokenizer)
         episode = talk.close(Finish.EOS)
@@ -150,7 +167,9 @@ def test_trap_4_an_empty_think_block_appears(table: Callable[..., Any]) -> None:
     """Qwen 3 writes one into a turn that is the last, and none once a result follows: the call keeps its ids either way."""
     at = table(template="forgets", tools=("my_tools.py:echo",), past="split", runs="thread", tokenizer=merging())
     talk, _ = at.begin()
-    ids = ragged(random.Random(0), at.ids('<tool_call>\n{"name": "echo", "arguments": {"value": "x"}}\n</tool_call><|im_end|>'), at.tokenizer)
+    ids = ragged(
+        random.Random(0), at.ids('<tool_call>\n{"name": "echo", "arguments": {"value": "x"}}\n</tool_call><|im_end|>'), at.tokenizer
+    )
     reply = talk.answer(ids, Finish.EOS, logp=[], version=0).result()
     prompt = at.prompt().tokens.tolist()
     stream = reply.context.tolist() if reply.context is not None else [*prompt, *ids, *reply.tokens.tolist()]

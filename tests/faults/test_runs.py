@@ -24,16 +24,18 @@ from groupwise.cli.commands import main
 from groupwise.config.recipes import load_recipe
 from groupwise.config.settings import ModelSettings
 from groupwise.data.sources import fingerprint
-from groupwise.errors import CheckpointError, ConfigError, DataError, Ended, RewardError, StorageError
+from groupwise.errors import CheckpointError, ConfigError, DataError, Ended, EngineError, RewardError, StorageError
 from groupwise.models.policy import load_policy
 from groupwise.ops.cpu import library
 from groupwise.records import Step
 from groupwise.rollout.native.engine import NativeEngine
+from groupwise.runs import build
 from groupwise.runs import folder as run_folder
 from groupwise.runs.checkpoint import latest, step_of
 from groupwise.runs.folder import RunLog, finished, unfinished
 from groupwise.runs.inputs import check_inputs, record_inputs
-from groupwise.runs.run import train
+from groupwise.runs.run import Run, train
+from groupwise.runs.saving import Saver
 from groupwise.training import evaluate
 from groupwise.utils import files
 
@@ -269,13 +271,13 @@ def test_a_folder_is_replaced_as_a_whole(stop: int, tmp_path: Path, monkeypatch:
 # ---------------------------------------------------------------- finished, and not
 
 
-@pytest.mark.fault("C15", "a finished run of 2 steps, again with steps=4", "it goes on to step 4, as if never finished")
+@pytest.mark.fault("C15", "a finished run of 2 steps, again with steps=4", "it continues to step 4, as if never finished")
 def test_c15_more_steps_train_on(recipe: Callable, capsys: pytest.CaptureFixture[str], record_property: Callable) -> None:
     straight = finish(recipe("straight"))
     path = recipe("r", steps=2)
     finish(path)
     record_property("exit", main(["train", str(path), "steps=4", "--quiet"]))
-    assert "finished at step 2; it goes on to step 4" in capsys.readouterr().out
+    assert "finished at step 2; it continues to step 4" in capsys.readouterr().out
     assert finished(Path("runs/r")) == 4
     assert [line["step"] for line in lines(Path("runs/r"))] == [1, 2, 3, 4]
     assert same(Path("runs/r"), straight)
@@ -347,7 +349,7 @@ def test_c16_no_step_stands_twice(recipe: Callable) -> None:
 def test_c19_an_evaluation_that_was_broken_off_is_made_up(
     at: int, recipe: Callable, monkeypatch: pytest.MonkeyPatch, record_property: Callable
 ) -> None:
-    changes = {"eval": {"every": 2, "k": 2, "at_start": False}, "save": {"every": 0, "tensorboard": True}}
+    changes = {"eval": {"every": 2, "k": 2, "at_start": False}, "save": {"every": 0, "report_to": ["tensorboard"]}}
     straight, path = finish(recipe("straight", **changes)), recipe("broken", **changes)
     complete, calls = evaluate._complete, [0]
 
@@ -373,6 +375,90 @@ def test_c19_an_evaluation_that_was_broken_off_is_made_up(
     assert [any(key.startswith("eval/") for key in line) for line in found] == [False, True, False, True]
 
 
+def test_a_process_that_is_told_during_an_evaluation_saves_without_the_others(
+    recipe: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are still evaluating: what they send would be taken for an answer about the save that is due behind this step."""
+    path, saves = recipe("r", eval={"every": 2, "k": 2, "at_start": False}, save={"every": 1}), []
+    save = Saver.save
+
+    def told(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    def watched(self: Saver, step: int, state: Any, *, alone: bool = False) -> None:
+        saves.append((step, alone))
+        save(self, step, state, alone=alone)
+
+    monkeypatch.setattr(Saver, "save", watched)
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "_complete", told)
+        with pytest.raises(KeyboardInterrupt):
+            finish(path)
+    assert saves == [(1, False), (2, True)]
+    assert saved(Path("runs/r")) == 2
+
+
+# ---------------------------------------------------------------- what was started ends
+
+
+def workers_of(run: int) -> list[str]:
+    """Commands of the living processes below a process."""
+    table = subprocess.run(["ps", "-eo", "pid=,ppid=,stat=,args="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 3) for line in table.splitlines()]
+    return [row[3] for row in rows if int(row[1]) == run and row[2][0] != "Z" and not row[3].startswith("ps ")]
+
+
+@pytest.mark.parametrize("where", ["make_learner", "make_engine", "_check_credit", "_judges"])
+def test_a_job_that_cannot_be_put_together_leaves_no_worker(where: str, recipe: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would end them before the program's end: a notebook goes on."""
+    kept: list[Any] = []  # as a traceback that somebody holds on to keeps what was made
+    make = build.build_rewards
+
+    def watched(*arguments: Any, **how: Any) -> Any:
+        kept.append(make(*arguments, **how))
+        return kept[-1]
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise ConfigError("it cannot be put together")
+
+    before = workers_of(os.getpid())
+    monkeypatch.setattr(build, "build_rewards", watched)
+    monkeypatch.setattr(build, where, refused)
+    with pytest.raises(ConfigError, match="cannot be put together"):
+        finish(recipe("r"))
+    assert kept
+    assert sorted(workers_of(os.getpid())) == sorted(before)
+
+
+def test_rewards_end_although_the_engine_does_not(recipe: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = workers_of(os.getpid())
+
+    def failing(_: Any) -> None:
+        raise EngineError("the server does not answer")
+
+    monkeypatch.setattr(NativeEngine, "close", failing)
+    run = Run(load_recipe(recipe("r", steps=1)), Path("runs/r"))
+    with pytest.raises(EngineError, match="does not answer"), run:
+        list(run.steps())
+    assert sorted(workers_of(os.getpid())) == sorted(before)
+    Run(load_recipe(recipe("r", steps=1)), Path("runs/r")).lock.release()  # type: ignore[union-attr]
+
+
+def test_a_save_that_fails_beside_an_error_holds_nothing_back(recipe: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = workers_of(os.getpid())
+    run = Run(load_recipe(recipe("r")), Path("runs/r"))
+
+    def lost() -> None:
+        raise RuntimeError("connection closed by peer")
+
+    run.saver.wait = lost  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="the error itself"), run:
+        raise ValueError("the error itself")
+    assert sorted(workers_of(os.getpid())) == sorted(before)
+    Run(load_recipe(recipe("r")), Path("runs/r")).lock.release()  # type: ignore[union-attr]
+
+
+# ---------------------------------------------------------------- folders that others have had
 # ---------------------------------------------------------------- folders that others have had
 
 
@@ -503,6 +589,30 @@ def test_a_stage_that_was_trained_again_is_noticed(recipe: Callable, tmp_path: P
     capsys.readouterr()
     assert main(["train", str(path), "--quiet", "stages.sft.seed=9"]) == ConfigError.exit_code
     assert "model.path runs/two/sft/final: the stage has been trained again" in capsys.readouterr().err
+
+
+def test_a_teacher_that_was_trained_again_is_noticed(recipe: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    stages = {
+        "sft": {"objective": "sft", "steps": 1, "batch_size": 4},
+        "distill": {"objective": "distill", "steps": 2, "rewards": [], "teacher": {"path": "stage:sft"}, "save": {"every": 1}},
+    }
+    path = recipe("two", stages=stages)
+    assert main(["train", str(path), "--quiet", "stages.distill.steps=1"]) == 0
+    shutil.rmtree("runs/two/sft")
+    capsys.readouterr()
+    assert main(["train", str(path), "--quiet", "stages.sft.seed=9"]) == ConfigError.exit_code
+    assert "teacher.path runs/two/sft/final: the stage has been trained again" in capsys.readouterr().err
+
+
+def test_demonstrations_that_changed_are_noticed(recipe: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = tmp_path / "shown.jsonl"
+    shown.write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
+    teacher = {"hint": "{answer} ", "demonstrations": {"path": "shown.jsonl", "rows": 1}}
+    path = recipe("r", objective="distill", rewards=[], teacher=teacher, save={"every": 1})
+    next(iter(train(load_recipe(path))))
+    shown.write_text(json.dumps({"prompt": "1+1=", "completion": "3"}) + "\n")
+    assert main(["train", str(path)]) == ConfigError.exit_code
+    assert "teacher.demonstrations.path shown.jsonl: its content has changed" in capsys.readouterr().err
 
 
 @pytest.mark.fault("C9f", "a data set of the hub has a new revision", "ConfigError: both fingerprints")

@@ -24,7 +24,7 @@ spec.loader.exec_module(families)
 
 VERSION, ROWS = families.read_table()
 INSTALLED = transformers.__version__
-ALWAYS = {*families.NAMED, "phi3, longrope", "qwen2, windows", "mixtral, router loss"}
+ALWAYS = {*families.NAMED, "phi3, longrope", "qwen2, windows", "mixtral, router loss", "minicpm3", "whisper"}
 
 
 def names() -> list[Any]:

@@ -1,4 +1,20 @@
-"""The probe at load finds what a run would do otherwise than the model itself; and what it once found is right now."""
+"""The probe at load finds what a run would do otherwise than the model itself; and what it once found is right now.
+
+Faults that a sweep over all architectures found once, and the tests that fail with them:
+
+D1, D4  windows that a family keeps in its configuration or only in its masks (Mistral, Mixtral, PhiMoE):
+        test_windows_hold_in_training_wherever_a_family_keeps_them
+D2      frequencies that depend on the length (Phi-3, dynamic NTK): test_frequencies_are_those_of_each_sequences_own_length,
+        test_what_is_sampled_does_not_depend_on_a_long_neighbour_and_stays_within_its_frequencies
+D3      dropout in layers that are computed again (OPT, BioGPT): test_nothing_is_dropped_however_a_family_spells_it
+D5      the loss that balances experts: test_the_loss_that_balances_experts_does_not_depend_on_how_a_step_is_cut
+D6      views that are changed in place, without the kernels: test_fused.py, test_who_listens_to_a_norm_hears_it
+D7      hh_rlhf as published: tests/faults/test_data.py, marked D7, and tests/data/test_published.py
+D8      untidy ends: test_families_that_ended_untidily_are_right, test_a_family_that_works_on_its_masks_is_refused_in_words; the
+        length cap's warning: tests/runs/test_progress.py, test_more_than_half_of_the_completions_cut_off_is_said
+D9      the off-policy mask where the sampler is not the trainer: tests/training/test_correction.py,
+        test_the_off_policy_mask_compares_with_the_engine_that_sampled
+"""
 
 from __future__ import annotations
 

@@ -308,20 +308,6 @@ def test_environment_says_what_ran() -> None:
     assert found["memory_bytes"] > 1 << 28
 
 
-def test_tensorboard_holds_each_step_once(recipe: Recipe, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    recipe = dataclasses.replace(recipe, save=SaveSettings(tensorboard=True))
-    written(tmp_path, recipe, range(1, 6))
-    written(tmp_path, recipe, range(4, 7), done=3)
-    board = EventAccumulator(str(tmp_path / "tensorboard"))
-    board.Reload()
-    assert [(event.step, round(event.value, 4)) for event in board.Scalars("reward")] == [
-        (n, round(0.1 * n, 4)) for n in range(1, 7)
-    ]
-
-
 # ---------------------------------------------------------------- the lock
 
 HOLDER = (

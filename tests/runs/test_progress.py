@@ -154,6 +154,12 @@ def test_health_flags() -> None:
     assert flags([bad] * 20 + [good] * 10) == []  # what is over is over
 
 
+def test_more_than_half_of_the_completions_cut_off_is_said() -> None:
+    """A policy that half of the time is not allowed to end learns to be short, or nothing."""
+    assert [line.split()[0] for line in flags([{"completions/clipped_ratio": 0.55}])] == ["completions/clipped_ratio"]
+    assert flags([{"completions/clipped_ratio": 0.45}]) == []
+
+
 def test_duration() -> None:
     assert [duration(seconds) for seconds in (0.4, 59.4, 59.6, 3599, 3600, 90_061)] == [
         "0s",

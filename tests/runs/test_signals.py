@@ -250,7 +250,7 @@ def test_c7_a_reward_that_never_returns_does_not_hold_the_end(recipe: Callable, 
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=240)  # the call would take an hour
     assert process.returncode == 143, output
-    named = re.search(r"ended by SIGTERM; the last checkpoint is (\S+); the same command goes on from there", output)
+    named = re.search(r"ended by SIGTERM; the last checkpoint is (\S+); the same command continues from there", output)
     assert named, output
     assert step_of(Path(named[1])) == done == step_of(latest(folder(path)) or Path("0"))
     mark.unlink()

@@ -26,7 +26,7 @@ from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy, read_blueprint
 from groupwise.models.reward_head import make_scorer
-from groupwise.records import Scored
+from groupwise.records import Batch, Scored
 from groupwise.runs import policies
 from groupwise.runs.run import train
 from groupwise.training import critics, metrics
@@ -227,6 +227,29 @@ def test_the_step_of_improve_takes_both_gradients(tiny_policy: Callable, groups:
     assert moved[True] != pytest.approx(moved[False], rel=1e-3), "the value loss reaches the backbone that is shared"
 
 
+def test_what_fitted_into_memory_for_the_critic_is_remembered(
+    tiny_policy: Callable, groups: list[Scored], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else every further step would run out of memory again before it learns."""
+    policy, algorithm = tiny_policy(scale=2.0), resolve("ppo", GroupSettings(group_size=4), 12)
+    critic = Critic.of(scorer_of(policy, tmp_path), CriticSettings(lr=1e-2), OptimizerSettings(), 4)
+    scored = with_values(groups, critic, algorithm, 100)
+    samples = weigh(scored, algorithm.credit(scored), algorithm)
+    loss, seen = critics.Critic.loss, []
+
+    def limited(self: Critic, batch: Batch, value_M: torch.Tensor) -> torch.Tensor:
+        seen.append(batch.layout.total)
+        if batch.layout.total > 50:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return loss(self, batch, value_M)
+
+    monkeypatch.setattr(critics.Critic, "loss", limited)
+    optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-2), 4)
+    assert improve(policy, algorithm, samples, optimizer, budget=100, critic=critic).budget <= 50
+    assert (optimizer.taken, critic.optimizer.taken) == (1, 1)
+    assert max(seen) > 50
+
+
 def test_pretraining_leaves_the_policy_as_it_is(tiny_policy: Callable, groups: list[Scored]) -> None:
     policy, algorithm = tiny_policy(scale=2.0), resolve("ppo", GroupSettings(group_size=4), 12)
     critic = settled(Critic.on(policy, CriticSettings(lr=1e-2), OptimizerSettings(), 30))
@@ -304,6 +327,7 @@ def test_a_critic_with_other_tokens_is_refused(tmp_path: Path, write_recipe: Cal
         ({"objective": "grpo", "critic": {"clip": 0.1}}, "critic is for credits that ask one: objective ppo, or group.credit: gae"),
         ({"critic": {"pretrain": 4}}, r"critic.pretrain \(4\) leaves none of the 4 steps"),
         ({"critic": {"path": "./nowhere"}}, "critic.path: no such folder"),
+        ({"critic": {"pretrain": 2}, "optimizer": {"warmup_steps": 9}}, r"warmup_steps \(9\) is more than all 8 optimizer steps"),
         ({"critic": {"path": "stage:sft"}}, "no stage 'sft' runs before this one"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable
@@ -17,17 +18,18 @@ from safetensors.torch import load_file
 from groupwise.algorithms import advantages
 from groupwise.algorithms.registry import resolve
 from groupwise.config.recipes import load_recipe
-from groupwise.config.settings import GroupSettings, OptimizerSettings
+from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.data.demonstrations import Demonstration
 from groupwise.data.packing import pack
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.attention import plain_attention
-from groupwise.models.policy import Policy
+from groupwise.models.policy import Policy, make_policy
 from groupwise.records import Prompt, Sample, Sampling, Scored
 from groupwise.rewards.compose import unjudged
 from groupwise.rollout.mixed import MixedEngine
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.run import train
+from groupwise.training.critics import Critic, with_values
 from groupwise.training.online import improve, policy_loss, weigh, with_scores
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.scoring import sample_of, score
@@ -219,6 +221,91 @@ def test_demonstrations_weigh_what_they_are_said_to(tiny_policy: Callable, group
     assert sum(sample.index < 0 for sample in found.samples) == 3
 
 
+def shown_alone(policy: Policy, teacher: Policy, samples: list[Sample], lm: float, divergence: float) -> float:
+    """What demonstrations add to a loss, one sequence at a time."""
+    tokens, total = sum(sample.completion.size for sample in samples), 0.0
+    for sample in samples:
+        log_q, log_p = (log_probs(one, sample.prompt, sample).detach() for one in (policy, teacher))
+        chosen = log_q.gather(1, torch.from_numpy(sample.completion)[:, None])
+        total += float(divergence * (log_q.exp() * (log_q - log_p)).sum() - lm * chosen.sum())
+    return total / tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("minillm", {}),  # its importance weights are of what was drawn
+        ("grpo", {"divergence": {"name": "jsd"}, "entropy_bonus": 0.05}),
+        ("grpo", {"divergence": {"name": "jsd"}, "entropy_bonus": 0.05, "entropy_quantile": 0.6}),
+    ],
+)
+def test_no_part_of_an_algorithm_is_about_demonstrations(
+    name: str, changes: dict, tiny_policy: Callable, scored_group: Callable
+) -> None:
+    policy, other = tiny_policy(dtype=F64, scale=2.0), tiny_policy(dtype=F64, scale=2.0, seed=3)
+    groups = [scored_group([1.0, 0.0, 0.5, 0.2], [4, 6, 3, 8])]
+    algorithm, plain = resolve(name, GroupSettings(group_size=4, **changes), 12), Teacher(policy=other)
+    groups = with_teacher(with_scores(groups, policy, 100), plain, 100)
+    samples = weigh(groups, algorithm.credit(groups), algorithm)
+    rows = [Demonstration(id=str(i), prompt=np.array([5, 6 + i]), completion=np.arange(7, 17 + i)) for i in range(5)]
+    shown = Demonstrations(rows=rows, count=4, lm=0.5, divergence=0.25)
+    losses = []
+    for teacher in (plain, replace(plain, demonstrations=shown)):
+        own = replace(policy, model=copy.deepcopy(policy.model))
+        optimizer = Optimizer(own.model, OptimizerSettings(lr=1e-3), 2)
+        losses.append(improve(own, algorithm, samples, optimizer, budget=100, teacher=teacher).loss)
+    added = shown_alone(policy, other, shown.of(0), 0.5, 0.25)
+    assert losses[1] - losses[0] == pytest.approx(added, rel=1e-9)
+
+
+def test_a_critic_is_not_asked_about_demonstrations(tiny_policy: Callable, scored_group: Callable) -> None:
+    policy, other = tiny_policy(dtype=F64, scale=2.0), tiny_policy(dtype=F64, scale=2.0, seed=3)
+    algorithm = resolve("ppo", GroupSettings(group_size=3, divergence={"name": "jsd"}), 12)
+    critic = Critic.on(policy, CriticSettings(coefficient=0.5), OptimizerSettings(), 4)
+    torch.nn.init.constant_(critic.head.bias, 0.7)
+    groups = with_values([scored_group([1.0, 0.0, 0.5], [4, 6, 3])], critic, algorithm, 100)
+    samples = weigh(groups, algorithm.credit(groups), algorithm)
+    rows = [Demonstration(id="0", prompt=np.array([5, 6]), completion=np.arange(7, 17))]
+    shown = Demonstrations(rows=rows, count=1, lm=0.5, divergence=0.25).of(0)
+    whole, alone = (
+        torch.stack(
+            [
+                policy_loss(
+                    policy, algorithm, batch, entropy_tokens=1.0, critic=critic, teacher=Teacher(policy=other), samples=some
+                )[0]
+                for batch in pack(some, 1000, dtype=F64)
+            ]
+        ).sum()
+        for some in (with_demonstrations(samples, shown), samples)
+    )
+    assert float((whole - alone).detach()) == pytest.approx(shown_alone(policy, other, shown, 0.5, 0.25), rel=1e-9)
+
+
+def test_a_teacher_has_the_frequencies_of_each_length(tiny_policy: Callable, groups: list[Scored]) -> None:
+    """Its rotary embeddings depend on the length and the policy's do not: prompts that the policy shares, it may not."""
+    policy = tiny_policy(dtype=F64, scale=2.0)
+    model = tiny_policy(dtype=F64, scale=3.0, seed=3).model
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    config.max_position_embeddings = 12
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    other = make_policy(model, policy.tokenizer)
+    assert other.switches
+    assert not policy.switches
+    algorithm = resolve("distill", GroupSettings(group_size=4), 12)
+    samples = weigh(groups, algorithm.credit(groups), algorithm)
+    for teacher in (Teacher(policy=other), Teacher(policy=other, hint=lambda prompt: np.array([7, 8])).before(groups)):
+        expected = torch.zeros((), dtype=F64)
+        for sample, read in zip(samples, teacher.read(samples), strict=True):
+            log_q = log_probs(policy, sample.prompt, sample)
+            ids = torch.from_numpy(np.concatenate([read.prompt, read.completion[:-1]]))  # the last token is predicted alone
+            with plain_attention(other.model) as plain, torch.no_grad():
+                logits = plain(input_ids=ids[None], use_cache=False).logits[0, read.prompt.size - 1 :, : other.vocabulary]
+            log_p = (logits / sample.temperature).log_softmax(-1)
+            expected = expected + (torch.from_numpy(sample.weight) * (log_q.exp() * (log_q - log_p)).sum(-1)).sum()
+        torch.testing.assert_close(whole_loss(policy, algorithm, samples, teacher), expected, rtol=1e-9, atol=1e-11)
+
+
 # ---- sampling with a teacher's help
 
 
@@ -360,6 +447,10 @@ def test_a_teacher_with_padding_rows_is_taken(tmp_path: Path, write_recipe: Call
         ({"teacher": {"hint": "{answer}", "demonstrations": {"path": "x.jsonl"}}}, "teacher.demonstrations.path: no such file"),
         ({"objective": "minillm", "teacher": {"hint": "{answer}"}, "rollout": {"top_k": 5}}, "the teacher helps to sample"),
         ({"group": {"divergence": {"name": "jds"}}, "teacher": {"hint": "{answer}"}}, "did you mean jsd"),
+        (
+            {"teacher": {"ema": 0.05}, "model": {"path": None, "dtype": "bfloat16", "scratch": {"hidden": 32, "context": 96}}},
+            "teacher.ema 0.05 moves the teacher by less than bfloat16 weights can hold.*set model.dtype: autocast",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changes: dict, said: str, tmp_path: Path, write_recipe: Callable) -> None:

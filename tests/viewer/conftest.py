@@ -40,7 +40,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another run, with another configuration, of the same prompts."""
     return synthetic.make_run(
-        tmp_path_factory.mktemp("more") / "beta", 30, config="steps: 30\ngroup: {beta: 0.0}\n", evaluated=False
+        tmp_path_factory.mktemp("more") / "beta", 30, config="objective: grpo\nsteps: 30\ngroup: {beta: 0.0}\n", evaluated=False
     )
 
 
@@ -49,6 +49,35 @@ def hostile_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose completions try to be more than text."""
     texts = synthetic.HOSTILE
     return synthetic.make_run(tmp_path_factory.mktemp("bad") / "hostile", 2, groups=2, size=len(texts), texts=texts, prompts=2)
+
+
+SMALL = """
+objective: grpo
+name: small
+seed: 3
+steps: 2
+model: {scratch: {hidden: 32, heads: 4, context: 96, tokenizer: arithmetic}}
+data: {task: addition, limit: 64, eval_limit: 2}
+rewards: [{function: regex, args: {pattern: "[0-4]"}}]
+rollout: {max_new_tokens: 8}
+group: {prompts_per_step: 4, group_size: 4, updates_per_rollout: 2}
+optimizer: {lr: 0.05}
+eval: {k: 2, at_start: false}
+save: {every: 1}
+"""
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real run of two steps."""
+    from groupwise.config.recipes import parse_stages
+    from groupwise.runs.run import train
+
+    root = tmp_path_factory.mktemp("trained")
+    (recipe,) = parse_stages(SMALL + f"runs: {root}\n", "small.yaml").values()
+    for _ in train(recipe):
+        pass
+    return root / "small"
 
 
 @pytest.fixture

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from groupwise.data import vocabulary
+from groupwise.data.rollout_table import jsonable
 from groupwise.data.vocabulary import Vocabulary
-from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
+from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, Sampling, Scored, Step, ToolCall, Turn
 from groupwise.runs import folder as runlog
 from groupwise.runs import recorded
 
@@ -99,8 +101,10 @@ def make_step(
         current.append([r.behavior_logp + np.float32(1e-4) for r in rollouts])
         columns["weight"].append([np.full(len(r), 1 / len(r) / size) for r in rollouts])
         columns["entropy"].append([chance.random(len(r)).astype(np.float32) for r in rollouts])
-        columns["clipped"].append([(chance.random(len(r)) < 0.1 * clipped).astype(np.float32) for r in rollouts])
-        columns["last_logp"].append([r.behavior_logp + chance.normal(0, 0.1, len(r)).astype(np.float32) for r in rollouts])
+        moved = [chance.normal(0, 0.15, len(r)).astype(np.float32) for r in rollouts]
+        columns["last_logp"].append([r.behavior_logp + by for r, by in zip(rollouts, moved, strict=True)])
+        cut = [clipped & (by * np.sign(a) > 0) & (np.abs(np.exp(by) - 1) > 0.2) for by, a in zip(moved, advantage, strict=True)]
+        columns["clipped"].append([one.astype(np.float32) for one in cut])
     every = np.concatenate([group.reward for group in found])
     metrics = {
         "reward": float(every.mean()),
@@ -120,7 +124,12 @@ def make_step(
 
 
 def make_run(
-    folder: Path, steps: int = 12, *, config: str = "steps: 40\ngroup: {beta: 0.01}\n", evaluated: bool = True, **how: object
+    folder: Path,
+    steps: int = 12,
+    *,
+    config: str = "objective: grpo\nsteps: 40\ngroup: {beta: 0.01}\n",
+    evaluated: bool = True,
+    **how: object,
 ) -> Path:
     """A finished run folder of small steps."""
     folder.mkdir(parents=True)
@@ -138,11 +147,74 @@ def make_run(
     return folder
 
 
+def make_episodes(folder: Path, texts: Sequence[str] = ()) -> Path:
+    """A run whose completions are episodes: one with a tool that worked and one that failed, one out of time behind a split.
+
+    texts: what the world says, instead of harmless words.
+    """
+    make_run(folder, 1, evaluated=False, groups=1, size=2)
+    say = texts[0] if texts else "4"
+    prompt = Prompt(id="1/0", tokens=np.array([65]), text="What is 2 + 2?")
+
+    def rollout(index: int, parts: Sequence[tuple[str, bool]], finish: Finish, make: Callable[[list[int]], Episode]) -> Rollout:
+        pieces = [np.frombuffer(text.encode("utf-8", "backslashreplace"), np.uint8).astype(np.int64) for text, _ in parts]
+        ends = np.cumsum([piece.size for piece in pieces]).tolist()
+        ids = np.concatenate(pieces)
+        trained = np.concatenate([np.full(piece.size, own) for piece, (_, own) in zip(pieces, parts, strict=True)])
+        return Rollout(
+            prompt=prompt, index=index, tokens=ids, behavior_logp=np.full(ids.size, -0.5, np.float32), finish=finish,
+            eos_ids=(256,), sampling=Sampling(), text="".join(text for text, _ in parts), trained=trained, episode=make([0, *ends]),
+        )  # fmt: skip
+
+    def worked(at: list[int]) -> Episode:
+        calls = (
+            ToolCall(name="add", arguments='{"a": 2, "b": 2}', result=say, seconds=0.25),
+            ToolCall(name="divide", arguments='{"a": 1, "b": 0}', result="division by zero", seconds=0.5, failure="exception"),
+        )
+        turns = (
+            Turn(begin=0, end=at[1], finish=Finish.TOOL_CALLS, calls=calls, answer=say, seconds=1.0, truncated=True),
+            Turn(begin=at[2], end=at[3], finish=Finish.DONE, seconds=0.0, reward=1.0),
+        )
+        return Episode(turns=turns, environment="calculator", reward=1.0)
+
+    def late(at: list[int]) -> Episode:
+        turns = (
+            Turn(begin=0, end=at[1], finish=Finish.EOS, answer=say, seconds=30.0),
+            Turn(begin=at[2], end=at[3], finish=Finish.DEADLINE, seconds=2.0),
+        )
+        return Episode(turns=turns, branches=(Branch(begin=at[2], context=np.arange(1, 12)),), environment="calculator")
+
+    rollouts = (
+        rollout(0, [("call add and divide", True), (f"[{say}]", False), ("the answer is 4", True)], Finish.DONE, worked),
+        rollout(1, [("let me think", True), (f"[{say}]", False), ("still thinking", True)], Finish.DEADLINE, late),
+    )
+    reward = np.array([1.0, 0.0])
+    group = Scored(rollouts=rollouts, names=("accuracy",), rewards=reward[:, None], reward=reward)
+    columns = {"weight": [[np.where(one.trained, 0.1, 0.0) for one in rollouts]]}
+    advantages = [[np.full(len(one), 1.0 - 2 * i) for i, one in enumerate(rollouts)]]
+    step = Step(number=1, metrics={}, groups=[group], advantages=advantages, columns=columns)
+    recorded.write(folder / recorded.ROLLOUTS, step, folder.name)
+    file = folder / recorded.ROLLOUTS / "000001.parquet"
+    table = pq.read_table(file)
+    if "episode" not in table.column_names:
+        said = [json.dumps(jsonable(dataclasses.asdict(one.episode))) for one in rollouts]  # type: ignore[arg-type]
+        pq.write_table(table.append_column("episode", pa.array(said)), file)
+    return folder
+
+
 def add_step(folder: Path, number: int, **how: object) -> None:
     """One step more, as a run writes it: completions first, then the line."""
     step = make_step(number, **how)  # type: ignore[arg-type]
     recorded.write(folder / recorded.ROLLOUTS, step, folder.name)
-    line = {"step": number, **step.metrics, "time/rollout": 1.0, "wall": 1.7e9 + 10 * number}
+    limit = {
+        "limit/shared": 90.0,
+        "limit/dead": 20.0,
+        "limit/recomputed": 0.0,
+        "limit/useful": 0.75,
+        "limit/bytes_per_token": 2.5e6,
+    }
+    times = {"time/rollout": 1.0, "time/update": 3.0, "time/ideal": 1.0}
+    line = {"step": number, **step.metrics, **limit, **times, "wall": 1.7e9 + 10 * number}
     with open(folder / runlog.METRICS, "a", encoding="utf-8") as file:
         file.write(json.dumps({name: str(value) if value != value else value for name, value in line.items()}) + "\n")
 

@@ -246,6 +246,61 @@ def test_held_out_completions_stand_beside_those_of_training(viewer: Callable, r
     assert cards(page)
 
 
+def test_episodes_are_turns_with_their_tools_and_their_time(viewer: Callable, made: Any, tmp_path: Path, tab: Tab) -> None:
+    page = tab(viewer(made.make_episodes(tmp_path / "episodes")).address)
+    page.wait_for_selector("#c0 .turn")
+    assert page.locator("#c0 .turn.own > summary b").all_inner_texts() == ["turn 1", "turn 2"]
+    assert page.locator("#c0 .turn.own > .said").all_inner_texts() == ["call add and divide", "the answer is 4"]
+    assert page.locator("#c0 .turn.observed .said").inner_text() == "[4]"
+    assert page.locator("#c0 .turn.observed .t.untrained").count() == 3
+    calls = page.locator("#c0 .call").all_inner_texts()
+    assert ["add" in calls[0], '"b": 2' in calls[0], "0.250 s" in calls[0]] == [True] * 3
+    assert "exception" in calls[1]
+    widths = page.locator("#c0 .took .bar span").evaluate_all("all => all.map((one) => one.style.width)")
+    assert widths == ["25%", "50%", "25%"], "two calls, and what is left of the second"
+    assert "cut to the limit" in page.locator("#c0 .turn.observed").inner_text()
+    late = page.locator("#c1").inner_text()
+    assert "out of time" in late
+    assert "drawn behind 11 tokens of its own" in late
+    page.keyboard.press("1")
+    assert any(colours(page))
+    written = page.locator("#c0 .t.untrained").evaluate_all("all => all.map((one) => one.style.backgroundColor)")
+    assert not any(written), "nothing pushes what the policy did not write"
+    page.locator("#c0 .turn.own > summary").first.click()
+    page.locator("#c0 .text").focus()
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#c0 .turn.own").first.evaluate("one => one.open"), "the fold of the token that the keys go to opens"
+
+
+def test_what_the_world_says_is_text(viewer: Callable, made: Any, tmp_path: Path, tab: Tab) -> None:
+    page = tab(viewer(made.make_episodes(tmp_path / "hostile", texts=made.HOSTILE)).address)
+    page.wait_for_selector("#c0 .call")
+    page.wait_for_timeout(200)
+    assert page.evaluate("window.pwned") is None
+    assert "<script>window.pwned = 1</script>" in page.locator("#c0 .call").first.inner_text()
+
+
+def test_a_step_is_replayed_with_another_algorithm(viewer: Callable, trained: Path, tab: Tab) -> None:
+    page = tab(viewer(trained).address)
+    page.wait_for_selector(".card")
+    page.keyboard.press("p")
+    page.select_option('.replay select[name="objective"]', "dr_grpo")
+    page.locator('.replay button[type="submit"]').click()
+    page.wait_for_selector(".algorithm", timeout=120_000)
+    assert page.locator(".algorithm").inner_text().startswith("dr_grpo: ")
+    assert "set=objective%3Ddr_grpo" in page.url
+    page.wait_for_selector('.quantities button[aria-pressed="true"] >> text=Change')
+    changed = colours(page)
+    page.keyboard.press("8")
+    assert any(colours(page))
+    assert colours(page) != changed
+    again = tab(page.url)
+    again.wait_for_selector(".algorithm")
+    assert again.locator('.replay select[name="objective"]').input_value() == "dr_grpo"
+    again.get_by_role("button", name="Close").click()
+    until(again, "!location.hash.includes('replay')")
+
+
 @pytest.mark.parametrize("where", ["server", "report"])
 def test_hostile_completions_are_text(
     viewer: Callable, hostile_folder: Path, tab: Tab, tmp_path: Path, made: Any, where: str

@@ -17,7 +17,7 @@ from groupwise.runs import folder as runlog
 from groupwise.runs import recorded
 from groupwise.runs.progress import FLAGS
 from groupwise.utils import files
-from groupwise.viewer import health, questions
+from groupwise.viewer import groups, health, questions, replays
 from groupwise.viewer.groups import token_columns
 from groupwise.viewer.pages import Pages
 from groupwise.viewer.sources import open_source, open_sources
@@ -110,7 +110,7 @@ def test_the_shares_of_the_gradient_are_those_of_autograd(made: Any) -> None:
         "update/clipped": list(cut.astype(float)),
     }
     assert cut.any()
-    np.testing.assert_allclose(_gradient(row), logp.grad.abs().numpy(), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(_gradient(row, (0.2, 0.2)), logp.grad.abs().numpy(), rtol=1e-9, atol=1e-12)
 
 
 def test_long_completions_come_in_parts_that_fit_together(made: Any, tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_every_flag_of_a_run_has_its_words() -> None:
 
 
 def test_every_answer_is_json(pages: Pages) -> None:
-    for name in pages.known:
+    for name in pages.known.keys() - {"replay"}:  # the steps of a made-up run cannot be computed again
         asked = {"run": "0", "step": "7", "group": "1", "index": "0", "begin": "2", "key": "x"}
         json.dumps(pages.answer(name, asked), allow_nan=False)
 
@@ -353,3 +353,156 @@ def test_what_is_no_run_is_refused_with_a_remedy(tmp_path: Path, run_folder: Pat
 
 def test_a_folder_of_stages_is_its_stages(run_folder: Path) -> None:
     assert [source.name for source in open_sources([run_folder.parent])] == ["alpha"]
+
+
+# ---------------------------------------------------------------- where the work goes
+
+
+def test_the_table_of_work_is_the_mean_of_the_last_steps(pages: Pages) -> None:
+    rows = {row["metric"]: row for row in pages.answer("health", {"run": "0"})["work"]}
+    assert rows["limit/useful"]["value"] == 0.75
+    assert rows["time/update"]["share"] == 0.75
+    assert rows["time/ideal"]["share"] == 0.25
+    assert list(rows)[-1] == "time/ideal"
+    assert health.work([{"time/waiting/rank0": 1.0, "time/rollout": 1.0}])[0]["share"] == 1.0, "waiting is a part of the phases"
+    assert health.work([{"loss": 1.0}]) == []
+
+
+# ---------------------------------------------------------------- replays
+
+
+def test_the_gradient_is_shown_only_where_its_formula_is_right() -> None:
+    right = {"objective": "grpo"}
+    assert groups.clip_of(right) == (0.2, 0.2)
+    assert groups.clip_of({**right, "group.surrogate.name": "clipped", "group.surrogate.high": 0.28}) == (0.2, 0.28)
+    assert groups.clip_of({"objective": "gspo", "group.ratio": "token", "group.surrogate": "clipped"}) == (0.2, 0.2)
+    for change in (
+        {"objective": "gspo"},
+        {"objective": "cispo"},
+        {"objective": None},
+        {"group.surrogate": "sapo"},
+        {"group.surrogate.dual": 3.0},
+        {"group.ratio": "sequence_mean"},
+        {"group.off_policy_delta": 0.1},
+        {"group.entropy_quantile": 0.8},
+        {"rollout.engine": "vllm"},
+        {"rollout.engine.name": "native", "rollout.engine.ahead": 1},
+    ):
+        assert groups.clip_of({**right, **change}) is None, change
+
+
+def test_the_objectives_of_that_formula_are_those_of_the_table() -> None:
+    from groupwise.algorithms import losses
+    from groupwise.algorithms.registry import ALGORITHMS
+
+    clipped = {
+        name: (round(1 - row.clip_range[0], 6), round(row.clip_range[1] - 1, 6))
+        for name, row in ALGORITHMS.items()
+        if getattr(row.surrogate, "func", row.surrogate) is losses.clipped and row.ratio is losses.token and row.divergence is None
+    }
+    assert clipped == groups.CLIPPED
+
+
+def test_a_run_of_another_surrogate_has_no_gradient_until_it_is_replayed(made: Any, tmp_path: Path) -> None:
+    found = pages_of(made.make_run(tmp_path / "gspo", 2, config="objective: gspo\nsteps: 2\n"))
+    group = found.answer("group", {"run": "0", "step": "2", "group": "1"})
+    assert "gradient" not in group["quantities"]
+    assert all("gradient" not in completion["columns"] for completion in group["completions"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "objective=os:system",
+        "objective=my_code:row",
+        "group.surrogate=evil:loss",
+        "group.surrogate={name: 'a:b'}",
+        "rewards.0.function=evil.py:f",
+        "model.path=/etc",
+        "group.filter=a:b",
+        "optimizer.lr=1",
+        "group.surrogate.high=__import__('os')",
+        "runs=/tmp",
+        "--reach",
+        "group.beta=$(id)",
+    ],
+)
+def test_a_replay_changes_nothing_but_what_is_listed(pages: Pages, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replays.subprocess, "run", lambda *_, **__: pytest.fail("something was started"))
+    with pytest.raises(DataError, match="a replay in the viewer changes objectives and parts"):
+        pages.answer("replay", {"run": "0", "step": "7", "group": "1", "set": change})
+
+
+@pytest.mark.parametrize("config", ["objective: mine:row\n", "objective: grpo\ngroup: {surrogate: {name: 'mine:loss'}}\n"])
+def test_a_recipe_with_code_of_its_own_is_not_replayed(
+    made: Any, tmp_path: Path, config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = pages_of(made.make_run(tmp_path / "own", 2, config=config))
+    monkeypatch.setattr(replays.subprocess, "run", lambda *_, **__: pytest.fail("something was started"))
+    assert found.answer("runs", {})["runs"][0]["replay"] is None
+    with pytest.raises(DataError, match="names code of the run's own"):
+        found.answer("replay", {"run": "0", "step": "2", "group": "1"})
+
+
+def test_a_replayed_group_holds_the_closed_form_of_the_recorded_and_the_changed(trained: Path) -> None:
+    from groupwise.runs.replay import replay
+
+    found = pages_of(trained)
+    place = found.answer("step", {"run": "0", "step": "2"})["groups"][0]["group"]
+    asked = {"run": "0", "step": "2", "group": str(place)}
+    plain = found.answer("replay", asked)
+    changed = found.answer("replay", {**asked, "set": "objective=dr_grpo;group.surrogate.high=0.3"})
+    expected = replay(trained, 2, ["objective=dr_grpo", "group.surrogate.high=0.3"], model=False)
+    assert expected.changed is not None
+    for answer, outcome in ((plain, expected.again), (changed, expected.changed)):
+        columns = [-column for column in outcome.column("gradient", last=True)[place]]
+        total = sum(np.abs(column).sum() for column in columns)
+        assert total > 0
+        for completion, column in zip(answer["completions"], columns, strict=True):
+            np.testing.assert_allclose(completion["replay"], column / total, rtol=2e-3, atol=1e-9)
+    assert plain["loss"][0] == pytest.approx(expected.again.loss, rel=1e-9)
+    assert changed["loss"] == pytest.approx([expected.again.loss, expected.changed.loss], rel=1e-9)
+    assert changed["algorithm"].startswith("dr_grpo: ")
+    one = changed["completions"][0]
+    np.testing.assert_allclose(one["change"], np.array(one["replay"]) - np.array(one["recorded"]), atol=2e-4)
+    assert plain["completions"][0]["change"] is None
+    # What the page shows without a replay is the size of the same: weight x |advantage| x ratio as the last update saw it.
+    shown = found.answer("group", asked)
+    for completion, own in zip(plain["completions"], shown["completions"], strict=True):
+        np.testing.assert_allclose(np.abs(completion["replay"]), own["columns"]["gradient"], atol=2e-4)
+    kept = len(found.replays._kept)
+    found.answer("replay", asked)
+    assert len(found.replays._kept) == kept, "from memory"
+
+
+def test_what_the_recipe_refuses_is_said(trained: Path) -> None:
+    with pytest.raises(DataError, match=r"high"):
+        pages_of(trained).answer("replay", {"run": "0", "step": "2", "group": "0", "set": "group.surrogate.high=-3"})
+    with pytest.raises(DataError, match="no group 99"):
+        pages_of(trained).answer("replay", {"run": "0", "step": "2", "group": "99"})
+
+
+# ---------------------------------------------------------------- episodes
+
+
+def test_an_episode_is_shown_turn_by_turn(made: Any, tmp_path: Path) -> None:
+    found = pages_of(made.make_episodes(tmp_path / "episodes"))
+    one, other = found.answer("group", {"run": "0", "step": "1", "group": "0"})["completions"]
+    turns = one["episode"]["turns"]
+    texts = ["".join(one["tokens"][turn["begin"] : turn["end"]]) for turn in turns]
+    assert texts == ["call add and divide", "the answer is 4"]
+    assert "".join(one["tokens"][turns[0]["end"] : turns[1]["begin"]]) == "[4]"
+    assert one["untrained"] == list(range(turns[0]["end"], turns[1]["begin"]))
+    assert [(call["name"], call["seconds"], call["failure"]) for call in turns[0]["calls"]] == [
+        ("add", 0.25, ""),
+        ("divide", 0.5, "exception"),
+    ]
+    assert (turns[0]["truncated"], turns[0]["seconds"], turns[1]["reward"]) == (True, 1.0, 1.0)
+    assert other["episode"]["branches"] == [{"begin": other["episode"]["turns"][1]["begin"], "context": 11}]
+    assert other["finish"] == other["episode"]["turns"][1]["finish"] == "deadline"
+
+
+def test_long_texts_of_an_episode_are_cut(made: Any, tmp_path: Path) -> None:
+    found = pages_of(made.make_episodes(tmp_path / "long", texts=["x" * 50_000]))
+    turn = found.answer("group", {"run": "0", "step": "1", "group": "0"})["completions"][0]["episode"]["turns"][0]
+    assert len(turn["answer"]) == len(turn["calls"][0]["result"]) == 6000

@@ -6,7 +6,8 @@ import http.client
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -142,11 +143,20 @@ def test_the_viewer_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
+@contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Whatever happens inside, nobody waits for the process for ever."""
+    try:
+        yield
+    finally:
+        process.kill()
+
+
 def test_the_command_serves_and_ends_with_control_c(run_folder: Path) -> None:
     import signal
 
     command = [sys.executable, "-m", "groupwise", "view", str(run_folder), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, ended(process):
         assert process.stdout is not None
         address = process.stdout.readline().split()[0]
         port = int(address.rsplit(":", 1)[1].strip("/"))

@@ -27,7 +27,7 @@ from groupwise.rollout.vllm.client import Client
 from groupwise.rollout.vllm.engine import EXACT, VllmEngine
 from groupwise.rollout.vllm.request_pool import computed_tokens
 from groupwise.runs.engines import agreeing
-from groupwise.training.scoring import sample_of, score
+from groupwise.training.scoring import sample_of, score, score_rollouts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SAMPLING = Sampling(temperature=0.7, max_new_tokens=24)
@@ -289,3 +289,22 @@ def test_p3_a_server_whose_engine_stands_still_is_named(
             os.kill(pid, signal.SIGCONT)
     assert gaps(engine.policy, draw(engine, prompts, seed=10)).max() < 1e-4
     engine.close()
+
+
+def test_episodes_are_sampled_turn_by_turn_as_they_are_scored(
+    engine: VllmEngine, prompts: list[Prompt], scripted_world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several turns, answers between them and branches; sampled = scored, and every world is told what was recorded."""
+    world = scripted_world(cut=0.3, cut_to="other", delays=0, turns=5)
+    monkeypatch.setattr(engine, "world", world)
+    rollouts = draw(engine, prompts[:4], Sampling(temperature=0.9, max_new_tokens=24))
+    scored = score_rollouts(engine.policy, rollouts, budget=4096)
+    found = np.concatenate([np.abs(s - r.behavior_logp)[r.trained] for s, r in zip(scored, rollouts, strict=True)])
+    assert found.size > 50 and found.max() < 1e-4
+    for rollout in rollouts:
+        talk = world.begun[rollout.prompt.id, rollout.index]
+        assert talk.closed == [rollout.finish]
+        spans = [rollout.tokens[turn.begin : turn.end].tolist() for turn in rollout.episode.turns]
+        assert spans == [tokens for tokens, *_ in talk.heard]
+    assert any(len(rollout.episode.turns) > 2 for rollout in rollouts)
+    assert any(rollout.episode.branches for rollout in rollouts)

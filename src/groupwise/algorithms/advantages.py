@@ -325,7 +325,7 @@ def _whiten(groups: Sequence[Scored], values: Advantages, ddof: int, eps: float)
 
 
 def _k3(gap_n: np.ndarray) -> np.ndarray:
-    """`exp(ref - b) - (ref - b) - 1` of b - ref; beyond 20 nats it goes on as its tangent."""
+    """`exp(ref - b) - (ref - b) - 1` of b - ref; beyond 20 nats it continues as its tangent."""
     inside_n = np.minimum(-gap_n, 20.0)
     return np.expm1(inside_n) - inside_n + np.expm1(20.0) * np.maximum(-gap_n - 20.0, 0.0)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 LIMIT = 20.0
-"""Nats beyond which an exponential goes on as its tangent, so that neither a value nor a gradient overflows in float32."""
+"""Nats beyond which an exponential continues as its tangent, so that neither a value nor a gradient overflows in float32."""
 FLOOR = math.log(1e-8)
 """VESPO's lower bound of a sequence's log-ratio, nats."""
 
@@ -220,7 +220,7 @@ def k2(logp_M: Tensor, reference_logp_M: Tensor, log_ratio_M: Tensor) -> Tensor:
 def k3(logp_M: Tensor, reference_logp_M: Tensor, log_ratio_M: Tensor) -> Tensor:
     """`exp(ref - l) - (ref - l) - 1`: never negative, low variance (Schulman, joschu.net/blog/kl-approx.html; GRPO, eq. 4).
 
-    Beyond `LIMIT` it goes on as its tangent: a gap of 100 nats stays finite, and still pulls the policy the right way.
+    Beyond `LIMIT` it continues as its tangent: a gap of 100 nats stays finite, and still pulls the policy the right way.
     """
     gap_M = reference_logp_M - logp_M
     inside_M = gap_M.clamp(max=LIMIT)

@@ -1,6 +1,7 @@
 """The table of online algorithms: one row = credit x ratio level x surrogate x weight, and how a recipe changes single parts of it.
 
-No code compares an algorithm's name.  Adding a loss is one pure function (`objective/losses.py`, or your own module) and one row.
+No code compares an algorithm's name.  Adding a loss is one pure function (`losses.py`, or your own module), one row, and its entry
+in `docs/algorithms/notes.yaml`: the settings of its paper, what other libraries do otherwise, when to choose it.
 
 M trained tokens of one micro-batch, or of any part of it where `token_level` is true   R completions of the optimizer step
 """
@@ -42,8 +43,6 @@ class Algorithm:
     """arXiv number; empty where there is none."""
     equation: str
     """The loss in one line, as in the paper."""
-    notes: str = ""
-    """The settings of its paper, and what others do otherwise: a paragraph of the documentation."""
     credit: Callable[..., credit.Advantages] = credit.standardized
     ratio: RatioLevel = losses.token
     surrogate: Surrogate = losses.clipped
@@ -341,12 +340,6 @@ _ROWS = (
         paper="1707.06347",
         equation="-1/N sum_i sum_t min(rho A_it, clip(rho) A_it),  A_it = whitened(sum_k (gamma lam)^k delta_{t+k}); "
         "critic: c/N sum_i sum_t 1/2 max((V - R)^2, (clip(V, V_old -+ 0.2) - R)^2)",
-        notes="Settings of language-model papers: gamma 1, lambda 0.95, clip 0.2, `group.beta` 0.05 with k1 (2009.01325) or "
-        "0.02 (InstructGPT 2203.02155), a critic that begins as the reward model (`critic.path`). VC-PPO (2503.01491): "
-        "`value_lam: 1` in the credit, and `critic.pretrain`. By default the critic is a new head on the policy's "
-        "backbone, as in the paper. Where the length limit ended a completion nothing is bootstrapped: V behind the last "
-        "token is 0, as in TRL. TRL (last in 1.12) always trains a separate value model, at the policy's learning rate, "
-        "and has a fixed fine for completions without an end, which here is a reward's business.",
         credit=credit.gae,
         weights=weights.token_mean,
         kl_place="reward",
@@ -357,13 +350,6 @@ _ROWS = (
         paper="2306.13649",
         equation="1/N sum_i sum_t beta KL(p || m) + (1 - beta) KL(q || m),  m = (1 - beta) q + beta p; beta 0: KL(p || q), 1: KL(q"
         " || p)",
-        notes="GKD samples from the student for a share of the steps and takes demonstrations for the rest: "
-        "`teacher.demonstrations`, `{divergence: 1, lm: 0}`, mixes them into every step. `group.divergence: {name: jsd, "
-        "beta: 0}` is the forward KL of Qwen3, `beta: 1` (the default) the reverse KL of DeepSeek-V4 and GLM-5; `top_k: "
-        "64` sums over the student's likeliest tokens and one bucket for the rest, without which mass leaves them unseen."
-        " Both distributions are taken at the rollout's temperature. TRL's divergences are the same to 1e-12. With "
-        "`teacher: {hint: ...}` and no path the policy teaches itself what it says when it is told more (SDFT, OPSD; "
-        "`ema: 0.05` as in SDPO). Any other preset takes `group.divergence` too, beside its rewards.",
         credit=credit.nothing,
         surrogate=losses.silent,
         weights=weights.token_mean,
@@ -374,10 +360,6 @@ _ROWS = (
         summary="On-policy distillation by drawn tokens alone: how much likelier the teacher finds a token is its advantage.",
         paper="",
         equation="-1/N sum_i sum_t [q - q_old >= -0.2] rho (log p - log q_old)",
-        notes="For teachers of which only the log-probs of given tokens are wanted. The teacher's distribution enters through "
-        "the one token that was drawn: unbiased, and noisier than `distill` for the same tokens. prime-rl adds 1e-3 (log "
-        "rho)^2 and takes the advantage anew at every update; here it is what it was before the first. TRL's "
-        "`sampled_token` has no ratio.",
         credit=partial(credit.reverse_kl, gamma=0.0),
         surrogate=losses.importance,
         weights=weights.token_mean,
@@ -389,12 +371,6 @@ _ROWS = (
         paper="2306.08543",
         equation="1/N sum_i sum_t sg[w] KL(q || p) - min(w A_it, clip(w) A_it),  w = q / (0.2 p + 0.8 q_old),  "
         "A_it = mean_{s > t} log(p / q_old)_s",
-        notes="The paper's settings: the teacher's share in sampling 0.2 (`group.mix`), temperature 1, clip 0.2, a language-"
-        "model loss on its pre-training corpus beside (`teacher.demonstrations: {path: ..., lm: 1}`), a student that was "
-        "fine-tuned before. w is both the mixture's importance weight and the ratio to the policy before the step. "
-        "Completions are sampled by a slower engine that runs both models; `group.mix: 0` samples from the policy alone, "
-        "by any engine. TRL (last in 1.14.2) differs in three places, which are faults: without normalisation it leaves "
-        "gamma^-t out, it lets gradients through the rewards, and its mask of padding is always true.",
         credit=partial(credit.reverse_kl, own=False, normalize=True),
         weights=weights.token_mean,
         divergence=jsd,

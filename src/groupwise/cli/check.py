@@ -148,7 +148,7 @@ def _turns(policy: Policy) -> Finding:
     cases = ", ".join(f"{proof.case}: {proof.verdict}" for proof in proofs)
     if not rewriting:
         return Finding("turns", True, f"a next turn leaves the past as it was sampled ({cases})")
-    return Finding("turns", None, f"the template writes the past otherwise once a conversation goes on ({cases}); {rewriting[0]}")
+    return Finding("turns", None, f"the template writes the past otherwise once a conversation continues ({cases}); {rewriting[0]}")
 
 
 def _procedural(recipe: Recipe) -> Iterator[Finding]:

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if given.debug:
             raise
-        again = "; the same command goes on from the last checkpoint" if given.command == "train" else ""
+        again = "; the same command continues from the last checkpoint" if given.command == "train" else ""
         _tell(f"interrupted{again}", before="\n")
         return INTERRUPTED
     except Ended as told:
@@ -152,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         return command
 
-    _add_train(add("train", _train, "run a recipe, or go on with it where it stopped"))
+    _add_train(add("train", _train, "run a recipe, or resume it where it stopped"))
     _add_eval(add("eval", _eval, "greedy accuracy, sampled accuracy and pass@k of a checkpoint"))
     check = add("check", _check, "preflight: is what we sample what we score? EOS, packing, memory ...")
     _add_recipe(check)
@@ -167,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
 
     chat = add("chat", _chat, "talk to a checkpoint")
     chat.add_argument("checkpoint", metavar="CHECKPOINT", help="a run, a checkpoint or a model folder")
+    _add_environment(chat)
 
     recipes = add("recipes", _recipes, "list the bundled recipes, tell about one, or copy it to edit it")
     recipes.add_argument("action", nargs="?", default="list", metavar="NAME | copy | show", help="a bundled recipe, to read of it")
@@ -177,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     config.add_argument("key", nargs="?", metavar="KEY", help="a key, a section or a TRL argument; without it all keys")
     config.add_argument("--markdown", action="store_true", help="all keys as a Markdown page")
 
-    _add_view(add("view", _view, "look at runs in the browser, token by token, also while they go on"))
+    _add_view(add("view", _view, "look at runs in the browser, token by token, also while they train"))
 
     _add_serve(add("serve", _serve, "serve a model: by vLLM, for training to sample from, or with --native by our own engine"))
     _add_install(add("install-vllm", _install_vllm, "install vLLM into an environment of its own"))
@@ -226,12 +227,18 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
     command.add_argument("--chat", action="store_true", help="apply the chat template to string prompts")
     command.add_argument("--system", metavar="TEXT", help="system message")
     command.add_argument("--reward", default="accuracy", metavar="NAME", help="what counts as right (default %(default)s)")
+    _add_environment(command)
     command.add_argument("--k", type=_positive, default=8, metavar="N", help="sampled completions per prompt (default %(default)s)")
     command.add_argument("--temperature", type=float, default=1.0, metavar="T", help="of those samples (default %(default)s)")
     command.add_argument("--max-new-tokens", type=_positive, default=256, metavar="N", help="default %(default)s")
     command.add_argument("--limit", type=_positive, metavar="N", help="first prompts only")
     command.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the samples (default %(default)s)")
     command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_environment(command: argparse.ArgumentParser) -> None:
+    what = "a key of environment, as in a recipe: tools=[my_tools.py:search]"
+    command.add_argument("--environment", action="append", default=[], metavar="KEY=VALUE", help=what)
 
 
 def _add_view(command: argparse.ArgumentParser) -> None:
@@ -271,6 +278,7 @@ def _add_replay(command: argparse.ArgumentParser) -> None:
     reach = "recorded steps to train again, at most, from the nearest checkpoint on (default 20)"
     command.add_argument("--reach", type=_count, metavar="N", help=reach)
     command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--tokens", action="store_true", help="with --json: the gradient with respect to every log-prob too")
     command.epilog = "The exit status is 0 exactly if the numbers are the recorded ones."
 
 
@@ -413,6 +421,7 @@ def _eval(given: argparse.Namespace) -> int:
         chat=given.chat,
         system=given.system,
         reward=given.reward,
+        environment=_pairs(given.environment, "--environment"),
         k=given.k,
         temperature=given.temperature,
         max_new_tokens=given.max_new_tokens,
@@ -449,7 +458,7 @@ def _score(given: argparse.Namespace) -> int:
 def _chat(given: argparse.Namespace) -> int:
     from groupwise.cli.use import chat
 
-    return chat(given.checkpoint) or 0
+    return chat(given.checkpoint, environment=_pairs(given.environment, "--environment")) or 0
 
 
 def _recipes(given: argparse.Namespace) -> int:
@@ -546,7 +555,10 @@ def _replay(given: argparse.Namespace) -> int:
     from groupwise.cli.replay import replay_step
 
     reach = {} if given.reach is None else {"reach": given.reach}
-    return replay_step(given.folder, given.step, given.changes, model=not given.no_model, as_json=given.json, **reach)
+    if given.tokens and not given.json:
+        raise ConfigError("--tokens is a part of the JSON: say --json too")
+    how = {"model": not given.no_model, "as_json": given.json, "tokens": given.tokens, **reach}
+    return replay_step(given.folder, given.step, given.changes, **how)
 
 
 def _view(given: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 
 from groupwise.algorithms.accounting import Accounting, Part
 from groupwise.runs.build import algorithm_line
-from groupwise.runs.replay import REACH, Figure, Outcome, Replay, replay
+from groupwise.runs.replay import REACH, TIMES, Figure, Outcome, Replay, replay
 from groupwise.utils.terminal import escaped
 
 SHOWN = (
@@ -33,11 +33,26 @@ MOST = 3
 
 
 def replay_step(
-    folder: str | Path, number: int, changes: Sequence[str] = (), *, model: bool = True, reach: int = REACH, as_json: bool = False
+    folder: str | Path,
+    number: int,
+    changes: Sequence[str] = (),
+    *,
+    model: bool = True,
+    reach: int = REACH,
+    as_json: bool = False,
+    tokens: bool = False,
 ) -> int:
-    """Replay a step and print what was found.  Returns 0 if every number that was computed again is the recorded one, else 1."""
+    """Replay a step and print what was found.  Returns 0 if every number that was computed again is the recorded one, else 1.
+
+    tokens: the JSON holds the gradient with respect to every log-prob too.
+    """
     found = replay(folder, number, changes, model=model, reach=reach)
-    print(json.dumps(as_dict(found), indent=1, allow_nan=False) if as_json else escaped(render(found)))
+    if not as_json:
+        print(escaped(render(found)))
+    elif tokens:
+        print(json.dumps({**as_dict(found), "tokens": token_gradients(found)}, allow_nan=False))
+    else:
+        print(json.dumps(as_dict(found), indent=1, allow_nan=False))
     return 0 if found.same else 1
 
 
@@ -120,17 +135,17 @@ def compared(again: Outcome, changed: Outcome) -> dict[str, tuple[float, float]]
         one, other = again.step.metrics, changed.step.metrics
         for name in one.keys() | other.keys():
             pair = one.get(name, math.nan), other.get(name, math.nan)
-            if pair[0] != pair[1] and not all(map(math.isnan, pair)) and not name.startswith(("tokens/per_second", "ranks/")):
+            if pair[0] != pair[1] and not all(map(math.isnan, pair)) and not name.startswith(TIMES):
                 found[name] = pair
         names = list(found)[:3] + sorted(list(found)[3:])
         found = {name: found[name] for name in names}
     return found
 
 
-def pushes(again: Outcome, changed: Outcome) -> dict[str, int]:
-    """How many tokens both push the same way, the other way, or only one of them."""
+def pushes(again: Outcome, changed: Outcome, *, last: bool = False) -> dict[str, int]:
+    """How many tokens both push the same way, the other way, or only one of them.   last: in the last pass, if it is known."""
     one, other = (
-        np.concatenate([_padded(column, rollout) for row, group in zip(o.column("gradient"), o.groups, strict=True)
+        np.concatenate([_padded(column, rollout) for row, group in zip(o.column("gradient", last=last), o.groups, strict=True)
                         for column, rollout in zip(row, group.rollouts, strict=True)])
         for o in (again, changed)
     )  # fmt: skip
@@ -182,15 +197,50 @@ def as_dict(found: Replay) -> dict[str, Any]:
         ],
         "recorded": _outcome(found.again),
         "changed": None if found.changed is None else _outcome(found.changed),
+        "pushes": _pushes(found),
+        "pass": "last" if found.again.last else "first",
         "mismatch": found.mismatch,
         "notes": found.notes,
     }  # fmt: skip
+
+
+def _pushes(found: Replay) -> dict[str, int] | None:
+    known = found.changed is not None and found.changed.parts and found.again.parts
+    return pushes(found.again, found.changed, last=True) if known and found.changed is not None else None
+
+
+def token_gradients(found: Replay) -> list[list[dict[str, Any]]]:
+    """Of each group and completion: dLoss/dlog-prob of its tokens in the last pass, recorded and changed; null if there is none.
+
+    0 at the tokens of completions that were not trained.
+    """
+
+    def columns(outcome: Outcome | None) -> list[list[list[float] | None]]:
+        if outcome is None or not outcome.parts:
+            return [[None] * len(group.rollouts) for group in found.recorded.groups]
+        return [
+            [
+                [float(f"{value:.6g}") for value in _padded(column, rollout)]
+                for column, rollout in zip(row, group.rollouts, strict=True)
+            ]
+            for row, group in zip(outcome.column("gradient", last=True), outcome.groups, strict=True)
+        ]
+
+    both = zip(found.recorded.groups, columns(found.again), columns(found.changed), strict=True)
+    return [
+        [
+            {"index": rollout.index, "recorded": one, "changed": other}
+            for rollout, one, other in zip(group.rollouts, recorded, changed, strict=True)
+        ]
+        for group, recorded, changed in both
+    ]
 
 
 def _outcome(outcome: Outcome) -> dict[str, Any]:
     return {
         "algorithm": algorithm_line(outcome.algorithm),
         "loss": _json(outcome.loss),
+        "without": outcome.without,
         "metrics": {name: _json(value) for name, value in (outcome.step.metrics if outcome.step is not None else {}).items()},
         "gradient": _accounting(outcome.accounting) if outcome.parts else None,
     }

@@ -73,7 +73,7 @@ TRL: dict[str, tuple[str, str]] = {
     ),
     "ref_model_mixup_alpha": ("group.reference_mix", ""),
     "ref_model_sync_steps": ("group.reference_refresh", ""),
-    "report_to": ("save.tensorboard", "true; metrics.jsonl is always written"),
+    "report_to": ("save.report_to", "metrics.jsonl is always written"),
     "reward_funcs": ("rewards", "a list of {function: ..., weight: ...}"),
     "reward_weights": ("rewards.N.weight", "one in each entry of rewards"),
     "save_steps": ("save.every", ""),

@@ -178,7 +178,7 @@ class ScratchSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSettings:
-    """The policy: where it comes from and in which numbers it computes."""
+    """The policy: where it comes from and in which precision it computes."""
 
     path: str | None = None
     """A Hugging Face checkpoint folder, a hub name, or `stage:NAME` for the final model of an earlier stage."""
@@ -512,8 +512,10 @@ class SaveSettings:
     """Newest checkpoints to keep."""
     rollouts_every: Count = 1
     """Write every group of every this many steps to `rollouts/`; 0: never."""
-    tensorboard: bool = False
-    """Write the metrics for TensorBoard too."""
+    report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
+    """Dashboards that get the metrics too, and where they have tables the group of each recorded step whose rewards differ most:
+    TensorBoard (files in the run folder), Weights & Biases, MLflow, Trackio.  Project and server come from their own environment
+    variables (WANDB_PROJECT, MLFLOW_TRACKING_URI ...); metrics.jsonl is always written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

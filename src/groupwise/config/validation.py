@@ -89,9 +89,9 @@ def _length(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
 
 
 def _updates(recipe: Recipe) -> int:
-    """Optimizer steps of the whole run; `steps` must be set."""
+    """Optimizer steps of the policy in the whole run; `steps` must be set."""
     per_step = recipe.group.updates_per_rollout * recipe.group.minibatches if is_online(recipe.objective) else 1
-    return (recipe.steps or 0) * per_step
+    return max((recipe.steps or 0) - recipe.critic.pretrain, 0) * per_step
 
 
 def _model(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
@@ -435,6 +435,12 @@ def _group(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     if not group.beta and group.reference_refresh:
         message = f"group.reference_refresh is {group.reference_refresh}, but with group.beta 0 there is no reference to refresh"
         yield ("group.reference_refresh", "group.beta"), message
+    if recipe.model.dtype == "bfloat16" and group.reference_refresh and group.reference_mix < SEEN_BY_BFLOAT16:
+        message = (
+            f"group.reference_mix {show(group.reference_mix)} moves the reference by less than bfloat16 weights can hold, so it "
+            f"would stay as it is: set model.dtype: autocast, or a mix of at least {SEEN_BY_BFLOAT16}"
+        )
+        yield ("group.reference_mix", "model.dtype"), message
     if not group.beta and group.kl is not None:
         yield ("group.kl", "group.beta"), f"group.kl is {group.kl!r}, but with group.beta 0 no KL is in the loss"
 
@@ -478,6 +484,12 @@ def _teacher(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
             "teacher.path is missing: the policy would learn from itself as it is; give a checkpoint, a teacher.hint or an ema"
         )
         yield ("teacher.path", "teacher"), message
+    if recipe.model.dtype == "bfloat16" and 0 < teacher.ema < SEEN_BY_BFLOAT16:
+        message = (
+            f"teacher.ema {show(teacher.ema)} moves the teacher by less than bfloat16 weights can hold, so it would stay as it is: "
+            f"set model.dtype: autocast, or an ema of at least {SEEN_BY_BFLOAT16}"
+        )
+        yield ("teacher.ema", "model.dtype"), message
     if recipe.model.lora is not None and 0 < teacher.ema < 1:
         yield ("teacher.ema", "model.lora"), "teacher.ema must be 0 or 1 with model.lora: what lies under an adapter cannot move"
     if teacher.hint is not None and (wrong := _wrong_template(teacher.hint)):
@@ -500,6 +512,8 @@ def _mixing(recipe: Recipe) -> Iterator[Finding]:
         yield ("rollout.engine", "group.mix"), f"{message}, or set group.mix: 0"
 
 
+SEEN_BY_BFLOAT16 = 0.5
+"""Share of a difference of one unit in the last place that does not round to nothing."""
 SHOWN = ("path", "rows", "lm", "divergence")
 """What a teacher's demonstrations may say."""
 

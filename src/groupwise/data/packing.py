@@ -144,7 +144,8 @@ def _units(
             continue
         block = [index] if sample.part is None else episodes[sample.group, sample.index]
         if block[0] == index:
-            kind = kinds[index] if len(block) == 1 else frozenset(kinds[i] for i in block)
+            alike_ones = {kinds[i] for i in block}
+            kind = kinds[index] if len(alike_ones) == 1 else frozenset(alike_ones)
             part = None if whole else kind if share else index
             groups.setdefault((sample.group, part), []).append(block)
     units = []

@@ -30,8 +30,8 @@ PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Names of the class that follows tokenizer.json and nothing else."""
 
 CHAT_TEMPLATE = (
-    "{% if tools %}<|system|>{% for tool in tools %}{{ tool.function.name }}({{ tool.function.parameters.properties | join(', ') }})\n"
-    "{% endfor %}<|end|>{% endif %}"
+    "{% if tools %}<|system|>{% for tool in tools %}"
+    "{{ tool.function.name }}({{ tool.function.parameters.properties | join(', ') }})\n{% endfor %}<|end|>{% endif %}"
     "{% for message in messages %}{% if message.role == 'tool' %}"
     "{{ '<|user|><tool_response>' + message.content + '</tool_response><|end|>' }}{% else %}"
     "{{ '<|' + message['role'] + '|>' + message['content'] }}"

@@ -100,7 +100,7 @@ def join(timeout: float, *, cuda: bool) -> World:
 
     timeout: seconds that one process waits for another before it counts as lost.
     cuda: tensors travel by NCCL between GPUs, each process on its own; else by gloo.
-    Raises PeerError if they do not meet.  From then on a process that gives no sign of life, and a SIGTERM (torchrun's, once
+    Raises PeerError if they do not meet.  From then on a process that sends no heartbeat, and a SIGTERM (torchrun's, once
     another one has failed), end this one with a last line.
     """
     if dist.is_initialized() or launched() == 1:

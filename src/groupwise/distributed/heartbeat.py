@@ -1,4 +1,4 @@
-"""Signs of life: a process that is stopped, hangs or lies behind a broken network is found in seconds, whatever it is waited for.
+"""Heartbeats: a process that is stopped, hangs or lies behind a broken network is found in seconds, whatever it is waited for.
 
 Collectives wait as long as the slowest honest share of a rollout may take (`--timeout`, half an hour); a process that is gone
 would be missed only then.  So a thread of every process counts up in a store that all share.  The first process looks at all
@@ -22,7 +22,7 @@ from groupwise.errors import PeerError
 from groupwise.utils.terminal import escaped
 
 BEAT = 1.0
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 SILENCE = 15.0
 """Seconds without one after which a process counts as lost: a thread of an honest one gets its turn sooner."""
 VERDICT, GONE = "verdict", b"gone"
@@ -49,7 +49,7 @@ class Store(Protocol):
 
 
 class Watch:
-    """This process's signs of life, and its eye on the others."""
+    """Sends this process's heartbeats and watches those of the others."""
 
     def __init__(self, store: Store, rank: int, size: int, advice: Callable[[], str], *, beat: float = BEAT) -> None:
         """store: for this thread alone, each of its calls bounded by some seconds.   advice: what to do next, to say last."""
@@ -99,7 +99,7 @@ class Watch:
     def _accuse(self, other: int) -> None:
         if int(self.store.compare_set(VERDICT, "", str(other))) == other:
             where = self._carry_out(other)
-            self._end(f"rank {other} ({where}) has given no sign of life for {SILENCE:.0f} s: it is stopped, or cut off")
+            self._end(f"rank {other} ({where}) has sent no heartbeat for {SILENCE:.0f} s: it is stopped, or cut off")
 
     def _carry_out(self, other: int) -> str:
         """End a silent process where that is in reach, for the launcher would wait for it; where it is, in words."""

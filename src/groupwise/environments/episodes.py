@@ -55,7 +55,7 @@ class EpisodeWorld:
         self.turns = {
             name: Turns(tokenizer=tokenizer, eos_ids=eos_ids, tools=kind.schemas or None) for name, kind in source.kinds.items()
         }
-        self.form = None
+        self.form: CallForm | None = None
         if any(kind.schemas for kind in source.kinds.values()):
             self.form = call_form(template)
         self._begun, self._broken, self._lock = 0, 0, threading.Lock()
@@ -138,6 +138,7 @@ class Talk:
         self._branches: list[Branch] = []
         self._rewards: list[float] = []
         self._ended: Ended | None = None
+        self._failed = False
         self._deadline = 0.0
         self._pending: Future[Reply] | None = None
 
@@ -158,7 +159,9 @@ class Talk:
         elif self._ended is None:
             self._end(judged=finish is not Finish.ERROR)
         ended = self._ended or Ended()
-        reward = ended.reward if ended.reward is not None else sum(self._rewards) if self._rewards else None
+        reward = ended.reward
+        if reward is None and self._kind.steps and not self._failed and finish is not Finish.ERROR:
+            reward = sum(self._rewards)  # 0 of an episode that was over before anything was worth something
         return Episode(
             turns=tuple(self._turns),
             messages=tuple(self._messages),
@@ -284,7 +287,7 @@ class Talk:
     def _over(self, finish: Finish, why: str = "") -> Reply:
         """The episode ends: its environment is asked for its reward, and closed.   why: it has failed, and cannot be asked."""
         if why:
-            self._ended = Ended()
+            self._ended, self._failed = Ended(), True
             self._environment.kill()
             if finish is Finish.ERROR:
                 self._world.broken(why)
@@ -301,6 +304,7 @@ class Talk:
             self._environment.kill()
             if judged:
                 self._world.broken(str(broken))
+            self._failed = True
             return False
         return True
 

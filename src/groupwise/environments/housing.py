@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -157,7 +158,7 @@ class Nursery:
                 self._listener.listen(64)
             address, given = str(Path(str(self._folder)) / "forks"), self._given
             if given:  # objects of this program: the worker is a fork of it
-                self._worker = Worker(lambda *setup: nursery(*setup, given), (address, *self._setup))
+                self._worker = Worker(partial(nursery, given=given), (address, *self._setup))
             else:
                 self._worker = Worker("groupwise.environments.inside:nursery", (address, *self._setup))
         try:

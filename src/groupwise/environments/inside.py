@@ -128,8 +128,8 @@ class Instance:
                     found["reward"] = _number(self._awaited(made.get_reward()), "get_reward()")
                 found["state"] = attributes_of(made)
         finally:
-            if callable(getattr(made, "close", None)):
-                self._awaited(made.close())
+            if callable(close := getattr(made, "close", None)):
+                self._awaited(close())
         return found
 
     # ---- inside --------------------------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def rows_of(name: str, arguments: Mapping[str, Any], count: int, seed: int) -> t
 def make_dataset(name: str, arguments: Mapping[str, Any], count: int, seed: int) -> Any:
     """The data set.  Raises ConfigError if the extra is missing, or for a name or arguments that the library refuses."""
     try:
-        import reasoning_gym
+        import reasoning_gym  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(f"environment.reasoning_gym needs the extra: pip install groupwise[reasoning-gym] ({error})") from error
     given = {"size": count, "seed": seed} | dict(arguments)

@@ -94,7 +94,7 @@ class ShardedPolicy(Policy):
 
     @torch.no_grad()
     def fill(self, rows: Callable[[str, slice], Tensor]) -> None:
-        """Give a model that was built without numbers its part of each.
+        """Give a model that was built without weights its part of each.
 
         rows: (name of a parameter or saved buffer, rows of the whole) -> these rows.
         """
@@ -183,7 +183,7 @@ class ShardedPolicy(Policy):
 def shard(policy: Policy, sharding: comm.ShardingConfig, device: torch.device) -> ShardedPolicy:
     """Spread a policy, which is the same on every process and is used up by it.  Raises ConfigError if it cannot be.
 
-    sharding: decided.   device: what computes.   A policy without numbers is to be filled afterwards.
+    sharding: decided.   device: what computes.   A policy without weights is to be filled afterwards.
     """
     if policy.attention == "single":
         raise ConfigError(
@@ -202,7 +202,7 @@ def shard(policy: Policy, sharding: comm.ShardingConfig, device: torch.device) -
 
 
 def shard_pieces(policy: Policy, sharding: comm.ShardingConfig, device: torch.device, pieces: Pieces) -> ShardedPolicy:
-    """Spread a policy that was built without numbers; every process reads its part of each tensor, and no more."""
+    """Shard a policy that was built without weights; every process reads its part of each tensor, and no more."""
     found = shard(policy, sharding, device)
     found.fill(pieces.rows)
     pieces.close()

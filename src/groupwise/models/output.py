@@ -27,8 +27,11 @@ def forms(config: Any) -> list[Form]:
     factors, caps = [1.0], [None]
     for section in {id(part): part for part in (config, config.get_text_config())}.values():
         given = section.to_dict()
-        for value in (given[key] for key in FACTORS if given.get(key)):
-            factors += [float(value), 1.0 / float(value)]
+        values = [float(given[key]) for key in FACTORS if given.get(key)]
+        if given.get("dim_model_base") and given.get("hidden_size"):  # MiniCPM's width of reference
+            values.append(given["hidden_size"] / given["dim_model_base"])
+        for value in values:
+            factors += [value, 1.0 / value]
         caps += [float(given[key]) for key in CAPS if given.get(key)]
     return list(product(factors, caps))
 

@@ -345,7 +345,7 @@ class Blueprint:
     load: Callable[[], PreTrainedModel]
     """Loads (or makes) the weights."""
     empty: Callable[[], PreTrainedModel] | None = None
-    """Builds the model without numbers; None if it does not come from a checkpoint."""
+    """Builds the model without weights; None if it does not come from a checkpoint."""
     pieces: Callable[[], Pieces | None] = lambda: None
     """The checkpoint's tensors, to be read one by one; None if they cannot be."""
 
@@ -522,7 +522,7 @@ def make_policy(
 ) -> Policy:
     """Wrap a model and its tokenizer; `probe=False` trusts that the same kind of model was probed before.
 
-    Of a model without numbers (`empty_model`) only the kind is probed; the rest is done once it is filled.
+    Of a model without weights (`empty_model`) only the kind is probed; the rest is done once it is filled.
 
     Raises DataError if tokenizer and model do not fit (vocabulary, no EOS), Diverged if a weight is not finite, ConfigError if
     the model cannot run packed streams.
@@ -625,7 +625,7 @@ def eos_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerB
 
 def context_length(config: dict[str, Any]) -> int:
     """Longest sequence that the model's positions reach, in tokens; `config` is transformers' as a dictionary."""
-    for key in ("max_position_embeddings", "n_positions", "n_ctx"):
+    for key in ("max_position_embeddings", "n_positions", "n_ctx", "max_target_positions"):
         if config.get(key):
             return int(config[key])
     return 1 << 20

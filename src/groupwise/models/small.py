@@ -121,7 +121,7 @@ def _lengths(text: Any, fields: dict[str, Any]) -> None:
         text.rope_parameters = rope
     if (fields.get("original_max_position_embeddings") or 0) > LENGTH:
         text.original_max_position_embeddings = LENGTH
-    for key in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"):
+    for key in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions"):
         if isinstance(fields.get(key), int):
             setattr(text, key, reach)
 

@@ -1,4 +1,4 @@
-"""A checkpoint read piece by piece, into a model that is built without numbers: no process ever holds all of it.
+"""A checkpoint read piece by piece, into a model that is built without weights: no process ever holds all of it.
 
 `empty_model` builds what `from_pretrained` would, its parameters on the meta device and its buffers computed.  `Pieces` reads
 rows of single tensors from the checkpoint's safetensors files, so a process can take its part of each and nothing else.

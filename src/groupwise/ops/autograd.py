@@ -1,4 +1,4 @@
-"""What autograd refuses of its own operations, and ours must refuse themselves: it would give wrong numbers without a word."""
+"""What autograd refuses of its own operations, and ours must refuse themselves: gradients would be silently wrong."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ class Completion:
     support: list[np.ndarray] = field(default_factory=list)
     turn: int = 0
     """Place of the first token of the turn that is being drawn, or of the next one."""
-    turn_limit: int | None = None
-    """The most tokens of that turn, where its reply said so."""
+    end: int = -1
+    """The most tokens that it may have at the end of that turn: its limit, or what the world has said of the turn."""
     context: np.ndarray | None = None
     """What it is drawn behind since `begin`; None: its prompt."""
     begin: int = 0
@@ -52,6 +52,9 @@ class Completion:
     conversation: Conversation | None = None
     reply: Future[Reply] | None = None
     """What the world will say, while it is waited for."""
+
+    def __post_init__(self) -> None:
+        self.end = self.limit
 
     @property
     def behind(self) -> np.ndarray:
@@ -71,13 +74,12 @@ class Completion:
     @property
     def room(self) -> int:
         """How many tokens the turn may have, those that it has included."""
-        room = self.limit - self.turn
-        return room if self.turn_limit is None else min(room, self.turn_limit)
+        return self.end - self.turn
 
     @property
     def left(self) -> int:
         """How many more tokens the turn may have."""
-        return self.room - (len(self.tokens) - self.turn)
+        return self.end - len(self.tokens)
 
     def add(self, tokens: Sequence[int], logp: Sequence[float], version: int | Sequence[int]) -> None:
         """Tokens that the policy has drawn.   version: of all of them, or of each."""
@@ -123,7 +125,7 @@ class Conversations:
     def turn(self, one: Completion, finish: Finish) -> None:
         """The turn has ended; the completion's `reply` will say how it goes on."""
         assert one.conversation is not None and one.reply is None
-        one.reply = one.conversation.answer(one.written, finish, logp=one.logp[one.turn :], version=one.version[-1])
+        one.reply = one.conversation.answer(list(one.written), finish, logp=one.logp[one.turn :], version=one.version[-1])
 
     def hear(self, one: Completion, version: int) -> Rollout | None:
         """Take the reply, which must be there; the record of a completion that is over with it, None of one that goes on.
@@ -162,7 +164,8 @@ class Conversations:
                 return Finish.LENGTH
             one.context, one.begin, one.limit = reply.context, have, limit
             one.branches.append(Branch(begin=have, context=reply.context))
-        one.turn, one.turn_limit = len(one.tokens), reply.limit
+        one.turn = len(one.tokens)
+        one.end = one.limit if reply.limit is None else min(one.limit, one.turn + reply.limit)
         return None
 
     def _append(self, one: Completion, tokens: np.ndarray, version: int) -> None:

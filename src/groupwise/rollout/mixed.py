@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from groupwise.environments.conversation import World
 from groupwise.errors import EngineError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
@@ -32,9 +33,20 @@ class MixedEngine(InProcess):
     """Implements `engine.Engine`, with random streams per completion."""
 
     def __init__(
-        self, policy: Policy, teacher: Policy, mix: float, *, max_rows: int = 256, keep_special_tokens: bool = False
+        self,
+        policy: Policy,
+        teacher: Policy,
+        mix: float,
+        *,
+        max_rows: int = 256,
+        keep_special_tokens: bool = False,
+        world: World | None = None,
     ) -> None:
-        """mix: share of the teacher, above 0 and below 1."""
+        """mix: share of the teacher, above 0 and below 1.   Raises EngineError for another, and for a world."""
+        if world is not None:
+            raise EngineError(
+                "completions that a teacher helps to write are of one turn: set group.mix to 0 to train in environments"
+            )
         if not 0.0 < mix < 1.0:
             raise EngineError(f"mix must be above 0 and below 1, got {mix}")
         self.policy, self.teacher, self.mix = policy, teacher, mix

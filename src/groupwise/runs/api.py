@@ -105,11 +105,7 @@ def train(
     data: typed.RowsGiven | typed.DataKeys | settings.DataSettings | None = None,
     rewards: typed.RewardGiven | Sequence[typed.RewardGiven] | None = None,
     rollout: typed.RolloutKeys | settings.RolloutSettings | None = None,
-    environment: typed.EnvironmentGiven
-    | Mapping[str, typed.EnvironmentGiven]
-    | typed.EnvironmentKeys
-    | settings.EnvironmentSettings
-    | None = None,
+    environment: typed.EnvironmentGiven | Mapping[str, typed.EnvironmentGiven] | typed.EnvironmentKeys | settings.EnvironmentSettings | None = None,
     group: typed.GroupKeys | settings.GroupSettings | None = None,
     reward_model: typed.RewardModelKeys | settings.RewardModelSettings | None = None,
     pairs: typed.PairKeys | settings.PairSettings | None = None,
@@ -263,13 +259,12 @@ def _reward(given: Any, place: int) -> object:
 
 def _environment(given: object, tools: Sequence[object] | None) -> dict[str, Any]:
     """The keys of `environment`; functions and classes are `Live` names."""
-    section = isinstance(given, EnvironmentSettings) or (isinstance(given, Mapping) and set(given) & set(_ENVIRONMENT))
-    keys = {"factory": given} if given is not None and not section else dict(_keys(given) or {})
-    if tools is not None:
-        if isinstance(tools, str) or not isinstance(tools, Sequence):
-            raise ConfigError(f"tools is a list of functions or their names, got {kind_of(tools)}")
-        keys["tools"] = [*keys.get("tools", ()), *tools]
-    keys["tools"] = [_callable(tool, f"tools.{place}") for place, tool in enumerate(keys.get("tools") or ())]
+    section = isinstance(given, EnvironmentSettings) or (isinstance(given, Mapping) and bool(set(given) & set(_ENVIRONMENT)))
+    keys: dict[str, Any] = {"factory": given} if given is not None and not section else dict(_keys(given) or {})
+    if tools is not None and (isinstance(tools, str) or not isinstance(tools, Sequence)):
+        raise ConfigError(f"tools is a list of functions or their names, got {kind_of(tools)}")
+    named = [*(keys.get("tools") or ()), *(tools or ())]
+    keys["tools"] = [_callable(tool, f"tools.{place}") for place, tool in enumerate(named)]
     factory = keys.get("factory")
     if isinstance(factory, Mapping):
         keys["factory"] = {str(name): _callable(one, f"environment.factory.{name}") for name, one in factory.items()}

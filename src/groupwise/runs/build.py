@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -51,12 +52,21 @@ from groupwise.runs.engines import (
     why_apart,
 )
 from groupwise.runs.plan import Lines, fitted, memory_lines, offline_plan, online_plan, scoring_memory
-from groupwise.runs.policies import critic_of, hold, parameter_count, reference_of, teacher_of, weightless
+from groupwise.runs.policies import (
+    critic_of,
+    hold,
+    largest_model,
+    parameter_count,
+    reference_of,
+    shared_out,
+    teacher_of,
+    weightless,
+)
 from groupwise.runs.sizing import H100, Load, rank, rank_lines
 from groupwise.runs.worlds import furnished, make_source, make_world, tools_of, with_own_reward, world_lines
 from groupwise.training.critics import Critic
 from groupwise.training.evaluate import Evaluation, evaluate
-from groupwise.training.objectives import OBJECTIVES, language_model
+from groupwise.training.objectives import OBJECTIVES, Kind, language_model
 from groupwise.training.offline import Validation, train_offline, validate
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
@@ -155,9 +165,20 @@ class Job(Learner):
             read({name: tensor for name, tensor in self.tensors().items() if name.startswith(("critic.", "teacher."))})
 
     def close(self) -> None:
-        """End reward workers."""
-        for close in self.closing:
-            close()
+        """End reward workers and what samples; each of them, also if another one raises."""
+        with ExitStack() as stack:
+            for close in reversed(self.closing):
+                stack.callback(close)
+
+
+@contextmanager
+def _closed_on_error(*closing: Callable[[], None]) -> Iterator[None]:
+    """While a job is put together: what has been started ends if it comes to nothing."""
+    with ExitStack() as stack:
+        for close in closing:
+            stack.callback(close)
+        yield
+        stack.pop_all()
 
 
 def _of_critic(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -174,6 +195,7 @@ def make_job(recipe: Recipe, *, resume: Path | None = None, reference: Path | No
     """
     recipe = furnished(recipe)
     blueprint = blueprint_of(recipe, resume if recipe.model.lora is None else None)
+    recipe = shared_out(recipe, blueprint)
     maker = _online_job if is_online(recipe.objective) else _dataset_job
     return maker(fitted(recipe, shape_of(recipe, blueprint)), blueprint, reference, resume)
 
@@ -277,17 +299,14 @@ class _Prepared:
     @classmethod
     def of(cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint] = (), world: int | None = None) -> _Prepared:
         source = make_source(recipe.environment)
-        try:
+        with _closed_on_error(*([] if source is None else [source.close])):
             recipe = with_own_reward(recipe, source)
             if is_online(recipe.objective):
                 found = cls._online(recipe, blueprint, scorers, world, source)
             else:
                 found = cls._dataset(recipe, blueprint, world, source)
-            answering = make_world(recipe, blueprint, source, sampling_of(recipe.rollout))
-        except BaseException:
-            if source is not None:
-                source.close()
-            raise
+            with _closed_on_error(*found.closing):
+                answering = make_world(recipe, blueprint, source, sampling_of(recipe.rollout))
         return replace(found, world=answering, plan=[*found.plan, *world_lines(recipe, source)])
 
     @classmethod
@@ -312,14 +331,19 @@ class _Prepared:
             reference=algorithm.needs_reference,
             recompute=recipe.model.gradient_checkpointing,
             adapter=adapter_count(recipe, blueprint),
-            rewards=sum(scoring_memory(*one) for one in _scorers(recipe, scorers)) + critic_memory(recipe, algorithm),
+            rewards=sum(scoring_memory(*one) for one in _scorers(recipe, scorers))
+            + critic_memory(recipe, algorithm)
+            + teacher_memory(recipe, algorithm, shape_of(recipe, blueprint)),
         )
+        held = [*adapter_lines(recipe, blueprint), *precision_lines(recipe), *_held(recipe, blueprint, load, world)]
         rewards = None
         if not recipe.rewards and not algorithm.needs_reward:
             rewards = no_rewards()
         elif recipe.rewards or not scorers:
             rewards = build_rewards(recipe.rewards, columns=list(prompts.train[0].row), tokenizer=blueprint.tokenizer)
-            _check_credit(algorithm, rewards)
+            with _closed_on_error(rewards.close):
+                _check_credit(algorithm, rewards)
+                held += _judges(rewards)
         assert recipe.steps is not None
         return cls(
             prompts=prompts,
@@ -329,10 +353,7 @@ class _Prepared:
             steps=recipe.steps,
             plan=[
                 *lines,
-                *adapter_lines(recipe, blueprint),
-                *precision_lines(recipe),
-                *_held(recipe, blueprint, load, world),
-                *_judges(rewards),
+                *held,
                 ("read", str(prompts.report)),
                 *(("warning", text) for text in prompts.report.warnings),
             ],
@@ -355,24 +376,27 @@ class _Prepared:
             recompute=recipe.model.gradient_checkpointing,
             adapter=adapter_count(recipe, blueprint),
         )
+        lines = [("objective", kind.title), *lines, *adapter_lines(recipe, blueprint), *precision_lines(recipe)]
+        lines += _held(recipe, blueprint, load, world)
         columns = list(prompts.held_out[0].row) if prompts is not None and prompts.held_out else []
         rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer) if columns else None
-        lines = [("objective", kind.title), *lines, *adapter_lines(recipe, blueprint), *precision_lines(recipe)]
-        plan = [*lines, *_held(recipe, blueprint, load, world), *_judges(rewards), ("read", str(rows.report))]
-        plan += [("warning", text) for text in rows.report.warnings]
+        if rewards is not None:
+            with _closed_on_error(rewards.close):
+                lines += _judges(rewards)
+        plan = [*lines, ("read", str(rows.report)), *(("warning", text) for text in rows.report.warnings)]
         return cls(prompts=prompts, rows=rows, rewards=rewards, algorithm=None, steps=steps, plan=plan)
 
 
-def _judges(rewards: Rewards | None) -> Lines:
+def _judges(rewards: Rewards) -> Lines:
     """Where each reward function runs, and what ends a call that does not come back."""
-    return [("reward", line) for line in rewards.plan()] if rewards is not None else []
+    return [("reward", line) for line in rewards.plan()]
 
 
 def _held(recipe: Recipe, blueprint: Blueprint, load: Load, world: int | None) -> Lines:
     """What the process, or each of several, holds and does in a step; where `world` is only planned, also how long that takes."""
     shape = shape_of(recipe, blueprint)
     count = comm.world().size if world is None else world
-    sharding = comm.ShardingConfig.of(recipe.parallel).decided(shape.parameters, count)
+    sharding = comm.ShardingConfig.of(recipe.parallel).decided(largest_model(recipe, blueprint), count)
     if count == 1:
         found = rank(shape, load, world=1, sharded="ddp", shards=1, prompts=load.prompts).memory
         lines = [("micro-batches", f"at most {load.budget:,} packed positions"), *memory_lines(found)]
@@ -420,6 +444,18 @@ def critic_memory(recipe: Recipe, algorithm: Algorithm) -> int:
     if not algorithm.needs_value or path is None or path.startswith(STAGE):
         return 0
     return 16 * parameter_count(read_blueprint(ModelSettings(path=path)))
+
+
+def teacher_memory(recipe: Recipe, algorithm: Algorithm, shape: Shape) -> int:
+    """Bytes of a teacher's weights: of its checkpoint, or of a policy's former self where that is not under an adapter."""
+    path, ema = recipe.teacher.path, recipe.teacher.ema
+    if not algorithm.needs_teacher or (path or "").startswith(STAGE):
+        return 0
+    if path is not None:
+        shape = shape_of(recipe, read_blueprint(ModelSettings(path=path)))
+    elif ema == 1.0 or recipe.model.lora is not None:
+        return 0
+    return shape.parameters * shape.bytes_per_weight
 
 
 def adapter_count(recipe: Recipe, blueprint: Blueprint) -> int:
@@ -488,13 +524,15 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
     prepared = _Prepared.of(recipe, blueprint)
     algorithm, prompts, rewards = prepared.algorithm, prepared.prompts, prepared.rewards
     assert algorithm is not None and prompts is not None and rewards is not None
-    learner = make_learner(recipe, blueprint, algorithm, reference=reference, resume=resume)
-    policy, optimizer, anchor = learner.policy, learner.optimizer, learner.reference
-    engine = make_engine(policy, recipe.rollout, prepared.world)
-    per_step = recipe.group.updates_per_rollout * recipe.group.minibatches
-    critic = critic_of(recipe, policy, prepared.steps * per_step) if algorithm.needs_value else None
-    teacher = teacher_of(recipe, policy) if algorithm.needs_teacher else None
-    sampler = mixed_engine(policy, teacher.policy, algorithm.mix, recipe.rollout) if teacher and algorithm.mix else engine
+    with _closed_on_error(*prepared.closing):
+        learner = make_learner(recipe, blueprint, algorithm, reference=reference, resume=resume)
+        policy, optimizer, anchor = learner.policy, learner.optimizer, learner.reference
+        per_step = recipe.group.updates_per_rollout * recipe.group.minibatches
+        critic = critic_of(recipe, policy, prepared.steps * per_step) if algorithm.needs_value else None
+        teacher = teacher_of(recipe, policy) if algorithm.needs_teacher else None
+        engine = make_engine(policy, recipe.rollout, prepared.world)
+    with _closed_on_error(engine.close, *prepared.closing):
+        sampler = mixed_engine(policy, teacher.policy, algorithm.mix, recipe.rollout) if teacher and algorithm.mix else engine
     beside: dict[str, Any] = {"reference": anchor, "critic": critic, "teacher": teacher}
     order = Order(len(prompts.train), recipe.seed, recipe.data.shuffle)
     ahead = make_ahead(recipe.rollout, prompts.train)
@@ -544,6 +582,13 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
 
 def _dataset_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, resume: Path | None) -> Job:
     kind, prepared = OBJECTIVES[recipe.objective], _Prepared.of(recipe, blueprint)
+    with _closed_on_error(*prepared.closing):
+        return _dataset_learner(recipe, blueprint, kind, prepared, reference, resume)
+
+
+def _dataset_learner(
+    recipe: Recipe, blueprint: Blueprint, kind: Kind, prepared: _Prepared, reference: Path | None, resume: Path | None
+) -> Job:
     policy = hold(recipe, blueprint, kind.model, resume)
     objective, budget = kind.objective(recipe), positions_of(recipe)
     rows, held_out, watched = prepared.rows.train, prepared.rows.held_out, prepared.rows.watched

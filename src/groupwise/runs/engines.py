@@ -136,6 +136,6 @@ def engine_lines(engine: Engine, ahead: Ahead) -> Lines:
     """Where completions come from and by how old weights, for the plan; nothing where it is this process with the newest ones."""
     lines = [("rollouts", engine.where)] if engine.where is not None else []
     if ahead.steps:
-        how = "while it goes on" if ahead.beside else "in turn with it"
+        how = "while it trains" if ahead.beside else "in turn with it"
         lines.append(("ahead", f"sampling is up to {ahead.steps} step{'s' * (ahead.steps > 1)} ahead of training, {how}"))
     return lines

@@ -1,4 +1,4 @@
-"""The run folder: everything about a run that is kept, in files that others can read while it goes on.
+"""The run folder: everything about a run that is kept, in files that others can read while it trains.
 
     config.yaml               resolved recipe, secrets redacted
     environment.json          one entry per start: versions, git commit, hardware
@@ -6,7 +6,8 @@
     rollouts/000012.parquet   one row per completion of that step; old steps together: `recorded`
     evaluations/              the same of the held-out prompts, where there were evaluations
     tokens.parquet            the text of every token id
-    tensorboard/              the same metrics for TensorBoard (optional)
+    tensorboard/ wandb/       the same metrics for dashboards (`save.report_to`)
+    dashboards.json           what those call the run
     inputs.json               data and reward files: what they held when the run began
     done.json                 written when the last step is taken: the files of the final model
     .lock                     held by the process that writes here
@@ -22,7 +23,6 @@ import json
 import logging
 import os
 import platform
-import shutil
 import socket
 import subprocess
 import sys
@@ -41,6 +41,7 @@ from groupwise.data.rollout_table import columns_of, groups_of, jsonable
 from groupwise.errors import ConfigError, DataError, StorageError
 from groupwise.records import Scored, Step
 from groupwise.runs import recorded
+from groupwise.runs.dashboards.base import Dashboards
 from groupwise.utils import files
 from groupwise.utils.secrets import redacted_command
 from groupwise.utils.terminal import json_line
@@ -103,7 +104,7 @@ def choose_folder(recipe: Recipe) -> Path:
         except (OSError, UnicodeDecodeError, ConfigError) as error:
             raise ConfigError(
                 f"{folder / CONFIG} is damaged, so that nobody knows whether it is the same run ({error}): restore it, delete it "
-                "to go on with the recipe as it is now, or start anew with --fresh"
+                "to continue with the recipe as it is now, or start anew with --fresh"
             ) from error
         if different:
             lines = "\n".join(f"  {line}" for line in different)
@@ -223,14 +224,17 @@ class RunLog:
             (self.folder / ROLLOUTS).mkdir(parents=True, exist_ok=True)
             files.write(self.folder / CONFIG, dump(recipe).encode())
             _add_environment(self.folder / ENVIRONMENT, done)
-            self.lines = {line["step"]: line for line in read_metrics(self.folder) if line["step"] <= done} if done else {}
+            before = read_metrics(self.folder) if done else []
+            self.lines = {line["step"]: line for line in before if line["step"] <= done}
             """What stands in the log, by step."""
             self._write_lines()
             for kind in (recorded.ROLLOUTS, recorded.EVALUATIONS):
                 recorded.cut(self.folder / kind, done)
             self._run = recipe.name
             (self.folder / DONE).unlink(missing_ok=True)
-            self._board = _Board(self.folder / "tensorboard", list(self.lines.values())) if recipe.save.tensorboard else None
+            sent = max((line["step"] for line in before), default=-1)
+            self._dashboards = Dashboards(self.folder, recipe, list(self.lines.values()), sent)
+            self._finished = False
 
     def _write_lines(self) -> None:
         files.write(self.folder / METRICS, "".join(_line(line) for line in self.lines.values()).encode())
@@ -250,6 +254,7 @@ class RunLog:
                     recorded.pack(self.folder / ROLLOUTS)
                 except OSError as error:  # the steps stay in files of their own
                     log.warning("older rollouts could not be put together: %s", error)
+                self._dashboards.table(step)
         finally:  # the step was taken, whatever becomes of its completions
             self._write_line(line)
 
@@ -259,8 +264,7 @@ class RunLog:
                 raise FileNotFoundError(errno.ENOENT, "it was deleted while the run went on")
             self._file.write(_line(line))
             self._file.flush()
-            if self._board:
-                self._board.write(line)
+        self._dashboards.write(line)
         self.lines[line["step"]] = line
 
     def evaluated(self, step: int) -> bool:
@@ -273,8 +277,7 @@ class RunLog:
         with files.storing(self.folder / METRICS, "the log"):
             self._file.close()
             self._write_lines()
-            if self._board:
-                self._board.write({"step": step, "wall": time.time()} | _evaluated(evaluation))
+        self._dashboards.write({"step": step, "wall": time.time()} | _evaluated(evaluation), again=True)
 
     def held_out(self, number: int, groups: Sequence[Scored]) -> None:
         """Record completions of held-out prompts after step `number`."""
@@ -302,13 +305,13 @@ class RunLog:
                 names = sorted(path.name for path in model.iterdir() if path.is_file())
                 found["model"] = {"folder": model.name, "files": {name: files.fingerprint(model / name) for name in names}}
             files.write(self.folder / DONE, json.dumps(jsonable(found), indent=1).encode())
+        self._finished = True
 
     def close(self) -> None:
         """Close the files.  Safe to call twice."""
         with suppress(OSError):  # a full disk has been told of when the line was written
             self._file.close()
-        if self._board:
-            self._board.close()
+        self._dashboards.close(self._finished)
 
     def __enter__(self) -> RunLog:
         return self
@@ -432,36 +435,6 @@ def _commit(folder: Path) -> str | None:
         return git("rev-parse", "HEAD").strip() + ("+" if git("status", "--porcelain", "--untracked-files=no").strip() else "")
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-class _Board:
-    """TensorBoard event files, made anew from the metrics at every start so that resumed steps do not stand there twice."""
-
-    def __init__(self, folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-        try:
-            from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[attr-defined]
-            from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except ImportError as error:
-            raise ConfigError("save.tensorboard needs the package tensorboard: pip install 'groupwise[tensorboard]'") from error
-        shutil.rmtree(folder, ignore_errors=True)
-        self._event, self._summary = Event, Summary
-        self._writer = EventFileWriter(str(folder))
-        for line in lines:
-            self.write(line)
-
-    def write(self, line: Mapping[str, Any]) -> None:
-        values = [
-            self._summary.Value(tag=name, simple_value=float(value))
-            for name, value in line.items()
-            if name not in ("step", "wall") and isinstance(value, (int, float))
-        ]
-        event = self._event(step=int(line["step"]), wall_time=float(line.get("wall", 0.0)), summary=self._summary(value=values))
-        self._writer.add_event(event)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 # ---------------------------------------------------------------- reading

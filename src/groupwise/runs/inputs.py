@@ -42,12 +42,18 @@ def inputs_of(recipe: Recipe) -> Inputs:
 def _all(recipe: Recipe) -> Iterator[tuple[str, tuple[str, dict[str, Any] | None]]]:
     data = recipe.data
     replay = recipe.reward_model.replay or {}
-    sources = {"data.path": data.path, "data.eval_path": data.eval_path, "reward_model.replay.path": replay.get("path")}
+    sources = {
+        "data.path": data.path,
+        "data.eval_path": data.eval_path,
+        "reward_model.replay.path": replay.get("path"),
+        "teacher.demonstrations.path": (recipe.teacher.demonstrations or {}).get("path"),
+    }
     for key, source in sources.items():
         if isinstance(source, str) and not isinstance(source, Live):  # the name of rows in memory has a digest of them
             yield key, (source, _data(source, data.split if key != "data.eval_path" else data.eval_split))
-    if recipe.model.path is not None and not isinstance(recipe.model.path, Live):
-        yield "model.path", (recipe.model.path, _stage(recipe.model.path))
+    for key, path in (("model", recipe.model.path), ("critic", recipe.critic.path), ("teacher", recipe.teacher.path)):
+        if path is not None and not isinstance(path, Live):
+            yield f"{key}.path", (path, _stage(path))
     if (template := recipe.model.chat_template) is not None:
         yield "model.chat_template", (template, _file(template))
     given = recipe.environment

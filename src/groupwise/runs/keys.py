@@ -109,6 +109,11 @@ class EnvironmentKeys(TypedDict, total=False):
     args: Mapping[str, Any]
     interface: Literal["tools", "step"] | None
     reasoning_gym: str | None
+    openenv: str | None
+    harness: str | tuple[str, ...] | None
+    verifiers: str | None
+    listen: str
+    at_once: int
     max_turns: int
     tool_timeout: float
     episode_timeout: float
@@ -196,7 +201,7 @@ class SaveKeys(TypedDict, total=False):
     every: int
     keep: int
     rollouts_every: int
-    tensorboard: bool
+    report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...]
 
 
 class RewardModelKeys(TypedDict, total=False):

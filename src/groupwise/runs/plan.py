@@ -170,7 +170,7 @@ def memory_lines(found: Memory) -> Lines:
     """The memory plan as it is printed."""
     parts = [("weights", found.weights), ("gradients", found.gradients), ("optimizer", found.optimizer)]
     parts += [("reference", found.reference)] if found.reference else []
-    parts += [("reward models", found.rewards)] if found.rewards else []
+    parts += [("other models", found.rewards)] if found.rewards else []
     parts += [("gathered while training", found.gathered)] if found.gathered else []
     parts += [("activations", found.activations)]
     parts += [("whole weights while sampling", found.whole)] if found.whole else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from groupwise.config.settings import ModelSettings, Recipe
+from groupwise.config.validation import STAGE
 from groupwise.data.load import load_demonstrations
 from groupwise.data.tokenizers import check_same_tokens
 from groupwise.distributed import comm
@@ -33,6 +34,23 @@ from groupwise.records import Prompt
 from groupwise.training.critics import Critic
 from groupwise.training.objectives import language_model
 from groupwise.training.teachers import Demonstrations, Teacher
+
+
+def shared_out(recipe: Recipe, blueprint: Blueprint) -> Recipe:
+    """The recipe with `parallel: auto` decided for all models of the run together, by the largest.
+
+    Processes must make the same passes through each: those of a teacher that is spread are as many as the policy's micro-batches.
+    """
+    if comm.world().size == 1:
+        return recipe
+    sharding = comm.ShardingConfig.of(recipe.parallel).decided(largest_model(recipe, blueprint), comm.world().size)
+    return replace(recipe, parallel=asdict(sharding))
+
+
+def largest_model(recipe: Recipe, blueprint: Blueprint) -> int:
+    """Parameters of the largest model that a run trains or learns from; models of stages that are still to come are left out."""
+    others = [path for path in (recipe.critic.path, recipe.teacher.path) if path is not None and not path.startswith(STAGE)]
+    return max(parameter_count(one) for one in (blueprint, *(read_blueprint(ModelSettings(path=path)) for path in others)))
 
 
 def hold(

@@ -86,7 +86,7 @@ FLAGS = (
         lambda v: v > 0.8,
         "of the groups had equal rewards and taught nothing: prompts too easy or too hard",
     ),
-    Flag("completions/clipped_ratio", lambda v: v > 0.8, "of the completions hit the length limit: raise rollout.max_new_tokens"),
+    Flag("completions/clipped_ratio", lambda v: v > 0.5, "of the completions hit the length limit: raise rollout.max_new_tokens"),
     Flag("entropy", lambda v: v < 0.01, "nats of entropy: the policy hardly explores any more; lower optimizer.lr or stop earlier"),
     Flag("mismatch/max", lambda v: v > 0.1, "nats between sampled and scored log-probs: run `groupwise check`"),
     Flag("completions/duplicates", lambda v: v > 0.8, "of the completions were the same text: the policy has collapsed"),

@@ -58,7 +58,7 @@ MISMATCH, MISMATCH_LOW = 1e-4, 0.05
 """Mean difference of sampled and scored log-probs (nats) that rounding explains, in float32 and with bfloat16 products."""
 COMPUTED = ("reference_logp", "scored_logp")
 """Signals that training adds to what was sampled and scored."""
-TIMES = ("tokens/per_second", "ranks/")
+TIMES = ("tokens/per_second", "ranks/", "limit/")
 """Metrics that say how a step was computed, not what."""
 FIXED = ("group.group_size", "group.prompts_per_step", "group.max_refills", "group.reference_refresh", "group.reference_mix")
 
@@ -94,6 +94,8 @@ class Outcome:
     """Of the loss; empty for completions that are not trained."""
     parts: list[ClosedForm]
     """The optimizer steps of the first pass; none if `without` says why."""
+    last: list[ClosedForm] = field(default_factory=list)
+    """Those of the last pass, by the log-probs that its updates saw; empty where there was but one, or they were not recorded."""
     without: str | None = None
     step: Step | None = None
     """What the training loop said of it; None without a model."""
@@ -107,10 +109,10 @@ class Outcome:
         """Mean over the optimizer steps of the first pass."""
         return float(np.mean([part.loss for part in self.parts])) if self.parts else math.nan
 
-    def column(self, name: str) -> Columns:
-        """`gradient` or `ratio` of the first pass, in the order of the groups."""
+    def column(self, name: str, *, last: bool = False) -> Columns:
+        """`gradient` or `ratio` of the first pass, in the order of the groups.   last: of the last pass, if it is known."""
         merged: dict[tuple[str, int], np.ndarray] = {}
-        for part in self.parts:
+        for part in (last and self.last) or self.parts:
             merged |= getattr(part, name)
         return _in_order(self.groups, merged)
 
@@ -314,9 +316,11 @@ def _outcome(
         weigh([groups[i] for i in part], [advantages[i] for i in part], algorithm) for part in minibatches(groups, recipe.group)
     ]
     current = _by_name(groups, (step or recorded).current_logp)
-    parts, without = [], None
+    parts, last, without = [], [], None
+    seen = _by_name(groups, (step or recorded).columns.get("last_logp", ()))
     try:
         parts = [closed_form(algorithm, samples, current) for samples in steps]
+        last = [closed_form(algorithm, samples, seen) for samples in steps] if seen else []
     except DataError as error:
         without = str(error)
     whole = [one for samples in steps for one, _ in joined((sample, sample.weight) for sample in samples)]
@@ -328,6 +332,7 @@ def _outcome(
         advantages=advantages,
         weights=_in_order(groups, weights),
         parts=parts,
+        last=last,
         without=without,
         step=step,
         learner=learner,
@@ -348,7 +353,9 @@ def _routed(folder: Path, recipe: Recipe) -> bool:
 
 def _weighted(groups: Sequence[Scored], recipe: Recipe) -> list[Scored]:
     """Groups with the rewards added up by a recipe's weights."""
-    weights = tuple(reward.weight for reward in recipe.rewards)
+    named = tuple(reward.weight for reward in recipe.rewards)
+    # What an environment brings stands before what the recipe names.
+    weights = (*groups[0].weights[: len(groups[0].names) - len(named)], *named) if groups else named
     if all(group.weights == weights for group in groups):
         return list(groups)
     if any("process" in group.signals for group in groups):

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from groupwise.config.recipes import demand_objects, load_stages
-from groupwise.config.settings import Recipe
+from groupwise.config.settings import Recipe, is_online
 from groupwise.config.validation import STAGE
 from groupwise.distributed import comm
 from groupwise.errors import CheckpointError, ConfigError, Ended, GroupwiseError, PeerError
@@ -26,6 +27,7 @@ from groupwise.models.policy import Policy, resolve_device
 from groupwise.records import Scored, Step
 from groupwise.runs import checkpoint
 from groupwise.runs.build import Job, Judged, make_job, plan_of
+from groupwise.runs.dashboards import base as dashboards
 from groupwise.runs.folder import FINAL, Lock, RunLog, anew, choose_folder, finished, unfinished
 from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs
 from groupwise.runs.model_card import write_card
@@ -35,6 +37,7 @@ from groupwise.runs.progress import Progress, safe
 from groupwise.runs.recorded_pairs import recorded_pairs
 from groupwise.runs.saving import Saver, reader, set_failure_hint
 from groupwise.runs.signals import endings
+from groupwise.training import limits
 from groupwise.training.evaluate import Evaluation
 from groupwise.utils import files
 
@@ -89,6 +92,7 @@ class Run:
     def __init__(self, recipe: Recipe, folder: Path, *, accept_changes: bool = False) -> None:
         """accept_changes: see `train`."""
         demand_objects(recipe)
+        dashboards.check(recipe.save.report_to)
         self.recipe, self.folder = recipe, folder
         self.before: Judged | None = None
         self.after: Judged | None = None
@@ -116,6 +120,7 @@ class Run:
             if newest is not None:  # every byte of it has just been verified
                 self.job.restore(checkpoint.load(newest, verify=False), reader(newest))
             self.saver = Saver(folder, self.job, recipe.save.keep)
+            self._meter = _meter(self.job, meant)
             # The last whole step: its number, the optimizer steps taken by then, and where the data stood.
             self._whole = (self.done, self.job.taken, self.job.place())
             self._judging = self._writing = False
@@ -144,12 +149,14 @@ class Run:
 
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         lost = isinstance(error, PeerError) or (error is not None and isinstance(error.__cause__, PeerError))
-        if error is not None and not lost:
-            with suppress(GroupwiseError):  # the error itself is what matters
-                self.saver.wait()
-        self.job.close()
-        self._release_lock()
-        torch.set_num_threads(self._threads)
+        try:
+            if error is not None and not lost:
+                with suppress(GroupwiseError, OSError, RuntimeError):  # the error itself is what matters
+                    self.saver.wait()
+            self.job.close()
+        finally:
+            self._release_lock()
+            torch.set_num_threads(self._threads)
         if isinstance(error, (GroupwiseError, Ended)):
             error.add_note(comm.advice())
 
@@ -171,19 +178,22 @@ class Run:
             try:
                 self._make_up(log)
                 for step in job.loop(self.done):
+                    step = step if self._meter is None else self._meter.read(step)
                     told = None
                     if self._due(step.number):
                         step, told = self._judged(step, step.number == job.steps)
                         if step.evaluation is not None and self.after is not None:
                             log.held_out(step.number, completions(self.after))
+                    together = told is None or getattr(told, "everywhere", False)
                     with self._undisturbed():
                         self._whole = (step.number, job.taken, job.place())
                         self.done = step.number
-                        if told is None or getattr(told, "everywhere", False):
+                        if together:
                             comm.from_first(lambda step=step: log.write(step))
-                        else:  # the others have not been told, or have ended already
+                        else:  # the others have not been told, or have ended already: this process saves alone, below
                             log.write(step)
-                    if step.number == job.steps or (recipe.save.every and step.number % recipe.save.every == 0):
+                    due = step.number == job.steps or (recipe.save.every and step.number % recipe.save.every == 0)
+                    if due and together:
                         log.sync()
                         self._save()
                     if told is not None:
@@ -314,6 +324,23 @@ def _is_small(policy: Policy) -> bool:
     return policy.device.type == "cpu" and sum(parameter.numel() for parameter in policy.model.parameters()) < SMALL
 
 
+def _meter(job: Job, recipe: Recipe) -> limits.Meter | None:
+    """The limit meter of a run that samples its own completions."""
+    if not is_online(recipe.objective):
+        return None
+    policy = job.policy
+    low = policy.autocast or policy.dtype == torch.bfloat16
+    found = comm.from_first(lambda: limits.ceiling(policy.device.type, "bfloat16" if low else "float32"))
+    return limits.meter_of(
+        policy,
+        found,
+        updates=recipe.group.updates_per_rollout,
+        recompute=recipe.model.gradient_checkpointing,
+        threshold=bool(recipe.group.entropy_quantile),
+        processes=comm.world().size,
+    )
+
+
 class Unwritten:
     """The log of a process that writes nothing: the first one does."""
 
@@ -439,7 +466,7 @@ def _standing(recipe: Recipe) -> tuple[Path, int | None, str | None]:
     if step is None:
         return folder, None, None
     if recipe.steps is not None and recipe.steps > step:
-        more = f"; it goes on to step {recipe.steps}"
+        more = f"; it continues to step {recipe.steps}"
     elif wrong := unfinished(folder):
         more = f", but {wrong}: it is made again from the last checkpoint"
     else:
@@ -530,7 +557,10 @@ def _next_commands(recipe: Recipe, folder: Path) -> list[str]:
     """Commands to go on with: talk to the model, evaluate it again, look at what the rewards said."""
     data = recipe.data
     commands = [["groupwise", "view", str(folder)]]
-    commands += [["groupwise", "chat", str(folder)]] if data.chat else []
+    given, plain = recipe.environment, {"factory", "tools", "max_turns", "interface", "runs"}
+    chosen = {key: value for key, value in asdict(given).items() if key in plain and value} if given.talks else {}
+    answered = [f"--environment={key}={json.dumps(value)}" for key, value in chosen.items()]
+    commands += [["groupwise", "chat", str(folder), *(answered if given.tools else [])]] if data.chat else []
     source = ["--task", data.task] if data.task is not None else ["--data", data.eval_path or ""]
     elsewhere = data.task is not None or data.eval_path is not None  # else the file holds the rows that were trained on, too
     if recipe.rewards and not recipe.rewards[0].args and not elsewhere:
@@ -540,6 +570,7 @@ def _next_commands(recipe: Recipe, folder: Path) -> list[str]:
         options += [f"--column={ours}={theirs}" for ours, theirs in data.columns.items()]
         options += ["--template", data.template] if data.template is not None else []
         options += ["--chat"] if data.chat else []
+        options += answered
         options += ["--system", data.system] if data.system is not None else []
         options += ["--reward", recipe.rewards[0].function] if recipe.rewards[0].function != "accuracy" else []
         length = recipe.eval.max_new_tokens or recipe.rollout.max_new_tokens

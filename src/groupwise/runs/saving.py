@@ -123,5 +123,5 @@ def reader(path: Path) -> Callable[[Mapping[str, Tensor]], None]:
 
 def set_failure_hint(newest: Path | None) -> None:
     """Tell what a run that fails from now on leaves."""
-    saved = f"the last checkpoint is {newest}; the same command goes on from there" if newest is not None else None
+    saved = f"the last checkpoint is {newest}; the same command continues from there" if newest is not None else None
     comm.set_failure_hint(saved or "nothing was saved yet (save.every): the same command begins anew")

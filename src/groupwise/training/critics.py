@@ -79,9 +79,12 @@ class Critic:
         loss_M = clipped_value(value_M, before_M, torch.where(known_M, return_M, before_M), clip=self.settings.clip)
         return self.settings.coefficient * (batch.weight_P[rows_M] * known_M * loss_M).sum()
 
-    def improve(self, samples: Sequence[Sample], budget: int) -> None:
-        """One optimizer step of the critic alone: of a backbone of its own, or of the head on a policy that stays as it is."""
-        update(self.policy, partial(_alone, self), samples, self.optimizer, budget=budget)
+    def improve(self, samples: Sequence[Sample], budget: int) -> int:
+        """One optimizer step of the critic alone: of a backbone of its own, or of the head on a policy that stays as it is.
+
+        Returns the packed positions at a time that fitted into memory.
+        """
+        return update(self.policy, partial(_alone, self), samples, self.optimizer, budget=budget).budget
 
     @contextmanager
     def checkpointing(self, on: bool) -> Iterator[None]:

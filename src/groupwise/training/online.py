@@ -224,10 +224,10 @@ def improve(
 
     A high-entropy mask needs its threshold before the first micro-batch, and so a pass of its own.
     """
+    entropies = score(policy, samples, budget=budget, entropy=True).entropy if algorithm.needs_threshold else None
+    tokens, threshold = entropy_terms(algorithm, samples, entropies)  # of rollouts: the algorithm knows nothing of demonstrations
     if teacher is not None and teacher.demonstrations is not None:
         samples = with_demonstrations(samples, teacher.demonstrations.of(optimizer.taken))
-    entropies = score(policy, samples, budget=budget, entropy=True).entropy if algorithm.needs_threshold else None
-    tokens, threshold = entropy_terms(algorithm, samples, entropies)
     computed = worked(algorithm, samples)
     joined = critic if critic is not None and critic.shared and learn else None
 
@@ -250,8 +250,10 @@ def improve(
             stats=unmoved,
             budget=budget,
         )
+    if teacher is not None:
+        teacher.policy.reshard()
     if critic is not None and joined is None:
-        critic.improve(samples, found.budget)
+        found = replace(found, budget=critic.improve(samples, found.budget))
     return found
 
 
@@ -331,7 +333,12 @@ def batch_loss(algorithm: Algorithm, batch: Batch, *, entropy_tokens: float, thr
 
     def loss(logp_C: Tensor, entropy_C: Tensor | None, part: slice) -> Tensor:
         rows_C = rows_M[part]
-        weight_C = batch.weight_P[rows_C]
+        weight_C, shown = batch.weight_P[rows_C], None
+        if lm_P is not None:  # nobody sampled demonstrations: no part of the algorithm is about them
+            shown = (weight_C * lm_P[rows_C] * logp_C).sum()
+            drawn_C = 1.0 - batch.extra_P["shown"][rows_C]
+            weight_C = weight_C * drawn_C
+            entropy_C = None if entropy_C is None else entropy_C * drawn_C
         behavior_C, mismatch = behavior(algorithm, batch, rows_C, logp_C)
         terms = Terms(
             logp_M=logp_C,
@@ -346,7 +353,7 @@ def batch_loss(algorithm: Algorithm, batch: Batch, *, entropy_tokens: float, thr
             entropy_threshold=None if threshold is None else threshold.to(weight_C),
         )
         value = algorithm.total(terms, weight_C, entropy_tokens)
-        return value if lm_P is None else value - (weight_C * lm_P[rows_C] * logp_C).sum()
+        return value if shown is None else value - shown
 
     return loss
 

@@ -90,7 +90,7 @@ def unbranched(rollout: Rollout) -> list[Rollout]:
     return [
         replace(
             rollout,
-            prompt=replace(rollout.prompt, tokens=context),
+            prompt=replace(rollout.prompt, id=f"{rollout.prompt.id}#{rollout.index}@{begin}", tokens=context),
             tokens=rollout.tokens[begin:end],
             behavior_logp=rollout.behavior_logp[begin:end],
             trained=rollout.trained[begin:end],

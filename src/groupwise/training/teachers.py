@@ -53,7 +53,7 @@ class Demonstrations:
         found = []
         for i, row in enumerate(chosen):
             ones = np.ones(row.completion.size)
-            extra = {"lm": self.lm * ones, "taught": self.divergence * ones}
+            extra = {"shown": ones, "lm": self.lm * ones, "taught": self.divergence * ones}
             columns = {"weight": weight * ones, "advantage": 0.0 * ones, "behavior_logp": 0.0 * ones, "extra": extra}
             found.append(Sample(group=f"shown/{update}/{i}", index=-1, prompt=row.prompt, completion=row.completion, **columns))
         return found
@@ -105,11 +105,12 @@ class Teacher:
     def states(self, batch: Batch, samples: Sequence[Sample]) -> Tensor:
         """Its hidden states (M, E) at the trained rows of a batch, which was packed from `samples`."""
         policy, own = self.policy, [index for index in batch.samples if index >= 0]
-        if not any(samples[index].group in self.hints for index in own):
+        # Frequencies that depend on the length are the policy's own affair: it may share prompts where the teacher may not.
+        if not own or not (policy.switches or any(samples[index].group in self.hints for index in own)):
             with self._fused():
                 return policy.forward(batch).hidden_PD[batch.trained_M]
-        how: dict[str, Any] = {"share": policy.attention == "shared", "device": policy.device, "dtype": batch.weight_P.dtype}
-        (other,) = pack(self.read([samples[index] for index in own]), UNBOUNDED, **how)
+        how: dict[str, Any] = {"share": policy.attention == "shared", "alike": policy.alike, "device": policy.device}
+        (other,) = pack(self.read([samples[index] for index in own]), UNBOUNDED, **how, dtype=batch.weight_P.dtype)
         with self._fused():
             hidden_PE = policy.forward(other).hidden_PD
         rows = {}
@@ -131,7 +132,7 @@ class Teacher:
         """The weighted divergence of a batch's trained rows, differentiable with respect to the policy's hidden states and head.
 
         With `algorithm.importance` a row counts by `sg[exp(l - b)]`: how likely the policy finds the token, over how likely it was
-        drawn.
+        drawn; nobody drew demonstrations.
         """
         assert algorithm.divergence is not None
         rows_M = batch.trained_M
@@ -146,7 +147,10 @@ class Teacher:
             )
         weight_M = batch.weight_P[rows_M]
         if algorithm.importance:
-            weight_M = weight_M * guarded_exp(logp_M.detach() - batch.behavior_logp_P[rows_M])
+            importance_M = guarded_exp(logp_M.detach() - batch.behavior_logp_P[rows_M])
+            if "shown" in batch.extra_P:
+                importance_M = torch.where(batch.extra_P["shown"][rows_M] > 0, 1.0, importance_M)
+            weight_M = weight_M * importance_M
         if "taught" in batch.extra_P:
             weight_M = weight_M * batch.extra_P["taught"][rows_M]
         return (weight_M * found_M).sum()
@@ -165,13 +169,15 @@ def with_teacher(groups: Sequence[Scored], teacher: Teacher | None, budget: int)
 
 
 def with_demonstrations(samples: Sequence[Sample], shown: Sequence[Sample]) -> list[Sample]:
-    """Samples of rollouts and of demonstrations, with the same columns."""
+    """Samples of rollouts and of demonstrations, with the same columns: `shown` (1 for demonstrations), `lm`, `taught`."""
     if not shown:
         return list(samples)
     names = {name for sample in samples for name in sample.extra}
-    own = [
-        replace(sample, extra={**sample.extra, "lm": np.zeros(len(sample.weight)), "taught": np.ones(len(sample.weight))})
-        for sample in samples
-    ]
-    others = [replace(sample, extra={**{name: np.zeros(len(sample.weight)) for name in names}, **sample.extra}) for sample in shown]
+
+    def filled(sample: Sample, columns: Mapping[str, float]) -> Sample:
+        return replace(sample, extra={name: np.full(len(sample.weight), value) for name, value in columns.items()} | sample.extra)
+
+    own = [filled(sample, {"shown": 0.0, "lm": 0.0, "taught": 1.0}) for sample in samples]
+    # What a critic should have said of a demonstration is not known.
+    others = [filled(sample, {name: np.nan if name == "return" else 0.0 for name in names}) for sample in shown]
     return [*own, *others]

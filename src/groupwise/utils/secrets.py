@@ -103,6 +103,7 @@ OWN_TOKENS = frozenset(
     [
         "eos",
         "bos",
+        "observation",
         "pad",
         "unk",
         "sep",

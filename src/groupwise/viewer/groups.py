@@ -7,7 +7,8 @@ Numbers per token, by name, with `rho` the ratio of the policy's probability to 
     entropy    of the policy at the token, nats
     kl         log-prob under the policy minus that under the reference, nats: positive where the policy likes the token more
     mismatch   log-prob by the trainer minus that by the sampler, nats: rounding, unless something is wrong
-    gradient   weight x |push|, 0 where clipped, as a share of the group's sum; the KL's part is not in it
+    gradient   weight x |push|, 0 where clipped, as a share of the group's sum; the KL's part is not in it.  Only of runs whose
+               surrogate has this slope (`clip_of`): of others, and with the KL, a replay says it (`replays.py`)
     version    optimizer steps that the weights which drew it had taken
 
 A quantity that was not recorded has no column.
@@ -38,6 +39,10 @@ EXCERPT = 160
 
 Json = dict[str, Any]
 
+CLIPPED = dict.fromkeys(("grpo", "dr_grpo", "bnpo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "gdpo", "ppo"), (0.2, 0.2))
+CLIPPED["dapo"] = (0.2, 0.28)
+"""Objectives whose surrogate is PPO's clipped ratio of tokens, with their low and high (a test asks the table)."""
+
 OVERVIEW = ("group", "prompt_text", "index", "completion_text", "reward", "finish", "trained")
 QUANTITIES = ("push", "logp", "entropy", "kl", "mismatch", "gradient", "version")
 
@@ -50,6 +55,32 @@ def reward_names(columns: Sequence[str]) -> list[str]:
 def key_of(prompt: str) -> str:
     """What a prompt is recognised by in other steps and runs."""
     return hashlib.blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def clip_of(config: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Low and high of a recipe whose surrogate is the clipped ratio of tokens; None for any other.  config: its keys, with dots.
+
+    Its slope is weight x advantage x ratio, and 0 where the ratio is beyond the range on the side that the advantage pushes it to.
+
+    >>> clip_of({"objective": "dapo"}), clip_of({"objective": "gspo"})
+    ((0.2, 0.28), None)
+    """
+
+    def part(name: str) -> Any:
+        return config.get(f"group.{name}") or config.get(f"group.{name}.name")
+
+    others = ("surrogate.delta", "surrogate.dual", "off_policy_delta", "entropy_quantile", "divergence", "divergence.name", "mix")
+    engine = config.get("rollout.engine") or config.get("rollout.engine.name")
+    if any(config.get(f"group.{name}") for name in others) or engine == "vllm" or config.get("rollout.engine.ahead"):
+        return None
+    preset = CLIPPED.get(str(config.get("objective")))
+    if part("ratio") not in ("token", None) or (part("ratio") is None and preset is None):
+        return None
+    if part("surrogate") is None:
+        return preset
+    if part("surrogate") != "clipped":
+        return None
+    return float(config.get("group.surrogate.low", 0.2)), float(config.get("group.surrogate.high", 0.2))
 
 
 def lengths_of(table: pa.Table) -> np.ndarray:
@@ -113,7 +144,8 @@ def group(source: Source, step: int, place: int, kind: str = TRAINING) -> Json:
     rows = table.slice(0, CROWD).to_pylist()
     first = rows[0]
     prompt = first.get("prompt_text") or ""
-    shares = _gradient_total(rows)
+    clip = clip_of(source.config())
+    shares = _gradient_total(rows, clip)
     vocabulary = source.vocabulary()
     row = first.get("row")
     return {
@@ -127,8 +159,8 @@ def group(source: Source, step: int, place: int, kind: str = TRAINING) -> Json:
         "sampling": _loaded(first.get("sampling")),
         "functions": names,
         "size": len(table),
-        "completions": [_completion(row, names, vocabulary, shares, 0) for row in rows],
-        "quantities": _present(rows),
+        "completions": [_completion(row, names, vocabulary, (shares, clip), 0) for row in rows],
+        "quantities": _present(rows, (shares, clip)),
     }
 
 
@@ -138,12 +170,13 @@ def more(source: Source, step: int, place: int, index: int, begin: int, kind: st
     table = table.filter(pc.equal(table.column("group"), place))  # type: ignore[attr-defined]
     rows = table.to_pylist()
     found = [row for row in rows if row["index"] == index]
+    clip = clip_of(source.config())
     if not found:
         raise DataError(f"{source.name} holds no completion {index} in group {place} of step {step}")
-    return _completion(found[0], reward_names(table.column_names), source.vocabulary(), _gradient_total(rows), begin)
+    return _completion(found[0], reward_names(table.column_names), source.vocabulary(), (_gradient_total(rows, clip), clip), begin)
 
 
-def _completion(row: Mapping[str, Any], names: Sequence[str], known: Vocabulary | None, total: float, begin: int) -> Json:
+def _completion(row: Mapping[str, Any], names: Sequence[str], known: Vocabulary | None, slope: Slope, begin: int) -> Json:
     ids, text = row.get("completion_ids"), row.get("completion_text") or ""
     advantages = row.get("advantages") or []
     found: Json = {
@@ -156,10 +189,15 @@ def _completion(row: Mapping[str, Any], names: Sequence[str], known: Vocabulary 
     }
     if row.get("messages"):
         found["messages"] = _loaded(row["messages"])
+    episode = _loaded(row.get("episode"))
+    if isinstance(episode, dict):
+        found["episode"] = _episode(episode)
     if ids is None or known is None:
+        if isinstance(episode, dict) and episode.get("messages"):
+            found["messages"] = episode["messages"]
         return {**found, "length": len(text), "unit": "characters", "text": text[begin : begin + CHARACTERS]}
     end = begin + TOKENS
-    columns = {name: values[begin:end] for name, values in token_columns(row, total).items()}
+    columns = {name: values[begin:end] for name, values in token_columns(row, slope).items()}
     return {
         **found,
         "length": len(ids),
@@ -172,8 +210,47 @@ def _completion(row: Mapping[str, Any], names: Sequence[str], known: Vocabulary 
     }
 
 
-def token_columns(row: Mapping[str, Any], total: float = math.nan) -> dict[str, np.ndarray]:
-    """The quantities of a completion's tokens (n,), as far as they were recorded.  total: the group's sum of `_gradient`."""
+def _episode(episode: Mapping[str, Any]) -> Json:
+    """An episode (`records.Episode`) as it is shown: of long texts the beginning, of other contexts their lengths."""
+    turns = []
+    for turn in episode.get("turns") or ():
+        calls = [
+            {
+                "name": _text(call.get("name")),
+                "arguments": _text(call.get("arguments")),
+                "result": _text(call.get("result")),
+                "seconds": _finite(call.get("seconds")),
+                "failure": _text(call.get("failure")),
+            }
+            for call in turn.get("calls") or ()
+        ]
+        turns.append(
+            {
+                "begin": int(turn["begin"]),
+                "end": int(turn["end"]),
+                "finish": _text(turn.get("finish")),
+                "calls": calls,
+                "answer": _text(turn.get("answer")),
+                "seconds": _finite(turn.get("seconds")),
+                "truncated": bool(turn.get("truncated")),
+                "reward": _finite(turn.get("reward")),
+            }
+        )
+    branches = [{"begin": int(b["begin"]), "context": len(b.get("context") or ())} for b in episode.get("branches") or ()]
+    about = {"reward": _finite(episode.get("reward")), "environment": _text(episode.get("environment"))}
+    return {"turns": turns, "branches": branches, **about}
+
+
+def _text(value: Any) -> str:
+    return str(value or "")[:CHARACTERS]
+
+
+Slope = tuple[float, tuple[float, float] | None]
+"""The sum of `_gradient` over a group, and the clip range that it was taken with."""
+
+
+def token_columns(row: Mapping[str, Any], slope: Slope = (math.nan, None)) -> dict[str, np.ndarray]:
+    """The quantities of a completion's tokens (n,), as far as they were recorded; without a slope all but the gradient."""
 
     def column(name: str) -> np.ndarray | None:
         values = row.get(name)
@@ -193,35 +270,34 @@ def token_columns(row: Mapping[str, Any], total: float = math.nan) -> dict[str, 
         found["kl"] = found["logp"] - reference
     if current is not None and behavior is not None:
         found["mismatch"] = current - behavior
-    gradient = _gradient(row)
-    if gradient is not None and total > 0.0:
-        found["gradient"] = gradient / total
+    gradient = _gradient(row, slope[1])
+    if gradient is not None and slope[0] > 0.0:
+        found["gradient"] = gradient / slope[0]
     version = column("version")
     found |= {"version": version, "behavior": behavior}
     return {name: values for name, values in found.items() if values is not None and values.size == len(row["completion_ids"])}
 
 
-def _gradient(row: Mapping[str, Any]) -> np.ndarray | None:
-    """(n,): |d loss / d log-prob| by the surrogate at the last update, for a surrogate whose slope is the ratio."""
+def _gradient(row: Mapping[str, Any], clip: tuple[float, float] | None) -> np.ndarray | None:
+    """(n,): |d loss / d log-prob| by the clipped surrogate at the last update; None without a clip range, or a weight."""
     weight = row.get("update/weight")
-    if not weight or not row.get("advantages"):
+    if clip is None or not weight or not row.get("advantages"):
         return None
-    behavior = np.asarray(row["behavior_logp"], np.float64)
+    behavior, advantage = np.asarray(row["behavior_logp"], np.float64), np.asarray(row["advantages"], np.float64)
     seen = np.asarray(row.get("update/last_logp") or row.get("current_logp") or behavior, np.float64)
-    found = np.asarray(weight) * np.abs(np.asarray(row["advantages"])) * np.exp(np.clip(seen - behavior, -20.0, 20.0))
-    clipped = row.get("update/clipped")
-    return found * (1.0 - np.asarray(clipped, np.float64)) if clipped else found
+    ratio = np.exp(np.clip(seen - behavior, -20.0, 20.0))
+    cut = ((advantage > 0.0) & (ratio > 1.0 + clip[1])) | ((advantage < 0.0) & (ratio < 1.0 - clip[0]))
+    return np.where(cut, 0.0, np.asarray(weight) * np.abs(advantage) * ratio)
 
 
-def _gradient_total(rows: Sequence[Mapping[str, Any]]) -> float:
-    parts = [_gradient(row) for row in rows]
+def _gradient_total(rows: Sequence[Mapping[str, Any]], clip: tuple[float, float] | None) -> float:
+    parts = [_gradient(row, clip) for row in rows]
     return float(sum(part.sum() for part in parts if part is not None))
 
 
-def _present(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+def _present(rows: Sequence[Mapping[str, Any]], slope: Slope) -> dict[str, list[float]]:
     """The quantities that the group has, each with the range of its scale: symmetric around 0 where it has a sign."""
-    columns = [token_columns(row, 1.0) for row in rows if row.get("completion_ids")]
-    total = _gradient_total(rows)
+    columns = [token_columns(row, slope) for row in rows if row.get("completion_ids")]
     found: dict[str, list[float]] = {}
     for name in QUANTITIES:
         parts = [values[name] for values in columns if name in values]
@@ -229,10 +305,6 @@ def _present(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
         flat = flat[np.isfinite(flat)]
         if not flat.size:
             continue
-        if name == "gradient":
-            if total <= 0.0:
-                continue
-            flat = flat / total
         # A single outlier must not turn everything else pale.
         high, low = float(np.quantile(flat, 0.98)), float(np.quantile(flat, 0.02))
         if name in ("push", "kl", "mismatch"):

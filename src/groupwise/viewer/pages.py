@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from groupwise.errors import DataError
-from groupwise.viewer import groups, health, questions
+from groupwise.viewer import groups, health, questions, replays
 from groupwise.viewer.groups import Json
 from groupwise.viewer.index import Index
 from groupwise.viewer.sources import HELD_OUT, TRAINING, Source
@@ -38,7 +38,9 @@ class Pages:
             "lenses": self.lenses,
             "compare": self.compare,
             "config": self.config,
+            "replay": self.replay,
         }
+        self.replays = replays.Replays()
 
     def answer(self, name: str, parameters: Parameters) -> Json:
         """The JSON of an address.  Raises KeyError for one that is not there, DataError for what cannot be answered."""
@@ -83,6 +85,7 @@ class Pages:
             "evaluations": source.steps(HELD_OUT),
             "metrics": sorted(source.metrics().values.keys() - {"wall"}),
             "read": self.indexes[i].read,
+            "replay": replays.offered() if self._replayable(source) else None,
         }
 
     def curves(self, asked: Parameters) -> Json:
@@ -105,10 +108,10 @@ class Pages:
         }
 
     def health(self, asked: Parameters) -> Json:
-        """Flags in plain words, and the figures that stand first."""
+        """Flags in plain words, the figures that stand first, and where a step's work goes."""
         metrics = self._source(asked).metrics()
-        names = list(metrics.values)
-        return {"flags": health.flags(metrics.history()), "figures": health.figures(names)}
+        names, history = list(metrics.values), metrics.history()
+        return {"flags": health.flags(history), "figures": health.figures(names), "work": health.work(history)}
 
     def step(self, asked: Parameters) -> Json:
         """A step's groups, the most informative first; the newest step where none is named."""
@@ -196,6 +199,23 @@ class Pages:
         """The resolved recipe and the environment."""
         source = self._source(asked)
         return {"config": source.config(), "environment": source.environment(), "path": str(source.path)}
+
+    def replay(self, asked: Parameters) -> Json:
+        """Which tokens of a group the update pushed, or would have with `set` changed: see `replays`."""
+        source = self._source(asked)
+        number, place, changes = _needed(asked, "step"), _needed(asked, "group"), replays.checked(asked.get("set", ""))
+        if (key := replays.own_code(source.config())) is not None:
+            raise DataError(
+                f"{key} names code of the run's own, which the viewer does not run: groupwise replay RUN --step {number}"
+            )
+        if not self._replayable(source) or number not in source.steps():
+            raise DataError(f"{source.name}: only recorded steps of runs that sample completions can be replayed")
+        return self.replays.group(source.path, number, place, changes)
+
+    @staticmethod
+    def _replayable(source: Source) -> bool:
+        config = source.config()
+        return config.get("objective") in replays.OBJECTIVES and replays.own_code(config) is None
 
     # ------------------------------------------------------------ parameters
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g1")
+FLAGS = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g1")
 TESTS = ("tests/ops", "tests/rollout/native/test_kv_cache.py", "tests/rollout/native/test_forward.py")
 
 

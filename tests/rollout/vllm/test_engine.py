@@ -255,6 +255,63 @@ def test_who_leaves_early_hangs_up(server, engine_of, prompts_of) -> None:
     assert not any(thread.is_alive() for thread in alive)
 
 
+# ---- episodes
+
+
+@pytest.mark.parametrize("cut", [0.0, 0.5])
+def test_every_turn_is_a_request_with_all_ids_so_far(server, engine_of, prompts_of, scripted_world, cut) -> None:
+    other, prompts = FakeServer(), prompts_of(4, 7, 2)
+    engine = engine_of(server, other)
+    engine.set_version(3)
+    told, asked = None, []
+    for delays in (None, 0, 1):
+        for fake in (server, other):
+            fake.requests.clear()
+        engine.world = world = scripted_world(cut=cut, cut_to="other", delays=delays)
+        groups = draw(engine, prompts, Sampling(max_new_tokens=40))
+        assert set(groups) == {prompt.id for prompt in prompts}
+        rollouts = {(r.prompt.id, r.index): r for group in groups.values() for r in group}
+        asked = []
+        for name, rollout in rollouts.items():
+            talk = world.begun[name]
+            assert talk.closed == [rollout.finish]
+            branches = {branch.begin: branch.context for branch in rollout.episode.branches}
+            context, begin = rollout.prompt.tokens, 0
+            for turn, (tokens, finish, logp, version) in zip(rollout.episode.turns, talk.heard, strict=True):
+                if turn.begin in branches:
+                    context, begin = branches[turn.begin], turn.begin
+                asked.append([*context.tolist(), *rollout.tokens[begin : turn.begin].tolist()])
+                assert rollout.tokens[turn.begin : turn.end].tolist() == tokens == [asked[-1][0]] * (len(tokens) - 1) + [EOS]
+                assert (finish, version, logp) == (Finish.EOS, 3, [-0.5] * len(tokens))
+            assert rollout.trained.sum() == sum(turn.end - turn.begin for turn in rollout.episode.turns)
+        found = [request["token_ids"] for fake in (server, other) for request in fake.requests]
+        assert sorted(found) == sorted(asked)
+        seeds = [request["sampling_params"]["seed"] for fake in (server, other) for request in fake.requests]
+        assert len(set(seeds)) == len(seeds)
+        transcripts = {name: rollout.tokens.tolist() for name, rollout in rollouts.items()}
+        assert told is None or told == transcripts
+        told = transcripts
+    other.close()
+
+
+def test_a_world_that_waits_does_not_stop_other_turns(server, engine_of, prompts_of, scripted_world) -> None:
+    engine = engine_of(server)
+    engine.world = world = scripted_world(never=[("p1", 1)], delays=0)
+    groups = engine.generate(prompts_of(4, 7, 2), group_size=3, sampling=Sampling(max_new_tokens=40), seed=5)
+    assert {next(groups)[0].prompt.id, next(groups)[0].prompt.id} == {"p0", "p2"}
+    groups.close()
+    assert all(len(talk.closed) == 1 for talk in world.begun.values())
+    alive = [thread for thread in threading.enumerate() if thread.name.startswith("rollout-request")]
+    for thread in alive:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in alive)
+
+
+def test_a_colocated_vllm_holds_no_conversations(policy_of, scripted_world) -> None:
+    with pytest.raises(EngineError, match="holds no conversations"):
+        VllmEngine(policy_of(dtype=torch.float32), colocated=True, world=scripted_world())
+
+
 # ---- weights
 
 

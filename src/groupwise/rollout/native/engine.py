@@ -252,9 +252,11 @@ class _Run:
         if idle:
             await_one(self.listening)
         finished: list[tuple[Rollout, ...]] = []
-        heard = [row for row in self.listening if row.reply is not None and row.reply.done()]
-        if heard:
-            self.listening = [row for row in self.listening if row not in heard]
+        heard: list[_Row] = []
+        still: list[_Row] = []
+        for row in self.listening:
+            (heard if row.reply is not None and row.reply.done() else still).append(row)
+        self.listening = still
         for row in heard:
             rollout = self.conversations.hear(row, self.engine.version)
             if rollout is None:

@@ -285,7 +285,7 @@ class Recorder:
                 # Its text alone: the error knows its traceback, and that all that is on the device.
                 cause = str(error.__context__ or error)
         _FAILED.add(self.device)
-        warnings.warn(f"decoding goes on without CUDA graphs, at a fraction of its speed: {cause}", stacklevel=2)
+        warnings.warn(f"decoding continues without CUDA graphs, at a fraction of its speed: {cause}", stacklevel=2)
         return None
 
     def _recorded(self, step: Callable[[], None]) -> Callable[[], None]:

@@ -5,6 +5,9 @@ its whole group, so that vLLM computes it once; several requests are in flight, 
 handed on as soon as it is complete, while others are still being sampled.  No answer is taken on trust: versions, log-probs,
 lengths and endings are checked here, and the trainer compares the log-probs with its own (`mismatch`).
 
+With a world each turn is a request of its own, with all ids so far: the server's prefix cache knows what stands before it, and
+other turns are on their way meanwhile.
+
 A completion's random numbers are seeded by (seed, prompt, index).  What else is in a server's batch can still change the last bits
 of a log-prob, and so once in a while a token.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 import copy
 import math
 import secrets
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +26,13 @@ from typing import Any
 import numpy as np
 
 from groupwise.distributed import comm
+from groupwise.environments.conversation import World
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
 from groupwise.models.shape import Shape
 from groupwise.records import Finish, Prompt, Rollout, Sampling
 from groupwise.rollout.engine import check_request, completion_limit, make_rollout
+from groupwise.rollout.episodes import CONVERSATIONS_PER_ROW, Completion, Conversations
 from groupwise.rollout.sampling import stream_keys
 from groupwise.rollout.vllm.colocated import Colocated
 from groupwise.rollout.vllm.request_pool import Answer, RequestPool
@@ -54,6 +60,7 @@ class VllmEngine:
         keep_special_tokens: bool = False,
         in_flight: bool = False,
         colocated: bool = False,
+        world: World | None = None,
     ) -> None:
         """servers: `http://host:port` of running ones (`groupwise serve`).  None: one of its own starts, and ends with `close`.
 
@@ -62,8 +69,16 @@ class VllmEngine:
         in_flight: `generate` may run in other threads while `set_version` sends weights; completions go on with the new ones, and
         each token carries the version that drew it.
         colocated: no servers, but vLLM in this process.
-        Raises ConfigError if no server can be started.  It is waited for at the first `set_version` or `generate`.
+        world: that answers the turns of completions; the caller closes it.
+        Raises ConfigError if no server can be started, EngineError for a world with a colocated vLLM.  A server is waited for at
+        the first `set_version` or `generate`.
         """
+        if colocated and world is not None:
+            raise EngineError(
+                "a colocated vLLM holds no conversations: leave rollout.engine.colocated out (a server then samples), or set "
+                "rollout.engine to 'native'"
+            )
+        self.world = world
         self.policy, self.keep_special_tokens, self.version = policy, keep_special_tokens, 0
         self._own: OwnServer | None = None
         self._in_flight, self._pools = in_flight, set[RequestPool]()
@@ -165,7 +180,10 @@ class VllmEngine:
         if self._held is None:
             self.set_version(self.version)
         oldest = self._held or 0
-        self._check(prompts, group_size, sampling)
+        self._check(prompts, group_size if self.world is None else 1, sampling)
+        if self.world is not None:
+            yield from self._episodes(self.world, prompts, group_size, sampling, seed, oldest)
+            return
         bodies = {prompt.id: self._request(prompt, group_size, sampling, seed) for prompt in prompts}
         found = {prompt.id: prompt for prompt in prompts}
         rows = sum(int(one["rows"]) for one in self.servers.facts)
@@ -173,6 +191,69 @@ class VllmEngine:
         each = min(-(-rows // group_size) // len(self.servers.facts) + 1, max(1, len(prompts)))
         for who, name, answer in self._answers(bodies, each):
             yield self._group(who, found[name], answer, group_size, sampling, oldest)
+
+    def _episodes(
+        self, world: World, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int, oldest: int
+    ) -> Iterator[tuple[Rollout, ...]]:
+        """Turn by turn, as many at a time as the servers decode."""
+        assert isinstance(self.servers, Servers)
+        found = {
+            f"{index}/{prompt.id}": Completion(prompt, index, completion_limit(self.policy, prompt, sampling))
+            for prompt in prompts
+            for index in range(group_size)
+        }
+        unbegun = deque(found)
+        groups: dict[str, dict[int, Rollout]] = {prompt.id: {} for prompt in prompts}
+        rows = [int(facts["rows"]) for facts in self.servers.facts]
+        urls = [
+            client.url
+            for place in range(max(rows))
+            for client, room in zip(self.servers.clients, rows, strict=True)
+            if place < room
+        ]
+        how = {"keep_special_tokens": self.keep_special_tokens}
+        pool = RequestPool(urls[: len(found)], {}, self._alive, paused=lambda: self._sending, open_ended=True)
+
+        def listen(name: str) -> None:
+            reply = found[name].reply
+            assert reply is not None
+            reply.add_done_callback(lambda _: pool.tell(name))
+
+        self._pools.add(pool)
+        try:
+            with Conversations(self.policy, world, sampling, seed, **how) as conversations, pool:
+                while unbegun or conversations.open:
+                    while unbegun and conversations.open < CONVERSATIONS_PER_ROW * sum(rows):
+                        conversations.begin(found[name := unbegun.popleft()])
+                        listen(name)
+                    who, name, answer = pool.take()
+                    one = found[name]
+                    if who:
+                        (choice,) = self._choices(who, one.prompt, answer, 1, sampling, one.left, oldest)
+                        one.add(choice.tokens, choice.logp, choice.version(self._run).tolist())
+                        one.support += choice.support if sampling.truncates else ()
+                        conversations.turn(one, choice.finish(self.policy.eos_ids))
+                        listen(name)
+                    elif (rollout := conversations.hear(one, self._held or 0)) is None:
+                        pool.put(name, self._turn(one, sampling, seed))
+                    else:
+                        group = groups[one.prompt.id]
+                        group[one.index] = rollout
+                        if len(group) == group_size:
+                            yield tuple(group[index] for index in range(group_size))
+        finally:
+            self._pools.discard(pool)
+
+    def _turn(self, one: Completion, sampling: Sampling, seed: int) -> dict[str, Any]:
+        """The body of a request for the next turn of a conversation."""
+        ids, context = one.ids(), min(int(facts["context"]) for facts in self.servers.facts)
+        if ids.size + one.left > context:
+            raise EngineError(
+                f"a server holds sequences of {context} tokens, but a turn of prompt {one.prompt.id} may have {one.left} behind "
+                f"{ids.size}: start it with -- --max-model-len {ids.size + one.left}"
+            )
+        key = stream_keys(seed, f"{one.prompt.id}/{one.turn}", [one.index])
+        return self._body(ids, 1, one.left, int(key[0] >> np.uint64(16)), sampling)
 
     def _answers(self, bodies: Mapping[str, Any], each: int) -> Iterator[Answer]:
         """The answers to requests.  each: how many are at one server at a time."""
@@ -213,16 +294,22 @@ class VllmEngine:
         return min(2 * sampling.top_k, self.policy.vocabulary) if sampling.truncates else 0
 
     def _request(self, prompt: Prompt, group_size: int, sampling: Sampling, seed: int) -> dict[str, Any]:
+        """The body of a request for a group."""
+        drawn = int(stream_keys(seed, prompt.id, [0])[0] >> np.uint64(16))  # vLLM adds the index
+        count = 1 if sampling.greedy else group_size
+        return self._body(prompt.tokens, count, completion_limit(self.policy, prompt, sampling), drawn, sampling)
+
+    def _body(self, ids: np.ndarray, count: int, limit: int, seed: int, sampling: Sampling) -> dict[str, Any]:
         """The body of a request: every setting that changes what is drawn, said in full."""
         policy = self.policy
         drawn: dict[str, Any] = {
-            "n": 1 if sampling.greedy else group_size,
+            "n": count,
             "temperature": sampling.temperature,
             "top_k": 0 if sampling.greedy else sampling.top_k,
             "top_p": 1.0 if sampling.greedy else sampling.top_p,
             "min_p": 0.0 if sampling.greedy else sampling.min_p,
-            "max_tokens": completion_limit(policy, prompt, sampling),
-            "seed": int(stream_keys(seed, prompt.id, [0])[0] >> np.uint64(16)),  # vLLM adds the index
+            "max_tokens": limit,
+            "seed": seed,
             "logprobs": self._candidates(sampling),
             # The ids of this policy, and not those that the server's copy of the model names.
             "ignore_eos": True,
@@ -233,29 +320,14 @@ class VllmEngine:
         }
         if policy.model.config.vocab_size > policy.vocabulary:
             drawn["allowed_token_ids"] = list(range(policy.vocabulary))
-        return {"model": MODEL, "token_ids": prompt.tokens.tolist(), "sampling_params": drawn}
+        return {"model": MODEL, "token_ids": ids.tolist(), "sampling_params": drawn}
 
     def _group(
         self, who: str, prompt: Prompt, answer: Any, group_size: int, sampling: Sampling, oldest: int
     ) -> tuple[Rollout, ...]:
-        """A prompt's rollouts from a server's answer.  oldest: the version that it may have been begun with.
-
-        Raises EngineError for an answer that cannot be what was asked for.
-        """
-        where = f"{who}, prompt {prompt.id}"
-        try:
-            choices = [Choice.read(choice) for choice in answer["choices"]]
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise EngineError(
-                f"{where}: its answer cannot be read ({type(error).__name__}: {error}); is it another version?"
-            ) from error
-        choices.sort(key=lambda choice: choice.index)
-        if [choice.index for choice in choices] != list(range(1 if sampling.greedy else group_size)):
-            raise EngineError(f"{where}: {len(choices)} completions came back, {group_size} were asked for")
+        """A prompt's rollouts from a server's answer.  oldest: the version that it may have been begun with."""
         limit = completion_limit(self.policy, prompt, sampling)
-        for choice in choices:
-            if wrong := choice.wrong(self.policy, sampling, limit) or choice.foreign(self._run, oldest, self.version):
-                raise EngineError(f"{where}, completion {choice.index}: {wrong}")
+        choices = self._choices(who, prompt, answer, 1 if sampling.greedy else group_size, sampling, limit, oldest)
         if sampling.greedy:  # all completions of a prompt are the same
             choices *= group_size
         return tuple(
@@ -273,6 +345,28 @@ class VllmEngine:
             )
             for index, choice in enumerate(choices)
         )
+
+    def _choices(
+        self, who: str, prompt: Prompt, answer: Any, count: int, sampling: Sampling, limit: int, oldest: int
+    ) -> list[Choice]:
+        """What a server has drawn, in order.   limit: most tokens.   oldest: see `_group`.
+
+        Raises EngineError for an answer that cannot be what was asked for.
+        """
+        where = f"{who}, prompt {prompt.id}"
+        try:
+            choices = [Choice.read(choice) for choice in answer["choices"]]
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise EngineError(
+                f"{where}: its answer cannot be read ({type(error).__name__}: {error}); is it another version?"
+            ) from error
+        choices.sort(key=lambda choice: choice.index)
+        if [choice.index for choice in choices] != list(range(count)):
+            raise EngineError(f"{where}: {len(choices)} completions came back, {count} were asked for")
+        for choice in choices:
+            if wrong := choice.wrong(self.policy, sampling, limit) or choice.foreign(self._run, oldest, self.version):
+                raise EngineError(f"{where}, completion {choice.index}: {wrong}")
+        return choices
 
 
 def _dtype(policy: Policy) -> str:
@@ -351,7 +445,7 @@ class Choice:
         if min(self.tokens) < 0 or max(self.tokens) >= policy.vocabulary:
             return f"ids {min(self.tokens)} .. {max(self.tokens)} lie outside of the vocabulary of {policy.vocabulary}"
         if any(token in policy.eos_ids for token in self.tokens[:-1]):
-            return "it goes on behind an end of sequence"
+            return "it continues after an end of sequence"
         if self.reason == "stop" and self.tokens[-1] not in policy.eos_ids and self.stop not in sampling.stop:
             return f"it was stopped by {self.stop!r}, which is neither an end of sequence nor one of {list(sampling.stop)}"
         if sampling.truncates:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import re
 import threading
@@ -31,18 +32,29 @@ class RequestPool:
     Iterate over the answers in a `with` block; leaving it hangs up, and the servers drop what they were still sampling.
     """
 
-    def __init__(self, urls: Sequence[str], bodies: Mapping[str, Any], alive: Alive | None, paused: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        bodies: Mapping[str, Any],
+        alive: Alive | None,
+        paused: Callable[[], bool],
+        *,
+        open_ended: bool = False,
+    ) -> None:
         """urls: where each connection leads; bodies: requests by name; alive: of servers that this process has started.
 
-        paused: true while the servers may not compute.
+        paused: true while the servers may not compute.   open_ended: more requests will follow (`put`).
         """
-        self._clients = [Client(url) for url in urls[: max(1, len(bodies))]]
+        self._clients = [Client(url) for url in (urls if open_ended else urls[: max(1, len(bodies))])]
         self._left, self._alive, self._paused = len(bodies), alive, paused
         self._waiting = set[Client]()
         """Those with a request on its way."""
-        self._todo: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        for item in bodies.items():
+        self._todo: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
+        for item in (*bodies.items(), *([] if open_ended else [None] * len(self._clients))):
             self._todo.put(item)
+        self._unanswered = 0
+        """Short questions in a row that nobody has answered."""
+        self._seen: dict[str, tuple[float, float]] = {}
         self._done: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
 
     def __enter__(self) -> RequestPool:
@@ -51,8 +63,11 @@ class RequestPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._todo = queue.SimpleQueue()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._todo.get_nowait()
         for client in self._clients:
+            self._todo.put(None)
             client.close()
 
     def cancel(self) -> None:
@@ -61,35 +76,46 @@ class RequestPool:
 
     def _work(self, client: Client) -> None:
         try:
-            while True:
-                name, body = self._todo.get_nowait()
+            while (item := self._todo.get()) is not None:
+                name, body = item
                 self._waiting.add(client)
                 answer = client.post("/inference/v1/generate", body, timeout=None)
                 self._waiting.discard(client)
                 self._done.put((client.name, name, answer))
-        except queue.Empty:
             client.close()
         except Exception as error:  # any failure belongs to the thread that waits
             self._done.put(error)
 
+    def put(self, name: str, body: Any) -> None:
+        """One request more, of an open-ended pool."""
+        self._left += 1
+        self._todo.put((name, body))
+
+    def tell(self, name: str) -> None:
+        """Let `take` return this name, with nobody and nothing beside it.  From any thread."""
+        self._done.put(("", name, None))
+
     def __iter__(self) -> Iterator[Answer]:
-        unanswered = 0
-        seen: dict[str, tuple[float, float]] = {}
         while self._left:
+            yield self.take()
+
+    def take(self) -> Answer:
+        """Wait for the next answer, or for what `tell` is called with.  Raises PeerError for a server that is gone or hangs."""
+        while True:
             try:
                 answer = self._done.get(timeout=POLL)
             except queue.Empty:
-                silence = self._silence(seen)
-                unanswered = unanswered + 1 if silence is not None else 0
-                if silence is not None and unanswered >= LOST:
+                silence = self._silence(self._seen)
+                self._unanswered = self._unanswered + 1 if silence is not None else 0
+                if silence is not None and self._unanswered >= LOST:
                     raise silence from None
                 continue
             if isinstance(answer, Exception):
                 raise_cause(answer, self._alive)
-            unanswered = 0
-            seen.clear()
-            self._left -= 1
-            yield answer
+            self._unanswered = 0
+            self._seen.clear()
+            self._left -= bool(answer[0])
+            return answer
 
     def _silence(self, seen: dict[str, tuple[float, float]]) -> PeerError | None:
         """What is wrong with a server that does not answer a short question; None if all do.

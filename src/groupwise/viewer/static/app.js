@@ -44,7 +44,7 @@ function switchTheme() {
 
 const KEYS = [
   ["←  →", "earlier, later step (inside a text: token by token)"], ["↑  ↓", "previous, next group"], ["m", "the most informative group of the step"], ["f", "the newest step, and follow it"],
-  ["1 … 7", "colour tokens by push, log-prob, entropy, KL, mismatch, gradient, version"], ["0", "no colours"], ["w", "show spaces, ends of lines and special tokens"], ["e", "training or held-out completions"],
+  ["1 … 7", "colour tokens by push, log-prob, entropy, KL, mismatch, gradient, version"], ["8  9", "by the replayed push, and what it changes (once a step is replayed)"], ["p", "replay the step with another algorithm"], ["0", "no colours"], ["w", "show spaces, ends of lines and special tokens"], ["e", "training or held-out completions"],
   ["g c / d y l i", "groups, curves, search, compare, why, lenses, configuration"], ["r", "the next run"], ["u", "copy the link to this view"], ["t", "light or dark"], ["Tab", "from completion to completion"], ["?", "this list"],
 ];
 
@@ -78,13 +78,14 @@ document.addEventListener("keydown", (event) => {
     e: () => groups && runHere().evaluations.length && go({ kind: kindHere() === "training" ? "evaluation" : null, step: null, group: null, c: null }),
     r: () => RUNS.length > 1 && go({ run: String((runHere().run + 1) % RUNS.length), step: null, group: null, c: null, key: null }),
     f: () => groups && go({ step: null, group: null, c: null }),
+    p: () => { const box = document.querySelector(".replay"); if (box) { box.open = !box.open; if (box.open) box.querySelector("select").focus(); } },
     m: () => groups && go({ group: null, c: null }),
     ArrowLeft: () => groups && moveStep(-1), ArrowRight: () => groups && moveStep(1),
     ArrowUp: () => groups && !scrolls(event) && moveGroup(-1), ArrowDown: () => groups && !scrolls(event) && moveGroup(1),
     k: () => groups && moveGroup(-1), j: () => groups && moveGroup(1),
   };
   for (const [view, , key] of TABS) actions[key] = () => { location.hash = view === "groups" ? linkTo(lastGroups) : linkTo({ view }); };
-  if (/^[0-7]$/.test(event.key) && document.querySelector(".quantities")) actions[event.key] = () => colourBy(event.key === "0" ? "none" : QUANTITIES[Number(event.key) - 1].id);
+  if (/^[0-9]$/.test(event.key) && document.querySelector(".quantities")) actions[event.key] = () => colourBy(event.key === "0" ? "none" : QUANTITIES[Number(event.key) - 1].id);
   if (!actions[event.key]) return;
   event.preventDefault();
   actions[event.key]();

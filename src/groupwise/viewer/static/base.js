@@ -48,7 +48,13 @@ function fmt(value, signed) {
   return sign + shown.replace("-", "−");
 }
 
-const percent = (value) => (value === null || value === undefined ? "–" : (100 * value).toFixed(value && Math.abs(value) < 0.1 ? 1 : 0) + " %");
+/** Bytes in powers of a thousand. */
+function bytes(value) {
+  const power = value > 0 ? Math.min(4, Math.floor(Math.log10(value) / 3)) : 0;
+  return `${fmt(value / 1000 ** power)} ${["B", "kB", "MB", "GB", "TB"][power]}`;
+}
+
+const percent = (value) => (value === null || value === undefined ? "–" : (100 * value).toFixed(value && Math.abs(value) < 0.1 ? 1 : 0).replace("-", "−") + " %");
 const many = (count, word, plural) => `${count.toLocaleString("en")} ${count === 1 ? word : plural || word + "s"}`;
 
 function duration(seconds) {

@@ -10,7 +10,7 @@ const HUES = {
   sand: { light: "161,98,7", dark: "250,204,21" },
 };
 
-/** The quantities by key 1 to 7: what they are called, what they say, how they are coloured. */
+/** The quantities by key 1 to 9; the last two once a step is replayed: what they are called, what they say, how they are coloured. */
 const QUANTITIES = [
   { id: "push", label: "Push", unit: "advantage × ratio", low: "less likely", high: "more likely", signed: true,
     says: "What the update did to each token: advantage × ratio. Blue: made more likely, orange: less likely, hatched: clipped, its gradient was cut." },
@@ -23,9 +23,13 @@ const QUANTITIES = [
   { id: "mismatch", label: "Mismatch", unit: "nats, trainer − sampler", low: "sampler higher", high: "trainer higher", signed: true,
     says: "Log-prob by the trainer minus that by the sampler, of the same token. Only rounding, unless something is wrong." },
   { id: "gradient", label: "Gradient", unit: "share of the group", low: "none", high: "much", hue: "pink", share: true,
-    says: "Share of the group's gradient that comes from this token: weight × |advantage| × ratio, 0 where clipped. The KL term is left out." },
+    says: "Share of the group's gradient that comes from this token: weight × |advantage| × ratio, 0 where clipped. The KL term is in it once the step is replayed." },
   { id: "version", label: "Version", unit: "optimizer steps", low: "older", high: "newer", hue: "sand",
     says: "The version of the weights that drew the token." },
+  { id: "replay", label: "Replay", unit: "share of the group", low: "less likely", high: "more likely", signed: true, share: true,
+    says: "What the replayed update pushes, by the ratios of the step's last pass: minus the loss's slope by each log-prob, as a share of the group's sum, KL included." },
+  { id: "change", label: "Change", unit: "share of the group", low: "pushed down more", high: "pushed up more", signed: true, share: true,
+    says: "The replayed push less the one that the run made." },
 ];
 
 const theme = () => document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
@@ -76,6 +80,7 @@ class Card {
     this.text.addEventListener("mousemove", (event) => this.point(event));
     this.text.addEventListener("mouseleave", () => hideTip());
     this.text.addEventListener("blur", () => this.leave());
+    if (completion.episode && completion.tokens) this.places = episodeOf(completion, this.text);
     this.element = this.frame();
     this.grow(FIRST);
   }
@@ -86,11 +91,17 @@ class Card {
     const low = Math.min(...rewards, 0), high = Math.max(...rewards, 1e-9);
     const share = completion.reward === null ? 0 : (completion.reward - low) / Math.max(high - low, 1e-9);
     const cut = /length|truncat|max/i.test(completion.finish);
+    const ended = ENDINGS[completion.finish] || (cut ? "cut off" : completion.finish);
+    const warned = cut || ["turns", "deadline", "error"].includes(completion.finish);
+    const turns = completion.episode?.turns || [];
+    const world = turns.reduce((sum, turn) => sum + (turn.seconds || 0), 0);
     const advantage = completion.advantage;
     const facts = [
       advantage !== null && h("span", { class: advantage > 0 ? "fact up" : advantage < 0 ? "fact down" : "fact", title: "advantage: how far above its siblings' its reward is", text: `advantage ${fmt(advantage, true)}` }),
       h("span", { class: "fact", text: many(completion.length, completion.unit.slice(0, -1)) }),
-      completion.finish && h("span", { class: cut ? "fact warn" : "fact", text: cut ? "cut off" : completion.finish === "eos" ? "ended" : completion.finish }),
+      completion.finish && h("span", { class: warned ? "fact warn" : "fact", text: ended }),
+      turns.length > 0 && h("span", { class: "fact", text: many(turns.length, "turn") }),
+      world > 0 && h("span", { class: "fact", title: "seconds that the world took to answer", text: `world ${fmt(world)} s` }),
     ];
     const functions = Object.entries(completion.rewards);
     const parts = functions.length > 1 ? h("div", { class: "functions" }, functions.map(([name, value]) => h("span", { class: "chip" }, h("i", { text: name }), fmt(value)))) : null;
@@ -122,7 +133,7 @@ class Card {
       const end = Math.min(this.shown + count, completion.tokens.length);
       const special = new Set(completion.special), untrained = new Set(completion.untrained);
       const fresh = document.createDocumentFragment();
-      for (let i = this.shown; i < end; i++) fresh.append(this.span(i, special.has(i), untrained.has(i)));
+      for (let i = this.shown; i < end; i++) (this.places ? placeOf(this.places, i) : fresh).append(this.span(i, special.has(i), untrained.has(i)));
       this.text.append(fresh);
       this.shown = end;
       this.paint();
@@ -184,7 +195,8 @@ class Card {
     const scale = quantity && this.context.scales[quantity.id];
     const values = scale && this.completion.columns?.[quantity.id];
     this.element.classList.toggle("shows-clipped", quantity?.id === "push" || quantity?.id === "gradient");
-    this.spans.forEach((span, i) => { span.style.backgroundColor = values ? colour(tint(quantity, values[i], scale)) : ""; });
+    const pushes = ["push", "gradient", "replay", "change"].includes(quantity?.id);  // nothing pushes what the policy did not write
+    this.spans.forEach((span, i) => { span.style.backgroundColor = values && !(pushes && span.classList.contains("untrained")) ? colour(tint(quantity, values[i], scale)) : ""; });
   }
 
   point(event) {
@@ -203,6 +215,7 @@ class Card {
       const span = this.spans[this.at];
       if (!span) return;
       span.classList.add("at");
+      for (let fold = span.closest("details"); fold; fold = fold.parentElement.closest("details")) fold.open = true;
       span.scrollIntoView({ block: "nearest" });
       showTip(this, this.at, span);
       if (this.at > this.spans.length - 20) this.grow();
@@ -215,6 +228,67 @@ class Card {
     this.spans[this.at]?.classList.remove("at");
     hideTip();
   }
+}
+
+const ENDINGS = { eos: "ended", stop: "stop string", tool_calls: "called tools", done: "the world ended it", turns: "too many turns", deadline: "out of time", error: "the world failed" };
+const OPEN_TURNS = 3, LONG_ANSWER = 300;
+
+/** An episode's turns as folds in `text`; returns where its tokens go: [first token, element], ascending. */
+function episodeOf(completion, text) {
+  const { turns, branches } = completion.episode;
+  const places = [];
+  const slowest = Math.max(...turns.map((turn) => turn.seconds || 0), 1e-9);
+  const splits = (begin, end) => branches.filter((one) => one.begin >= begin && one.begin < end).map((one) =>
+    h("span", { class: "fact warn", title: "from here on the tokens were drawn behind other ids than those before them: the chat template rewrote the past, or the world began otherwise", text: `split: drawn behind ${many(one.context, "token")} of its own` }));
+  const observed = (begin, end, turn) => {
+    if (end <= begin && !turn?.answer) return null;
+    const said = h("div", { class: "said", dir: "auto" });
+    if (end > begin) places.push([begin, said]);
+    else said.append(...visible(turn.answer));
+    return h("details", { class: "turn observed", open: end - begin <= LONG_ANSWER },
+      h("summary", {}, h("b", { text: turn ? "answer" : "opening" }), h("span", { text: end > begin ? many(end - begin, "token") : "not read by the policy" }), turn?.truncated ? h("span", { class: "fact warn", text: "cut to the limit" }) : null), said);
+  };
+  if (turns.length && turns[0].begin > 0) text.append(observed(0, turns[0].begin, null));
+  turns.forEach((turn, i) => {
+    const said = h("div", { class: "said", dir: "auto" });
+    if (turn.end > turn.begin) places.push([turn.begin, said]);
+    const next = i + 1 < turns.length ? turns[i + 1].begin : completion.length;
+    const warned = ["length", "turns", "deadline", "error"].includes(turn.finish);
+    text.append(h("details", { class: "turn own", open: turns.length <= OPEN_TURNS || i === turns.length - 1 },
+      h("summary", {}, h("b", { text: `turn ${i + 1}` }), h("span", { text: many(turn.end - turn.begin, "token") }),
+        turn.finish ? h("span", { class: warned ? "fact warn" : "fact", text: ENDINGS[turn.finish] || (turn.finish === "length" ? "cut off" : turn.finish) }) : null,
+        turn.reward !== null ? h("span", { class: "fact", text: `reward ${fmt(turn.reward)}` }) : null, splits(turn.begin, next)),
+      said, turn.calls.map(callOf), turn.seconds > 0 ? timeOf(turn, slowest) : null, observed(turn.end, next, turn)));
+  });
+  return places.sort((a, b) => a[0] - b[0]);
+}
+
+/** The element that token `i` goes to. */
+function placeOf(places, i) {
+  let found = places[0][1];
+  for (const [begin, element] of places) if (begin <= i) found = element; else break;
+  return found;
+}
+
+/** A call of a tool: what was asked, what came of it. */
+function callOf(call) {
+  return h("div", { class: call.failure ? "call failed" : "call" },
+    h("div", { class: "line" }, h("b", {}, ...visible(call.name || "a call that cannot be read")), call.seconds !== null ? h("span", { class: "soft", text: `${fmt(call.seconds)} s` }) : null,
+      call.failure ? h("span", { class: "fact warn", text: call.failure }) : null),
+    h("pre", {}, ...visible(call.arguments)),
+    call.result ? h("details", { open: call.result.length < 200 }, h("summary", { text: "result" }), h("pre", { class: "soft" }, ...visible(call.result))) : null);
+}
+
+/** Where the time between a turn and its answer went: each call, and what is left. */
+function timeOf(turn, slowest) {
+  const calls = turn.calls.map((call) => [call.name, call.seconds || 0]);
+  const left = Math.max(0, turn.seconds - calls.reduce((sum, [, seconds]) => sum + seconds, 0));
+  const parts = [...calls, ["else", left]].filter(([, seconds]) => seconds > 0.005 * turn.seconds);
+  const label = parts.map(([name, seconds]) => `${name} ${fmt(seconds)} s`).join(", ");
+  return h("div", { class: "took", title: label }, h("span", { class: "soft", text: `${fmt(turn.seconds)} s` }),
+    h("span", { class: "bar", role: "img", "aria-label": `where ${fmt(turn.seconds)} s went: ${label}` }, parts.map(([name, seconds], i) =>
+      h("span", { class: name === "else" ? "rest" : i % 2 ? "odd" : "", style: { width: `${(100 * seconds) / Math.max(slowest, turn.seconds)}%` } }))),
+    h("span", { class: "soft parts" }, ...visible(label)));
 }
 
 /** All that is known of a token, beside it. */

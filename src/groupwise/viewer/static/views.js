@@ -135,7 +135,11 @@ async function showGroup(element, run, kind, step, chosen, still, side = "") {
   const move = (label, key, run_) => h("button", { type: "button", class: "icon", disabled: !run_, onclick: run_ || undefined, title: `${label} (${key})`, "aria-label": label, text: key });
   const rank = place === 0 && !chosen.spread ? "in every group of this step all rewards are equal: it taught nothing" : place === 0 ? "the most informative of the step" : place > 0 ? `number ${place + 1} of ${step.groups.length} by spread of rewards` : "";
   const strip = h("div", { class: "strip-place" });
-  const cards = cardsOf(group, { run: run.run, step: step.step, group: chosen.group, kind, side });
+  const context = { run: run.run, step: step.step, group: chosen.group, kind, side };
+  const cards = cardsOf(group, context);
+  const tokens = h("div", {}, quantityBar(group), cards);
+  const replays = run.replay && !ANSWERS && !side && kind === "training";
+  const again = replays ? replayPanel(run, here.replay !== undefined) : null;
   fill(element,
     h("section", { class: "panel group-head" },
       h("div", { class: "line" },
@@ -145,13 +149,75 @@ async function showGroup(element, run, kind, step, chosen, still, side = "") {
         h("span", { class: "push" }),
         side || ANSWERS ? null : h("a", { class: "button", href: linkTo({ view: "compare", step: step.step, kind: here.kind, key: group.key }), text: "Compare" })),
       promptBox(group), strip),
-    quantityBar(group), cards);
+    again, tokens);
+  if (again && here.replay !== undefined) showReplay(again.querySelector(".found-replay"), tokens, group, context, still);
   if (!side && !ANSWERS) showStrip(strip, run, kind, step.step, group.key, still);
   if (here.c !== undefined && !side) {
     const card = $("c" + here.c);
     card?.classList.add("linked");
     card?.scrollIntoView({ block: "center" });
   }
+}
+
+/** What another algorithm would have done with these completions: a form, and below it what was found. */
+function replayPanel(run, open) {
+  const { objectives, parts, options } = run.replay;
+  const given = Object.fromEntries((here.set || "").split(";").filter(Boolean).map((change) => change.split("=")));
+  const choice = (key, label, values, first) => h("label", {}, label, h("select", { name: key }, [["", first], ...values.map((value) => [value, value])].map(([value, text]) => h("option", { value, text, selected: (given[key] || "") === value }))));
+  const numbers = h("span", { class: "numbers" });
+  const surrogate = choice("group.surrogate", "Surrogate", parts.surrogate, "the objective's");
+  const shown = () => {
+    const known = options[surrogate.querySelector("select").value || "clipped"] || [];
+    fill(numbers, known.map((name) => h("label", {}, name, h("input", { name: `group.surrogate.${name}`, class: "short", inputmode: "decimal", pattern: "[0-9.eE+\\-]*", value: given[`group.surrogate.${name}`] || "", placeholder: "as it is" }))));
+  };
+  surrogate.addEventListener("change", shown);
+  shown();
+  const form = h("form", { class: "controls" },
+    choice("objective", "Objective", objectives, "as recorded"), choice("group.credit", "Credit", parts.credit, "the objective's"), choice("group.ratio", "Ratio", parts.ratio, "the objective's"),
+    surrogate, numbers, choice("group.weights", "Weights", parts.weights, "the objective's"),
+    h("button", { type: "submit", class: "main", text: "Replay" }),
+    open ? h("button", { type: "button", onclick: () => { if (here.by === "replay" || here.by === "change") delete here.by; go({ replay: null, set: null }); }, text: "Close" }) : null);
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    const entries = [...new FormData(form)].map(([key, value]) => [key, String(value).trim()]).filter(([, value]) => value);
+    const surrogateName = entries.find(([key]) => key === "group.surrogate");
+    const set = entries.filter(([key]) => !key.startsWith("group.surrogate") || key !== "group.surrogate" || !entries.some(([other]) => other.startsWith("group.surrogate.")))
+      .map(([key, value]) => `${key}=${value}`);
+    if (surrogateName && entries.some(([key]) => key.startsWith("group.surrogate."))) set.unshift(`group.surrogate.name=${surrogateName[1]}`);
+    here.by = set.length ? "change" : "replay";
+    go({ replay: "1", set: set.join(";") || null });
+  });
+  return h("details", { class: "panel replay", open },
+    h("summary", {}, h("b", { text: "What would another algorithm have done?" }), h("span", { class: "soft", text: " The same completions, computed again: which tokens would have been pushed." })),
+    form, h("div", { class: "found-replay", role: "status" }));
+}
+
+/** Ask for the replay of the group that is shown, and colour its tokens by it. */
+async function showReplay(place, tokens, group, context, still) {
+  fill(place, h("p", { class: "hint", text: "Computing the step again; the first time takes some seconds." }));
+  let found;
+  try {
+    found = await ask("replay", { run: context.run, step: context.step, group: context.group, set: here.set });
+  } catch (error) {
+    if (still()) fill(place, failed(error));
+    return;
+  }
+  if (!still()) return;
+  const moved = found.pushes ? Object.entries(found.pushes).filter(([, count]) => count).map(([name, count]) => `${count.toLocaleString("en")} ${name}`).join(", ") : "";
+  fill(place, h("p", { class: "algorithm", text: found.algorithm }),
+    found.without ? h("p", { class: "bad", text: found.without }) : h("p", { class: "hint", text: here.set ? `Loss of the first pass ${fmt(found.loss[0])} recorded, ${fmt(found.loss[1])} changed. Tokens of the step: ${moved}.` : `Loss of the first pass ${fmt(found.loss[0])}. Key 8 shows each token's push by the closed form, and key 6 its size.` }));
+  if (!found.scales.replay) return;
+  for (const completion of group.completions) {
+    const own = found.completions.find((one) => one.index === completion.index);
+    if (!own?.replay || !completion.columns) continue;
+    completion.columns.gradient = own.recorded.map(Math.abs);
+    completion.columns.replay = own.replay;
+    if (own.change) completion.columns.change = own.change;
+  }
+  group.quantities.gradient = [0, found.scales.recorded[1]];
+  group.quantities.replay = found.scales.replay;
+  if (found.scales.change) group.quantities.change = found.scales.change;
+  fill(tokens, quantityBar(group), cardsOf(group, context));
 }
 
 function promptBox(group) {
@@ -189,6 +255,8 @@ async function showStrip(element, run, kind, step, key, still) {
     })));
 }
 
+const REPLAYED = new Set(["replay", "change"]);
+
 function chosenQuantity(scales) {
   if (here.by === "none") return null;
   if (here.by && scales[here.by]) return here.by;
@@ -205,7 +273,7 @@ function quantityBar(group) {
     fill(bar,
       h("div", { class: "line" },
         h("div", { class: "switch", role: "group", "aria-label": "colour tokens by" },
-          QUANTITIES.map((one, i) => h("button", { type: "button", "aria-pressed": String(one.id === by), disabled: !scales[one.id], title: scales[one.id] ? one.says : "not recorded in this run", onclick: () => colourBy(one.id) }, h("kbd", { text: i + 1 }), one.label)),
+          QUANTITIES.filter((one) => scales[one.id] || !REPLAYED.has(one.id)).map((one) => h("button", { type: "button", "aria-pressed": String(one.id === by), disabled: !scales[one.id], title: scales[one.id] ? one.says : one.id === "gradient" ? "this run's loss has another slope than weight × advantage × ratio: replay the step to see it" : "not recorded in this run", onclick: () => colourBy(one.id) }, h("kbd", { text: QUANTITIES.indexOf(one) + 1 }), one.label)),
           h("button", { type: "button", "aria-pressed": String(!by), onclick: () => colourBy("none") }, h("kbd", { text: "0" }), "None")),
         h("span", { class: "push" }),
         h("button", { type: "button", "aria-pressed": String(here.blanks === "1"), onclick: () => go({ blanks: here.blanks === "1" ? null : "1" }, true), title: "spaces, ends of lines and special tokens" }, h("kbd", { text: "w" }), "Blanks")),
@@ -261,7 +329,7 @@ function cardsOf(group, context) {
 // ---------------------------------------------------------------- curves
 
 const FAMILY = (name) => (name.includes("/") ? name.split("/")[0] : "main");
-const FAMILIES = { main: "The run", rewards: "Reward functions", eval: "Held out", completions: "Completions", ratio: "Importance ratios", clip: "Clipping", kl: "KL", mismatch: "Sampler mismatch", tokens: "Tokens", time: "Seconds by phase", staleness: "Staleness", ranks: "Processes" };
+const FAMILIES = { main: "The run", rewards: "Reward functions", eval: "Held out", completions: "Completions", ratio: "Importance ratios", clip: "Clipping", kl: "KL", mismatch: "Sampler mismatch", tokens: "Tokens", time: "Seconds by phase", limit: "The limit meter", staleness: "Staleness", ranks: "Processes" };
 const FIRST_NAMES = ["reward", "reward_std", "frac_reward_zero_std", "entropy", "kl", "loss", "grad_norm", "lr"];
 
 /** The runs whose curves are drawn: the one that is looked at, and those laid over it. */
@@ -269,6 +337,14 @@ function overlaid() {
   const alike = RUNS.filter((run) => run.metrics.includes("reward") === runHere().metrics.includes("reward"));
   const chosen = here.overlay === undefined ? alike.map((run) => run.run) : here.overlay.split(",").filter(Boolean).map(Number);
   return RUNS.filter((run) => chosen.includes(run.run) || run === runHere());
+}
+
+/** Where the work of a step goes: tokens by what became of them, seconds by phase beside the ideal step's. */
+function workTable(rows) {
+  const show = (row) => (row.unit === "share" ? percent(row.value) : row.unit === "seconds" ? `${fmt(row.value)} s` : row.unit === "bytes" ? bytes(row.value) : Math.round(row.value).toLocaleString("en"));
+  return h("div", { class: "scroll" }, h("table", { class: "work" }, h("tbody", {}, rows.map((row) => h("tr", {},
+    h("th", { scope: "row" }, h("a", { href: linkTo({ view: "curves", metric: row.metric }), text: row.label })), h("td", { text: show(row) }),
+    h("td", { class: "soft" }, row.share === undefined ? null : [percent(row.share), h("span", { class: "note", text: " of the step" })]), h("td", { class: "soft note", text: row.meaning }))))));
 }
 
 VIEWS.curves = async (main) => {
@@ -279,7 +355,7 @@ VIEWS.curves = async (main) => {
   const found = h("div", { class: "charts" });
   const control = h("section", { class: "panel controls" },
     h("label", {}, "Metric", h("input", { type: "search", id: "metric", value: here.metric || "", placeholder: "part of a name", oninput: (event) => { here.metric = event.target.value || undefined; history.replaceState(null, "", addressOf(here)); draw(); } })),
-    h("label", {}, "Smoothing", h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: weight, onchange: (event) => go({ smooth: event.target.value }, true) }), h("output", { text: weight.toFixed(2) })),
+    h("label", {}, "Smoothing", h("span", { class: "ranged" }, h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: weight, onchange: (event) => go({ smooth: event.target.value }, true) }), h("output", { text: weight.toFixed(2) }))),
     h("label", {}, "Across", h("select", { onchange: (event) => go({ x: event.target.value }, true) }, [["step", "steps"], ["tokens", "tokens sampled"], ["time", "time"]].map(([value, label]) => h("option", { value, selected: value === axis, text: label })))),
     RUNS.length > 1 ? h("fieldset", {}, h("legend", { text: "Runs" }), RUNS.map((run) => h("label", { class: "check" }, h("input", { type: "checkbox", checked: runs.includes(run), disabled: run === runHere(), onchange: (event) => {
       const kept = new Set(runs.map((one) => one.run));
@@ -287,7 +363,9 @@ VIEWS.curves = async (main) => {
       go({ overlay: [...kept].join(",") || "none" }, true);
     } }), h("span", { class: "swatch", style: { background: lineColour(run.run) } }), run.name))) : null,
     h("p", { class: "hint", text: "Click a point for the completions of its step; drag to look closer, double-click to go back." }));
-  fill(main, control, found);
+  const work = (await ask("health", { run: runHere().run }, runHere().state === "live")).work;
+  if (!still()) return;
+  fill(main, control, work.length && !here.metric ? panel("Where a step goes, over the last ten", workTable(work)) : null, found);
   if (!names.length) { fill(found, empty("This run has no metrics yet.")); return; }
   const lazily = new IntersectionObserver((entries) => entries.forEach((entry) => {
     if (!entry.isIntersecting) return;

@@ -1,0 +1,113 @@
+"""The pictures of the documentation, from runs that were made before: `python docs/figures.py DEMO_RUN HACKED_RUN`.
+
+    groupwise train recipes/demo.yaml stages.grpo.eval.every=10 stages.grpo.eval.at_start=true
+    groupwise train recipes/preference-hacking.yaml
+    python docs/figures.py runs/demo/grpo runs/preference-hacking/grpo
+
+Needs playwright and a Chromium (`pip install 'groupwise[test]'`).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from groupwise.viewer.pages import Pages
+from groupwise.viewer.server import Viewer
+from groupwise.viewer.sources import open_sources
+
+IMAGES = Path(__file__).parent / "images"
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 340, 52, 150, 16, 44
+BLUE, ORANGE, GREY, INK = "#2557c7", "#b45309", "#9aa5b1", "#1f2933"
+
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def points(lines: Sequence[dict[str, Any]], metric: str) -> list[tuple[float, float, float]]:
+    """(step, value, half of its 95 % interval or 0) where a metric was written."""
+    return [(line["step"], line[metric], line.get(f"{metric}/half_width") or 0.0) for line in lines if metric in line]
+
+
+def reward_curve(run: Path) -> str:
+    """An SVG: the training reward of every step, and held-out accuracy with its 95 % interval."""
+    lines = lines_of(run)
+    last = max(line["step"] for line in lines)
+
+    def x(step: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * step / last
+
+    def y(value: float) -> float:
+        return TOP + (HEIGHT - TOP - BOTTOM) * (1.0 - value)
+
+    def path(row: Sequence[tuple[float, float]]) -> str:
+        return "M" + " L".join(f"{x(a):.1f} {y(b):.1f}" for a, b in row)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-family="system-ui, sans-serif"'
+        f' font-size="13" fill="{INK}">',
+        "<title>Reward in training and held-out accuracy over the steps of the demo</title>",
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
+    ]
+    for value in (0.0, 0.25, 0.5, 0.75, 1.0):
+        parts.append(f'<path d="M{LEFT} {y(value):.1f} H{WIDTH - RIGHT}" stroke="#e4e7eb"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{value:g}</text>')
+    for step in range(0, last + 1, 20 if last > 80 else 10):
+        parts.append(f'<text x="{x(step):.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{step}</text>')
+    parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 6}" text-anchor="middle">GRPO step</text>')
+    training = [(a, b) for a, b, _ in points(lines, "reward")]
+    parts.append(f'<path d="{path(training)}" fill="none" stroke="{GREY}" stroke-width="1"/>')
+    labels = [(training[-1][1], GREY, "training reward")]
+    for metric, colour, label in (("eval/sampled", BLUE, "held out, sampled"), ("eval/greedy", ORANGE, "held out, greedy")):
+        row = points(lines, metric)
+        band = [(a, min(b + half, 1.0)) for a, b, half in row] + [(a, max(b - half, 0.0)) for a, b, half in reversed(row)]
+        parts.append(f'<path d="{path(band)} Z" fill="{colour}" fill-opacity="0.15"/>')
+        parts.append(f'<path d="{path([(a, b) for a, b, _ in row])}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts += [f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="3" fill="{colour}"/>' for a, b, _ in row]
+        labels.append((row[-1][1], colour, label))
+    for place, (_, colour, label) in enumerate(sorted(labels, key=lambda one: -one[0])):
+        colour = "#616e7c" if colour == GREY else colour
+        parts.append(f'<text x="{WIDTH - RIGHT + 10}" y="{TOP + 12 + 20 * place}" fill="{colour}">{label}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def photographs(shots: Sequence[tuple[str, Path, str, int]]) -> None:
+    """PNGs of the viewer: (file, run, the address from `#` on, height)."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        for name, run, address, height in shots:
+            viewer = Viewer(Pages(open_sources([run]))).start()
+            page = browser.new_page(viewport={"width": 1280, "height": height}, color_scheme="light")
+            page.goto(viewer.address + address)
+            page.wait_for_selector("main[data-ready]")
+            page.wait_for_timeout(5000)  # what is read in the background
+            page.screenshot(path=IMAGES / name)
+            page.close()
+            viewer.close()
+        browser.close()
+
+
+def main(demo: Path, hacked: Path) -> None:
+    """Write every picture."""
+    (IMAGES / "reward-curve.svg").write_text(reward_curve(demo), encoding="utf-8")
+    photographs(
+        [
+            ("viewer.png", demo, "#step=20&by=push", 860),
+            ("viewer-curves.png", demo, "#view=curves", 860),
+            ("hacked.png", hacked, "#step=60&by=push", 860),
+            ("hacked-lenses.png", hacked, "#view=lenses", 1100),
+            ("viewer-why.png", hacked, "#view=why", 860),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,269 @@
+"""Runs the first hour for real and writes its transcript, docs/first-hour.md: `python docs/first_hour.py`.
+
+A fresh clone, `make demo`, then a model, data and a reward of one's own, evaluation, a look at the run, a report for a colleague.
+Every command is executed in the order of the page; a command that fails ends the script.  `--fast` runs the same commands with the
+installed library and small settings, in seconds, and writes nothing: the tests do that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "first-hour.md"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A command of the page."""
+
+    command: str
+    says: str = ""
+    """The paragraph before it."""
+    lines: tuple[int, int] = (40, 40)
+    """How many lines of its output are shown, from the start and from the end."""
+    fast: str = ""
+    """What `--fast` types instead."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A section of the page: files that the reader writes, then commands."""
+
+    title: str
+    says: str
+    files: tuple[tuple[str, str, str], ...] = ()
+    """(language, name, text)."""
+    runs: tuple[Run, ...] = ()
+    after: str = ""
+
+
+DATA = """\
+import json
+import random
+
+random.seed(0)
+with open("train.jsonl", "w") as file:
+    for _ in range(2000):
+        a, b = random.randint(100, 999), random.randint(100, 999)
+        if a % 10 + b % 10 > 9 and a // 10 % 10 + b // 10 % 10 > 8:  # the last two digits carry
+            print(json.dumps({"prompt": f"{a}+{b}", "answer": str(a + b)}), file=file)
+"""
+REWARD = '''\
+import re
+
+
+def digits(completions, answer, **_):
+    """The share of the answer's digits that are right, from the last one on."""
+    rewards = []
+    for text, gold in zip(completions, answer):
+        found = re.findall(r"\\d+", text)
+        said = found[-1] if found else ""
+        rewards.append(sum(a == b for a, b in zip(reversed(said), reversed(gold))) / len(gold))
+    return rewards
+'''
+RECIPE = """\
+objective: grpo
+name: mine
+steps: 40
+threads: 1
+model: {path: runs/demo/sft/final}                               # a folder or a hub name
+data: {path: train.jsonl, chat: true, eval_fraction: 0.2}        # columns: prompt, answer
+rewards:
+  - function: accuracy                                           # built in: numbers, LaTeX, fractions, sets
+  - {function: "my_rewards.py:digits", weight: 0.2}              # yours
+rollout: {max_new_tokens: 40}
+group: {prompts_per_step: 16, group_size: 8}
+optimizer: {lr: 2.0e-4}
+eval: {every: 20, k: 4}
+"""
+SMALL = (
+    "stages.sft.steps=20 stages.grpo.steps=2 data.limit=200 stages.grpo.data.limit=200 data.eval_limit=4 "
+    "stages.grpo.eval.prompts=4 eval.k=2"
+)
+
+PARTS = (
+    Part(
+        "A fresh clone",
+        "Python 3.11 or 3.12 and make are needed, and nothing else. `make demo` makes a virtual environment, installs, and runs\n"
+        "`recipes/demo.yaml`: a model of 0.4M parameters learns three-digit addition from demonstrators who forget carries. Then\n"
+        "GRPO is told only whether an answer is right.",
+        runs=(Run("make demo", lines=(0, 45), fast=f"groupwise train recipes/demo.yaml {SMALL}"),),
+        after="The table at the end is the result: held-out prompts, before and after, each with half of its 95 % interval. From\n"
+        "here on `groupwise` is the one in `.venv/bin` (`source .venv/bin/activate`).",
+    ),
+    Part(
+        "Your data, your reward, your model",
+        "Data are rows with a `prompt` and whatever columns your rewards want. Here: additions in which the last two digits\n"
+        "carry, the ones that the demonstrators get wrong.",
+        files=(("python", "make_data.py", DATA), ("python", "my_rewards.py", REWARD), ("yaml", "my.yaml", RECIPE)),
+        runs=(
+            Run("python make_data.py && head -n 3 train.jsonl"),
+            Run(
+                "groupwise score my_rewards.py:digits runs/demo/grpo",
+                "Try the reward on completions that exist, before it trains anything. Those of the demo's last step:",
+                (12, 0),
+            ),
+            Run(
+                "groupwise check my.yaml",
+                "Preflight: is what is sampled what is scored, are the gold answers found, does the model stop?",
+                (0, 18),
+            ),
+        ),
+    ),
+    Part(
+        "Train",
+        "The plan comes first, then a line every few seconds. Ctrl-C saves the last step; the same command continues from there.",
+        runs=(
+            Run(
+                "groupwise train my.yaml",
+                lines=(0, 42),
+                fast="groupwise train my.yaml steps=2 eval.every=1 eval.k=2 data.limit=60 group.prompts_per_step=4",
+            ),
+        ),
+        after="Sampled accuracy on held-out prompts is the figure to look at; `mean reward` holds the 0.2 of `digits` too.",
+    ),
+    Part(
+        "Evaluate, look, share",
+        "An evaluation of a checkpoint by itself, on any rows:",
+        runs=(
+            Run(
+                "groupwise eval runs/mine --data train.jsonl --chat --max-new-tokens 40 --k 4 --limit 100",
+                fast="groupwise eval runs/mine --data train.jsonl --chat --max-new-tokens 40 --k 2 --limit 4",
+            ),
+            Run(
+                "groupwise replay runs/mine --step 20 --set objective=dr_grpo",
+                "What would Dr. GRPO have done with the same completions? The step is computed again from its record, first as it\n"
+                "was (every number must be the same), then changed:",
+                (0, 22),
+                fast="groupwise replay runs/mine --step 2 --set objective=dr_grpo",
+            ),
+            Run(
+                "groupwise view runs/mine --export report.html && ls report.html",
+                "`groupwise view runs/mine` opens the run in the browser. For a colleague: one self-contained page, to be mailed.",
+            ),
+        ),
+        after="![The viewer on a run](images/viewer.png)\n\nHow to read it: [how to read a run](monitoring.md).",
+    ),
+)
+
+HEAD = """\
+# The first hour
+
+Written by `python docs/first_hour.py`, which ran every command below, in this order, on a fresh clone; the tests run the same
+commands with smaller settings. {what}
+"""
+
+
+@dataclass
+class Shell:
+    """Runs the page's commands in one folder."""
+
+    folder: Path
+    environment: dict[str, str]
+    fast: bool
+    spent: list[tuple[float, float]] = field(default_factory=list)
+
+    def run(self, run: Run) -> tuple[str, float, float]:
+        """Output, seconds elapsed and seconds of processor time.  Raises RuntimeError for a command that fails."""
+        command = run.fast if self.fast and run.fast else run.command
+        began, before = time.monotonic(), _processor()
+        done = subprocess.run(
+            command, shell=True, cwd=self.folder, env=self.environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(f"{command!r} ended with {done.returncode}:\n{done.stdout}")
+        self.spent.append((time.monotonic() - began, _processor() - before))
+        return done.stdout, *self.spent[-1]
+
+
+def _processor() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def shortened(text: str, lines: tuple[int, int]) -> str:
+    """The first and last lines of an output, without trailing blanks."""
+    first, last = lines
+    found = [line.rstrip() for line in text.strip("\n").splitlines()]
+    if len(found) <= first + last:
+        return "\n".join(found)
+    return "\n".join([*found[:first], "...", *(found[-last:] if last else [])])
+
+
+def transcript(folder: Path, environment: dict[str, str], *, fast: bool) -> str:
+    """Run everything in `folder`, a clone of the repository, and write the page."""
+    shell = Shell(folder, environment, fast)
+    body: list[str] = []
+    for part in PARTS:
+        body += [f"## {part.title}", "", part.says, ""]
+        for language, name, text in part.files:
+            (folder / name).write_text(text, encoding="utf-8")
+            body += [f"```{language} file={name}", text.rstrip("\n"), "```", ""]
+        for run in part.runs:
+            output, elapsed, processor = shell.run(run)
+            output = output.replace(str(folder) + "/", "").replace(str(folder), ".")
+            body += [run.says, ""] if run.says else []
+            body += ["```text", f"$ {run.command}", shortened(output, run.lines), "```", ""]
+            if elapsed > 10:
+                body += [f"({elapsed:.0f} s, {processor:.0f} s of processor time)", ""]
+        body += [part.after, ""] if part.after else []
+    facts = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    cpu = next((line.partition(":")[2].strip() for line in facts if line.startswith("model name")), "unknown")
+    elapsed, processor = (sum(column) for column in zip(*shell.spent, strict=True))
+    cpu = next(
+        (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "?"
+    )
+    what = (
+        f"All commands together took {elapsed / 60:.1f} minutes, {processor / 60:.1f} of them\nof processor time, with "
+        f"{os.cpu_count()} cores ({cpu}) that other work was using too, and packages from a near index."
+    )
+    return (HEAD.format(what=what) + "\n" + "\n".join(body)).rstrip("\n") + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Clone the repository's last commit, run, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--fast", action="store_true", help="small settings, this environment, no page")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "groupwise"
+        subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
+        environment = {**os.environ, "COLUMNS": "118", "PYTHONUNBUFFERED": "1"}
+        for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHONPATH"):
+            environment.pop(name, None)
+        if options.fast:
+            environment |= fast_environment(folder)
+        else:
+            environment["PATH"] = f"{folder / '.venv' / 'bin'}:{environment['PATH']}"
+        page = transcript(folder, environment, fast=options.fast)
+    if options.fast:
+        print(page)
+    else:
+        PAGE.write_text(page, encoding="utf-8")
+
+
+def fast_environment(folder: Path) -> dict[str, str]:
+    """What makes `groupwise` and `python` this interpreter with this library."""
+    shims = folder / ".shims"
+    shims.mkdir()
+    for name, line in (("groupwise", f'exec "{sys.executable}" -m groupwise "$@"'), ("python", f'exec "{sys.executable}" "$@"')):
+        (shims / name).write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
+        (shims / name).chmod(0o755)
+    return {"PATH": f"{shims}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "118"}
+
+
+if __name__ == "__main__":
+    assert shutil.which("git"), "git is needed"
+    main()

@@ -1,0 +1,269 @@
+"""Every metric that a run writes, by name: unit, formula, meaning, and where it should lie.
+
+`docs/metrics.md` is made from this table, and tests hold every key of a real `metrics.jsonl` against it.  A new metric needs a row
+here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row: a metric, or a family of metrics whose names differ in the words written in capitals (`rewards/NAME/mean`)."""
+
+    name: str
+    unit: str
+    formula: str
+    meaning: str
+    healthy: str = ""
+    """A rule of thumb for reasoning tasks with a checker; empty where there is none."""
+
+    def matches(self, key: str) -> bool:
+        """True if `key` is this metric, or one of this family.
+
+        >>> Metric("rewards/NAME/mean", "", "", "").matches("rewards/accuracy/mean")
+        True
+        """
+        pattern = re.sub(r"NAME|VALUE", ".+", re.escape(self.name))
+        pattern = re.sub(r"[A-Z]{2,}|\b[NK]\b", "[^/]+", pattern)
+        return re.fullmatch(pattern, key) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Metrics of one subject, and when they are written."""
+
+    title: str
+    when: str
+    metrics: tuple[Metric, ...]
+
+
+METRICS: tuple[Section, ...] = (
+    Section(
+        "The step",
+        "Every line.",
+        (
+            Metric("step", "steps", "counts from 1", "Which step the line is of: a rollout and its updates, or one batch of rows."),
+            Metric("wall", "seconds", "time since 1970", "When the line was written."),
+            Metric("loss", "-", "mean over updates of sum(weight x loss)", "The objective. On-policy it says nothing of progress:"
+                   " it is minus the mean advantage, about 0, while its gradient is not. For SFT, DPO and reward models it does."),
+            Metric("grad_norm", "-", "|g|, before clipping; mean over updates", "Length of the gradient.", "no spikes"),
+            Metric("lr", "-", "of the last update", "The learning rate as scheduled."),
+            Metric("skipped_updates", "updates", "count", "Updates left out because the gradient was not finite.", "0"),
+            Metric("tokens/trained", "tokens", "sum over updates of tokens with weight != 0", "What the updates learnt from."),
+            Metric("tokens/per_second", "tokens / second", "tokens sampled (or read) / seconds of the step",
+                   "Speed of the whole step."),
+            Metric("time/PHASE", "seconds", "wall time", "Of the phases `rollout`, `reference`, `update`, `sync` or `data`."),
+        ),
+    ),
+    Section(
+        "Rewards",
+        "Online objectives with reward functions. r_i is the combined reward of completion i, G the group size.",
+        (
+            Metric("reward", "yours", "mean_i r_i", "Mean combined reward of the completions that could be scored.",
+                   "rises, with noise"),
+            Metric("reward_std", "yours", "mean over groups of std(r_1 ... r_G), G - 1 in the denominator",
+                   "Spread inside a group: what the advantages are made of.", "above 0; falls as the task is learnt"),
+            Metric("rewards/NAME/mean", "yours", "mean over completions", "One reward function by itself, where it applies."),
+            Metric("rewards/NAME/none", "share", "completions with None / completions",
+                   "How often the function did not apply. Written only if it happened.", "small, or as intended"),
+            Metric("frac_reward_zero_std", "share", "1 - groups with a gradient / prompts drawn",
+                   "Prompts whose group gave no gradient, because all its rewards are equal. With pass rate p expect"
+                   " p^G + (1 - p)^G.", "below 0.5"),
+            Metric("prompts", "prompts", "count", "Prompts drawn; above `group.prompts_per_step` where dead groups are refilled."),
+        ),
+    ),
+    Section(
+        "Completions",
+        "Online objectives.",
+        (
+            Metric("completions/mean_length", "tokens", "mean_i n_i: tokens that the policy wrote, EOS included", "Length.", "no run-away"),
+            Metric("completions/min_length", "tokens", "min_i n_i", "The shortest."),
+            Metric("completions/max_length", "tokens", "max_i n_i", "The longest."),
+            Metric("completions/mean_terminated_length", "tokens", "mean over completions that ended by themselves",
+                   "Length without the truncated ones."),
+            Metric("completions/clipped_ratio", "share", "truncated completions / completions",
+                   "Share cut off at `rollout.max_new_tokens`. Lengths are clipped here, not ratios; the name is TRL's.",
+                   "below 0.1"),
+            Metric("completions/duplicates", "share", "1 - distinct completions / completions",
+                   "Share that repeats another completion of its group, token for token.", "small, unless answers are short"),
+            Metric("entropy", "nats / token", "mean_t of -log p(sampled token)", "Sampled estimate of the policy's entropy, at the"
+                   " sampling temperature.", "falls slowly, not to 0"),
+            Metric("tokens/sampled", "tokens", "sum_i n_i", "What the step sampled."),
+        ),
+    ),
+    Section(
+        "Episodes",
+        "Online objectives in environments, or with tools. Means are over episodes.",
+        (
+            Metric("episodes/turns", "turns", "mean", "Turns of an episode."),
+            Metric("episodes/answer_tokens", "tokens", "mean", "What the world answered; no token of it is trained."),
+            Metric("episodes/splits", "places", "mean", "Where what stood before a turn was rewritten, so that the episode went on as a"
+                   " branch.", "0 where the template keeps the past"),
+            Metric("episodes/truncated", "share", "episodes that a limit ended / episodes", "Limits of tokens, turns and time.",
+                   "below 0.1"),
+            Metric("episodes/tool_calls", "calls", "mean", "Calls of tools in an episode."),
+            Metric("episodes/tool_failures", "share", "failed calls / calls", "Calls that failed, for whatever reason.", "falls"),
+            Metric("episodes/tool_failures/NAME", "share", "calls that failed so / calls", "By kind: `unreadable`, `unknown`,"
+                   " `arguments`, `exception`, `timeout`."),
+        ),
+    ),
+    Section(
+        "The policy and how far an update moved it",
+        "Online objectives. l, b, ref: log-prob of a token under the policy, the behavior policy, the reference; rho = exp(l - b),"
+        " at the algorithm's level (token or completion). Means are over trained tokens of all updates of the step.",
+        (
+            Metric("progress", "-", "mean_t(A_t l_t)", "What the gradient raises. Compare it within a step, not between runs."),
+            Metric("ratio/mean", "-", "mean rho", "Importance ratio.", "1 with one update per rollout"),
+            Metric("ratio/min", "-", "min rho", "The smallest ratio."),
+            Metric("ratio/max", "-", "max rho", "The largest ratio."),
+            Metric("ratio/kl", "nats / token", "mean(rho - 1 - log rho)", "Estimate of KL(behavior || policy).", "below 0.05"),
+            Metric("ratio/ess", "share", "(sum rho)^2 / (N sum rho^2)", "Effective sample size; 1 when on-policy.", "above 0.9"),
+            Metric("clip/low", "share", "tokens with rho < 1 - low and A < 0 / tokens", "Gradient cut at the lower bound.",
+                   "below 0.1"),
+            Metric("clip/high", "share", "tokens with rho > 1 + high and A > 0 / tokens", "Gradient cut at the upper bound.",
+                   "below 0.1"),
+            Metric("off_policy/dropped", "share", "tokens of completions with A < 0 and mean_t(b - l) > delta / tokens",
+                   "Tokens left out by `group.off_policy_delta`.", "below 0.2"),
+            Metric("kl", "nats / token", "mean of the estimator `group.kl`, first pass", "KL to the reference, with `group.beta`.",
+                   "grows slowly"),
+            Metric("kl/max", "nats", "max of the estimator", "Its largest token."),
+            Metric("kl/guarded", "tokens", "count of |ref - l| > 20", "Tokens beyond 20 nats, where the exponential is continued"
+                   " as its tangent.", "0"),
+        ),
+    ),
+    Section(
+        "Critic and teacher",
+        "PPO, and objectives with a teacher. V: the critic's value before this step, R: its target.",
+        (
+            Metric("value/mean", "yours", "mean V", "What the critic expected."),
+            Metric("value/return", "yours", "mean R", "What it should have said.", "near `value/mean`"),
+            Metric("value/loss", "yours^2", "mean (V - R)^2 / 2", "Error of the critic, without clipping."),
+            Metric("value/explained", "share", "1 - Var(R - V) / Var(R)", "Variance of the returns that the critic explains.",
+                   "above 0 and rising"),
+            Metric("teacher/kl", "nats / token", "mean(l - log p_teacher) over drawn tokens",
+                   "Estimate of KL(policy || teacher), where the teacher is asked for drawn tokens alone.", "falls"),
+        ),
+    ),
+    Section(
+        "Episodes",
+        "Runs with tools or an environment.",
+        (
+            Metric("episodes/turns", "turns", "mean over episodes", "Turns that the policy wrote."),
+            Metric("episodes/splits", "branches", "mean over episodes of branches behind the first",
+                   "How often a chat template rewrote the past and the episode went on behind other ids.", "0 with `past: keep`"),
+            Metric("episodes/tool_calls", "calls", "calls / episodes", "Calls of tools."),
+            Metric("episodes/tool_failures", "-", "failed calls / calls", "Share of calls that did not give a result."),
+            Metric("episodes/tool_failures/KIND", "-", "calls that failed so / calls",
+                   "By kind: unreadable, unknown (no such tool), arguments, exception, timeout."),
+            Metric("episodes/truncated", "-", "share of episodes", "Ended by a limit of length, turns or time.", "below 0.1"),
+            Metric("episodes/answer_tokens", "tokens", "mean over episodes", "Tokens that the world wrote; none of them is trained."),
+        ),
+    ),
+    Section(
+        "Limits",
+        "Every step of an online run.",
+        (
+            Metric("limit/shared", "tokens", "sum over groups of (G - 1) x m", "Prompt tokens that siblings did not compute again."),
+            Metric("limit/dead", "tokens", "count", "Tokens of completions that no update trained.", "below half of `tokens/sampled`"),
+            Metric("limit/recomputed", "tokens", "count", "Completion tokens of forward passes that had been made before: scoring"
+                   " ahead of the updates, checkpointed activations."),
+            Metric("limit/useful", "-", "useful FLOPs / FLOPs spent", "Sampling and reference of what was trained, and the updates,"
+                   " over all of it and what was recomputed.", "near 1"),
+            Metric("limit/bytes_per_token", "bytes", "(weights + keys and values read) / rows", "What ideal decoding reads for a token;"
+                   " it falls as more rows are decoded together."),
+            Metric("time/ideal", "seconds", "[training/limits.py](../src/groupwise/training/limits.py)", "An ideal step with the same"
+                   " completions at this machine's ceiling, which is measured once and kept in the cache folder.",
+                   "near the sum of the phases"),
+        ),
+    ),
+    Section(
+        "Sampler against trainer",
+        "Online objectives. At the first update after a rollout both compute the same probabilities, so what differs is rounding.",
+        (
+            Metric("mismatch/mean", "nats", "mean |l - b|", "Mean difference of the log-probs.",
+                   "1e-5 in float32, 1e-2 in bfloat16"),
+            Metric("mismatch/max", "nats", "max |l - b|", "Largest difference.", "below 0.1"),
+            Metric("mismatch/kl", "nats / token", "mean(exp(l - b) - 1 - (l - b))", "Estimate of KL(sampler || trainer)."),
+            Metric("mismatch/bounded", "share", "tokens whose weight exp(l - b) was cut / tokens",
+                   "With another engine's correction ([vLLM](vllm.md)).", "0 in float32, below 0.01"),
+            Metric("staleness/mean", "updates", "mean(version now - version that drew the token)",
+                   "Age of the weights that sampled; [rollouts ahead of training](vllm.md#rollouts-ahead-of-training)."),
+            Metric("staleness/max", "updates", "max of the same", "Oldest token.", "at most `ahead` x updates of a step"),
+            Metric("staleness/versions", "versions", "mean over completions", "Versions of the weights that drew one completion."),
+            Metric("staleness/versions_max", "versions", "max over completions", "The most."),
+        ),
+    ),
+    Section(
+        "Several processes",
+        "With more than one process.",
+        (
+            Metric("ranks/imbalance", "-", "max positions of a process / mean", "How evenly the update is dealt out.", "below 1.1"),
+            Metric("ranks/idle/N", "share", "1 - positions of process N / max", "Idle share of process N in the update."),
+            Metric("time/waiting/RANK", "seconds", "wall time", "Waited for the slowest process before records were exchanged."),
+        ),
+    ),
+    Section(
+        "Objectives on data",
+        "SFT, reward models, DPO and IPO, process reward models; with `eval/` before it: the same on held-out rows. s_c and s_r are"
+        " the scores of the chosen and the rejected side; for DPO the implicit rewards beta (l - ref).",
+        (
+            Metric("nll", "nats / token", "mean_t(-l_t)", "SFT's loss."),
+            Metric("perplexity", "-", "exp(nll)", "The same as a number of choices."),
+            Metric("accuracy", "share", "pairs with s_c > s_r (a tie is half) / pairs; or steps judged right / steps",
+                   "Is the order, or the step's label, right?", "well above 0.5"),
+            Metric("margin", "yours", "mean(s_c - s_r)", "By how much."),
+            Metric("score/chosen", "yours", "mean s_c", "Mean score of the chosen side."),
+            Metric("score/rejected", "yours", "mean s_r", "Mean score of the rejected side."),
+            Metric("accuracy/whole_solutions", "share", "solutions whose steps are all judged right / solutions",
+                   "Process reward models."),
+            Metric("right_steps", "share", "steps labelled right / steps", "What always saying `right` would reach."),
+            Metric("accuracy/chosen_LENGTH", "share", "accuracy where the chosen side is shorter, longer, same_length",
+                   "Does the model prefer length? Held-out rows only."),
+            Metric("calibration/error", "-", "sum over bins of pairs' share x |predicted - observed|",
+                   "Expected calibration error. Held-out rows only."),
+            Metric("calibration/BIN/predicted", "share", "mean sigmoid(|s_c - s_r|) in the bin", "How sure the model is."),
+            Metric("calibration/BIN/observed", "share", "accuracy in the bin", "How often it is right."),
+            Metric("calibration/BIN/pairs", "pairs", "count", "Pairs in the bin."),
+        ),
+    ),
+    Section(
+        "Held-out prompts",
+        "At evaluations, under `eval/`; with sampling settings of their own. A completion is right if the first reward function"
+        " gives it 1.",
+        (
+            Metric("eval/greedy", "share", "prompts whose greedy completion is right / prompts", "Greedy accuracy."),
+            Metric("eval/sampled", "share", "mean over prompts of right samples / k", "Sampled accuracy."),
+            Metric("eval/pass@K", "share", "mean of 1 - C(n - c, k) / C(n, k); c right of n (2107.03374)",
+                   "Is one of k samples right?"),
+            Metric("eval/reward", "yours", "mean combined reward of the samples", "Held-out reward."),
+            Metric("eval/NAME/half_width", "as NAME", "half the 95 % interval: Wilson for shares, normal over prompts for means",
+                   "How sure the figure is."),
+            Metric("eval/rewards/NAME", "yours", "mean over samples", "One reward function."),
+            Metric("eval/completions/mean_length", "tokens", "mean n", "Length of the samples."),
+            Metric("eval/completions/clipped_ratio", "share", "truncated samples / samples", "Share cut off."),
+            Metric("eval/greedy/COLUMN=VALUE", "share", "greedy accuracy of the rows with that value", "By a column of the data."),
+        ),
+    ),
+)  # fmt: skip
+"""All metrics by subject."""
+
+
+def find(key: str) -> Metric | None:
+    """The row of a key of `metrics.jsonl`; None if there is none.  `eval/NAME` of an objective on data is NAME's row.
+
+    >>> find("rewards/accuracy/mean").unit, find("eval/nll").name, find("eval/greedy/half_width").name
+    ('yours', 'nll', 'eval/NAME/half_width')
+    """
+    rows = [metric for section in METRICS for metric in section.metrics]
+    for name in (key, key.removeprefix("eval/")):
+        exact = next((metric for metric in rows if metric.name == name), None)
+        if exact is not None:
+            return exact
+        for metric in rows:
+            if metric.matches(name):
+                return metric
+    return None

@@ -1,0 +1,265 @@
+"""Training with tools and environments: sampled is scored, what rewards see, and a run that is killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import groupwise as gw
+from groupwise.cli.check import check_stage
+from groupwise.cli.use import chat, evaluate_checkpoint
+from groupwise.config.recipes import make_recipe
+from groupwise.config.settings import EnvironmentSettings, RewardSettings
+from groupwise.environments.procedural import answer_in
+from groupwise.errors import ConfigError, RewardError
+from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling, Turn
+from groupwise.rewards.compose import build_rewards
+
+ROOT = Path(__file__).parents[2]
+TALK = "a number from 0 to 14?"
+GAME = {
+    "objective": "grpo",
+    "model": {"scratch": {"hidden": 32, "layers": 1, "heads": 2, "context": 128, "tokenizer": "arithmetic"}},
+    "data": {"task": "guessing", "task_args": {"highest": 14}, "chat": True},
+    "environment": {"factory": "groupwise.environments.playground:Guess", "max_turns": 4, "runs": "thread"},
+    "rollout": {"max_new_tokens": 48},
+    "group": {"prompts_per_step": 4, "group_size": 4},
+    "optimizer": {"lr": 1e-3},
+    "eval": {"at_start": False, "k": 2},
+    "steps": 3,
+}
+
+
+class Talkative:
+    """Answers everything, and counts."""
+
+    def reset(self, **row: Any) -> str:
+        self.heard = 0
+        return f" {row['start']}"
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        self.heard += 1
+        return "more", 0.25 * len(text), self.heard == 3
+
+
+def test_an_environment_given_as_an_object_trains(tmp_path: Path) -> None:
+    """Its reward is the run's where no other is named; turns, answers and rewards are recorded; sampled = scored."""
+    rows = [{"prompt": [{"role": "user", "content": f"{i}"}], "start": str(i)} for i in range(8)]
+    game = {key: value for key, value in GAME.items() if key not in ("data", "environment")}
+    training = gw.train(**game, data=rows, environment=Talkative, runs=str(tmp_path), name="talk")  # type: ignore[arg-type]
+    assert training.recipe.environment.factory == "live:Talkative"
+    steps = list(training)
+    assert [step.number for step in steps if step.number] == [1, 2, 3]
+    rollouts = [rollout for group in steps[-1].groups for rollout in group.rollouts]
+    assert steps[-1].groups[0].names == ("environment",)
+    for rollout in rollouts:
+        episode = rollout.episode
+        assert episode is not None
+        assert not rollout.trained[: episode.turns[0].begin].any()
+        assert int(rollout.trained.sum()) == sum(turn.end - turn.begin for turn in episode.turns)
+        assert rollout.finish in (Finish.DONE, Finish.LENGTH)
+    rewards = np.concatenate([group.reward for group in steps[-1].groups])
+    expected = [sum(turn.reward or 0.0 for turn in rollout.episode.turns) for rollout in rollouts if rollout.episode]
+    np.testing.assert_allclose(rewards, expected)
+
+
+@pytest.mark.parametrize("runs", ["process", "thread"])
+def test_tools_given_by_name_train(tmp_path: Path, runs: str) -> None:
+    """A scratch model that calls nothing: its prompts show the tool, and its completions are conversations."""
+    keys = GAME | {
+        "data": {"task": "calculator", "chat": True, "limit": 32},
+        "model": {"scratch": GAME["model"]["scratch"] | {"tokenizer": "bpe:300", "context": 192}},  # type: ignore[index]
+        "environment": {"tools": ["groupwise.environments.playground:calculate"], "runs": runs},
+        "rewards": [{"function": "accuracy"}],
+        "runs": str(tmp_path),
+        "steps": 1,
+    }
+    training = gw.train(make_recipe(keys))
+    (step,) = [step for step in training if step.number]
+    rollout = step.groups[0].rollouts[0]
+    assert "calculate(expression)" in rollout.prompt.text
+    assert rollout.episode is not None
+    assert [message["role"] for message in rollout.episode.messages] == ["assistant"]
+
+
+def rollout_of(messages: list[dict[str, Any]], **episode: Any) -> Rollout:
+    prompt = Prompt(id="0/0", tokens=np.array([1]), text="?", row={"prompt": [{"role": "user", "content": "?"}], "answer": "4"})
+    turns = (Turn(begin=0, end=2, finish=Finish.TOOL_CALLS), Turn(begin=5, end=6, finish=Finish.EOS))
+    return Rollout(
+        prompt=prompt, index=0, tokens=np.arange(6), behavior_logp=np.zeros(6), finish=Finish.STOP, eos_ids=(),
+        sampling=Sampling(), text="everything", trained=np.array([True, True, False, False, False, True]),
+        episode=Episode(turns=turns, messages=tuple(messages), **episode),
+    )  # fmt: skip
+
+
+SAID = [
+    {"role": "assistant", "content": "Let me see.", "tool_calls": []},
+    {"role": "tool", "name": "f", "content": "\\boxed{4}"},
+    {"role": "assistant", "content": "\\boxed{5}"},
+]
+
+
+def test_trap_6_an_answer_that_a_tool_gave_is_not_the_policys() -> None:
+    """Built-in rewards read the policy's last turn; what they count are the tokens that it wrote."""
+    asked = [RewardSettings(function="accuracy"), RewardSettings(function="soft_overlong", args={"max_tokens": 4, "cache": 1})]
+    with build_rewards(asked, columns=["prompt", "answer"]) as rewards:
+        (found,) = rewards.score([[rollout_of(SAID)]])
+    assert found.rewards.tolist() == [[0.0, 0.0]], "wrong, and three tokens of four"
+
+
+def test_rewards_get_messages_states_and_the_environments_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "judge.py").write_text(
+        "def roles(completions, **kwargs):\n"
+        "    return [float([m['role'] for m in c] == ['assistant', 'tool', 'assistant']) for c in completions]\n"
+        "def count(completions, environments, **kwargs): return [float(e.count + e.get_reward()) for e in environments]\n"
+        "def gone(completions, environments): return [e.increment(1) for e in environments]\n"
+    )
+    settings = [RewardSettings(function=f"judge.py:{name}") for name in ("roles", "count")]
+    rollout = rollout_of(SAID, state={"count": 3}, reward=0.5, environment="Counter")
+    with build_rewards([*settings, RewardSettings(function="environment")], columns=["prompt", "answer"]) as rewards:
+        (found,) = rewards.score([[rollout]])
+    assert found.rewards.tolist() == [[1.0, 3.5, 0.5]]
+    with (
+        build_rewards([RewardSettings(function="judge.py:gone")], columns=["prompt"]) as rewards,
+        pytest.raises(RewardError, match="keep what rewards need in one of them"),
+    ):
+        rewards.score([[rollout]])
+
+
+@pytest.mark.parametrize(
+    ("environment", "more", "message"),
+    [
+        ({"tools": ["search"]}, {}, r"environment.tools.0: must be module:function or file.py:function, got 'search'"),
+        ({"tools": ["nowhere.py:f"]}, {}, "no such file 'nowhere.py'"),
+        ({"tools": ["a:f", "b:f"]}, {}, "two tools are called 'f'"),
+        ({"factory": {}}, {}, "names no environment"),
+        ({"interface": "step"}, {}, "belongs to environment.factory"),
+        ({"args": {"a": 1}}, {}, "neither is set"),
+        ({"past": "split"}, {}, "is about conversations"),
+        ({"max_turn": 3}, {}, "did you mean environment.max_turns"),
+        ({"past": "kept"}, {}, "one of keep, split"),
+        ({"factory": "a:B"}, {"data": {"task": "guessing"}}, "set data.chat: true"),
+        ({"factory": "a:B"}, {"objective": "dpo"}, "samples no conversations"),
+        ({"reasoning_gym": "chain_sum"}, {}, "leave data.path and data.task out"),
+        ({"tools": ["a:f"]}, {"rewards": [{"function": "environment"}]}, "needs environment.factory"),
+    ],
+)
+def test_what_is_wrong_with_the_section_is_said(environment: Any, more: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_recipe(GAME | {"environment": environment, "rewards": [{"function": "exact"}]} | more)
+
+
+def test_check_shows_tools_and_plays_an_episode(tmp_path: Path) -> None:
+    found = {finding.name: finding for finding in check_stage(make_recipe(GAME | {"runs": str(tmp_path)}))}
+    assert found["environment"].good
+    assert "Guess: reset() says nothing; to an empty turn it answers ''" in found["environment"].says
+    assert found["turns"].good is not False
+    assert found["log-probs"].good, found["log-probs"].says
+    assert all(finding.good is not False for name, finding in found.items() if name != "endings"), found
+
+
+def test_sampled_is_scored_behind_answers(tmp_path: Path) -> None:
+    """Log-probs of the packed stream are those that the engine sampled with, in every turn."""
+    training = gw.train(make_recipe(GAME | {"runs": str(tmp_path), "steps": 1}))
+    (step,) = [step for step in training if step.number]
+    for group, columns in zip(step.groups, step.current_logp, strict=True):
+        for rollout, logp in zip(group.rollouts, columns, strict=True):
+            if logp.size:
+                np.testing.assert_allclose(logp[rollout.trained], rollout.behavior_logp[rollout.trained], atol=1e-4)
+
+
+def test_a_finished_run_is_evaluated_and_talked_to_with_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    list(gw.train(make_recipe(GAME | {"runs": str(tmp_path), "steps": 1, "name": "game"})))
+    report = evaluate_checkpoint(
+        str(tmp_path / "game"), task="guessing", task_args={"highest": 3}, chat=True, reward="environment", k=2,
+        max_new_tokens=48, environment=GAME["environment"],  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert report.evaluation.prompts == 4
+    assert all(one.rollouts[0].episode is not None for one in report.evaluation.answers)
+    said = iter(["hello", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(said))
+    tool = {"tools": ["groupwise.environments.playground:calculate"], "runs": "thread"}
+    assert chat(str(tmp_path / "game"), max_new_tokens=8, environment=tool) == 0
+    assert "ends the conversation" in capsys.readouterr().out
+
+
+def test_a_run_that_is_killed_in_the_middle_of_episodes_ends_with_the_same_weights(tmp_path: Path) -> None:
+    """Killed while the environment thinks; resumed, it ends with the weights of a run that nobody disturbed."""
+    (tmp_path / "slow.py").write_text(
+        "import random, time\nfrom groupwise.environments.playground import Guess\n"
+        "class Slow(Guess):\n"
+        "    def step(self, text):\n"
+        "        open('steps', 'a').write('x')\n        time.sleep(0.002)\n"
+        "        observation, reward, done = super().step(text)\n"
+        "        return observation, reward + random.random() / 100, done\n"
+    )
+    keys = GAME | {"environment": {"factory": "slow.py:Slow", "max_turns": 4}, "save": {"every": 1}, "steps": 6}
+    (tmp_path / "game.yaml").write_text(json.dumps(keys))
+    command = [sys.executable, "-m", "groupwise", "train", "game.yaml"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    whole = subprocess.run([*command, "name=whole"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert whole.returncode == 0, whole.stderr
+    (tmp_path / "steps").unlink()
+    killed = subprocess.Popen([*command, "name=killed"], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+    metrics = tmp_path / "runs" / "killed" / "metrics.jsonl"
+    end = time.monotonic() + 300
+    while (
+        not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2) and time.monotonic() < end and killed.poll() is None
+    ):
+        time.sleep(0.01)
+    before = (tmp_path / "steps").stat().st_size
+    while (tmp_path / "steps").stat().st_size <= before and killed.poll() is None:
+        time.sleep(0.001)  # until an episode of the next step is under way
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL, "it was over before it could be killed"
+    resumed = subprocess.run([*command, "name=killed"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert resumed.returncode == 0, resumed.stderr
+    first, second = ((tmp_path / "runs" / name / "final" / "model.safetensors").read_bytes() for name in ("whole", "killed"))
+    assert first == second
+
+
+def test_the_answer_of_a_completion() -> None:
+    assert answer_in(r"\boxed{1} <answer>2</answer>") == "2"
+    assert answer_in(r"<think>\boxed{1}</think> \boxed{3}.") == "3"
+    assert answer_in("<think>1</think>\n4 ") == "4"
+
+
+def test_reasoning_gym_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    recipe = make_recipe(
+        {key: value for key, value in GAME.items() if key != "data"} | {"environment": {"reasoning_gym": "chain_sum"}}
+    )
+    from groupwise.runs.worlds import furnished
+
+    with pytest.raises(ConfigError, match=r"pip install groupwise\[reasoning-gym\]"):
+        furnished(recipe)
+
+
+def test_a_reasoning_gym_data_set_trains_and_its_scorer_is_looked_at(tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not installed")
+    keys = {key: value for key, value in GAME.items() if key != "data"}
+    scratch = GAME["model"]["scratch"] | {"tokenizer": "bytes", "context": 256}  # type: ignore[index]
+    keys |= {"environment": {"reasoning_gym": "chain_sum"}, "model": {"scratch": scratch}, "runs": str(tmp_path)}
+    keys |= {"data": {"chat": True, "limit": 16, "eval_limit": 4}, "steps": 2}
+    recipe = make_recipe(keys)
+    steps = [step for step in gw.train(recipe) if step.number]
+    assert steps[-1].groups[0].names == ("reasoning_gym",)
+    found = {finding.name: finding for finding in check_stage(recipe)}
+    assert found["scorer"].good, found["scorer"].says
+
+
+def test_settings_have_a_view_of_whether_somebody_answers() -> None:
+    assert not EnvironmentSettings(reasoning_gym="chain_sum").talks
+    assert EnvironmentSettings(tools=("a:f",)).talks

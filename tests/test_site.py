@@ -1,0 +1,117 @@
+"""The documentation as a site: it builds, asks no other host, fits a telephone, and axe-core finds nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'groupwise[docs]'")
+ROOT = Path(__file__).parents[1]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; a warning of mkdocs (a link that leads nowhere, a page that is not in the navigation) ends the build."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    built = subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+def test_every_page_is_in_the_site(site: Path) -> None:
+    for page in [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "algorithms").glob("*.md")]:
+        assert (site / page.relative_to(ROOT / "docs").with_suffix(".html")).exists(), page.name
+    assert (site / "security.html").exists()
+    assert (site / "search" / "search_index.json").stat().st_size > 100_000
+    assert not list(site.rglob("hooks.py"))
+
+
+def test_a_page_loads_nothing_from_another_host(site: Path) -> None:
+    """Links may lead away; what a browser fetches by itself may not."""
+    for path in site.rglob("*.html"):
+        text = path.read_text(encoding="utf-8")
+        loads = re.findall(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=[\"']?([^\"' >]+)", text)
+        loads += re.findall(r"<link\b[^>]*\brel=[\"']?(?:stylesheet|preload|preconnect|icon)\b[^>]*\bhref=[\"']?([^\"' >]+)", text)
+        assert not [address for address in loads if address.startswith(("http:", "https:", "//"))], path.name
+
+
+def pages() -> list[str]:
+    """Pages to be looked at: one of each kind, and those with wide tables or pictures."""
+    return [
+        "index.html", "first-hour.html", "grpo.html", "kl.html", "batches.html", "choosing.html", "monitoring.html",
+        "failures.html",
+        "algorithms.html", "algorithms/ppo.html", "metrics.html", "settings.html", "models.html", "performance.html",
+        "scaling.html", "from-trl.html", "architecture.html", "log.html", "security.html",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    sync = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install 'groupwise[test]'")
+    path = os.environ.get("GROUPWISE_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("no Chromium: install one (apt-get install chromium), or name it in GROUPWISE_CHROMIUM")
+    with sync.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--allow-file-access-from-files"])
+        yield browser
+        browser.close()
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_no_page_is_wider_than_the_window(site: Path, chromium: Any, width: int) -> None:
+    context = chromium.new_context(viewport={"width": width, "height": 900})
+    page, asked, wide = context.new_page(), [], []
+    page.on("request", lambda request: asked.append(request.url))
+    for name in pages():
+        page.goto((site / name).as_uri())
+        page.wait_for_selector("article h1")
+        if page.evaluate("document.documentElement.scrollWidth") > width:
+            wide.append(name)
+        broken = page.evaluate("[...document.images].filter((one) => one.complete && !one.naturalWidth).map((one) => one.src)")
+        assert not broken, (name, broken)
+    context.close()
+    assert not wide
+    assert not [address for address in asked if not address.startswith(("file:", "data:", "blob:"))]
+
+
+@pytest.mark.skipif("GROUPWISE_AXE" not in os.environ, reason="name axe-core's axe.min.js (npm install axe-core) in GROUPWISE_AXE")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_axe_finds_nothing_serious(site: Path, chromium: Any, scheme: str, width: int) -> None:
+    context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page, serious = context.new_page(), []
+    for name in pages():
+        page.goto((site / name).as_uri())
+        page.wait_for_selector("article h1")
+        page.add_script_tag(path=os.environ["GROUPWISE_AXE"])
+        for rule in page.evaluate("axe.run()")["violations"]:
+            if rule["impact"] in ("serious", "critical"):
+                serious.append((name, rule["id"], [node["html"][:160] for node in rule["nodes"]][:3]))
+    context.close()
+    assert not serious, serious
+
+
+def test_the_search_works_in_a_page_opened_from_a_file(site: Path, chromium: Any) -> None:
+    page = chromium.new_page(viewport={"width": 1280, "height": 900})
+    page.goto((site / "index.html").as_uri())
+    page.click(".md-search__input")
+    page.keyboard.type("leave one out")
+    page.wait_for_selector(".md-search-result__item", timeout=20_000)
+    page.close()
+
+
+def test_the_navigation_is_in_the_order_of_a_learner() -> None:
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    assert nav[:2] == ["index.md", "first-hour.md"]
+    assert [next(iter(part)) for part in nav[2:]] == ["Learn GRPO", "How to", "Reference"]

@@ -1,0 +1,91 @@
+"""A wheel built from the tree works where the tree is not: everything that the code reads at run time is in it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def call(*command: str, where: Path) -> str:
+    """Output of a command in an environment that knows nothing of the tree."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    clean |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
+    done = subprocess.run(command, cwd=where, env=clean, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from the files that git knows (a build folder of an earlier one would be taken along)."""
+    clone, out = tmp_path_factory.mktemp("tree") / "clone", tmp_path_factory.mktemp("wheel")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    for name in filter(None, listed.stdout.split("\0")):
+        if name.startswith(("src/", "recipes/")) or "/" not in name:
+            target = clone / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes((ROOT / name).read_bytes())
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(out), str(clone)]
+    call(*pip, where=out)
+    (found,) = out.glob("groupwise-*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`bin` of a virtual environment with the wheel; its dependencies are those of this interpreter."""
+    folder = tmp_path_factory.mktemp("env")
+    call(sys.executable, "-m", "venv", "--without-pip", str(folder), where=folder)
+    python = folder / "bin" / "python"
+    call(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        str(wheel),
+        where=folder,
+    )
+    own = Path(call(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", where=folder).strip())
+    (own / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    return folder / "bin"
+
+
+def test_the_wheel_holds_what_the_code_reads(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    for end in ("groupwise/py.typed", "ops/cpu/panels.h", "viewer/static/app.js", "recipes/demo.yaml", "plugin/vllm-cpu.txt"):
+        assert any(name.endswith(end) for name in names), end
+    assert not [name for name in names if name.startswith(("tests/", "docs/", "benchmarks/"))]
+
+
+def test_the_installed_command_trains_a_bundled_recipe_outside_the_tree(installed: Path, tmp_path: Path) -> None:
+    where = call(str(installed / "python"), "-c", "import groupwise; print(groupwise.__file__)", where=tmp_path)
+    assert str(ROOT) not in where
+    assert "demo" in call(str(installed / "groupwise"), "recipes", where=tmp_path)
+    small = [
+        "stages.sft.steps=20",
+        "stages.grpo.steps=1",
+        "data.limit=60",
+        "stages.grpo.data.limit=60",
+        "data.eval_limit=2",
+        "eval.k=2",
+    ]
+    call(str(installed / "groupwise"), "train", "demo", *small, where=tmp_path)
+    assert (tmp_path / "runs/demo/grpo/final/model.safetensors").exists()
+    call(str(installed / "groupwise"), "view", "runs/demo/grpo", "--export", "report.html", where=tmp_path)
+    assert (tmp_path / "report.html").stat().st_size > 50_000

@@ -1,0 +1,409 @@
+"""Episodes in training: branches are samples whose numbers are put together again, and observations change no bit of anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.algorithms.registry import ALGORITHMS, Algorithm, corrected, resolve
+from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
+from groupwise.data.packing import pack, unpack
+from groupwise.data.rollout_table import groups_of, packed, table_of, unpacked
+from groupwise.models.attention import plain_attention
+from groupwise.models.policy import Policy
+from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, Sampling, Scored, Step, ToolCall, Turn
+from groupwise.rewards.process import with_turns
+from groupwise.rollout.native.engine import NativeEngine
+from groupwise.training.closed_form import closed_form
+from groupwise.training.critics import Critic
+from groupwise.training.metrics import completion_metrics, episode_metrics, measure
+from groupwise.training.mismatch import diagnose
+from groupwise.training.online import policy_loss, train_online, weigh, with_reference, with_scores, worked
+from groupwise.training.optimizer import Optimizer, StepStats
+from groupwise.training.scoring import batches_of, joined, part_of, samples_of, score, score_rollouts, unbranched
+from groupwise.training.teachers import Teacher
+from groupwise.training.updating import Update
+
+PLAIN = [name for name, row in ALGORITHMS.items() if not (row.needs_value or row.needs_teacher or row.needs_steps)]
+SETTINGS: dict[str, dict[str, Any]] = {"grpo": {"beta": 0.1}, "cispo": {"off_policy_delta": 0.01}}
+
+
+def episode(
+    rng: np.random.Generator,
+    prompt: Prompt,
+    index: int,
+    *,
+    cut: str | None = None,
+    sampling: Sampling | None = None,
+    stray: float = 0.0,
+) -> Rollout:
+    """Two to four turns with answers between them.   cut: branches at turns, `same` (behind what stands there) or `other`.
+    stray: what is said of the log-probs of answers."""
+    tokens, trained, turns, branches = list[int](), list[bool](), list[Turn](), list[Branch]()
+    for number in range(int(rng.integers(2, 5))):
+        if number and cut and rng.random() < 0.8:
+            context = np.concatenate([prompt.tokens, np.array(tokens, np.int64)])
+            if cut == "other":
+                context = context[rng.random(context.size) < 0.6] if rng.random() < 0.5 else context[: prompt.tokens.size + 2]
+                context = context if context.size else prompt.tokens[:1]
+            branches.append(Branch(begin=len(tokens), context=context))
+        begin, size = len(tokens), int(rng.integers(1, 5))
+        tokens += rng.integers(5, 60, size=size).tolist()
+        trained += [True] * size
+        turns.append(Turn(begin=begin, end=len(tokens), finish=Finish.STOP, reward=float(rng.normal())))
+        size = int(rng.integers(0, 4))
+        tokens += rng.integers(5, 60, size=size).tolist()
+        trained += [False] * size
+    mask = np.array(trained)
+    return Rollout(
+        prompt=prompt,
+        index=index,
+        tokens=np.array(tokens, np.int64),
+        behavior_logp=np.where(mask, -3.0 + 0.3 * rng.normal(size=mask.size), stray),
+        finish=Finish.DONE,
+        eos_ids=(61,),
+        sampling=sampling or Sampling(temperature=0.8),
+        text="",
+        trained=mask,
+        episode=Episode(turns=tuple(turns), branches=tuple(branches)),
+    )
+
+
+def groups_with(cut: str | None, *, seed: int = 0, count: int = 3, stray: float = 0.0) -> list[Scored]:
+    groups = []
+    for g in range(count):
+        rng = np.random.default_rng([seed, g])
+        prompt = Prompt(id=f"0/{g}", tokens=rng.integers(5, 60, size=1 + 3 * g), text="")
+        rollouts = tuple(episode(np.random.default_rng([seed, g, i]), prompt, i, cut=cut, stray=stray) for i in range(3))
+        reward = rng.normal(size=3)
+        groups.append(Scored(rollouts=rollouts, names=("r",), rewards=reward[:, None], reward=reward))
+    return groups
+
+
+def uncut(groups: list[Scored]) -> list[Scored]:
+    """The same episodes, drawn behind the prompt and what stands there."""
+    return [
+        replace(group, rollouts=tuple(replace(r, episode=replace(r.episode, branches=())) for r in group.rollouts))
+        for group in groups
+    ]
+
+
+def near(policy: Policy, groups: list[Scored]) -> list[Scored]:
+    """With behaviour log-probs near the policy's own, so that no ratio is extreme."""
+    found = []
+    for group in groups:
+        logp = score_rollouts(policy, group.rollouts, budget=100)
+        noise = np.random.default_rng(5)
+        rollouts = tuple(
+            replace(r, behavior_logp=np.where(r.trained, column + 0.1 * noise.normal(size=column.size), r.behavior_logp))
+            for r, column in zip(group.rollouts, logp, strict=True)
+        )
+        found.append(replace(group, rollouts=rollouts))
+    return found
+
+
+def gradient(policy: Policy, algorithm: Algorithm, groups: list[Scored], budget: int) -> tuple[float, torch.Tensor]:
+    samples = weigh(groups, algorithm.credit(groups), algorithm)
+    tokens = float(sum(np.count_nonzero(sample.weight) for sample in samples))
+    policy.model.zero_grad()
+    total = 0.0
+    for batch in batches_of(policy, worked(algorithm, samples), budget):
+        value, _ = policy_loss(policy, algorithm, batch, entropy_tokens=tokens, threshold=None)
+        value.backward()
+        total += float(value.detach())
+    return total, torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters() if parameter.grad is not None])
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["sampled here", "sampled elsewhere"])
+def test_trap_14_branches_give_the_gradient_of_the_uncut_episode(name: str, elsewhere: bool, tiny_policy: Callable) -> None:
+    policy, other = tiny_policy(dtype=torch.float64, scale=3.0), tiny_policy(dtype=torch.float64, scale=3.0, seed=1)
+    algorithm = resolve(name, GroupSettings(group_size=3, **SETTINGS.get(name, {})), 16)
+    algorithm = corrected(algorithm, {}) if elsewhere else algorithm
+    if algorithm.entropy_quantile:
+        algorithm = replace(algorithm, entropy_quantile=0.0)
+    groups = near(policy, groups_with("same"))
+    assert sum(len(r.episode.branches) for group in groups for r in group.rollouts) > 8
+    if algorithm.needs_reference:
+        groups = with_reference(groups, other, 100)
+    if elsewhere:
+        groups = with_scores(groups, policy, 100)
+    loss, expected = gradient(policy, algorithm, uncut(groups), 40)
+    for budget in (10, 60, 10_000):  # no part is computed without the others of its episode
+        found, cut = gradient(policy, algorithm, groups, budget)
+        assert found == pytest.approx(loss, rel=1e-10, abs=1e-12)
+        torch.testing.assert_close(cut, expected, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])
+@pytest.mark.parametrize("attention", ["shared", "packed"])
+def test_each_branch_is_scored_behind_its_context(family: str, attention: str, tiny_policy: Callable) -> None:
+    policy = replace(
+        tiny_policy(family, dtype=torch.float64 if family != "gemma2" else torch.float32, scale=3.0), attention=attention
+    )
+    rollouts = [rollout for group in groups_with("other") for rollout in group.rollouts]
+    prompts = {sample.prompt.tobytes() == r.prompt.tokens.tobytes() for r in rollouts for sample in samples_of(r)}
+    assert prompts == {True, False}  # contexts that begin with the prompt, and others
+    for rollout, found in zip(rollouts, score_rollouts(policy, rollouts, budget=60), strict=True):
+        expected = []
+        for part in unbranched(rollout):
+            ids = torch.from_numpy(np.concatenate([part.prompt.tokens, part.tokens]))[None]
+            with plain_attention(policy.model), torch.no_grad():
+                z = policy.model(input_ids=ids, use_cache=False).logits[0, part.prompt.tokens.size - 1 : -1, : policy.vocabulary]
+            z = (z / rollout.sampling.temperature).log_softmax(-1)
+            expected.append(z.gather(1, torch.from_numpy(part.tokens)[:, None])[:, 0].numpy())
+        tolerance = 1e-10 if family != "gemma2" else 1e-4
+        np.testing.assert_allclose(found, np.where(rollout.trained, np.concatenate(expected), 0.0), rtol=0, atol=tolerance)
+
+
+@given(seed=st.integers(0, 1000), cut=st.sampled_from(["same", "other", None]), budget=st.integers(5, 200))
+def test_what_is_cut_is_put_together_again(seed: int, cut: str | None, budget: int) -> None:
+    """Through packing and back; a token stands in one part, and all parts of an episode in one micro-batch, as one sequence."""
+    rng = np.random.default_rng(seed)
+    rollouts = [r for group in groups_with(cut, seed=seed) for r in group.rollouts]
+    columns = [rng.normal(size=len(r)) for r in rollouts]
+    samples = [
+        sample
+        for r, column in zip(rollouts, columns, strict=True)
+        for sample in samples_of(r, advantage=column, extra={"x": -column})
+    ]
+    for (whole, values), rollout, column in zip(joined((s, s.advantage) for s in samples), rollouts, columns, strict=True):
+        assert (whole.group, whole.index) == (rollout.prompt.id, rollout.index)
+        assert whole.completion.tolist() == rollout.tokens.tolist()
+        assert values.tolist() == whole.advantage.tolist() == (-whole.extra["x"]).tolist() == column.tolist()
+        assert (whole.weight != 0).tolist() == rollout.trained.tolist()
+        for sample in samples:
+            if (sample.group, sample.index) == (whole.group, whole.index):
+                assert part_of(sample, column).tolist() == sample.advantage.tolist()
+    found = [np.zeros(sample.completion.size) for sample in samples]
+    seen: dict[tuple[str, int], int] = {}
+    for b, batch in enumerate(pack(samples, budget)):
+        trained = batch.weight_P != 0
+        assert int(trained.sum()) == batch.trained_M.numel()
+        owners: dict[tuple[str, int], set[int]] = {}
+        for s, owner in enumerate(batch.samples):
+            if owner >= 0:
+                key = samples[owner].group, samples[owner].index
+                assert seen.setdefault(key, b) == b
+                owners.setdefault(key, set()).update(batch.sequence_P[batch.segment_P == s].tolist())
+        assert all(len(numbers) == 1 for numbers in owners.values())
+        assert len({next(iter(numbers)) for numbers in owners.values()}) == len(owners)
+        for i, values in unpack(batch, batch.advantage_P.double(), samples):
+            found[i] = values
+    for (_, values), rollout, column in zip(joined(zip(samples, found, strict=True)), rollouts, columns, strict=True):
+        np.testing.assert_allclose(values[rollout.trained], column[rollout.trained], rtol=1e-6)
+
+
+def bits(step: dict[str, float]) -> dict[str, bytes]:
+    return {name: np.float64(value).tobytes() for name, value in step.items()}
+
+
+@pytest.mark.parametrize("cut", [None, "other"])
+@pytest.mark.parametrize("name", PLAIN)
+def test_trap_8_what_is_said_of_observations_changes_no_bit(name: str, cut: str | None, tiny_policy: Callable) -> None:
+    policy = tiny_policy(scale=3.0)
+    algorithm = resolve(name, GroupSettings(group_size=3, **SETTINGS.get(name, {})), 16)
+    algorithm = replace(algorithm, entropy_quantile=0.0)
+    told = None
+    for stray in (0.0, np.nan, -1e30, 7.0):
+        groups = groups_with(cut, stray=stray)
+        if algorithm.needs_reference:
+            groups = with_reference(groups, policy, 100)
+        samples = weigh(groups, algorithm.credit(groups), algorithm)
+        loss, grad = gradient(policy, algorithm, groups, 60)
+        scores = score(policy, samples, budget=60, entropy=True)
+        seen = Update(
+            samples=samples, seen=scores.logp, entropy=scores.entropy, loss=loss, positions=[1], budget=60,
+            stats=StepStats(grad_norm=float(grad.norm()), lr=0.1, skipped=False),
+        )  # fmt: skip
+        metrics = measure(groups, [seen], algorithm, 3, minibatches=1, seconds={"a": 1.0}, version=0)
+        assert all(np.isfinite(value) for value in metrics.values()), metrics
+        logp = {
+            (r.prompt.id, r.index): c
+            for g in groups
+            for r, c in zip(g.rollouts, score_rollouts(policy, g.rollouts, budget=60), strict=True)
+        }
+        closed = closed_form(algorithm, samples, logp, logp if algorithm.needs_entropy else None)
+        for group in groups:
+            for r in group.rollouts:
+                assert (closed.gradient[r.prompt.id, r.index][~r.trained] == 0.0).all()
+        now = (loss, grad.numpy().tobytes(), bits(metrics), closed.loss)
+        assert told is None or now == told, stray
+        told = now
+
+
+def test_trap_6_lengths_are_those_that_the_policy_wrote() -> None:
+    groups = groups_with("other")
+    rollouts = [r for group in groups for r in group.rollouts]
+    found = completion_metrics(groups)
+    assert found["completions/mean_length"] == np.mean([r.trained.sum() for r in rollouts])
+    assert found["completions/max_length"] == max(r.trained.sum() for r in rollouts)
+    episodes = episode_metrics(groups)
+    assert episodes["episodes/answer_tokens"] == np.mean([(~r.trained).sum() for r in rollouts])
+    assert episodes["episodes/turns"] == np.mean([len(r.episode.turns) for r in rollouts])
+    assert episodes["episodes/splits"] == np.mean([len(r.episode.branches) for r in rollouts])
+    calls = tuple(
+        ToolCall(name="f", arguments="{}", result="", seconds=0.1, failure=kind) for kind in ("", "timeout", "unknown", "")
+    )
+    first = rollouts[0]
+    turns = (replace(first.episode.turns[0], calls=calls), *first.episode.turns[1:])
+    one = replace(first, finish=Finish.DEADLINE, episode=replace(first.episode, turns=turns))
+    group = replace(groups[0], rollouts=(one, *groups[0].rollouts[1:]))
+    found = episode_metrics([group])
+    assert found["episodes/tool_calls"] == pytest.approx(4 / 3)
+    assert found["episodes/tool_failures"] == 0.5
+    assert found["episodes/tool_failures/timeout"] == found["episodes/tool_failures/unknown"] == 0.25
+    assert found["episodes/truncated"] == pytest.approx(1 / 3)
+    plain = [replace(group, rollouts=tuple(replace(r, episode=None) for r in group.rollouts)) for group in groups]
+    assert episode_metrics(plain) == {}
+
+
+def same_episode(one: Rollout, other: Rollout) -> None:
+    assert one.episode is not None and other.episode is not None
+    assert one.episode.turns == other.episode.turns
+    assert one.episode.messages == other.episode.messages
+    assert (one.episode.reward, one.episode.environment) == (other.episode.reward, other.episode.environment)
+    told = [[(branch.begin, branch.context.dtype, branch.context.tolist()) for branch in r.episode.branches] for r in (one, other)]
+    assert told[0] == told[1]
+
+
+TEXT = st.text(max_size=8)
+
+
+@given(
+    result=TEXT,
+    arguments=TEXT,
+    reward=st.none() | st.floats(),
+    seconds=st.floats(0, 1e9),
+    failure=st.sampled_from(["", "timeout"]),
+    finish=st.sampled_from(Finish),
+    seed=st.integers(0, 99),
+)
+def test_tables_keep_episodes(
+    result: str, arguments: str, reward: float | None, seconds: float, failure: str, finish: Finish, seed: int
+) -> None:
+    (group,) = groups_with("other", seed=seed, count=1)
+    call = ToolCall(name="f", arguments=arguments, result=result, seconds=seconds, failure=failure)
+    first = group.rollouts[0]
+    turn = replace(first.episode.turns[0], calls=(call, call), answer=result, seconds=seconds, truncated=True, finish=finish)
+    messages = ({"role": "assistant", "content": arguments}, {"role": "tool", "content": [{"type": "text", "text": result}]})
+    if reward is not None and np.isnan(reward):
+        reward = None
+    told = replace(first.episode, turns=(turn, *first.episode.turns[1:]), messages=messages, reward=reward, environment="maze")
+    none = replace(group.rollouts[2], episode=None)
+    group = replace(group, rollouts=(replace(first, episode=told), group.rollouts[1], none))
+    (back,) = unpacked(packed([group]))
+    assert back.rollouts[2].episode is None
+    for ours, theirs in zip(back.rollouts[:2], group.rollouts[:2], strict=True):
+        same_episode(ours, theirs)
+
+
+def test_tables_of_before_have_no_episodes(tmp_path: Any) -> None:
+    plain = [replace(group, rollouts=tuple(replace(r, episode=None) for r in group.rollouts)) for group in groups_with(None)]
+    table = table_of(Step(number=1, metrics={}, groups=plain)).drop_columns(["episode"])
+    pq.write_table(table, tmp_path / "old.parquet")
+    groups, _, _ = groups_of(pq.read_table(tmp_path / "old.parquet"))
+    assert [r.tokens.tolist() for g in groups for r in g.rollouts] == [r.tokens.tolist() for g in plain for r in g.rollouts]
+    assert all(r.episode is None for g in groups for r in g.rollouts)
+
+
+def test_rewards_of_turns_stand_at_their_last_tokens() -> None:
+    (group,) = groups_with(None, count=1)
+    found = with_turns(group).signals["process"]
+    for rollout, column in zip(group.rollouts, found, strict=True):
+        ends = [turn.end - 1 for turn in rollout.episode.turns]
+        assert np.flatnonzero(~np.isnan(column)).tolist() == ends
+        assert column[ends].tolist() == [turn.reward for turn in rollout.episode.turns]
+    steps = tuple(np.where(np.arange(len(r)) == 0, 10.0, np.nan) for r in group.rollouts)
+    both = with_turns(replace(group, signals={"process": steps})).signals["process"]
+    for rollout, one, other in zip(group.rollouts, both, found, strict=True):
+        assert one[0] == pytest.approx(10.0 + np.nan_to_num(other[0]))
+        assert np.array_equal(one[1:], other[1:], equal_nan=True)
+        assert len(rollout) == one.size
+    silent = [
+        replace(r, episode=replace(r.episode, turns=tuple(replace(t, reward=None) for t in r.episode.turns)))
+        for r in group.rollouts
+    ]
+    assert with_turns(replace(group, rollouts=tuple(silent))).signals == {}
+
+
+class Judge:
+    """Rewards what nothing but chance decides."""
+
+    names = ("parity",)
+
+    def score(self, groups: Any) -> list[Scored]:
+        values = [np.array([float(r.tokens.sum() % 3) for r in group]) for group in groups]
+        return [
+            Scored(rollouts=group, names=self.names, rewards=reward[:, None], reward=reward)
+            for group, reward in zip(groups, values, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("preset", list(ALGORITHMS))
+def test_every_algorithm_trains_on_episodes(preset: str, tiny_policy: Callable, scripted_world: Callable) -> None:
+    """One column for each completion, whatever a completion became on the way; sampled = scored."""
+    policy = tiny_policy("llama", dtype=torch.float64, scale=2.0)
+    settings = GroupSettings(prompts_per_step=2, group_size=4, updates_per_rollout=2, minibatches=2)
+    algorithm = resolve(preset, settings, 40)
+    rng = np.random.default_rng(0)
+    prompts = (Prompt(id=f"0/{i}", tokens=rng.integers(6, 50, size=3 + i % 3), text="") for i in range(100))
+    world = scripted_world(cut=0.4, cut_to="other", delays=0)
+    steps = train_online(
+        policy,
+        algorithm,
+        engine=NativeEngine(policy, max_rows=5, world=world),
+        rewards=Judge(),
+        draw=lambda k: [next(prompts) for _ in range(k)],
+        optimizer=Optimizer(policy.model, OptimizerSettings(lr=1e-3), 100),
+        group=settings,
+        sampling=Sampling(max_new_tokens=40),
+        budget=100,
+        steps=2,
+        reference=policy.frozen_copy() if algorithm.needs_reference else None,
+        critic=Critic.on(policy, CriticSettings(lr=1e-3), OptimizerSettings(), 100) if algorithm.needs_value else None,
+        teacher=Teacher(policy=tiny_policy("llama", dtype=torch.float64, scale=1.7)) if algorithm.needs_teacher else None,
+    )
+    splits = 0
+    for step in steps:
+        rollouts = [r for group in step.groups for r in group.rollouts]
+        splits += sum(len(samples_of(r)) > 1 for r in rollouts)
+        assert step.metrics["episodes/turns"] > 1
+        assert step.metrics["tokens/sampled"] == sum(r.trained.sum() for r in rollouts)
+        assert all(np.isfinite(value) for value in step.metrics.values()), step.metrics
+        for name, column in {"advantages": step.advantages, "logp": step.current_logp, **step.columns}.items():
+            for group, values in zip(step.groups, column, strict=True):
+                for rollout, numbers in zip(group.rollouts, values, strict=True):
+                    assert numbers.shape in ((len(rollout),), (0,)), name
+        firsts = step.current_logp[: len(step.groups) // 2]  # later minibatches see a policy that has moved
+        for group, values in zip(step.groups, firsts, strict=False):
+            for rollout, numbers in zip(group.rollouts, values, strict=True):
+                if numbers.size:
+                    gap = np.abs(numbers - rollout.behavior_logp)[rollout.trained]
+                    assert gap.max(initial=0.0) < 1e-10
+        for ours, theirs in zip(unpacked(packed(step.groups)), step.groups, strict=True):
+            for one, other in zip(ours.rollouts, theirs.rollouts, strict=True):
+                same_episode(one, other)
+    assert splits > 3
+
+
+def test_a_difference_is_found_in_episodes_too(tiny_policy: Callable, scripted_world: Callable) -> None:
+    policy = tiny_policy("llama", scale=2.0)
+    world = scripted_world(cut=0.4, cut_to="other")
+    prompts = [Prompt(id=str(i), tokens=np.arange(6, 10 + i), text="") for i in range(3)]
+    engine = NativeEngine(policy, max_rows=5, world=world)
+    sampling = Sampling(max_new_tokens=40, temperature=0.5)
+    rollouts = [r for group in engine.generate(prompts, group_size=3, sampling=sampling, seed=1) for r in group]
+    wrong = score_rollouts(policy, [replace(r, sampling=replace(sampling, temperature=1.0)) for r in rollouts], budget=200)
+    found = diagnose(policy, rollouts, wrong, budget=200)
+    assert found is not None
+    assert found.cause is not None
+    assert (found.side, found.cause.name) == ("scorer", "temperature")
