@@ -105,6 +105,7 @@ METRICS: tuple[Section, ...] = (
                    " branch.", "0 where the template keeps the past"),
             Metric("episodes/truncated", "share", "episodes that a limit ended / episodes", "Limits of tokens, turns and time.",
                    "below 0.1"),
+            Metric("episodes/errors", "share", "episodes that failed / episodes", "Environments and harnesses that failed.", "0"),
             Metric("episodes/tool_calls", "calls", "mean", "Calls of tools in an episode."),
             Metric("episodes/tool_failures", "share", "failed calls / calls", "Calls that failed, for whatever reason.", "falls"),
             Metric("episodes/tool_failures/NAME", "share", "calls that failed so / calls", "By kind: `unreadable`, `unknown`,"

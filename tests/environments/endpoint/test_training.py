@@ -178,3 +178,21 @@ def test_a_recipe_with_a_harness(tmp_path, monkeypatch):
             expected = [len(one.episode.messages[-1]["content"] or "") % 2 for one in scored.rollouts]
             assert scored.reward.tolist() == expected
     assert seen
+
+
+def test_harnesses_that_fail_are_counted(talking):
+    from groupwise.records import Scored
+    from groupwise.training.metrics import episode_metrics
+
+    def harness(row, base_url, index):
+        if index == 0:
+            raise OSError("no such tool")
+        return loops(row, base_url)
+
+    policy, engine, sampling = talking(harness)
+    (group,) = engine.generate(prompts(policy.tokenizer, 1), group_size=4, sampling=sampling, seed=1)
+    reward = np.array([np.nan if one.episode.reward is None else one.episode.reward for one in group])
+    assert [one.finish is Finish.ERROR for one in group] == [True, False, False, False]
+    assert np.isnan(reward).tolist() == [True, False, False, False]
+    scored = Scored(rollouts=group, names=("own",), rewards=reward[:, None], reward=reward)
+    assert episode_metrics([scored])["episodes/errors"] == 0.25
