@@ -382,7 +382,7 @@ def _environment(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
         message = f"{at}.verifiers brings its own rows: leave data.path and data.task out"
         yield (f"{at}.verifiers", "data.path", "data.task"), message
     if isinstance(given.harness, str) and given.harness != "outside" and (wrong := _wrong_name(given.harness)):
-        yield (f"{at}.harness",), f"{at}.harness: {wrong}, or `outside`; a program is a list: [python, agent.py]"
+        yield (f"{at}.harness",), f"{at}.harness: {wrong}; or write `outside`, or a program as a list, [python, agent.py]"
     if not re.fullmatch(r"[^\s:]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}", given.listen):
         yield (f"{at}.listen",), f"{at}.listen is written ADDRESS:PORT, got {given.listen!r}"
     if given.reasoning_gym is not None and not is_online(recipe.objective):
