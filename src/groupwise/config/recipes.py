@@ -152,9 +152,10 @@ def _with_objects(recipe: Recipe, objects: Mapping[str, Live]) -> Recipe:
     replace, data, given = dataclasses.replace, recipe.data, recipe.environment
     factory = given.factory
     made = {name: bound(one) for name, one in factory.items()} if isinstance(factory, Mapping) else bound(factory)
+    harness = given.harness if isinstance(given.harness, tuple) else bound(given.harness)
     return replace(
         recipe,
-        environment=replace(given, tools=tuple(objects.get(tool, tool) for tool in given.tools), factory=made),
+        environment=replace(given, tools=tuple(objects.get(tool, tool) for tool in given.tools), factory=made, harness=harness),
         model=replace(recipe.model, path=bound(recipe.model.path)),
         data=replace(data, path=bound(data.path), eval_path=bound(data.eval_path)),
         rewards=tuple(replace(reward, function=objects.get(reward.function, reward.function)) for reward in recipe.rewards),
@@ -166,6 +167,7 @@ def demand_objects(recipe: Recipe) -> None:
     names = {"model.path": recipe.model.path, "data.path": recipe.data.path, "data.eval_path": recipe.data.eval_path}
     names |= {f"rewards.{place}.function": reward.function for place, reward in enumerate(recipe.rewards)}
     names |= {f"environment.tools.{place}": tool for place, tool in enumerate(recipe.environment.tools)}
+    names |= {} if isinstance(recipe.environment.harness, tuple) else {"environment.harness": recipe.environment.harness}
     factory = recipe.environment.factory
     made = factory if isinstance(factory, Mapping) else {"": factory}
     names |= {f"environment.factory.{name}".rstrip("."): one for name, one in made.items()}

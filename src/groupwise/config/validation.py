@@ -357,13 +357,12 @@ def _environment(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     if given.asks and not is_online(recipe.objective):
         key = f"{at}.{bringing[-1]}"
         yield (key, "objective"), f"{key}: {recipe.objective!r} samples no episodes: leave it out of this stage"
-    if given.verifiers is not None and (recipe.data.task is not None or recipe.data.path is not None):
-        yield (
-            (f"{at}.verifiers", "data.path", "data.task"),
-            f"{at}.verifiers brings its own rows: leave data.path and data.task out",
-        )
+    path = recipe.data.path
+    if given.verifiers is not None and (recipe.data.task is not None or (path is not None and not path.startswith(LIVE))):
+        message = f"{at}.verifiers brings its own rows: leave data.path and data.task out"
+        yield (f"{at}.verifiers", "data.path", "data.task"), message
     if isinstance(given.harness, str) and given.harness != "outside" and (wrong := _wrong_name(given.harness)):
-        yield (f"{at}.harness",), f"{at}.harness: {wrong}, or `outside`; a program is a list: [python, agent.py]"
+        yield (f"{at}.harness",), f"{at}.harness: {wrong}; or write `outside`, or a program as a list, [python, agent.py]"
     if not re.fullmatch(r"[^\s:]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}", given.listen):
         yield (f"{at}.listen",), f"{at}.listen is written ADDRESS:PORT, got {given.listen!r}"
     if given.reasoning_gym is not None and not is_online(recipe.objective):

@@ -173,9 +173,7 @@ def _data_of(
     return held if task_args is None else replace(held, task_args=task_args)
 
 
-def _prompts(
-    path: str, policy: Policy, settings: DataSettings, length: int, seed: int, tools: Tools | None
-) -> tuple[Prompt, ...]:
+def _prompts(path: str, policy: Policy, settings: DataSettings, length: int, seed: int, tools: Tools | None) -> tuple[Prompt, ...]:
     if settings.task is None and settings.path == settings.eval_path:
         found = _every_row(settings, policy, length, tools)
     else:

@@ -106,6 +106,23 @@ METRICS: tuple[Section, ...] = (
         ),
     ),
     Section(
+        "Episodes",
+        "Online objectives in environments, or with tools. Means are over episodes.",
+        (
+            Metric("episodes/turns", "turns", "mean", "Turns of an episode."),
+            Metric("episodes/answer_tokens", "tokens", "mean", "What the world answered; no token of it is trained."),
+            Metric("episodes/splits", "places", "mean", "Where what stood before a turn was rewritten, so that the episode went on as a"
+                   " branch.", "0 where the template keeps the past"),
+            Metric("episodes/truncated", "share", "episodes that a limit ended / episodes", "Limits of tokens, turns and time.",
+                   "below 0.1"),
+            Metric("episodes/errors", "share", "episodes that failed / episodes", "Environments and harnesses that failed.", "0"),
+            Metric("episodes/tool_calls", "calls", "mean", "Calls of tools in an episode."),
+            Metric("episodes/tool_failures", "share", "failed calls / calls", "Calls that failed, for whatever reason.", "falls"),
+            Metric("episodes/tool_failures/NAME", "share", "calls that failed so / calls", "By kind: `unreadable`, `unknown`,"
+                   " `arguments`, `exception`, `timeout`."),
+        ),
+    ),
+    Section(
         "The policy and how far an update moved it",
         "Online objectives. l, b, ref: log-prob of a token under the policy, the behavior policy, the reference; rho = exp(l - b),"
         " at the algorithm's level (token or completion). Means are over trained tokens of all updates of the step.",
@@ -140,22 +157,6 @@ METRICS: tuple[Section, ...] = (
                    "above 0 and rising"),
             Metric("teacher/kl", "nats / token", "mean(l - log p_teacher) over drawn tokens",
                    "Estimate of KL(policy || teacher), where the teacher is asked for drawn tokens alone.", "falls"),
-        ),
-    ),
-    Section(
-        "Episodes",
-        "Runs with tools or an environment.",
-        (
-            Metric("episodes/turns", "turns", "mean over episodes", "Turns that the policy wrote."),
-            Metric("episodes/splits", "branches", "mean over episodes of branches behind the first",
-                   "How often a chat template rewrote the past and the episode went on behind other ids.", "0 with `past: keep`"),
-            Metric("episodes/tool_calls", "calls", "calls / episodes", "Calls of tools."),
-            Metric("episodes/tool_failures", "-", "failed calls / calls", "Share of calls that did not give a result."),
-            Metric("episodes/tool_failures/KIND", "-", "calls that failed so / calls",
-                   "By kind: unreadable, unknown (no such tool), arguments, exception, timeout."),
-            Metric("episodes/truncated", "-", "share of episodes", "Ended by a limit of length, turns or time.", "below 0.1"),
-            Metric("episodes/answer_tokens", "tokens", "mean over episodes",
-                   "Tokens that the world wrote; none of them is trained."),
         ),
     ),
     Section(

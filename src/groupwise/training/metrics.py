@@ -17,7 +17,7 @@ from torch import Tensor
 from groupwise.algorithms import diagnostics
 from groupwise.algorithms.losses import Terms, mismatch, off_policy_keep, token
 from groupwise.algorithms.registry import Algorithm, options
-from groupwise.records import Sample, Scored
+from groupwise.records import Finish, Sample, Scored
 from groupwise.training.evaluate import RIGHT
 from groupwise.training.scoring import joined
 from groupwise.training.updating import Update, balance
@@ -132,7 +132,7 @@ def logged_metrics(groups: Sequence[Scored]) -> dict[str, float]:
 
 def episode_metrics(groups: Sequence[Scored]) -> dict[str, float]:
     """What episodes were like, means over episodes where nothing else is said: turns, places where the past was rewritten, calls of
-    tools and the share of them that failed, by kind, the share that a limit ended, and tokens that the world answered.
+    tools and the share of them that failed, by kind, the shares that a limit ended and that failed, and tokens of the world's answers.
 
     Empty where there are none.
     """
@@ -146,6 +146,7 @@ def episode_metrics(groups: Sequence[Scored]) -> dict[str, float]:
         "episodes/splits": float(np.mean([sum(branch.begin > 0 for branch in episode.branches) for episode in episodes])),
         "episodes/tool_calls": len(calls) / len(episodes),
         "episodes/truncated": float(np.mean([rollout.truncated for rollout in rollouts])),
+        "episodes/errors": sum(rollout.finish is Finish.ERROR for rollout in rollouts) / len(rollouts),
         "episodes/answer_tokens": float(np.mean([np.count_nonzero(~rollout.trained) for rollout in rollouts])),
     }
     if calls:

@@ -456,13 +456,12 @@ def test_functions_that_cannot_be_called_are_refused(wrong):
 
 def test_an_episode_has_so_many_turns(worlds, says, a_prompt):
     def harness(base_url):
-        ask, done = client(base_url).chat.completions.create, 0
-        try:
-            while True:
-                ask(model="m", messages=[{"role": "user", "content": str(done)}])
-                done += 1
-        except openai.BadRequestError as error:
-            return done if error.code == "too_many_turns" else -1
+        ask = client(base_url).chat.completions.create
+        for done in (0, 1):
+            ask(model="m", messages=[{"role": "user", "content": str(done)}])
+        with pytest.raises(openai.BadRequestError, match="too_many_turns"):
+            ask(model="m", messages=[{"role": "user", "content": "2"}])
+        return 2
 
     found = play(worlds(harness, turns=2), a_prompt, says("a", "b", "c"))
     assert (found.finish, found.episode.reward, len(found.episode.turns)) == (Finish.TURNS, 2.0, 2)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib.util
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,9 +22,39 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+SUMS = """
+import verifiers.v1 as vf
+
+
+class SumData(vf.TaskData):
+    answer: int
+
+
+class SumTask(vf.Task[SumData]):
+    @vf.reward(weight=2.0)
+    async def even(self, trace: vf.Trace) -> float:
+        return float(len(trace.last_reply or "") % 2 == 0)
+
+    @vf.metric
+    async def length(self, trace: vf.Trace) -> float:
+        return float(len(trace.last_reply or ""))
+
+
+class SumTaskset(vf.Taskset[SumTask]):
+    def load(self):
+        for i in range(12):
+            yield SumTask(SumData(prompt=f"{i}+{i}", system_prompt="Add.", answer=2 * i), self.config.task)
+
+
+__all__ = ["SumTaskset"]
+"""
+"""A taskset as verifiers' own documentation has them."""
+
+
 @pytest.fixture
-def sums(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).with_name("files")))
+def sums(monkeypatch, tmp_path):
+    (tmp_path / "own_sums.py").write_text(SUMS)
+    monkeypatch.syspath_prepend(str(tmp_path))
     yield "own-sums"
     sys.modules.pop("own_sums", None)
 
@@ -79,8 +109,11 @@ def test_renderers_read_the_token_level_route(worlds, says, a_prompt, chat_token
 
     read = []
 
+    tokenizer = copy.deepcopy(chat_tokenizer)
+    tokenizer.eos_token = "<|im_end|>"  # renderers asks to stop there
+
     async def harness(base_url, model):
-        renderer = create_renderer(chat_tokenizer)
+        renderer = create_renderer(tokenizer)
         async with openai.AsyncOpenAI(base_url=base_url, api_key="none", timeout=WAIT) as client:
             messages = [{"role": "user", "content": "x"}]
             read.append(await asyncio.wait_for(generate(client=client, renderer=renderer, messages=messages, model=model), WAIT))

@@ -114,4 +114,3 @@ def _talk(
         messages.append({"role": "assistant", "content": answer})
         console.print(safe(answer), soft_wrap=True)
         turn += 1
-
