@@ -110,7 +110,7 @@ def train(
     | Mapping[str, typed.EnvironmentGiven]
     | typed.EnvironmentKeys
     | settings.EnvironmentSettings
-    | None = None,
+    | None = None,  # noqa: E501
     group: typed.GroupKeys | settings.GroupSettings | None = None,
     reward_model: typed.RewardModelKeys | settings.RewardModelSettings | None = None,
     pairs: typed.PairKeys | settings.PairSettings | None = None,

@@ -132,7 +132,7 @@ def logged_metrics(groups: Sequence[Scored]) -> dict[str, float]:
 
 def episode_metrics(groups: Sequence[Scored]) -> dict[str, float]:
     """What episodes were like, means over episodes where nothing else is said: turns, places where the past was rewritten, calls of
-    tools and the share of them that failed, by kind, the shares that a limit ended and that failed, and tokens of the world's answers.
+    tools and the share of them that failed, by kind, the shares that a limit ended and that failed, and tokens of the answers.
 
     Empty where there are none.
     """

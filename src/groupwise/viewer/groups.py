@@ -60,7 +60,7 @@ def key_of(prompt: str) -> str:
 def clip_of(config: Mapping[str, Any]) -> tuple[float, float] | None:
     """Low and high of a recipe whose surrogate is the clipped ratio of tokens; None for any other.  config: its keys, with dots.
 
-    Its gradient is weight x advantage x ratio, and 0 where the ratio is beyond the range on the side that the advantage pushes it to.
+    Its gradient is weight x advantage x ratio, and 0 where the ratio is out of range on the side that the advantage pushes it to.
 
     >>> clip_of({"objective": "dapo"}), clip_of({"objective": "gspo"})
     ((0.2, 0.28), None)
