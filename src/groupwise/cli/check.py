@@ -114,9 +114,10 @@ def check_stage(recipe: Recipe) -> Iterator[Finding]:
         if job.engine is None or not is_online(recipe.objective):
             return
         yield from _procedural(recipe)
-        if job.world is not None:
-            recipe = with_own_reward(recipe, job.world.source)
-            yield from _world(recipe, job.world, job.prompts)
+        talking = job.world if isinstance(job.world, EpisodeWorld) else None
+        recipe = with_own_reward(recipe, None if talking is None else talking.source)
+        if talking is not None:
+            yield from _world(recipe, talking, job.prompts)
         columns = list(job.prompts[0].row)
         rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=job.policy.tokenizer) if recipe.rewards else no_rewards()
         with rewards:

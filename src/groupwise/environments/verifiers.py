@@ -81,7 +81,7 @@ class VerifiersHarness:
     async def _play(self, task: Any, errand: Errand, finished: Finished) -> None:
         try:
             vf = _library()
-            from verifiers.v1.configs.client import EvalClientConfig
+            from verifiers.v1.configs.client import EvalClientConfig  # pyright: ignore[reportMissingImports]
 
             root = errand.base_url[: errand.base_url.index("/episodes/")]
             client = EvalClientConfig(base_url=f"{root}/v1", api_key_var=KEY)
@@ -143,8 +143,8 @@ def worth(episode: Any) -> tuple[float | None, str]:
 
 def _roles(name: str, environment: str) -> list[str]:
     """The agents of a taskset's environment."""
-    from verifiers.v1.configs.agent import AgentConfig
-    from verifiers.v1.utils.loaders import env_config_type
+    from verifiers.v1.configs.agent import AgentConfig  # pyright: ignore[reportMissingImports]
+    from verifiers.v1.utils.loaders import env_config_type  # pyright: ignore[reportMissingImports]
 
     return [
         role for role, field in env_config_type(name, environment).model_fields.items() if isinstance(field.default, AgentConfig)
@@ -154,7 +154,7 @@ def _roles(name: str, environment: str) -> list[str]:
 def _library() -> Any:
     """verifiers, with our harness among its plug-ins.  Raises ConfigError if it is not here."""
     try:
-        import verifiers.v1 as vf
+        import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(f"environment.verifiers needs the extra: pip install groupwise[verifiers] ({error})") from error
     if CHAT not in sys.modules:
@@ -167,8 +167,8 @@ def _plugin(vf: Any) -> Any:
     from types import ModuleType
 
     import httpx
-    from verifiers.v1.dialects.chat import message_to_wire
-    from verifiers.v1.runtimes import ProgramResult
+    from verifiers.v1.dialects.chat import message_to_wire  # pyright: ignore[reportMissingImports]
+    from verifiers.v1.runtimes import ProgramResult  # pyright: ignore[reportMissingImports]
 
     class Chat(vf.Harness[vf.HarnessConfig]):
         """Asks for one turn behind the messages so far; a task whose user goes on is resumed."""

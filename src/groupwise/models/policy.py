@@ -357,7 +357,10 @@ class Blueprint:
     def of(cls, policy: Policy) -> Blueprint:
         """Of a policy that is loaded already."""
         config = policy.model.config.to_dict()
-        return cls(policy.tokenizer, config, tuple(policy.eos_ids), policy.context, lambda: policy.model)
+        eos_ids = tuple(policy.eos_ids)
+        return cls(
+            tokenizer=policy.tokenizer, config=config, eos_ids=eos_ids, context=policy.context, load=lambda: policy.model
+        )  # fmt: skip
 
 
 def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None = None) -> Blueprint:

@@ -24,6 +24,10 @@ Draw = Callable[[int], Sequence[Prompt]]
 class Watching(Protocol):
     """A `Draw` that takes note of what became of its prompts, also of those that no step keeps."""
 
+    def __call__(self, count: int, /) -> Sequence[Prompt]:
+        """The next prompts."""
+        ...
+
     def seen(self, groups: Sequence[Scored], /) -> None:
         """Scored groups, in the order in which their prompts were drawn; on every process all of them."""
 
