@@ -85,12 +85,13 @@ class OpenEnv:
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         """The answer to a message: its type and its data."""
-        from websockets.exceptions import WebSocketException
+        from websockets.exceptions import ConnectionClosed, WebSocketException
 
         try:
             if self._line is None:
                 self._line = self._connect(self.url, open_timeout=self._seconds, max_size=LARGEST, proxy=None)
-            self._line.send(json.dumps({"type": kind, "data": data}))
+            with contextlib.suppress(ConnectionClosed):  # a full server may have said so and hung up: that is read below
+                self._line.send(json.dumps({"type": kind, "data": data}))
             told = json.loads(self._line.recv(timeout=self._seconds))
         except TimeoutError as error:
             raise EnvironmentFailure(f"{self.url} has given no answer to {kind} for {self._seconds:g} s") from error

@@ -77,6 +77,10 @@ def test_an_episode(server):
     made.close()
     assert server.heard[0] == {"type": "reset", "data": {"seed": 5}}
     assert server.heard[1] == {"type": "step", "data": {"guess": 4}}
+    for _ in range(200):  # it is heard in a thread of its own
+        if len(server.heard) == 6:
+            break
+        threading.Event().wait(0.05)
     assert server.heard[-1] == {"type": "close"}
 
 
@@ -94,6 +98,22 @@ def test_a_session_is_waited_for(server):
     with pytest.raises(EnvironmentFailure, match="all sessions are taken"):
         OpenEnv(server.url, seconds=0.3).reset({})
     second.close()
+
+
+def test_a_server_that_refuses_and_hangs_up_before_it_is_asked_is_heard(server):
+    first, second = OpenEnv(server.url), OpenEnv(server.url, seconds=0.2)
+    first.reset({})
+    connect = second._connect
+
+    def slow(*given, **how):
+        line = connect(*given, **how)
+        threading.Event().wait(0.5)  # the refusal and the end of the connection have come by now
+        return line
+
+    second._connect = slow
+    with pytest.raises(EnvironmentFailure, match="all sessions are taken"):
+        second.reset({})
+    first.close()
 
 
 def test_what_cannot_be_reached_or_understood(server):
