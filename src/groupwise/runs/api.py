@@ -106,7 +106,11 @@ def train(
     data: typed.RowsGiven | typed.DataKeys | settings.DataSettings | None = None,
     rewards: typed.RewardGiven | Sequence[typed.RewardGiven] | None = None,
     rollout: typed.RolloutKeys | settings.RolloutSettings | None = None,
-    environment: typed.EnvironmentGiven | Mapping[str, typed.EnvironmentGiven] | typed.EnvironmentKeys | settings.EnvironmentSettings | None = None,  # noqa: E501
+    environment: typed.EnvironmentGiven
+    | Mapping[str, typed.EnvironmentGiven]
+    | typed.EnvironmentKeys
+    | settings.EnvironmentSettings
+    | None = None,  # noqa: E501
     group: typed.GroupKeys | settings.GroupSettings | None = None,
     reward_model: typed.RewardModelKeys | settings.RewardModelSettings | None = None,
     pairs: typed.PairKeys | settings.PairSettings | None = None,

@@ -579,9 +579,8 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
             checkpointing=recipe.model.gradient_checkpointing,
             seed=recipe.seed,
         )
-        steps = rewards.counting(steps, done, prepared.steps)
-        agreed = agreeing(steps, engine, lambda step: why_apart(step, policy, anchor, positions_of(recipe)))
-        return _accounted(agreed, visits)
+        counted = rewards.counting(steps, done, prepared.steps)
+        return _accounted(agreeing(counted, engine, lambda step: why_apart(step, policy, anchor, positions_of(recipe))), visits)
 
     return Job(
         recipe=recipe,

@@ -9,7 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
-from groupwise.config.settings import ControlTokens, CorrectionSettings, DemonstrationSettings, EngineSettings, LoraSettings, Part, ReplaySettings, RewardSettings, ScratchSettings
+from groupwise.config.settings import (
+    ControlTokens,
+    CorrectionSettings,
+    DemonstrationSettings,
+    EngineSettings,
+    LoraSettings,
+    Part,
+    ReplaySettings,
+    RewardSettings,
+    ScratchSettings,
+)
 from groupwise.rewards.find import LiveReward
 
 if TYPE_CHECKING:
