@@ -19,8 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from groupwise.cli import use
 from groupwise.cli.commands import main
+from groupwise.cli.commands.chat import chat
 from groupwise.config.recipes import load_recipe
 from groupwise.config.settings import ModelSettings
 from groupwise.data.sources import fingerprint
@@ -679,7 +679,7 @@ def test_bad_bytes_on_stdin(tiny_policy: Callable, tmp_path: Path, monkeypatch: 
     tiny_policy().save(tmp_path / "model")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8"))
     with pytest.raises(DataError, match=r"standard input: not UTF-8.*0xff"):
-        use.chat(str(tmp_path / "model"))
+        chat(str(tmp_path / "model"))
 
 
 # ---------------------------------------------------------------- the end of the process

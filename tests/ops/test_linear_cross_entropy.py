@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from groupwise.ops.linear_cross_entropy import Head, Support, chosen_logprobs, fused_loss, reference_logprobs
+from groupwise.ops.linear_cross_entropy import Head, PositionSupport, chosen_logprobs, fused_loss, reference_logprobs
 
 M, D, V = 300, 6, 23  # three chunks
 
@@ -25,7 +25,7 @@ def problem(dtype: torch.dtype, bias: bool, softcap: float | None, scale: float)
     return hidden, head, torch.randint(0, V, (M,)), torch.rand(M, dtype=dtype) + 0.5
 
 
-def supports(target: Tensor) -> Support:
+def supports(target: Tensor) -> PositionSupport:
     """Rows with 1 to 5 ids, among them the target; every seventh row is unrestricted."""
     torch.manual_seed(2)
     rows = []
@@ -33,7 +33,7 @@ def supports(target: Tensor) -> Support:
         others = torch.randperm(V)[: i % 5].tolist()
         rows.append([] if i % 7 == 0 else sorted({t, *others}))
     lengths = torch.tensor([0, *map(len, rows)])
-    return Support(ids_E=torch.tensor(list(itertools.chain(*rows))), begin_M=lengths.cumsum(0))
+    return PositionSupport(ids_E=torch.tensor(list(itertools.chain(*rows))), begin_M=lengths.cumsum(0))
 
 
 def loss_of(logp: Tensor, entropy: Tensor | None, rows: slice) -> Tensor:

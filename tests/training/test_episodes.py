@@ -17,7 +17,7 @@ from groupwise.algorithms.advantages import process
 from groupwise.algorithms.registry import ALGORITHMS, Algorithm, corrected, resolve
 from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.data.packing import pack, unpack
-from groupwise.data.rollout_table import groups_of, packed, table_of, unpacked
+from groupwise.data.rollout_table import groups_from_bytes, groups_of, groups_to_bytes, table_of
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, Sampling, Scored, Step, ToolCall, Turn
@@ -301,7 +301,7 @@ def test_tables_keep_episodes(
     told = replace(first.episode, turns=(turn, *first.episode.turns[1:]), messages=messages, reward=reward, environment="maze")
     none = replace(group.rollouts[2], episode=None)
     group = replace(group, rollouts=(replace(first, episode=told), group.rollouts[1], none))
-    (back,) = unpacked(packed([group]))
+    (back,) = groups_from_bytes(groups_to_bytes([group]))
     assert back.rollouts[2].episode is None
     for ours, theirs in zip(back.rollouts[:2], group.rollouts[:2], strict=True):
         same_episode(ours, theirs)
@@ -395,7 +395,7 @@ def test_every_algorithm_trains_on_episodes(preset: str, tiny_policy: Callable, 
                 if numbers.size:
                     gap = np.abs(numbers - rollout.behavior_logp)[rollout.trained]
                     assert gap.max(initial=0.0) < 1e-10
-        for ours, theirs in zip(unpacked(packed(step.groups)), step.groups, strict=True):
+        for ours, theirs in zip(groups_from_bytes(groups_to_bytes(step.groups)), step.groups, strict=True):
             for one, other in zip(ours.rollouts, theirs.rollouts, strict=True):
                 same_episode(one, other)
     assert splits > 3

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.models.policy import Forward, Policy
+from groupwise.models.policy import ForwardOutput, Policy
 from groupwise.records import Batch, Layout, Prompt, Rollout, Sampling
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.mismatch import diagnose
@@ -125,7 +125,7 @@ class Leaky(Policy):
 
     __slots__ = ()
 
-    def forward(self, batch: Batch) -> Forward:
+    def forward(self, batch: Batch) -> ForwardOutput:
         total = batch.layout.total
         return Policy.forward(
             self, replace(batch, layout=Layout(start=(0,), length=(total,), prefix=(-1,), total=total), samples=())

@@ -90,7 +90,7 @@ class OpenEnv:
         try:
             if self._line is None:
                 self._line = self._connect(self.url, open_timeout=self._seconds, max_size=LARGEST, proxy=None)
-            with contextlib.suppress(ConnectionClosed):  # a full server may have said so and hung up: that is read below
+            with suppress(ConnectionClosed):  # a full server may have said so and hung up: that is read below
                 self._line.send(json.dumps({"type": kind, "data": data}))
             told = json.loads(self._line.recv(timeout=self._seconds))
         except TimeoutError as error:

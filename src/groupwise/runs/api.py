@@ -110,7 +110,7 @@ def train(
     | Mapping[str, typed.EnvironmentGiven]
     | typed.EnvironmentKeys
     | settings.EnvironmentSettings
-    | None = None,  # noqa: E501
+    | None = None,
     group: typed.GroupKeys | settings.GroupSettings | None = None,
     reward_model: typed.RewardModelKeys | settings.RewardModelSettings | None = None,
     pairs: typed.PairKeys | settings.PairSettings | None = None,
