@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from groupwise.algorithms.advantages import process
 from groupwise.algorithms.registry import ALGORITHMS, Algorithm, corrected, resolve
-from groupwise.config.settings import CriticSettings, GroupSettings, OptimizerSettings
+from groupwise.config.settings import CorrectionSettings, CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.data.packing import pack, unpack
 from groupwise.data.rollout_table import groups_from_bytes, groups_of, groups_to_bytes, table_of
 from groupwise.models.attention import plain_attention
@@ -128,7 +128,7 @@ def gradient(policy: Policy, algorithm: Algorithm, groups: list[Scored], budget:
 def test_trap_14_branches_give_the_gradient_of_the_uncut_episode(name: str, elsewhere: bool, tiny_policy: Callable) -> None:
     policy, other = tiny_policy(dtype=torch.float64, scale=3.0), tiny_policy(dtype=torch.float64, scale=3.0, seed=1)
     algorithm = resolve(name, GroupSettings(group_size=3, **SETTINGS.get(name, {})), 16)
-    algorithm = corrected(algorithm, {}) if elsewhere else algorithm
+    algorithm = corrected(algorithm, CorrectionSettings()) if elsewhere else algorithm
     if algorithm.entropy_quantile:
         algorithm = replace(algorithm, entropy_quantile=0.0)
     groups = near(policy, groups_with("same"))
