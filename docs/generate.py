@@ -608,9 +608,9 @@ WIDER = {
     "rewards": "RewardGiven | Sequence[RewardGiven]",
     "parallel": "str | ParallelKeys | ParallelSettings",
     "RolloutKeys.engine": "str | EngineKeys | EngineSettings",
-    "environment": "EnvironmentGiven | Mapping[str, EnvironmentGiven] | EnvironmentKeys | EnvironmentSettings",
+    "environment": "EnvironmentsGiven | EnvironmentKeys | EnvironmentSettings",
     "EnvironmentKeys.tools": "Sequence[str | Callable[..., Any]]",
-    "EnvironmentKeys.factory": "EnvironmentGiven | Mapping[str, EnvironmentGiven] | None",
+    "EnvironmentKeys.factory": "EnvironmentsGiven | None",
     "ModelKeys.path": "ModelGiven | None",
     "DataKeys.path": "RowsGiven | None",
     "DataKeys.eval_path": "RowsGiven | None",
@@ -651,6 +651,7 @@ RowsGiven: TypeAlias = "str | PathLike[str] | Sequence[Mapping[str, Any]] | Data
 RewardGiven: TypeAlias = "str | Callable[..., Any] | LiveReward | RewardKeys | RewardSettings"
 """A reward function by name, itself, or with its weight, name, arguments and timeout."""
 EnvironmentGiven: TypeAlias = "str | Callable[..., Any]"
+EnvironmentsGiven: TypeAlias = "EnvironmentGiven | Mapping[str, EnvironmentGiven]"
 """What makes an environment: a class or a function by name, or itself."""
 '''
 

@@ -106,11 +106,7 @@ def train(
     data: typed.RowsGiven | typed.DataKeys | settings.DataSettings | None = None,
     rewards: typed.RewardGiven | Sequence[typed.RewardGiven] | None = None,
     rollout: typed.RolloutKeys | settings.RolloutSettings | None = None,
-    environment: typed.EnvironmentGiven
-    | Mapping[str, typed.EnvironmentGiven]
-    | typed.EnvironmentKeys
-    | settings.EnvironmentSettings
-    | None = None,
+    environment: typed.EnvironmentsGiven | typed.EnvironmentKeys | settings.EnvironmentSettings | None = None,
     group: typed.GroupKeys | settings.GroupSettings | None = None,
     reward_model: typed.RewardModelKeys | settings.RewardModelSettings | None = None,
     pairs: typed.PairKeys | settings.PairSettings | None = None,

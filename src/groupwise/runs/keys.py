@@ -35,6 +35,7 @@ RowsGiven: TypeAlias = "str | PathLike[str] | Sequence[Mapping[str, Any]] | Data
 RewardGiven: TypeAlias = "str | Callable[..., Any] | LiveReward | RewardKeys | RewardSettings"
 """A reward function by name, itself, or with its weight, name, arguments and timeout."""
 EnvironmentGiven: TypeAlias = "str | Callable[..., Any]"
+EnvironmentsGiven: TypeAlias = "EnvironmentGiven | Mapping[str, EnvironmentGiven]"
 """What makes an environment: a class or a function by name, or itself."""
 
 
@@ -146,7 +147,7 @@ class EnvironmentKeys(TypedDict, total=False):
     """Keys of `settings.EnvironmentSettings`."""
 
     tools: Sequence[str | Callable[..., Any]]
-    factory: EnvironmentGiven | Mapping[str, EnvironmentGiven] | None
+    factory: EnvironmentsGiven | None
     args: Mapping[str, Any]
     interface: Literal["tools", "step"] | None
     reasoning_gym: str | None

@@ -45,7 +45,7 @@ def shared_out(recipe: Recipe, blueprint: Blueprint) -> Recipe:
     if comm.world().size == 1:
         return recipe
     sharding = comm.ShardingConfig.of(recipe.parallel).decided(largest_model(recipe, blueprint), comm.world().size)
-    return replace(recipe, parallel=asdict(sharding))
+    return replace(recipe, parallel=replace(recipe.parallel, **asdict(sharding)))
 
 
 def largest_model(recipe: Recipe, blueprint: Blueprint) -> int:

@@ -23,7 +23,14 @@ def is_right(row):
     return row["completion"].endswith(f"\\boxed{{{row['answer']}}}")
 
 
-@pytest.mark.parametrize("name", GENERATED)
+def texts(row):
+    """What the policy reads and what it is to write, one text for each message."""
+    prompt = row["prompt"]
+    return [*([prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]), row["completion"]]
+
+
+# Every prompt of `guessing` is the same: its rows differ in what is to be guessed, and nothing can be held out.
+@pytest.mark.parametrize("name", [name for name in GENERATED if name != "guessing"])
 def test_rows_are_seeded_split_and_distinct(name):
     task = make_task(name)
     assert task.demonstrations(50, seed=1) == make_task(name).demonstrations(50, seed=1)
@@ -32,16 +39,27 @@ def test_rows_are_seeded_split_and_distinct(name):
     held_out, prompts = task.held_out(200), task.prompts(500, seed=0)
     assert held_out[:20] == make_task(name).held_out(20)
     assert all(is_held_out(row["prompt"]) for row in held_out)
-    assert not any(is_held_out(row["prompt"]) for row in prompts + task.demonstrations(500, seed=0))
+    assert not any(is_held_out(row["prompt"]) for row in prompts)
+    assert not any(is_held_out(texts(row)[0]) for row in task.demonstrations(500, seed=0))
     assert len({row["prompt"] for row in held_out}) == 200
     assert len({row["prompt"] for row in prompts}) == 500
 
 
-@pytest.mark.parametrize("name", [name for name in GENERATED if name != "preferences"])
+def test_a_guessing_game_is_seeded_and_asks_for_every_number_as_often():
+    task = make_task("guessing")
+    assert task.demonstrations(50, seed=1) == make_task("guessing").demonstrations(50, seed=1)
+    assert task.demonstrations(50, seed=1) != task.demonstrations(50, seed=2)
+    assert task.prompts(50, seed=1) != task.prompts(50, seed=2)
+    assert sorted(row["secret"] for row in task.prompts(31 * 4, seed=0)) == sorted([*range(31)] * 4)
+    assert [row["secret"] for row in task.held_out(200)] == [*range(31)]
+
+
+# The calculator's calls are JSON, which takes a tokenizer of bytes or of pieces.
+@pytest.mark.parametrize("name", [name for name in GENERATED if name not in ("preferences", "calculator")])
 def test_everything_can_be_written_by_the_arithmetic_tokenizer_in_few_tokens(name):
     tokenizer = arithmetic_tokenizer()
     for row in make_task(name).demonstrations(300, seed=0):
-        for text in (row["prompt"], row["completion"]):
+        for text in texts(row):
             ids = tokenizer(text)["input_ids"]
             assert tokenizer.unk_token_id not in ids, text
             assert len(ids) <= 96, text
