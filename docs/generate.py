@@ -620,6 +620,7 @@ WIDER = {
 LOOSER = {
     "tuple[str, ...]": "Sequence[str]",
     "str | tuple[str, ...]": "str | Sequence[str]",
+    "str | tuple[str, ...] | None": "str | Sequence[str] | None",
     "tuple[float, float]": "Sequence[float]",
 }
 
@@ -635,7 +636,8 @@ from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
-from groupwise.config.settings import %s
+from groupwise.config.settings import (
+%s)
 from groupwise.rewards.find import LiveReward
 
 if TYPE_CHECKING:
@@ -700,7 +702,7 @@ def keys_file() -> str:
             used |= {*inner, *(word for word in re.findall(r"[A-Z]\w+", hint) if word in ("Part", "ControlTokens"))}
             lines.append(f"    {key}: {hint}")
         body.append("\n".join(lines))
-    return KEYS_HEAD % ", ".join(sorted(used)) + "\n\n" + "\n\n\n".join(body) + "\n"
+    return KEYS_HEAD % "".join(f"    {name},\n" for name in sorted(used)) + "\n\n" + "\n\n\n".join(body) + "\n"
 
 
 def with_signature(text: str) -> str:

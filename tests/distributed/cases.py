@@ -310,7 +310,7 @@ def loaded(folder: str, mode: Any, scorer: bool = False) -> dict[str, Any]:
         return found
 
     Pieces.rows = counted  # type: ignore[method-assign]
-    parallel = ParallelSettings(name=mode)
+    parallel = ParallelSettings(**mode) if isinstance(mode, dict) else ParallelSettings(name=mode)
     recipe = Recipe(objective="reward" if scorer else "grpo", model=ModelSettings(path=folder), parallel=parallel)
     try:
         blueprint = read_blueprint(recipe.model)

@@ -406,7 +406,7 @@ def test_wrong_questions_say_what_was_given(call: Callable) -> None:
     policy = gw.load_policy(Path("runs/mine"))
     with pytest.raises(DataError, match=r"a prompt is a text, .* got an? int"):
         policy.generate(3)  # type: ignore[call-overload]
-    with pytest.raises(DataError, match=r"prompt 1 is a text or a list of chat messages, got an? int"):
+    with pytest.raises(DataError, match=r"prompt 1 is a text, a row or a list of chat messages, got an? int"):
         policy.generate(["1+1=", 3])  # type: ignore[list-item]
     with pytest.raises(DataError, match="2 prompts and 1 completions"):
         policy.score(["1", "2"], ["3"])
@@ -430,10 +430,15 @@ def test_the_signature_and_the_sections_have_every_setting() -> None:
     assert [name for name in parameters if name not in api._OWN] == recipe
     sections = [vars(settings)[name] for name in vars(settings) if name.endswith("Settings")]
     assert sections
-    here = {"ModelGiven": object, "RowsGiven": object}  # names of types that only a type checker can read
+    here = {
+        "ModelGiven": object,
+        "RowsGiven": object,
+        "EnvironmentsGiven": object,
+    }  # names of types that only a type checker can read
     widened = {"ModelKeys.path", "ModelKeys.scratch", "DataKeys.path", "DataKeys.eval_path", "RewardKeys.function",
                "RolloutKeys.stop", "OptimizerKeys.betas", "LoraKeys.targets", "EngineKeys.servers",
-               "RolloutKeys.engine"}  # fmt: skip
+               "RolloutKeys.engine", "ModelKeys.lora", "EngineKeys.correct",
+               "TeacherKeys.servers", "EnvironmentKeys.tools", "EnvironmentKeys.factory", "EnvironmentKeys.harness"}  # fmt: skip
     for section in sections:
         mine = getattr(keys, section.__name__.removesuffix("Settings") + "Keys")
         expected = typing.get_type_hints(section)

@@ -84,7 +84,7 @@ def test_sft_reward_model_and_grpo_in_one_command(recipe: str, tmp_path: Path) -
     (tmp_path / "recipe.yaml").write_text(recipe)
     out = StringIO()
     assert train_recipe(tmp_path / "recipe.yaml", dry_run=True, console=Console(file=out, width=200)) == 0
-    assert "reward models" in out.getvalue()  # the memory plan, before any model exists
+    assert "other models" in out.getvalue()  # the memory plan, before any model exists
     out = StringIO()
     assert train_recipe(tmp_path / "recipe.yaml", console=Console(file=out, width=200)) == 0
     text = out.getvalue()

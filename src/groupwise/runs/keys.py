@@ -152,7 +152,7 @@ class EnvironmentKeys(TypedDict, total=False):
     interface: Literal["tools", "step"] | None
     reasoning_gym: str | None
     openenv: str | None
-    harness: str | tuple[str, ...] | None
+    harness: str | Sequence[str] | None
     verifiers: str | None
     listen: str
     at_once: int

@@ -134,14 +134,28 @@ RECENT = 10
 def flags(history: Sequence[Mapping[str, float]]) -> list[str]:
     """What the last steps call for, one line each; empty when there is nothing to say.
 
-    What success looks like (equal rewards, the same texts, no entropy) is no warning where most groups are solved; groups that all
-    fail are named once, too.
     history: metrics of each step, oldest first.
 
     >>> flags([{"frac_reward_zero_std": 0.9, "entropy": 0.5}])
     ['frac_reward_zero_std 90%: of the groups had equal rewards and taught nothing: prompts too easy or too hard']
     >>> flags([{"groups/solved": 0.87, "frac_reward_zero_std": 0.9, "entropy": 0.001, "completions/duplicates": 0.9}])
     ['87 % of the groups are solved: make the prompts harder, or stop here']
+    """
+    found = []
+    for flag, mean in raised(history):
+        if flag.metric.startswith("groups/"):
+            found.append(f"{mean:.0%} {flag.says}".replace("% ", " % ", 1))
+        else:
+            shown = _percent(mean) if flag.metric in SHARES else _number(mean)
+            found.append(f"{flag.metric} {shown}: {flag.says}")
+    return found
+
+
+def raised(history: Sequence[Mapping[str, float]]) -> list[tuple[Flag, float]]:
+    """The flags that the last steps raise, each with its metric's mean over them.
+
+    What success looks like (equal rewards, the same texts, no entropy) is no warning where most groups are solved; groups that all
+    fail are named once, too.
     """
     recent = history[-RECENT:]
     means = {}
@@ -156,11 +170,7 @@ def flags(history: Sequence[Mapping[str, float]]) -> list[str]:
             continue
         if flag.metric == "frac_reward_zero_std" and failed:
             continue  # said by groups/failed
-        if flag.metric.startswith("groups/"):
-            found.append(f"{mean:.0%} {flag.says}".replace("% ", " % ", 1))
-        else:
-            shown = _percent(mean) if flag.metric in SHARES else _number(mean)
-            found.append(f"{flag.metric} {shown}: {flag.says}")
+        found.append((flag, mean))
     return found
 
 

@@ -1,6 +1,6 @@
 """How a run stands: its flags in plain words, and the few figures that say most.
 
-The bounds are those of `progress.FLAGS`; here stands what a reader who does not know the metric is told.
+When a flag is raised says `progress.raised`; here stands what a reader who does not know the metric is told.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from groupwise.runs.progress import FLAGS, RECENT
+from groupwise.runs.progress import RECENT, SHARES, raised
 
 
 class Words(NamedTuple):
@@ -21,6 +21,16 @@ class Words(NamedTuple):
 
 
 WORDS = {
+    "groups/solved": Words(
+        "Most groups are solved",
+        "Every completion is right in {share} of the groups: there is little left to learn from these prompts.",
+        "Stop here, or go on with harder prompts.",
+    ),
+    "groups/failed": Words(
+        "Most groups hold no right completion",
+        "No completion is right in {share} of the groups, so nothing says what would be better.",
+        "Easier prompts, a better start (SFT), a larger group.group_size, partial rewards.",
+    ),
     "frac_reward_zero_std": Words(
         "Most groups teach nothing",
         "{share} of the groups got one reward for all their completions, so their advantages are 0.",
@@ -62,8 +72,6 @@ WORDS = {
     ),
 }
 
-SHARES = {"frac_reward_zero_std", "completions/clipped_ratio", "completions/duplicates"}
-
 FIGURES = (
     ("reward", "Reward", "mean of the step's completions"),
     ("frac_reward_zero_std", "Dead groups", "share of prompts whose completions all got the same reward: they teach nothing"),
@@ -87,18 +95,12 @@ def flags(history: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
     >>> flags([{"frac_reward_zero_std": 0.9, "entropy": 0.5}])[0]["title"]
     'Most groups teach nothing'
     """
-    recent = history[-RECENT:]
     found = []
-    for flag in FLAGS:
-        values = [metrics[flag.metric] for metrics in recent if flag.metric in metrics]
-        if not values:
-            continue
-        value = sum(values) / len(values)
-        if flag.wrong(value):
-            words = WORDS[flag.metric]
-            shown = "NaN" if math.isnan(value) else f"{value:.3g}"
-            meaning = words.meaning.format(share=f"{value:.0%}" if not math.isnan(value) else "NaN", value=shown)
-            found.append({"metric": flag.metric, "title": words.title, "meaning": meaning, "remedy": words.remedy})
+    for flag, value in raised(history):
+        words = WORDS[flag.metric]
+        shown = "NaN" if math.isnan(value) else f"{value:.3g}"
+        meaning = words.meaning.format(share=f"{value:.0%}" if flag.metric in SHARES else "", value=shown)
+        found.append({"metric": flag.metric, "title": words.title, "meaning": meaning, "remedy": words.remedy})
     return found
 
 

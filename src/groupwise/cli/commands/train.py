@@ -73,7 +73,13 @@ def report(folder: Path) -> None:
     """Write the one page that stands in the folder of every finished run."""
     from groupwise.viewer import export
 
-    export([folder], folder / REPORT)
+    try:
+        export([folder], folder / REPORT)
+    except Exception as error:  # the run is done and saved: its page must not make it a failure
+        print(
+            f"warning: {folder / REPORT} was not made ({type(error).__name__}: {error}); `groupwise view {folder}` shows the run",
+            file=sys.stderr,
+        )
 
 
 def _become_torchrun(given: argparse.Namespace) -> NoReturn:
