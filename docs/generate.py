@@ -26,6 +26,7 @@ from groupwise.config.schema import reference, settings_table, show
 from groupwise.config.settings import GroupSettings
 from groupwise.config.trl import FATES, TABLE
 from groupwise.data.packing import divide
+from groupwise.models.probe import LOWER, LOWER_GRADIENT
 from groupwise.models.shape import Shape
 from groupwise.records import Sample
 from groupwise.rewards.registry import BUILTINS, MAKERS
@@ -342,6 +343,16 @@ A policy is a causal language model of transformers, loaded by the checkpoint's 
 library compares every path that a run will take with the model's own forward and backward pass, one sequence at a time, and refuses
 in words what is not the same. That is done for your checkpoint, whatever stands in this table.
 
+With `model.dtype` autocast or bfloat16 no two orders of the same sums give the same number. There, what a run computes in that
+type may lie {lower:g} times as far from float32 as the own pass in the same type (the median of its log-probs; of a gradient
+{lower_gradient:g} times).
+
+Nothing is dropped unless a recipe says so. With `model.dropout: true` updates drop units with the checkpoint's own probabilities;
+sampling, scoring and references do not. Masks belong to tokens: an update is the same however its samples are packed, cut into
+micro-batches or spread over processes, and after a resume. At load it is compared with the model's own training pass under the same
+masks. Refused in words are models that drop nothing, other random numbers (noise on a router's scores), the loss that balances
+experts, and rollouts of another engine or of older weights.
+
 The table says what a test found, without the library's own comparison, for a tiny random model of every architecture that
 transformers {transformers} knows. There, windows and chunks have {window} tokens, position encodings change at {window} or {twice},
 texts have 3 to 64 tokens and lie beside others, and every dropout of the configuration is {dropout}. What is listed as proven
@@ -377,7 +388,8 @@ def models_page() -> str:
     wrong = those("different") | those("untidy")
     counts = {"packed": len(packed), "single": len(single), "refused": len(refused), "missing": len(missing)}
     counts |= {verdict: len(those(verdict)) for verdict in ("different", "untidy")}
-    lines = [MODELS.format(**held, twice=2 * held["window"], **counts), "## Packed", "", *proven_table(packed)]
+    measured = {"twice": 2 * held["window"], "lower": LOWER, "lower_gradient": LOWER_GRADIENT}
+    lines = [MODELS.format(**held, **measured, **counts), "## Packed", "", *proven_table(packed)]
     lines += ["", "## One by one", "", "Packed they are refused, each for the reason that stands beside it.", ""]
     lines += [*proven_table(single), "", "## Refused", "", "Either way; this is what you read.", ""]
     lines += ["| `model_type` | class | message |", "|---|---|---|"]

@@ -503,3 +503,90 @@ def test_the_line_says_what_was_compared(tiny_policy: Callable) -> None:
     line = prove(built(MistralForCausalLM, MistralConfig, sliding_window=8)).line
     assert line.startswith("MistralForCausalLM: scoring, training, recompute, adapter, sampling equal its own forward pass at ")
     assert ", across 8 (log-probs to" in line
+
+
+# Faults that only show where products run in bfloat16.
+
+
+def lower(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu")
+
+
+class CoarseRotary(LlamaRotaryEmbedding):
+    """Angles are products of positions and frequencies in bfloat16."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        if not (packed(self) and lower(x)):
+            return super().forward(x, position_ids)
+        angle = position_ids[..., None].bfloat16() * self.inv_freq.bfloat16()
+        angle = torch.cat([angle, angle], -1)
+        return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+
+
+class RotaryInBfloat16(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.rotary_emb = CoarseRotary(config)
+
+
+class CoarseNorm(nn.Module):
+    """An RMSNorm whose every operation rounds to bfloat16."""
+
+    def __init__(self, norm: Any, model: Any) -> None:
+        super().__init__()
+        self.weight, self.norm, self.model = norm.weight, norm, [model]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (packed(self.model[0]) and lower(x)):
+            return self.norm(x)
+        y = x.bfloat16()
+        squares = torch.zeros_like(y[..., 0])
+        for column in y.unbind(-1):  # a sum in bfloat16, as a kernel makes it that does not widen
+            squares = squares + column * column
+        scale = (squares / y.shape[-1] + self.norm.variance_epsilon).rsqrt()
+        return (self.weight.bfloat16() * (y * scale[..., None])).to(x.dtype)
+
+
+class NormsInBfloat16(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.input_layernorm = CoarseNorm(layer.input_layernorm, self)
+            layer.post_attention_layernorm = CoarseNorm(layer.post_attention_layernorm, self)
+        self.model.norm = CoarseNorm(self.model.norm, self)
+
+
+class Float8(torch.autograd.Function):
+    """Gradients that are rounded to three bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].to(torch.float8_e4m3fn).to(grads[0].dtype)
+
+
+class RoundsGradients(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp.register_forward_hook(self._hook)
+
+    def _hook(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return Float8.apply(out) if packed(self) and lower(args[0]) and torch.is_grad_enabled() else out  # type: ignore[return-value]
+
+
+LOWER_FAULTS = {RotaryInBfloat16: "scoring", NormsInBfloat16: "scoring", RoundsGradients: "training"}
+
+
+@pytest.mark.parametrize("dtype", ["autocast", "bfloat16"])
+@pytest.mark.parametrize("kind", LOWER_FAULTS, ids=lambda kind: kind.__name__)
+def test_faults_that_show_only_in_bfloat16_are_found_at_load(kind: type[PreTrainedModel], dtype: Any) -> None:
+    make_policy(built(kind, LlamaConfig), TOKENIZER)  # in float32 it is right
+    model = built(LlamaForCausalLM, LlamaConfig).to(torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+    make_policy(model, TOKENIZER, ModelSettings(dtype=dtype))
+    model = built(kind, LlamaConfig).to(torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+    with pytest.raises(ConfigError, match=rf"cannot be trained like this: {LOWER_FAULTS[kind]} .*in {dtype} .* from float32"):
+        make_policy(model, TOKENIZER, ModelSettings(dtype=dtype))

@@ -106,7 +106,7 @@ def check_stage(recipe: Recipe) -> Iterator[Finding]:
         return
     try:
         for label, text in job.plan:
-            if label in ("data", "in all", "memory", "warning"):
+            if label in ("data", "in all", "memory", "dropout", "warning"):
                 yield Finding(label, None, text)
         yield Finding("model", True, "packed and prompt-shared forward equals the model's own, one sequence at a time")
         yield from _tokenizer(job.policy)

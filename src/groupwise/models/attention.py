@@ -11,9 +11,10 @@ T positions of the stream   H query heads   K key-value heads   D head width   S
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from groupwise.errors import ConfigError
+from groupwise.models import dropout as dropouts
 from groupwise.models.masks import REMEDY, Reach, note_reach, reach_of
 from groupwise.ops.attention import StreamAttention
 from groupwise.ops.functional import again
@@ -92,10 +94,11 @@ def packed_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every attention layer.  Dropout is left out on purpose: the policy that is scored is the
-    policy that sampled.  Windows are those of the model's masks (`masks.Reach`), whatever a layer says besides."""
+    """What transformers calls in every attention layer.  `dropout` counts only where a pass drops units (`models/dropout`).
+    Windows are those of the model's masks (`masks.Reach`), whatever a layer says besides."""
     stream = _stream.get()
     if stream is None or attention_mask is not None:
         raise ConfigError(
@@ -113,6 +116,12 @@ def packed_attention(
         lower = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(lower), key.to(lower), value.to(lower)
     reach, layer = reach_of(module), module.layer_idx
+    masks = dropouts.active()
+    if isinstance(masks, dropouts.Masks) and dropout > 0.0:
+        assert isinstance(attend, PackedAttention)
+        drop = partial(masks.attention, probability=dropout, site=masks.next_site())
+        layout = attend.layout
+        return explicit_attention(layout, query, key, value, scale, softcap, reach.window, reach.chunk, s_aux, drop), None
     if s_aux is None and reach.chunk is None:
         return attend(layer, query, key, value, scale, softcap, reach.window), None  # type: ignore[arg-type]
     return attend(layer, query, key, value, scale, softcap, reach.window, reach.chunk, s_aux), None  # type: ignore[arg-type]
@@ -143,11 +152,14 @@ def use_packed_attention(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def plain_attention(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """The model's own attention for ordinary calls (padded batches with masks, `generate`), restored afterwards."""
+def plain_attention(model: PreTrainedModel, *, eager: bool = False) -> Iterator[PreTrainedModel]:
+    """The model's own attention for ordinary calls (padded batches with masks, `generate`), restored afterwards.
+
+    eager: in single operations, also where it has a faster way.
+    """
     before = str(model.config._attn_implementation)
     # eager is the one implementation that every architecture has and that knows soft caps and windows.
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    model.set_attn_implementation("sdpa" if model._supports_sdpa and not eager else "eager")
     try:
         yield model
     finally:
@@ -208,11 +220,12 @@ def explicit_attention(
     window: int | None,
     chunk: int | None = None,
     sinks_H: Tensor | None = None,
+    drop: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """The definition, one segment at a time: scores, soft cap, causal mask and window, softmax.  Any device, any autograd.
 
-    The plain version that the fast paths are tested against, and the only one that knows soft caps, windows, chunks, sinks, and
-    values of another width than keys.
+    The plain version that the fast paths are tested against, and the only one that knows soft caps, windows, chunks, sinks, values
+    of another width than keys, and dropout.   drop: (weights (H, Q, K), queries=their positions) -> what is kept of them.
     """
     heads, shared = query.shape[1], query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
@@ -223,7 +236,8 @@ def explicit_attention(
         p0, p1 = (layout.start[p], layout.start[p] + layout.length[p]) if p >= 0 else (a, a)
         keys = torch.cat([key[0, :, p0:p1], key[0, :, a:b]], 1)
         values = torch.cat([value[0, :, p0:p1], value[0, :, a:b]], 1)
-        outputs.append(last_attention(query[0, :, a:b], keys, values, scale, softcap, Reach(window, chunk), sinks_H))
+        keep = None if drop is None else partial(drop, queries=range(a, b))
+        outputs.append(last_attention(query[0, :, a:b], keys, values, scale, softcap, Reach(window, chunk), sinks_H, keep))
     filler = layout.total - (layout.start[-1] + layout.length[-1] if layout.segments else 0)
     outputs.append(query.new_zeros(heads, filler, value.shape[-1]))
     return torch.cat(outputs, 1).transpose(0, 1)[None].contiguous()
@@ -237,8 +251,12 @@ def last_attention(
     softcap: float | None = None,
     reach: Reach = Reach(),  # noqa: B008  (frozen)
     sinks_H: Tensor | None = None,
+    keep: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """What the last Q of T positions of one sequence see of it -> (H, Q, E).  Keys and values have as many heads as queries."""
+    """What the last Q of T positions of one sequence see of it -> (H, Q, E).  Keys and values have as many heads as queries.
+
+    keep: what dropout leaves of the weights (H, Q, T).
+    """
     queries, places = query_HQD.shape[1], key_HTD.shape[1]
     scores = query_HQD @ key_HTD.transpose(1, 2) * scale
     if softcap is not None:
@@ -247,7 +265,8 @@ def last_attention(
     if sinks_H is not None:
         scores = torch.cat([scores, sinks_H.to(scores.dtype)[:, None, None].expand(-1, queries, 1)], -1)
     wide = torch.promote_types(query_HQD.dtype, torch.float32)
-    return scores.softmax(-1, dtype=wide)[..., :places].to(value_HTE.dtype) @ value_HTE
+    weight_HQT = scores.softmax(-1, dtype=wide)[..., :places].to(value_HTE.dtype)
+    return (weight_HQT if keep is None else keep(weight_HQT)) @ value_HTE
 
 
 def last_seen(queries: int, places: int, reach: Reach, device: torch.device) -> Tensor:

@@ -182,7 +182,9 @@ def _rotary_attention(
         query, key = self.q_norm(query), self.k_norm(key)
     cos, sin = (table.unsqueeze(1) for table in position_embeddings)
     query, key = (rotary(x.transpose(1, 2), cos, sin) for x in (query, key))
-    out, _ = packed_attention(self, query, key, value.transpose(1, 2), attention_mask, scaling=self.scaling, **kwargs)
+    dropout = self.attention_dropout if self.training else 0.0
+    how = {"scaling": self.scaling, "dropout": dropout, **kwargs}
+    out, _ = packed_attention(self, query, key, value.transpose(1, 2), attention_mask, **how)
     return self.o_proj(out.reshape(*stream, -1)), None
 
 

@@ -42,12 +42,13 @@ from groupwise.distributed import comm
 from groupwise.errors import ConfigError, DataError
 from groupwise.models import rope
 from groupwise.models.attention import Attend, PackedAttention, attending, recomputation, use_packed_attention
+from groupwise.models.dropout import Masks, active, as_before, own_training
 from groupwise.models.output import read_form
 from groupwise.models.small import backbone_of, language_model
 from groupwise.models.streaming import Pieces, check_finite, empty_model
 from groupwise.ops.linear_cross_entropy import Head
 from groupwise.ops.tiles import tiled
-from groupwise.records import Batch, Layout, Routing, Sample
+from groupwise.records import Batch, Layout, Routing, Sample, Stretch
 
 transformers_logging.disable_progress_bar()
 
@@ -72,7 +73,7 @@ class ForwardOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Policy:
-    """A model with its tokenizer.  Always in eval mode: dropout is off, because what is scored is what sampled."""
+    """A model with its tokenizer.  In eval mode, because what is scored is what sampled; but for passes that drop units."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -92,6 +93,8 @@ class Policy:
     """The factor and the soft cap that the model puts on its logits; see `output`."""
     switches: tuple[tuple[int, bool], ...] = ()
     """Lengths above which rotary embeddings have other frequencies, and whether every length above has its own; see `rope`."""
+    dropout: int | None = None
+    """Seed of what updates drop, with the probabilities of the model's configuration; None: nothing.  See `dropout`."""
 
     @property
     def device(self) -> torch.device:
@@ -165,25 +168,46 @@ class Policy:
             return torch.autocast(self.device.type, torch.bfloat16)
         return contextlib.nullcontext()
 
-    def _sleep(self) -> None:
-        """Eval mode, whatever somebody has set: nothing is dropped."""
-        if self.model.training:
-            self.model.eval()
+    def _set_mode(self) -> None:
+        """Training mode where the pass that is running drops units, else eval mode, whatever somebody has set."""
+        awake = active() is not None
+        if self.model.training == awake:
+            return
+        self.model.train(awake)
+        for layer in self._recomputing():
+            layer.training = True
+
+    def _recomputing(self) -> list[nn.Module]:
+        """The layers that are computed again: transformers does so with those that it finds in training mode."""
+        return [layer for layer in self._layers() if layer.gradient_checkpointing]
+
+    def _layers(self) -> list[GradientCheckpointingLayer]:
+        return [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
         """Final hidden states (T, D) of a flat stream, before the head."""
-        self._sleep()
+        self._set_mode()
         with self.precision(), attending(attend, position_T):
             return self.backbone(input_ids=tokens_T[None], position_ids=position_T[None], use_cache=False).last_hidden_state[0]
 
     def forward(self, batch: Batch) -> ForwardOutput:
-        """A packed batch through the model, by whatever attention the policy is set to; differentiable."""
-        self._sleep()
+        """A packed batch through the model, by whatever attention the policy is set to; differentiable.
+
+        Units are dropped where the batch says by what (`Batch.stretches`), and a gradient is taken: scores know no dropout.
+        """
+        drops = self.dropout is not None and bool(batch.stretches) and torch.is_grad_enabled()
         if self.attention == "single":
             if self.router_coefficient > 0.0 and torch.is_grad_enabled():
                 raise ConfigError(f"model.attention 'single' does not know the loss that balances experts; {BALANCE}")
-            return ForwardOutput(self._one_by_one(batch.tokens_P, batch.layout), 0.0)
+            return ForwardOutput(self._one_by_one(batch.tokens_P, batch.layout, batch.stretches if drops else ()), 0.0)
         attend = PackedAttention(batch.layout)
+        if drops:
+            if self.router_coefficient > 0.0:
+                raise ConfigError(
+                    f"model.dropout: the loss that balances experts is counted in a pass that drops nothing; {BALANCE}"
+                )
+            with Masks(batch.stretches, batch.layout.total, self.device):
+                return ForwardOutput(self.hidden(batch.tokens_P, batch.position_P, attend), 0.0)
         if not (self.router_coefficient > 0.0 and torch.is_grad_enabled()):
             return ForwardOutput(self.hidden(batch.tokens_P, batch.position_P, attend), 0.0)
         hidden_PD, logits = self._routed(batch)
@@ -195,7 +219,7 @@ class Policy:
 
     def _routed(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         """Hidden states (P, D), and what each layer's router says of its experts (P, E)."""
-        self._sleep()
+        self._set_mode()
         with self.precision(), attending(PackedAttention(batch.layout), batch.position_P):
             outputs = self.backbone(
                 input_ids=batch.tokens_P[None],
@@ -245,14 +269,20 @@ class Policy:
         asked = getattr(config, "output_router_logits", False)
         return float(getattr(config, "router_aux_loss_coef", None) or 0.0) if asked else 0.0
 
-    def _one_by_one(self, tokens_P: Tensor, layout: Layout) -> Tensor:
-        """Every segment in a forward pass of its own, with the model's own attention: for models that cannot be packed."""
+    def _one_by_one(self, tokens_P: Tensor, layout: Layout, stretches: Sequence[Stretch] = ()) -> Tensor:
+        """Every segment in a forward pass of its own, with the model's own attention: for models that cannot be packed.
+
+        With stretches in the model's own training mode, torch's random numbers beginning with the seed of what follows the prompt.
+        """
         assert set(layout.prefix) <= {-1}, "segments that are computed one by one hold their own prompt"
+        ends = {stretch.start + stretch.length: stretch.seed for stretch in stretches}
+        parts = []
         with self.precision():
-            parts = [
-                self.backbone(input_ids=tokens_P[None, start : start + length], use_cache=False).last_hidden_state[0]
-                for start, length in zip(layout.start, layout.length, strict=True)
-            ]
+            for start, length in zip(layout.start, layout.length, strict=True):
+                with own_training(ends[start + length], self.device) if ends else contextlib.nullcontext():
+                    self._set_mode()
+                    found = self.backbone(input_ids=tokens_P[None, start : start + length], use_cache=False)
+                    parts.append(found.last_hidden_state[0])
         filler = layout.total - sum(layout.length)
         return torch.cat([*parts, parts[0].new_zeros(filler, parts[0].shape[1])])
 
@@ -271,10 +301,10 @@ class Policy:
         """Recompute the blocks' activations in the backward pass while inside, but the last one's: its turn comes at once.
 
         transformers recomputes only in layers that are in training mode.  That flag is set on the layers alone, and taken back
-        while they compute: in some families a layer drops units by its own flag.
+        while they compute, unless units are dropped: in some families a layer drops them by its own flag.
         """
-        self._sleep()
-        layers = {module: module.training for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)}
+        layers = self._layers()
+        before = {layer: layer.gradient_checkpointing for layer in layers}
         if on and not self.recomputes:
             name = type(self.model).__name__
             raise ConfigError(f"{name} has no layers that can recompute; set model.gradient_checkpointing to false")
@@ -285,24 +315,28 @@ class Policy:
             for layer in layers:
                 # Set by the call above, and nowhere declared.
                 recompute: Callable[..., Any] = vars(layer)["_gradient_checkpointing_func"]
-                vars(layer)["_gradient_checkpointing_func"] = partial(_in_eval_mode, layer, recompute)
+                vars(layer)["_gradient_checkpointing_func"] = partial(_in_its_mode, layer, recompute)
             # It may leave a hook on the embedding, another every time, which only reentrant recomputation has a use for.
             if hasattr(self.model, "_require_grads_hook"):
                 self.model.disable_input_require_grads()
-        for layer in list(layers)[:-1]:
-            layer.training = on
+        self._recompute_only(layers[:-1] if on else ())
         try:
             yield
         finally:
-            for layer, training in layers.items():
-                layer.training = training
+            self._recompute_only([layer for layer, again in before.items() if again])
+
+    def _recompute_only(self, chosen: Sequence[GradientCheckpointingLayer]) -> None:
+        """Let these layers be computed again, and no others."""
+        self.model.eval()
+        for layer in self._layers():
+            layer.gradient_checkpointing = layer.training = layer in chosen
 
     def frozen_copy(self) -> Policy:
         """A copy of the weights as they are now, which takes no gradients: the reference.  Never loaded again by name."""
         model = copy.deepcopy(self.model).requires_grad_(False)
         for parameter in model.parameters():
             parameter.grad = None
-        return replace(self, model=model.eval())
+        return replace(self, model=model.eval(), dropout=None)
 
     @property
     def empty(self) -> bool:
@@ -324,17 +358,22 @@ class Policy:
             self.save(folder)
 
 
-def _in_eval_mode(layer: nn.Module, checkpoint: Callable[..., Any], compute: Callable[..., Any], *inputs: Any) -> Any:
-    """`checkpoint(compute, *inputs)`, in which the layer is in eval mode, also when it is computed again."""
+def _in_its_mode(layer: nn.Module, checkpoint: Callable[..., Any], compute: Callable[..., Any], *inputs: Any) -> Any:
+    """`checkpoint(compute, *inputs)`, in which the layer drops what the running pass drops, also when it is computed again."""
+    masks = active()
+    site = 0 if masks is None else masks.site
 
-    def asleep(*inputs: Any) -> Any:
-        training, layer.training = layer.training, False
+    def in_its_mode(*inputs: Any) -> Any:
+        modes = [(module, module.training) for module in layer.modules()]
+        layer.train(masks is not None)
         try:
-            return compute(*inputs)
+            with as_before(masks, site):
+                return compute(*inputs)
         finally:
-            layer.training = training
+            for module, training in modes:
+                module.training = training
 
-    return checkpoint(asleep, *inputs)
+    return checkpoint(in_its_mode, *inputs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -555,7 +594,6 @@ def make_policy(
     if not empty:
         check_finite(model)
         model = model.to(resolve_device(settings))  # type: ignore[arg-type]
-    # Dropout off for good: a policy that drops units is another policy than the one that sampled.
     model = model.eval()
     rope.follow_lengths(model)
     generation = model.generation_config if model.can_generate() else GenerationConfig.from_model_config(model.config)
@@ -570,6 +608,7 @@ def make_policy(
         autocast=settings.dtype == "autocast",
         form=read_form(model, language_model(model)),
         switches=rope.switches(model),
+        dropout=0 if settings.dropout else None,
     )
     if settings.attention != "single":
         _pack(model)

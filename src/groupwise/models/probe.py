@@ -1,12 +1,16 @@
 """Proof, before anything is trained, that every path through a model gives what its own forward pass gives.
 
 The reference is transformers' own forward and backward pass, one sequence at a time.  Against it stand the paths that a run takes:
-packed log-probs (`scoring`), the fused loss and its gradients (`training`), the same with blocks computed again (`recompute`) and
-under an adapter (`adapter`); `rollout/probe.py` adds sampling.  Sequences lie side by side, some share a prompt, and their lengths
-lie on both sides of every length at which the configuration or the masks change something.
+packed log-probs (`scoring`), the fused loss and its gradients (`training`), the same with blocks computed again (`recompute`),
+under an adapter (`adapter`), and where units are dropped (`dropout`: of both the same); `rollout/probe.py` adds sampling.
+Sequences lie side by side, some share a prompt, and their lengths lie on both sides of every length at which the configuration or
+the masks change something.
 
 A small copy of the architecture (`models/small.py`) is compared in values and gradients; the checkpoint itself in the values of a
 few short sequences.  What differs is refused.
+
+All of that is in float32, where what is the same differs by rounding only.  Where a run computes in bfloat16 (`model.dtype`), the
+model's own forward pass does not give the same twice removed; so the distances of both from it in float32 are compared (`lower`).
 
 n tokens of a completion   V vocabulary
 """
@@ -22,7 +26,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,8 +41,9 @@ from transformers.pytorch_utils import Conv1D
 from groupwise.config.settings import LoraSettings
 from groupwise.data.packing import pack, unpack
 from groupwise.errors import ConfigError
-from groupwise.models import rope
+from groupwise.models import dropout, rope
 from groupwise.models.attention import plain_attention, use_packed_attention
+from groupwise.models.dropout import Masks, own_training, stretches_of
 from groupwise.models.fused import fused_modules
 from groupwise.models.masks import ATTRIBUTE, REMEDY, Reach, note_reach
 from groupwise.models.output import read_form
@@ -47,7 +52,7 @@ from groupwise.models.small import language_model, small_model
 from groupwise.ops.grad_accum import summed_in_place
 from groupwise.ops.kernels import absence
 from groupwise.ops.linear_cross_entropy import chosen_logprobs, head_logits
-from groupwise.records import Batch, Sample
+from groupwise.records import Batch, Layout, Sample
 from groupwise.utils.cache import cache_folder
 
 log = logging.getLogger(__name__)
@@ -56,7 +61,13 @@ VALUES, GRADIENTS = 2e-4, 2e-3
 """Largest differences in float32: of a log-prob in nats; of a parameter's gradient, relative to its norm."""
 LONGEST, FAR = 96, 2100
 """Tokens of the longest sequence whose gradients are compared, and of the one whose log-probs are."""
+LOWER, LOWER_GRADIENT = 1.6, 2.5
+"""How many times as far from float32 a run may lie as the model's own forward pass in the same type: the median difference of
+log-probs, and each parameter's gradient.  Two roundings of the same products lie equally far; families measured 0.6 to 1.2."""
+ROUNDED, STRETCH = 1e-3, 256
+"""Nats that rounding explains anyway; tokens of a text whose median is taken, so that a fault far behind is seen."""
 PATHS = ("scoring", "training", "router", "recompute", "adapter")
+"""What every model can be asked; `dropout` and `dropout, recompute` only one whose configuration drops units."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,11 +130,14 @@ def prove_policy(policy: Policy, *, recompute: bool = False, lora: LoraSettings 
     A scoring model (a backbone with another head) is proven as the language model of its configuration.
     """
     paths = ["scoring", "training", "router", *(["recompute"] if recompute else []), *(["adapter"] if lora is not None else [])]
-    said = (policy.attention, *paths, str(lora))
+    if policy.dropout is not None:
+        paths += ["dropout", *(["dropout, recompute"] if recompute else [])]
+    dtype = dtype_of(policy)
+    said = (policy.attention, *paths, str(lora), dtype)
 
     def run(small: PreTrainedModel) -> Proof:
         try:
-            return prove(small, attention=policy.attention, paths=paths, lora=lora)
+            return prove(small, attention=policy.attention, paths=paths, lora=lora, dtype=dtype)
         except ConfigError as error:
             raise error if policy.attention == "single" else advised(error, stand_in(policy.model)) from error.__cause__
 
@@ -330,15 +344,19 @@ def _sample(rng: np.random.Generator, prompt: np.ndarray, n: int, vocabulary: in
     )
 
 
-def truth(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> Truth:
-    """The model's own forward pass, one sequence at a time, and its gradients of the weighted sum of squared log-probs."""
-    model = policy.model.eval()
+def truth(policy: Policy, samples: Sequence[Sample], *, gradients: bool, drops: bool = False) -> Truth:
+    """The model's own forward pass, one sequence at a time, and its gradients of the weighted sum of squared log-probs.
+
+    drops: in its training mode, what `by_policy` drops.
+    """
+    model = policy.model.train(drops)
     model.zero_grad(set_to_none=True)
     found = []
-    with plain_attention(model), torch.enable_grad() if gradients else torch.no_grad():
-        for sample in samples:
+    eager = drops and policy.attention != "single"
+    with plain_attention(model, eager=eager), torch.enable_grad() if gradients else torch.no_grad():
+        for place, sample in enumerate(samples):
             ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion[:-1]])).to(policy.device)
-            with policy.precision():
+            with policy.precision(), _dropping(policy, samples, place) if drops else nullcontext():
                 logits = model(input_ids=ids[None], use_cache=False).logits[0, sample.prompt.size - 1 :, : policy.vocabulary]
             logp_NV = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
             logp_N = logp_NV.gather(1, torch.from_numpy(sample.completion).to(policy.device)[:, None])[:, 0]
@@ -349,6 +367,20 @@ def truth(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> Trut
     return Truth(found, taken(model) if gradients else {})
 
 
+def _dropping(policy: Policy, samples: Sequence[Sample], place: int) -> AbstractContextManager[Any]:
+    """What one sequence loses in a forward pass of its own."""
+    sample = samples[place]
+    whole = Layout(start=(0,), length=(_size(sample) - 1,), prefix=(-1,), total=_size(sample) - 1)
+    stretches = stretches_of(whole, [place], samples, **UPDATE)
+    if policy.attention == "single":
+        return own_training(stretches[-1].seed, policy.device)
+    return Masks(stretches, whole.total, policy.device)
+
+
+UPDATE = {"seed": 0, "update": 0}
+"""Of which the masks are."""
+
+
 def taken(model: PreTrainedModel) -> dict[str, Tensor]:
     """The gradients of a model, which are taken away from it."""
     found = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -356,8 +388,8 @@ def taken(model: PreTrainedModel) -> dict[str, Tensor]:
     return found
 
 
-def by_policy(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> Truth:
-    """The same as a run computes it: packed, fused, gradients summed in place."""
+def by_policy(policy: Policy, samples: Sequence[Sample], *, gradients: bool, drops: bool = False) -> Truth:
+    """The same as a run computes it: packed, fused, gradients summed in place.   drops: as in an update that drops units."""
     policy.model.zero_grad(set_to_none=True)
     found = [np.zeros(sample.completion.size) for sample in samples]
     with (
@@ -366,6 +398,8 @@ def by_policy(policy: Policy, samples: Sequence[Sample], *, gradients: bool) -> 
         summed_in_place(gradients and not policy.sharded),
     ):
         for batch in _packed(policy, samples):
+            if drops:
+                batch = replace(batch, stretches=stretches_of(batch.layout, batch.samples, samples, **UPDATE))
             rows_M = batch.trained_M
             hidden_MD = policy.forward(batch).hidden_PD[rows_M]
             with policy.precision():
@@ -399,6 +433,8 @@ REMEDIES = {
     "router": BALANCE,
     "recompute": "set model.gradient_checkpointing to false",
     "adapter": "leave model.lora out",
+    "dropout": dropout.REMEDY,
+    "dropout, recompute": dropout.REMEDY,
 }
 SINGLE = "this family is not supported: use another model"
 
@@ -434,16 +470,20 @@ def prove(
     attention: str = "shared",
     paths: Sequence[str] = PATHS,
     lora: LoraSettings | None = None,
+    dtype: str = "float32",
     seed: int = 0,
 ) -> Proof:
     """Compare paths through a model with its own forward and backward pass.  Raises ConfigError for what differs.
 
-    The model is small, in float32, on the CPU, and comes back in eval mode with its weights as they were.
+    The model is small, in float32, on the CPU, and comes back in eval mode with its weights as they were, or rounded to `dtype`.
     paths: of `PATHS`; those that a model has not (it has no layers that can recompute) are left out.
     lora: a run's adapter; without it one on all linear layers.
+    dtype: a run's, as `settings.ModelSettings.dtype`; what it scores and trains is compared in that type too.
     """
     family = type(model).__name__
     remedies = REMEDIES if attention != "single" else REMEDIES | dict.fromkeys(("scoring", "training"), SINGLE)
+    if dtype == "bfloat16":
+        round_weights(model)
     policy = wrapped(model, attention)
     samples = samples_across(switches(model), policy.context, policy.vocabulary, seed)
     expected = truth(policy, samples, gradients=True)
@@ -454,6 +494,9 @@ def prove(
         far = far_samples(policy)
         found, expected = (ask(policy, far, gradients=False) for ask in (by_policy, truth))
         worst = compare(family, "scoring", found, expected, remedies["scoring"])
+        if dtype != "float32":
+            prove_lower(policy, dtype, case, Case(policy, far, expected, None), remedies["scoring"])
+            proven.append(dtype)
         samples = [*samples, *far]
     for path in paths:
         found = _PATHS[path](case)
@@ -468,6 +511,74 @@ def prove(
         switches=switches(model),
         difference=worst,
     )
+
+
+def dtype_of(policy: Policy) -> str:
+    """What `settings.ModelSettings.dtype` made of a policy."""
+    return "autocast" if policy.autocast else "bfloat16" if policy.dtype == torch.bfloat16 else "float32"
+
+
+@torch.no_grad()
+def round_weights(model: PreTrainedModel) -> None:
+    """Weights that bfloat16 holds: what is then computed in float32 is the truth of both types."""
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(torch.bfloat16))
+
+
+def lowered(policy: Policy, dtype: str) -> Policy:
+    """A float32 policy as one whose products run in bfloat16.   dtype: `autocast` or `bfloat16`."""
+    if dtype == "autocast":
+        return replace(policy, autocast=True)
+    model = copy.deepcopy(policy.model)
+    for parameter in model.parameters():  # not the buffers, as transformers reads a checkpoint
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return replace(policy, model=model)
+
+
+def prove_lower(policy: Policy, dtype: str, near: Case, far: Case, remedy: str) -> None:
+    """Compare how far a run and the model's own forward pass, both in a lower type, lie from that in float32.
+
+    near, far: what is asked, with the answers in float32; gradients of the near ones alone.
+    Raises ConfigError if the run's distance is more than `LOWER` times the own one, a gradient's more than `LOWER_GRADIENT` times.
+    """
+    lower, family = lowered(policy, dtype), type(policy.model).__name__
+    short: list[tuple[np.ndarray, np.ndarray]] = []
+    for case, gradients in ((near, True), (far, False)):
+        own, ours = (ask(lower, case.samples, gradients=gradients) for ask in (truth, by_policy))
+        if gradients:
+            _compare_lower_gradients(family, dtype, ours.gradient, own.gradient, case.expected.gradient, remedy)
+        for exact, theirs, found in zip(case.expected.logp, own.logp, ours.logp, strict=True):
+            if exact.size < STRETCH:
+                short.append((found - exact, theirs - exact))
+            for at in range(0, exact.size - STRETCH + 1, STRETCH):
+                part = slice(at, at + STRETCH)
+                what = f"in {dtype} log-probs of tokens {part.start} to {part.stop} lie"
+                compare_lower(family, "scoring", what, (found - exact)[part], (theirs - exact)[part], remedy)
+    ours, theirs = (np.concatenate(errors) for errors in zip(*short, strict=True))
+    compare_lower(family, "scoring", f"in {dtype} log-probs of short texts lie", ours, theirs, remedy)
+
+
+def compare_lower(family: str, path: str, what: str, ours: np.ndarray, own: np.ndarray, remedy: str) -> None:
+    """Hold differences from float32 against those of the model's own pass, in nats.  Raises ConfigError if ours are too large."""
+    found, theirs = (float(np.median(np.abs(errors))) for errors in (ours, own))
+    if not found <= LOWER * theirs + ROUNDED:
+        raise ConfigError(refusal(family, path, f"{what} {found:.2g} nats from float32, its own {theirs:.2g}", remedy))
+
+
+def _compare_lower_gradients(
+    family: str, dtype: str, ours: dict[str, Tensor], own: dict[str, Tensor], exact: dict[str, Tensor], remedy: str
+) -> None:
+    size = max(float(gradient.norm()) for gradient in exact.values())
+
+    def distances(found: dict[str, Tensor]) -> dict[str, float]:
+        return {name: float((found[name].float() - g).norm()) / (float(g.norm()) + 1e-3 * size) for name, g in exact.items()}
+
+    theirs, found = distances(own), distances(ours)
+    usual = float(np.median(list(theirs.values())))
+    for name, distance in found.items():
+        if not distance <= LOWER_GRADIENT * max(theirs[name], usual) + ROUNDED:
+            said = f"in {dtype} the gradient of {name} lies {distance:.2g} of its norm from float32, its own {theirs[name]:.2g}"
+            raise ConfigError(refusal(family, "training", said, remedy))
 
 
 def _check_truth(policy: Policy, samples: Sequence[Sample], expected: Truth) -> None:
@@ -541,6 +652,28 @@ def _recompute(case: Case) -> tuple[Truth, Truth] | None:
         return by_policy(case.policy, case.samples, gradients=True), case.expected
 
 
+def _dropout(case: Case) -> tuple[Truth, Truth]:
+    """With the masks of one update at work, by both."""
+    policy = replace(case.policy, dropout=0)
+    expected = truth(policy, case.samples, gradients=True, drops=True)
+    moved = max(float(np.abs(ours - theirs).max()) for ours, theirs in zip(expected.logp, case.expected.logp, strict=True))
+    if moved <= VALUES and not dropout.probabilities(policy.model.config.to_dict()):
+        raise ConfigError(
+            f"model.dropout: {type(policy.model).__name__} drops nothing with this configuration: write probabilities into its "
+            "config.json (attention_dropout, say), or set model.dropout to false"
+        )
+    found = by_policy(policy, case.samples, gradients=True, drops=True)
+    policy.model.eval()
+    return found, expected
+
+
+def _dropout_recomputed(case: Case) -> tuple[Truth, Truth] | None:
+    if not case.policy.recomputes:
+        return None
+    with case.policy.checkpointing(True):
+        return _dropout(case)
+
+
 def _adapter(case: Case) -> tuple[Truth, Truth] | None:
     from groupwise.models.lora import adapt  # peft is optional
 
@@ -584,4 +717,6 @@ _PATHS: dict[str, Callable[[Case], tuple[Truth, Truth] | None]] = {
     "router": _router,
     "recompute": _recompute,
     "adapter": _adapter,
+    "dropout": _dropout,
+    "dropout, recompute": _dropout_recomputed,
 }

@@ -17,7 +17,21 @@ from transformers import PreTrainedModel
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
-from groupwise.models.probe import LONGEST, PATHS, VALUES, Proof, in_words, proven_before, refusal, switches, wrapped
+from groupwise.models.probe import (
+    LONGEST,
+    PATHS,
+    VALUES,
+    Proof,
+    compare_lower,
+    dtype_of,
+    in_words,
+    lowered,
+    proven_before,
+    refusal,
+    round_weights,
+    switches,
+    wrapped,
+)
 from groupwise.models.probe import prove as prove_training
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout.engine import Engine
@@ -53,21 +67,25 @@ def prove_engine(policy: Policy, make: Callable[..., Engine]) -> Proof:
     make: the engine's class.   Raises ConfigError.
     """
 
-    remedy = OTHERS if make is TransformersEngine else REMEDY
+    remedy, dtype = OTHERS if make is TransformersEngine else REMEDY, dtype_of(policy)
 
     def run(small: PreTrainedModel) -> Proof:
-        lengths, worst = sampled(wrapped(small, policy.attention), lambda policy: make(policy, max_rows=ROWS), remedy=remedy)
+        if dtype == "bfloat16":
+            round_weights(small)
+        ours = wrapped(small, policy.attention)
+        lengths, worst = sampled(ours, lambda policy: make(policy, max_rows=ROWS), remedy=remedy, dtype=dtype)
         return Proof(family=type(small).__name__, paths=(PATH,), lengths=lengths, switches=switches(small), difference=worst)
 
-    return proven_before(policy.model, (PATH, make.__name__, policy.attention), run)
+    return proven_before(policy.model, (PATH, make.__name__, policy.attention, dtype), run)
 
 
 @in_words
 def sampled(
-    policy: Policy, make: Callable[[Policy], Engine], *, remedy: str = REMEDY, seed: int = 0
+    policy: Policy, make: Callable[[Policy], Engine], *, remedy: str = REMEDY, dtype: str = "float32", seed: int = 0
 ) -> tuple[tuple[int, ...], float]:
     """Sample, and compare with the model's own forward pass: lengths that were sampled, and the largest difference in nats.
 
+    dtype: where it is not float32, what is sampled in that type may lie as far from float32 as `models.probe.compare_lower` allows.
     Raises ConfigError if it is too large, or if the engine refuses the model.
     """
     family, changes = type(policy.model).__name__, switches(policy.model)
@@ -97,6 +115,13 @@ def sampled(
                 raise ConfigError(refusal(family, PATH, said, remedy))
             worst = max(worst, difference)
             lengths.add(rollout.prompt.tokens.size + len(rollout))
+    if dtype != "float32":
+        lower = lowered(policy, dtype)
+        groups = make(lower).generate(prompts, group_size=GROUP, sampling=whole, seed=seed)
+        rollouts = [rollout for group in groups for rollout in group]
+        exact, own = (np.concatenate([_truth(by, rollout) for rollout in rollouts]) for by in (policy, lower))
+        ours = np.concatenate([rollout.behavior_logp for rollout in rollouts])
+        compare_lower(family, PATH, f"in {dtype} log-probs lie", ours - exact, own - exact, remedy)
     return tuple(sorted(lengths)), worst
 
 
@@ -107,7 +132,7 @@ def _truth(policy: Policy, rollout: Rollout) -> np.ndarray:
     With frequencies that depend on the length: over the text as it is without the token that was only drawn.
     """
     ids = torch.from_numpy(np.concatenate([rollout.prompt.tokens, rollout.tokens[:-1]]))
-    with plain_attention(policy.model) as model:
+    with plain_attention(policy.model) as model, policy.precision():
         logits_NV = model(input_ids=ids[None], use_cache=False).logits[0, rollout.prompt.tokens.size - 1 :, : policy.vocabulary]
     logits_NV = logits_NV.double() / (rollout.sampling.temperature or 1.0)
     found = []

@@ -91,7 +91,7 @@ def reference_of(recipe: Recipe, policy: Policy, folder: Path | None) -> Policy:
     """The weights before the first step: a copy of the policy, or on resume what was saved then.  Never loaded by name."""
     if folder is None or not folder.exists():
         return policy.frozen_copy()
-    settings = replace(recipe.model, path=str(folder), scratch=None)
+    settings = replace(recipe.model, path=str(folder), scratch=None, dropout=False)
     kept = hold(recipe, read_blueprint(settings), lambda _, blueprint: _unprobed(blueprint, settings))
     kept.model.requires_grad_(False)
     return kept
@@ -110,7 +110,7 @@ def critic_of(recipe: Recipe, policy: Policy, updates: int) -> Critic:
                 "backbone of its own (critic.path), or set parallel: ddp"
             )
         return Critic.on(policy, settings, recipe.optimizer, updates)
-    model = replace(recipe.model, path=settings.path, scratch=None, lora=None)
+    model = replace(recipe.model, path=settings.path, scratch=None, lora=None, dropout=False)
     blueprint = read_blueprint(model)
     check_same_tokens(policy.tokenizer, blueprint.tokenizer, f"critic.path: {settings.path}", further=True)
     pooling = blueprint.config.get("pooling", "last") if is_scorer(blueprint.config) else "last"
@@ -128,7 +128,7 @@ def teacher_of(recipe: Recipe, policy: Policy) -> Teacher:
     Raises ConfigError or DataError, for a model with other tokens than the policy too.
     """
     settings, servers = recipe.teacher, None
-    model = replace(recipe.model, path=settings.path, scratch=None, lora=None)
+    model = replace(recipe.model, path=settings.path, scratch=None, lora=None, dropout=False)
     if settings.path is not None:
         blueprint = read_blueprint(model)
         check_same_tokens(policy.tokenizer, blueprint.tokenizer, f"teacher.path: {settings.path}")

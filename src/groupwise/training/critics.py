@@ -10,7 +10,7 @@ M trained positions of a batch   D width
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -89,7 +89,7 @@ class Critic:
     @contextmanager
     def checkpointing(self, on: bool) -> Iterator[None]:
         """See `Policy.checkpointing`, of a backbone of its own."""
-        with self.policy.checkpointing(on and not self.shared):
+        with nullcontext() if self.shared else self.policy.checkpointing(on):
             yield
 
 
@@ -125,6 +125,11 @@ class Together:
     def __init__(self, policy: Optimizer, critic: Optimizer) -> None:
         """policy: whose step is reported."""
         self.policy, self.critic = policy, critic
+
+    @property
+    def taken(self) -> int:
+        """See `Optimizer`."""
+        return self.policy.taken
 
     def clear(self) -> None:
         """See `Optimizer`."""

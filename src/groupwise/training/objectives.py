@@ -32,8 +32,9 @@ def scorer(recipe: Recipe, blueprint: Blueprint, pooling: Pooling) -> Policy:
 
 
 def adapted(recipe: Recipe, policy: Policy) -> Policy:
-    """The policy with what is trained of it: itself, or an adapter."""
+    """The policy with what is trained of it, itself or an adapter, and what updates drop."""
     settings = recipe.model
+    policy = replace(policy, dropout=recipe.seed if settings.dropout else None)
     return policy if settings.lora is None else adapt(policy, settings.lora, base=str(settings.path), seed=recipe.seed)
 
 

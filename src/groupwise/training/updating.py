@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch import Tensor
 from groupwise.data.packing import unpack
 from groupwise.distributed import comm
 from groupwise.errors import MemoryExceeded
+from groupwise.models.dropout import stretches_of
 from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
 from groupwise.ops.grad_accum import summed_in_place
@@ -65,6 +66,11 @@ class Update(Assessment):
 class Stepper(Protocol):
     """What a step needs of an optimizer."""
 
+    @property
+    def taken(self) -> int:
+        """See `Optimizer`; asked where units are dropped."""
+        ...
+
     def clear(self) -> None:
         """See `Optimizer`."""
         ...
@@ -80,7 +86,8 @@ def update(
     """Forward and backward over the samples, at most `budget` positions at a time, and one optimizer step.
 
     The weights of the samples are final, so neither the budget nor the order can change the step, nor how many processes share
-    it: each works on its part of the packed positions, and the optimizer takes the sum of their gradients.
+    it: each works on its part of the packed positions, and the optimizer takes the sum of their gradients.  What dropout takes
+    belongs to the samples by their place, and to how many steps were taken before.
     whole_groups: never cut a group (pairs are compared with each other).
 
     Where memory does not suffice, the same step is computed anew with half the budget, down to one sample at a time.
@@ -90,7 +97,7 @@ def update(
     while True:
         optimizer.clear()  # of what a pass that was interrupted, or did not fit, has left
         try:
-            found = _visit(policy, loss, samples, budget, whole_groups, learn=True)
+            found = _visit(policy, loss, samples, budget, whole_groups, optimizer)
             break
         except RuntimeError as error:
             if not _out_of_memory(error):
@@ -117,13 +124,17 @@ def _out_of_memory(error: RuntimeError) -> bool:
 @torch.no_grad()
 def assess(policy: Policy, loss: BatchLoss, samples: Sequence[Sample], *, budget: int, whole_groups: bool = False) -> Assessment:
     """The same loss of the same kind of samples, without a gradient or a step."""
-    return Assessment(**_visit(policy, loss, samples, budget, whole_groups, learn=False))
+    return Assessment(**_visit(policy, loss, samples, budget, whole_groups, None))
 
 
 def _visit(
-    policy: Policy, loss: BatchLoss, samples: Sequence[Sample], budget: int, whole_groups: bool, *, learn: bool
+    policy: Policy, loss: BatchLoss, samples: Sequence[Sample], budget: int, whole_groups: bool, optimizer: Stepper | None
 ) -> dict[str, Any]:
-    """The fields of an assessment.  Every process visits its part and learns what the others found."""
+    """The fields of an assessment.  Every process visits its part and learns what the others found.
+
+    optimizer: whose gradients are taken; None: no gradient is.
+    """
+    learn = optimizer is not None
     seen = [np.zeros(sample.completion.size) for sample in samples]
     entropy = list(seen)
     own: list[tuple[int, np.ndarray]] = []
@@ -131,6 +142,9 @@ def _visit(
     total = torch.zeros((), dtype=torch.promote_types(policy.dtype, torch.float32), device=policy.device)
     with fused_modules(policy.model, keep=not policy.sharded), summed_in_place(learn and not policy.sharded):
         batches = batches_of(policy, samples, budget, whole_groups=whole_groups)
+        if policy.dropout is not None and optimizer is not None:
+            how = {"seed": policy.dropout, "update": optimizer.taken}
+            batches = [replace(batch, stretches=stretches_of(batch.layout, batch.samples, samples, **how)) for batch in batches]
         for batch in policy.balanced(batches) if learn else batches:
             value, seen_M = loss(policy, batch)
             if learn:
