@@ -69,7 +69,7 @@ from groupwise.data.packing import pack
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import ConfigError
 from groupwise.models import probe
-from groupwise.models.attention import NAME, plain_attention
+from groupwise.models.attention import NAME, PackedAttention, attended, plain_attention
 from groupwise.models.fused import fused_modules
 from groupwise.models.masks import Reach, reach_of
 from groupwise.models.policy import Policy, make_policy
@@ -556,29 +556,40 @@ class NormsInBfloat16(LlamaForCausalLM):
         self.model.norm = CoarseNorm(self.model.norm, self)
 
 
-class Float8(torch.autograd.Function):
-    """Gradients that are rounded to three bits."""
-
+class ScalesAGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0].to(torch.float8_e4m3fn).to(grads[0].dtype)
+        return 0.5 * grads[0]
 
 
-class RoundsGradients(LlamaForCausalLM):
+class LosesHalfOfAGradientInBfloat16(LlamaForCausalLM):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        for layer in self.model.layers:
-            layer.mlp.register_forward_hook(self._hook)
+        self.model.layers[-1].mlp.register_forward_hook(self._hook)
 
     def _hook(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        return Float8.apply(out) if packed(self) and lower(args[0]) and torch.is_grad_enabled() else out  # type: ignore[return-value]
+        return ScalesAGradient.apply(out) if packed(self) and lower(args[0]) else out  # type: ignore[return-value]
 
 
-LOWER_FAULTS = {RotaryInBfloat16: "scoring", NormsInBfloat16: "scoring", RoundsGradients: "training"}
+class ForgetsAGradientInBfloat16(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.layers[0].mlp.register_forward_hook(self._hook)
+
+    def _hook(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return out.detach() if packed(self) and lower(args[0]) else out
+
+
+LOWER_FAULTS = {
+    RotaryInBfloat16: "scoring",
+    NormsInBfloat16: "scoring",
+    LosesHalfOfAGradientInBfloat16: "training",
+    ForgetsAGradientInBfloat16: "training",
+}
 
 
 @pytest.mark.parametrize("dtype", ["autocast", "bfloat16"])
@@ -590,3 +601,25 @@ def test_faults_that_show_only_in_bfloat16_are_found_at_load(kind: type[PreTrain
     model = built(kind, LlamaConfig).to(torch.bfloat16 if dtype == "bfloat16" else torch.float32)
     with pytest.raises(ConfigError, match=rf"cannot be trained like this: {LOWER_FAULTS[kind]} .*in {dtype} .* from float32"):
         make_policy(model, TOKENIZER, ModelSettings(dtype=dtype))
+
+
+class SamplesWithCoarseNorms(LlamaForCausalLM):
+    """Only while it decodes token by token, and only in bfloat16."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp.register_forward_hook(self._hook)
+
+    def _hook(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        decodes = packed(self) and lower(args[0]) and not isinstance(attended(), PackedAttention)
+        return out.to(torch.float8_e4m3fn).to(out.dtype) if decodes else out
+
+
+@pytest.mark.parametrize("dtype", ["autocast", "bfloat16"])
+def test_sampling_in_bfloat16_is_held_against_float32(dtype: Any) -> None:
+    kinds = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    prove_engine(make_policy(built(LlamaForCausalLM, LlamaConfig).to(kinds), TOKENIZER, ModelSettings(dtype=dtype)), NativeEngine)
+    policy = make_policy(built(SamplesWithCoarseNorms, LlamaConfig).to(kinds), TOKENIZER, ModelSettings(dtype=dtype))
+    with pytest.raises(ConfigError, match=rf"sampling does not equal .*in {dtype} log-probs lie .* nats from float32"):
+        prove_engine(policy, NativeEngine)

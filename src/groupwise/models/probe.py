@@ -571,7 +571,10 @@ def _compare_lower_gradients(
     size = max(float(gradient.norm()) for gradient in exact.values())
 
     def distances(found: dict[str, Tensor]) -> dict[str, float]:
-        return {name: float((found[name].float() - g).norm()) / (float(g.norm()) + 1e-3 * size) for name, g in exact.items()}
+        none = torch.zeros(())
+        return {
+            name: float((found.get(name, none).float() - g).norm()) / (float(g.norm()) + 1e-3 * size) for name, g in exact.items()
+        }
 
     theirs, found = distances(own), distances(ours)
     usual = float(np.median(list(theirs.values())))
