@@ -36,7 +36,11 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "final" / "model.safetensors")
 
 
-REWARD = {"rewards": [{"function": "accuracy"}]}
+@pytest.fixture(autouse=True)
+def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reward that differs within a group of random completions."""
+    (tmp_path / "judges.py").write_text("def judge(completions, **_):\n    return [float(len(text)) for text in completions]\n")
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("objective", ["grpo", "sft"])
@@ -44,7 +48,7 @@ def test_a_broken_run_equals_a_straight_one_to_the_bit(
     objective: str, checkpoint: str, tmp_path: Path, write_recipe: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes: dict[str, Any] = {"steps": 3, "objective": objective, "model": {"scratch": None, "path": checkpoint, "dropout": True}}
-    changes |= REWARD if objective == "grpo" else {"batch_size": 4, "group": {}, "rewards": []}
+    changes |= {} if objective == "grpo" else {"batch_size": 4, "group": {}, "rewards": []}
     for name, stops in (("straight", []), ("broken", [1, 2])):
         path = write_recipe(tmp_path, name, **changes)
         for stop in [*stops, 99]:
@@ -64,7 +68,7 @@ def test_a_broken_run_equals_a_straight_one_to_the_bit(
 
 
 def test_the_plan_says_what_is_dropped_and_by_which_path(checkpoint: str, tmp_path: Path, write_recipe: Callable) -> None:
-    path = write_recipe(tmp_path, "run", model={"scratch": None, "path": checkpoint, "dropout": True}, **REWARD)
+    path = write_recipe(tmp_path, "run", model={"scratch": None, "path": checkpoint, "dropout": True})
     job = make_job(load_recipe(path))
     job.close()
     said = dict(job.plan)
@@ -84,6 +88,6 @@ def test_the_plan_says_what_is_dropped_and_by_which_path(checkpoint: str, tmp_pa
 def test_what_cannot_be_right_is_refused_before_weights_are_read(
     changes: dict[str, Any], said: str, checkpoint: str, tmp_path: Path, write_recipe: Callable
 ) -> None:
-    given = {"model": {"scratch": None, "path": checkpoint, "dropout": True}} | REWARD
+    given = {"model": {"scratch": None, "path": checkpoint, "dropout": True}}
     with pytest.raises(ConfigError, match=said):
         make_job(load_recipe(write_recipe(tmp_path, "run", **given | changes)))
