@@ -68,6 +68,7 @@ class ModelKeys(TypedDict, total=False):
     device: Literal["auto", "cpu", "cuda"]
     attention: Literal["shared", "packed", "single"]
     gradient_checkpointing: bool
+    dropout: bool
     lora: LoraKeys | LoraSettings | None
     chat_template: str | None
     trust_remote_code: bool
