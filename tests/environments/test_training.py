@@ -189,7 +189,7 @@ def test_a_finished_run_is_evaluated_and_talked_to_with_its_environment(
     monkeypatch.setattr("builtins.input", lambda _: next(said))
     tool = {"tools": ["groupwise.environments.playground:calculate"], "runs": "thread"}
     assert chat(str(tmp_path / "game"), max_new_tokens=8, environment=tool) == 0
-    assert "ends the conversation" in capsys.readouterr().out
+    assert "an empty line ends it" in capsys.readouterr().out
 
 
 def test_a_run_that_is_killed_in_the_middle_of_episodes_ends_with_the_same_weights(tmp_path: Path) -> None:
