@@ -81,6 +81,20 @@ def test_demo(objective: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["distill", "hints"])
+def test_distillation(recipe: str, tmp_path: Path) -> None:
+    """Every stage, the teacher's with its own size; what the policy learns from is not the reward."""
+    path = ROOT / "recipes" / f"{recipe}.yaml"
+    stages = load_stages(path)
+    small = [text for name in stages for text in (f"stages.{name}.steps=2", f"stages.{name}.batch_size=4")]
+    taught = "stages.distill.group.prompts_per_step=2"
+    printed = run(path, tmp_path, [*SMALL, *small, taught, "optimizer.warmup_steps=0", "data.limit=16"])
+    assert [line.split()[1] for line in printed.splitlines() if line.startswith("after ")] == list(stages)
+    steps = [step for step in steps_of(tmp_path / "runs" / recipe / "distill") if step["step"]]
+    assert all(step["loss"] > 0 and step["grad_norm"] > 0 and step["reward"] == 0.0 for step in steps)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("real", [False, True], ids=["built in", "GSM8K's files"])
 def test_arithmetic(real: bool, gsm8k: Path, tmp_path: Path) -> None:
     """Generated expressions, and those of GSM8K's files by path: accuracy by operator, and by seen and unseen expressions."""
