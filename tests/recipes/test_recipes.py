@@ -82,8 +82,11 @@ def test_demo(objective: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["distill", "hints"])
-def test_distillation(recipe: str, tmp_path: Path) -> None:
-    """Every stage, the teacher's with its own size; what the policy learns from is not the reward."""
+def test_distillation(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stage, the teacher's with its own size; what the policy learns from is not the reward.
+
+    benchmarks/distillation.py has the teacher write as many tokens as were distilled, and not a completion more.
+    """
     path = ROOT / "recipes" / f"{recipe}.yaml"
     stages = load_stages(path)
     small = [text for name in stages for text in (f"stages.{name}.steps=2", f"stages.{name}.batch_size=4")]
@@ -92,6 +95,15 @@ def test_distillation(recipe: str, tmp_path: Path) -> None:
     assert [line.split()[1] for line in printed.splitlines() if line.startswith("after ")] == list(stages)
     steps = [step for step in steps_of(tmp_path / "runs" / recipe / "distill") if step["step"]]
     assert all(step["loss"] > 0 and step["grad_norm"] > 0 and step["reward"] == 0.0 for step in steps)
+    if recipe == "distill":
+        monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+        import distillation  # type: ignore[import-not-found]
+
+        found = distillation.imitate(tmp_path / "runs" / recipe)
+        tokens = sum(int(step["tokens/trained"]) for step in steps)
+        written, _, trained, updates = (float(part.split()[0]) for part in found.note.split(", "))
+        assert tokens <= trained < tokens + 40 and updates == math.ceil(written / 4)
+        assert 0.0 <= found.row()["sampled"] <= 1.0
 
 
 @pytest.mark.slow
