@@ -110,7 +110,9 @@ def algorithm_page(row: Algorithm, notes: dict[str, str]) -> str:
     if row.name != "grpo":
         named = [f"{key} `{describe(value) if callable(value) else value}`" for key, value in different(row).items()]
         lines += ["", "Differs from [`grpo`](grpo.md) in: " + ", ".join(named) + "."]
-    lines += ["", *numbers(row), "## Settings of its paper", "", notes["paper"], ""]
+    lines += ["", *numbers(row)]
+    lines += ["## Measured", "", notes["measured"].rstrip(), ""] if "measured" in notes else []
+    lines += ["## Settings of its paper", "", notes["paper"], ""]
     lines += ["## What others do otherwise", "", notes["peers"] if notes["peers"] != "-" else "Nothing that is known here.", ""]
     lines += ["## Notation", "", NOTATION.rstrip()]
     return "\n".join(lines) + "\n"

@@ -81,6 +81,32 @@ def test_demo(objective: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["distill", "hints"])
+def test_distillation(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stage, the teacher's with its own size; what the policy learns from is not the reward.
+
+    benchmarks/distillation.py has the teacher write as many tokens as were distilled, and not a completion more.
+    """
+    path = ROOT / "recipes" / f"{recipe}.yaml"
+    stages = load_stages(path)
+    small = [text for name in stages for text in (f"stages.{name}.steps=2", f"stages.{name}.batch_size=4")]
+    taught = "stages.distill.group.prompts_per_step=2"
+    printed = run(path, tmp_path, [*SMALL, *small, taught, "optimizer.warmup_steps=0", "data.limit=16"])
+    assert [line.split()[1] for line in printed.splitlines() if line.startswith("after ")] == list(stages)
+    steps = [step for step in steps_of(tmp_path / "runs" / recipe / "distill") if step["step"]]
+    assert all(step["loss"] > 0 and step["grad_norm"] > 0 and step["reward"] == 0.0 for step in steps)
+    if recipe == "distill":
+        monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+        import distillation  # type: ignore[import-not-found]
+
+        found = distillation.imitate(tmp_path / "runs" / recipe)
+        tokens = sum(int(step["tokens/trained"]) for step in steps)
+        written, _, trained, updates = (float(part.split()[0]) for part in found.note.split(", "))
+        assert tokens <= trained < tokens + 40 and updates == math.ceil(written / 4)
+        assert 0.0 <= found.row()["sampled"] <= 1.0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("real", [False, True], ids=["built in", "GSM8K's files"])
 def test_arithmetic(real: bool, gsm8k: Path, tmp_path: Path) -> None:
     """Generated expressions, and those of GSM8K's files by path: accuracy by operator, and by seen and unseen expressions."""

@@ -83,6 +83,22 @@ def test_addition_is_taught_as_well_as_the_chances_of_its_carries_say():
     assert all(sum(map(int, row["prompt"].split("+"))) == int(row["answer"]) for row in rows)
 
 
+def test_demonstrators_who_are_told_the_answer_work_with_care():
+    rows, others = (Addition(told=told).demonstrations(2000, seed=0) for told in (0.3, 0.0))
+    told = [row for row in rows if not isinstance(row["prompt"], str)]
+    assert abs(len(told) / len(rows) - 0.3) < 0.042
+    for row in told:
+        system, user = row["prompt"]
+        assert (system["role"], user["role"], system["content"]) == ("system", "user", row["answer"])
+        assert sum(map(int, user["content"].split("+"))) == int(row["answer"])
+        assert row["completion"].startswith("<think>") and is_right(row)
+    assert [row for row in rows if isinstance(row["prompt"], str)] == [
+        other for row, other in zip(rows, others, strict=True) if isinstance(row["prompt"], str)
+    ]
+    with pytest.raises(ConfigError, match="told must be a number from 0 to 1"):
+        make_task("addition", {"told": 2})
+
+
 def test_sums_and_sorting_have_right_answers():
     for row in Sums(terms=5).prompts(200, seed=0):
         assert sum(map(int, row["prompt"].split("+"))) == int(row["answer"])

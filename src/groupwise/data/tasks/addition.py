@@ -8,7 +8,7 @@ more SFT on the same demonstrations cannot.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from groupwise.data.tasks import scratchpads
 from groupwise.data.tasks.base import Generated, Row, check_count, check_share
@@ -20,16 +20,34 @@ class Addition(Generated):
 
     >>> Addition(blurt=0.0, slip=0.0).completion({"prompt": "654+990", "answer": "1644"}, random.Random(0))
     '<think>4+0=4,5+9=14,6+9+1=16</think>\\boxed{1644}'
+
+    A share `told` of the demonstrators is told the answer by a system message.  They write columns and forget no carry, so that a
+    policy learns to be careful where it is told, and can teach itself to be so where it is not (`teacher.hint`).
+
+    >>> Addition(told=1.0).demonstrations(1, seed=0)[0]["prompt"]
+    [{'role': 'system', 'content': '1454'}, {'role': 'user', 'content': '625+829'}]
     """
 
     digits: int = 3
     blurt: float = 0.3
     slip: float = 0.6
+    told: float = 0.0
 
     def __post_init__(self) -> None:
         check_count("digits", self.digits, 1, 12)
         check_share("blurt", self.blurt)
         check_share("slip", self.slip)
+        check_share("told", self.told)
+
+    def demonstrations(self, n: int, seed: int) -> list[Row]:
+        """See `Task`.  The same rows as with `told` 0, but for those whose demonstrators are told the answer."""
+        rng = random.Random(f"told/{seed}")
+        return [self._told(row) if rng.random() < self.told else row for row in super().demonstrations(n, seed)]
+
+    def _told(self, row: Row) -> Row:
+        messages = [{"role": "system", "content": row["answer"]}, {"role": "user", "content": row["prompt"]}]
+        careful = replace(self, blurt=0.0, slip=0.0).completion(row, random.Random())
+        return row | {"prompt": messages, "completion": careful}
 
     def question(self, rng: random.Random) -> Row:
         """Two numbers without leading zeros."""
