@@ -209,8 +209,8 @@ class Ours:
         """TRL's completions as weighted samples; its log-probs stand for the sampler's, as in its own loss."""
         groups = []
         size = self.work.group
-        behavior = found.get("logp") or [[0.0] * len(ids) for ids in found["completions"]]  # distillation reads none
-        rewards = found.get("rewards") or [0.0] * len(behavior)
+        behavior = found.get("logp", [[0.0] * len(ids) for ids in found["completions"]])  # distillation reads none
+        rewards = found.get("rewards", [0.0] * len(behavior))
         for p, prompt in enumerate(prompts_of(self.work)):
             rollouts = [
                 Rollout(
