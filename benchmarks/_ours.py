@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from _machine import Meter, Peak
-from _workload import Workload, text_of
+from _workload import Workload, model_folder, teacher_of, text_of
 
 from groupwise.algorithms.registry import resolve
 from groupwise.config.settings import GroupSettings, ModelSettings, OptimizerSettings, RewardModelSettings, RewardSettings
@@ -26,7 +26,7 @@ from groupwise.models.policy import Policy, make_policy, read_blueprint
 from groupwise.models.reward_head import load_scorer
 from groupwise.models.shape import Shape
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored, Step
-from groupwise.rewards.compose import build_rewards
+from groupwise.rewards.compose import build_rewards, no_rewards
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.plan import microbatch
 from groupwise.runs.sizing import Load, rank
@@ -35,6 +35,7 @@ from groupwise.training.offline import SFT, Objective, train_offline
 from groupwise.training.online import policy_loss, train_online, weigh, with_reference
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.preferences import reward_objective
+from groupwise.training.teachers import Teacher
 from groupwise.utils.allocator import prefer_large_pages
 from groupwise.utils.clock import Clock
 
@@ -90,7 +91,10 @@ class Ours:
         self.reference: Policy | None = None
         if work.online:
             self.group = GroupSettings(group_size=work.group, prompts_per_step=work.prompts, beta=work.beta, dead_groups="exact")
-            self.algorithm = resolve("grpo", self.group, work.completion)
+            self.algorithm = resolve(work.objective, self.group, work.completion)
+            self.teacher = None
+            if work.objective == "distill":
+                self.teacher = Teacher(policy=load(work, model_folder(teacher_of(work), folder.parent)).frozen_copy())
             self.reference = self.policy.frozen_copy() if self.algorithm.needs_reference else None
         self.meter = Meter(work.device)
         self.loop = self._online() if work.online else self._offline()
@@ -100,7 +104,8 @@ class Ours:
         """Log-probs and gradients of TRL's own completions, compared with TRL's (float32: to rounding)."""
         if self.work.online:
             samples = self._samples(found)
-            value, seen = self._gradients(samples, partial(policy_loss, algorithm=self.algorithm, entropy_tokens=1.0))
+            told = {"teacher": self.teacher, "samples": samples}
+            value, seen = self._gradients(samples, partial(policy_loss, algorithm=self.algorithm, entropy_tokens=1.0, **told))
         else:
             objective, rows = self._rows()
             value, seen = self._gradients(objective.samples(rows), objective.loss, whole_groups=objective.whole_groups)
@@ -154,7 +159,8 @@ class Ours:
         engine = Scheduled(self.policy, max_rows=work.prompts * work.group)
         engine.lengths = work.schedule()
         engine.set_version(0)
-        rewards = build_rewards([RewardSettings(function="_workload:reward")], columns=["dead"])
+        judged = self.teacher is None
+        rewards = build_rewards([RewardSettings(function="_workload:reward")], columns=["dead"]) if judged else no_rewards()
         settings = optimizer_settings(work)
         visits = iter(range(STEPS))
         steps = train_online(
@@ -169,6 +175,7 @@ class Ours:
             budget=positions(work, self.policy),
             steps=STEPS,
             reference=self.reference,
+            teacher=self.teacher,
             checkpointing=work.checkpointing,
         )
         return _metered(steps, self.meter)
@@ -202,6 +209,8 @@ class Ours:
         """TRL's completions as weighted samples; its log-probs stand for the sampler's, as in its own loss."""
         groups = []
         size = self.work.group
+        behavior = found.get("logp", [[0.0] * len(ids) for ids in found["completions"]])  # distillation reads none
+        rewards = found.get("rewards", [0.0] * len(behavior))
         for p, prompt in enumerate(prompts_of(self.work)):
             rollouts = [
                 Rollout(
@@ -214,10 +223,10 @@ class Ours:
                     sampling=Sampling(),
                     text="",
                 )
-                for i, (ids, logp) in enumerate(zip(found["completions"], found["logp"], strict=True))
+                for i, (ids, logp) in enumerate(zip(found["completions"], behavior, strict=True))
                 if i // size == p
             ]
-            reward = np.array(found["rewards"][p * size : (p + 1) * size])
+            reward = np.array(rewards[p * size : (p + 1) * size])
             groups.append(Scored(rollouts=tuple(rollouts), names=("reward",), rewards=reward[:, None], reward=reward))
         groups = with_reference(groups, self.reference, 1 << 20)
         return weigh(groups, self.algorithm.credit(groups), self.algorithm)

@@ -13,10 +13,19 @@ from typing import Any
 import numpy as np
 import torch
 from _machine import Meter, Peak
-from _workload import Workload, reward, text_of
+from _workload import Workload, model_folder, reward, teacher_of, text_of
 from datasets import Dataset
 from transformers import LogitsProcessor, LogitsProcessorList, Trainer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DistillationConfig,
+    DistillationTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 from groupwise.data.tokenizers import load_tokenizer
 
@@ -85,7 +94,7 @@ def serve(connection: Connection, work: Workload, folder: Path, scratch: Path) -
     """Train until told to end; runs in a process of its own."""
     torch.set_num_threads(work.threads)
     conductor = Conductor(connection, scratch, work)
-    make = {"grpo": _grpo, "sft": _sft, "reward": _reward}[work.objective]
+    make = {"grpo": _grpo, "distill": _distill, "sft": _sft, "reward": _reward}[work.objective]
     trainer = make(work, folder, scratch, conductor)
     conductor.trainer = trainer
     trainer.train()
@@ -136,9 +145,7 @@ def _grpo(work: Workload, folder: Path, scratch: Path, conductor: Conductor) -> 
         processing_class=load_tokenizer(str(folder)),
         callbacks=[conductor],
     )
-    schedule = LogitsProcessorList([Schedule(work.schedule(), work.prompt)])
-    generate = trainer.model.generate
-    trainer.model.generate = lambda **inputs: generate(**inputs, logits_processor=schedule)
+    _scheduled(trainer, work)
     meter = conductor.meter
     roll, score = trainer._generate_and_score_completions, trainer._get_per_token_logps_and_entropies
     inside = False
@@ -179,6 +186,52 @@ def _grpo(work: Workload, folder: Path, scratch: Path, conductor: Conductor) -> 
     trainer._generate_and_score_completions = timed_rollout
     trainer._get_per_token_logps_and_entropies = timed_score
     return trainer
+
+
+def _scheduled(trainer: Trainer, work: Workload) -> None:
+    """Completions end where the schedule says."""
+    schedule = LogitsProcessorList([Schedule(work.schedule(), work.prompt)])
+    generate = trainer.model.generate
+    trainer.model.generate = lambda **inputs: generate(**inputs, logits_processor=schedule)
+
+
+def _distill(work: Workload, folder: Path, scratch: Path, conductor: Conductor) -> Trainer:
+    """It knows no groups: every completion is a row of its own, in which its prompt stands again."""
+    config = DistillationConfig(
+        **_settings(work, scratch),
+        max_completion_length=work.completion,
+        beta=1.0,
+        temperature=1.0,
+        shuffle_dataset=False,
+        model_init_kwargs={"dtype": "float32"},
+        teacher_model_init_kwargs={"dtype": "float32"},
+    )
+    rows = [text_of(ids) for ids in work.prompt_ids().repeat(work.group, 0)]
+    trainer = DistillationTrainer(
+        model=str(folder),
+        teacher_model=str(model_folder(teacher_of(work), folder.parent)),
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": rows}),
+        processing_class=load_tokenizer(str(folder)),
+        callbacks=[conductor],
+    )
+    _scheduled(trainer, work)
+    roll = trainer._generate_and_score_completions
+
+    def timed(inputs: Any) -> Any:
+        with conductor.meter.phase("rollout"):
+            outputs = roll(inputs)
+        lengths = outputs["completion_mask"].sum(1)
+        assert lengths.tolist() == work.schedule().reshape(-1).tolist(), "completions do not follow the schedule"
+        if conductor.checking:
+            ids = [c[:n].tolist() for c, n in zip(outputs["completion_ids"], lengths, strict=True)]
+            prompts = [p[m.bool()].tolist() for p, m in zip(outputs["prompt_ids"], outputs["prompt_mask"], strict=True)]
+            assert prompts == work.prompt_ids().repeat(work.group, 0).tolist(), "prompts are not the same on both sides"
+            conductor.seen["completions"] = ids
+        return outputs
+
+    trainer._generate_and_score_completions = timed
+    return _keep_loss(trainer, conductor)
 
 
 def _keep_loss(trainer: Trainer, conductor: Conductor) -> Trainer:

@@ -117,7 +117,7 @@ ROWS = 8
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that describe a workload; what is not given comes from `--shape`."""
     parser.add_argument("--shape", default="S", choices=list(SHAPES), help="what the other options start from (default: S)")
-    parser.add_argument("--objective", choices=["grpo", "sft", "reward"])
+    parser.add_argument("--objective", choices=["grpo", "distill", "sft", "reward"])
     parser.add_argument("--family", choices=["llama", "qwen2", "qwen3", "gpt2"])
     for name in ("hidden", "layers", "heads", "kv-heads", "inner", "vocab", "prompt", "completion", "group", "prompts", "threads"):
         parser.add_argument(f"--{name}", type=int)
@@ -139,7 +139,7 @@ def workload(options: argparse.Namespace) -> Workload:
     given = {name: value for name in asdict(base) if (value := getattr(options, name, None)) is not None}
     if "heads" in given and "kv_heads" not in given:
         given["kv_heads"] = None
-    if given.get("objective", "grpo") != "grpo":
+    if given.get("objective") in ("sft", "reward"):
         given = {"prompts": ROWS} | given | {"group": 2 if given["objective"] == "reward" else 1}
     return replace(base, **given)
 
@@ -178,6 +178,12 @@ def model_folder(work: Workload, parent: Path) -> Path:
     model.save_pretrained(folder)
     fast.save_pretrained(folder)
     return folder
+
+
+def teacher_of(work: Workload) -> Workload:
+    """A workload whose model is the teacher of a distillation: twice as wide, so with four times the weights per layer."""
+    wider = {"hidden": 2 * work.hidden, "heads": 2 * work.heads, "kv_heads": work.kv_heads and 2 * work.kv_heads}
+    return replace(work, **wider, inner=work.inner and 2 * work.inner, seed=work.seed + 1)
 
 
 def ours(work: Workload) -> Any:

@@ -37,6 +37,10 @@ TRL = """\
 `benchmarks/vs_trl.py` runs Groupwise and TRL 1.16's own trainer in turn (A B A B), on the same model file, prompts and completion
 lengths, after both gave the same log-probs and gradients for the same completions. A ratio is TRL's median over ours: 3 means three
 times as fast, or a third of the memory (peak above what is resident before the first step).
+
+`distill` is a step of distillation (reverse KL over the whole vocabulary) to a teacher of twice the width, against TRL's
+`DistillationTrainer`; instead of log-probs the losses are compared. TRL's trainer knows no groups: to it every completion is a row
+of its own. Rows with one completion per prompt have nothing that could be shared.
 """
 LIMITS = """\
 ## Against the machine

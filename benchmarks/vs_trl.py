@@ -7,6 +7,7 @@ Before anything is timed, our side computes log-probs and gradients for the comp
     python benchmarks/vs_trl.py --shape M --dtype bfloat16
     python benchmarks/vs_trl.py --shape S --vocab 131072 --pairs 5
     python benchmarks/vs_trl.py --objective sft --shape M
+    python benchmarks/vs_trl.py --objective distill --shape M   # a step against `DistillationTrainer`
     python benchmarks/vs_trl.py --grid            # every row of docs/performance.md
     python benchmarks/vs_trl.py --shape 0.5B      # on a GPU; --grid --device cuda: every row of a GPU
 
@@ -120,6 +121,10 @@ def grid(device: str = "cpu") -> dict[str, Workload]:
         rows[f"{shape} {base.dtype} checkpointing"] = replace(base, checkpointing=True)
     if device != "cpu":
         return rows
+    for shape in ("S", "M"):
+        # The second: every prompt once, so that there is nothing to share.
+        rows[f"{shape} float32 distill"] = base = replace(SHAPES[shape], objective="distill")
+        rows[f"{shape} float32 distill alone"] = replace(base, prompts=base.prompts * base.group, group=1)
     rows["S float32 vocabulary 131,072"] = replace(SHAPES["S"], vocab=131072)
     for shape in ("S", "M"):
         for dtype in ("float32", "bfloat16"):

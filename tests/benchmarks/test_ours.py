@@ -46,7 +46,7 @@ def peer(workload: Any, folder: Path, path: Path) -> dict[str, Any]:
     return {"completions": completions, "logp": logps, "rewards": rewards, "gradients": path}
 
 
-@pytest.mark.parametrize(("objective", "group"), [("grpo", 4), ("sft", 1), ("reward", 2)])
+@pytest.mark.parametrize(("objective", "group"), [("grpo", 4), ("distill", 4), ("distill", 1), ("sft", 1), ("reward", 2)])
 def test_steps_are_taken_by_the_schedule(parts: tuple[Any, Any], tmp_path: Path, objective: str, group: int) -> None:
     workloads, ours = parts
     workload = replace(tiny(workloads), objective=objective, group=group)
@@ -64,6 +64,38 @@ def test_the_check_is_equal_to_a_peer_and_sees_a_difference(parts: tuple[Any, An
     assert checked["gradient_relative"] < 2e-5 and checked["logp_largest"] < 2e-5
     other = side.check({**found, "rewards": found["rewards"][::-1]})
     assert other["gradient_relative"] > 0.1
+
+
+def test_the_check_of_a_distillation_is_equal_to_a_peer_and_sees_a_difference(parts: tuple[Any, Any], tmp_path: Path) -> None:
+    workloads, ours = parts
+    workload = replace(tiny(workloads), objective="distill")
+    folder = workloads.model_folder(workload, tmp_path)
+    found = distilled(workloads, workload, folder, tmp_path / "gradients.npz")
+    side = ours.Ours(workload, folder)
+    checked = side.check(found)
+    assert checked["gradient_relative"] < 2e-5 and checked["loss_difference"] < 2e-5
+    other = side.check({**found, "completions": found["completions"][::-1]})
+    assert other["gradient_relative"] > 0.1
+
+
+def distilled(workloads: Any, workload: Any, folder: Path, path: Path) -> dict[str, Any]:
+    """The reverse KL to a teacher of twice the width, from its definition, one completion at a time: a mean over all tokens."""
+    wider = workloads.teacher_of(workload)
+    assert (wider.hidden, wider.heads, wider.kv_heads) == (2 * workload.hidden, 2 * workload.heads, 2 * workload.kv_heads)
+    student = AutoModelForCausalLM.from_pretrained(folder)
+    teacher = AutoModelForCausalLM.from_pretrained(workloads.model_folder(wider, path.parent))
+    rng = np.random.default_rng(5)
+    completions = [rng.integers(2, workload.vocab, int(n)) for n in workload.schedule().flat]
+    loss = torch.zeros(())
+    for i, completion in enumerate(completions):
+        prompt = workload.prompt_ids()[i // workload.group]
+        ids = torch.from_numpy(np.concatenate([prompt, completion]))[None]
+        log_q, log_p = (torch.log_softmax(m(input_ids=ids).logits[0, prompt.size - 1 : -1], -1) for m in (student, teacher))
+        loss = loss + (log_q.exp() * (log_q - log_p.detach())).sum() / sum(map(len, completions))
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+    np.savez(path, **{name: parameter.grad.numpy() for name, parameter in student.named_parameters()})
+    return {"completions": completions, "loss": float(loss.detach()), "gradients": path}
 
 
 def tiny(workloads: Any) -> Any:
