@@ -28,7 +28,7 @@ from groupwise.training.online import weigh
 
 HERE = Path(__file__).parents[1] / "fixtures"
 LONGEST = 5
-EXACT = {"rtol": 1e-11, "atol": 1e-12}
+EXACT: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-12}
 
 
 def cases(name: str) -> list[dict[str, Any]]:
@@ -173,7 +173,7 @@ def minillm_ours(case: dict[str, Any], own: bool = True) -> tuple[list[np.ndarra
     ids = torch.tensor(given["ids"])[:, :, None]
     q_RT, p_RT = (log.gather(-1, ids)[:, :, 0] for log in (log_q, log_p))
     group = group_of(cut(q_RT.detach().numpy(), lengths), [0.0] * len(lengths), teacher_logp=cut(p_RT.numpy(), lengths))
-    how = {"gamma": case["settings"]["gamma"], "normalize": case["settings"]["length_normalization"], "own": own}
+    how: dict[str, Any] = {"gamma": case["settings"]["gamma"], "normalize": case["settings"]["length_normalization"], "own": own}
     (advantage,) = credit.reverse_kl([group], **how)
     rows = log_q.shape[0]
     single = jsd(log_q.flatten(0, 1), log_p.flatten(0, 1), beta=1.0).view(rows, -1)
