@@ -19,8 +19,8 @@ cases = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(cases)
 
 MODES = ("ddp", "zero3", "zero2")
-STEPS = 6
-"""Two moves of the reference, and updates enough for ranks to drift apart; each 5 prompts of 23."""
+STEPS = 7
+"""Enough for what follows two moves of the reference (`reference_refresh` 3), and for ranks to drift apart."""
 PLANS: dict[str, dict[str, Any]] = {
     "grpo": {"objective": "grpo", "minibatches": 2, "beta": 0.1, "reference_refresh": 3, "reference_mix": 0.5},
     "dapo": {"objective": "dapo", "family": "gpt2", "entropy_bonus": 0.01, "entropy_quantile": 0.5, "beta": 0.05},
@@ -84,7 +84,7 @@ def test_the_plans_hold_what_makes_it_hard(plan: str) -> None:
     ],
 )
 def test_p50_p51_losses_gradients_and_samples_are_those_of_one_process(plan: str, size: int, mode: str, ranks: Callable) -> None:
-    """Six steps with ragged lengths, unscorable rows, dead groups, prompts that do not divide, several micro-batches."""
+    """Seven steps with ragged lengths, unscorable rows, dead groups, prompts that do not divide, several micro-batches."""
     found = ranks(size).run("online", **PLANS[plan] | {"mode": mode, "steps": STEPS})
     expected = alone(plan)
     assert any(np.any(gradient) for gradient in expected["gradients"])
