@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
 # One thread per worker: two workers with a thread pool each would fight over the same cores.  The few tests that ask for more
 # threads do not let them spin while they wait: beside a busy neighbour that costs ten times what it saves.
-TEST   := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2
+TEST   := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 .PHONY: demo test test-fast test-faults test-kernels test-vllm lint docs site bench clean help
 

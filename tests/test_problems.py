@@ -26,7 +26,7 @@ from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import ConfigError, MemoryExceeded
 from groupwise.models.policy import Policy, make_policy
 from groupwise.records import Batch, Prompt, Rollout, Sample, Sampling, Scored
-from groupwise.rollout.collection import Source
+from groupwise.rollout.dynamic_sampling import Source
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.build import plan_of
 from groupwise.runs.run import train

@@ -17,6 +17,14 @@ import pytest
 HERE = Path(__file__).parent
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All that share the processes of `ranks` on one worker of xdist: two would each start their own."""
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
 class Ranks:
     """`size` processes in one process group; `run` calls a function of cases.py on all of them."""
 

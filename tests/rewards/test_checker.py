@@ -137,9 +137,9 @@ def test_order_and_repeats_are_preserved(checker):
 
 
 @pytest.mark.slow
-def test_a_hostile_gold_is_none_and_a_hostile_answer_is_wrong():
+def test_a_hostile_gold_is_none_and_a_hostile_answer_is_wrong(monkeypatch):
+    monkeypatch.setattr("groupwise.rewards.checker.CPU_SECONDS", 0.5)
     checker = Checker(workers=2)
-    checker.pool.cpu_seconds, checker.pool.seconds = 0.5, 3.0
     with checker.pool:
         assert checker.compare([("9^{9^{9^{9}}}", "5"), ("5", "9^{9^{9^{9}}}")]) == [None, 0.0]
         assert checker.recompute(["99999999!", r"\sqrt{2}", "1,234"]) == [None, 1.0, 1.0]  # M2
@@ -159,7 +159,10 @@ def test_m04_strange_text_scores_zero(checker):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["main", "thread", "asyncio"])
-def test_m01_hostile_answers_end_on_time_from_everywhere(where):
+def test_m01_hostile_answers_end_on_time_from_everywhere(where, monkeypatch):
+    """All texts at a short deadline; some, from everywhere else, at the deadline that users have."""
+    if where == "main":
+        monkeypatch.setattr("groupwise.rewards.checker.CPU_SECONDS", 0.5)
     checker = Checker(workers=2)
     texts = HOSTILE if where == "main" else HOSTILE[:3]  # which text it is makes no difference to who waits for it
     pairs = [(r"\frac{\sqrt{3}}{7}", text) for text in texts for _ in range(8)]

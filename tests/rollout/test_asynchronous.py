@@ -22,7 +22,7 @@ from groupwise.data.rollout_table import groups_from_bytes, groups_to_bytes
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Rollout, Sampling, Scored, Step
-from groupwise.rollout.asynchronous import Ahead
+from groupwise.rollout.asynchronous import PrefetchedRollouts
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.run import train
 from groupwise.training.online import train_online
@@ -69,7 +69,9 @@ class Apart:
 def run(tiny_policy: Callable) -> Callable[..., tuple[Any, Iterator[Step]]]:
     """`run(ahead, engine=..., **group)`: an engine and the steps of a loop over it, 2 prompts x 4 completions each."""
 
-    def start(ahead: Ahead | None, kind: type = NativeEngine, steps: int = 6, **group: Any) -> tuple[Any, Iterator[Step]]:
+    def start(
+        ahead: PrefetchedRollouts | None, kind: type = NativeEngine, steps: int = 6, **group: Any
+    ) -> tuple[Any, Iterator[Step]]:
         policy = tiny_policy(scale=2.0)
         settings = GroupSettings(**{"prompts_per_step": 2, "group_size": 4} | group)
         engine = Apart(policy) if kind is Apart else NativeEngine(policy, max_rows=8)
@@ -101,7 +103,7 @@ def test_every_token_was_drawn_by_the_weights_that_it_names_and_none_is_older_th
     ahead: int, beside: bool, run: Callable
 ) -> None:
     """Step k trains on what was begun after step k - 1 - ahead, and its log-probs are those of these weights."""
-    engine, steps = run(Ahead(ahead, beside=beside), Apart if beside else NativeEngine, minibatches=2)
+    engine, steps = run(PrefetchedRollouts(ahead, beside=beside), Apart if beside else NativeEngine, minibatches=2)
     kept = [engine.policy.frozen_copy()]
     for step in steps:
         age = min(step.number - 1, ahead)
@@ -122,7 +124,7 @@ def test_every_token_was_drawn_by_the_weights_that_it_names_and_none_is_older_th
 
 def test_sampling_goes_on_while_a_step_is_trained(run: Callable) -> None:
     """The next rollout is begun before the step at hand is trained on, and the one after it is not."""
-    engine, steps = run(Ahead(1, beside=True), Apart, steps=4)
+    engine, steps = run(PrefetchedRollouts(1, beside=True), Apart, steps=4)
     released = threading.Event()
     engine.before_group = lambda name: None if name in ("0/0", "0/1") else (released.wait(20), None)[1]
     first = next(steps)  # step 1 is over though nothing of rollout 2 has come
@@ -139,7 +141,7 @@ def test_what_goes_wrong_beside_is_raised_where_it_is_wanted(run: Callable) -> N
         if name == "0/4":
             raise EngineError("the server is gone")
 
-    engine, steps = run(Ahead(1, beside=True), Apart, steps=5)
+    engine, steps = run(PrefetchedRollouts(1, beside=True), Apart, steps=5)
     engine.before_group = fail
     taken = []
     with pytest.raises(EngineError, match="the server is gone"):
@@ -149,7 +151,7 @@ def test_what_goes_wrong_beside_is_raised_where_it_is_wanted(run: Callable) -> N
 
 def test_a_token_that_is_too_old_is_never_trained_on(run: Callable) -> None:
     """An engine that does not take new weights."""
-    engine, steps = run(Ahead(1))
+    engine, steps = run(PrefetchedRollouts(1))
     engine.set_version = lambda version: setattr(engine, "version", 0 if version < 2 else version)
     engine.generate, generate = lambda *a, **k: old(generate(*a, **k)), engine.generate
 
@@ -165,7 +167,7 @@ def test_a_token_that_is_too_old_is_never_trained_on(run: Callable) -> None:
 
 def test_refills_come_when_the_step_is_taken(run: Callable) -> None:
     """Dynamic sampling replaces what teaches nothing by what the newest weights draw."""
-    _, steps = run(Ahead(1, beside=True), Apart, dead_groups="refill", group_size=2, max_refills=5)
+    _, steps = run(PrefetchedRollouts(1, beside=True), Apart, dead_groups="refill", group_size=2, max_refills=5)
     found = list(steps)
     assert any(step.metrics["prompts"] > 2 for step in found)
     assert any(len(versions(step)) == 2 for step in found)
@@ -245,14 +247,14 @@ def test_ahead_of_nothing_is_the_synchronous_run(recipe: Callable) -> None:
 
 def test_what_was_being_sampled_is_begun_again_with_the_same_prompts(tiny_policy: Callable) -> None:
     """Of servers nothing is kept but the prompts: none is skipped, and none is visited twice."""
-    ahead, engine = Ahead(2, beside=True, find=lambda name: prompt(int(name[2:]))), Apart(tiny_policy())
+    ahead, engine = PrefetchedRollouts(2, beside=True, find=lambda name: prompt(int(name[2:]))), Apart(tiny_policy())
     go_on, source = threading.Event(), SourceOf(engine)
     engine.before_group = lambda name: (go_on.wait(10), None)[1] if name >= "0/2" else None
     ahead.take(1, 9, source)  # type: ignore[arg-type]
     states = [begun.state() for begun in ahead.pending()]
     assert states == [{"step": 2, "prompts": ["0/2", "0/3"]}, {"step": 3, "prompts": ["0/4", "0/5"]}]
     go_on.set()
-    again = Ahead(2, beside=True, find=lambda name: prompt(int(name[2:])))
+    again = PrefetchedRollouts(2, beside=True, find=lambda name: prompt(int(name[2:])))
     again.restore(states)
     for number, names in ((2, ["0/2", "0/3"]), (3, ["0/4", "0/5"]), (4, ["0/6", "0/7"])):
         groups, drawn = again.take(number, 9, source)  # type: ignore[arg-type]
@@ -319,7 +321,7 @@ def test_a_data_set_is_never_ahead(recipe: Callable) -> None:
 
 
 def test_the_threads_end_with_what_they_sample(run: Callable) -> None:
-    _, steps = run(Ahead(2, beside=True), Apart, steps=3)
+    _, steps = run(PrefetchedRollouts(2, beside=True), Apart, steps=3)
     list(steps)
     deadline = time.monotonic() + 120
     while any(thread.name.startswith("rollout-") for thread in threading.enumerate()):

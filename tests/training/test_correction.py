@@ -18,7 +18,7 @@ from groupwise.data.packing import pack
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Rollout, Sample, Sampling, Scored
-from groupwise.rollout.asynchronous import Ahead
+from groupwise.rollout.asynchronous import PrefetchedRollouts
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.engines import sampled_elsewhere
 from groupwise.training.metrics import measure
@@ -173,7 +173,7 @@ def test_the_off_policy_mask_compares_with_the_engine_that_sampled(ahead: int, t
         sampling=Sampling(max_new_tokens=8),
         budget=100,
         steps=2,
-        ahead=Ahead(ahead),
+        ahead=PrefetchedRollouts(ahead),
     )
     last = list(steps)[-1]
     found, before = seen[-1]

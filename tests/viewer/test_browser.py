@@ -391,16 +391,19 @@ def test_a_bad_page_says_so_and_the_next_one_works(viewer: Callable, made: Any, 
 
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("view", ["groups", "curves", "search", "compare", "why", "lenses", "config"])
-def test_no_view_is_wider_than_its_window(viewer: Callable, run_folder: Path, tab: Tab, width: int, scheme: str, view: str) -> None:
-    page = tab(viewer(run_folder).address + f"#view={view}", width=width, scheme=scheme)
-    page.wait_for_timeout(150)
-    wide = page.evaluate(
-        "[...document.querySelectorAll('main *')].filter((one) => one.getBoundingClientRect().right > innerWidth + 1"
-        " && !one.closest('.scroll, .strip, svg, nav')).map((one) => one.className || one.tagName).slice(0, 5)"
-    )
-    assert wide == []
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
+def test_no_view_is_wider_than_its_window(viewer: Callable, run_folder: Path, tab: Tab, width: int, scheme: str) -> None:
+    address = viewer(run_folder).address
+    page = tab(address, width=width, scheme=scheme)
+    for view in ("groups", "curves", "search", "compare", "why", "lenses", "config"):
+        page.goto(f"{address}#view={view}")
+        settled(page, view)
+        page.wait_for_timeout(150)
+        wide = page.evaluate(
+            "[...document.querySelectorAll('main *')].filter((one) => one.getBoundingClientRect().right > innerWidth + 1"
+            " && !one.closest('.scroll, .strip, svg, nav')).map((one) => one.className || one.tagName).slice(0, 5)"
+        )
+        assert wide == [], view
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, view
 
 
 @pytest.mark.skipif("GROUPWISE_AXE" not in os.environ, reason="name axe-core's axe.min.js (npm install axe-core) in GROUPWISE_AXE")

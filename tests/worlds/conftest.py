@@ -14,7 +14,7 @@ from groupwise.algorithms.registry import corrected, resolve
 from groupwise.config.settings import CorrectionSettings, CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Rollout, Sampling, Scored, Step
-from groupwise.rollout.asynchronous import Ahead
+from groupwise.rollout.asynchronous import PrefetchedRollouts
 from groupwise.rollout.mixed import MixedEngine
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.critics import Critic
@@ -106,7 +106,7 @@ class World:
             reference=reference,
             critic=self.critic(updates) if algorithm.needs_value else None,
             teacher=teacher,
-            ahead=Ahead(ahead),
+            ahead=PrefetchedRollouts(ahead),
         )
 
     def critic(self, updates: int) -> Critic:

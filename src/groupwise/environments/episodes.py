@@ -9,7 +9,6 @@ the template writes the past otherwise and the recipe says `split`, a context in
 from __future__ import annotations
 
 import copy
-import difflib
 import json
 import logging
 import threading
@@ -34,6 +33,7 @@ from groupwise.environments.schemas import name_of, wrong_arguments
 from groupwise.environments.threads import Threads
 from groupwise.errors import ConfigError, DataError, EnvironmentFailure
 from groupwise.records import Branch, Episode, Finish, Prompt, ToolCall, Turn
+from groupwise.utils.spelling import nearest
 
 log = logging.getLogger(__name__)
 
@@ -337,8 +337,8 @@ class Talk:
             return Result(text=error_text(call.why), failure="unreadable")
         known = {name_of(schema): schema for schema in self._kind.schemas}
         if call.name not in known:
-            close = difflib.get_close_matches(call.name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(known)}"
+            close = nearest(call.name, known)
+            hint = f"did you mean {close}?" if close else f"there are: {', '.join(known)}"
             return Result(text=error_text(f"there is no tool {call.name!r}; {hint}"), failure="unknown")
         wrong = wrong_arguments(known[call.name], call.arguments)
         return None if wrong is None else Result(text=error_text(wrong), failure="arguments")

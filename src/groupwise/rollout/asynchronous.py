@@ -18,12 +18,12 @@ from typing import Any
 from groupwise.data.rollout_table import groups_from_bytes, groups_to_bytes
 from groupwise.errors import EngineError
 from groupwise.records import Prompt
-from groupwise.rollout.collection import Collected, Source
+from groupwise.rollout.dynamic_sampling import Collected, Source
 from groupwise.utils import background
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Begun:
+class PendingRollout:
     """A rollout that has been begun."""
 
     step: int
@@ -42,7 +42,7 @@ class Begun:
         return {"step": self.step, "version": self.version, "drawn": drawn, "groups": groups_to_bytes(groups)}
 
 
-class Ahead:
+class PrefetchedRollouts:
     """The rollouts that have been begun.  All processes make the same calls."""
 
     def __init__(self, steps: int = 0, *, beside: bool = False, find: Callable[[str], Prompt] | None = None) -> None:
@@ -51,7 +51,7 @@ class Ahead:
         find: a prompt by its id, to begin again what a checkpoint names.
         """
         self.steps, self.beside, self._find = steps, beside, find
-        self._begun: deque[Begun] = deque()
+        self._begun: deque[PendingRollout] = deque()
         self._again: dict[int, tuple[Prompt, ...]] = {}
 
     def take(self, step: int, last: int, source: Source) -> Collected:
@@ -74,16 +74,16 @@ class Ahead:
             )
         return groups, drawn
 
-    def _begin(self, step: int, source: Source) -> Begun:
+    def _begin(self, step: int, source: Source) -> PendingRollout:
         prompts, version = self._again.pop(step, ()), source.engine.version
         if not self.beside:
             collected = source.collect(prompts)
-            return Begun(step=step, version=version, prompts=(), result=lambda: collected)
+            return PendingRollout(step=step, version=version, prompts=(), result=lambda: collected)
         prompts = prompts or tuple(source.prompts())
         own = background.begin(lambda: source.sample(prompts), f"rollout-{step}")
-        return Begun(step=step, version=version, prompts=prompts, result=lambda: source.collect(prompts, own.result))
+        return PendingRollout(step=step, version=version, prompts=prompts, result=lambda: source.collect(prompts, own.result))
 
-    def pending(self) -> tuple[Begun, ...]:
+    def pending(self) -> tuple[PendingRollout, ...]:
         """What has been begun and not been trained on."""
         return tuple(self._begun)
 
@@ -95,4 +95,6 @@ class Ahead:
                 self._again[state["step"]] = tuple(self._find(name) for name in state["prompts"])
                 continue
             whole = groups_from_bytes(state["groups"]), int(state["drawn"])
-            self._begun.append(Begun(step=state["step"], version=state["version"], prompts=(), result=lambda whole=whole: whole))
+            self._begun.append(
+                PendingRollout(step=state["step"], version=state["version"], prompts=(), result=lambda whole=whole: whole)
+            )

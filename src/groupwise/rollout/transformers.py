@@ -113,8 +113,7 @@ class TransformersEngine(InProcess):
         listening: list[Completion] = []
         groups: dict[str, dict[int, Rollout]] = {prompt.id: {} for prompt in prompts}
         caches: dict[Completion, tuple[np.ndarray | None, Any]] = {}
-        how = {"keep_special_tokens": self.keep_special_tokens}
-        with Conversations(self.policy, self.world, sampling, seed, **how) as conversations:
+        with Conversations(self.policy, self.world, sampling, seed, keep_special_tokens=self.keep_special_tokens) as conversations:
             while unbegun or listening:
                 while unbegun and conversations.open < CONVERSATIONS_PER_ROW * self.max_rows:
                     conversations.begin(one := unbegun.popleft())

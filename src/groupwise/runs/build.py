@@ -39,7 +39,7 @@ from groupwise.records import Prompt, Sampling, Step
 from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
 from groupwise.rewards.model import POSITIONS
 from groupwise.rewards.registry import MAKERS
-from groupwise.rollout.asynchronous import Ahead, Begun
+from groupwise.rollout.asynchronous import PendingRollout, PrefetchedRollouts
 from groupwise.rollout.engine import Engine
 from groupwise.runs.engines import (
     agreeing,
@@ -73,7 +73,7 @@ from groupwise.training.teachers import Teacher
 
 Judged = Evaluation | Validation
 """What a policy does on held-out prompts, or what an objective says of held-out rows."""
-Place = tuple[Mapping[str, Any], tuple[Begun, ...]]
+Place = tuple[Mapping[str, Any], tuple[PendingRollout, ...]]
 """Of the data's order, and what has been drawn from it and not been trained on."""
 
 
@@ -120,7 +120,7 @@ class Job(Learner):
     """What samples, where the objective or its evaluation does."""
     world: World | None = None
     """Who answers what it samples."""
-    ahead: Ahead = field(default_factory=Ahead)
+    ahead: PrefetchedRollouts = field(default_factory=PrefetchedRollouts)
     """What has been sampled, or begun to be, for steps to come."""
     closing: list[Callable[[], None]] = field(default_factory=list)
 

@@ -14,7 +14,7 @@ from groupwise.errors import ConfigError, EngineError
 from groupwise.models.fsdp import ShardedPolicy
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Step
-from groupwise.rollout.asynchronous import Ahead
+from groupwise.rollout.asynchronous import PrefetchedRollouts
 from groupwise.rollout.engine import Engine
 from groupwise.rollout.gathered import GatheredEngine
 from groupwise.rollout.mixed import MixedEngine
@@ -106,7 +106,7 @@ def sampled_elsewhere(algorithm: Algorithm, settings: RolloutSettings) -> Algori
     return algorithm if trained or engine.correct is None else corrected(algorithm, engine.correct)
 
 
-def make_ahead(settings: RolloutSettings, prompts: Sequence[Prompt]) -> Ahead:
+def make_ahead(settings: RolloutSettings, prompts: Sequence[Prompt]) -> PrefetchedRollouts:
     """How far sampling runs ahead of training, and what may be begun again: visits of the prompts that are trained on."""
     by_id = {prompt.id: prompt for prompt in prompts}
 
@@ -114,7 +114,7 @@ def make_ahead(settings: RolloutSettings, prompts: Sequence[Prompt]) -> Ahead:
         epoch, _, row = name.partition("/")
         return visit(by_id[row], epoch)
 
-    return Ahead(settings.engine.ahead, beside=settings.engine.name == "vllm", find=find)
+    return PrefetchedRollouts(settings.engine.ahead, beside=settings.engine.name == "vllm", find=find)
 
 
 def agreeing(steps: Iterator[Step], engine: Engine, why: Callable[[Step], str] | None = None) -> Iterator[Step]:
@@ -151,7 +151,7 @@ def why_apart(step: Step, policy: Policy, reference: Policy | None, budget: int)
     return "" if found is None else f"By the weights after the step {found}"
 
 
-def engine_lines(engine: Engine, ahead: Ahead) -> Lines:
+def engine_lines(engine: Engine, ahead: PrefetchedRollouts) -> Lines:
     """Where completions come from and by how old weights, for the plan; nothing where it is this process with the newest ones."""
     lines = [("rollouts", engine.where)] if engine.where is not None else []
     if ahead.steps:

@@ -29,8 +29,8 @@ from groupwise.config.validation import STAGE
 from groupwise.errors import CheckpointError, ConfigError, DataError
 from groupwise.records import Prompt, Rollout, Sampling, Scored, Step
 from groupwise.rewards.compose import combine
-from groupwise.rollout.asynchronous import Ahead
-from groupwise.rollout.collection import Collected, Source
+from groupwise.rollout.asynchronous import PrefetchedRollouts
+from groupwise.rollout.dynamic_sampling import Collected, Source
 from groupwise.runs import checkpoint
 from groupwise.runs.build import Learner, blueprint_of, make_learner, sampling_of, shape_of
 from groupwise.runs.engines import sampled_elsewhere
@@ -365,7 +365,7 @@ def _weighted(groups: Sequence[Scored], recipe: Recipe) -> list[Scored]:
     return [replace(group, weights=weights, reward=combine(group.rewards, weights)) for group in groups]
 
 
-class _Recorded(Ahead):
+class _Recorded(PrefetchedRollouts):
     """Recorded groups in place of sampled ones, and without what training has added to them."""
 
     def __init__(self, groups: Callable[[int], tuple[Sequence[Scored], int]]) -> None:
@@ -373,7 +373,7 @@ class _Recorded(Ahead):
         self._groups = groups
 
     def take(self, step: int, last: int, source: Source) -> Collected:
-        """See `Ahead`."""
+        """See `PrefetchedRollouts`."""
         groups, drawn = self._groups(step)
         return [replace(group, signals={k: v for k, v in group.signals.items() if k not in COMPUTED}) for group in groups], drawn
 

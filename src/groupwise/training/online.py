@@ -26,8 +26,8 @@ from groupwise.models.policy import Policy
 from groupwise.ops.linear_cross_entropy import TokenLoss
 from groupwise.records import Batch, Sample, Sampling, Scored, Step
 from groupwise.rewards.compose import Judge
-from groupwise.rollout.asynchronous import Ahead
-from groupwise.rollout.collection import Draw, Source
+from groupwise.rollout.asynchronous import PrefetchedRollouts
+from groupwise.rollout.dynamic_sampling import Draw, Source
 from groupwise.rollout.engine import Engine
 from groupwise.training.critics import Critic, Together, with_values
 from groupwise.training.metrics import by_completion, measure, token_columns
@@ -54,7 +54,7 @@ def train_online(
     reference: Policy | None = None,
     critic: Critic | None = None,
     teacher: Teacher | None = None,
-    ahead: Ahead | None = None,
+    ahead: PrefetchedRollouts | None = None,
     checkpointing: bool = False,
     seed: int = 0,
 ) -> Iterator[Step]:
@@ -66,8 +66,8 @@ def train_online(
     critic, teacher: given exactly when the algorithm needs them.   Raises Diverged, RewardError, EngineError.
     """
     assert [one is not None for one in (reference, critic, teacher)] == algorithm.needs
-    how = {"algorithm": algorithm, "group": group, "sampling": sampling, "seed": seed}
-    source, ahead, silent = Source(engine=engine, rewards=rewards, draw=draw, **how), ahead or Ahead(), 0
+    source = Source(engine=engine, rewards=rewards, draw=draw, algorithm=algorithm, group=group, sampling=sampling, seed=seed)
+    ahead, silent = ahead or PrefetchedRollouts(), 0
     for number in range(done + 1, steps + 1):
         clock, version = Clock(), optimizer.taken
         with clock.phase("rollout"):
@@ -233,8 +233,16 @@ def improve(
     joined = critic if critic is not None and critic.shared and learn else None
 
     def loss(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
-        how = {"entropy_tokens": tokens, "threshold": threshold, "critic": joined, "teacher": teacher, "samples": computed}
-        return policy_loss(policy, algorithm, batch, **how)
+        return policy_loss(
+            policy,
+            algorithm,
+            batch,
+            entropy_tokens=tokens,
+            threshold=threshold,
+            critic=joined,
+            teacher=teacher,
+            samples=computed,
+        )
 
     if learn:
         stepper = optimizer if joined is None else Together(optimizer, joined.optimizer)
@@ -331,9 +339,16 @@ def policy_loss(
             value = value + teacher.loss(policy, algorithm, batch, samples, hidden_MD, logp_M)
         return value
 
-    how = {"separable": algorithm.token_level, "entropy": True, "as_is": True}
-    learn = algorithm.reads_tokens or "lm" in batch.extra_P
-    return token_loss(policy, batch, loss, learn=learn, beside=beside if critic or teacher else None, **how)
+    return token_loss(
+        policy,
+        batch,
+        loss,
+        learn=algorithm.reads_tokens or "lm" in batch.extra_P,
+        beside=beside if critic or teacher else None,
+        separable=algorithm.token_level,
+        entropy=True,
+        as_is=True,
+    )
 
 
 def batch_loss(algorithm: Algorithm, batch: Batch, *, entropy_tokens: float, threshold: Tensor | None = None) -> TokenLoss:

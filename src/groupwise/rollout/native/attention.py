@@ -143,13 +143,31 @@ class Decode:
         return all(slab.block > 1 for slab in self.prompts.slabs.values())
 
     def draw(
-        self, decoder: decoding.Decoder, newest_R: Tensor, limit_R: Sequence[int], uniform_RT: Tensor, steps: int, **how: Any
+        self,
+        decoder: decoding.Decoder,
+        newest_R: Tensor,
+        limit_R: Sequence[int],
+        uniform_RT: Tensor,
+        steps: int,
+        *,
+        temperature: float,
+        ending: Sequence[int],
+        until_one_ends: bool,
+        rows_at_once: int,
     ) -> decoding.Drawn:
         """Several tokens for each row, whose newest are `newest_R`; see `decoding.Decoder`.  Rows are to be arranged again."""
         self.own.reserve(len(self.length_R), min(max(self.length_R) + steps, self.own.most_tokens))
         limit, prompt, prompt_length = (torch.tensor(column) for column in (limit_R, self.entry_R, self.prompt_length_P))
         live = decoding.Live(newest_R, self._length_R, limit, prompt, prompt_length, uniform_RT)
-        return decoder(live, self._slabs(len(decoder.blocks.blocks)), steps, **how)
+        return decoder(
+            live,
+            self._slabs(len(decoder.blocks.blocks)),
+            steps,
+            temperature=temperature,
+            ending=ending,
+            until_one_ends=until_one_ends,
+            rows_at_once=rows_at_once,
+        )
 
     def _slabs(self, layers: int) -> list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]:
         """Own and prompts' keys and values of each layer."""

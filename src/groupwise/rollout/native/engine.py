@@ -115,8 +115,7 @@ class NativeEngine(InProcess):
         `STEPS` - 1 tokens more than the group's last.
         """
         check_request(self.policy, prompts, group_size, sampling)
-        how = {"keep_special_tokens": self.keep_special_tokens}
-        with Conversations(self.policy, self.world, sampling, seed, **how) as conversations:
+        with Conversations(self.policy, self.world, sampling, seed, keep_special_tokens=self.keep_special_tokens) as conversations:
             run = _Run(self, prompts, group_size, sampling, seed, conversations)
             while run.unfinished:
                 with self._sampling():
@@ -301,8 +300,15 @@ class _Run:
         if self.pasts and type(self.forward) is not before:
             raise EngineError("the model was altered (hooks, adapters) while its completions were being decoded")
         if self.forward.recordable and self.device.type in RECORDED and not self.sampling.truncates:
-            how = {"members": self.group_size, "vocabulary": self.policy.vocabulary}
-            self.decode = GraphDecode(self.forward, self.sampling, self.prompts, self.own, self.device, **how)
+            self.decode = GraphDecode(
+                self.forward,
+                self.sampling,
+                self.prompts,
+                self.own,
+                self.device,
+                members=self.group_size,
+                vocabulary=self.policy.vocabulary,
+            )
         else:
             self.decode = Decode(self.prompts, self.own, self.device)
         if self.live:

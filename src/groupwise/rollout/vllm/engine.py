@@ -211,7 +211,6 @@ class VllmEngine:
             for client, room in zip(self.servers.clients, rows, strict=True)
             if place < room
         ]
-        how = {"keep_special_tokens": self.keep_special_tokens}
         pool = RequestPool(urls[: len(found)], {}, self._alive, paused=lambda: self._sending, open_ended=True)
 
         def listen(name: str) -> None:
@@ -221,7 +220,10 @@ class VllmEngine:
 
         self._pools.add(pool)
         try:
-            with Conversations(self.policy, world, sampling, seed, **how) as conversations, pool:
+            with (
+                Conversations(self.policy, world, sampling, seed, keep_special_tokens=self.keep_special_tokens) as conversations,
+                pool,
+            ):
                 while unbegun or conversations.open:
                     while unbegun and conversations.open < CONVERSATIONS_PER_ROW * sum(rows):
                         conversations.begin(found[name := unbegun.popleft()])

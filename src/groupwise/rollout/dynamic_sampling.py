@@ -1,11 +1,11 @@
-"""Where the scored groups of a step come from: prompts are drawn, sampled and scored, and what teaches nothing is replaced."""
+"""The scored groups of a step: prompts are drawn, sampled and scored, and those whose rewards teach nothing replaced."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from groupwise.algorithms.registry import Algorithm
 from groupwise.config.settings import GroupSettings
@@ -58,9 +58,9 @@ class Source:
         scored = background.begin(
             lambda: [self._whole(one) for rollouts in iter(finished.get, None) for one in self.rewards.score([rollouts])], "rewards"
         )
-        how: dict[str, Any] = {"group_size": self.group.group_size, "sampling": self.sampling, "seed": self.seed}
+        mine = comm.share(prompts)
         try:
-            for rollouts in self.engine.generate(comm.share(prompts), **how):
+            for rollouts in self.engine.generate(mine, group_size=self.group.group_size, sampling=self.sampling, seed=self.seed):
                 finished.put(rollouts)
                 if scored.done():  # it failed
                     break
