@@ -40,7 +40,8 @@ from groupwise.runs.run import resolved
 from groupwise.runs.worlds import furnished, with_own_reward
 from groupwise.training.evaluate import RIGHT
 from groupwise.training.mismatch import diagnose
-from groupwise.training.scoring import joined, samples_of, score
+from groupwise.training.samples import joined, samples_of
+from groupwise.training.scoring import score
 
 PROMPTS, COMPLETIONS, TOKENS = 8, 4, 96
 """Size of the sample that is looked at: first prompts that training draws, completions of each, longest completion in tokens."""

@@ -26,7 +26,7 @@ from groupwise.errors import ConfigError
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
 from groupwise.runs.folder import list_rollouts, read_step
 from groupwise.runs.origin import origin_of
-from groupwise.training.online import weigh
+from groupwise.training.samples import weigh
 
 PROBABILITIES = (0.5, 0.8, 0.6, 0.9, 0.3, 0.7)
 """What the policy that sampled gave to the first token, the second, ... of all completions; then again from the first."""

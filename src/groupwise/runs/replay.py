@@ -40,8 +40,8 @@ from groupwise.runs.run import FINAL, REFERENCE
 from groupwise.runs.saving import reader
 from groupwise.training.closed_form import ClosedForm, Tokens, closed_form
 from groupwise.training.mismatch import diagnose
-from groupwise.training.online import minibatches, train_online, weigh
-from groupwise.training.scoring import joined
+from groupwise.training.online import minibatches, train_online
+from groupwise.training.samples import joined, weigh
 
 Columns = list[list[np.ndarray]]
 """Of each group and each of its completions, a number per token; empty where nothing was computed."""
