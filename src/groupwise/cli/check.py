@@ -165,7 +165,7 @@ def _template(recipe: Recipe, policy: Policy) -> Iterator[Finding]:
 
 
 def _turns(policy: Policy) -> Finding:
-    """What the template does to the past when a conversation goes on."""
+    """What the template does to the past when a conversation continues."""
     proofs = Turns(tokenizer=policy.tokenizer, eos_ids=policy.eos_ids).prove()
     rewriting = [proof for proof in proofs if proof.verdict == "rewrites"]
     cases = ", ".join(f"{proof.case}: {proof.verdict}" for proof in proofs)
