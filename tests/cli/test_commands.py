@@ -394,6 +394,32 @@ def test_a_slip_in_a_value_gets_the_nearest_right_one(typed: list[str], meant: s
     assert meant in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "typed",
+    [["eval"], ["chat"], ["view"], ["check"], ["score"], ["explain"], ["replay", "--step", "1"], ["runs"]],
+    ids=" ".join,
+)
+def test_a_slip_in_the_name_of_a_run_gets_the_nearest_run(
+    typed: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "runs" / "mine").mkdir(parents=True)
+    assert commands.main([typed[0], "runs/mien", *typed[1:]]) == 2
+    assert "did you mean runs/mine?" in capsys.readouterr().err
+
+
+def test_a_slip_in_the_name_of_a_recipe_gets_the_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(["train", "r.yml"]) == 2
+    assert "did you mean r.yaml?" in capsys.readouterr().err
+
+
+def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        commands.main([])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert all(re.search(rf"^    {name}\s", said, re.MULTILINE) for name in COMMANDS)
+
+
 # ---------------------------------------------------------------- completion
 
 

@@ -550,9 +550,7 @@ def test_c9d_data_that_changed_are_noticed(
     assert history[0]["inputs"][f"data.{key}"]["xxh3_128"] != history[1]["inputs"][f"data.{key}"]["xxh3_128"]
 
 
-@pytest.mark.fault(
-    "C9b", "the file of a reward changed between two runs", "ConfigError: which; --accept-changes continues"
-)
+@pytest.mark.fault("C9b", "the file of a reward changed between two runs", "ConfigError: which; --accept-changes continues")
 @pytest.mark.parametrize("function", ["judges.py:judge", "changing_judge:judge"])
 def test_c9b_reward_code_that_changed_is_noticed(
     function: str, recipe: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
