@@ -38,6 +38,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True)
+def signals_are_left_alone() -> Iterator[None]:
+    """A run that a test leaves open would hear the signals of the tests behind it."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    changed = [number for number, handler in before.items() if signal.getsignal(number) is not handler]
+    for number in changed:
+        signal.signal(number, before[number])
+    assert not changed, "a handler is left: the test did not close what it started"
+
+
 class ScriptedConversation:
     """One episode of a `ScriptedWorld`; what the engine did with it stands in `heard`, `stream` and `closed`."""
 

@@ -183,13 +183,13 @@ def test_a_finished_run_is_evaluated_and_talked_to_with_its_environment(
 ) -> None:
     list(gw.train(make_recipe(GAME | {"runs": str(tmp_path), "steps": 1, "name": "game"})))
     report = gw.evaluate(tmp_path / "game", k=2)  # everything else the run says itself
-    assert report.evaluation.prompts == 4
+    assert report.evaluation.prompts == 15, "the numbers from 0 to 14"
     assert all(one.rollouts[0].episode is not None for one in report.evaluation.answers)
     said = iter(["hello", ""])
     monkeypatch.setattr("builtins.input", lambda _: next(said))
     tool = {"tools": ["groupwise.environments.playground:calculate"], "runs": "thread"}
     assert chat(str(tmp_path / "game"), max_new_tokens=8, environment=tool) == 0
-    assert "ends the conversation" in capsys.readouterr().out
+    assert "an empty line ends it" in capsys.readouterr().out
 
 
 def test_a_run_that_is_killed_in_the_middle_of_episodes_ends_with_the_same_weights(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_gpt2_is_planned_without_its_weights(pairs: Path, gpt2: Path) -> None:
     assert train_recipe(ROOT / "recipes/gpt2-preference.yaml", overrides, dry_run=True, console=Console(file=out, width=200)) == 0
     assert out.getvalue().count("at the peak") == 3
     policy = out.getvalue().partition("gpt2-preference/grpo")[2]
-    assert "reference" in policy and "reward models" in policy
+    assert "reference" in policy and "other models" in policy
 
 
 @pytest.mark.slow

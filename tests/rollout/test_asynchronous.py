@@ -303,10 +303,10 @@ def test_kept_groups_come_back_as_they_were(sampling: Sampling, tiny_policy: Cal
 @pytest.mark.parametrize(
     ("engine", "says"),
     [
-        ({"name": "native", "ahead": -1}, "ahead is a number of steps from 0, got -1"),
-        ({"name": "vllm", "ahead": True}, "ahead is a number of steps from 0, got True"),
-        ({"name": "native", "aheed": 1}, "native takes ahead, correct; got 'aheed'"),
-        ({"name": "native", "correct": {"high": 2}}, "there is nothing to correct, unless it is ahead"),
+        ({"name": "native", "ahead": -1}, "rollout.engine.ahead must be a whole number at least 0; got -1"),
+        ({"name": "vllm", "ahead": True}, "rollout.engine.ahead must be a whole number at least 0; got true"),
+        ({"name": "native", "aheed": 1}, "unknown key 'rollout.engine.aheed' .did you mean rollout.engine.ahead"),
+        ({"name": "native", "correct": {"high": 3}}, "there is nothing to correct, unless it is ahead"),
     ],
 )
 def test_what_cannot_be_is_refused(engine: dict[str, Any], says: str, recipe: Callable) -> None:

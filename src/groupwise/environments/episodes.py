@@ -364,7 +364,7 @@ def truncated(text: str, most_bytes: int, most_tokens: int, tokens: Any) -> str:
     """The beginning of a text that is too long, with a mark that says how much is missing.
 
     >>> truncated("abcdefghijklmnopqrstuvwxyz" * 4, 60, 60, len)
-    'abcdefghijklmnopqrstuvwxyzabcde\\n[73 characters left out]'
+    'abcdefghijklmnopqrstuvwxyzabcdefghi\\n[69 characters left out]'
     """
 
     def fits(kept: int) -> bool:

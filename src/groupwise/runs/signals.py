@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from groupwise.distributed import comm
 from groupwise.errors import Ended, PeerError
@@ -21,6 +21,16 @@ from groupwise.errors import Ended, PeerError
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TWICE = 2.0
 """Seconds after which a further signal is meant as one: launchers pass on what the processes were sent, too."""
+
+_open: list[Callable[[int, object], None]] = []
+"""What hears signals, one for each run that goes on; they may end in any order."""
+_before: dict[int, Any] = {}
+"""The handlers that come back when the last run ends."""
+
+
+def _hear(number: int, frame: object) -> None:
+    """The run that began last is told."""
+    _open[-1](number, frame)
 
 
 @contextmanager
@@ -48,7 +58,11 @@ def endings(may: Callable[[], bool]) -> Iterator[Callable[[], None]]:
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
-    before = {number: signal.signal(number, hear) for number in SIGNALS}
+    for number in SIGNALS:
+        if (handler := signal.getsignal(number)) is not _hear:
+            _before[number] = handler
+            signal.signal(number, _hear)
+    _open.append(hear)
     try:
         yield due
     except PeerError as lost:
@@ -56,8 +70,10 @@ def endings(may: Callable[[], bool]) -> Iterator[Callable[[], None]]:
             _raise(max(number for number, _ in noted), lost)
         raise
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        _open.remove(hear)
+        if not _open:
+            for number, handler in _before.items():
+                signal.signal(number, handler)
 
 
 def _raise(number: int, cause: Exception | None = None) -> NoReturn:

@@ -464,7 +464,7 @@ def entry(logp: Any) -> dict[str, Any]:
         (lambda answer: {}, "cannot be read"),
         (spoilt(index=0), "3 completions came back"),
         (spoilt(token_ids=[3, 3, 40, 1]), "outside of the vocabulary of 40"),
-        (spoilt(token_ids=[3, 1, 3, 1]), "behind an end of sequence"),
+        (spoilt(token_ids=[3, 1, 3, 1]), "continues after an end of sequence"),
         (spoilt(token_ids=[]), "0 tokens"),
         (spoilt(token_ids=[3] * 4, finish_reason="length"), "4 tokens, ended by 'length', where up to 9"),
         (spoilt(token_ids=[3] * 4, stop_reason="x"), "stopped by 'x'"),

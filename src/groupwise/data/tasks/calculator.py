@@ -20,7 +20,7 @@ class Calculator(Generated):
     demonstrations.
 
     >>> Calculator(blurt=0.0, slip=0.0).demonstrations(1, seed=0)[0]["completion"]
-    '<tool_call>{"name": "calculate", "arguments": {"expression": "738*563"}}</tool_call>'
+    '<tool_call>{"name": "calculate", "arguments": {"expression": "381*263"}}</tool_call>'
     """
 
     digits: int = 3

@@ -19,7 +19,7 @@ class Guessing:
     possible; each guess is a demonstration of its own, behind those before it.
 
     >>> [row["completion"] for row in Guessing(highest=3).demonstrations(3, seed=1)]
-    ['1', '2', '2']
+    ['3', '2', '1']
     """
 
     highest: int = 30
