@@ -132,6 +132,16 @@ def test_light_commands_import_no_torch(folder: Path, arguments: list[str]) -> N
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
+def test_a_worked_step_needs_torch_and_no_model() -> None:
+    code = (
+        "import sys; from groupwise.cli.commands import main; rc = main(['explain'])\n"
+        "loaded = {'transformers', 'torch._dynamo', 'torch.distributed.fsdp', 'datasets', 'pandas'} & set(sys.modules)\n"
+        "sys.exit(rc or ' '.join(sorted(loaded)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 REFUSED = [["train", "r.yaml", "--lr", "1e-4"], ["explain", "--preset", "gpro"], ["train", "r.yaml", "objective=gpro"], ["trian"],
            ["score", "exat", "rows.jsonl"], ["eval", "nosuch/run"]]  # fmt: skip
 
