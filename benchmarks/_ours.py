@@ -32,9 +32,10 @@ from groupwise.runs.plan import microbatch
 from groupwise.runs.sizing import Load, rank
 from groupwise.training import online
 from groupwise.training.offline import SFT, Objective, train_offline
-from groupwise.training.online import policy_loss, train_online, weigh, with_reference
+from groupwise.training.online import policy_loss, train_online, with_reference
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.preferences import reward_objective
+from groupwise.training.samples import weigh
 from groupwise.training.teachers import Teacher
 from groupwise.utils.allocator import prefer_large_pages
 from groupwise.utils.clock import Clock

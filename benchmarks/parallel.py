@@ -132,7 +132,7 @@ def micro_batches(step: Any, work: Workload, policy: Any, size: int) -> int:
     from groupwise.config.settings import GroupSettings
     from groupwise.data.packing import pack
     from groupwise.distributed.comm import World
-    from groupwise.training.online import weigh
+    from groupwise.training.samples import weigh
 
     algorithm = resolve("grpo", GroupSettings(group_size=work.group, prompts_per_step=work.prompts), work.completion)
     samples = [s for s in weigh(step.groups, step.advantages, algorithm) if s.advantage.any()]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -330,3 +333,29 @@ def write_recipe() -> Callable[..., Path]:
         return path
 
     return write
+
+
+Browser = Callable[..., AbstractContextManager[Any]]
+
+
+@pytest.fixture(scope="session")
+def chromium_with() -> Browser:
+    """`with chromium_with("--flag") as browser`: a headless Chromium; skips, with what to install, where there is none.
+
+    While one is open, Playwright's asyncio loop counts as running in this thread: a second one, and `asyncio.run`, are refused.
+    So whoever opens one closes it with the tests of its module.
+    """
+    sync = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install 'groupwise[test]'")
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    path = os.environ.get("GROUPWISE_CHROMIUM") or next((found for name in names if (found := shutil.which(name))), None)
+    if path is None:
+        pytest.skip("no Chromium: install one (apt-get install chromium), or name it in GROUPWISE_CHROMIUM")
+
+    @contextmanager
+    def opened(*flags: str) -> Iterator[Any]:
+        with sync.sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", *flags])
+            yield browser
+            browser.close()
+
+    return opened

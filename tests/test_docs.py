@@ -48,8 +48,9 @@ from groupwise.runs.progress import COLUMNS, FLAGS, LOSS, Progress
 from groupwise.training.limits import Ceiling, Meter
 from groupwise.training.metric_table import METRICS, find
 from groupwise.training.metrics import measure
-from groupwise.training.online import improve, train_online, weigh, with_reference
+from groupwise.training.online import improve, train_online, with_reference
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.samples import weigh
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -30,8 +30,9 @@ from groupwise.rollout.dynamic_sampling import Source
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.build import plan_of
 from groupwise.runs.run import train
-from groupwise.training.online import policy_loss, train_online, weigh
+from groupwise.training.online import policy_loss, train_online
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.samples import weigh
 from groupwise.training.updating import Update, token_loss, update
 
 

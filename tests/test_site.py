@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +56,9 @@ def pages() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    sync = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install 'groupwise[test]'")
-    path = os.environ.get("GROUPWISE_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-    if path is None:
-        pytest.skip("no Chromium: install one (apt-get install chromium), or name it in GROUPWISE_CHROMIUM")
-    with sync.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--allow-file-access-from-files"])
+def chromium(chromium_with: Callable[..., Any]) -> Iterator[Any]:
+    with chromium_with("--allow-file-access-from-files") as browser:
         yield browser
-        browser.close()
 
 
 @pytest.mark.parametrize("width", [1280, 390])

@@ -30,7 +30,7 @@ class Finish(StrEnum):
     LENGTH = "length"
     """`max_new_tokens` (or the context) was reached: the completion is truncated."""
     TOOL_CALLS = "tool_calls"
-    """Of a turn: the policy called tools; the episode goes on with their results."""
+    """Of a turn: the policy called tools; the episode continues with their results."""
     DONE = "done"
     """The environment ended the episode."""
     TURNS = "turns"
@@ -130,7 +130,7 @@ class Branch:
     """From token `begin` on, the tokens of an episode were drawn behind other ids than the prompt and the tokens before."""
 
     begin: int
-    """Place in the completion of the branch's first token; it goes on to the next branch's, or to the end."""
+    """Place in the completion of the branch's first token; it continues to the next branch's, or to the end."""
     context: np.ndarray
     """int64 (c,), c >= 1: everything that the policy saw when it drew token `begin`, prompt included."""
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
+import select
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +130,16 @@ def test_light_commands_import_no_torch(folder: Path, arguments: list[str]) -> N
     (folder / "rows.jsonl").write_text(json.dumps({"prompt": "2+2=", "completion": "4", "answer": "4"}) + "\n")
     code = f"import sys; from groupwise.cli.commands import main; rc = main({arguments!r}); sys.exit(rc or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_a_worked_step_needs_torch_and_no_model() -> None:
+    code = (
+        "import sys; from groupwise.cli.commands import main; rc = main(['explain'])\n"
+        "loaded = {'transformers', 'torch._dynamo', 'torch.distributed.fsdp', 'datasets', 'pandas'} & set(sys.modules)\n"
+        "sys.exit(rc or ' '.join(sorted(loaded)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 REFUSED = [["train", "r.yaml", "--lr", "1e-4"], ["explain", "--preset", "gpro"], ["train", "r.yaml", "objective=gpro"], ["trian"],
@@ -390,6 +404,32 @@ def test_a_slip_in_a_value_gets_the_nearest_right_one(typed: list[str], meant: s
     assert meant in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "typed",
+    [["eval"], ["chat"], ["view"], ["check"], ["score"], ["explain"], ["replay", "--step", "1"], ["runs"]],
+    ids=" ".join,
+)
+def test_a_slip_in_the_name_of_a_run_gets_the_nearest_run(
+    typed: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "runs" / "mine").mkdir(parents=True)
+    assert commands.main([typed[0], "runs/mien", *typed[1:]]) == 2
+    assert "did you mean runs/mine?" in capsys.readouterr().err
+
+
+def test_a_slip_in_the_name_of_a_recipe_gets_the_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(["train", "r.yml"]) == 2
+    assert "did you mean r.yaml?" in capsys.readouterr().err
+
+
+def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        commands.main([])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert all(re.search(rf"^    {name}\s", said, re.MULTILINE) for name in COMMANDS)
+
+
 # ---------------------------------------------------------------- completion
 
 
@@ -401,16 +441,77 @@ def completed(*words: str, folder: Path) -> set[str]:
     )
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True, cwd=folder)
     assert not done.stderr
-    return set(done.stdout.split())
+    return set(done.stdout.splitlines())
 
 
 def test_bash_completes_commands_options_recipes_and_keys(folder: Path) -> None:
+    (folder / "my rows.jsonl").touch()
     assert completed("groupwise", "ch", folder=folder) == {"check", "chat"}
     assert completed("groupwise", "train", "--dr", folder=folder) == {"--dry-run"}
     assert {"r.yaml", "bundled"} <= completed("groupwise", "train", "", folder=folder)
     assert completed("groupwise", "train", "r.yaml", "group.group_", folder=folder) == {"group.group_size="}
     assert completed("groupwise", "config", "optimizer.l", folder=folder) == {"optimizer.lr"}
     assert completed("groupwise", "completion", "f", folder=folder) == {"fish"}
+    assert completed("groupwise", "score", "my", folder=folder) == {"my rows.jsonl"}
+
+
+TAB = [
+    ("groupwise train r.yaml --dr", "--dry-run"),
+    ("groupwise train r.yaml group.group_", "group.group_size="),
+    ("groupwise recipes import-", "import-trl"),
+    ("groupwise view ru", "runs/"),
+]
+"""What is typed before the Tab key, and how its last word then reads."""
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_the_tab_key_completes_in_a_terminal(shell: str, folder: Path) -> None:
+    """An interactive shell in a terminal of its own: what stands in the line after Tab is what runs after Return."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    (folder / "runs").mkdir(exist_ok=True)
+    (folder / f"c.{shell}").write_text(command("completion", shell).stdout)
+    log = folder / f"typed.{shell}"
+    start = {"bash": ["bash", "--norc", "--noprofile", "-i"], "zsh": ["zsh", "-f", "-i"]}[shell]
+    child, terminal = pty.fork()
+    if child == 0:  # pragma: no cover
+        os.chdir(folder)
+        os.execvpe(start[0], start, {**os.environ, "TERM": "dumb", "PS1": "", "HOME": str(folder)})
+
+    def enter(line: str) -> None:
+        os.write(terminal, f"{line}\n".encode())
+        shown = b""
+        while b"[done]" not in shown:
+            assert select.select([terminal], [], [], 60)[0], (line, shown)
+            shown += os.read(terminal, 65536)
+
+    try:
+        enter(f'source ./c.{shell}; groupwise() {{ printf "%s\\n" "$@" > "{log}"; echo "[""done]"; }}; groupwise')
+        for typed, expected in TAB:
+            enter(f"{typed}\t")
+            found = log.read_text().splitlines()[-1]
+            assert found == (expected if shell == "bash" else expected.rstrip("/")), typed  # zsh ends a folder without its slash
+    finally:
+        os.close(terminal)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+def test_fish_completes_commands_options_and_keys(folder: Path) -> None:
+    (folder / "c.fish").write_text(command("completion", "fish").stdout)
+
+    def offered(line: str) -> set[str]:
+        asked = ["fish", "--no-config", "-c", f"source c.fish; complete -C '{line}'"]
+        done = subprocess.run(
+            asked, capture_output=True, text=True, check=True, cwd=folder, env={**os.environ, "HOME": str(folder)}
+        )
+        return {text.partition("\t")[0] for text in done.stdout.splitlines()}
+
+    assert offered("groupwise ch") == {"check", "chat"}
+    assert offered("groupwise train r.yaml --dr") == {"--dry-run"}
+    assert offered("groupwise train r.yaml group.group_") == {"group.group_size="}
+    assert offered("groupwise config optimizer.l") == {"optimizer.lr"}
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])

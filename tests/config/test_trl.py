@@ -208,9 +208,37 @@ def test_a_script_is_read_and_never_run() -> None:
     assert found.keys["model.path"] == "Qwen/Qwen2-0.5B-Instruct" and found.keys["model.dtype"] == "bfloat16"
     assert found.keys["model.lora"] == {"rank": 8, "alpha": 16, "targets": "all-linear"}
     assert found.keys["data.path"] == "trl-lib/tldr" and found.keys["save.report_to"] == ["tensorboard"]
-    assert found.keys["rewards"] == [{"function": "train.py:short"}, {"function": "accuracy"}]
+    assert found.keys["rewards"] == [{"function": "rewards.py:short"}, {"function": "accuracy"}]
+    assert any("move short into rewards.py: train.py would train when it is imported" in text for text in found.needed)
     unread = {line.name: line.value for line in found.lines if line.fate is None}
     assert unread == {"per_device_train_batch_size": "int(os.environ['B'])", "**": "more"}
+
+
+def test_functions_of_a_script_that_trains_only_as_a_program_stay_in_it() -> None:
+    for guarded in ("def main():\n", "if __name__ == '__main__':\n"):
+        head, call = SCRIPT.split("trainer = ")
+        call = "".join(f"    {line}\n" for line in f"trainer = {call}trainer.train()".splitlines())
+        found = read(head + guarded + call, "train.py")
+        assert found.keys["rewards"][0] == {"function": "train.py:short"}
+        assert not [text for text in found.needed if "would train" in text]
+
+
+@pytest.mark.parametrize(
+    ("told", "path"),
+    [
+        ('"json", data_files="rows/train.jsonl", split="train"', "rows/train.jsonl"),
+        ('"parquet", data_files={"train": "a.parquet", "test": "b.parquet"}, split="test"', "b.parquet"),
+        ('"json", data_files=FILE', "named.jsonl"),
+        ('"json", data_files=glob("*.jsonl")', None),
+        ('"json"', None),
+    ],
+)
+def test_rows_in_files_are_the_files(told: str, path: str | None) -> None:
+    """`load_dataset("json", ...)` names a format; the file is in `data_files`."""
+    found = read('FILE = "named.jsonl"\n' + SCRIPT.replace('"trl-lib/tldr", split="train"', told), "train.py")
+    assert found.keys.get("data.path") == path
+    assert "data.split" not in found.keys
+    assert any(text.startswith("data.path") for text in found.needed) == (path is None)
 
 
 @pytest.mark.parametrize(
@@ -502,7 +530,7 @@ training_args = GRPOConfig(
 )
 trainer = GRPOTrainer(model="Qwen/Qwen2-0.5B-Instruct", reward_funcs=reward_len, args=training_args, train_dataset=dataset)
 """, "GRPOConfig", {"model.path": "Qwen/Qwen2-0.5B-Instruct", "data.path": "trl-lib/tldr", "steps": 2, "group.prompts_per_step": 1,
-                    "rewards": [{"function": "config.py:reward_len"}]}),
+                    "rewards": [{"function": "rewards.py:reward_len"}]}),
 }  # fmt: skip
 """Name -> arguments as published, the class, and keys that follow from them."""
 

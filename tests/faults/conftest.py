@@ -47,7 +47,7 @@ class Row:
     injected: str
     outcome: str
     status: str
-    """Exit code of the command; a dash where the run goes on to its end, or no command is involved."""
+    """Exit code of the command; a dash where the run continues to its end, or no command is involved."""
     passed: bool
 
 

@@ -96,7 +96,7 @@ def batch(*texts: str, **columns: list[Any]) -> Completions:
 # ---- that do not return ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fault("T2", "reward sleeps 1 h, no timeout set", "error that names it after the default; the same command goes on")
+@pytest.mark.fault("T2", "reward sleeps 1 h, no timeout set", "error that names it after the default; the same command continues")
 def test_t2_a_reward_that_hangs_without_a_timeout_ends_the_run(
     recipe: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

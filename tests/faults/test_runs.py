@@ -72,7 +72,7 @@ def saved(folder: Path) -> int | None:
 
 
 @pytest.mark.fault(
-    "T1c", "a reward raises at step 3, before any checkpoint", "RewardError; step 2 is saved, the run goes on from it"
+    "T1c", "a reward raises at step 3, before any checkpoint", "RewardError; step 2 is saved, the run continues from it"
 )
 def test_t1c_an_error_of_a_reward_saves_the_last_whole_step(
     recipe: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str], record_property: Callable
@@ -231,7 +231,7 @@ def test_c6b_a_folder_that_became_read_only(
     assert "Traceback" not in told
 
 
-@pytest.mark.fault("C6c", "the run folder is deleted while the run goes on", "StorageError at the next line of the log")
+@pytest.mark.fault("C6c", "the run folder is deleted while the run continues", "StorageError at the next line of the log")
 @pytest.mark.parametrize("rollouts", [0, 1])
 def test_a_folder_that_vanishes_is_noticed(rollouts: int, recipe: Callable) -> None:
     steps = train(load_recipe(recipe("r", save={"rollouts_every": rollouts, "every": 0})))
@@ -410,7 +410,7 @@ def workers_of(run: int) -> list[str]:
 
 @pytest.mark.parametrize("where", ["make_learner", "make_engine", "_check_credit", "_judges"])
 def test_a_job_that_cannot_be_put_together_leaves_no_worker(where: str, recipe: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody would end them before the program's end: a notebook goes on."""
+    """Nobody would end them before the program's end: a notebook continues."""
     kept: list[Any] = []  # as a traceback that somebody holds on to keeps what was made
     make = build.build_rewards
 
@@ -463,7 +463,7 @@ def test_a_save_that_fails_beside_an_error_holds_nothing_back(recipe: Callable, 
 
 
 @pytest.mark.fault(
-    "F7", "done.json is a list, a number, cut off, or nested without end", "it counts as not finished; the run goes on"
+    "F7", "done.json is a list, a number, cut off, or nested without end", "it counts as not finished; the run continues"
 )
 @pytest.mark.parametrize("text", ["[1, 2]", "7", '{"step": "x"}', '{"st', "[" * 100_000, "\x00"])
 def test_f7_a_foreign_done_json(text: str, recipe: Callable) -> None:
@@ -494,7 +494,7 @@ def test_f8_a_damaged_config(
     assert main(["train", str(path)]) == 0
 
 
-@pytest.mark.fault("F11", "environment.json: attempts is a number", "it is put aside and begun anew; the run goes on")
+@pytest.mark.fault("F11", "environment.json: attempts is a number", "it is put aside and begun anew; the run continues")
 @pytest.mark.parametrize("text", ['{"attempts": 3}', "[]", "{", '"x"'])
 def test_f11_a_damaged_environment(text: str, recipe: Callable) -> None:
     path = recipe("r", steps=2, save={"every": 1})
@@ -525,7 +525,7 @@ def pairs(count: int, sign: str = "+") -> str:
 
 
 @pytest.mark.fault(
-    "C9d", "the data file changed between two runs: as many rows, other prompts", "ConfigError: which; --accept-changes goes on"
+    "C9d", "the data file changed between two runs: as many rows, other prompts", "ConfigError: which; --accept-changes continues"
 )
 @pytest.mark.parametrize("key", ["path", "eval_path"])
 def test_c9d_data_that_changed_are_noticed(
@@ -550,7 +550,7 @@ def test_c9d_data_that_changed_are_noticed(
     assert history[0]["inputs"][f"data.{key}"]["xxh3_128"] != history[1]["inputs"][f"data.{key}"]["xxh3_128"]
 
 
-@pytest.mark.fault("C9b", "the file of a reward function changed between two runs", "ConfigError: which; --accept-changes goes on")
+@pytest.mark.fault("C9b", "the file of a reward changed between two runs", "ConfigError: which; --accept-changes continues")
 @pytest.mark.parametrize("function", ["judges.py:judge", "changing_judge:judge"])
 def test_c9b_reward_code_that_changed_is_noticed(
     function: str, recipe: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -20,7 +20,8 @@ from groupwise.data.packing import pack
 from groupwise.models.policy import Policy
 from groupwise.records import Sample, Scored
 from groupwise.training.critics import Critic, with_values
-from groupwise.training.online import policy_loss, weigh, with_reference
+from groupwise.training.online import policy_loss, with_reference
+from groupwise.training.samples import weigh
 from groupwise.training.teachers import Teacher, with_teacher
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}

@@ -27,7 +27,8 @@ from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.run import train
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer
-from groupwise.training.scoring import sample_of, score
+from groupwise.training.samples import sample_of
+from groupwise.training.scoring import score
 
 
 class Even:

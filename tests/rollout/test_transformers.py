@@ -7,7 +7,7 @@ import torch
 from groupwise.models.attention import plain_attention
 from groupwise.records import Finish, Sampling
 from groupwise.rollout.transformers import TransformersEngine
-from groupwise.training.scoring import unbranched
+from groupwise.training.samples import unbranched
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen2"])

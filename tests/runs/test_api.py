@@ -34,7 +34,8 @@ from groupwise.config.recipes import load_recipe
 from groupwise.errors import ConfigError, DataError
 from groupwise.records import Prompt
 from groupwise.runs import api, keys
-from groupwise.training.scoring import sample_of, score
+from groupwise.training.samples import sample_of
+from groupwise.training.scoring import score
 
 ROOT = Path(__file__).parents[2]
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(8)]

@@ -113,7 +113,7 @@ from groupwise.runs.plan import microbatch
 from groupwise.models.shape import Shape
 from groupwise.records import Prompt, Sampling
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.training.scoring import sample_of
+from groupwise.training.samples import sample_of
 from groupwise.config.settings import GroupSettings, ModelSettings, OptimizerSettings, ScratchSettings
 from groupwise.runs.sizing import Load, rank
 from tokenizers import Tokenizer, models

@@ -23,7 +23,8 @@ from groupwise.runs import replay as replaying
 from groupwise.runs.folder import read_metrics, read_step
 from groupwise.runs.replay import replay
 from groupwise.runs.run import train
-from groupwise.training.scoring import sample_of, score
+from groupwise.training.samples import sample_of
+from groupwise.training.scoring import score
 
 spec = importlib.util.spec_from_file_location("replay_runs", Path(__file__).with_name("replay_runs.py"))
 assert spec is not None

@@ -17,8 +17,9 @@ from groupwise.models.policy import Policy
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
 from groupwise.records import Scored
 from groupwise.training.closed_form import closed_form
-from groupwise.training.online import batch_loss, entropy_terms, weigh, with_reference, worked
-from groupwise.training.scoring import batches_of, sample_of, score
+from groupwise.training.online import batch_loss, entropy_terms, with_reference, worked
+from groupwise.training.samples import sample_of, weigh
+from groupwise.training.scoring import batches_of, score
 
 SETTINGS = {
     **{name: {} for name in ALGORITHMS},

@@ -22,8 +22,9 @@ from groupwise.rollout.asynchronous import PrefetchedRollouts
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.engines import sampled_elsewhere
 from groupwise.training.metrics import measure
-from groupwise.training.online import improve, policy_loss, train_online, weigh, with_scores
+from groupwise.training.online import improve, policy_loss, train_online, with_scores
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.samples import weigh
 
 
 def grpo(**keywords: Any) -> Algorithm:

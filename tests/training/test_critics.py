@@ -31,8 +31,9 @@ from groupwise.runs import policies
 from groupwise.runs.run import train
 from groupwise.training import critics, metrics
 from groupwise.training.critics import Critic, with_values
-from groupwise.training.online import improve, policy_loss, weigh, with_reference
+from groupwise.training.online import improve, policy_loss, with_reference
 from groupwise.training.optimizer import Optimizer
+from groupwise.training.samples import weigh
 
 
 def valued(group: Scored, *, seed: int = 0, reference: bool = True) -> Scored:

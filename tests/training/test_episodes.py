@@ -27,9 +27,10 @@ from groupwise.training.closed_form import closed_form
 from groupwise.training.critics import Critic
 from groupwise.training.metrics import completion_metrics, episode_metrics, measure
 from groupwise.training.mismatch import diagnose
-from groupwise.training.online import policy_loss, train_online, weigh, with_reference, with_scores, worked
+from groupwise.training.online import policy_loss, train_online, with_reference, with_scores, worked
 from groupwise.training.optimizer import Optimizer, StepStats
-from groupwise.training.scoring import batches_of, joined, part_of, samples_of, score, score_rollouts, unbranched
+from groupwise.training.samples import joined, part_of, samples_of, unbranched, weigh
+from groupwise.training.scoring import batches_of, score, score_rollouts
 from groupwise.training.teachers import Teacher
 from groupwise.training.updating import Update
 

@@ -18,7 +18,8 @@ from groupwise.models.policy import ForwardOutput, Policy
 from groupwise.records import Batch, Layout, Prompt, Rollout, Sampling
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.mismatch import diagnose
-from groupwise.training.scoring import sample_of, score
+from groupwise.training.samples import sample_of
+from groupwise.training.scoring import score
 
 Logp = list[np.ndarray]
 

@@ -20,9 +20,10 @@ from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.critics import Critic
-from groupwise.training.online import improve, train_online, weigh
+from groupwise.training.online import improve, train_online
 from groupwise.training.optimizer import Optimizer
-from groupwise.training.scoring import sample_of, score
+from groupwise.training.samples import sample_of, weigh
+from groupwise.training.scoring import score
 from groupwise.training.teachers import Teacher
 
 Rule = Callable[[Rollout], "tuple[float, ...] | float | None"]

@@ -26,9 +26,10 @@ from groupwise.algorithms.registry import ALGORITHMS, Algorithm
 from groupwise.config.settings import OptimizerSettings
 from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored
-from groupwise.training.online import improve, weigh
+from groupwise.training.online import improve
 from groupwise.training.optimizer import Optimizer
-from groupwise.training.scoring import sample_of, score
+from groupwise.training.samples import sample_of, weigh
+from groupwise.training.scoring import score
 from groupwise.training.updating import Update
 
 ROOT = Path(__file__).parents[2]

@@ -30,9 +30,10 @@ from groupwise.rollout.mixed import MixedEngine
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.run import train
 from groupwise.training.critics import Critic, with_values
-from groupwise.training.online import improve, policy_loss, weigh, with_scores
+from groupwise.training.online import improve, policy_loss, with_scores
 from groupwise.training.optimizer import Optimizer
-from groupwise.training.scoring import sample_of, score
+from groupwise.training.samples import sample_of, weigh
+from groupwise.training.scoring import score
 from groupwise.training.teachers import Demonstrations, Teacher, with_demonstrations, with_teacher
 
 F64 = torch.float64

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -95,22 +93,11 @@ def viewer() -> Iterator[Callable[..., Viewer]]:
         one.close()
 
 
-def _chromium() -> str | None:
-    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-    return os.environ.get("GROUPWISE_CHROMIUM") or next((found for name in names if (found := shutil.which(name))), None)
-
-
-@pytest.fixture(scope="session")
-def chromium() -> Iterator[Any]:
-    """A headless browser; skips, with what to install, where there is none."""
-    sync = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install 'groupwise[test]'")
-    path = _chromium()
-    if path is None:
-        pytest.skip("no Chromium: install one (apt-get install chromium), or name it in GROUPWISE_CHROMIUM")
-    with sync.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+@pytest.fixture(scope="module")
+def chromium(chromium_with: Callable[..., Any]) -> Iterator[Any]:
+    """A headless browser, for the tests of one module."""
+    with chromium_with() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture

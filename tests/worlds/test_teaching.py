@@ -14,7 +14,8 @@ from groupwise.models.policy import Policy
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.offline import SFT, train_offline
 from groupwise.training.optimizer import Optimizer
-from groupwise.training.scoring import sample_of, score
+from groupwise.training.samples import sample_of
+from groupwise.training.scoring import score
 from groupwise.training.teachers import Teacher
 
 SEEDS = [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]

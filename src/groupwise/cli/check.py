@@ -40,7 +40,8 @@ from groupwise.runs.run import resolved
 from groupwise.runs.worlds import furnished, with_own_reward
 from groupwise.training.evaluate import RIGHT
 from groupwise.training.mismatch import diagnose
-from groupwise.training.scoring import joined, samples_of, score
+from groupwise.training.samples import joined, samples_of
+from groupwise.training.scoring import score
 
 PROMPTS, COMPLETIONS, TOKENS = 8, 4, 96
 """Size of the sample that is looked at: first prompts that training draws, completions of each, longest completion in tokens."""
@@ -164,7 +165,7 @@ def _template(recipe: Recipe, policy: Policy) -> Iterator[Finding]:
 
 
 def _turns(policy: Policy) -> Finding:
-    """What the template does to the past when a conversation goes on."""
+    """What the template does to the past when a conversation continues."""
     proofs = Turns(tokenizer=policy.tokenizer, eos_ids=policy.eos_ids).prove()
     rewriting = [proof for proof in proofs if proof.verdict == "rewrites"]
     cases = ", ".join(f"{proof.case}: {proof.verdict}" for proof in proofs)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,7 +27,8 @@ from groupwise.errors import ConfigError
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
 from groupwise.runs.folder import list_rollouts, read_step
 from groupwise.runs.origin import origin_of
-from groupwise.training.online import weigh
+from groupwise.training.samples import weigh
+from groupwise.utils.spelling import near_path
 
 PROBABILITIES = (0.5, 0.8, 0.6, 0.9, 0.3, 0.7)
 """What the policy that sampled gave to the first token, the second, ... of all completions; then again from the first."""
@@ -144,7 +146,7 @@ def work_of_run(
     """
     origin = origin_of(path)
     if origin is None:
-        raise ConfigError(f"{path} is no run: groupwise explain --preset NAME works a made-up step through")
+        raise ConfigError(f"{path} is no run{near_path(Path(path))}: groupwise explain --preset NAME works a made-up step through")
     recipe = origin.recipe
     if preset is None and not is_online(recipe.objective):
         raise ConfigError(f"{path} was trained by {recipe.objective!r}, which has no rollouts: groupwise explain --preset NAME")

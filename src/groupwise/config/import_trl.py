@@ -230,6 +230,8 @@ def _of_script(text: str, file: Path, kind: str | None) -> tuple[str, dict[str, 
             given.setdefault("use_peft", True)
             read(other, {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout",
                          "target_modules": "lora_target_modules"})  # fmt: skip
+    if isinstance(functions := given.get("reward_funcs"), list) and _trains_when_imported(tree):
+        given["reward_funcs"] = [_Unguarded(name) if isinstance(name, _Function) else name for name in functions]
     return found, given, unread
 
 
@@ -281,6 +283,22 @@ class _Function(str):
     """The name of a function of a script."""
 
 
+class _Unguarded(_Function):
+    """Of a script that trains when it is imported."""
+
+
+def _trains_when_imported(tree: ast.Module) -> bool:
+    """True if a trainer is made or run outside of functions and of `if __name__ == "__main__"`."""
+    below = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    run = [node for node in tree.body if not isinstance(node, below) and not (isinstance(node, ast.If) and _is_guard(node))]
+    calls = [node for part in run for node in ast.walk(part) if isinstance(node, ast.Call)]
+    return any(_called(call) == "train" or _called(call).endswith("Trainer") for call in calls)
+
+
+def _is_guard(node: ast.If) -> bool:
+    return any(isinstance(part, ast.Name) and part.id == "__name__" for part in ast.walk(node.test))
+
+
 def _functions(node: ast.expr, names: Mapping[str, ast.expr]) -> tuple[bool, Any]:
     """Reward functions: names of the script's own, or of what it imports."""
     if isinstance(node, ast.Name) and node.id in names:
@@ -306,6 +324,10 @@ def _computed(a: float, operator: ast.operator, b: float) -> tuple[bool, Any]:
     return False, None
 
 
+FILES = ("json", "parquet", "csv", "text", "arrow")
+"""What `load_dataset` is told in place of a data set's name where the rows are files."""
+
+
 def _dataset(node: ast.expr, names: Mapping[str, ast.expr], tree: ast.Module, which: str) -> dict[str, Any]:
     """What `load_dataset("name", split="train")` behind a trainer's argument says."""
     subscript = None
@@ -318,9 +340,17 @@ def _dataset(node: ast.expr, names: Mapping[str, ast.expr], tree: ast.Module, wh
     ):
         return {}
     split = next((k.value.value for k in node.keywords if k.arg == "split" and isinstance(k.value, ast.Constant)), subscript)
+    name = node.args[0].value
+    if name in FILES:  # a format, and not a data set: the file is what `split` names in `data_files`
+        given = next((k.value for k in node.keywords if k.arg == "data_files"), node)
+        known, files = _value(given, names)
+        name = files.get(split or "train") if isinstance(files, dict) else files
+        if not known or not isinstance(name, str):
+            return {}
+        split = None
     if which == "train_dataset":
-        return {"dataset_name": node.args[0].value} | ({"dataset_train_split": split} if split else {})
-    return {"eval_dataset_name": node.args[0].value} | ({"dataset_test_split": split} if split else {})
+        return {"dataset_name": name} | ({"dataset_train_split": split} if split else {})
+    return {"eval_dataset_name": name} | ({"dataset_test_split": split} if split else {})
 
 
 # ---------------------------------------------------------------- translating
@@ -745,10 +775,13 @@ class _Translation:
             self.needed.append("rewards: a list of {function: module:function or file.py:function, weight: ...}")
             self.note("reward_weights", "changed", "rewards.N.weight, one in each entry of rewards")
             return
-        known, own = [], []
+        known, own, unguarded = [], [], []
         for place, name in enumerate(functions):
             if name in REWARD_NAMES or name in REWARDS:
                 function = REWARD_NAMES.get(name, name)
+            elif isinstance(name, _Unguarded):
+                function = f"rewards.py:{name}"
+                unguarded.append(str(name))
             elif isinstance(name, _Function) or not isinstance(name, str):
                 function = f"{Path(self.source).name}:{name}"
             else:
@@ -757,6 +790,9 @@ class _Translation:
             weight = weights[place] if isinstance(weights, list) and place < len(weights) else None
             known.append({"function": function} | ({} if weight is None else {"weight": float(weight)}))
         self.put("rewards", known, "reward_funcs", "reward_weights")
+        if unguarded:
+            script = Path(self.source).name
+            self.needed.append(f"rewards: move {', '.join(unguarded)} into rewards.py: {script} would train when it is imported")
         if own:
             self.needed.append(f"rewards: where {', '.join(own)} {'are' if len(own) > 1 else 'is'} (rewards.py is a guess)")
 

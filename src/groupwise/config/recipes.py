@@ -27,6 +27,7 @@ from groupwise.config.strict_yaml import dump as dump_yaml
 from groupwise.config.validation import STAGE, validate_recipe
 from groupwise.errors import ConfigError
 from groupwise.utils.secrets import redacted
+from groupwise.utils.spelling import near_path
 
 ALTERNATIVES = {
     "model.path": ("model.scratch",),
@@ -582,7 +583,7 @@ def find_recipe(path: str | Path) -> Path:
         return bundled[str(path)]
     if file.is_dir():
         raise ConfigError(f"{str(path)!r} is a folder; a recipe is a .yaml file")
-    near = schema.closest(str(path), list(bundled))
+    near = schema.closest(str(path), list(bundled)) or near_path(file)
     raise ConfigError(f"no such recipe {str(path)!r}: neither a file nor one of {', '.join(bundled) or 'the bundled ones'}{near}")
 
 

@@ -393,8 +393,8 @@ class EnvironmentSettings:
     max_observation_bytes: Positive = 32768
     """The same in bytes of UTF-8."""
     past: Literal["keep", "split"] = "keep"
-    """Where the chat template writes earlier turns otherwise once a conversation goes on (drops reasoning): `keep` continues what
-    was sampled; `split` goes on behind what the template writes, as at inference, and trains each part behind what it saw."""
+    """Where the chat template writes earlier turns otherwise once a conversation continues (drops reasoning): `keep` continues what
+    was sampled; `split` continues behind what the template writes, as at inference, and trains each part behind what it saw."""
     runs: Literal["process", "thread"] | None = None
     """Where tools and environments run: `process` (worker processes, which can be killed) or `thread` (in the trainer's process,
     which is quicker to call and cannot be).  null: `process` for what is given by name, `thread` for objects."""
@@ -477,7 +477,7 @@ class CriticSettings:
     """The value function of algorithms that train one (`ppo`, or any other with `group.credit: gae`)."""
 
     path: str | None = None
-    """A backbone of its own: a checkpoint, a reward model whose head it goes on with, or `stage:NAME`.  null: a new head on the
+    """A backbone of its own: a checkpoint, a reward model whose head it continues with, or `stage:NAME`.  null: a new head on the
     policy's backbone, which then learns from both losses."""
     lr: Annotated[float, Gt(0.0), Lt(1.0)] = 1e-5
     """Peak learning rate of the head, and of a backbone of its own; all else is as in `optimizer`."""

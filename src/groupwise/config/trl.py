@@ -237,7 +237,7 @@ TABLE: dict[str, Argument] = {
     "hub_revision": NO_HUB,
     "hub_strategy": NO_HUB,
     "hub_token": NO_HUB,
-    "ignore_data_skip": _unneeded("a resumed run goes on where its data stood"),
+    "ignore_data_skip": _unneeded("a resumed run continues where its data stood"),
     "include_for_metrics": WHOLE,
     "include_num_input_tokens_seen": _unneeded("tokens/sampled and tokens/trained are in every step's metrics"),
     "label_names": LOADER,

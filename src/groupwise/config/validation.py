@@ -36,6 +36,7 @@ from groupwise.config.settings import (
     TeacherSettings,
     is_online,
 )
+from groupwise.utils.spelling import near_path
 
 Finding = tuple[tuple[str, ...], str]
 """The dotted keys that a check looked at, most telling first, and what is wrong with them."""
@@ -128,7 +129,7 @@ def wrong_model(path: str, earlier: Sequence[str] = ()) -> str | None:
     if folder.exists():
         return f"{path!r} is a file; a model is a folder in Hugging Face's format"
     if _means_local(path):
-        return f"no such folder {path!r}{_near(folder)}"
+        return f"no such folder {path!r}{near_path(folder)}"
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE") and not _cached("models", path):
         return f"no such folder {path!r}; as a hub name it is not in the cache, and HF_HUB_OFFLINE forbids fetching it"
     return None
@@ -138,13 +139,6 @@ def _means_local(path: str) -> bool:
     """True if a path that does not exist cannot be a hub name (`name` or `owner/name`), or is unlikely to be one."""
     first = path.split("/", 1)[0]
     return not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) or first in (".", "..", "~") or Path(first).is_dir()
-
-
-def _near(path: Path) -> str:
-    """What exists beside a path that does not."""
-    if not path.parent.is_dir():
-        return ""
-    return closest(path.name, [entry.name for entry in sorted(path.parent.iterdir())])
 
 
 def _cached(kind: str, name: str) -> bool:
@@ -196,7 +190,8 @@ def _scratch(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
         yield (at + "kv_heads", at + "heads"), message
     prompt, new = recipe.data.max_prompt_tokens or 1, recipe.rollout.max_new_tokens
     if is_online(recipe.objective) and prompt + new > scratch.context:
-        words = f"data.max_prompt_tokens ({prompt}) + rollout.max_new_tokens ({new})"
+        asked = "a prompt of 1 token" if recipe.data.max_prompt_tokens is None else f"data.max_prompt_tokens ({prompt})"
+        words = f"{asked} + rollout.max_new_tokens ({new})"
         keys = ("rollout.max_new_tokens", "data.max_prompt_tokens", at + "context")
         yield keys, f"{words} is {prompt + new}, more than model.scratch.context ({scratch.context})"
     kind = scratch.tokenizer
@@ -261,7 +256,7 @@ def _wrong_data(path: str) -> str | None:
         return None if file.suffix.lower() in DATA_SUFFIXES else f"{path!r} is none of {', '.join(DATA_SUFFIXES)}"
     repository = path.partition(":")[0]  # `owner/name:config`
     if file.suffix in DATA_SUFFIXES or _means_local(repository):
-        return f"no such file {path!r}{_near(file)}"
+        return f"no such file {path!r}{near_path(file)}"
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE") and not _cached("datasets", repository):
         return f"no such file {path!r}; as a hub name it is not in the cache, and HF_HUB_OFFLINE forbids fetching it"
     return None
@@ -324,7 +319,7 @@ def _wrong_name(function: str, kind: str = "function") -> str | None:
         return f"{name!r} is not the name of a {kind} (write module:{kind} or file.py:{kind})"
     if place.endswith(".py"):
         file = Path(place).expanduser()
-        return None if file.is_file() else f"no such file {place!r}{_near(file)}"
+        return None if file.is_file() else f"no such file {place!r}{near_path(file)}"
     if all(part.isidentifier() for part in place.split(".")):
         return None
     return f"{place!r} is neither a module nor a .py file"

@@ -1,6 +1,6 @@
 """A whole conversation as the chat template writes it, in which what the policy wrote keeps the ids that were sampled.
 
-Where a template writes the past otherwise once a conversation goes on (it drops old reasoning, closes turns otherwise, writes
+Where a template writes the past otherwise once a conversation continues (it drops old reasoning, closes turns otherwise, writes
 arguments in its own way), the next turn can be drawn behind what it writes, as it will be at inference.  The words of the policy
 that stand there keep their ids; only what the template or the world wrote is encoded, and what the template changed.
 """

@@ -1,7 +1,7 @@
 """Samples -> packed batches under a token budget, each prompt once per group.  The only place where anything shifts by one.
 
 A group becomes one stretch of the stream: its prompt without the last token, then for each completion a segment that begins with
-the prompt's last token and goes on with the completion without its last token.  So every position of such a segment predicts
+the prompt's last token and continues with the completion without its last token.  So every position of such a segment predicts
 exactly one completion token, the prompt's last token can predict a different first token in every segment, and the last
 completion token (which predicts nothing) is not computed at all:
 

@@ -371,7 +371,7 @@ def _accepted(found: Found | Refusal) -> Found:
 
 
 def _prompt_chat(content: Content, where: str, tools: Schemas | None = None) -> str | Chat:
-    """What is rendered of a prompt: up to where the assistant starts, or goes on."""
+    """What is rendered of a prompt: up to where the assistant starts, or continues."""
     if isinstance(content, str):
         return content
     continued = content[-1]["role"] == "assistant"

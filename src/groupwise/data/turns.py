@@ -94,7 +94,7 @@ class Turns:
     def after(self, last: int, messages: Sequence[Mapping[str, Any]]) -> Suffix:
         """What follows a completion whose last id is `last`.
 
-        messages: everything that the world says before the policy goes on, in order: the results of all calls of the turn
+        messages: everything that the world says before the policy continues, in order: the results of all calls of the turn
         (`role: tool`, with `name` and `tool_call_id` where the template shows them), then messages of the user, if any.  Text of
         control tokens in them is encoded as text: an observation cannot end a turn or begin another.
         Raises DataError if there is no message, or if the template refuses them.

@@ -84,7 +84,7 @@ def form_of(chat_template: str) -> CallForm | None:
 def read_turn(text: str, form: CallForm, *, thinking: bool = False, tools: Sequence[Mapping[str, Any]] | None = None) -> Said:
     """Content, reasoning and calls of one turn.
 
-    thinking: the prompt ended inside a think block, which the turn goes on with.
+    thinking: the prompt ended inside a think block, which the turn continues with.
     tools: JSON schemas; the form `xml`, whose values are text, reads numbers, booleans and lists by them.
     Raises ConfigError for an unknown form; never for anything that `text` may hold.
 
@@ -196,7 +196,7 @@ def _xml_call(text: str, place: int, types: Mapping[str, Mapping[str, str]]) -> 
 
 
 def _end_of_value(text: str, start: int) -> int | None:
-    """Where a value ends: at the `</parameter>` behind which the call goes on, so that a value may speak of that tag itself."""
+    """Where a value ends: at the `</parameter>` behind which the call continues, so that a value may speak of that tag itself."""
     ends = list(re.finditer(r"</parameter>(?=\s*(<parameter=|</function>))", text[start:]))
     if ends:
         return start + ends[0].start()
@@ -247,7 +247,7 @@ _HEADER_END, _BODY_END = "<|message|>", re.compile(r"<\|(end|call|return)\|>")
 
 
 def _channels(text: str) -> tuple[str, str | None, _Found]:
-    """gpt-oss: messages with a channel and perhaps a recipient; the first goes on behind `<|start|>assistant`."""
+    """gpt-oss: messages with a channel and perhaps a recipient; the first continues behind `<|start|>assistant`."""
     content, reasoning, found = [], [], []
     for header, body, end in _messages(text):
         recipient = re.search(r"to=([^\s<]+)", header)

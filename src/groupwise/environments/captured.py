@@ -398,7 +398,7 @@ class Captured:
         return following, reply
 
     def _reply(self, request: _Request) -> Reply:
-        """What the engine goes on with.  Raises Refused where there is no room."""
+        """What the engine continues with.  Raises Refused where there is no room."""
         context, stream, limits = request.context, self._stream, self.world.limits
         first = not self._turns
         follows = context.size >= stream.size and np.array_equal(context[: stream.size], stream)
@@ -438,7 +438,7 @@ class Captured:
             return
         turn = self._turns[which]
         if turn.answer:
-            return  # the harness goes on from it a second time
+            return  # the harness continues from it a second time
         turn.seconds = time.monotonic() - turn.written
         if asking is None:
             turn.answer = self.speech.decode(new.tolist())

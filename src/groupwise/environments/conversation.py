@@ -24,13 +24,13 @@ class Reply:
     tokens: np.ndarray
     """int64 (n,): ids to append before the next turn; empty where the episode is over, and usually before the first turn."""
     finish: Finish | None = None
-    """Why the episode is over; None: it goes on."""
+    """Why the episode is over; None: it continues."""
     context: np.ndarray | None = None
     """int64 (c,): the next turn is drawn behind these ids instead of behind the prompt and what was said (`records.Branch`);
     `tokens` is then empty."""
     limit: int | None = None
     """Most tokens of the next turn, where it may have fewer than the completion has room for.  A turn that reaches it ends with
-    LENGTH, and the episode goes on."""
+    LENGTH, and the episode continues."""
 
 
 class Conversation(Protocol):

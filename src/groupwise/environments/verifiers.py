@@ -171,7 +171,7 @@ def _plugin(vf: Any) -> Any:
     from verifiers.v1.runtimes import ProgramResult  # pyright: ignore[reportMissingImports]
 
     class Chat(vf.Harness[vf.HarnessConfig]):
-        """Asks for one turn behind the messages so far; a task whose user goes on is resumed."""
+        """Asks for one turn behind the messages so far; a task whose user continues is resumed."""
 
         APPENDS_SYSTEM_PROMPT = True
         SUPPORTS_RESUME = True

@@ -126,7 +126,7 @@ def adapt(policy: Policy, lora: LoraSettings, *, base: str, seed: int = 0) -> Ad
     """Put a new adapter into a policy's model, which is used up by it; at first it changes nothing.
 
     base: where the weights come from, for the adapter's file.
-    seed: of the first of its two factors; the second is 0.   A score head goes on being trained.
+    seed: of the first of its two factors; the second is 0.   A score head is trained further.
     Raises ConfigError if peft is not there, or if the adapter would lie on the embedding, the output head or stacked experts.
     """
     model = policy.model

@@ -77,7 +77,7 @@ def add_head(
 
 
 def make_scorer(blueprint: Blueprint, settings: ModelSettings, *, pooling: Pooling, seed: int = 0) -> Policy:
-    """A scoring model to train: a checkpoint that is one already goes on with its own head, a causal one gets a new one.
+    """A scoring model to train: a checkpoint that is one already continues with its own head, a causal one gets a new one.
 
     Raises ConfigError if the checkpoint pools otherwise than asked, or cannot score.
     """

@@ -89,7 +89,7 @@ class WorkerGone(Exception):
 
 
 class Worker:
-    """The parent's end of one worker process.  Its start goes on beside the parent's own work until `ready` is asked for."""
+    """The parent's end of one worker process.  Its start continues beside the parent's own work until `ready` is asked for."""
 
     def __init__(
         self,

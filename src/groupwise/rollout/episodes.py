@@ -123,12 +123,12 @@ class Conversations:
         one.reply = one.conversation.open()
 
     def turn(self, one: Completion, finish: Finish) -> None:
-        """The turn has ended; the completion's `reply` will say how it goes on."""
+        """The turn has ended; the completion's `reply` will say how it continues."""
         assert one.conversation is not None and one.reply is None
         one.reply = one.conversation.answer(list(one.written), finish, logp=one.logp[one.turn :], version=one.version[-1])
 
     def hear(self, one: Completion, version: int) -> Rollout | None:
-        """Take the reply, which must be there; the record of a completion that is over with it, None of one that goes on.
+        """Take the reply, which must be there; the record of a completion that is over with it, None of one that continues.
 
         version: of the weights at the moment.   Raises what the world failed with, and EngineError for a reply behind which nothing
         can be drawn.

@@ -21,7 +21,7 @@ class Stopping:
         self._may_end: dict[int, bool] = {}
 
     def finish(self, tokens: list[int], limit: int) -> Finish | None:
-        """Why a completion ends with the last of these tokens; None if it goes on."""
+        """Why a completion ends with the last of these tokens; None if it continues."""
         if tokens[-1] in self.eos_ids:
             return Finish.EOS
         if self.stop and self._completes(tokens):

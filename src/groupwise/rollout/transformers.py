@@ -236,7 +236,7 @@ class _Vocabulary(LogitsProcessor):
 
 
 class _Ends(StoppingCriteria):
-    """Notes where and why each row ended; the batch goes on until all have."""
+    """Notes where and why each row ended; the batch continues until all have."""
 
     def __init__(self, stopping: Stopping, limits: list[int], prompt: int) -> None:
         self.stopping, self.limits, self.prompt = stopping, limits, prompt

@@ -63,7 +63,7 @@ def hold(
     """The policy that `make` makes, as the processes of this run hold it, by `Recipe.parallel`.
 
     A sharded one is read piece by piece where its checkpoint allows it; else every process reads all and keeps its part.
-    resume: where an adapter goes on from; other policies come from there by their blueprint.
+    resume: where an adapter continues from; other policies come from there by their blueprint.
     """
     sharding = comm.ShardingConfig.of(recipe.parallel).decided(parameter_count(blueprint), comm.world().size)
     if comm.world().size == 1 or not sharding.sharded:
@@ -81,7 +81,7 @@ def hold(
 
 
 def _resumed(policy: Policy, folder: Path | None) -> Policy:
-    """The policy, whose adapter, where it has one, goes on from a checkpoint's; other policies are read from there."""
+    """The policy, whose adapter, where it has one, continues from a checkpoint's; other policies are read from there."""
     if folder is not None and isinstance(policy, AdaptedPolicy):
         policy.restore(folder)
     return policy

@@ -40,8 +40,9 @@ from groupwise.runs.run import FINAL, REFERENCE
 from groupwise.runs.saving import reader
 from groupwise.training.closed_form import ClosedForm, Tokens, closed_form
 from groupwise.training.mismatch import diagnose
-from groupwise.training.online import minibatches, train_online, weigh
-from groupwise.training.scoring import joined
+from groupwise.training.online import minibatches, train_online
+from groupwise.training.samples import joined, weigh
+from groupwise.utils.spelling import near_path
 
 Columns = list[list[np.ndarray]]
 """Of each group and each of its completions, a number per token; empty where nothing was computed."""
@@ -220,7 +221,7 @@ def _configured(folder: Path, changes: Sequence[str]) -> tuple[Recipe, Algorithm
     try:
         text = (folder / CONFIG).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{folder} is no run folder: cannot read {CONFIG} ({error})") from error
+        raise ConfigError(f"{folder} is no run folder{near_path(folder)}: cannot read {CONFIG} ({error})") from error
     for change in changes:
         key = change.partition("=")[0].strip()
         weight = key.startswith("rewards.") and key.endswith(".weight")

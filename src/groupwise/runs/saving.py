@@ -1,5 +1,5 @@
 """The checkpoints of a run: whole weights are written by the first process, at once; those of a sharded policy by all processes, in
-the background, while training goes on.
+the background, while training continues.
 
 For the latter every process copies what it holds of the optimizer, and its share of the policy's tensors, to host memory.  A thread
 of its own then writes both, all threads check what they wrote against the disk, and the first gives the checkpoint its seal and its

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while a run goes on: it saves its last whole step and ends; at once where that can be saved, else after the
+"""Ctrl-C and SIGTERM while a run continues: it saves its last whole step and ends; at once where that can be saved, else after the
 step.
 
 A signal is acted on in the middle of sampling, scoring or a backward pass, which may take minutes; it waits only while weights

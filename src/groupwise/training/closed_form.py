@@ -17,7 +17,7 @@ from groupwise.data.packing import pack, unpack
 from groupwise.errors import DataError
 from groupwise.records import Sample
 from groupwise.training.online import batch_loss, behavior, entropy_terms, worked
-from groupwise.training.scoring import joined, part_of
+from groupwise.training.samples import joined, part_of
 
 Tokens = Mapping[tuple[str, int], np.ndarray]
 """By group and index of a completion: a number per token (n,)."""

@@ -25,7 +25,7 @@ from groupwise.config.settings import CriticSettings, OptimizerSettings
 from groupwise.models.policy import Policy
 from groupwise.records import Batch, Sample, Scored
 from groupwise.training.optimizer import Optimizer, StepStats
-from groupwise.training.scoring import joined, samples_of
+from groupwise.training.samples import joined, samples_of
 from groupwise.training.updating import assess, update
 
 

@@ -19,7 +19,7 @@ from groupwise.algorithms.losses import Terms, mismatch, off_policy_keep, token
 from groupwise.algorithms.registry import Algorithm, options
 from groupwise.records import Finish, Sample, Scored
 from groupwise.training.evaluate import RIGHT
-from groupwise.training.scoring import joined
+from groupwise.training.samples import joined
 from groupwise.training.updating import Update, balance
 
 

@@ -23,7 +23,8 @@ from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.records import Rollout, Sampling
 from groupwise.rollout.sampling import draw
-from groupwise.training.scoring import score_rollouts, stretches, unbranched
+from groupwise.training.samples import stretches, unbranched
+from groupwise.training.scoring import score_rollouts
 
 SEQUENCES, TOKENS = 4, 256
 """What is looked at: the completions that differ most, and the first tokens of each."""

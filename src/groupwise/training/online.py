@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.algorithms.advantages import Advantages, is_dead
 from groupwise.algorithms.losses import Mismatch, Terms, entropy_threshold
 from groupwise.algorithms.registry import Algorithm
 from groupwise.config.settings import GroupSettings
@@ -32,7 +31,8 @@ from groupwise.rollout.engine import Engine
 from groupwise.training.critics import Critic, Together, with_values
 from groupwise.training.metrics import by_completion, measure, token_columns
 from groupwise.training.optimizer import Optimizer, StepStats
-from groupwise.training.scoring import samples_of, score, score_rollouts
+from groupwise.training.samples import weigh
+from groupwise.training.scoring import score, score_rollouts
 from groupwise.training.teachers import Teacher, with_demonstrations, with_teacher
 from groupwise.training.updating import Update, assess, token_loss, update
 from groupwise.utils.clock import Clock
@@ -170,41 +170,6 @@ def _with_logp(groups: Sequence[Scored], name: str, policy: Policy, budget: int)
 def minibatches(groups: Sequence[Scored], group: GroupSettings) -> list[np.ndarray]:
     """The groups of each optimizer step of a pass, by place."""
     return np.array_split(np.arange(len(groups)), min(group.minibatches, len(groups)))
-
-
-def weigh(groups: Sequence[Scored], advantages: Advantages, algorithm: Algorithm) -> list[Sample]:
-    """The samples of one optimizer step, every trained token with its final weight; of an episode with branches several.
-
-    The denominators count every completion of `groups` (of the live ones with `dead_groups: drop`), also empty and masked ones,
-    which become no samples.
-    """
-    if algorithm.dead_groups == "drop":
-        kept = [i for i, found in enumerate(advantages) if not is_dead(found)]
-        groups, advantages = [groups[i] for i in kept], [advantages[i] for i in kept]
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    masked = [algorithm.truncated == "mask" and rollout.truncated for rollout in rollouts]
-    tokens_R = np.array([0 if out else int(r.trained.sum()) for r, out in zip(rollouts, masked, strict=True)], dtype=np.int64)
-    prompt_R = np.array([i for i, group in enumerate(groups) for _ in group.rollouts], dtype=np.int64)
-    weight_R = algorithm.weights(tokens_R, prompt_R) if rollouts else np.zeros(0)
-    credit = [advantage for group in advantages for advantage in group]
-    signals = [{name: column[i] for name, column in group.signals.items()} for group in groups for i in range(len(group.rollouts))]
-    columns = zip(rollouts, weight_R, credit, signals, tokens_R, strict=True)
-    return [
-        sample
-        for rollout, weight, advantage, found, tokens in columns
-        if tokens > 0
-        for sample in samples_of(
-            rollout,
-            weight=float(weight),
-            advantage=advantage,
-            reference_logp=found.get("reference_logp"),
-            extra={name: found[name] for name in TRAVELLING if name in found},
-        )
-    ]
-
-
-TRAVELLING = ("scored_logp", "value", "return")
-"""Signals of completions that a loss reads, beside the reference's."""
 
 
 def improve(

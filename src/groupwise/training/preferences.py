@@ -265,7 +265,7 @@ def preference_rows(groups: Iterable[Scored], judge: str | None = None) -> list[
 
     judge: the name of one of the groups' reward functions; None: their weighted sum.
     Groups without a difference, with equal or with empty texts, give none.  A row keeps its prompt's columns, so that the template
-    of the old data fits: the reward model goes on learning from the new pairs with a share of the old ones
+    of the old data fits: the reward model continues learning from the new pairs with a share of the old ones
     (`reward_model.replay`), as in DeepSeekMath's Algorithm 1 (2402.03300).  Raises ConfigError for an unknown judge.
     """
     rows = []

@@ -28,7 +28,8 @@ from groupwise.models.policy import Policy
 from groupwise.ops.divergence import head_divergence
 from groupwise.records import Batch, Prompt, Sample, Scored
 from groupwise.rollout.vllm.scoring import ScoringServers
-from groupwise.training.scoring import joined, samples_of, score, stretches
+from groupwise.training.samples import joined, samples_of, stretches
+from groupwise.training.scoring import score
 
 UNBOUNDED = 1 << 60
 """Positions: everything in one batch."""

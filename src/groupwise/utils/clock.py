@@ -22,7 +22,7 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time what happens inside; a phase that is entered again goes on counting."""
+        """Time what happens inside; a phase that is entered again continues counting."""
         start = time.perf_counter()
         try:
             yield

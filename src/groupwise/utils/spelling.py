@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 def nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -24,6 +25,15 @@ def nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
         return min(near, key=lambda one: (slips[one], -alike[one]))
     likely = [one for one in known if alike[one] >= cutoff]
     return max(likely, key=lambda one: alike[one]) if likely else None
+
+
+def near_path(path: Path) -> str:
+    """` (did you mean ...?)` for a path that does not exist: what lies beside it under a similar name; or an empty string."""
+    try:
+        near = None if path.exists() else nearest(path.name, sorted(entry.name for entry in path.parent.iterdir()))
+    except OSError:
+        return ""
+    return "" if near is None else f" (did you mean {path.parent / near}?)"
 
 
 def distance(first: str, second: str) -> int:

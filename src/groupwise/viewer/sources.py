@@ -25,6 +25,7 @@ from groupwise.data.vocabulary import Vocabulary
 from groupwise.errors import DataError
 from groupwise.runs import folder as runlog
 from groupwise.runs import recorded
+from groupwise.utils.spelling import near_path
 
 TRAINING, HELD_OUT = "training", "evaluation"
 """The two kinds of completions that a run holds."""
@@ -312,7 +313,7 @@ def open_source(path: str | Path, name: str | None = None) -> Source:
         raise DataError(f"{path} is no run folder (it holds no {runlog.CONFIG}){near}")
     if path.suffix in (".parquet", ".jsonl", ".json"):
         return File(path, name)
-    raise DataError(f"{path} is neither a run folder nor a .parquet, .jsonl or .json file")
+    raise DataError(f"{path} is neither a run folder nor a .parquet, .jsonl or .json file{near_path(path)}")
 
 
 def open_sources(paths: Sequence[str | Path]) -> list[Source]:

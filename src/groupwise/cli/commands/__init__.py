@@ -138,9 +138,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     typed = list(sys.argv[1:] if arguments is None else arguments)
     parser, commands = parsers(typed[:1])
     added = installed(parser)
-    if typed and typed[0] in added:
+    if not typed:
+        parser.print_help(sys.stderr)
+        sys.exit(2)
+    if typed[0] in added:
         return argparse.Namespace(command=typed[0], debug=False, run=lambda _: run_installed(added[typed[0]], typed[1:]))
-    if typed and not typed[0].startswith("-") and typed[0] not in COMMANDS:
+    if not typed[0].startswith("-") and typed[0] not in COMMANDS:
         near = nearest(typed[0], COMMANDS)
         hint = f"did you mean {near}?" if near is not None else f"there are {', '.join(COMMANDS)}"
         parser.error(f"there is no command {typed[0]!r}; {hint}")

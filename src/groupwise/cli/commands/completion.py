@@ -85,7 +85,10 @@ def _bash(
         return
       fi ;;
   esac
-  COMPREPLY=($(compgen -W "$words" -- "$current") $(compgen -f -- "$current"))
+  COMPREPLY=($(compgen -W "$words" -- "$current"))
+  local IFS=$'\\n'
+  COMPREPLY+=($(compgen -f -- "$current"))
+  compopt -o filenames 2>/dev/null
 }}
 complete -F _groupwise groupwise
 """

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from groupwise.errors import ConfigError
+from groupwise.utils.spelling import near_path
 from groupwise.utils.terminal import escaped
 
 EXAMPLES = (
@@ -25,7 +26,7 @@ def run(given: argparse.Namespace) -> int:
 
     root = Path(given.folder)
     if not root.is_dir():
-        raise ConfigError(f"no such folder: {root}")
+        raise ConfigError(f"no such folder: {root}{near_path(root)}")
     rows = []
     for folder in list_runs(root):
         lines = read_metrics(folder)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from groupwise.cli.commands import arguments as typed
 from groupwise.errors import ConfigError
+from groupwise.utils.spelling import near_path
 
 EXAMPLES = (
     "groupwise score accuracy completions.jsonl                       a built-in over the rows of a file",
@@ -38,6 +39,8 @@ def run(given: argparse.Namespace) -> int:
     if given.reward is None:
         origin = origin_of(given.file) if Path(given.file).is_dir() else None
         if origin is None or not origin.recipe.rewards:
+            if hint := near_path(Path(given.file)):
+                raise ConfigError(f"there is no {given.file}{hint}")
             raise ConfigError(
                 f"name a reward function: groupwise score REWARD {given.file} (only a run with rewards brings its own)"
             )

@@ -5,7 +5,7 @@
                   step's completions are recorded (`save.rollouts_every`), and the library has tables
     once          the resolved recipe, with secrets redacted
 
-A run that is resumed goes on in the dashboards' run that it began, whose name each library gave stands in `dashboards.json`.  Steps
+A resumed run continues in the dashboards' run that it began, whose name each library gave stands in `dashboards.json`.  Steps
 that were sent and are taken again are the same steps, and are not sent twice.
 
 Importing this file imports no dashboard's library, and not torch.
@@ -55,7 +55,7 @@ class About:
 
 
 class Dashboard(Protocol):
-    """One library's run.  Whatever a method raises, `Dashboards` takes the dashboard away and the run goes on."""
+    """One library's run.  Whatever a method raises, `Dashboards` takes the dashboard away and the run continues."""
 
     identity: str | None
     """What the library calls the run, by which it is found again; None where it is made anew at every start."""
