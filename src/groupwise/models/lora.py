@@ -172,7 +172,8 @@ def adapter_size(model: PreTrainedModel, lora: LoraSettings) -> int:
 def bare(policy: Policy) -> BarePolicy:
     """The weights under a policy's adapter: the reference that costs nothing."""
     fields: dict[str, Any] = {name: getattr(policy, name) for name in Policy.__dataclass_fields__}
-    return BarePolicy(**fields | {"dropout": None}, adapted=policy)
+    fields["dropout"] = None
+    return BarePolicy(**fields, adapted=policy)
 
 
 @contextmanager
