@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from groupwise.config.settings import ModelSettings
 from groupwise.errors import ConfigError
-from groupwise.models.policy import load_policy
+from groupwise.models.policy import load_policy, read_blueprint
 from groupwise.models.shape import Shape
+from groupwise.runs.policies import weightless
 
 
 def cut_off(file: Path) -> None:
@@ -46,6 +49,47 @@ def test_damaged_weights_are_refused(damage: Callable[[Path], None], said: str, 
     damage(tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=said):
         load_policy(ModelSettings(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "KeyError: 'spiral'"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "KeyError: .*'factor'"),
+        ("llama", {"num_attention_heads": 5}, "hidden size .* is not a multiple"),
+        ("llama", {"hidden_size": "32"}, "'hidden_size' expected int"),
+        ("llama", {"hidden_act": "glu9"}, "KeyError: 'glu9'"),
+        ("llama", {"model_type": "phi3"}, "must be one of \\['longrope'\\]"),
+    ],
+)
+def test_configurations_that_describe_no_model_are_refused_in_words(
+    family: str, changes: dict[str, Any], said: str, tiny_policy: Callable, tmp_path: Path
+) -> None:
+    tiny_policy(family).save(tmp_path)
+    file = tmp_path / "config.json"
+    if "model_type" in changes:  # a rope that the other family does not know
+        changes = changes | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(ConfigError, match=rf"config.json of .* describes no model that can be built .*{said}"):
+        load_policy(ModelSettings(path=str(tmp_path)))
+
+
+def test_the_plan_of_a_configuration_that_describes_no_model_is_refused_in_words(tiny_policy: Callable, tmp_path: Path) -> None:
+    tiny_policy().save(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_act": "glu9"}))
+    with pytest.raises(ConfigError, match=r"describes no model that can be built .KeyError: 'glu9'.: correct it"):
+        weightless(read_blueprint(ModelSettings(path=str(tmp_path))))
+
+
+def test_weights_that_nothing_uses_are_named(tiny_policy: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny_policy().save(tmp_path)
+    load_policy(ModelSettings(path=str(tmp_path)))
+    assert "nothing uses" not in caplog.text
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 1}))
+    load_policy(ModelSettings(path=str(tmp_path)))
+    assert "nothing uses model.layers.1.input_layernorm.weight and 8 more of the weights" in caplog.text
 
 
 def test_loaded_weights_lie_as_others_do(tiny_policy: Callable, tmp_path: Path) -> None:

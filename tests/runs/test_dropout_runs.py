@@ -24,7 +24,7 @@ def checkpoint(tmp_path: Path) -> str:
     """A small GPT-2 that drops a tenth of everything."""
     tokenizer = make_tokenizer("arithmetic")
     torch.manual_seed(0)
-    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    ids: dict[str, Any] = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=96, vocab_size=len(tokenizer), **ids)).save_pretrained(
         tmp_path / "gpt2"
     )

@@ -126,7 +126,7 @@ def adapt(policy: Policy, lora: LoraSettings, *, base: str, seed: int = 0) -> Ad
     """Put a new adapter into a policy's model, which is used up by it; at first it changes nothing.
 
     base: where the weights come from, for the adapter's file.
-    seed: of the first of its two factors; the second is 0.   A score head is trained further.
+    seed: of the first of its two factors; the second is 0.   A score head goes on being trained.
     Raises ConfigError if peft is not there, or if the adapter would lie on the embedding, the output head or stacked experts.
     """
     model = policy.model
@@ -171,7 +171,8 @@ def adapter_size(model: PreTrainedModel, lora: LoraSettings) -> int:
 
 def bare(policy: Policy) -> BarePolicy:
     """The weights under a policy's adapter: the reference that costs nothing."""
-    fields: dict[str, Any] = {name: getattr(policy, name) for name in Policy.__dataclass_fields__} | {"dropout": None}
+    fields: dict[str, Any] = {name: getattr(policy, name) for name in Policy.__dataclass_fields__}
+    fields["dropout"] = None
     return BarePolicy(**fields, adapted=policy)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import pickle
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
@@ -49,6 +51,8 @@ from groupwise.models.streaming import Pieces, check_finite, empty_model
 from groupwise.ops.linear_cross_entropy import Head
 from groupwise.ops.tiles import tiled
 from groupwise.records import Batch, Layout, Routing, Sample, Stretch
+
+log = logging.getLogger(__name__)
 
 transformers_logging.disable_progress_bar()
 
@@ -431,6 +435,8 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
         tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=settings.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {path!r} cannot be read: {str(error).splitlines()[0]}") from error
+    except UNBUILDABLE as error:
+        raise unbuildable(path, error) from error
     tokenizer = with_chat_template(tokenizer, settings.chat_template)
     check_vocabulary(len(tokenizer), config.to_dict().get("vocab_size"))
     generation = _read_generation_config(path) or GenerationConfig.from_model_config(config)
@@ -478,6 +484,19 @@ def _read_generation_config(path: str) -> GenerationConfig | None:
         ) from error
 
 
+UNBUILDABLE = (KeyError, TypeError, AttributeError, StrictDataclassError)
+"""What transformers raises, beside ValueError, for a configuration that it cannot make a model of."""
+
+
+def unbuildable(path: Any, error: Exception) -> ConfigError:
+    """What a user is told of it."""
+    said = ((str(error).strip().splitlines() or [""])[-1]).strip()
+    return ConfigError(
+        f"model.path: the config.json of {path!r} describes no model that can be built ({type(error).__name__}: {said}): "
+        "correct it, or fetch it again"
+    )
+
+
 def _load(kind: Any, path: str, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     """A checkpoint's model, every weight of which was read.  Raises ConfigError.   kind: a class of transformers' Auto family."""
     try:
@@ -489,12 +508,19 @@ def _load(kind: Any, path: str, dtype: torch.dtype, trust_remote_code: bool) -> 
             f"model.path: the weights in {path!r} are a pickle (pytorch_model.bin) that holds more than weights, or is damaged; "
             "nothing of it was run. Take the checkpoint's .safetensors, or save it anew as such where you trust it"
         ) from error
+    except UNBUILDABLE as error:
+        raise unbuildable(path, error) from error
     except (OSError, ValueError, RuntimeError, EOFError, SafetensorError) as error:
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"model.path: the weights in {path!r} cannot be read: {said}; fetch or copy them again") from error
     if missing := sorted(found["missing_keys"]):  # transformers would leave them random
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(f"model.path: the weights in {path!r} lack {missing[0]}{more}: fetch or copy them again")
+    if unused := sorted(found["unexpected_keys"]):
+        more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+        log.warning(
+            "model.path: nothing uses %s%s of the weights in %r: its config.json describes a model without", unused[0], more, path
+        )
     for parameter in model.parameters():  # where the file has it; a product rounds by where its numbers begin
         if parameter.data_ptr() % ALIGNED:
             parameter.data = parameter.data.clone()

@@ -20,12 +20,14 @@ from groupwise.errors import ConfigError
 from groupwise.models.fsdp import shard, shard_pieces
 from groupwise.models.lora import AdaptedPolicy, bare
 from groupwise.models.policy import (
+    UNBUILDABLE,
     Blueprint,
     Policy,
     is_scorer,
     make_policy,
     read_blueprint,
     resolve_device,
+    unbuildable,
 )
 from groupwise.models.probe import probe_checkpoint
 from groupwise.models.reward_head import make_scorer, probe_scorer
@@ -179,11 +181,14 @@ def parameter_count(blueprint: Blueprint) -> int:
 
 
 def weightless(blueprint: Blueprint) -> PreTrainedModel:
-    """A language model's modules on the meta device, by its configuration alone."""
+    """A language model's modules on the meta device, by its configuration alone.  Raises ConfigError if it describes none."""
     kept = {key: value for key, value in blueprint.config.items() if key != "model_type"}
-    config = AutoConfig.for_model(blueprint.config["model_type"], **kept)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+    try:
+        config = AutoConfig.for_model(blueprint.config["model_type"], **kept)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except (ValueError, *UNBUILDABLE) as error:
+        raise unbuildable(blueprint.config.get("_name_or_path", ""), error) from error
 
 
 def read_config(path: str | Path | None) -> dict[str, Any] | None:
