@@ -253,7 +253,7 @@ def test_k8_never_says_could_not_connect(tmp_path: Path, monkeypatch: pytest.Mon
     assert "no such folder 'gpt2'" in refused(GOOD, "model.path=gpt2")[0]
     assert "no such file 'openai/gsm8k'" in refused(GOOD, "data.path=openai/gsm8k")[0]
     (tmp_path / "runs" / "sums").mkdir(parents=True)
-    assert refused(GOOD, "model.path=runs/sum")[0].endswith("no such folder 'runs/sum' (did you mean sums?)")
+    assert refused(GOOD, "model.path=runs/sum")[0].endswith("no such folder 'runs/sum' (did you mean runs/sums?)")
     assert "it holds no config.json" in refused(GOOD, "model.path=runs/sums")[0]
     (tmp_path / "runs" / "sums" / "config.json").write_text("{}")
     assert one(GOOD, "model.path=runs/sums").model.path == "runs/sums"
