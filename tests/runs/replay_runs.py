@@ -52,6 +52,13 @@ CASES: dict[str, dict[str, Any]] = {
     "whitened": {"objective": "reinforce_pp", "group": {"beta": 0.05}},
     "schedule": {"optimizer": {"schedule": "cosine", "warmup_steps": 1, "weight_decay": 0.1}, "save": {"every": 2}},
     "single": {"model": {"attention": "single"}, "rollout": {"engine": "transformers"}},
+    "episodes": {
+        "model": {"scratch": {"hidden": 32, "layers": 1, "heads": 2, "context": 128, "tokenizer": "arithmetic"}},
+        "data": {"task": "guessing", "task_args": {"highest": 14}, "chat": True, "limit": None},
+        "environment": {"factory": "groupwise.environments.playground:Guess", "max_turns": 4, "runs": "thread"},
+        "rollout": {"max_new_tokens": 48},
+        "group": {"beta": 0.05, "minibatches": 2},
+    },
     "recompute": {"model": {"gradient_checkpointing": True}, "group": {"weights": "token_mean"}},
 }
 """What each run changes of `BASE`, merged one level deep."""
