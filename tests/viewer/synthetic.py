@@ -278,7 +278,7 @@ def _rows(
     for field in schema:
         if field.name in plain:
             columns.append(pa.array(plain[field.name]).cast(field.type))
-        elif field.name == "support":
+        elif field.name == "support" or not pa.types.is_list(field.type):  # and what only episodes have
             columns.append(pa.nulls(rows, field.type))
         elif field.name in ("prompt_ids", "eos_ids"):
             columns.append(pa.array([[1, 2]] * rows, field.type))

@@ -506,3 +506,10 @@ def test_long_texts_of_an_episode_are_cut(made: Any, tmp_path: Path) -> None:
     found = pages_of(made.make_episodes(tmp_path / "long", texts=["x" * 50_000]))
     turn = found.answer("group", {"run": "0", "step": "1", "group": "0"})["completions"][0]["episode"]["turns"][0]
     assert len(turn["answer"]) == len(turn["calls"][0]["result"]) == 6000
+
+
+def test_the_large_run_of_the_benchmark_is_a_run(made: Any, tmp_path: Path) -> None:
+    """`benchmarks/viewer.py` makes one of 640,000 completions; its files have the columns that a run writes today."""
+    pages = pages_of(made.make_large(tmp_path / "large", 201, groups=2, size=3, tokens=5))
+    found = pages.answer("group", {"run": "0", "step": "150", "group": "1"})
+    assert len(found["completions"]) == 3
