@@ -359,3 +359,18 @@ def chromium_with() -> Browser:
             browser.close()
 
     return opened
+
+
+@pytest.fixture(scope="session")
+def axe() -> Callable[[Any], list[tuple[str, list[str]]]]:
+    """`axe(page)`: what axe-core calls serious or critical on an open page, as (rule, the first elements that break it)."""
+    core = pytest.importorskip(
+        "axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed: pip install 'groupwise[test]'"
+    )
+
+    def serious(page: Any) -> list[tuple[str, list[str]]]:
+        found = core.Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
+        broken = [rule for rule in found if rule["impact"] in ("serious", "critical")]
+        return [(rule["id"], [node["html"][:160] for node in rule["nodes"]][:3]) for rule in broken]
+
+    return serious
