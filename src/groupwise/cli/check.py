@@ -252,7 +252,7 @@ def _samples(recipe: Recipe, job: Job, rewards: Rewards, prompts: Sequence[Promp
     """Sample a little with the recipe's own settings, and score it in every way that must agree."""
     policy, engine = job.policy, job.engine
     assert engine is not None
-    sampling = sampling_of(recipe.rollout, max_new_tokens=min(recipe.rollout.max_new_tokens, TOKENS))
+    sampling = replace(sampling_of(recipe.rollout), max_new_tokens=min(recipe.rollout.max_new_tokens, TOKENS))
     groups = list(engine.generate(prompts, group_size=COMPLETIONS, sampling=sampling, seed=recipe.seed))
     rollouts = [rollout for group in groups for rollout in group]
     samples = [sample for rollout in rollouts for sample in samples_of(rollout)]

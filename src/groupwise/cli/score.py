@@ -23,8 +23,8 @@ from groupwise.rewards.find import Completions
 from groupwise.runs import recorded
 from groupwise.runs.origin import origin_of
 
-TOKEN_COLUMNS = {"prompt_ids": "prompt_ids", "completion_ids": "completion_ids", "finish_reason": "finish_reasons"}
-"""Columns of the file that reach a function under the name that it asks for: a recorded run has them."""
+TOKEN_COLUMNS = ("prompt_ids", "completion_ids", "finish_reason")
+"""Columns of recorded runs that functions are given beside those of the data (the last as `finish_reasons`)."""
 RECORDED = {"prompt_text", "completion_text", "row", "finish"}
 """Columns by which a recorded step is known."""
 BARS = 40
@@ -206,7 +206,10 @@ def _groups(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
 
 def _completions(rows: Sequence[Mapping[str, Any]], names: Sequence[str], present: Sequence[str]) -> Completions:
     texts = [_text(row["completion"]) for row in rows]
-    tokens = {ours: [row.get(theirs) for row in rows] for theirs, ours in TOKEN_COLUMNS.items() if theirs in present}
+
+    def tokens(column: str) -> list[Any] | None:
+        return [row.get(column) for row in rows] if column in present else None
+
     return Completions(
         labels=names,
         prompts=[row["prompt"] for row in rows],
@@ -214,5 +217,7 @@ def _completions(rows: Sequence[Mapping[str, Any]], names: Sequence[str], presen
         completions=[as_messages(t) if isinstance(r["prompt"], list) else t for t, r in zip(texts, rows, strict=True)],
         texts=texts,
         columns={column: [row.get(column) for row in rows] for column in present},
-        **tokens,  # type: ignore[arg-type]
+        prompt_ids=tokens("prompt_ids"),
+        completion_ids=tokens("completion_ids"),
+        finish_reasons=tokens("finish_reason"),
     )

@@ -183,8 +183,8 @@ def _rotary_attention(
     cos, sin = (table.unsqueeze(1) for table in position_embeddings)
     query, key = (rotary(x.transpose(1, 2), cos, sin) for x in (query, key))
     dropout = self.attention_dropout if self.training else 0.0
-    how = {"scaling": self.scaling, "dropout": dropout, **kwargs}
-    out, _ = packed_attention(self, query, key, value.transpose(1, 2), attention_mask, **how)
+    value = value.transpose(1, 2)
+    out, _ = packed_attention(self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs)
     return self.o_proj(out.reshape(*stream, -1)), None
 
 

@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -106,13 +106,18 @@ class Proof:
         )
 
 
-def in_words(prove: Callable[..., Any]) -> Callable[..., Any]:
+M = TypeVar("M")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_words(prove: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
     """A model's own code may fail in any way on paths that nobody has tried it on: that is a refusal too."""
 
     @functools.wraps(prove)
-    def proven(model: Any, *args: Any, **how: Any) -> Any:
+    def proven(model: M, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return prove(model, *args, **how)
+            return prove(model, *args, **kwargs)
         except ConfigError:
             raise
         except Exception as error:  # as above

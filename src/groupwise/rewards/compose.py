@@ -380,11 +380,7 @@ class Rewards:
         chat = [isinstance(rollout.prompt.row.get("prompt"), list) for rollout in rollouts]
         episodes = [rollout.episode for rollout in rollouts]
         texts = [spoken(rollout) for rollout in rollouts]
-        given: dict[str, Any] = {}
-        if any(episode is not None for episode in episodes):
-            given["environments"] = [_state(episode) for episode in episodes]
-            given["environment_rewards"] = [None if episode is None else episode.reward for episode in episodes]
-            given["written_ids"] = [rollout.tokens[rollout.trained].tolist() for rollout in rollouts]
+        answered = any(episode is not None for episode in episodes)
         return Completions(
             labels=[f"{rollout.prompt.id}#{rollout.index}" for rollout in rollouts],
             prompts=[r.prompt.row["prompt"] if c else r.prompt.text for r, c in zip(rollouts, chat, strict=True)],
@@ -398,7 +394,9 @@ class Rewards:
             completion_ids=[rollout.tokens.tolist() for rollout in rollouts],
             finish_reasons=[rollout.finish.value for rollout in rollouts],
             columns={column: [rollout.prompt.row.get(column) for rollout in rollouts] for column in self._columns},
-            **given,
+            environments=[_state(episode) for episode in episodes] if answered else None,
+            environment_rewards=[None if e is None else e.reward for e in episodes] if answered else None,
+            written_ids=[rollout.tokens[rollout.trained].tolist() for rollout in rollouts] if answered else None,
         )
 
     def _process(self, rollouts: Sequence[Rollout], values: Sequence[Sequence[Any]]) -> list[np.ndarray] | None:

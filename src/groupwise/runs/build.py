@@ -265,9 +265,9 @@ def blueprint_of(recipe: Recipe, resume: Path | None) -> Blueprint:
     return Blueprint(tokenizer=tokenizer, config=model.config.to_dict(), eos_ids=eos, context=scratch.context, load=lambda: model)
 
 
-def sampling_of(settings: RolloutSettings, **changes: Any) -> Sampling:
+def sampling_of(settings: RolloutSettings) -> Sampling:
     """The sampling of a recipe's rollouts."""
-    sampling = Sampling(
+    return Sampling(
         temperature=settings.temperature,
         top_k=settings.top_k,
         top_p=settings.top_p,
@@ -275,7 +275,6 @@ def sampling_of(settings: RolloutSettings, **changes: Any) -> Sampling:
         max_new_tokens=settings.max_new_tokens,
         stop=settings.stop,
     )
-    return replace(sampling, **changes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -538,8 +537,8 @@ def _prompts(recipe: Recipe, blueprint: Blueprint, tools: Tools | None) -> Data[
 def _judge(recipe: Recipe, engine: Engine, prepared: _Prepared) -> Callable[[bool], Judged | None]:
     prompts = prepared.prompts
     settings, rewards = recipe.eval, prepared.rewards
-    sampling = sampling_of(
-        recipe.rollout,
+    sampling = replace(
+        sampling_of(recipe.rollout),
         temperature=settings.temperature,
         top_k=0,
         top_p=1.0,
@@ -583,7 +582,6 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
         engine = make_engine(policy, recipe.rollout, prepared.world)
     with _closed_on_error(engine.close, *prepared.closing):
         sampler = mixed_engine(policy, teacher.policy, algorithm.mix, recipe.rollout) if teacher and algorithm.mix else engine
-    beside: dict[str, Any] = {"reference": anchor, "critic": critic, "teacher": teacher}
     order = _order(recipe, len(prompts.train))
     ahead = make_ahead(recipe.rollout, prompts.train)
     visits = Visits(prompts.train, order, ahead=ahead.steps > 0)
@@ -606,7 +604,9 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
             budget=positions_of(recipe),
             steps=prepared.steps,
             done=done,
-            **beside,
+            reference=anchor,
+            critic=critic,
+            teacher=teacher,
             ahead=ahead,
             checkpointing=recipe.model.gradient_checkpointing,
             seed=recipe.seed,
@@ -624,7 +624,9 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
         loop=loop,
         judge=judge,
         prompts=prompts.train,
-        **beside,
+        reference=anchor,
+        critic=critic,
+        teacher=teacher,
         engine=engine,
         world=prepared.world,
         ahead=ahead,

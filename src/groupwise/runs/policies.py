@@ -143,8 +143,13 @@ def teacher_of(recipe: Recipe, policy: Policy) -> Teacher:
         kept = policy
     else:
         kept = bare(policy) if recipe.model.lora is not None else policy.frozen_copy()
-    how: dict[str, Any] = {"hint": _hint(settings.hint, policy), "ema": settings.ema, "demonstrations": _shown(recipe, policy)}
-    return Teacher(policy=kept, servers=servers, **how)
+    return Teacher(
+        policy=kept,
+        servers=servers,
+        hint=_hint(settings.hint, policy),
+        ema=settings.ema,
+        demonstrations=_shown(recipe, policy),
+    )
 
 
 def _hint(text: str | None, policy: Policy) -> Callable[[Prompt], np.ndarray] | None:

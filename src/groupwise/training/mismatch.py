@@ -143,12 +143,19 @@ class _Meter:
         """By a model that computes in half precision."""
         return self.alone(replace(self.policy, model=_converted(self.policy.model, dtype), autocast=False))
 
-    def alone(self, policy: Policy, **changes: Sequence[np.ndarray]) -> Columns:
-        """One sequence at a time.   changes: see `_logits`, one for each completion."""
+    def alone(
+        self,
+        policy: Policy,
+        *,
+        positions: Sequence[np.ndarray] | None = None,
+        prompt: Sequence[np.ndarray] | None = None,
+        completion: Sequence[np.ndarray] | None = None,
+    ) -> Columns:
+        """One sequence at a time.   positions, prompt, completion: of each in place of its own, as in `_logits`."""
         found = []
         for i, rollout in enumerate(self.rollouts):
-            own = {name: values[i] for name, values in changes.items()}
-            found.append(self._chosen(i, self._logits(policy, rollout, **own), ids=own.get("completion")))
+            places, before, written = (None if given is None else given[i] for given in (positions, prompt, completion))
+            found.append(self._chosen(i, self._logits(policy, rollout, places, before, written), ids=written))
         return found
 
     def read(self, temperature: float | None = None, support: bool = True, truncated: Sampling | None = None) -> Columns:

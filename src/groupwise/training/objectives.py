@@ -56,8 +56,9 @@ class Kind:
 
 
 def _demonstrations(recipe: Recipe, blueprint: Blueprint, tools: Tools | None = None) -> Data[Any]:
-    known = {"context": blueprint.context, "eos_ids": blueprint.eos_ids, "seed": recipe.seed}
-    rows = load_demonstrations(recipe.data, blueprint.tokenizer, **known, tools=tools)
+    rows = load_demonstrations(
+        recipe.data, blueprint.tokenizer, context=blueprint.context, eos_ids=blueprint.eos_ids, seed=recipe.seed, tools=tools
+    )
     if recipe.data.train_on == "all":
         return replace(rows, **{part: tuple(map(whole_text, getattr(rows, part))) for part in ("train", "held_out", "validation")})
     return rows

@@ -83,8 +83,7 @@ def train_online(
             for _ in range(group.updates_per_rollout):
                 for part in parts:
                     samples = weigh([groups[i] for i in part], [advantages[i] for i in part], algorithm)
-                    beside = {"critic": critic, "teacher": asked, "learn": learn}
-                    updates.append(improve(policy, algorithm, samples, optimizer, budget=budget, **beside))
+                    updates.append(improve(policy, algorithm, samples, optimizer, critic, asked, budget=budget, learn=learn))
                     budget = updates[-1].budget
         with clock.phase("sync"):
             engine.set_version(optimizer.taken)
@@ -177,10 +176,10 @@ def improve(
     algorithm: Algorithm,
     samples: Sequence[Sample],
     optimizer: Optimizer,
-    *,
-    budget: int,
     critic: Critic | None = None,
     teacher: Teacher | None = None,
+    *,
+    budget: int,
     learn: bool = True,
 ) -> Update:
     """One optimizer step on weighted samples, of the policy and of a critic; a teacher's demonstrations are mixed in.

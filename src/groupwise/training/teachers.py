@@ -57,8 +57,18 @@ class Demonstrations:
         for i, row in enumerate(chosen):
             ones = np.ones(row.completion.size)
             extra = {"shown": ones, "lm": self.lm * ones, "taught": self.divergence * ones}
-            columns = {"weight": weight * ones, "advantage": 0.0 * ones, "behavior_logp": 0.0 * ones, "extra": extra}
-            found.append(Sample(group=f"shown/{update}/{i}", index=-1, prompt=row.prompt, completion=row.completion, **columns))
+            found.append(
+                Sample(
+                    group=f"shown/{update}/{i}",
+                    index=-1,
+                    prompt=row.prompt,
+                    completion=row.completion,
+                    weight=weight * ones,
+                    advantage=0.0 * ones,
+                    behavior_logp=0.0 * ones,
+                    extra=extra,
+                )
+            )
         return found
 
     def _order(self, epoch: int) -> np.ndarray:
