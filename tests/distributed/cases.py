@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rule_rewards import RuleRewards
 from torch import nn
 
 from groupwise.algorithms.registry import resolve
@@ -108,20 +109,12 @@ def prompts(count: int = 23) -> list[Prompt]:
     return [Prompt(id=str(i), tokens=rng.integers(5, 60, size=int(size)), text=str(i)) for i, size in enumerate(sizes)]
 
 
-class Judge:
-    """Rewards by what was sampled: every fourth prompt gives a dead group, every seventh completion or so is unscorable."""
-
-    names = ("judge",)
-
-    def score(self, groups: Sequence[Sequence[Rollout]]) -> list[Scored]:
-        return [self._score(group) for group in groups]
-
-    def _score(self, group: Sequence[Rollout]) -> Scored:
-        words = [zlib.crc32(rollout.tokens.tobytes()) for rollout in group]
-        reward = np.array([np.nan if word % 7 == 0 else word % 5 / 4 for word in words])
-        if int(group[0].prompt.id) % 4 == 0:
-            reward[:] = 1.0
-        return Scored(rollouts=tuple(group), names=self.names, rewards=reward[:, None], reward=reward)
+def reward_of(rollout: Rollout) -> float | None:
+    """By what was sampled: every fourth prompt gives a dead group, every seventh completion or so is unscorable."""
+    if int(rollout.prompt.id) % 4 == 0:
+        return 1.0
+    word = zlib.crc32(rollout.tokens.tobytes())
+    return None if word % 7 == 0 else word % 5 / 4
 
 
 def online(
@@ -171,7 +164,7 @@ def online(
             policy,
             algorithm,
             engine=sampler,
-            rewards=Judge(),  # type: ignore[arg-type]
+            rewards=RuleRewards(reward_of, ("judge",)),
             draw=lambda k: [rename(rows[row], epoch) for epoch, row in order.take(k)],
             optimizer=optimizer,
             group=settings,
