@@ -26,7 +26,7 @@ from groupwise.rewards.hosts import DEFAULT_SECONDS, SECONDS_EACH, Answers, Host
 from groupwise.rewards.notes import TOLD, TrainerState
 from groupwise.rewards.process import step_signal
 from groupwise.rewards.states import EnvironmentState
-from groupwise.rewards.workers import Outcome, failed
+from groupwise.rewards.workers import STARTS, Outcome, failed
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class Rewards:
         self._functions = Functions({r.spec: r.live.function for r in rewards if r.live is not None and r.live.runs == "here"})
         self._lock = threading.Lock()
         self.seconds: dict[str, float] = {}
-        """How long each function took in the last call of `score`."""
+        """How long each function took in the last call, without what a worker process takes to start."""
         self.state = TrainerState()
         """Where the run stands, for functions that ask: the loop's caller says it."""
         self._calls = dict.fromkeys(self.names, 0)
@@ -498,10 +498,10 @@ def _unit(reward: Reward, batch: Completions, state: TrainerState) -> Unit:
 def _here(reward: Reward, batch: Completions) -> Outcome:
     """Call a built-in or a model."""
     assert reward.function is not None
-    began = time.monotonic()
+    began, starts = time.monotonic(), STARTS.seconds
     try:
         values = reward.function(**reward.keywords(batch), **reward.arguments)
         value = settled(reward.name, values, batch.labels, reward.signature.process)
     except Exception as error:  # an outcome like others, judged in one place
         return failed(error, began)
-    return Outcome(value=value, seconds=time.monotonic() - began)
+    return Outcome(value=value, seconds=max(0.0, time.monotonic() - began - (STARTS.seconds - starts)))

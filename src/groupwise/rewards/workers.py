@@ -21,7 +21,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -287,6 +287,35 @@ class _Forked:
             os.kill(self.pid, signal.SIGKILL)
 
 
+class Starts:
+    """Wall-clock seconds in which calls waited for workers of pools to start: the first call's, and no part of what it took."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting, self._since, self._seconds = 0, 0.0, 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of this process so far."""
+        return self._seconds
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While a call waits; what several threads wait at the same time counts once."""
+        with self._lock:
+            self._since = self._since if self._waiting else time.monotonic()
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting -= 1
+                self._seconds += 0.0 if self._waiting else time.monotonic() - self._since
+
+
+STARTS = Starts()
+
+
 class Pool:
     """Worker processes that run one function, each call under a deadline of its own.
 
@@ -347,7 +376,8 @@ class Pool:
                 worker = Worker(self.target, self.setup, **self._options)
             self._busy.add(worker)
             try:
-                worker.ready()
+                with STARTS.waiting():
+                    worker.ready()
                 outcome, usable = self._call(worker, payload)
             finally:
                 self._busy.discard(worker)
