@@ -138,6 +138,8 @@ def test_only_ops_knows_the_compiled_kernels() -> None:
 
 PLUGIN = "rollout.vllm.plugin.groupwise_vllm"
 """Runs inside vLLM's processes, where Groupwise is not installed: it can import no part of it."""
+DISTRIBUTED = ("distributed.comm", "distributed.fsdp", "distributed.sharded_checkpoint", PLUGIN)
+"""What imports torch.distributed."""
 
 
 def test_only_distributed_knows_of_other_processes() -> None:
@@ -146,7 +148,7 @@ def test_only_distributed_knows_of_other_processes() -> None:
             isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed" for node in ast.walk(TREES[name])
         )
         uses = reached or any(module.startswith("torch.distributed") for module in imports(name))
-        assert not uses or name in ("distributed.comm", "distributed.sharded_checkpoint", PLUGIN), f"{name} uses torch.distributed"
+        assert not uses or name in DISTRIBUTED, f"{name} uses torch.distributed"
 
 
 def test_what_runs_inside_vllm_imports_nothing_of_ours() -> None:

@@ -578,8 +578,8 @@ def _packed(case: Case, refused: list[str]) -> Iterator[str]:
     _same("native sampling", beside, TOLERANCE)
     _same("native sampling of one completion", alone, TOLERANCE)
     yield "native"
-    if engine.path == "lean":
-        yield "lean"
+    if engine.path == "specialised":
+        yield "specialised"
 
 
 def _single(case: Case, refused: list[str]) -> Iterator[str]:

@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file
 
 from groupwise.algorithms import advantages as credit
-from groupwise.algorithms import losses
+from groupwise.algorithms import kl_estimators, losses
 from groupwise.algorithms.registry import Algorithm, resolve
 from groupwise.config import validation
 from groupwise.config.recipes import load_recipe
@@ -360,7 +360,16 @@ def lines_of_code(source: str) -> int:
 
 
 def test_ppo_is_under_200_lines_of_its_own() -> None:
-    parts = [critics, credit.gae, credit._discounted, credit.returns, credit._k3, credit.needs_value, losses.clipped_value]
+    parts = [
+        critics,
+        credit.gae,
+        credit._discounted,
+        credit.returns,
+        kl_estimators.k3_numbers,
+        credit.needs_value,
+        losses.clipped_value,
+    ]
+    parts += [kl_estimators.k3_numbers, losses.clipped_value]
     parts += [CriticSettings, policies.critic_of, metrics.value_metrics, validation._critic]
     counts = {part.__name__: lines_of_code(inspect.getsource(part)) for part in parts}
     print(f"PPO: {sum(counts.values())} lines of its own: {counts}")

@@ -93,7 +93,7 @@ def serve() -> Iterator[Callable[[Policy], FakeServer]]:
 
 def greeted(policy: Policy, *servers: FakeServer) -> ScoringServers:
     found = ScoringServers([server.url for server in servers])
-    found.greet(policy.tokenizer)
+    found.connect(policy.tokenizer)
     return found
 
 

@@ -234,7 +234,7 @@ def _number(value: Any, whose: str) -> float | None:
 # ---------------------------------------------------------------- a process of its own
 
 
-def nursery(
+def fork_server(
     address: str,
     tools: Sequence[str],
     factories: Mapping[str, str],
@@ -251,7 +251,7 @@ def nursery(
     children: set[int] = set()
 
     def answer(what: str, *request: Any) -> int:
-        if what == "bury":
+        if what == "reap":
             (child,) = request
             if child in children:  # what has not been reaped cannot be somebody else
                 _end(child)

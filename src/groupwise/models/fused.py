@@ -2,7 +2,7 @@
 
 Between its matrix products a block reads and writes activations many times: a rotary RMSNorm model spends 15 % of an update there,
 GPT-2 as much in its composed GELU.  While `fused_modules` is open, modules of known classes run the forms below, which are made of
-the operations in `models/functions` and, under autocast, hand the products their lower precision at once.  Parameters, classes and
+the operations in `ops/functional.py` and, under autocast, hand the products their lower precision at once.  Parameters, classes and
 names stay as they are; modules of other classes, and whatever has a `forward` of its own already, are left alone.
 
 T positions of a stream   D width   I inner width of an MLP   O width of what a linear layer gives

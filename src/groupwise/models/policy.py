@@ -47,7 +47,7 @@ from groupwise.models.attention import Attend, PackedAttention, attending, recom
 from groupwise.models.dropout import Masks, active, as_before, own_training
 from groupwise.models.output import read_form
 from groupwise.models.small import backbone_of, language_model
-from groupwise.models.streaming import Pieces, check_finite, empty_model
+from groupwise.models.streaming import CheckpointReader, check_finite, empty_model
 from groupwise.ops.linear_cross_entropy import Head
 from groupwise.ops.tiles import tiled
 from groupwise.records import Batch, Layout, Routing, Sample, Stretch
@@ -393,7 +393,7 @@ class Blueprint:
     """Loads (or makes) the weights."""
     empty: Callable[[], PreTrainedModel] | None = None
     """Builds the model without weights; None if it does not come from a checkpoint."""
-    pieces: Callable[[], Pieces | None] = lambda: None
+    reader: Callable[[], CheckpointReader | None] = lambda: None
     """The checkpoint's tensors, to be read one by one; None if they cannot be."""
 
     @classmethod
@@ -450,9 +450,9 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
             model.generation_config = generation
         return model
 
-    def pieces() -> Pieces | None:
+    def reader() -> CheckpointReader | None:
         files = ["*.safetensors", "*.safetensors.index.json"]
-        return Pieces.of(Path(path) if Path(path).is_dir() else Path(snapshot_download(path, allow_patterns=files)))
+        return CheckpointReader.of(Path(path) if Path(path).is_dir() else Path(snapshot_download(path, allow_patterns=files)))
 
     return Blueprint(
         tokenizer=tokenizer,
@@ -461,7 +461,7 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
         context=context_length(config.to_dict()),
         load=lambda: _load(kind, path, dtype, settings.trust_remote_code),
         empty=empty,
-        pieces=pieces,
+        reader=reader,
     )
 
 
@@ -536,7 +536,7 @@ def _adapted_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBa
         tokenizer = load_tokenizer(folder, trust_remote_code=settings.trust_remote_code)
     base = read_blueprint(replace(settings, path=read_adapter(Path(folder))), tokenizer)
     # Read whole: its weights are in no file.
-    return replace(base, load=lambda: merge_adapter(base.load(), folder), empty=None, pieces=lambda: None)
+    return replace(base, load=lambda: merge_adapter(base.load(), folder), empty=None, reader=lambda: None)
 
 
 def live_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Live:

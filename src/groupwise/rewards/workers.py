@@ -117,7 +117,7 @@ class Worker:
                     self._process: Any = _spawn(lifeline, channel, target, options, quiet, folder)
                 else:
                     self._process = _Forked(lambda: supervise(lifeline, channel, target, options), folder)
-        self._end = weakref.finalize(self, _bury, os.getpid(), self._process, self._lifeline, self._channel)
+        self._end = weakref.finalize(self, _terminate, os.getpid(), self._process, self._lifeline, self._channel)
         self.begun = time.monotonic()
         with contextlib.suppress(OSError):  # who asks whether it is ready is told
             send(self._channel, payload, self.begun + START_SECONDS)
@@ -175,12 +175,12 @@ class Worker:
             self.kill()
             raise WorkerGone(Outcome(failure="timeout")) from None  # who set the deadline says it
         except (OSError, EOFError, ValueError, KeyError, TypeError):
-            raise WorkerGone(self._obituary()) from None
+            raise WorkerGone(self._exit_outcome()) from None
         except BaseException:  # Ctrl-C in the parent: the worker is in the middle of a call
             self.kill()
             raise
 
-    def _obituary(self) -> Outcome:
+    def _exit_outcome(self) -> Outcome:
         self.kill()
         code = self._process.returncode
         if code == -signal.SIGPROF:  # the worker's own timer
@@ -198,7 +198,7 @@ class Worker:
             self._lifeline.shutdown(socket.SHUT_RDWR)
 
 
-def _bury(owner: int, process: Any, lifeline: socket.socket, channel: socket.socket) -> None:
+def _terminate(owner: int, process: Any, lifeline: socket.socket, channel: socket.socket) -> None:
     if owner != os.getpid():
         return
     with contextlib.suppress(OSError):
@@ -253,13 +253,13 @@ class _Forked:
             self.pid = os.fork()
         if self.pid == 0:
             try:
-                self._settle(folder)
+                self._prepare_child(folder)
                 work()
             finally:
                 os._exit(70)
 
     @staticmethod
-    def _settle(folder: str | None) -> None:
+    def _prepare_child(folder: str | None) -> None:
         os.setsid()
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)

@@ -25,7 +25,7 @@ from groupwise.data.load import Data, load_data, load_texts
 from groupwise.data.order import Order
 from groupwise.data.templates import Tools
 from groupwise.data.tokenizers import make_tokenizer, with_chat_template
-from groupwise.distributed import comm
+from groupwise.distributed import comm, fsdp
 from groupwise.environments.conversation import World
 from groupwise.environments.environment import Source
 from groupwise.errors import ConfigError
@@ -396,7 +396,7 @@ def _held(recipe: Recipe, blueprint: Blueprint, load: Load, world: int | None) -
     """What the process, or each of several, holds and does in a step; where `world` is only planned, also how long that takes."""
     shape = shape_of(recipe, blueprint)
     count = comm.world().size if world is None else world
-    sharding = comm.ShardingConfig.of(recipe.parallel).decided(largest_model(recipe, blueprint), count)
+    sharding = fsdp.ShardingConfig.of(recipe.parallel).decided(largest_model(recipe, blueprint), count)
     if count == 1:
         found = rank(shape, load, world=1, sharded="ddp", shards=1, prompts=load.prompts).memory
         lines = [("micro-batches", f"at most {load.budget:,} packed positions"), *memory_lines(found)]

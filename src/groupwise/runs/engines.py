@@ -11,8 +11,8 @@ from groupwise.config.settings import RolloutSettings
 from groupwise.data.prompts import visit
 from groupwise.environments.conversation import World
 from groupwise.errors import ConfigError, EngineError
-from groupwise.models.fsdp import ShardedPolicy
 from groupwise.models.policy import Policy
+from groupwise.models.sharded_policy import ShardedPolicy
 from groupwise.records import Prompt, Step
 from groupwise.rollout.asynchronous import PrefetchedRollouts
 from groupwise.rollout.engine import Engine

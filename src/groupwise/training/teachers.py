@@ -25,7 +25,7 @@ from groupwise.distributed import comm
 from groupwise.errors import ConfigError
 from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
-from groupwise.ops.divergence import head_divergence
+from groupwise.ops.distillation import head_divergence
 from groupwise.records import Batch, Prompt, Sample, Scored
 from groupwise.rollout.vllm.scoring import ScoringServers
 from groupwise.training.samples import joined, samples_of, stretches

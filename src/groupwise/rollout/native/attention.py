@@ -24,7 +24,7 @@ from groupwise.models.attention import PackedAttention, last_attention, last_see
 from groupwise.models.masks import Reach
 from groupwise.ops import decoding, kernels
 from groupwise.records import Layout
-from groupwise.rollout.native.kv_cache import Slab, Store
+from groupwise.rollout.native.kv_cache import KVCache, LayerCache
 
 HIDDEN = -1e30
 """Score of a key that may not be seen: finite, so that a row which sees nothing of its prompt stays free of NaN."""
@@ -33,7 +33,7 @@ HIDDEN = -1e30
 class Prefill:
     """Packed prompts attend to themselves; their keys and values are kept."""
 
-    def __init__(self, store: Store, lengths: Sequence[int]) -> None:
+    def __init__(self, store: KVCache, lengths: Sequence[int]) -> None:
         """Prompts of these lengths in one stream become the store's entries behind those that live."""
         starts = [0]
         for length in lengths:
@@ -101,7 +101,7 @@ class Prefill:
 class Decode:
     """New tokens of rows: a token's key and value are kept, then it attends to its prompt and its own completion."""
 
-    def __init__(self, prompts: Store, own: Store, device: torch.device) -> None:
+    def __init__(self, prompts: KVCache, own: KVCache, device: torch.device) -> None:
         assert device.type not in ALIGNS or not (prompts.most_tokens % ALIGNED or own.most_tokens % ALIGNED)
         self.prompts, self.own, self.device = prompts, own, device
 
@@ -140,7 +140,7 @@ class Decode:
     @property
     def compiled(self) -> bool:
         """True if the compiled kernels read what has been kept."""
-        return all(slab.block > 1 for slab in self.prompts.slabs.values())
+        return all(slab.block > 1 for slab in self.prompts.layers.values())
 
     def draw(
         self,
@@ -173,7 +173,7 @@ class Decode:
         """Own and prompts' keys and values of each layer."""
         slabs = []
         for layer in range(layers):
-            prompt = self.prompts.slabs[layer]
+            prompt = self.prompts.layers[layer]
             own = self.own.layer(layer, prompt.like, prompt.block)
             slabs.append(((own.key_EKTD, own.value_EKTD), (prompt.key_EKTD, prompt.value_EKTD)))
         return slabs
@@ -220,7 +220,7 @@ class Decode:
         shared = key_RKD.shape[1]
         if window is not None and window >= self.longest_prompt + self.longest:
             window = None
-        prompt = self.prompts.slabs[layer]
+        prompt = self.prompts.layers[layer]
         own = self.own.layer(layer, key_RKD, prompt.block, value_RKD)
         if prompt.block > 1:
             assert kernels.fit_as_one(query_RHD, key_RKD, value_RKD)
@@ -287,8 +287,8 @@ class Extend:
 
     def __init__(
         self,
-        prompts: Store,
-        own: Store,
+        prompts: KVCache,
+        own: KVCache,
         first: int,
         prompt_length_P: Sequence[int],
         entry_R: Sequence[int],
@@ -337,7 +337,7 @@ class Extend:
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         """The same token by token: (T, H, D) queries, (T, K, D) keys, (T, K, E) values -> (T, H, E)."""
-        prompt = self.prompts.slabs[layer]
+        prompt = self.prompts.layers[layer]
         own = self.own.layer(layer, key_TKD, prompt.block, value_TKD)
         if prompt.block > 1:
             return self._compiled(own, prompt, query_THD, key_TKD, value_TKD, scale, window)
@@ -354,7 +354,14 @@ class Extend:
         return torch.cat(outputs)
 
     def _compiled(
-        self, own: Slab, prompt: Slab, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scale: float, window: int | None
+        self,
+        own: LayerCache,
+        prompt: LayerCache,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        scale: float,
+        window: int | None,
     ) -> Tensor:
         """By the kernel of decoding, one token of every row at a time; products are over the whole stream."""
         slabs = (own.key_EKTD[self.first :], own.value_EKTD[self.first :]), (prompt.key_EKTD, prompt.value_EKTD)
