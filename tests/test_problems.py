@@ -29,7 +29,7 @@ from groupwise.models.policy import Policy, make_policy
 from groupwise.records import Batch, Prompt, Rollout, Sample, Sampling
 from groupwise.rollout.dynamic_sampling import GroupSampler
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.runs.build import plan_of
+from groupwise.runs.prepare import plan_of
 from groupwise.runs.run import train
 from groupwise.training.online import policy_loss, train_online
 from groupwise.training.optimizer import Optimizer

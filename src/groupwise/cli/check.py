@@ -31,10 +31,11 @@ from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy, embedding_rows
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
 from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
-from groupwise.runs.build import Job, make_job, sampling_of
+from groupwise.runs.build import Job, make_job
 from groupwise.runs.folder import CONFIG
 from groupwise.runs.loaded import model_folder, settings_of
 from groupwise.runs.origin import Origin
+from groupwise.runs.prepare import sampling_of
 from groupwise.runs.progress import make_console, safe
 from groupwise.runs.run import resolved
 from groupwise.runs.worlds import furnished, with_own_reward

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from groupwise.algorithms.accounting import Accounting, Part
-from groupwise.runs.build import algorithm_line
+from groupwise.runs.prepare import algorithm_line
 from groupwise.runs.replay import REACH, TIMES, Figure, Outcome, Replay, replay
 from groupwise.utils.terminal import escaped
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +146,7 @@ def adapt(policy: Policy, lora: LoraSettings, *, base: str, seed: int = 0) -> Ad
         score.requires_grad_(True)
         config.modules_to_save = ["score"]  # for the file: peft would otherwise wrap it
     trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
-    fields = {name: getattr(policy, name) for name in Policy.__dataclass_fields__}
-    return AdaptedPolicy(**fields, lora=config, trained=trained)
+    return AdaptedPolicy(**policy.as_fields(), lora=config, trained=trained)
 
 
 def inject(model: nn.Module, config: Any) -> None:
@@ -171,9 +170,7 @@ def adapter_size(model: PreTrainedModel, lora: LoraSettings) -> int:
 
 def bare(policy: Policy) -> BarePolicy:
     """The weights under a policy's adapter: the reference that costs nothing."""
-    fields: dict[str, Any] = {name: getattr(policy, name) for name in Policy.__dataclass_fields__}
-    fields["dropout"] = None
-    return BarePolicy(**fields, adapted=policy)
+    return replace(BarePolicy(**policy.as_fields(), adapted=policy), dropout=None)
 
 
 @contextmanager

@@ -335,6 +335,10 @@ class Policy:
         for layer in self._layers():
             layer.gradient_checkpointing = layer.training = layer in chosen
 
+    def as_fields(self) -> dict[str, Any]:
+        """What a policy holds, by name: for one of another kind, which holds more."""
+        return {name: getattr(self, name) for name in Policy.__dataclass_fields__}
+
     def frozen_copy(self) -> Policy:
         """A copy of the weights as they are now, which takes no gradients: the reference.  Never loaded again by name."""
         model = copy.deepcopy(self.model).requires_grad_(False)

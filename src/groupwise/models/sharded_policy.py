@@ -197,8 +197,7 @@ def shard(policy: Policy, sharding: fsdp.ShardingConfig, device: torch.device) -
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     setattr(model, METHOD, lambda **inputs: backbone_of(model)(**inputs))
     fsdp.shard(model, blocks, METHOD, sharding, device)
-    fields = {name: getattr(policy, name) for name in Policy.__dataclass_fields__}
-    return ShardedPolicy(**fields, plain=plain, sharding=sharding, computes_on=device)
+    return ShardedPolicy(**policy.as_fields(), plain=plain, sharding=sharding, computes_on=device)
 
 
 def shard_from_checkpoint(

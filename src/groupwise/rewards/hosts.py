@@ -119,8 +119,15 @@ class Answers:
             self.outcomes[n] = Outcome(value=values, late=tuple(late), seconds=seconds, notes=notes)
         else:
             cause = Traceback(what["trace"]) if what["trace"] else None
-            said = {"message": what["error"], "kind": what["kind"], "where": what["where"], "label": what["label"]}
-            self.outcomes[n] = Outcome(failure="error", cause=cause, seconds=self._seconds[n], **said)
+            self.outcomes[n] = Outcome(
+                failure="error",
+                message=what["error"],
+                kind=what["kind"],
+                where=what["where"],
+                label=what["label"],
+                cause=cause,
+                seconds=self._seconds[n],
+            )
 
     def late(self, n: int) -> None:
         """Unit n was ended: of a function of one completion the call that ran says nothing, of another there is no result."""

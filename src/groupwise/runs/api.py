@@ -38,9 +38,9 @@ from groupwise.models.policy import Policy, live_model
 from groupwise.records import Step
 from groupwise.rewards.find import LiveReward
 from groupwise.runs import keys as typed
-from groupwise.runs.build import plan_of
 from groupwise.runs.folder import anew, choose_folder
 from groupwise.runs.plan import Lines
+from groupwise.runs.prepare import plan_of
 from groupwise.runs.progress import make_console
 from groupwise.runs.run import Outcome, Run, join, train_stage
 from groupwise.runs.run import train as train_recipe

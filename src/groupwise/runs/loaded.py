@@ -68,7 +68,7 @@ class LoadedPolicy(Policy):
     @classmethod
     def of(cls, policy: Policy, origin: Origin | None = None) -> LoadedPolicy:
         """A policy, asked as the run that made it asked."""
-        found = cls(**{field.name: getattr(policy, field.name) for field in dataclasses.fields(Policy)})
+        found = cls(**policy.as_fields())
         if origin is None:
             return found
         data, rollout = origin.recipe.data, origin.recipe.rollout

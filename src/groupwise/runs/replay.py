@@ -32,10 +32,11 @@ from groupwise.rewards.compose import combine
 from groupwise.rollout.asynchronous import PrefetchedRollouts
 from groupwise.rollout.dynamic_sampling import Collected, GroupSampler
 from groupwise.runs import checkpoint
-from groupwise.runs.build import Learner, blueprint_of, make_learner, sampling_of, shape_of
+from groupwise.runs.build import Learner, make_learner
 from groupwise.runs.engines import sampled_elsewhere
 from groupwise.runs.folder import CONFIG, ENVIRONMENT, FINAL, environment, read_step
 from groupwise.runs.plan import fitted
+from groupwise.runs.prepare import blueprint_of, sampling_of, shape_of
 from groupwise.runs.resume import REFERENCE, reader
 from groupwise.training.closed_form import ClosedForm, Tokens, closed_form
 from groupwise.training.mismatch import diagnose

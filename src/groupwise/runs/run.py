@@ -26,13 +26,14 @@ from groupwise.errors import CheckpointError, ConfigError, Ended, GroupwiseError
 from groupwise.models.policy import Policy, resolve_device
 from groupwise.records import Scored, Step
 from groupwise.runs import checkpoint
-from groupwise.runs.build import Job, Judged, plan_of
+from groupwise.runs.build import Job, Judged
 from groupwise.runs.dashboards import base as dashboards
 from groupwise.runs.folder import FINAL, Lock, RunLog, anew, choose_folder, finished, unfinished
 from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs
 from groupwise.runs.model_card import write_card
 from groupwise.runs.plan import Lines
 from groupwise.runs.policies import read_config
+from groupwise.runs.prepare import plan_of
 from groupwise.runs.progress import Progress, make_console, safe
 from groupwise.runs.recorded_pairs import recorded_pairs
 from groupwise.runs.resume import REFERENCE, newest_checkpoint, resumed_job
