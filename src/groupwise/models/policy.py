@@ -39,6 +39,7 @@ from transformers.utils.hub import cached_file
 
 from groupwise.config.live import LIVE, Live, missing, short_digest
 from groupwise.config.settings import ModelSettings
+from groupwise.data.packing import pack
 from groupwise.data.tokenizers import has_tokenizer, load_tokenizer, with_chat_template
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError, DataError
@@ -235,6 +236,29 @@ class Policy:
         if not logits:
             raise ConfigError(f"{type(self.model).__name__} shows no router logits; {BALANCE}")
         return outputs.last_hidden_state[0], logits
+
+    def packed(
+        self,
+        samples: Sequence[Sample],
+        budget: int,
+        *,
+        whole_groups: bool = False,
+        world: comm.World = comm.ALONE,
+        even: bool = False,
+    ) -> list[Batch]:
+        """Samples packed as this policy takes them; see `packing.pack`."""
+        return pack(
+            samples,
+            budget,
+            share=self.attention == "shared",
+            alike=self.alike,
+            whole_groups=whole_groups,
+            fill=self.tiled,
+            device=self.device,
+            dtype=torch.promote_types(self.dtype, torch.float32),
+            world=world,
+            even=even,
+        )
 
     @torch.no_grad()
     def balanced(self, batches: list[Batch]) -> list[Batch]:

@@ -39,7 +39,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from groupwise.config.settings import LoraSettings
-from groupwise.data.packing import pack, unpack
+from groupwise.data.packing import unpack
 from groupwise.errors import ConfigError
 from groupwise.models import dropout, rope
 from groupwise.models.attention import plain_attention, use_packed_attention
@@ -420,16 +420,7 @@ def by_policy(policy: Policy, samples: Sequence[Sample], *, gradients: bool, dro
 
 def _packed(policy: Policy, samples: Sequence[Sample]) -> list[Batch]:
     """All in one batch."""
-    budget = sum(sample.prompt.size + sample.completion.size for sample in samples)
-    return pack(
-        samples,
-        budget,
-        share=policy.attention == "shared",
-        alike=policy.alike,
-        fill=policy.tiled,
-        device=policy.device,
-        dtype=torch.promote_types(policy.dtype, torch.float32),
-    )
+    return policy.packed(samples, sum(sample.prompt.size + sample.completion.size for sample in samples))
 
 
 REMEDIES = {

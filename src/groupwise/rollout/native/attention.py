@@ -12,6 +12,7 @@ T own tokens   M prompt tokens
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -98,7 +99,46 @@ class Prefill:
         return self(layer, query, key, value, scale, softcap, window)[0]
 
 
-class Decode:
+class TokenAttend(ABC):
+    """The protocol `models.attention.Attend` for tokens that come one by one, or as if they did: what `rows` does with them."""
+
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
+        chunk: int | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """See `models.attention.Attend`."""
+        query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+        return self.rows(layer, query_THD, key_TKD, value_TKD, scale, softcap, window, chunk, sinks_H)[None]
+
+    def sequence_lengths(self, position_T: Tensor) -> Tensor:
+        """Tokens of each row's sequence so far: who draws a token of it does not know how long it will be."""
+        return position_T + 1
+
+    @abstractmethod
+    def rows(
+        self,
+        layer: int,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        window: int | None = None,
+        chunk: int | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """The same token by token: (T, H, D) queries, (T, K, D) keys, (T, K, E) values -> (T, H, E)."""
+
+
+class Decode(TokenAttend):
     """New tokens of rows: a token's key and value are kept, then it attends to its prompt and its own completion."""
 
     def __init__(self, prompts: KVCache, own: KVCache, device: torch.device) -> None:
@@ -183,26 +223,6 @@ class Decode:
         """Which token of its completion each row draws in this step, from 0."""
         return self._length_R
 
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        softcap: float | None,
-        window: int | None,
-        chunk: int | None = None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        """The protocol `models.attention.Attend`: one token per row in the stream."""
-        query_RHD, key_RKD, value_RKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-        return self.rows(layer, query_RHD, key_RKD, value_RKD, scale, softcap, window, chunk, sinks_H)[None]
-
-    def sequence_lengths(self, position_T: Tensor) -> Tensor:
-        """Tokens of each row's sequence so far: who draws a token of it does not know how long it will be."""
-        return position_T + 1
-
     def rows(
         self,
         layer: int,
@@ -281,7 +301,7 @@ class Decode:
         return self._prompt_bias[reach, queries]
 
 
-class Extend:
+class Extend(TokenAttend):
     """Several new tokens of rows at once: their keys and values are kept, and each attends to its prompt, to what its row has kept,
     and to the new tokens before it."""
 
@@ -303,26 +323,6 @@ class Extend:
         self.start_R = [sum(count_R[:r]) for r in range(len(count_R))]
         own.reserve(first + len(entry_R), max(kept + count for kept, count in zip(kept_R, count_R, strict=True)))
         self._turns: list[tuple[Tensor, decoding.Rows, Tensor]] | None = None
-
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        softcap: float | None,
-        window: int | None,
-        chunk: int | None = None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        """The protocol `models.attention.Attend`."""
-        query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-        return self.rows(layer, query_THD, key_TKD, value_TKD, scale, softcap, window, chunk, sinks_H)[None]
-
-    def sequence_lengths(self, position_T: Tensor) -> Tensor:
-        """See `Decode.sequence_lengths`: as if the tokens came one by one."""
-        return position_T + 1
 
     def rows(
         self,
