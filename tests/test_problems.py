@@ -25,7 +25,8 @@ from groupwise.config.settings import GroupSettings, OptimizerSettings
 from groupwise.data.packing import pack, unpack
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import ConfigError, MemoryExceeded
-from groupwise.models.policy import Policy, make_policy
+from groupwise.models.loading import make_policy
+from groupwise.models.policy import Policy
 from groupwise.records import Batch, Prompt, Rollout, Sample, Sampling
 from groupwise.rollout.dynamic_sampling import GroupSampler
 from groupwise.rollout.native.engine import NativeEngine

@@ -337,7 +337,7 @@ ALLOWED = {
     ("models.masks", "attention_mask"),
     ("models.attention", "attention_mask"),
     ("models.fused", "attention_mask"),
-    ("models.policy", "generation"),
+    ("models.loading", "generation"),
     ("rollout.vllm.colocated", "logprob"),
     ("rollout.mixed", "attention_mask"),
     ("rollout.transformers", "attention_mask"),

@@ -36,8 +36,9 @@ from groupwise.distributed import comm, fsdp, sharded_checkpoint
 from groupwise.errors import StorageError
 from groupwise.models import sharded_policy
 from groupwise.models.attention import PackedAttention
+from groupwise.models.loading import make_policy, read_blueprint
 from groupwise.models.lora import adapt, bare
-from groupwise.models.policy import Policy, make_policy, read_blueprint
+from groupwise.models.policy import Policy
 from groupwise.models.reward_head import add_head, wrap_scorer
 from groupwise.models.scratch import scratch_model
 from groupwise.models.sharded_policy import shard

@@ -25,7 +25,7 @@ from groupwise.config.recipes import load_recipe
 from groupwise.config.settings import ModelSettings
 from groupwise.data.sources import fingerprint
 from groupwise.errors import CheckpointError, ConfigError, DataError, Ended, EngineError, RewardError, StorageError
-from groupwise.models.policy import load_policy
+from groupwise.models.loading import load_policy
 from groupwise.ops.cpu import library
 from groupwise.records import Step
 from groupwise.rollout.native.engine import NativeEngine

@@ -41,8 +41,9 @@ from groupwise.errors import ConfigError
 from groupwise.models.attention import NAME
 from groupwise.models.dropout import Masks, probabilities, stretches_of
 from groupwise.models.fused import fused_modules
+from groupwise.models.loading import make_policy
 from groupwise.models.lora import adapt
-from groupwise.models.policy import Policy, make_policy
+from groupwise.models.policy import Policy
 from groupwise.models.probe import taken
 from groupwise.models.small import randomise
 from groupwise.ops.linear_cross_entropy import chosen_logprobs

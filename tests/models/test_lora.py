@@ -19,8 +19,9 @@ from groupwise.config.recipes import parse_stages
 from groupwise.config.settings import LoraSettings, ModelSettings, OptimizerSettings
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
+from groupwise.models.loading import load_policy
 from groupwise.models.lora import adapt
-from groupwise.models.policy import Policy, load_policy
+from groupwise.models.policy import Policy
 from groupwise.models.reward_head import Answer, add_head, score_tokens, wrap_scorer
 from groupwise.records import Sample
 from groupwise.training.offline import SFT

@@ -71,8 +71,9 @@ from groupwise.errors import ConfigError
 from groupwise.models import probe
 from groupwise.models.attention import NAME, PackedAttention, attended, plain_attention
 from groupwise.models.fused import fused_modules
+from groupwise.models.loading import make_policy
 from groupwise.models.masks import Reach, reach_of
-from groupwise.models.policy import Policy, make_policy
+from groupwise.models.policy import Policy
 from groupwise.models.small import randomise, small_copy, small_model
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
 from groupwise.records import Prompt, Sample, Sampling

@@ -24,7 +24,8 @@ from groupwise.config.settings import CriticSettings, GroupSettings, ModelSettin
 from groupwise.data.packing import pack
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
-from groupwise.models.policy import Policy, read_blueprint
+from groupwise.models.loading import read_blueprint
+from groupwise.models.policy import Policy
 from groupwise.models.reward_head import make_scorer
 from groupwise.records import Batch, Scored
 from groupwise.runs import policies

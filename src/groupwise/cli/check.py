@@ -28,7 +28,8 @@ from groupwise.environments.procedural import rows_of
 from groupwise.environments.schemas import name_of
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.models.attention import plain_attention
-from groupwise.models.policy import Policy, embedding_rows
+from groupwise.models.loading import embedding_rows
+from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
 from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
 from groupwise.runs.build import Job, make_job

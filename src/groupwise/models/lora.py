@@ -25,12 +25,14 @@ from transformers.pytorch_utils import Conv1D
 from groupwise.config.settings import LoraSettings
 from groupwise.errors import ConfigError
 from groupwise.models.attention import Attend
-from groupwise.models.policy import ADAPTER_CONFIG, ForwardOutput, Policy
+from groupwise.models.policy import ForwardOutput, Policy
 from groupwise.records import Batch
 
 ADAPTER, FOLDER, FILE = "default", "adapter", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """peft's, before every name in its files."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""Marks a folder as a low-rank adapter in peft's format."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

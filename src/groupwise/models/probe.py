@@ -47,7 +47,7 @@ from groupwise.models.dropout import Masks, own_training, stretches_of
 from groupwise.models.fused import fused_modules
 from groupwise.models.masks import ATTRIBUTE, REMEDY, Reach, note_reach
 from groupwise.models.output import read_form
-from groupwise.models.policy import BALANCE, PROBE_TOLERANCE, Policy
+from groupwise.models.policy import BALANCE, Policy
 from groupwise.models.small import language_model, small_model
 from groupwise.ops.grad_accum import summed_in_place
 from groupwise.ops.kernels import absence
@@ -57,6 +57,8 @@ from groupwise.utils.cache import cache_folder
 
 log = logging.getLogger(__name__)
 
+PROBE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.15}
+"""Largest difference of a logit between packed and ordinary forward, relative to the spread of the logits."""
 VALUES, GRADIENTS = 2e-4, 2e-3
 """Largest differences in float32: of a log-prob in nats; of a parameter's gradient, relative to its norm."""
 LONGEST, FAR = 96, 2100

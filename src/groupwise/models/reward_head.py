@@ -33,8 +33,9 @@ from groupwise.config.settings import ModelSettings
 from groupwise.data.packing import unpack
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
-from groupwise.models.policy import PROBE_TOLERANCE, Blueprint, Policy, embedding_rows, is_scorer, make_policy, read_blueprint
-from groupwise.models.probe import prove_policy
+from groupwise.models.loading import Blueprint, embedding_rows, is_scorer, make_policy, read_blueprint
+from groupwise.models.policy import Policy
+from groupwise.models.probe import PROBE_TOLERANCE, prove_policy
 from groupwise.records import Batch, Sample
 
 Pooling = Literal["last", "mean", "sum", "steps"]

@@ -34,7 +34,8 @@ from groupwise.config.settings import DataSettings, EnvironmentSettings, ModelSe
 from groupwise.data.sources import kind_of, live_rows
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError
-from groupwise.models.policy import Policy, live_model
+from groupwise.models.loading import live_model
+from groupwise.models.policy import Policy
 from groupwise.records import Step
 from groupwise.rewards.find import LiveReward
 from groupwise.runs import keys as typed

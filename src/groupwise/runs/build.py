@@ -20,8 +20,9 @@ from groupwise.config.settings import Recipe, is_online, positions_of
 from groupwise.data.curriculum import Curriculum, Visits
 from groupwise.data.order import Order
 from groupwise.environments.conversation import World
+from groupwise.models.loading import Blueprint
 from groupwise.models.lora import bare
-from groupwise.models.policy import Blueprint, Policy
+from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Step
 from groupwise.rollout.asynchronous import PendingRollout, PrefetchedRollouts
 from groupwise.rollout.engine import Engine

@@ -25,7 +25,7 @@ from groupwise.config.validation import wrong_model
 from groupwise.data.sources import kind_of
 from groupwise.data.templates import Content, Template
 from groupwise.errors import ConfigError, DataError
-from groupwise.models import policy as models
+from groupwise.models import loading
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Sample, Sampling
 from groupwise.rollout.native.engine import NativeEngine
@@ -250,14 +250,14 @@ def load_policy(
     Raises ConfigError, CheckpointError, DataError or Diverged with the remedy.
     """
     if isinstance(path, ModelSettings):
-        return LoadedPolicy.of(models.load_policy(path))
+        return LoadedPolicy.of(loading.load_policy(path))
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"a policy is loaded from a run, a checkpoint, a model folder or a hub name, got {kind_of(path)}")
     found = model_folder(os.fspath(path))
     origin = _origin(path)
     settings = ModelSettings(path=found) if origin is None else settings_of(origin.recipe.model, found)
     settings = dataclasses.replace(settings, device=device, dtype=dtype or settings.dtype)
-    return LoadedPolicy.of(models.load_policy(settings), origin)
+    return LoadedPolicy.of(loading.load_policy(settings), origin)
 
 
 def settings_of(model: ModelSettings, folder: str) -> ModelSettings:

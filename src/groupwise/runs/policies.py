@@ -17,17 +17,9 @@ from groupwise.data.load import load_demonstrations
 from groupwise.data.tokenizers import check_same_tokens
 from groupwise.distributed import comm, fsdp
 from groupwise.errors import ConfigError
+from groupwise.models.loading import UNBUILDABLE, Blueprint, is_scorer, make_policy, read_blueprint, resolve_device, unbuildable
 from groupwise.models.lora import AdaptedPolicy, bare
-from groupwise.models.policy import (
-    UNBUILDABLE,
-    Blueprint,
-    Policy,
-    is_scorer,
-    make_policy,
-    read_blueprint,
-    resolve_device,
-    unbuildable,
-)
+from groupwise.models.policy import Policy
 from groupwise.models.probe import probe_checkpoint
 from groupwise.models.reward_head import make_scorer, probe_scorer
 from groupwise.models.sharded_policy import shard, shard_from_checkpoint

@@ -26,8 +26,8 @@ from groupwise.environments.conversation import World
 from groupwise.environments.environment import Source
 from groupwise.errors import ConfigError
 from groupwise.models.dropout import probabilities
+from groupwise.models.loading import Blueprint, context_length, read_blueprint, resolve_device
 from groupwise.models.lora import adapter_size
-from groupwise.models.policy import Blueprint, context_length, read_blueprint, resolve_device
 from groupwise.models.scratch import scratch_model
 from groupwise.models.shape import Shape
 from groupwise.ops.kernels import absence

@@ -23,7 +23,8 @@ from groupwise.config.settings import Recipe, is_online
 from groupwise.config.validation import STAGE
 from groupwise.distributed import comm
 from groupwise.errors import CheckpointError, ConfigError, Ended, GroupwiseError, PeerError
-from groupwise.models.policy import Policy, resolve_device
+from groupwise.models.loading import resolve_device
+from groupwise.models.policy import Policy
 from groupwise.records import Scored, Step
 from groupwise.runs import checkpoint
 from groupwise.runs.build import Job, Judged

@@ -12,8 +12,9 @@ from typing import Any
 from groupwise.config.settings import Recipe, positions_of
 from groupwise.data.load import Data, load_demonstrations, load_pairs, load_solutions
 from groupwise.data.templates import Tools
+from groupwise.models.loading import Blueprint, make_policy
 from groupwise.models.lora import adapt
-from groupwise.models.policy import Blueprint, Policy, make_policy
+from groupwise.models.policy import Policy
 from groupwise.models.reward_head import Pooling, make_scorer
 from groupwise.training.baselines import simple_rules
 from groupwise.training.offline import SFT, Objective, whole_text
