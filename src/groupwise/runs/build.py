@@ -171,7 +171,7 @@ def make_learner(
     return Learner(recipe=recipe, policy=policy, optimizer=Optimizer(policy.model, recipe.optimizer, updates), reference=anchor)
 
 
-def _judge(recipe: Recipe, engine: Engine, prepared: Prepared) -> Callable[[bool], Judged | None]:
+def _judge(recipe: Recipe, engine: Engine, optimizer: Optimizer, prepared: Prepared) -> Callable[[bool], Judged | None]:
     prompts = prepared.prompts
     settings, rewards = recipe.eval, prepared.rewards
     sampling = replace(
@@ -184,6 +184,7 @@ def _judge(recipe: Recipe, engine: Engine, prepared: Prepared) -> Callable[[bool
     )
 
     def judge(whole: bool) -> Judged | None:
+        engine.set_version(optimizer.taken)  # it is not told where another one samples for training
         judged = () if prompts is None else prompts.held_out if whole else prompts.watched[: settings.prompts]
         if not judged or rewards is None or not rewards.names:
             return None
@@ -223,10 +224,6 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
     ahead = make_ahead(recipe.rollout, prompts.train)
     visits = Visits(prompts.train, order, ahead=ahead.steps > 0)
 
-    def judge(whole: bool) -> Judged | None:
-        engine.set_version(optimizer.taken)  # it is not told where another one samples for training
-        return _judge(recipe, engine, prepared)(whole)
-
     def loop(done: int) -> Iterator[Step]:
         sampler.set_version(optimizer.taken)
         steps = train_online(
@@ -259,7 +256,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
         optimizer=optimizer,
         order=order,
         loop=loop,
-        judge=judge,
+        judge=_judge(recipe, engine, optimizer, prepared),
         prompts=prompts.train,
         reference=anchor,
         critic=critic,
@@ -308,8 +305,7 @@ def _dataset_learner(
 
     def judge(whole: bool) -> Judged | None:
         if engine is not None and prepared.rewards is not None:
-            engine.set_version(optimizer.taken)
-            return _judge(recipe, engine, prepared)(whole)
+            return _judge(recipe, engine, optimizer, prepared)(whole)
         if not held_out:
             return None
         if not whole:

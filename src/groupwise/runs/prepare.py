@@ -136,6 +136,10 @@ class Prepared:
 
     @classmethod
     def of(cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint] = (), world: int | None = None) -> Prepared:
+        """Read data, find reward functions and write the plan.   scorers, world: see `plan_of`.   Raises ConfigError, DataError.
+
+        Whoever calls it ends with `closing` what was started.
+        """
         source = make_source(recipe.environment)
         with closed_on_error(*([] if source is None else [source.close])):
             recipe = with_own_reward(recipe, source)
