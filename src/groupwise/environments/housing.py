@@ -27,7 +27,7 @@ from groupwise.environments.inside import Instance, Missing, fork_server
 from groupwise.errors import ConfigError, EnvironmentFailure, RewardError
 from groupwise.records import Finish
 from groupwise.rewards.find import find_named
-from groupwise.rewards.serving import receive, send, told
+from groupwise.rewards.worker_process import receive, send, told
 from groupwise.rewards.workers import Failed, Worker, WorkerGone
 
 NURSE_SECONDS = 60.0

@@ -22,7 +22,7 @@ from groupwise.rewards.calls import validated
 from groupwise.rewards.find import find_function, read_signature
 from groupwise.rewards.notes import Notes, TrainerState, joined
 from groupwise.rewards.process import ProcessReward
-from groupwise.rewards.serving import told
+from groupwise.rewards.worker_process import told
 
 ATOMS = (str, bytes, int, float, complex, bool, type(None))
 """What cannot be changed and needs no copy."""

@@ -3,8 +3,9 @@
 A worker is a fresh Python process that talks over a socket: it inherits no thread, no GPU handle and no lock, works from any
 thread of the parent, needs no `if __name__ == "__main__"` in the user's script, and dies by SIGKILL, together with everything that
 it started.  What it runs, it runs on its main thread, where signals and `signal.alarm` work.  It does not hear the terminal's
-Ctrl-C, and it ends when its parent ends, however that happens (`serving.py`).  Requests travel as pickles towards the worker only;
-answers come back as JSON, so that nothing a worker says can run code in the parent.
+Ctrl-C, and it ends when its parent ends, however that happens (`worker_process.py`).  Requests travel as pickles towards the worker
+only; answers come back as JSON, so that nothing a worker says can run code in the parent.  It is no sandbox: what it runs has the
+user's rights, files and network.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from groupwise.errors import RewardError
-from groupwise.rewards.serving import Function, message_of, raised_at, receive, send, supervise
+from groupwise.rewards.worker_process import Function, message_of, raised_at, receive, send, supervise
 
 START_SECONDS = 600.0
 """Deadline for a worker's start: imports of somebody else's file on a loaded machine with a cold disk."""
 END_SECONDS = 10.0
 """How long a supervisor may take to end what it watches over."""
-START = "from groupwise.rewards.serving import main; main()"
+START = "from groupwise.rewards.worker_process import main; main()"
 _ends: set[socket.socket] = set()
 """The parent's ends of all connections: a fork of the parent must not keep workers alive by holding them too."""
 _starting = threading.RLock()
