@@ -104,7 +104,7 @@ from dataclasses import replace
 import numpy as np, torch
 from pathlib import Path
 from groupwise.utils.allocator import _resident
-from groupwise.models.policy import make_policy
+from groupwise.models.loading import make_policy
 from groupwise.models.scratch import scratch_model
 from groupwise.training.online import improve
 from groupwise.algorithms.registry import resolve
