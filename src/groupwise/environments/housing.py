@@ -47,7 +47,7 @@ class Lost(Exception):
 
 
 class Raised(Exception):
-    """An exception there, in words (`serving.told`)."""
+    """An exception there, in words (`worker_process.told`)."""
 
     def __init__(self, said: Mapping[str, str]) -> None:
         super().__init__(f"{said['kind']}: {said['error']}" + (f" ({said['where']})" if said["where"] else ""))

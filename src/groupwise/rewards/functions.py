@@ -95,7 +95,7 @@ class Functions:
 
     `row`: value of the next completion, its seconds, and what it logged (`notes.Notes.told`).  `values`: of all completions, those
     that were late, seconds, and what was logged.
-    `failed`: an exception in words (`serving.told`), with the completion's label where it is known; ends the unit.
+    `failed`: an exception in words (`worker_process.told`), with the completion's label where it is known; ends the unit.
     """
 
     def __init__(self, live: Mapping[str, Any] | None = None) -> None:
