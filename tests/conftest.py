@@ -24,7 +24,8 @@ from groupwise.config.settings import ModelSettings, ScratchSettings
 from groupwise.data.tasks.arithmetic import Arithmetic
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.environments.conversation import Reply
-from groupwise.models.policy import Policy, make_policy
+from groupwise.models.loading import make_policy
+from groupwise.models.policy import Policy
 from groupwise.models.scratch import scratch_model
 from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, Sample, Sampling, Scored, Turn
 

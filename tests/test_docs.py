@@ -37,7 +37,8 @@ from groupwise.config.settings import (
 )
 from groupwise.data.curriculum import Curriculum, Visits
 from groupwise.data.tokenizers import make_tokenizer
-from groupwise.models.policy import Policy, make_policy
+from groupwise.models.loading import make_policy
+from groupwise.models.policy import Policy
 from groupwise.models.scratch import scratch_model
 from groupwise.models.shape import Shape
 from groupwise.records import Prompt, Sampling, Scored, Step

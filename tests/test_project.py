@@ -14,7 +14,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from groupwise.config.recipes import bundled_recipes, header, load_stages
+from groupwise.config.bundled import bundled_recipes, header
+from groupwise.config.recipes import load_stages
 from groupwise.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]

@@ -249,13 +249,13 @@ def shop(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     """A folder with everything that the examples name."""
     shutil.copytree(finished, tmp_path / "shop")
     monkeypatch.chdir(tmp_path / "shop")
-    from groupwise.config import recipes
+    from groupwise.config import bundled as bundled_recipes
 
     bundled = tmp_path / "bundled"
     bundled.mkdir()
     text = (finished / "my.yaml").read_text()
     (bundled / "demo.yaml").write_text(text.replace("name: demo/grpo", "name: again").replace("steps: 3", "steps: 1"))
-    monkeypatch.setattr(recipes, "recipe_folder", lambda: bundled)
+    monkeypatch.setattr(bundled_recipes, "recipe_folder", lambda: bundled)
     rows = [{"question": "7+7=", "answer": "14", "prompt": "7+7=", "completion": "14"}]
     for name in ("test.jsonl", "completions.jsonl"):
         Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -15,13 +15,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from groupwise.config.bundled import find_recipe, header
 from groupwise.config.recipes import (
     changes,
     check,
     dump,
     dump_stages,
-    find_recipe,
-    header,
     load_recipe,
     load_stages,
     make_recipe,

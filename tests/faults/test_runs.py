@@ -25,11 +25,11 @@ from groupwise.config.recipes import load_recipe
 from groupwise.config.settings import ModelSettings
 from groupwise.data.sources import fingerprint
 from groupwise.errors import CheckpointError, ConfigError, DataError, Ended, EngineError, RewardError, StorageError
-from groupwise.models.policy import load_policy
+from groupwise.models.loading import load_policy
 from groupwise.ops.cpu import library
 from groupwise.records import Step
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.runs import build
+from groupwise.runs import build, prepare
 from groupwise.runs import folder as run_folder
 from groupwise.runs.checkpoint import latest, step_of
 from groupwise.runs.folder import RunLog, finished, unfinished
@@ -408,11 +408,15 @@ def workers_of(run: int) -> list[str]:
     return [row[3] for row in rows if int(row[1]) == run and row[2][0] != "Z" and not row[3].startswith("ps ")]
 
 
-@pytest.mark.parametrize("where", ["make_learner", "make_engine", "_check_credit", "_judges"])
-def test_a_job_that_cannot_be_put_together_leaves_no_worker(where: str, recipe: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "where"), [(build, "make_learner"), (build, "make_engine"), (prepare, "_check_credit"), (prepare, "_judges")]
+)
+def test_a_job_that_cannot_be_put_together_leaves_no_worker(
+    module: Any, where: str, recipe: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody would end them before the program's end: a notebook continues."""
     kept: list[Any] = []  # as a traceback that somebody holds on to keeps what was made
-    make = build.build_rewards
+    make = prepare.build_rewards
 
     def watched(*arguments: Any, **how: Any) -> Any:
         kept.append(make(*arguments, **how))
@@ -422,8 +426,8 @@ def test_a_job_that_cannot_be_put_together_leaves_no_worker(where: str, recipe: 
         raise ConfigError("it cannot be put together")
 
     before = workers_of(os.getpid())
-    monkeypatch.setattr(build, "build_rewards", watched)
-    monkeypatch.setattr(build, where, refused)
+    monkeypatch.setattr(prepare, "build_rewards", watched)
+    monkeypatch.setattr(module, where, refused)
     with pytest.raises(ConfigError, match="cannot be put together"):
         finish(recipe("r"))
     assert kept

@@ -14,7 +14,8 @@ from groupwise.config.settings import ModelSettings
 from groupwise.data.packing import pack
 from groupwise.errors import ConfigError
 from groupwise.models.attention import PackedAttention, explicit_attention, plain_attention
-from groupwise.models.policy import Policy, make_policy
+from groupwise.models.loading import make_policy
+from groupwise.models.policy import Policy
 from groupwise.ops.attention import flex_block_mask
 from groupwise.ops.linear_cross_entropy import head_logits, reference_logprobs
 from groupwise.records import Layout, Sample

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from groupwise.config.settings import ModelSettings
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import ConfigError
-from groupwise.models.policy import make_policy
+from groupwise.models.loading import make_policy
 
 LAYERS = 6
 

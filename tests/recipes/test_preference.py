@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2
 from groupwise.config.recipes import load_stages
 from groupwise.config.settings import ONLINE, ModelSettings
 from groupwise.data.tokenizers import make_tokenizer
-from groupwise.models.policy import load_policy
+from groupwise.models.loading import load_policy
 from groupwise.runs.folder import list_rollouts, read_step
 from groupwise.runs.run import train_recipe
 

@@ -20,8 +20,8 @@ from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
 from groupwise.models.shape import Shape
 from groupwise.records import Batch
-from groupwise.runs.build import plan_of
 from groupwise.runs.plan import kept_per_block, memory, microbatch
+from groupwise.runs.prepare import plan_of
 
 
 def kept(policy: Policy, batch: Batch) -> int:
@@ -104,7 +104,7 @@ from dataclasses import replace
 import numpy as np, torch
 from pathlib import Path
 from groupwise.utils.allocator import _resident
-from groupwise.models.policy import make_policy
+from groupwise.models.loading import make_policy
 from groupwise.models.scratch import scratch_model
 from groupwise.training.online import improve
 from groupwise.algorithms.registry import resolve

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rule_rewards import RuleRewards
 
 from groupwise.algorithms.advantages import process
 from groupwise.algorithms.registry import ALGORITHMS, Algorithm, corrected, resolve
@@ -340,17 +341,9 @@ def test_rewards_of_turns_stand_at_their_last_tokens() -> None:
     assert with_turns(plain) is plain
 
 
-class Judge:
-    """Rewards what nothing but chance decides."""
-
-    names = ("parity",)
-
-    def score(self, groups: Any) -> list[Scored]:
-        values = [np.array([float(r.tokens.sum() % 3) for r in group]) for group in groups]
-        return [
-            Scored(rollouts=group, names=self.names, rewards=reward[:, None], reward=reward)
-            for group, reward in zip(groups, values, strict=True)
-        ]
+def remainder(rollout: Rollout) -> float:
+    """What nothing but chance decides."""
+    return float(rollout.tokens.sum() % 3)
 
 
 @pytest.mark.parametrize("preset", [*ALGORITHMS, "process"])
@@ -367,7 +360,7 @@ def test_every_algorithm_trains_on_episodes(preset: str, tiny_policy: Callable, 
         policy,
         algorithm,
         engine=NativeEngine(policy, max_rows=5, world=world),
-        rewards=Judge(),
+        rewards=RuleRewards(remainder),
         draw=lambda k: [next(prompts) for _ in range(k)],
         optimizer=Optimizer(policy.model, OptimizerSettings(lr=1e-3), 100),
         group=settings,

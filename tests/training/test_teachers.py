@@ -23,7 +23,8 @@ from groupwise.data.demonstrations import Demonstration
 from groupwise.data.packing import pack
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.attention import plain_attention
-from groupwise.models.policy import Policy, make_policy
+from groupwise.models.loading import make_policy
+from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Sample, Sampling, Scored
 from groupwise.rewards.compose import unjudged
 from groupwise.rollout.mixed import MixedEngine
