@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -333,6 +334,25 @@ def write_recipe() -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[Any]:
+    """A `ForkServer` for the tests of this worker; a test asks for `forked`."""
+    spec = importlib.util.spec_from_file_location("fork_server", Path(__file__).with_name("fork_server.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    server = module.ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def forked(fork_server: Any) -> Iterator[Any]:
+    """`forked.start("train", path, "--quiet")`: the command as a process, without an interpreter's start; see `ForkServer`."""
+    yield fork_server
+    fork_server.end_all()
 
 
 Browser = Callable[..., AbstractContextManager[Any]]

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -145,7 +146,7 @@ def test_an_error_in_an_evaluation_keeps_the_step_before_it(
 @pytest.mark.fault(
     "T1f", "a reward raises on rank 1 of 2 at step 3, weights whole and spread", "RewardError; step 2 is saved by both"
 )
-def test_an_error_on_another_rank_saves_the_last_whole_step(mode: str, recipe: Callable, tmp_path: Path) -> None:
+def test_an_error_on_another_rank_saves_the_last_whole_step(mode: str, recipe: Callable, forked: Any, tmp_path: Path) -> None:
     (tmp_path / "judges.py").write_text(
         "import os\nfrom pathlib import Path\n"
         "def judge(completion_ids, **_):\n"
@@ -155,11 +156,15 @@ def test_an_error_on_another_rank_saves_the_last_whole_step(mode: str, recipe: C
         "    return [float(sum(ids) % 5) for ids in completion_ids]\n"
     )
     path = recipe("two", parallel=mode)
-    command = [sys.executable, "-m", "groupwise", "train", str(path), "--nproc", "2", "--quiet"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert ended.returncode != 0
-    assert "RewardError" in ended.stderr
-    assert saved(Path("runs/two")) == 2, ended.stderr[-3000:]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    both = [forked.start("train", path, "--quiet", RANK=rank, LOCAL_RANK=rank, **common) for rank in ("0", "1")]
+    assert all(process.wait() for process in both)
+    said = "".join(process.said for process in both)
+    assert "RewardError" in both[1].said, said
+    assert saved(Path("runs/two")) == 2, said
 
 
 # ---------------------------------------------------------------- disks
@@ -699,16 +704,13 @@ def judge(completion_ids, **_):
 
 @pytest.mark.slow
 @pytest.mark.fault("P9", "threads of libraries work on while the process ends", "0; the process ends without being taken down")
-def test_a_thread_that_works_on_does_not_abort_the_process(recipe: Callable, tmp_path: Path, record_property: Callable) -> None:
+def test_a_thread_that_works_on_does_not_abort_the_process(
+    recipe: Callable, forked: Any, tmp_path: Path, record_property: Callable
+) -> None:
     """As gloo's did, once in thirty runs on two processes: a thread that asks for the interpreter while it is taken down aborts."""
     (tmp_path / "judges.py").write_text(SPINNER)
-    (tmp_path / "spinning.py").write_text(
-        "import sys\nsys.path.insert(0, '.')\nimport judges\nfrom groupwise.cli.commands import command\ncommand()\n"
-    )
-    path = recipe("r", steps=1)
-    ended = subprocess.run(
-        [sys.executable, "spinning.py", "train", str(path), "--quiet"], capture_output=True, text=True, timeout=250
-    )
+    spinning = "import judges\nfrom groupwise.cli.commands import command\ncommand()\n"
+    ended = forked.run("train", recipe("r", steps=1), "--quiet", code=spinning)
     record_property("exit", ended.returncode)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    assert "terminate" not in ended.stderr
+    assert ended.returncode == 0, ended.said[-2000:]
+    assert "terminate" not in ended.said

@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import json
 import re
-import subprocess
-import sys
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -276,22 +276,18 @@ def test_two_processes_cannot_share_a_run(recipe: Callable) -> None:
 
 
 @pytest.mark.slow
-def test_kill_9_then_rerun_is_resume(recipe: Callable, tmp_path: Path) -> None:
+def test_kill_9_then_rerun_is_resume(recipe: Callable, forked: Any, tmp_path: Path) -> None:
     changes = GRPO | {"steps": 12, "save": {"every": 1}}
     list(train(load_recipe(recipe(name="straight", **changes))))
     path = recipe(name="killed", **changes)
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; from groupwise.runs.run import train_recipe; train_recipe(sys.argv[1], quiet=True)",
-    ]
-    process = subprocess.Popen([*command, str(path)])
+    process = forked.start("train", path, "--quiet")
     log = tmp_path / "runs" / "killed" / "metrics.jsonl"
     while process.poll() is None and (not log.exists() or len(log.read_text().splitlines()) < 4):
         time.sleep(0.02)
     process.kill()
-    process.wait()
-    subprocess.run([*command, str(path)], check=True)
+    assert process.wait() == -signal.SIGKILL, process.said
+    again = forked.run("train", path, "--quiet")
+    assert again.returncode == 0, again.said
     expected, found = (weights(tmp_path / "runs" / name) for name in ("straight", "killed"))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert metrics(tmp_path / "runs" / "killed") == metrics(tmp_path / "runs" / "straight")
