@@ -480,39 +480,6 @@ def test_the_users_script_runs(tmp_path: Path) -> None:
     assert script.main(tmp_path / "runs") == "2 2 2 (2,) True"
 
 
-WRONG = """
-import groupwise as gw
-gw.train(objective="grpo", lr=1e-4)
-gw.train(objective="grpo", steps="3")
-gw.train(objective="grpo", optimizer={"learning_rate": 1e-4})
-gw.train(objective="grpo", rewards=3)
-gw.load_policy("x").generate(3)
-"""
-
-
-def check_types(command: list[str], folder: Path, environment: dict[str, str]) -> None:
-    """A type checker has nothing to say of the user's script, and finds each mistake of `WRONG`."""
-    wrong = folder / "wrong.py"
-    wrong.write_text(WRONG)
-    line = [sys.executable, "-m", *command, str(SCRIPT), str(wrong)]
-    found = subprocess.run(line, capture_output=True, text=True, env=environment, cwd=folder)
-    errors = [line for line in found.stdout.splitlines() if re.search(r":\d+(:\d+)?\s*(-\s*)?:?\s*error", line)]
-    assert not [line for line in errors if "wrong.py" not in line], found.stdout + found.stderr
-    lines = {int(re.search(r"wrong\.py:(\d+)", line)[1]) for line in errors}  # type: ignore[index]
-    assert lines == {3, 4, 5, 6, 7}, found.stdout + found.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_pyright_passes_the_users_script_and_finds_mistakes(tmp_path: Path) -> None:
-    """mypy does so below, with the wheel."""
-    pytest.importorskip("pyright")
-    settings = {"typeCheckingMode": "standard", "extraPaths": [str(Path(gw.__file__).parents[1])]}
-    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
-    project = str(tmp_path / "pyrightconfig.json")
-    check_types(["pyright", "--project", project, "--pythonpath", sys.executable], tmp_path, dict(os.environ))
-
-
 def completions(wanted: dict[str, set[str]], folder: Path) -> dict[str, set[str]]:
     """What pyright's language server offers at the end of each text: what an editor shows.   wanted: what is waited for."""
     source = str(Path(gw.__file__).parents[1])
@@ -616,32 +583,3 @@ def test_what_was_given_is_named() -> None:
     for call, said in wrong:
         with pytest.raises(gw.GroupwiseError, match=said):
             call()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_users_script_type_checks_against_the_wheel(tmp_path: Path) -> None:
-    """What pip installs has its types with it: nothing of the checkout is on the path.  Mistakes are found, and nothing else."""
-    pytest.importorskip("mypy")
-    tree, site = tmp_path / "tree", tmp_path / "site"
-    tree.mkdir()
-    for name in ("src", "recipes"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree)
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path), str(tree)]
-    made = subprocess.run(build, capture_output=True, text=True)
-    if "Cannot import 'setuptools.build_meta'" in made.stderr or "No module named" in made.stderr:
-        pytest.skip("setuptools is not installed")
-    assert made.returncode == 0, made.stderr
-    (wheel,) = tmp_path.glob("groupwise-*.whl")
-    shutil.unpack_archive(wheel, site, "zip")
-    assert (site / "groupwise" / "py.typed").is_file() and (site / "groupwise" / "cli" / "commands" / "train.py").is_file()
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
-    command = ["mypy", "--strict", "--follow-imports=silent", "--no-error-summary", f"--cache-dir={tmp_path / 'cache'}"]
-    check_types(command, tmp_path, environment | {"MYPYPATH": str(site)})
-    said = subprocess.run(
-        [sys.executable, "-c", "import groupwise, sys; from groupwise.cli.commands import main; sys.exit(main(['recipes']))"],
-        capture_output=True, text=True, env=environment | {"PYTHONPATH": str(site)}, cwd=tmp_path,
-    )  # fmt: skip
-    assert said.returncode == 0, said.stderr

@@ -349,13 +349,15 @@ while True:
 def test_c2_c12_kill_at_any_moment_loses_at_most_one_save(tmp_path: Path, forked: Any) -> None:
     """Twenty kills at random moments, nearly all of them inside a save, because the process does nothing else."""
     chance = random.Random(0)
-    said = 0
+    said, pace = 0, 0.02  # seconds that a save takes here
     for _ in range(20):
-        process = forked.start(tmp_path, code=SAVER)
-        while process.poll() is None and "\n" not in process.said:
+        process, whole = forked.start(tmp_path, code=SAVER), chance.randrange(3)
+        began = time.monotonic()
+        while process.poll() is None and process.said.count("\n") <= whole:
             time.sleep(0.001)
         assert process.said.startswith(f"start {said}\n"), process.said
-        time.sleep(chance.uniform(0.0, 0.25))
+        pace = (time.monotonic() - began) / whole if whole else pace
+        time.sleep(chance.uniform(0.0, pace))
         process.kill()
         assert process.wait() == -signal.SIGKILL, process.said
         saved = [
