@@ -19,7 +19,7 @@ gw.load_policy("x").generate(3)
 
 
 def check_types(command: list[str], folder: Path, environment: dict[str, str], behind: str = "") -> None:
-    """A type checker has nothing to say of the user's script, nor of what else the command names, and finds each mistake of `WRONG`.
+    """A type checker has nothing to say of the user's script, nor of what else it is given, and finds what is wrong in `WRONG`.
 
     behind: stands at the end of both files.
     """
