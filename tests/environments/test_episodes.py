@@ -53,6 +53,7 @@ def test_trap_12_parallel_results_come_in_the_order_of_the_calls(table: Callable
     assert turn.calls[4].result == json.dumps({"error": 'the argument a is "1", expected integer'})
 
 
+@pytest.mark.slow
 def test_trap_11_a_tool_that_never_returns_lets_the_others_finish(table: Callable[..., Any]) -> None:
     """Its process is ended at the deadline; the call after it and every other episode go on."""
     at = table(tools=(ADD, "my_tools.py:hang", "my_tools.py:die"), tool_timeout=3.0)
@@ -81,6 +82,7 @@ def test_trap_11_in_threads_a_tool_that_never_returns_is_left_behind(table: Call
     assert [one.failure for one in turn.calls] == ["timeout", ""]
 
 
+@pytest.mark.slow
 @BOTH
 def test_an_environment_that_hangs_ends_its_episode_only(table: Callable[..., Any], runs: str) -> None:
     at = table(factory="my_tools.py:Counter", tool_timeout=3.0, runs=runs)

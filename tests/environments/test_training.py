@@ -70,6 +70,7 @@ def test_an_environment_given_as_an_object_trains(tmp_path: Path) -> None:
     np.testing.assert_allclose(rewards, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", ["process", "thread"])
 def test_tools_given_by_name_train(tmp_path: Path, runs: str) -> None:
     """A scratch model that calls nothing: its prompts show the tool, and its completions are conversations."""
@@ -176,6 +177,7 @@ def test_sampled_is_scored_behind_answers(tmp_path: Path) -> None:
                 np.testing.assert_allclose(logp[rollout.trained], rollout.behavior_logp[rollout.trained], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_evaluated_and_talked_to_with_its_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,6 +192,7 @@ def test_a_finished_run_is_evaluated_and_talked_to_with_its_environment(
     assert "an empty line ends it" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_in_the_middle_of_episodes_ends_with_the_same_weights(tmp_path: Path, forked: Any) -> None:
     """Killed while the environment thinks; resumed, it ends with the weights of a run that nobody disturbed."""
     (tmp_path / "slow.py").write_text(

@@ -90,6 +90,7 @@ def batch(*texts: str, **columns: list[Any]) -> Completions:
 # ---- that do not return ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.fault("T2", "reward sleeps 1 h, no timeout set", "error that names it after the default; the same command continues")
 def test_t2_a_reward_that_hangs_without_a_timeout_ends_the_run(
     recipe: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -193,6 +194,7 @@ MATH_VERIFY = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     [
@@ -251,6 +253,7 @@ def test_r13c_what_a_reward_does_to_its_arguments_stays_there(recipe: Start, tmp
     assert {json.dumps(json.loads(row)["left"]) for row in recorded} <= {json.dumps(row["left"]) for row in rows}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     [

@@ -117,6 +117,7 @@ def test_an_oserror_in_a_step_saves_the_last_whole_step(recipe: Callable, monkey
     assert same(finish(path), straight)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "T1e", "a reward raises while the evaluation behind step 2 is scored", "RewardError; step 2 and its line are kept"
 )
@@ -213,6 +214,7 @@ def test_a_full_disk_at_the_export_leaves_what_was_there(recipe: Callable, monke
     assert all(torch.equal(again[name], before[name]) for name in before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ESTALE, errno.EIO])
 @pytest.mark.fault(
     "C6b", "resumed in a folder that became read-only, stale or broken", "StorageError: the path and what the disk said"
@@ -276,6 +278,7 @@ def test_a_folder_is_replaced_as_a_whole(stop: int, tmp_path: Path, monkeypatch:
 # ---------------------------------------------------------------- finished, and not
 
 
+@pytest.mark.slow
 @pytest.mark.fault("C15", "a finished run of 2 steps, again with steps=4", "it continues to step 4, as if never finished")
 def test_c15_more_steps_train_on(recipe: Callable, capsys: pytest.CaptureFixture[str], record_property: Callable) -> None:
     straight = finish(recipe("straight"))
@@ -300,6 +303,7 @@ def test_c15b_more_steps_without_a_checkpoint(recipe: Callable, capsys: pytest.C
     assert unfinished(Path("runs/r")) is None
 
 
+@pytest.mark.slow
 @pytest.mark.fault("C17", "final/ of a finished run is deleted, emptied or altered", "it is made again from the last checkpoint")
 @pytest.mark.parametrize("how", ["deleted", "cut", "flipped", "no config"])
 def test_c17_finished_is_believed_only_with_its_model(
@@ -349,6 +353,7 @@ def test_c16_no_step_stands_twice(recipe: Callable) -> None:
     assert [line["step"] for line in lines(Path("runs/r"))] == [0, 1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.fault("C19", "SIGTERM while the evaluation behind step 2 runs", "143; the resumed run makes the evaluation up")
 @pytest.mark.parametrize("at", [2, 4])
 def test_c19_an_evaluation_that_was_broken_off_is_made_up(
@@ -467,6 +472,7 @@ def test_a_save_that_fails_beside_an_error_holds_nothing_back(recipe: Callable, 
 # ---------------------------------------------------------------- folders that others have had
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "F7", "done.json is a list, a number, cut off, or nested without end", "it counts as not finished; the run continues"
 )
@@ -499,6 +505,7 @@ def test_f8_a_damaged_config(
     assert main(["train", str(path)]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F11", "environment.json: attempts is a number", "it is put aside and begun anew; the run continues")
 @pytest.mark.parametrize("text", ['{"attempts": 3}', "[]", "{", '"x"'])
 def test_f11_a_damaged_environment(text: str, recipe: Callable) -> None:

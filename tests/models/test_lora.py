@@ -188,6 +188,7 @@ def recipe(base: Callable[..., Path], tmp_path: Path) -> Any:
     return lambda *overrides: next(iter(parse_stages(text, "recipe", list(overrides)).values()))
 
 
+@pytest.mark.slow
 def test_a_run_is_measured_against_its_base_and_goes_on_from_its_adapter(recipe: Callable[..., Any], tmp_path: Path) -> None:
     """KL 0 at step 1 and then the KL to the base; an interrupted run ends in the same bits; what it exports is a plain model."""
     straight = list(train(recipe()))

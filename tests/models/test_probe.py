@@ -592,6 +592,7 @@ LOWER_FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["autocast", "bfloat16"])
 @pytest.mark.parametrize("kind", LOWER_FAULTS, ids=lambda kind: kind.__name__)
 def test_faults_that_show_only_in_bfloat16_are_found_at_load(kind: type[PreTrainedModel], dtype: Any) -> None:

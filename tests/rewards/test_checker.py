@@ -71,6 +71,7 @@ def generated_pairs(count: int) -> list[tuple[str, str]]:
     return pairs
 
 
+@pytest.mark.slow
 def test_m03_the_fast_path_agrees_with_math_verify_on_generated_pairs(checker):
     pairs = generated_pairs(1_500)
     decided, equal, wrong = 0, 0, []

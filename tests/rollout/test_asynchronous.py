@@ -218,6 +218,7 @@ def rollout_of(engine: str, **changes: Any) -> dict[str, Any]:
     return {"max_new_tokens": 12, "engine": {"name": engine, **changes}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_p45_straight_equals_interrupted_at_every_step_with_rollouts_ahead(ahead: int, recipe: Callable) -> None:
     """Bit for bit, into the second epoch: what had been sampled for later steps is kept, the weights that drew it are long gone."""

@@ -185,6 +185,7 @@ def test_the_same_call_resumes_to_the_same_bits(call: Callable) -> None:
     assert all(torch.equal(left[name], tensor) for name, tensor in right.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "told"),
     [
@@ -558,6 +559,7 @@ def cells(notebook: Path) -> list[str]:
     return ["".join(cell["source"]) for cell in found if cell["cell_type"] == "code"]
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_twice_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     said = []
     for _ in range(2):

@@ -88,6 +88,7 @@ def test_p43_p44_straight_equals_interrupted_at_every_step_bit_for_bit(recipe: C
     assert metrics(broken) == metrics(straight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["sft", "grpo"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "autocast"])
 def test_resume_is_exact_in_every_precision(objective: str, dtype: str, recipe: Callable, tmp_path: Path) -> None:

@@ -103,15 +103,11 @@ WHERE = {  # the step that is saved
 }
 
 
-QUICK = ("sampling", "optimizer", "saving")
-"""Places that `make test-fast` asks too."""
-
-
 @pytest.mark.parametrize(
     ("where", "number"),
     [
-        *(pytest.param(where, signal.SIGTERM, marks=[] if where in QUICK else [pytest.mark.slow]) for where in WHERE),
-        ("sampling", signal.SIGINT),
+        *(pytest.param(where, signal.SIGTERM, marks=pytest.mark.slow) for where in WHERE),
+        pytest.param("sampling", signal.SIGINT, marks=pytest.mark.slow),
         ("optimizer", signal.SIGINT),
     ],
 )

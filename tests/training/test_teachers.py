@@ -378,6 +378,7 @@ def final(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "final" / "model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["checkpoint", "minillm", "hint", "ema", "sampled"])
 def test_a_run_that_is_broken_off_goes_on_to_the_same_weights(
     kind: str, tmp_path: Path, write_recipe: Callable, larger: str

@@ -18,8 +18,6 @@ from groupwise.training.samples import sample_of
 from groupwise.training.scoring import score
 from groupwise.training.teachers import Teacher
 
-SEEDS = [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
-
 
 @pytest.fixture(scope="module")
 def masters() -> dict[int, Policy]:
@@ -31,10 +29,9 @@ def size(policy: Policy) -> int:
     return sum(parameter.numel() for parameter in policy.model.parameters())
 
 
-@pytest.mark.parametrize("seed", SEEDS[:2])
-@pytest.mark.parametrize(
-    ("preset", "steps"), [("distill", 40), pytest.param("minillm", 40, marks=pytest.mark.slow), ("distill_sampled", 70)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("preset", "steps"), [("distill", 40), ("minillm", 40), ("distill_sampled", 70)])
 def test_the_answers_are_learnt_from_a_teacher_that_knows_them(
     preset: str, steps: int, seed: int, say: Callable, masters: dict[int, Policy]
 ) -> None:
@@ -64,7 +61,7 @@ def distance(made: object, teacher: Policy) -> float:
     return float(np.mean(own - theirs))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_distillation_comes_nearer_than_imitation_of_as_many_tokens(seed: int, world: Callable) -> None:
     """Forward and reverse KL on the student's own completions against SFT on the teacher's, with more tokens and as many steps.
 
