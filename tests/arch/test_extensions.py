@@ -126,6 +126,7 @@ def test_each_of_them_is_used_by_a_run(outside: str) -> None:
     assert "correction" in str(step.metrics) or "mismatch/mean" in step.metrics, "an engine of one's own is corrected"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -148,6 +149,7 @@ def test_what_does_not_fit_is_refused_with_its_key(change: dict, said: str, outs
         list(train(recipe))
 
 
+@pytest.mark.slow
 def test_a_command_of_an_installed_package(outside: str, tmp_path: Path) -> None:
     """Its entry point is all that is read of it until it is typed."""
     described = tmp_path / "site" / "outside-1.0.dist-info"

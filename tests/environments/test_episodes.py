@@ -115,6 +115,7 @@ def test_trap_10_limits_end_an_episode_and_say_so(table: Callable[..., Any]) -> 
     assert third.answer == ""
 
 
+@pytest.mark.slow
 def test_an_observation_shares_its_budget_between_parallel_results(table: Callable[..., Any]) -> None:
     at = table(tools=("my_tools.py:long",), max_observation_bytes=200)
     talk, _ = at.begin()
@@ -255,6 +256,7 @@ def test_trap_15_no_episode_sees_anothers_state(table: Callable[..., Any], runs:
     assert len({tuple(ids) for ids in opened}) == 6, "groups do not"
 
 
+@pytest.mark.slow
 def test_trap_15_processes_share_no_module_state(table: Callable[..., Any]) -> None:
     """The random module of a process is the episode's own: its draws depend on the prompt, not on who drew before."""
     at = table(factory="my_tools.py:Counter", runs="process")
@@ -355,6 +357,7 @@ def test_trap_7_a_mask_that_does_not_fit_is_refused_at_birth() -> None:
             Rollout(**given, trained=np.array(trained), episode=Episode(turns=(Turn(begin=0, end=end, finish=Finish.EOS),)))
 
 
+@pytest.mark.slow
 def test_sampling_that_is_broken_off_leaves_nothing_running(table: Callable[..., Any]) -> None:
     """Closed while a call hangs: its process is ended, and the world can be closed at once."""
     at = table(factory="my_tools.py:Counter", tool_timeout=600.0)

@@ -158,6 +158,7 @@ def test_what_is_wrong_with_the_section_is_said(environment: Any, more: Any, mes
         make_recipe(GAME | {"environment": environment, "rewards": [{"function": "exact"}]} | more)
 
 
+@pytest.mark.slow
 def test_check_shows_tools_and_plays_an_episode(tmp_path: Path) -> None:
     found = {finding.name: finding for finding in check_stage(make_recipe(GAME | {"runs": str(tmp_path)}))}
     assert found["environment"].good

@@ -336,6 +336,7 @@ def test_r35_what_a_reward_started_ends_with_it(tmp_path: Path, monkeypatch: pyt
     assert all(gone(pid) for pid in pids)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux can adopt orphans")
 @pytest.mark.fault("R36", "kill -9 of the run while a reward has children", "workers, children and grandchildren end too")
 def test_r36_nothing_outlives_a_run_that_is_killed(tmp_path: Path, forked: Any) -> None:

@@ -175,6 +175,7 @@ def full(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "C5b", "the disk fills up while the completions of step 3 are written", "StorageError: the path, and what was kept"
 )
@@ -536,6 +537,7 @@ def pairs(count: int, sign: str = "+") -> str:
     return "".join(json.dumps({"prompt": f"{n}{sign}1=", "answer": str(n)}) + "\n" for n in range(1, count + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "C9d", "the data file changed between two runs: as many rows, other prompts", "ConfigError: which; --accept-changes continues"
 )
@@ -562,6 +564,7 @@ def test_c9d_data_that_changed_are_noticed(
     assert history[0]["inputs"][f"data.{key}"]["xxh3_128"] != history[1]["inputs"][f"data.{key}"]["xxh3_128"]
 
 
+@pytest.mark.slow
 @pytest.mark.fault("C9b", "the file of a reward changed between two runs", "ConfigError: which; --accept-changes continues")
 @pytest.mark.parametrize("function", ["judges.py:judge", "changing_judge:judge"])
 def test_c9b_reward_code_that_changed_is_noticed(
@@ -589,6 +592,7 @@ def test_nothing_is_asked_before_the_first_checkpoint(recipe: Callable, tmp_path
     finish(path)
 
 
+@pytest.mark.slow
 @pytest.mark.fault("C9e", "an earlier stage was trained again with other weights", "ConfigError: which stage")
 def test_a_stage_that_was_trained_again_is_noticed(recipe: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stages = {
@@ -603,6 +607,7 @@ def test_a_stage_that_was_trained_again_is_noticed(recipe: Callable, tmp_path: P
     assert "model.path runs/two/sft/final: the stage has been trained again" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_teacher_that_was_trained_again_is_noticed(recipe: Callable, capsys: pytest.CaptureFixture[str]) -> None:
     stages = {
         "sft": {"objective": "sft", "steps": 1, "batch_size": 4},

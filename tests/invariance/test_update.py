@@ -113,7 +113,13 @@ VARIANTS: dict[str, GroupSettings] = {
 @pytest.mark.parametrize(
     ("preset", "variant", "family", "dtype"),
     [  # every preset with every variant, with both models and in both types, and these with one another
-        (preset, list(VARIANTS)[(place + turn) % len(VARIANTS)], family, dtype)
+        pytest.param(
+            preset,
+            list(VARIANTS)[(place + turn) % len(VARIANTS)],
+            family,
+            dtype,
+            marks=() if (family, dtype) == ("llama", torch.float64) else pytest.mark.slow,
+        )
         for place, preset in enumerate(ALGORITHMS)
         for turn, (family, dtype) in enumerate(itertools.product(("gpt2", "llama"), TOLERANCE))
     ],

@@ -406,6 +406,7 @@ FAULTS: dict[type[PreTrainedModel], tuple[type, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FAULTS, ids=lambda kind: kind.__name__)
 def test_planted_faults_are_found_at_load(kind: type[PreTrainedModel]) -> None:
     config, changes, said = FAULTS[kind]

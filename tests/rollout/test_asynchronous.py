@@ -238,6 +238,7 @@ def test_p45_straight_equals_interrupted_at_every_step_with_rollouts_ahead(ahead
     assert [line.get("staleness/max", 0.0) for line in metrics(straight)] == [4.0 * min(k, ahead) for k in range(6)]
 
 
+@pytest.mark.slow
 def test_ahead_of_nothing_is_the_synchronous_run(recipe: Callable) -> None:
     plain, zero = recipe("plain", steps=3), recipe("zero", steps=3, rollout=rollout_of("native", ahead=0))
     for path in (plain, zero):

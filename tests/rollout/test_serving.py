@@ -95,6 +95,7 @@ def test_an_engine_that_fails_answers(served, monkeypatch):
     assert "no more memory" in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_served_by_the_command(tiny_policy, forked, tmp_path):
     policy = tiny_policy("llama", dtype=torch.float32)
     policy.model.save_pretrained(tmp_path / "model")

@@ -94,6 +94,7 @@ def test_objects_give_the_run_that_files_give(call: Callable, tiny_policy: Calla
     assert metrics()[-1]["step"] == 2
 
 
+@pytest.mark.slow
 def test_a_dataset_a_list_and_a_file_are_the_same_rows(call: Callable) -> None:
     list(call(data=datasets.Dataset.from_list(ROWS), name="dataset"))
     list(call(name="list"))
@@ -130,6 +131,7 @@ def test_a_lambda_and_a_closure_reward(call: Callable) -> None:
             assert row.tolist() == [float("7" in rollout.text), digits(rollout.text)]
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_process(call: Callable) -> None:
     """Also at the same time: one is iterated while the other one goes on."""
     alone = [step.metrics["reward"] for step in call(name="alone")]
@@ -139,6 +141,7 @@ def test_two_runs_in_one_process(call: Callable) -> None:
     assert len(rewards) == 2
 
 
+@pytest.mark.slow
 def test_an_adapter_on_a_loaded_model(call: Callable, tiny_policy: Callable) -> None:
     policy = tiny_policy()
     for stop in (1, 9):  # the second goes on with the adapter of the first
@@ -205,6 +208,7 @@ def test_resuming_asks_for_the_objects(part: str, told: str, call: Callable, tin
     assert [step.number for step in gw.train("runs/mine/config.yaml", model=tiny_policy(), data=ROWS, rewards=[digits])] == [2]
 
 
+@pytest.mark.slow
 def test_resuming_with_other_objects_is_refused(call: Callable, tiny_policy: Callable) -> None:
     for step in call():
         if step.number == 1:

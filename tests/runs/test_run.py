@@ -104,6 +104,7 @@ def test_resume_is_exact_in_every_precision(objective: str, dtype: str, recipe: 
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_resume_with_a_reference_that_moves(recipe: Callable, tmp_path: Path) -> None:
     """P44 with beta > 0: the reference is the policy of the start, or what refreshing made of it; never loaded by name."""
     changes = GRPO | {
@@ -126,6 +127,7 @@ def test_p27_no_kl_without_a_reference(recipe: Callable, tmp_path: Path) -> None
     assert not (tmp_path / "runs" / "plain" / "reference").exists()
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(recipe: Callable, tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         list(train(load_recipe(recipe(name=name, **(GRPO | {"steps": 2, "seed": seed})))))

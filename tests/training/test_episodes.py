@@ -208,6 +208,7 @@ def bits(step: dict[str, float]) -> dict[str, bytes]:
     return {name: np.float64(value).tobytes() for name, value in step.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [None, "other"])
 @pytest.mark.parametrize("name", PLAIN)
 def test_trap_8_what_is_said_of_observations_changes_no_bit(name: str, cut: str | None, tiny_policy: Callable) -> None:
@@ -353,6 +354,7 @@ class Judge:
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", [*ALGORITHMS, "process"])
 def test_every_algorithm_trains_on_episodes(preset: str, tiny_policy: Callable, scripted_world: Callable) -> None:
     """One column for each completion, whatever a completion became on the way; sampled = scored."""

@@ -421,6 +421,7 @@ def test_a_teacher_with_other_tokens_is_refused_by_name(tmp_path: Path, write_re
         list(train(load_recipe(path)))
 
 
+@pytest.mark.slow
 def test_a_teacher_with_padding_rows_is_taken(tmp_path: Path, write_recipe: Callable, larger: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

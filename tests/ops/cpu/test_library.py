@@ -45,15 +45,18 @@ def compiler(tmp_path: Path) -> Path:
     return tmp_path / "c++"
 
 
+@pytest.mark.slow
 def test_without_a_compiler_it_says_what_to_install(ask: Ask, tmp_path: Path) -> None:
     told, none = ask(PATH=str(tmp_path), CXX="")
     assert "install g++" in told and none == "True"
 
 
+@pytest.mark.slow
 def test_switched_off(ask: Ask) -> None:
     assert ask(GROUPWISE_KERNELS="off") == ["GROUPWISE_KERNELS=off", "True"]
 
 
+@pytest.mark.slow
 def test_a_compiler_that_fails_is_quoted(ask: Ask, tmp_path: Path) -> None:
     broken = tmp_path / "c++"
     script = ["#!/bin/sh", '[ "$1" = --version ] && exit 0', "echo warming up >&2", "echo fatal error: no such luck >&2", "exit 1"]
@@ -64,6 +67,7 @@ def test_a_compiler_that_fails_is_quoted(ask: Ask, tmp_path: Path) -> None:
     assert not list((tmp_path / "groupwise").iterdir())
 
 
+@pytest.mark.slow
 def test_a_compiler_that_hangs_is_left_alone(ask: Ask, tmp_path: Path) -> None:
     """What it had said until then is bytes."""
     slow = tmp_path / "c++"
@@ -73,6 +77,7 @@ def test_a_compiler_that_hangs_is_left_alone(ask: Ask, tmp_path: Path) -> None:
     assert told == f"{slow} could not make them: thinking" and none == "True"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")
 def test_the_next_compiler_is_asked_where_one_makes_what_cannot_be_loaded(ask: Ask, tmp_path: Path) -> None:
     """As clang on Linux: it needs another OpenMP than the one that is there."""
@@ -105,6 +110,7 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_folder().is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")
 def test_compiled_once_and_kept(ask: Ask, compiler: Path, forked: Any, tmp_path: Path) -> None:
     """Of two processes at the same time one compiles and the other waits; the next one only loads the library."""
@@ -118,6 +124,7 @@ def test_compiled_once_and_kept(ask: Ask, compiler: Path, forked: Any, tmp_path:
     assert ask(CXX=str(compiler)) == ["None", "False"] and made.stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")
 def test_a_cache_that_cannot_be_written(ask: Ask, compiler: Path, tmp_path: Path) -> None:
     """A file where the folder should be: the library is made for this process alone."""

@@ -122,6 +122,7 @@ def test_to_ten_digits_in_float64(family, cut_to, tiny_policy, scripted_world):
     assert any((~rollout.trained).any() for rollout in rollouts.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen3"])
 @pytest.mark.parametrize("kernel", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -154,6 +155,7 @@ def test_in_shapes_that_stay_as_on_a_gpu(family, policy_of, prompts_of, scripted
     check(policy, world, drawn(policy, world, prompts_of(5, 9, 2, 16), rows=5), 2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [0.0, 0.4])
 @pytest.mark.parametrize("sampling", [{}, {"stop": ("A", "7B")}, {"top_k": 5}, {"temperature": 0.0}], ids=str)
 def test_no_interleaving_changes_a_transcript(cut, sampling, policy_of, prompts_of, scripted_world):
