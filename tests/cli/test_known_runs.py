@@ -277,6 +277,7 @@ def examples() -> list[str]:
     return found + [re.split(r"\s{2,}", example)[0] for example in commands.EXAMPLES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", dict.fromkeys(examples()))
 def test_the_examples_of_help_run(
     example: str, shop: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -233,6 +233,7 @@ def test_m5_m5b_r16_rewards_run_on_a_main_thread_wherever_they_are_called(recipe
 # ---- that change what they are given, or what is around them ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.fault("R13c", "the reward pops from a list column of the row, over two epochs and a resume", "equal rewards by step")
 def test_r13c_what_a_reward_does_to_its_arguments_stays_there(recipe: Start, tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "left": [{"n": n}, {"n": 1}]} for n in range(6)]

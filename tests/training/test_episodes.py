@@ -124,6 +124,7 @@ def gradient(policy: Policy, algorithm: Algorithm, groups: list[Scored], budget:
     return total, torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters() if parameter.grad is not None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["sampled here", "sampled elsewhere"])
 def test_trap_14_branches_give_the_gradient_of_the_uncut_episode(name: str, elsewhere: bool, tiny_policy: Callable) -> None:

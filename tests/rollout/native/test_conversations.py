@@ -97,6 +97,7 @@ def check(policy, world, rollouts, tolerance):
         assert difference.max(initial=0.0) < tolerance, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut_to", ["none", "same", "longer", "other"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_was_sampled_is_what_a_forward_pass_gives(family, cut_to, policy_of, prompts_of, scripted_world):
