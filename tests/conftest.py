@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -29,9 +30,11 @@ from groupwise.models.policy import Policy
 from groupwise.models.scratch import scratch_model
 from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, Sample, Sampling, Scored, Turn
 
-# The same examples in every run, so that a failure is a failure everywhere. `--hypothesis-profile=search` looks for new ones.
+# The same examples in every run, so that a failure is a failure everywhere. `--hypothesis-profile=search` looks for new ones; `few`
+# is for what is asked again under other circumstances.
 settings.register_profile("same", derandomize=True, max_examples=80, deadline=None, print_blob=True)
 settings.register_profile("search", max_examples=2000, deadline=None, print_blob=True)
+settings.register_profile("few", settings.get_profile("same"), max_examples=20)
 settings.load_profile("same")
 
 # A shell ignores Ctrl-C for what it starts in the background, and children inherit that; the tests' children are to hear it.
@@ -334,6 +337,35 @@ def write_recipe() -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def check_types() -> Callable[..., None]:
+    """See `python_api/checkers.py`."""
+    spec = importlib.util.spec_from_file_location("checkers", Path(__file__).parent / "python_api" / "checkers.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.check_types
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[Any]:
+    """A `ForkServer` for the tests of this worker; a test asks for `forked`."""
+    spec = importlib.util.spec_from_file_location("fork_server", Path(__file__).with_name("fork_server.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    server = module.ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def forked(fork_server: Any) -> Iterator[Any]:
+    """`forked.start("train", path, "--quiet")`: the command as a process, without an interpreter's start; see `ForkServer`."""
+    yield fork_server
+    fork_server.end_all()
 
 
 Browser = Callable[..., AbstractContextManager[Any]]

@@ -164,6 +164,7 @@ def test_an_environment_answers_what_an_engine_samples(outside: str) -> None:
     assert any(rollout.finish is Finish.DONE for group in step.groups for rollout in group.rollouts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -186,6 +187,7 @@ def test_what_does_not_fit_is_refused_with_its_key(change: dict, said: str, outs
         list(train(recipe))
 
 
+@pytest.mark.slow
 def test_a_command_of_an_installed_package(outside: str, tmp_path: Path) -> None:
     """Its entry point is all that is read of it until it is typed."""
     described = tmp_path / "site" / "outside-1.0.dist-info"

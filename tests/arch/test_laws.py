@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,8 @@ def room_of(module: str) -> int:
     return ROOMS.index(part_of(module))
 
 
-def imports(name: str, *, lazy: bool = True) -> Iterator[str]:
+@cache
+def imports(name: str, *, lazy: bool = True) -> tuple[str, ...]:
     """Modules that a file imports, with dots; `lazy`: also those inside functions.  Never those for type checkers alone."""
     typing_only = {
         id(child)
@@ -45,15 +47,17 @@ def imports(name: str, *, lazy: bool = True) -> Iterator[str]:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         for child in ast.walk(node)
     }
+    found: list[str] = []
     for node in ast.walk(TREES[name]):
         if id(node) in typing_only or (not lazy and id(node) in inside):
             continue
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
+            found.append(node.module)
             if node.module == "groupwise" or f"{node.module}.{node.names[0].name}" in (f"groupwise.{name}" for name in FILES):
-                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+                found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return tuple(found)
 
 
 def own_imports(name: str, *, lazy: bool = True) -> set[str]:

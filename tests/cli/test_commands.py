@@ -132,6 +132,7 @@ def test_light_commands_import_no_torch(folder: Path, arguments: list[str]) -> N
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_worked_step_needs_torch_and_no_model() -> None:
     code = (
         "import sys; from groupwise.cli.commands import main; rc = main(['explain'])\n"

@@ -181,6 +181,7 @@ def test_explain_works_a_recorded_step_through(there: Path, capsys: pytest.Captu
 # ---------------------------------------------------------------- going on, and not beginning
 
 
+@pytest.mark.slow
 def test_more_steps_go_on_or_it_is_said_why_not(there: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "my.yaml", "--quiet", "steps=1", f"runs={tmp_path}"]) == 0
     assert main(["train", "my.yaml", "--quiet", "steps=2", f"runs={tmp_path}"]) == 0
@@ -276,6 +277,7 @@ def examples() -> list[str]:
     return found + [re.split(r"\s{2,}", example)[0] for example in commands.EXAMPLES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", dict.fromkeys(examples()))
 def test_the_examples_of_help_run(
     example: str, shop: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

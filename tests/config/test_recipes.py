@@ -427,6 +427,7 @@ def test_load_recipe_and_load_stages(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- writing
 
 
+@pytest.mark.slow
 @given(
     st.builds(
         Recipe,

@@ -48,6 +48,7 @@ def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # ---- the chat template that came with a model --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "said"),
     [

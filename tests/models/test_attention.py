@@ -119,6 +119,7 @@ def test_the_flex_mask_says_the_same() -> None:
     torch.testing.assert_close(found[:, :26], expected[:, :26], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_flex_blocks_are_those_of_the_mask_of_all_pairs() -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 

@@ -189,6 +189,7 @@ def recipe(base: Callable[..., Path], tmp_path: Path) -> Any:
     return lambda *overrides: next(iter(parse_stages(text, "recipe", list(overrides)).values()))
 
 
+@pytest.mark.slow
 def test_a_run_is_measured_against_its_base_and_goes_on_from_its_adapter(recipe: Callable[..., Any], tmp_path: Path) -> None:
     """KL 0 at step 1 and then the KL to the base; an interrupted run ends in the same bits; what it exports is a plain model."""
     straight = list(train(recipe()))
@@ -211,6 +212,7 @@ def test_a_run_is_measured_against_its_base_and_goes_on_from_its_adapter(recipe:
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_p55_a_trained_adapter_is_its_own_reference(recipe: Callable[..., Any], tmp_path: Path) -> None:
     """SFT with an adapter, then GRPO from its adapter (and from its final model): KL 0 at step 1, to it and not to its base."""
     list(train(recipe("objective=sft", "name=sft", "data.columns={}", "optimizer.lr=0.05")))

@@ -389,6 +389,7 @@ FAULTS: dict[type[PreTrainedModel], tuple[type, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FAULTS, ids=lambda kind: kind.__name__)
 def test_planted_faults_are_found_at_load(kind: type[PreTrainedModel]) -> None:
     config, changes, said = FAULTS[kind]
@@ -575,6 +576,7 @@ LOWER_FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["autocast", "bfloat16"])
 @pytest.mark.parametrize("kind", LOWER_FAULTS, ids=lambda kind: kind.__name__)
 def test_faults_that_show_only_in_bfloat16_are_found_at_load(kind: type[PreTrainedModel], dtype: Any) -> None:

@@ -213,6 +213,7 @@ def rollout_of(engine: str, **changes: Any) -> dict[str, Any]:
     return {"max_new_tokens": 12, "engine": {"name": engine, **changes}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_p45_straight_equals_interrupted_at_every_step_with_rollouts_ahead(ahead: int, recipe: Callable) -> None:
     """Bit for bit, into the second epoch: what had been sampled for later steps is kept, the weights that drew it are long gone."""
@@ -232,6 +233,7 @@ def test_p45_straight_equals_interrupted_at_every_step_with_rollouts_ahead(ahead
     assert [line.get("staleness/max", 0.0) for line in metrics(straight)] == [4.0 * min(k, ahead) for k in range(6)]
 
 
+@pytest.mark.slow
 def test_ahead_of_nothing_is_the_synchronous_run(recipe: Callable) -> None:
     plain, zero = recipe("plain", steps=3), recipe("zero", steps=3, rollout=rollout_of("native", ahead=0))
     for path in (plain, zero):

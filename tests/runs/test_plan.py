@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -151,14 +150,13 @@ print(planned, peak - base)
 @pytest.mark.timeout(1200)  # where bfloat16 is emulated, a step with autocast takes twenty times as long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
 @pytest.mark.parametrize(("dtype", "vocabulary"), [("float32", 2000), ("float32", 16_000), ("autocast", 2000)])
-def test_the_planned_peak_is_what_a_step_takes(dtype: str, vocabulary: int) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", STEP, dtype, str(vocabulary)]
+def test_the_planned_peak_is_what_a_step_takes(dtype: str, vocabulary: int, forked: Any) -> None:
     peaks = []  # of one run: +-6 %, by where the heap finds room; the median of three where one is off
     for runs in (1, 3):
         while len(peaks) < runs:
-            found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-            planned, peak = map(int, found.stdout.split()[-2:])
+            process = forked.start(dtype, str(vocabulary), code=STEP, OMP_NUM_THREADS="1")
+            assert process.wait(1100) == 0, process.said
+            planned, peak = map(int, process.said.split()[-2:])
             peaks.append(peak)
         if 0.85 * planned < statistics.median(peaks) < 1.15 * planned:
             return

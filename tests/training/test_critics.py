@@ -286,6 +286,7 @@ def final(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "final" / "model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True])
 def test_a_run_that_is_broken_off_goes_on_to_the_same_weights(own: bool, tmp_path: Path, write_recipe: Callable) -> None:
     """Also in the middle of pre-training; the critic's weights and moments are part of a checkpoint, and of no export."""

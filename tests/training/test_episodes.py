@@ -125,6 +125,7 @@ def gradient(policy: Policy, algorithm: Algorithm, groups: list[Scored], budget:
     return total, torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters() if parameter.grad is not None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["sampled here", "sampled elsewhere"])
 def test_trap_14_branches_give_the_gradient_of_the_uncut_episode(name: str, elsewhere: bool, tiny_policy: Callable) -> None:
@@ -209,6 +210,7 @@ def bits(step: dict[str, float]) -> dict[str, bytes]:
     return {name: np.float64(value).tobytes() for name, value in step.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [None, "other"])
 @pytest.mark.parametrize("name", PLAIN)
 def test_trap_8_what_is_said_of_observations_changes_no_bit(name: str, cut: str | None, tiny_policy: Callable) -> None:
@@ -346,6 +348,7 @@ def remainder(rollout: Rollout) -> float:
     return float(rollout.tokens.sum() % 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", [*ALGORITHMS, "process"])
 def test_every_algorithm_trains_on_episodes(preset: str, tiny_policy: Callable, scripted_world: Callable) -> None:
     """One column for each completion, whatever a completion became on the way; sampled = scored."""

@@ -185,6 +185,7 @@ TREE = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_servers_what_it_learns_from_the_checkpoint(
     tmp_path: Path, write_recipe: Callable, serve: Callable
 ) -> None:

@@ -97,6 +97,7 @@ def check(policy, world, rollouts, tolerance):
         assert difference.max(initial=0.0) < tolerance, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut_to", ["none", "same", "longer", "other"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_was_sampled_is_what_a_forward_pass_gives(family, cut_to, policy_of, prompts_of, scripted_world):
@@ -122,6 +123,7 @@ def test_to_ten_digits_in_float64(family, cut_to, tiny_policy, scripted_world):
     assert any((~rollout.trained).any() for rollout in rollouts.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen3"])
 @pytest.mark.parametrize("kernel", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -154,6 +156,7 @@ def test_in_shapes_that_stay_as_on_a_gpu(family, policy_of, prompts_of, scripted
     check(policy, world, drawn(policy, world, prompts_of(5, 9, 2, 16), rows=5), 2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [0.0, 0.4])
 @pytest.mark.parametrize("sampling", [{}, {"stop": ("A", "7B")}, {"top_k": 5}, {"temperature": 0.0}], ids=str)
 def test_no_interleaving_changes_a_transcript(cut, sampling, policy_of, prompts_of, scripted_world):

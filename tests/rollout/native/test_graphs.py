@@ -89,6 +89,7 @@ def same(left, right):
         np.testing.assert_allclose(a.behavior_logp, right[name].behavior_logp, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [Sampling(max_new_tokens=50, temperature=0.8), Sampling(max_new_tokens=20, temperature=0.0)])
 @pytest.mark.parametrize("max_rows", [64, 5])
 @pytest.mark.parametrize("family", FAMILIES)
