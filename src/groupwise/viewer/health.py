@@ -80,7 +80,7 @@ FIGURES = (
     ("completions/clipped_ratio", "Cut off", "share of completions that hit the length limit"),
     ("kl", "KL to reference", "nats; grows slowly"),
     ("grad_norm", "Gradient norm", "before clipping; no spikes"),
-    ("ratio/kl", "Off-policy KL", "of the policy that sampled to the one trained, nats; 0 where a rollout serves one update; below 0.05"),
+    ("ratio/kl", "Off-policy KL", "from the policy that sampled to the one trained, nats; 0 on-policy, below 0.05 else"),
     ("mismatch/max", "Sampler mismatch", "largest gap between sampled and scored log-probs, nats; rounding only"),
     ("eval/greedy", "Held out, greedy", "share of held-out prompts answered rightly"),
     ("eval/sampled", "Held out, sampled", "share of sampled held-out completions that are right"),
