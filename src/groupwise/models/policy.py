@@ -46,7 +46,7 @@ from groupwise.models import rope
 from groupwise.models.attention import Attend, PackedAttention, attending, recomputation, use_packed_attention
 from groupwise.models.dropout import Masks, active, as_before, own_training
 from groupwise.models.output import read_form
-from groupwise.models.small import backbone_of, language_model
+from groupwise.models.small import CAPS, WINDOWS, backbone_of, language_model
 from groupwise.models.streaming import Pieces, check_finite, empty_model
 from groupwise.ops.linear_cross_entropy import Head
 from groupwise.ops.tiles import tiled
@@ -438,6 +438,7 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
     except UNBUILDABLE as error:
         raise unbuildable(path, error) from error
     tokenizer = with_chat_template(tokenizer, settings.chat_template)
+    check_config(config.to_dict())
     check_vocabulary(len(tokenizer), config.to_dict().get("vocab_size"))
     generation = _read_generation_config(path) or GenerationConfig.from_model_config(config)
 
@@ -613,6 +614,7 @@ def make_policy(
         raise ConfigError(
             f"{model.config.name_or_path or 'the model'} is a reward model, not a language model: it cannot be a policy"
         )
+    check_config(model.config.to_dict())
     tokenizer = with_chat_template(tokenizer, settings.chat_template)
     size = len(tokenizer)
     check_vocabulary(size, embedding_rows(model))
@@ -637,20 +639,20 @@ def make_policy(
         dropout=0 if settings.dropout else None,
     )
     if settings.attention != "single":
-        _pack(model)
+        _pack(policy, settings)
     if probe:
         probe_policy(policy, settings)
     return policy
 
 
-def _pack(model: PreTrainedModel) -> None:
+def _pack(policy: Policy, settings: ModelSettings) -> None:
     """`use_packed_attention`, whose refusal advises only what works."""
     try:
-        use_packed_attention(model)
+        use_packed_attention(policy.model)
     except ConfigError as error:
-        from groupwise.models.probe import advised, stand_in
+        from groupwise.models.probe import advised
 
-        raise advised(error, stand_in(model)) from error
+        raise advised(error, policy, recompute=settings.gradient_checkpointing, lora=settings.lora) from error
 
 
 def probe_policy(policy: Policy, settings: ModelSettings) -> None:
@@ -660,6 +662,40 @@ def probe_policy(policy: Policy, settings: ModelSettings) -> None:
     prove_policy(policy, recompute=settings.gradient_checkpointing, lora=settings.lora)
     if not policy.empty:
         probe_checkpoint(policy)
+
+
+COUNTS = (
+    *("num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads", "head_dim"),
+    *("hidden_size", "n_embd", "intermediate_size", "vocab_size", "max_position_embeddings", "n_positions"),
+)
+"""Fields of a configuration that count something of which there is at least one."""
+
+
+def check_config(config: dict[str, Any]) -> None:
+    """Raises ConfigError for a number that no model can be computed with; `config` is transformers' as a dictionary."""
+    text = config.get("text_config")
+    fields = text if isinstance(text, dict) else config
+    numbers = {k: v for k, v in fields.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+
+    def refuse(name: str, value: float, why: str) -> ConfigError:
+        return ConfigError(f"model.path: its config.json sets {name} to {value}: {why}")
+
+    rope = fields.get("rope_parameters")
+    parts = [rope, *rope.values()] if isinstance(rope, dict) else []
+    bases = [part["rope_theta"] for part in parts if isinstance(part, dict) and part.get("rope_theta") is not None]
+    for theta in [*bases, *([numbers["rope_theta"]] if "rope_theta" in numbers else [])]:
+        if not theta > 0.0:
+            raise refuse("rope_theta", theta, "positions have no frequencies; take the checkpoint's own, 10000 in most")
+    for name, value in numbers.items():
+        if name in COUNTS and value < 1:
+            raise refuse(name, value, "it must be at least 1; take the number that the checkpoint was published with")
+        if name in WINDOWS and value < 1 and fields.get("use_sliding_window") is not False:
+            raise refuse(name, value, "no token would see even itself; set it to null for no window, or to its tokens")
+        if name in CAPS and value <= 0.0:
+            raise refuse(name, value, "scores cannot be capped at it; set it to null for no cap")
+    heads, shared = numbers.get("num_attention_heads"), numbers.get("num_key_value_heads")
+    if heads is not None and shared is not None and heads % shared:
+        raise refuse("num_key_value_heads", shared, f"its {heads} attention heads cannot share them evenly; take a divisor")
 
 
 def check_vocabulary(tokens: int, rows: int | None) -> None:
