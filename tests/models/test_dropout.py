@@ -360,16 +360,15 @@ class DropsInsideOfAttention(GPT2LMHeadModel):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.transformer.h[0].mlp.register_forward_hook(
-            lambda module, args, out: out + 0.1 * type(self).inside(out) if module.training else out
+            lambda module, args, out: out + 0.1 * self.inside(out) if module.training else out
         )
 
 
 class DropsInsideOfTorchsAttention(DropsInsideOfAttention):
-    @staticmethod
-    def inside(x: Tensor) -> Tensor:
-        torch.manual_seed(0)
-        attention = nn.MultiheadAttention(x.shape[-1], 2, dropout=0.1, batch_first=True).train()
-        return attention(x, x, x, need_weights=False)[0]
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        attention = self.transformer.attention = nn.MultiheadAttention(config.n_embd, 2, dropout=0.1, batch_first=True)
+        self.inside = lambda x: attention(x, x, x, need_weights=False)[0]
 
 
 @pytest.mark.parametrize("kind", [DropsInsideOfAttention, DropsInsideOfTorchsAttention])

@@ -29,6 +29,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -431,6 +432,7 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
             "model that it was made from into it"
         )
     try:
+        check_config(PreTrainedConfig.get_config_dict(path)[0])
         config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
         tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=settings.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -485,7 +487,7 @@ def _read_generation_config(path: str) -> GenerationConfig | None:
         ) from error
 
 
-UNBUILDABLE = (KeyError, TypeError, AttributeError, StrictDataclassError)
+UNBUILDABLE = (KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError)
 """What transformers raises, beside ValueError, for a configuration that it cannot make a model of."""
 
 

@@ -171,7 +171,7 @@ def proven_before(model: PreTrainedModel, what: tuple[str, ...], run: Callable[[
     kind = language_model(model)
     config = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
     own = getattr(sys.modules.get(kind.__module__), "__file__", None)  # a class that was typed into a notebook has no file
-    told = [kind.__qualname__, config, what, _code(own)]
+    told = [kind.__qualname__, config, what, FAR, _code(own)]
     key = kind, hashlib.sha256(json.dumps(told, default=str, sort_keys=True).encode()).hexdigest()[:24]
     kept = cache_folder() / "proofs" / f"{key[1]}.json" if _published(kind) else None
     if key not in _PROVEN and kept is not None:
