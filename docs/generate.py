@@ -26,7 +26,7 @@ from groupwise.config.schema import reference, settings_table, show
 from groupwise.config.settings import GroupSettings
 from groupwise.config.trl import FATES, TABLE
 from groupwise.data.packing import divide
-from groupwise.models.probe import DRAWS, LOWER, LOWER_GRADIENT
+from groupwise.models.probe import DRAWS, LOWER, LOWER_GRADIENT, LOWER_PART
 from groupwise.models.shape import Shape
 from groupwise.records import Sample
 from groupwise.rewards.registry import BUILTINS, MAKERS
@@ -346,9 +346,9 @@ library compares every path that a run will take with the model's own forward an
 in words what is not the same. That is done for your checkpoint, whatever stands in this table.
 
 With `model.dtype` autocast or bfloat16 no two orders of the same sums give the same number. There, what a run computes in that
-type may lie {lower:g} times as far from float32 as the own pass in the same type (the median of its log-probs; of a gradient
-{lower_gradient:g} times). Farther off is refused if it is so in {draws} draws of texts: a near tie between two experts, which
-rounding decides otherwise, is so in one.
+type may lie {lower:g} times as far from float32 as the own pass in the same type (the median of all log-probs; of those of a part
+of a text {lower_part:g} times, of a gradient {lower_gradient:g} times). Farther off is refused if it is so in {draws} draws of texts:
+a near tie between two experts, which rounding decides otherwise, is so in one.
 
 Nothing is dropped unless a recipe says so. With `model.dropout: true` updates drop units with the checkpoint's own probabilities;
 sampling, scoring and references do not. Masks belong to tokens: an update is the same however its samples are packed, cut into
@@ -393,7 +393,13 @@ def models_page() -> str:
     wrong = those("different") | those("untidy")
     counts = {"packed": len(packed), "single": len(single), "refused": len(refused), "missing": len(missing)}
     counts |= {verdict: len(those(verdict)) for verdict in ("different", "untidy")}
-    measured = {"twice": 2 * held["window"], "lower": LOWER, "lower_gradient": LOWER_GRADIENT, "draws": DRAWS}
+    measured = {
+        "twice": 2 * held["window"],
+        "lower": LOWER,
+        "lower_part": LOWER_PART,
+        "lower_gradient": LOWER_GRADIENT,
+        "draws": DRAWS,
+    }
     lines = [MODELS.format(**held, **measured, **counts), "## Packed", "", *proven_table(packed)]
     lines += ["", "## One by one", "", "Packed they are refused, each for the reason that stands beside it.", ""]
     lines += [*proven_table(single), "", "## Refused", "", "Either way; this is what you read.", ""]
