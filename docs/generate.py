@@ -347,8 +347,8 @@ in words what is not the same. That is done for your checkpoint, whatever stands
 
 With `model.dtype` autocast or bfloat16 no two orders of the same sums give the same number. There, what a run computes in that
 type may lie {lower:g} times as far from float32 as the own pass in the same type (the median of all log-probs; of those of a part
-of a text {lower_part:g} times, of a gradient {lower_gradient:g} times). Farther off is refused if it is so in {draws} draws of texts:
-a near tie between two experts, which rounding decides otherwise, is so in one.
+of a text {lower_part:g} times, of a gradient {lower_gradient:g} times). What is farther off in each of {draws} draws of texts is
+refused: a near tie between two experts, which rounding decides otherwise, is so in one.
 
 Nothing is dropped unless a recipe says so. With `model.dropout: true` updates drop units with the checkpoint's own probabilities;
 sampling, scoring and references do not. Masks belong to tokens: an update is the same however its samples are packed, cut into
