@@ -575,7 +575,7 @@ def prove_lower(policy: Policy, dtype: str, case: Case) -> None:
     Raises ConfigError if the run's distance is more than `LOWER` times the own one, a gradient's more than `LOWER_GRADIENT` times,
     in every one of `DRAWS` draws of texts.
     """
-    lower, family = lowered(policy, dtype), type(policy.model).__name__
+    lower, family, refused = lowered(policy, dtype), type(policy.model).__name__, list[ConfigError]()
     for seed in range(DRAWS):
         if seed:
             samples = samples_across(switches(policy.model), policy.context, policy.vocabulary, seed)
@@ -583,13 +583,13 @@ def prove_lower(policy: Policy, dtype: str, case: Case) -> None:
         try:
             return _prove_lower(policy, lower, dtype, case, seed)
         except ConfigError as error:
-            refused = error
+            refused.append(error)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # as `in_words`
             said = f"it fails in {dtype} ({type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]})"
             raise ConfigError(f"{family} cannot be trained like this: {said}; {LOWER_REMEDY}") from error
-    raise refused
+    raise refused[0]
 
 
 def _prove_lower(policy: Policy, lower: Policy, dtype: str, near: Case, seed: int) -> None:
@@ -604,10 +604,10 @@ def _prove_lower(policy: Policy, lower: Policy, dtype: str, near: Case, seed: in
             errors.append((found - exact, theirs - exact))
             for at in range(0, exact.size - STRETCH + 1, STRETCH):
                 what = f"in {dtype} log-probs of tokens {at} to {at + STRETCH} lie"
-                part = (each[at : at + STRETCH] for each in errors[-1])
-                compare_lower(family, "scoring", what, *part, LOWER_REMEDY)
-    together = (np.concatenate(each) for each in zip(*errors, strict=True))
-    compare_lower(family, "scoring", f"in {dtype} log-probs lie", *together, LOWER_REMEDY, LOWER)
+                part = slice(at, at + STRETCH)
+                compare_lower(family, "scoring", what, (found - exact)[part], (theirs - exact)[part], LOWER_REMEDY)
+    ours_N, own_N = (np.concatenate(each) for each in zip(*errors, strict=True))
+    compare_lower(family, "scoring", f"in {dtype} log-probs lie", ours_N, own_N, LOWER_REMEDY, LOWER)
 
 
 def compare_lower(

@@ -138,17 +138,18 @@ def _widths(text: Any, fields: dict[str, Any]) -> None:
     heads = getattr(text, "num_attention_heads", None)
     hidden = getattr(text, "hidden_size", None)
     if isinstance(heads, int) and isinstance(hidden, int):
-        width, own = max(hidden // heads, 1), fields.get("head_dim")
+        width = hidden // heads
+        own = fields.get("head_dim") or width
         # A model whose heads together are not as wide as it is lets it be of any width.
-        free = isinstance(own, int) and own != width
+        free = own != width
         shared = next((name for name in ("num_key_value_heads", "num_kv_heads") if isinstance(fields.get(name), int)), None)
         groups = heads // fields[shared] if shared else 1
-        few = 2 if (own if free else width) >= 64 else 4
+        few = 2 if own >= 64 else 4
         few = min(heads, few if groups == 1 or few % 2 == 0 else groups)
         text.num_attention_heads = few
         if shared:
             setattr(text, shared, few if groups == 1 else max(1, few // 2))
-        text.hidden_size = min(hidden, HIDDEN) if free else few * width
+        text.hidden_size = min(hidden, HIDDEN) if free else few * max(width, 1)
     for key, value in fields.items():
         if not isinstance(value, int) or isinstance(value, bool):
             continue
