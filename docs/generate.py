@@ -26,7 +26,7 @@ from groupwise.config.schema import reference, settings_table, show
 from groupwise.config.settings import GroupSettings
 from groupwise.config.trl import FATES, TABLE
 from groupwise.data.packing import divide
-from groupwise.models.probe import LOWER, LOWER_GRADIENT
+from groupwise.models.probe import DRAWS, LOWER, LOWER_GRADIENT, LOWER_PART
 from groupwise.models.shape import Shape
 from groupwise.records import Sample
 from groupwise.rewards.registry import BUILTINS, MAKERS
@@ -346,8 +346,9 @@ library compares every path that a run will take with the model's own forward an
 in words what is not the same. That is done for your checkpoint, whatever stands in this table.
 
 With `model.dtype` autocast or bfloat16 no two orders of the same sums give the same number. There, what a run computes in that
-type may lie {lower:g} times as far from float32 as the own pass in the same type (the median of its log-probs; of a gradient
-{lower_gradient:g} times).
+type may lie {lower:g} times as far from float32 as the own pass in the same type (the median of all log-probs; of those of a part
+of a text {lower_part:g} times, of a gradient {lower_gradient:g} times). What is farther off in each of {draws} draws of texts is
+refused: a near tie between two experts, which rounding decides otherwise, is so in one.
 
 Nothing is dropped unless a recipe says so. With `model.dropout: true` updates drop units with the checkpoint's own probabilities;
 sampling, scoring and references do not. Masks belong to tokens: an update is the same however its samples are packed, cut into
@@ -369,6 +370,8 @@ equals the model's own pass: the log-prob of every token within {tolerance:g} na
 | fused | blocks run in fewer passes over the activations, to the same numbers |
 | checkpointing | `model.gradient_checkpointing: true` gives the same gradients |
 | sampling | log-probs of sampled tokens: by the native engine (specialised: without the model's modules) or by `generate` |
+| in bfloat16 | `model.dtype: autocast` or `bfloat16` is accepted by the library's own comparison |
+| dropout | `model.dropout: true` is accepted by it, refused, or finds nothing to drop in the configuration |
 
 Proven packed: {packed}. Proven one by one: {single}. Refused: {refused}. Cannot be built: {missing}. Accepted although
 different: {different}. Ending without a refusal in words: {untidy}.
@@ -390,7 +393,13 @@ def models_page() -> str:
     wrong = those("different") | those("untidy")
     counts = {"packed": len(packed), "single": len(single), "refused": len(refused), "missing": len(missing)}
     counts |= {verdict: len(those(verdict)) for verdict in ("different", "untidy")}
-    measured = {"twice": 2 * held["window"], "lower": LOWER, "lower_gradient": LOWER_GRADIENT}
+    measured = {
+        "twice": 2 * held["window"],
+        "lower": LOWER,
+        "lower_part": LOWER_PART,
+        "lower_gradient": LOWER_GRADIENT,
+        "draws": DRAWS,
+    }
     lines = [MODELS.format(**held, **measured, **counts), "## Packed", "", *proven_table(packed)]
     lines += ["", "## One by one", "", "Packed they are refused, each for the reason that stands beside it.", ""]
     lines += [*proven_table(single), "", "## Refused", "", "Either way; this is what you read.", ""]
@@ -411,7 +420,7 @@ def models_page() -> str:
     lines += [f"| `{name}` | {row['kind']} | {cell(' '.join(row['says']))} |" for name, row in missing.items()]
     lines += ["", "## Settings of a configuration that change its mathematics", ""]
     lines += ["Each laid over the tiny configuration of its family.", ""]
-    lines += ["| family | configuration | runs | proven | notes |", "|---|---|---|---|---|"]
+    lines += ["| family | configuration | runs | proven | in bfloat16 | dropout | notes |", "|---|---|---|---|---|---|---|"]
     for name, variant in variants.items():
         changes = ", ".join(f"{key}: {json.dumps(value)}" for key, value in variant["changes"].items())
         cells = [f"`{variant['family']}`", f"`{cell(changes)}`", *proof(rows[name])]
@@ -421,22 +430,28 @@ def models_page() -> str:
 
 def proven_table(rows: dict[str, Any]) -> list[str]:
     """A line for each family."""
-    lines = ["| `model_type` | class | proven | notes |", "|---|---|---|---|"]
+    lines = ["| `model_type` | class | proven | in bfloat16 | dropout | notes |", "|---|---|---|---|---|---|"]
     for name, row in rows.items():
-        _, proven, notes = proof(row)
-        lines.append(f"| `{name}` | {row['kind']} | {proven} | {notes} |")
+        _, proven, *modes, notes = proof(row)
+        lines.append(f"| `{name}` | {row['kind']} | {proven} | {' | '.join(modes)} | {notes} |")
     return lines
 
 
 def proof(row: dict[str, Any]) -> list[str]:
-    """How a family runs, what is proven, and what was refused of it."""
+    """How a family runs, what is proven, in which lower types, whether it drops units, and what was refused of it."""
     paths = [path for path in row["paths"] if path not in ("native", "specialised", "generate")]
     if "native" in row["paths"]:
         paths.append("sampling (native, specialised)" if "specialised" in row["paths"] else "sampling (native)")
     if "generate" in row["paths"]:
         paths.append("sampling (generate)")
     runs = {"packed": "packed", "single": "one by one", "": row["verdict"]}[row["uses"]]
-    return [runs, ", ".join(paths), cell(" ".join(row["says"]))]
+    if not row["modes"]:
+        return [runs, "", "", "", cell(" ".join(row["says"]))]
+    lower = [mode for mode in ("autocast", "bfloat16") if row["modes"][mode] == ""]
+    dropout = row["modes"]["dropout"]
+    drops = "proven" if dropout == "" else "nothing to drop" if "drops nothing" in dropout else "refused"
+    said = [f"{mode}: {text}" for mode, text in row["modes"].items() if text and "drops nothing" not in text]
+    return [runs, ", ".join(paths), " and ".join(lower) or "refused", drops, cell(" ".join([*row["says"], *said]))]
 
 
 # ---------------------------------------------------------------- docs/scaling.md

@@ -30,6 +30,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "ppo": {"objective": "ppo", "minibatches": 2, "beta": 0.05, "critic": "own"},
     "distill": {"objective": "distill", "minibatches": 2, "family": "gpt2"},
     "minillm": {"objective": "minillm", "updates_per_rollout": 2},
+    "dropout": {"objective": "grpo", "minibatches": 2, "family": "gpt2", "recompute": True, "dropout": 0.2, "beta": 0.05},
 }
 
 
@@ -65,6 +66,9 @@ def test_the_plans_hold_what_makes_it_hard(plan: str) -> None:
     assert len({len(row) for step in steps for row in step["tokens"]}) > 3, "lengths are not ragged"
     assert any(step["unscorable"] for step in steps), "every completion was scored"
     assert any(step["frac_reward_zero_std"] > 0 for step in steps), "no group was dead"
+    if PLANS[plan].get("dropout"):
+        without = alone(plan, dropout=0.0)["gradients"][0]
+        assert np.linalg.norm(found["gradients"][0] - without) > 0.05 * np.linalg.norm(without)
     if PLANS[plan].get("beta"):
         assert all(step["kl"] > 1e-3 for step in steps if "kl" in step)
         assert sum("kl" in step for step in steps) >= STEPS - 1

@@ -22,7 +22,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from groupwise.config.settings import ModelSettings
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import GroupwiseError
+from groupwise.models import probe as probing
 from groupwise.models.fused import fused_modules
 from groupwise.models.loading import make_policy
 from groupwise.models.policy import Policy
@@ -440,6 +441,8 @@ class Finding:
     """Why it is not packed, or not accepted, in the words that a user sees; or why it cannot be built."""
     kind: str = ""
     """Its class."""
+    modes: dict[str, str] = field(default_factory=dict)
+    """Of a proven one by `MODES`: "", or why the library refuses it, in the words that a user sees."""
 
 
 class Recorder:
@@ -625,6 +628,39 @@ def _same(path: str, difference: float, tolerance: float) -> None:
         raise Different(f"{path} differs by {difference:.2g} from the model's own forward pass (tolerance {tolerance:g})")
 
 
+MODES: dict[str, dict[str, Any]] = {
+    "autocast": {"paths": ("scoring",), "dtype": "autocast"},
+    "bfloat16": {"paths": ("scoring",), "dtype": "bfloat16"},
+    "dropout": {"paths": ("dropout",)},
+}
+"""Settings that the library itself proves at load, by a comparison with the own pass in the same type or under the same masks."""
+
+
+def modes_of(name: str, uses: str) -> dict[str, str]:
+    """What it says of them: "" or its refusal.   uses: see `Finding`."""
+    family, changes = VARIANTS.get(name, (name, {}))
+    tokenizer, attention, found = make_tokenizer("arithmetic"), "shared" if uses == "packed" else uses, {}
+    config = config_of(family, len(tokenizer) + 3, tokenizer.eos_token_id, **changes)
+    with short_texts():
+        for mode, how in MODES.items():
+            try:
+                probing.prove(probing.stand_in(model_of(config)), attention=attention, **how)
+                found[mode] = ""
+            except GroupwiseError as error:
+                found[mode] = str(error)
+    return found
+
+
+@contextlib.contextmanager
+def short_texts() -> Iterator[None]:
+    """The library's own comparison looks at texts of 300 tokens at most, where 2,100 are compared elsewhere."""
+    before, probing.FAR = probing.FAR, 300
+    try:
+        yield
+    finally:
+        probing.FAR = before
+
+
 # ---------------------------------------------------------------- the table
 
 NAMED = (
@@ -724,9 +760,10 @@ def read_table() -> tuple[str, dict[str, Finding]]:
 
 
 def found_of(name: str) -> Finding:
-    """`row_of`, and what is wrong with the library as a finding of its own: the table hides nothing."""
+    """`row_of` with its modes, and what is wrong with the library as a finding of its own: the table hides nothing."""
     try:
-        return row_of(name)
+        row = row_of(name)
+        return replace(row, modes=modes_of(name, row.uses)) if row.verdict == "proven" else row
     except Different as error:
         verdict, said = "different", str(error)
     except Exception as error:
@@ -740,7 +777,8 @@ def main(names: Sequence[str]) -> None:
     rows = {}
     for name in names or (*FAMILIES, *VARIANTS):
         rows[name] = found = found_of(name)
-        print(f"{name:28} {found.verdict} {found.uses} {' '.join(found.paths)}", *found.says, sep="\n    ", flush=True)
+        modes = (f"{mode}: {said or 'proven'}" for mode, said in found.modes.items())
+        print(f"{name:28} {found.verdict} {found.uses} {' '.join(found.paths)}", *found.says, *modes, sep="\n    ", flush=True)
     print(Counter(row.verdict for row in rows.values()))
     if not names:
         held: dict[str, Any] = {"transformers": transformers.__version__, "tolerance": TOLERANCE}

@@ -13,8 +13,10 @@ from torch import Tensor
 from groupwise.config.settings import ModelSettings
 from groupwise.data.packing import pack
 from groupwise.errors import ConfigError
-from groupwise.models.attention import PackedAttention, explicit_attention, plain_attention
+from groupwise.models import attention
+from groupwise.models.attention import PackedAttention, explicit_attention, last_attention, plain_attention, quick_attention
 from groupwise.models.loading import make_policy
+from groupwise.models.masks import Reach
 from groupwise.models.policy import Policy
 from groupwise.ops.attention import flex_block_mask
 from groupwise.ops.linear_cross_entropy import head_logits, reference_logprobs
@@ -159,6 +161,54 @@ def test_window_shorter_than_the_sequence_is_respected() -> None:
     distance = torch.arange(9)[:, None] - torch.arange(9)[None]
     expected = scores.masked_fill((distance < 0) | (distance >= 3), -torch.inf).softmax(-1) @ value[0]
     torch.testing.assert_close(found[0], expected.transpose(0, 1))
+
+
+@pytest.mark.parametrize("form", [last_attention, quick_attention])
+@pytest.mark.parametrize("reach", [Reach(), Reach(window=1), Reach(window=5), Reach(window=40), Reach(chunk=6)])
+@pytest.mark.parametrize(("queries", "softcap", "sinks"), [(23, None, False), (9, 2.0, False), (23, 2.0, True), (1, None, True)])
+def test_long_texts_are_computed_in_blocks_to_the_same(
+    form: Callable[..., Tensor], reach: Reach, queries: int, softcap: float | None, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients, against one softmax over all pairs."""
+    monkeypatch.setattr(attention, "ROWS", 4)
+    torch.manual_seed(0)
+    sizes = (2, queries, 8), (2, 23, 8), (2, 23, 6)
+    inputs = [torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in sizes]
+    sink_H = torch.randn(2, dtype=torch.float64, requires_grad=True) if sinks else None
+    weight = torch.randn(2, queries, 6, dtype=torch.float64)
+
+    def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores = query @ key.transpose(1, 2) * 0.3
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        at, of = torch.arange(23 - queries, 23)[:, None], torch.arange(23)[None]
+        begin = at - reach.window + 1 if reach.window else at // reach.chunk * reach.chunk if reach.chunk else 0 * at
+        scores = scores.masked_fill((of > at) | (of < begin), -torch.inf)
+        every = scores if sink_H is None else torch.cat([scores, sink_H[:, None, None].expand(2, queries, 1)], -1)
+        return every.softmax(-1)[..., :23] @ value
+
+    results = []
+    for compute in (plain, lambda *heads: form(*heads, 0.3, softcap, reach, sink_H)):
+        out = compute(*inputs)
+        wanted = [*inputs, *([] if sink_H is None else [sink_H])]
+        results.append([out.detach(), *torch.autograd.grad((out * weight).sum(), wanted)])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_scores_within_a_window_are_not_rounded_to_bfloat16() -> None:
+    """As torch's own attention, which the model alone would use; an error of scores grows with them."""
+    torch.manual_seed(0)
+    layout = Layout(start=(0,), length=(64,), prefix=(-1,), total=64)
+    query, key, value = (torch.randn(1, 2, 64, 32) * size for size in (4.0, 4.0, 1.0))
+    query, key, value = (x.bfloat16() for x in (query, key, value))
+    exact = PackedAttention(layout)(0, query.double(), key.double(), value.double(), 0.3, None, 16)
+
+    def distance(found: Tensor) -> float:
+        return float((found.double() - exact).norm() / exact.norm())
+
+    ours = distance(PackedAttention(layout)(0, query, key, value, 0.3, None, 16))
+    rounded = distance(explicit_attention(layout, query, key, value, 0.3, None, 16))
+    assert ours < 0.5 * rounded and ours < 4e-3
 
 
 def test_scores_do_not_depend_on_the_neighbours(tiny_policy: Callable, random_samples: Callable) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from sample_texts import TOKENIZER, texts
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
     BioGptConfig,
@@ -292,6 +292,73 @@ def test_what_cannot_be_drawn_token_by_token_is_refused_in_words() -> None:
     model = MixtralForCausalLM(config)
     randomise(model)
     with pytest.raises(ConfigError, match=r"model.dropout: the model draws other random numbers .*set model.dropout to false"):
+        make_policy(model, TOKENIZER, ModelSettings(dropout=True))
+
+
+class DropsInPlace(GPT2LMHeadModel):
+    """By torch's own function, and in place: what it returns is left alone."""
+
+    drop: Any = staticmethod(lambda out, p: F.dropout(out, p, True, True))
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for block in self.transformer.h:
+            block.mlp.dropout.p = 0.0
+            block.mlp.register_forward_hook(self._hook)
+
+    def _hook(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        if module.training:
+            out = out.clone()
+            self.drop(out, 0.2)
+        return out
+
+
+class DropsByAnotherName(DropsInPlace):
+    def _hook(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return torch.dropout(out, p=0.2, train=module.training)
+
+
+@pytest.mark.parametrize("kind", [DropsInPlace, DropsByAnotherName])
+def test_other_spellings_drop_the_same(kind: type[PreTrainedModel]) -> None:
+    def gradient(kind: type[PreTrainedModel], **fields: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = kind(GPT2Config(**FAMILIES["gpt2"][2] | {"attn_pdrop": 0.0, "embd_pdrop": 0.0} | fields)).eval()
+        randomise(model)
+        return gradients(make_policy(model, TOKENIZER, ModelSettings(dropout=True)))
+
+    class AsGpt2Does(GPT2LMHeadModel):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            for block in self.transformer.h:
+                block.mlp.dropout.p = 0.2
+
+    assert apart(gradient(kind, resid_pdrop=0.1), gradient(AsGpt2Does, resid_pdrop=0.1)) < 1e-6
+
+
+class DropsInsideOfAttention(GPT2LMHeadModel):
+    """Somewhere in its MLP another attention, all in one operation, which takes the probability by place."""
+
+    inside: Any = staticmethod(lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], None, 0.1)[:, 0])
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.transformer.h[0].mlp.register_forward_hook(
+            lambda module, args, out: out + 0.1 * self.inside(out) if module.training else out
+        )
+
+
+class DropsInsideOfTorchsAttention(DropsInsideOfAttention):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        attention = self.transformer.attention = nn.MultiheadAttention(config.n_embd, 2, dropout=0.1, batch_first=True)
+        self.inside = lambda x: attention(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("kind", [DropsInsideOfAttention, DropsInsideOfTorchsAttention])
+def test_dropout_inside_of_one_operation_is_refused_in_words(kind: type[PreTrainedModel]) -> None:
+    model = kind(GPT2Config(**FAMILIES["gpt2"][2])).eval()
+    randomise(model)
+    with pytest.raises(ConfigError, match=r"attention drops inside of one operation.*set model.dropout to false"):
         make_policy(model, TOKENIZER, ModelSettings(dropout=True))
 
 

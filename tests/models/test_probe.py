@@ -19,6 +19,7 @@ D9      the off-policy mask where the sampler is not the trainer: tests/training
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -39,6 +40,8 @@ from transformers import (
     DogeForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
     Llama4ForCausalLM,
@@ -57,6 +60,7 @@ from transformers import (
     Phi3ForCausalLM,
     PhimoeConfig,
     PhimoeForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
@@ -67,11 +71,11 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotary
 
 from groupwise.config.settings import ModelSettings
 from groupwise.data.packing import pack
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, DataError
 from groupwise.models import probe
 from groupwise.models.attention import NAME, PackedAttention, attended, plain_attention
 from groupwise.models.fused import fused_modules
-from groupwise.models.loading import make_policy
+from groupwise.models.loading import load_policy, make_policy
 from groupwise.models.masks import Reach, reach_of
 from groupwise.models.policy import Policy
 from groupwise.models.small import randomise, small_copy, small_model
@@ -447,6 +451,113 @@ def test_a_fault_of_the_weights_alone_is_found_in_the_checkpoint() -> None:
         make_policy(model, TOKENIZER)
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_what_is_not_a_number_is_no_small_difference(place: int) -> None:
+    right = probe.Truth([np.zeros(3) for _ in range(3)], {"a": torch.ones(2)})
+    wrong = probe.Truth([np.zeros(3) for _ in range(3)], {"a": torch.ones(2)})
+    wrong.logp[place][1] = np.nan
+    with pytest.raises(ConfigError, match=r"scoring .*a log-prob of a completion of 3 tokens is not finite"):
+        probe.compare("Some", "scoring", wrong, right, "do something else")
+    with pytest.raises(ConfigError, match=r"Some's own forward pass .* log-probs that are not finite.*config.json"):
+        probe.compare("Some", "scoring", right, wrong, "do something else")
+    with pytest.raises(ConfigError, match=r"the gradient of a is not finite"):
+        probe.compare("Some", "training", replace(right, gradient={"a": torch.tensor([1.0, torch.nan])}), right, "")
+
+
+class NotANumber(nn.Module):
+    def __init__(self, norm: nn.Module, model: Any) -> None:
+        super().__init__()
+        self.norm, self.model = norm, [model]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.norm(x)
+        return out * torch.nan if packed(self.model[0]) else out
+
+
+def test_a_checkpoint_that_gives_no_numbers_in_packed_streams_is_refused() -> None:
+    model = built(LlamaForCausalLM, LlamaConfig)
+    model.model.norm = NotANumber(model.model.norm, model)
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM cannot .*: scoring .*logits are not finite"):
+        make_policy(model, TOKENIZER)
+
+
+def test_memory_that_does_not_suffice_is_no_fault_of_the_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = small_model(LlamaForCausalLM, LlamaConfig(**SHAPE))
+    monkeypatch.setattr(probe, "by_policy", exhausted)
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(torch.OutOfMemoryError):
+            probe.prove(model, paths=("scoring",), dtype=dtype)
+
+
+def test_a_class_that_stands_in_no_file_is_proven_too() -> None:
+    """One that was typed into a notebook."""
+    kind = type("Typed", (LlamaForCausalLM,), {"__module__": "nowhere"})
+    assert make_policy(built(kind, LlamaConfig), TOKENIZER).attention == "shared"
+
+
+NONSENSE: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any], str]] = {
+    "window 0": (MistralForCausalLM, MistralConfig, {"sliding_window": 0}, "sets sliding_window to 0: .* null for no window"),
+    "window -4": (MistralForCausalLM, MistralConfig, {"sliding_window": -4}, "sets sliding_window to -4: "),
+    "score cap 0": (Gemma2ForCausalLM, Gemma2Config, {"head_dim": 8, "attn_logit_softcapping": 0.0}, "sets attn_logit_soft"),
+    "logit cap 0": (Gemma2ForCausalLM, Gemma2Config, {"head_dim": 8, "final_logit_softcapping": 0.0}, "to 0.0: .* null for no cap"),
+    "base 0": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}},
+        "rope_theta to 0.0",
+    ),
+    "positions 0": (LlamaForCausalLM, LlamaConfig, {"max_position_embeddings": 0}, "max_position_embeddings to 0: .* at least 1"),
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+@pytest.mark.parametrize("attention", ["shared", "single"])
+def test_a_number_that_nothing_can_be_computed_with_is_named(name: str, attention: Any, tmp_path: Any) -> None:
+    """Of a model that is loaded, and of a folder before its weights are read."""
+    kind, config, changes, said = NONSENSE[name]
+    sound = {key: value for key, value in changes.items() if key == "head_dim"}
+    model = built(kind, config, **sound)
+    model.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    for field, value in changes.items():
+        setattr(model.config, field, value)
+    settings = ModelSettings(attention=attention)
+    with pytest.raises(ConfigError, match=said):
+        make_policy(model, TOKENIZER, settings)
+    with pytest.raises(ConfigError, match=said):
+        load_policy(replace(settings, path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"head_dim": 0}, "sets head_dim to 0: it must be at least 1"),
+        ({"num_key_value_heads": 3}, "sets num_key_value_heads to 3: its 4 attention heads .* a divisor"),
+        ({"num_key_value_heads": 0}, "sets num_key_value_heads to 0"),
+        ({"num_attention_heads": 0}, "sets num_attention_heads to 0: it must be at least 1"),
+        ({"vocab_size": 9}, "the tokenizer has .* tokens but the model's vocabulary has only 9"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_named_before_weights_are_read(changes: dict[str, Any], said: str, tmp_path: Any) -> None:
+    built(LlamaForCausalLM, LlamaConfig).save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises((ConfigError, DataError), match=said):
+        load_policy(ModelSettings(path=str(tmp_path)))
+
+
+def test_a_window_of_one_token_is_right() -> None:
+    policy = make_policy(built(MistralForCausalLM, MistralConfig, sliding_window=1), TOKENIZER)
+    samples = texts((3, 4), (3, 20), (12, 2))
+    assert_equal(by_run(policy, samples), own(policy, samples))
+
+
 def test_a_small_copy_has_every_type_of_layer_and_switches_that_are_near() -> None:
     config = GptOssConfig(num_hidden_layers=24)
     small = small_copy(config)
@@ -586,6 +697,41 @@ def test_faults_that_show_only_in_bfloat16_are_found_at_load(kind: type[PreTrain
     model = built(kind, LlamaConfig).to(torch.bfloat16 if dtype == "bfloat16" else torch.float32)
     with pytest.raises(ConfigError, match=rf"cannot be trained like this: {LOWER_FAULTS[kind]} .*in {dtype} .* from float32"):
         make_policy(model, TOKENIZER, ModelSettings(dtype=dtype))
+
+
+class RefusesBfloat16(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.norm.register_forward_hook(self._hook)
+
+    @staticmethod
+    def _hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        if out.shape[1] > 2:
+            torch.linalg.inv(out[0, :1, :1])
+        return out
+
+
+def test_a_class_that_fails_in_bfloat16_alone_may_be_trained_in_float32() -> None:
+    make_policy(built(RefusesBfloat16, LlamaConfig), TOKENIZER)
+    with pytest.raises(ConfigError, match=r"^RefusesBfloat16 .*: it fails in bfloat16 \(.*\); set model.dtype to float32$"):
+        make_policy(built(RefusesBfloat16, LlamaConfig).bfloat16(), TOKENIZER, ModelSettings(dtype="bfloat16"))
+
+
+# Sizes as they are published: what is small in the copy must not change what is equal.
+PUBLISHED: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
+    "gemma-3-4b": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig(hidden_size=2560, num_hidden_layers=34, num_attention_heads=8, num_key_value_heads=4, sliding_window=1024),
+    ),
+    "mixtral": (MixtralForCausalLM, MixtralConfig(sliding_window=4096)),
+    "gpt-oss": (GptOssForCausalLM, GptOssConfig()),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes_are_right_in_bfloat16(name: str) -> None:
+    kind, config = PUBLISHED[name]
+    assert "bfloat16" in probe.prove(small_model(kind, config), paths=("scoring",), dtype="bfloat16").paths
 
 
 class SamplesWithCoarseNorms(LlamaForCausalLM):

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
 from groupwise.errors import ConfigError
@@ -195,7 +196,7 @@ class PackedAttention:
             chunk = None
         same = query.shape[-1] == value.shape[-1]
         if softcap is not None or window is not None or chunk is not None or sinks_H is not None or not same:
-            return explicit_attention(self.layout, query, key, value, scale, softcap, window, chunk, sinks_H)
+            return explicit_attention(self.layout, query, key, value, scale, softcap, window, chunk, sinks_H, form=quick_attention)
         return self.attention(query, key, value, scale)
 
     def sequence_lengths(self, position_T: Tensor) -> Tensor:
@@ -221,11 +222,13 @@ def explicit_attention(
     chunk: int | None = None,
     sinks_H: Tensor | None = None,
     drop: Callable[..., Tensor] | None = None,
+    form: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """The definition, one segment at a time: scores, soft cap, causal mask and window, softmax.  Any device, any autograd.
 
     The plain version that the fast paths are tested against, and the only one that knows soft caps, windows, chunks, sinks, values
     of another width than keys, and dropout.   drop: (weights (H, Q, K), queries=their positions) -> what is kept of them.
+    form: `quick_attention` in the place of `last_attention`, of what is not dropped.
     """
     heads, shared = query.shape[1], query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
@@ -236,11 +239,15 @@ def explicit_attention(
         p0, p1 = (layout.start[p], layout.start[p] + layout.length[p]) if p >= 0 else (a, a)
         keys = torch.cat([key[0, :, p0:p1], key[0, :, a:b]], 1)
         values = torch.cat([value[0, :, p0:p1], value[0, :, a:b]], 1)
-        keep = None if drop is None else partial(drop, queries=range(a, b))
-        outputs.append(last_attention(query[0, :, a:b], keys, values, scale, softcap, Reach(window, chunk), sinks_H, keep))
+        compute = partial(last_attention, keep=partial(drop, queries=range(a, b))) if drop is not None else form or last_attention
+        outputs.append(compute(query[0, :, a:b], keys, values, scale, softcap, Reach(window, chunk), sinks_H))
     filler = layout.total - (layout.start[-1] + layout.length[-1] if layout.segments else 0)
     outputs.append(query.new_zeros(heads, filler, value.shape[-1]))
     return torch.cat(outputs, 1).transpose(0, 1)[None].contiguous()
+
+
+ROWS = 256
+"""Queries of a long text that are computed at a time, with those keys alone that one of them sees."""
 
 
 def last_attention(
@@ -258,20 +265,49 @@ def last_attention(
     keep: what dropout leaves of the weights (H, Q, T).
     """
     queries, places = query_HQD.shape[1], key_HTD.shape[1]
-    scores = query_HQD @ key_HTD.transpose(1, 2) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~last_seen(queries, places, reach, query_HQD.device), -torch.inf)
-    if sinks_H is not None:
-        scores = torch.cat([scores, sinks_H.to(scores.dtype)[:, None, None].expand(-1, queries, 1)], -1)
-    wide = torch.promote_types(query_HQD.dtype, torch.float32)
-    weight_HQT = scores.softmax(-1, dtype=wide)[..., :places].to(value_HTE.dtype)
-    return (weight_HQT if keep is None else keep(weight_HQT)) @ value_HTE
+    blocks = _blocks(queries, places, reach) if keep is None else [(slice(0, queries), slice(0, places))]
+    wide, outputs = torch.promote_types(query_HQD.dtype, torch.float32), []
+    for rows, keys in blocks:
+        scores = query_HQD[:, rows] @ key_HTD[:, keys].transpose(1, 2) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~_seen(rows, keys, places - queries, reach, query_HQD.device), -torch.inf)
+        if sinks_H is not None:
+            scores = torch.cat([scores, sinks_H.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)], -1)
+        weight_HQT = scores.softmax(-1, dtype=wide)[..., : keys.stop - keys.start].to(value_HTE.dtype)
+        outputs.append((weight_HQT if keep is None else keep(weight_HQT)) @ value_HTE[:, keys])
+    return torch.cat(outputs, 1)
 
 
-def last_seen(queries: int, places: int, reach: Reach, device: torch.device) -> Tensor:
-    """bool (Q, T): which positions of a sequence each of its last Q sees."""
-    place_T = torch.arange(places, device=device)
-    place_Q = place_T[places - queries :]
+def quick_attention(
+    query_HQD: Tensor,
+    key_HTD: Tensor,
+    value_HTE: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    reach: Reach = Reach(),  # noqa: B008  (frozen)
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """`last_attention` by torch's kernels, whose scores are in float32 whatever the queries are; they know no cap and no sinks."""
+    if softcap is not None or sinks_H is not None:
+        return last_attention(query_HQD, key_HTD, value_HTE, scale, softcap, reach, sinks_H)
+    queries, places, outputs = query_HQD.shape[1], key_HTD.shape[1], []
+    for rows, keys in _blocks(queries, places, reach):
+        heads = query_HQD[None, :, rows], key_HTD[None, :, keys], value_HTE[None, :, keys]
+        seen_QT = _seen(rows, keys, places - queries, reach, query_HQD.device)
+        outputs.append(F.scaled_dot_product_attention(*heads, attn_mask=seen_QT, scale=scale)[0])
+    return torch.cat(outputs, 1)
+
+
+def _blocks(queries: int, places: int, reach: Reach) -> list[tuple[slice, slice]]:
+    """Some of the last `queries` of `places` positions, and the positions between the first and the last that one of them sees."""
+    ends, before = [(a, min(a + ROWS, queries)) for a in range(0, queries, ROWS)], places - queries
+    return [(slice(a, b), slice(max(int(reach.first(before + a)), 0), before + b)) for a, b in ends]
+
+
+def _seen(rows: slice, keys: slice, before: int, reach: Reach, device: torch.device) -> Tensor:
+    """bool: which of a block's keys each of its queries sees; the first query of all is at position `before`."""
+    place_Q = torch.arange(before + rows.start, before + rows.stop, device=device)
+    place_T = torch.arange(keys.start, keys.stop, device=device)
     seen_QT = place_T[None] <= place_Q[:, None]
     return seen_QT if reach == Reach() else seen_QT & (place_T[None] >= reach.first(place_Q)[:, None])  # type: ignore[index]

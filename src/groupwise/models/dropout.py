@@ -33,7 +33,7 @@ REMEDY = "set model.dropout to false"
 RANDOM = frozenset(
     [
         *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like, torch.randint_like),
-        *(torch.bernoulli, torch.multinomial, torch.normal, torch.poisson, torch.dropout, torch.dropout_, torch.native_dropout),
+        *(torch.bernoulli, torch.multinomial, torch.normal, torch.poisson, torch.dropout_, torch.native_dropout),
         *(torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout, F.alpha_dropout, F.feature_alpha_dropout),
         *(F.dropout1d, F.dropout2d, F.dropout3d, F.gumbel_softmax, F.rrelu),
         *(Tensor.bernoulli, Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.random_, Tensor.exponential_),
@@ -74,7 +74,9 @@ class Masks(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.dropout:
             return self._dropout(*args, **kwargs)
-        if func is F.scaled_dot_product_attention and (kwargs.get("dropout_p") or 0.0) > 0.0:
+        if func is torch.dropout:
+            return self._dropout(*args, **{"training" if name == "train" else name: value for name, value in kwargs.items()})
+        if _drops_inside(func, args, kwargs):
             raise ConfigError(f"model.dropout: attention drops inside of one operation, whose masks nobody else can draw; {REMEDY}")
         if func in RANDOM and kwargs.get("generator") is not self.generator:
             if func is torch.rand and args in ((), (1,), ([],), ([1],), ((),), ((1,),)):  # LayerDrop
@@ -106,6 +108,10 @@ class Masks(TorchFunctionMode):
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # torch's own names
         if not training or p == 0.0:
             return input
+        kept = self._kept(input, p)
+        return input.copy_(kept) if inplace else kept
+
+    def _kept(self, input: Tensor, p: float) -> Tensor:
         site, shape, total = self.next_site(), tuple(input.shape), self.total
         if len(shape) == 4 and shape[0] == 1 and shape[2:] == (total, total):  # a model's own attention, of one sequence
             return self.attention(input[0], p, site, range(total))[None]
@@ -124,6 +130,16 @@ class Masks(TorchFunctionMode):
         """Between 0 and 1, the same for all tokens of an update."""
         self.generator.manual_seed(_mixed(self.stretches[0].update if self.stretches else 0, self.next_site()))
         return torch.rand(*shape, generator=self.generator, device=self.device).cpu()
+
+
+def _drops_inside(func: Any, args: Any, kwargs: Any) -> bool:
+    """True of an operation that computes attention as a whole and drops weights on its way."""
+    if func is F.scaled_dot_product_attention:
+        return (args[4] if len(args) > 4 else kwargs.get("dropout_p") or 0.0) > 0.0
+    if func is F.multi_head_attention_forward:
+        probability = args[10] if len(args) > 10 else kwargs["dropout_p"]
+        return probability > 0.0 and (args[13] if len(args) > 13 else kwargs.get("training", True))
+    return False
 
 
 def _without(input: Tensor, lost: Tensor, probability: float) -> Tensor:

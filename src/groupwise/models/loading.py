@@ -25,6 +25,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -41,8 +42,8 @@ from groupwise.models.attention import use_packed_attention
 from groupwise.models.lora import ADAPTER_CONFIG, merge_adapter, read_adapter
 from groupwise.models.output import read_form
 from groupwise.models.policy import Policy
-from groupwise.models.probe import advised, probe_checkpoint, prove_policy, stand_in
-from groupwise.models.small import language_model
+from groupwise.models.probe import advised, probe_checkpoint, prove_policy
+from groupwise.models.small import CAPS, WINDOWS, language_model
 from groupwise.models.streaming import CheckpointReader, check_finite, empty_model
 
 log = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
             "model that it was made from into it"
         )
     try:
+        check_config(PreTrainedConfig.get_config_dict(path)[0])
         config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
         tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=settings.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -111,6 +113,7 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
     except UNBUILDABLE as error:
         raise unbuildable(path, error) from error
     tokenizer = with_chat_template(tokenizer, settings.chat_template)
+    check_config(config.to_dict())
     check_vocabulary(len(tokenizer), config.to_dict().get("vocab_size"))
     generation = _read_generation_config(path) or GenerationConfig.from_model_config(config)
 
@@ -157,7 +160,7 @@ def _read_generation_config(path: str) -> GenerationConfig | None:
         ) from error
 
 
-UNBUILDABLE = (KeyError, TypeError, AttributeError, StrictDataclassError)
+UNBUILDABLE = (KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError)
 """What transformers raises, beside ValueError, for a configuration that it cannot make a model of."""
 
 
@@ -285,6 +288,7 @@ def make_policy(
         raise ConfigError(
             f"{model.config.name_or_path or 'the model'} is a reward model, not a language model: it cannot be a policy"
         )
+    check_config(model.config.to_dict())
     tokenizer = with_chat_template(tokenizer, settings.chat_template)
     size = len(tokenizer)
     check_vocabulary(size, embedding_rows(model))
@@ -309,18 +313,18 @@ def make_policy(
         dropout=0 if settings.dropout else None,
     )
     if settings.attention != "single":
-        _pack(model)
+        _pack(policy, settings)
     if probe:
         probe_policy(policy, settings)
     return policy
 
 
-def _pack(model: PreTrainedModel) -> None:
+def _pack(policy: Policy, settings: ModelSettings) -> None:
     """`use_packed_attention`, whose refusal advises only what works."""
     try:
-        use_packed_attention(model)
+        use_packed_attention(policy.model)
     except ConfigError as error:
-        raise advised(error, stand_in(model)) from error
+        raise advised(error, policy, recompute=settings.gradient_checkpointing, lora=settings.lora) from error
 
 
 def probe_policy(policy: Policy, settings: ModelSettings) -> None:
@@ -328,6 +332,40 @@ def probe_policy(policy: Policy, settings: ModelSettings) -> None:
     prove_policy(policy, recompute=settings.gradient_checkpointing, lora=settings.lora)
     if not policy.empty:
         probe_checkpoint(policy)
+
+
+COUNTS = (
+    *("num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads", "head_dim"),
+    *("hidden_size", "n_embd", "intermediate_size", "vocab_size", "max_position_embeddings", "n_positions"),
+)
+"""Fields of a configuration that count something of which there is at least one."""
+
+
+def check_config(config: dict[str, Any]) -> None:
+    """Raises ConfigError for a number that no model can be computed with; `config` is transformers' as a dictionary."""
+    text = config.get("text_config")
+    fields = text if isinstance(text, dict) else config
+    numbers = {k: v for k, v in fields.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+
+    def refuse(name: str, value: float, why: str) -> ConfigError:
+        return ConfigError(f"model.path: its config.json sets {name} to {value}: {why}")
+
+    rope = fields.get("rope_parameters")
+    parts = [rope, *rope.values()] if isinstance(rope, dict) else []
+    bases = [part["rope_theta"] for part in parts if isinstance(part, dict) and part.get("rope_theta") is not None]
+    for theta in [*bases, *([numbers["rope_theta"]] if "rope_theta" in numbers else [])]:
+        if not theta > 0.0:
+            raise refuse("rope_theta", theta, "positions have no frequencies; take the checkpoint's own, 10000 in most")
+    for name, value in numbers.items():
+        if name in COUNTS and value < 1:
+            raise refuse(name, value, "it must be at least 1; take the number that the checkpoint was published with")
+        if name in WINDOWS and value < 1 and fields.get("use_sliding_window") is not False:
+            raise refuse(name, value, "no token would see even itself; set it to null for no window, or to its tokens")
+        if name in CAPS and value <= 0.0:
+            raise refuse(name, value, "scores cannot be capped at it; set it to null for no cap")
+    heads, shared = numbers.get("num_attention_heads"), numbers.get("num_key_value_heads")
+    if heads is not None and shared is not None and heads % shared:
+        raise refuse("num_key_value_heads", shared, f"its {heads} attention heads cannot share them evenly; take a divisor")
 
 
 def check_vocabulary(tokens: int, rows: int | None) -> None:

@@ -21,11 +21,12 @@ from groupwise.errors import ConfigError
 
 WINDOW, CHUNK, LENGTH, SCALE, CAP = 12, 12, 20, 8, 2.0
 """What windows, chunks, lengths that frequencies depend on, steps of a temperature and soft caps become."""
-VOCABULARY, POSITIONS, INNER, RANK = 160, 2304, 96, 32
+VOCABULARY, POSITIONS, HIDDEN, INNER, RANK = 160, 2304, 128, 96, 32
 FEW = 3
 """Layers of a small copy, if its configuration tells no types apart."""
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 WINDOWS = ("sliding_window", "window_size", "attention_window", "attention_window_size", "sliding_window_size", "local_attention")
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping", "logits_soft_cap")
 STATES = ("no_rope_layers",)
 """A number for each layer, not the numbers of layers."""
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -106,7 +107,7 @@ def _lengths(text: Any, fields: dict[str, Any]) -> None:
         text.attention_chunk_size = min(fields["attention_chunk_size"], CHUNK)
     if isinstance(fields.get("floor_scale"), int):
         text.floor_scale = min(fields["floor_scale"], SCALE)
-    for key in ("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping", "logits_soft_cap"):
+    for key in CAPS:
         if fields.get(key):
             setattr(text, key, CAP)
     reach = POSITIONS  # also of a model that has fewer: what is proven are its operations
@@ -137,15 +138,18 @@ def _widths(text: Any, fields: dict[str, Any]) -> None:
     heads = getattr(text, "num_attention_heads", None)
     hidden = getattr(text, "hidden_size", None)
     if isinstance(heads, int) and isinstance(hidden, int):
-        width = max(hidden // heads, 1)
+        width = hidden // heads
+        own = fields.get("head_dim") or width
+        # A model whose heads together are not as wide as it is lets it be of any width.
+        free = own != width
         shared = next((name for name in ("num_key_value_heads", "num_kv_heads") if isinstance(fields.get(name), int)), None)
         groups = heads // fields[shared] if shared else 1
-        few = 2 if width >= 64 else 4
+        few = 2 if own >= 64 else 4
         few = min(heads, few if groups == 1 or few % 2 == 0 else groups)
         text.num_attention_heads = few
         if shared:
             setattr(text, shared, few if groups == 1 else max(1, few // 2))
-        text.hidden_size = few * width
+        text.hidden_size = min(hidden, HIDDEN) if free else few * max(width, 1)
     for key, value in fields.items():
         if not isinstance(value, int) or isinstance(value, bool):
             continue

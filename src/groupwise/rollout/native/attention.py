@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from groupwise.errors import EngineError
-from groupwise.models.attention import PackedAttention, last_attention, last_seen
+from groupwise.models.attention import PackedAttention, quick_attention
 from groupwise.models.masks import Reach
 from groupwise.ops import decoding, kernels
 from groupwise.records import Layout
@@ -397,14 +397,10 @@ def extended(
     reach: Reach = Reach(),  # noqa: B008  (frozen)
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """What the last Q of T positions of one sequence see of it -> (H, Q, E), by torch's kernels where they know how."""
+    """`quick_attention` of fewer keys and values than queries."""
     shared = query_HQD.shape[0] // key_KTD.shape[0]
     key_HTD, value_HTE = key_KTD.repeat_interleave(shared, 0), value_KTE.repeat_interleave(shared, 0)
-    if softcap is not None or sinks_H is not None:
-        return last_attention(query_HQD, key_HTD, value_HTE, scale, softcap, reach, sinks_H)
-    seen_QT = last_seen(query_HQD.shape[1], key_HTD.shape[1], reach, query_HQD.device)
-    heads = (x[None] for x in (query_HQD, key_HTD, value_HTE))
-    return torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=seen_QT, scale=scale)[0]
+    return quick_attention(query_HQD, key_HTD, value_HTE, scale, softcap, reach, sinks_H)
 
 
 def over_both(
