@@ -516,6 +516,8 @@ def prove(
         round_weights(model)
     policy = wrapped(model, attention)
     samples = samples_across(switches(model), policy.context, policy.vocabulary, seed)
+    if attention == "single":  # nothing lies beside anything else: one text of each length
+        samples = list({_size(sample): sample for sample in samples}.values())
     expected = truth(policy, samples, gradients=True)
     check_finite_truth(family, expected)
     _check_truth(policy, samples, expected)
@@ -673,6 +675,8 @@ class Case:
 def _scoring(case: Case) -> tuple[Truth, Truth]:
     """In two streams of one size, so that nothing of the first may serve the second."""
     first = by_policy(case.policy, case.samples, gradients=False).logp
+    if case.policy.attention == "single":
+        return Truth(first, {}), Truth(case.expected.logp, {})
     second = by_policy(case.policy, case.samples[::-1], gradients=False).logp
     return Truth([*first, *second[::-1]], {}), Truth([*case.expected.logp, *case.expected.logp], {})
 
