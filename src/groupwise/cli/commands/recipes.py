@@ -72,7 +72,8 @@ def _import(name: str | None, to: str | None, devices: int, kind: str | None) ->
 
     if name is None:
         raise ConfigError(
-            "groupwise recipes import-trl needs a file: TRL's YAML or JSON, a script that makes a GRPOConfig, or the shell script that starts TRL"
+            "groupwise recipes import-trl needs a file: TRL's YAML or JSON, a script that makes a GRPOConfig, or the shell script "
+            "that starts TRL"
         )
     found = import_trl(name, devices=devices, kind=kind)
     if to is None:
