@@ -339,12 +339,9 @@ def _of_script(text: str, file: Path, kind: str | None) -> tuple[str, dict[str, 
             read(other, {"reward_funcs": "reward_funcs"} | ({} if loaded else {"model": "model_name_or_path"}))
             for keyword in other.keywords:
                 if keyword.arg in ("train_dataset", "eval_dataset"):
-                    rows = _dataset(keyword.value, names, tree, keyword.arg)
+                    rows = _dataset(keyword.value, names, keyword.arg)
                     given |= rows
-                    if not rows and keyword.arg not in given:
-                        says = "rows that the script makes: write them with dataset.to_json(...), and give the file as data."
-                        says += "path" if keyword.arg == "train_dataset" else "eval_path"
-                        unread.append(Line(keyword.arg, ast.unparse(keyword.value), None, says))
+                    unread += [] if rows else [_made_by_the_script(keyword.arg, keyword.value)]
         elif name == "LoraConfig":
             given.setdefault("use_peft", True)
             read(other, {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout",
@@ -488,7 +485,13 @@ FILES = ("json", "parquet", "csv", "text", "arrow")
 """What `load_dataset` is told in place of a data set's name where the rows are files."""
 
 
-def _dataset(node: ast.expr, names: Mapping[str, ast.expr], tree: ast.Module, which: str) -> dict[str, Any]:
+def _made_by_the_script(which: str, node: ast.expr) -> Line:
+    key = "data.path" if which == "train_dataset" else "data.eval_path"
+    says = f"rows that the script makes: write them with dataset.to_json(...), and give the file as {key}"
+    return Line(which, ast.unparse(node), None, says)
+
+
+def _dataset(node: ast.expr, names: Mapping[str, ast.expr], which: str) -> dict[str, Any]:
     """What `load_dataset("name", split="train")` behind a trainer's argument says."""
     subscript = None
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
