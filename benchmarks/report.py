@@ -16,7 +16,8 @@ RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md
 INTRO = """\
 # Performance
 
-Made by `python benchmarks/report.py` from `benchmarks/results/`; every figure was written there by the benchmark that its section
+How fast it is, against what, and how to measure it on your machine: for whoever decides, and for whoever makes it faster. Made by
+`python benchmarks/report.py` from `benchmarks/results/`; every figure was written there by the benchmark that its section
 names. Processor time of all threads (`cpu`) stands beside elapsed time (`wall`): on a machine that does other things at the same
 time it is the steadier of the two. `load` is the machine's load when a result was written; above the number of cores the figures
 are rough.

@@ -39,7 +39,8 @@ DOCS = Path(__file__).parent
 INTRO = """\
 # The algorithms
 
-Made by `make docs` from `groupwise.algorithms.registry.ALGORITHMS`. Which one to take: [choosing](choosing.md).
+For whoever wants to know what an objective computes, or to change a part of one. Which one to take is another question:
+[choosing](choosing.md). Made by `make docs` from `groupwise.algorithms.registry.ALGORITHMS`.
 
 An online algorithm is one row of a table: **credit** (rewards -> advantages) x **ratio** level x **surrogate** x **weights**
 (normalisation), and what it needs beside them. `objective: NAME` takes a row, and keys of `group` replace single parts of it, so
@@ -163,7 +164,8 @@ def metrics_page() -> str:
 EXECUTED = """\
 # What is executed
 
-Made by `make docs` from `docs/commands.yaml`. `tests/test_docs.py` goes through every fenced block of every page:
+For whoever asks whether an example of these pages still works. `tests/test_docs.py` goes through every fenced block of every page.
+Made by `make docs` from `docs/commands.yaml`.
 
 | block | what is done with it |
 |---|---|
@@ -191,13 +193,13 @@ def executed_page() -> str:
 METRICS_INTRO = """\
 # The metrics
 
-Made by `make docs` from `groupwise.training.metric_table`. Every step writes one line of `metrics.jsonl` with these keys. A
+To look up what a figure of your run means. Every step writes one line of `metrics.jsonl` with these keys. A
 quantity that was not computed has no key: no `kl` without a reference, no ratios in a step where every group was dead. Words in
 capitals stand for a name. "Yours" is the unit of your reward functions. Which of them to look at, and in what order: [how to read
 a run](monitoring.md).
 
 The last column holds rules of thumb for reasoning tasks with a checker. The one exact figure is `mismatch`: the same token under
-the same weights has one probability.
+the same weights has one probability. Made by `make docs` from `groupwise.training.metric_table`.
 """
 
 
@@ -338,8 +340,8 @@ def sentence(path: Path) -> str:
 MODELS = """\
 # Models
 
-Made from `tests/models/families.json`, which `python tests/models/families.py` measures; tests hold the page, the file and what is
-found together.
+Will your checkpoint train, and how is that known? Made from `tests/models/families.json`, which `python tests/models/families.py`
+measures; tests hold the page, the file and what is found together.
 
 A policy is a causal language model of transformers, loaded by the checkpoint's own class. At load the
 library compares every path that a run will take with the model's own forward and backward pass, one sequence at a time, and refuses

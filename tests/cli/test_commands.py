@@ -418,6 +418,14 @@ def test_a_slip_in_the_name_of_a_run_gets_the_nearest_run(
     assert "did you mean runs/mine?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("typed", ["eval", "chat", "view", "score", "explain"])
+def test_a_run_that_is_not_there_is_said_to_be_missing(typed: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And not, say, that a reward or data have to be named."""
+    (folder / "runs").mkdir()
+    assert commands.main([typed, "runs/zzzzzzzz"]) == 2
+    assert re.search("no such folder|there is no|is neither|is no run", capsys.readouterr().err)
+
+
 def test_a_slip_in_the_name_of_a_recipe_gets_the_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main(["train", "r.yml"]) == 2
     assert "did you mean r.yaml?" in capsys.readouterr().err

@@ -105,6 +105,13 @@ def test_a_good_recipe() -> None:
     assert recipe.group == GroupSettings()
 
 
+@pytest.mark.parametrize("said", ["accuracy", "[accuracy]", "[{function: accuracy}]"])
+def test_a_reward_may_be_said_by_its_name(said: str) -> None:
+    assert one(GOOD, f"rewards={said}").rewards == (RewardSettings(function="accuracy"),)
+    text = GOOD.replace("rewards:\n- function: accuracy\n- {function: think_format, weight: 0.5}\n", f"rewards: {said}\n")
+    assert one(text, "rewards.0.weight=2").rewards == (RewardSettings(function="accuracy", weight=2.0),)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -128,8 +135,9 @@ def test_a_good_recipe() -> None:
         ("optimizer.betas=[0.9]", "optimizer.betas must be a list of 2, each a number at least 0 and less than 1; got [0.9]"),
         ("optimizer=3", "optimizer must be a section (a mapping); got 3"),
         ("optimizer=null", "optimizer must be a section (a mapping); got null"),
-        ("rewards=accuracy", "rewards must be a list of sections; got 'accuracy'"),
-        ("rewards=[accuracy]", "rewards.0 must be a section (a mapping); got 'accuracy'"),
+        ("rewards=3", "rewards must be a list of sections; got 3"),
+        ("rewards=[3]", "rewards.0 must be a section (a mapping); got 3"),
+        ("rewards=acuracy", "(did you mean accuracy?)"),
         ("group.surrogate=[1]", "group.surrogate must be a name, or a mapping with `name` and its arguments, or null; got [1]"),
         # K4: out of range
         ("optimizer.lr=.nan", "optimizer.lr must be a number greater than 0 and less than 1; got nan"),

@@ -255,6 +255,92 @@ def test_scripts_that_cannot_be_read(text: str, said: str) -> None:
         read(text, "x.py")
 
 
+COMMAND = r"""
+#!/bin/bash
+export HF_HOME=/data   # nothing of it counts
+MODEL=Qwen/Qwen2.5-Math-1.5B
+echo "a comment with --dashes" # trl sft --max_steps 3
+accelerate launch \
+    --config_file deepspeed_zero3.yaml \
+    --num_processes 4 \
+    examples/scripts/grpo_math.py \
+    --config more.yaml --model_name_or_path ${MODEL} --learning_rate 1e-6 --max-completion-length=1024 \
+    --use_peft --lora_target_modules q_proj v_proj --output_dir $OUT/x --reward_funcs accuracy_reward my.lib.short
+"""
+
+
+def test_a_shell_script_is_read_for_the_command_that_starts_trl() -> None:
+    Path("more.yaml").write_text("per_device_train_batch_size: 4\nlearning_rate: 3.0e-6\nmax_steps: 7\ndataset_name: d/d\n")
+    found = read(COMMAND, "run.sh")
+    assert found.kind == "GRPOConfig"
+    assert (found.keys["model.path"], found.keys["optimizer.lr"], found.keys["steps"]) == ("Qwen/Qwen2.5-Math-1.5B", 1e-6, 7)
+    assert found.keys["rollout.max_new_tokens"] == 1024 and found.keys["model.lora"]["targets"] == ["q_proj", "v_proj"]
+    assert found.keys["group.prompts_per_step"] == 2  # 4 on each of 4 devices are 16 completions, 8 a prompt
+    assert found.keys["parallel"] == "zero3"
+    assert found.keys["rewards"] == [{"function": "accuracy"}, {"function": "my.lib:short"}]
+    assert [(line.name, line.value) for line in found.lines if line.fate is None] == [("output_dir", "$OUT/x")]
+    assert read("trl rloo --max_steps 3 --reward_model_name_or_path a/judge\n", "b.sh").keys["rewards"] == [
+        {"function": "model", "args": {"path": "a/judge"}}
+    ]
+    for text, said in [
+        ("trl dpo --beta 0.1\ntrl sft --packing\n", "starts 2 scripts"),
+        ("echo hello\n", "starts 0 scripts"),
+        ("trl sft --config nosuch.yaml\n", "no such file 'nosuch.yaml'"),
+        ("trl sft --a 'open\n", "no shell script that can be read"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            read(text, "c.sh")
+
+
+def test_a_launchers_configuration_is_no_training_and_says_where_it_goes() -> None:
+    for text, parallel in [
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3}\nnum_processes: 8\n", "zero3"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\nnum_processes: 8\n", "zero2"),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nnum_processes: 8\n", "zero3"),
+        ("distributed_type: MULTI_GPU\nnum_processes: 8\n", "ddp"),
+    ]:
+        with pytest.raises(ConfigError, match=f"`parallel: {parallel}`.*--nproc 8"):
+            read(text, "accelerate.yaml")
+        assert read("max_steps: 3\ndeepspeed: accelerate.yaml\n", kind="SFTConfig").keys["parallel"] == parallel
+    with pytest.raises(ConfigError, match="`parallel: zero2`"):
+        read('{"zero_optimization": {"stage": 2}}', "ds.json")
+
+
+def test_a_script_whose_arguments_come_from_its_command_line_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"reads it from its command line: import the shell script \(.sh\)"):
+        read("parser = TrlParser((ScriptArguments, GRPOConfig))\n", "grpo.py")
+
+
+def test_rloo_is_rloo() -> None:
+    """The KL is in the reward, two completions and beta 0.05 are TRL's defaults, and its clipping is ours."""
+    given = "model_name_or_path: m/m\ndataset_name: d\nmax_steps: 10\nreward_funcs: accuracy\n"
+    found = read(f"{given}normalize_advantages: true\nreward_clip_range: [-1, 1]\nepsilon_high: 0.3\n")
+    assert found.kind == "RLOOConfig"
+    assert (found.keys["objective"], found.keys["group.beta"], found.keys["group.group_size"]) == ("rloo", 0.05, 2)
+    assert found.keys["group.credit"] == {"name": "leave_one_out", "scale": "batch"}
+    assert found.keys["group.surrogate"] == {"name": "clipped", "low": 0.2, "high": 0.3}
+    assert "group.kl" not in found.keys
+    assert [line.name for line in found.lines if line.fate == "missing"] == ["reward_clip_range"]
+    assert "group.surrogate" not in read(given, kind="RLOOConfig").keys
+
+
+def test_a_model_that_a_script_loads_is_its_path() -> None:
+    loaded = (
+        "net = AutoModelForCausalLM.from_pretrained(NAME, torch_dtype=torch.bfloat16, quantization_config=Q(), device_map=None)"
+    )
+    script = f'NAME = "a/model"\n{loaded}.to("cuda")\nrows = load_dataset("d/d", "main")["train"]\n'
+    found = read(f"{script}DPOTrainer(net, args=DPOConfig(beta=0.2), train_dataset=rows)\n", "dpo.py")
+    assert (found.keys["model.path"], found.keys["model.dtype"], found.keys["data.path"]) == ("a/model", "bfloat16", "d/d")
+    assert {line.name for line in found.lines if line.fate == "missing"} == {"quantization_config", "dataset_config"}
+    assert "model.path" not in " ".join(found.needed)
+    made = "rows = load_dataset('d/d').map(f)\nGRPOTrainer('a/model', 'a/judge', args=GRPOConfig(), train_dataset=rows)\n"
+    found = read(made, "grpo.py")
+    assert found.keys["rewards"] == [{"function": "model", "args": {"path": "a/judge"}}]
+    assert found.keys["model.path"] == "a/model"
+    assert [line.name for line in found.lines if line.fate is None] == ["train_dataset"]
+    assert "dataset.to_json" in found.render()
+
+
 # ---------------------------------------------------------------- public configurations, by their keys and values
 
 OPEN_R1 = """
@@ -519,6 +605,15 @@ training_args = GRPOConfig(
 trainer = GRPOTrainer(model=model, processing_class=tokenizer, reward_funcs=reward_funcs, args=training_args, train_dataset=dataset)
 """, "GRPOConfig", {"optimizer.betas": [0.9, 0.99], "optimizer.weight_decay": 0.1, "rollout.max_new_tokens": 768, "steps": 50,
                     "optimizer.warmup_steps": 5, "optimizer.clip_norm": 0.1}),
+    # huggingface/trl, docs/source/rloo_trainer.md
+    "trl rloo": ("""
+dataset = load_dataset("trl-lib/ultrafeedback-prompt", split="train")
+def reward_num_unique_letters(completions, **kwargs):
+    return [float(len(set(completion[0]["content"]))) for completion in completions]
+training_args = RLOOConfig(output_dir="Qwen2-0.5B-RLOO")
+trainer = RLOOTrainer(model="Qwen/Qwen2-0.5B-Instruct", reward_funcs=reward_num_unique_letters, args=training_args,
+                      train_dataset=dataset)
+""", "RLOOConfig", {"objective": "rloo", "group.beta": 0.05, "group.group_size": 2, "group.prompts_per_step": 4}),
     # minwukim/VRL, trl_new_demo.py
     "tldr grpo": ("""
 dataset = load_dataset("trl-lib/tldr", split="train")
@@ -553,7 +648,7 @@ def test_public_configurations_become_recipes(name: str, monkeypatch: pytest.Mon
     Path("recipe.yaml").write_text(found.render())
     said = ["data.path=rows.jsonl", "data.eval_path=null", "model.path=some/model"]
     said += ["steps=100"] if "steps" not in found.keys and "epochs" not in found.keys else []
-    said += ["rewards=[{function: accuracy}]"] if kind == "GRPOConfig" and "rewards" not in found.keys else []
+    said += ["rewards=[{function: accuracy}]"] if kind in ("GRPOConfig", "RLOOConfig") and "rewards" not in found.keys else []
     said += ["rollout.engine=native"] if "rollout.engine" in found.keys else []
     recipe = load_recipe("recipe.yaml", said)
     for key, value in expected.items():

@@ -42,6 +42,21 @@ def test_every_visit_of_a_row_has_its_own_id_and_held_out_ids_meet_none_of_them(
     assert all(prompt.id.startswith("eval/") for prompt in data.held_out)
 
 
+def test_what_is_held_out_is_the_same_without_the_training_prompts(write, tokenizer):
+    for settings in (
+        DataSettings(path=write(ROWS), eval_fraction={"test": 0.2, "validation": 0.2}, chat=True),
+        DataSettings(task="addition", eval_limit=20, limit=300),
+    ):
+        whole, part = (load_data(settings, tokenizer, **SIZES, train=train) for train in (True, False))
+        assert len(whole.train) > len(part.train) == 0
+        assert [prompt.id for prompt in whole.held_out + whole.validation] == [
+            prompt.id for prompt in part.held_out + part.validation
+        ]
+        for a, b in zip(whole.held_out + whole.validation, part.held_out + part.validation, strict=True):
+            assert (a.text, dict(a.row)) == (b.text, dict(b.row))
+            assert (a.tokens == b.tokens).all()
+
+
 def test_columns_are_renamed_in_both_files(write, tokenizer):
     rows = [{"question": "1+1", "gold": "2"}]
     path, held_out = write(rows, "a.jsonl"), write([{"question": "2+2", "gold": "4"}], "b.jsonl")

@@ -9,7 +9,7 @@ from typing import Any
 INTRO = """\
 # Reliability
 
-Made by `make test-faults`, which injects every fault of the first table and writes this page only if all of them end as they must.
+What a run survives, and how it ends where it cannot: for whoever leaves one alone over night. Made by `make test-faults`, which injects every fault of the first table and writes this page only if all of them end as they must.
 
 What is promised, and tested there:
 

@@ -46,6 +46,11 @@ def digits(completion: str) -> float:
     return sum(char.isdigit() for char in completion) / 6
 
 
+class Scale:
+    def __call__(self, completion: str) -> float:
+        return digits(completion)
+
+
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -244,6 +249,18 @@ def test_fresh_takes_the_next_name(call: Callable) -> None:
     assert call(steps=1, fresh=True).folder == Path("runs/mine-2")
 
 
+def test_a_run_that_has_finished_says_so_and_trains_on_with_more_steps(call: Callable, caplog: pytest.LogCaptureFixture) -> None:
+    assert [step.number for step in call(steps=1)] == [1]
+    assert not caplog.messages
+    assert list(call(steps=1)) == []
+    assert call(steps=1).run(quiet=True).steps == 0
+    told = "runs/mine finished at step 1: nothing is left to train; fresh=True starts anew, more steps continue it"
+    assert caplog.messages == [told, told]
+    caplog.clear()
+    assert [step.number for step in call(steps=2)] == [2]
+    assert not caplog.messages
+
+
 # ---------------------------------------------------------------- a recipe with keywords over it
 
 
@@ -290,6 +307,8 @@ def test_sections_as_their_dataclasses_and_numbers_of_numpy(call: Callable) -> N
         ({"model": torch.nn.Linear(2, 2)}, "got a Linear"),
         ({"data": 3}, "data is a list of mappings or a datasets.Dataset, got an int: 3"),
         ({"data": iter(ROWS)}, r"got a list_iterator: give list\(...\)"),
+        ({"data": {0, 1}}, r"got a set: .*: give list\(...\)"),
+        ({"data": {"prompt": ["1", "2"], "answer": ["1", "2"]}}, r"columns 'prompt', 'answer': give rows, .*from_dict\(data\)"),
         ({"data": []}, "data holds no rows"),
         ({"data": [ROWS[0], "2+2="]}, "data row 2 is a str: '2\\+2=': a row is a mapping"),
         ({"data": [{"prompt": "\ud83d"}]}, "data row 1: half of a character"),
@@ -298,6 +317,7 @@ def test_sections_as_their_dataclasses_and_numbers_of_numpy(call: Callable) -> N
         ({"data": {"path": ROWS, "eval_path": 3}}, "eval_data is a list of mappings .* got an int: 3"),
         ({"rewards": 3}, "rewards is a function, its name, or a list of them, got an int: 3"),
         ({"rewards": [3]}, "rewards.0 is a function, .* got an int: 3"),
+        ({"rewards": [Scale]}, "rewards.0 is the class Scale: give an instance of it"),
         ({"rewards": "acuracy"}, r"did you mean accuracy\?"),
         ({"rewards": [digits, digits]}, "two rewards are called 'digits'"),
         ({"rewards": {"function": digits, "args": {"x": object()}}}, r"rewards.0.args.x is an object, which no recipe can hold"),
@@ -410,10 +430,15 @@ def test_a_loaded_policy_asks_as_its_run_did(call: Callable) -> None:
 def test_wrong_questions_say_what_was_given(call: Callable) -> None:
     list(call())
     policy = gw.load_policy(Path("runs/mine"))
-    with pytest.raises(DataError, match=r"a prompt is a text, .* got an? int"):
+    with pytest.raises(DataError, match=r"a prompt is a text, .* got an int: 3"):
         policy.generate(3)  # type: ignore[call-overload]
-    with pytest.raises(DataError, match=r"prompt 1 is a text, a row or a list of chat messages, got an? int"):
+    with pytest.raises(DataError, match=r"prompt 1 is a text, a row or a list of chat messages, got an int: 3"):
         policy.generate(["1+1=", 3])  # type: ignore[list-item]
+    for given in ("", ["1+1=", ""]):
+        with pytest.raises(DataError, match=r"prompt \d is empty"):
+            policy.generate(given)  # type: ignore[call-overload]
+    with pytest.raises(gw.GroupwiseError, match=r"temperature is a number from 0 .* got a str: 'hot'"):
+        policy.generate("1", temperature="hot")  # type: ignore[call-overload]
     with pytest.raises(DataError, match="2 prompts and 1 completions"):
         policy.score(["1", "2"], ["3"])
     with pytest.raises(DataError, match="outside the vocabulary"):

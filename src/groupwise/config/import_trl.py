@@ -1,6 +1,6 @@
 """A configuration of TRL as a recipe: read line by line, and of every line it is said what becomes of it.
 
-    found = import_trl("grpo.yaml")         # YAML, JSON, or a script with GRPOConfig(...) in it
+    found = import_trl("grpo.yaml")         # YAML, JSON, a script with GRPOConfig(...) in it, or a shell script that starts TRL
     print(found.render())                   # the recipe, each key with the argument that it is from
 
 A script is read as text and never run: of its keyword arguments those that are written out are known, or that are names of such
@@ -13,6 +13,7 @@ import ast
 import json
 import math
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -21,13 +22,14 @@ from typing import Any
 
 from groupwise.config.schema import closest
 from groupwise.config.settings import REWARDS
-from groupwise.config.strict_yaml import dump, parse
+from groupwise.config.strict_yaml import dump, parse, parse_value
 from groupwise.config.trl import FATES, TABLE, Fate
 from groupwise.errors import ConfigError
 
-KINDS = {"GRPOConfig": "grpo", "SFTConfig": "sft", "RewardConfig": "reward", "DPOConfig": "dpo"}
+KINDS = {"GRPOConfig": "grpo", "RLOOConfig": "rloo", "SFTConfig": "sft", "RewardConfig": "reward", "DPOConfig": "dpo"}
 """TRL's classes and the objective of each."""
 TELLING = {
+    "RLOOConfig": ("normalize_advantages", "reward_clip_range"),
     "GRPOConfig": ("num_generations", "max_completion_length", "reward_funcs", "reward_weights", "num_iterations", "scale_rewards"),
     "SFTConfig": ("packing", "completion_only_loss", "assistant_only_loss", "dataset_text_field", "max_seq_length", "use_liger"),
     "RewardConfig": ("center_rewards_coefficient",),
@@ -50,6 +52,12 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
         "vllm_importance_sampling_correction": True,
         "vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 3.0,
     },
+    "RLOOConfig": {
+        "learning_rate": 1e-6, "num_generations": 2, "max_completion_length": 512, "num_iterations": 1, "beta": 0.05,
+        "epsilon": 0.2, "normalize_advantages": False, "vllm_mode": "colocate",
+        "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000,
+        "ref_model_sync_steps": 512, "ref_model_mixup_alpha": 0.6,
+    },
     "SFTConfig": {"learning_rate": 2e-5, "shuffle_dataset": False},
     "RewardConfig": {"learning_rate": 1e-4},
     "DPOConfig": {"learning_rate": 1e-6, "beta": 0.1, "loss_type": "sigmoid"},
@@ -62,9 +70,12 @@ PRESETS = ("grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
 """Losses of TRL's that are presets of the same name here; its `dapo` is bnpo."""
 REWARD_NAMES = {
     "accuracy": "accuracy", "accuracy_reward": "accuracy", "think_format_reward": "think_format", "format": "think_format",
-    "format_reward": "think_format", "tag_count": "tags", "tag_count_reward": "tags", "soft_overlong_punishment": "soft_overlong",
+    "format_reward": "think_format", "tag_count": "tags", "tag_count_reward": "tags",
 }  # fmt: skip
 """Reward functions of TRL and of well-known scripts that are built in here."""
+
+OVERLONG = ("get_soft_overlong_punishment", "soft_overlong_punishment")
+"""The same for `soft_overlong`, whose arguments TRL's script sets to 1280 and 256."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +154,11 @@ class Imported:
 
 
 def import_trl(path: str | Path, *, devices: int = 1, kind: str | None = None) -> Imported:
-    """Read a configuration: YAML or JSON with arguments by name, or a Python script that makes one of the classes.
+    """Read a configuration: YAML or JSON with arguments by name, a Python script that makes one of the classes, or a shell script
+    (.sh) with the command that starts TRL.
 
-    devices: on how many TRL ran, which makes its batches larger.   kind: TRL's class; default: the one that a script makes, or
-    whose arguments a file holds.
+    devices: on how many TRL ran, which makes its batches larger; a launcher's `--num_processes` goes before it.
+    kind: TRL's class; default: the one that a script makes, that a command names, or whose arguments a file holds.
     Raises ConfigError for a file that cannot be read, or that holds no configuration.
     """
     file = Path(path).expanduser()
@@ -160,6 +172,9 @@ def import_trl(path: str | Path, *, devices: int = 1, kind: str | None = None) -
         raise ConfigError(f"cannot read {file}: {error}") from error
     if file.suffix == ".py":
         found, given, unread = _of_script(text, file, kind)
+    elif file.suffix in (".sh", ".bash"):
+        found, given, unread = _of_command(text, file, kind)
+        devices = int(given["num_processes"]) if isinstance(given.get("num_processes"), int) else devices
     else:
         given, unread = _of_file(text, file), []
         found = kind or _kind_of(given, file)
@@ -180,12 +195,99 @@ def _of_file(text: str, file: Path) -> dict[str, Any]:
 
 
 def _kind_of(given: Mapping[str, Any], file: Path) -> str:
+    if "distributed_type" in given or "zero_optimization" in given:
+        processes = given.get("num_processes")
+        start = f" and start it with `groupwise train RECIPE --nproc {processes}`" if isinstance(processes, int) else ""
+        raise ConfigError(
+            f"{file} says how the weights are spread over processes, not what is trained: import the arguments of the trainer, "
+            f"write `parallel: {_parallel(given)}` into the recipe{start}"
+        )
     for kind, names in TELLING.items():
         if any(name in given for name in names):
             return kind
     raise ConfigError(
         f"{file}: none of its arguments tells which class it is for; say it: groupwise recipes import-trl {file} --as GRPOConfig"
     )
+
+
+COMMANDS = {"grpo": "GRPOConfig", "rloo": "RLOOConfig", "sft": "SFTConfig", "dpo": "DPOConfig", "reward": "RewardConfig"}
+"""Subcommands of `trl`, and what its scripts are called by, with the class of each."""
+LAUNCHER = ("config_file", "num_processes")
+"""Options of accelerate's before the script that matter."""
+
+
+def _of_command(text: str, file: Path, kind: str | None) -> tuple[str, dict[str, Any], list[Line]]:
+    """The class and the arguments of `trl grpo --...` or of a script that a shell script starts; those that could not be read.
+
+    A YAML file behind `--config` is read too; what the command says itself goes before it.
+    """
+    try:
+        lines = [shlex.split(line, comments=True) for line in re.sub(r"\\\r?\n", " ", text).splitlines()]
+    except ValueError as error:
+        raise ConfigError(f"{file} is no shell script that can be read: {error}") from error
+    variables = {name: value for words in lines if len(words) == 1 for name, value in re.findall(r"(?s)^(\w+)=(.*)$", words[0])}
+    started = [(words, place) for words in lines if (place := _program(words)) is not None]
+    if len(started) != 1:
+        raise ConfigError(f"{file} starts {len(started)} scripts with arguments, and one is needed: keep it in a file of its own")
+    words, place = started[0]
+    words = [re.sub(r"\$\{?(\w+)\}?", lambda found: variables.get(found[1], found[0]), word) for word in words]
+    launcher = {name: value for name, value in _options(words[:place]).items() if name in LAUNCHER}
+    given = _options(words[place + 1 :])
+    program = Path(words[place]).stem
+    kind = kind or next((found for name, found in COMMANDS.items() if name in re.split(r"[^a-z]+", program)), None)
+    if (config := given.pop("config", None)) is not None:
+        known = next((path for path in (file.parent / str(config), Path(str(config))) if path.is_file()), None)
+        if known is None:
+            raise ConfigError(f"{file}: no such file {str(config)!r}, which --config names")
+        given = _of_file(known.read_text(encoding="utf-8"), known) | given
+    given = launcher | given
+    unread = [
+        Line(name, value, None, "a variable of the shell: say it in the recipe")
+        for name, value in given.items()
+        if "$" in str(value)
+    ]
+    given = {name: value for name, value in given.items() if "$" not in str(value)}
+    return kind or _kind_of(given, file), given, unread
+
+
+def _program(words: Sequence[str]) -> int | None:
+    """Where the script, or TRL's subcommand, stands in a command with arguments."""
+    if not any(word.startswith("--") for word in words):
+        return None
+    for place, word in enumerate(words):
+        if word.endswith(".py") or (word in COMMANDS and place and words[place - 1] == "trl"):
+            return place
+    return None
+
+
+def _options(words: Sequence[str]) -> dict[str, Any]:
+    """Arguments as transformers' parser has them: `--name value`, `--name=value`, several values, or none for true."""
+    found: dict[str, list[Any]] = {}
+    name = None
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            found[name] = [_plain(value)] if equals else []
+        elif name is not None:
+            found[name].append(_plain(word))
+    return {name: True if not values else values[0] if len(values) == 1 else values for name, values in found.items()}
+
+
+def _plain(word: str) -> Any:
+    """A word of a command as a value: a number, true, a mapping in braces, or itself."""
+    tree, problems = parse_value(word, "")
+    return word if problems else tree.plain()
+
+
+def _parallel(given: object) -> str:
+    """`parallel` for a configuration of DeepSpeed, of FSDP, or of accelerate, or for the name of its file."""
+    text = json.dumps(given, default=str).lower()
+    if re.search(r'zero_?3|stage_?3|stage": 3|full_shard', text):
+        return "zero3"
+    if "fsdp" in text and not re.search(r"grad_op|fsdp_reshard_after_forward\": false", text):
+        return "zero3"
+    return "zero2" if re.search(r'zero_?2|stage_?2|stage": 2|grad_op|fsdp', text) else "ddp" if "multi_gpu" in text else "auto"
 
 
 def _of_script(text: str, file: Path, kind: str | None) -> tuple[str, dict[str, Any], list[Line]]:
@@ -198,7 +300,13 @@ def _of_script(text: str, file: Path, kind: str | None) -> tuple[str, dict[str, 
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     made = [(name, call) for call in calls if (name := _called(call)) in KINDS and (kind is None or name == kind)]
     if not made:
-        raise ConfigError(f"{file} makes no {kind or 'GRPOConfig, SFTConfig, RewardConfig or DPOConfig'}")
+        made_none = f"{file} makes no {kind or ', '.join(KINDS)}"
+        if any(_called(call) in ("TrlParser", "HfArgumentParser") for call in calls):
+            made_none += (
+                " of its own, but reads it from its command line: import the shell script (.sh) that starts it, or the file behind "
+                "its --config"
+            )
+        raise ConfigError(made_none)
     if len(made) > 1:
         places = ", ".join(f"{name} in line {call.lineno}" for name, call in made)
         raise ConfigError(f"{file} makes {len(made)} configurations ({places}): keep one of them in a file of its own")
@@ -222,10 +330,18 @@ def _of_script(text: str, file: Path, kind: str | None) -> tuple[str, dict[str, 
     for other in calls:
         name = _called(other)
         if name == trainer:
-            read(other, {"model": "model_name_or_path", "reward_funcs": "reward_funcs"})
+            said = [*zip(("model", "reward_funcs"), other.args, strict=False)] if found in ROLLED else [("model", *other.args[:1])]
+            other.keywords += [ast.keyword(arg=pair[0], value=pair[1]) for pair in said if len(pair) == 2]
+            model = next((keyword.value for keyword in other.keywords if keyword.arg == "model"), None)
+            loaded, left = _loaded(model, names)
+            given |= {name: value for name, value in loaded.items() if name not in given}
+            unread += left
+            read(other, {"reward_funcs": "reward_funcs"} | ({} if loaded else {"model": "model_name_or_path"}))
             for keyword in other.keywords:
                 if keyword.arg in ("train_dataset", "eval_dataset"):
-                    given |= _dataset(keyword.value, names, tree, keyword.arg)
+                    rows = _dataset(keyword.value, names, keyword.arg)
+                    given |= rows
+                    unread += [] if rows else [_made_by_the_script(keyword.arg, keyword.value)]
         elif name == "LoraConfig":
             given.setdefault("use_peft", True)
             read(other, {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout",
@@ -233,6 +349,35 @@ def _of_script(text: str, file: Path, kind: str | None) -> tuple[str, dict[str, 
     if isinstance(functions := given.get("reward_funcs"), list) and _trains_when_imported(tree):
         given["reward_funcs"] = [_Unguarded(name) if isinstance(name, _Function) else name for name in functions]
     return found, given, unread
+
+
+ROLLED = ("GRPOConfig", "RLOOConfig")
+"""Classes of runs that sample their own completions."""
+
+
+def _loaded(node: ast.expr | None, names: Mapping[str, ast.expr]) -> tuple[dict[str, Any], list[Line]]:
+    """What `AutoModelForCausalLM.from_pretrained(PATH, ...)` behind a trainer's `model` says, and what of it is lost."""
+    while isinstance(node, ast.Name) and node.id in names:
+        node, names = names[node.id], {name: value for name, value in names.items() if name != node.id}
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("to", "cuda", "eval", "train"):
+        node = node.func.value
+    if not (isinstance(node, ast.Call) and _called(node) == "from_pretrained" and node.args):
+        return {}, []
+    known, path = _value(node.args[0], names)
+    if not known:
+        return {}, []
+    given, left = {"model_name_or_path": path}, []
+    for keyword in node.keywords:
+        known, value = _value(keyword.value, names)
+        if keyword.arg == "quantization_config":
+            left.append(Line(keyword.arg, ast.unparse(keyword.value), *_fate("load_in_4bit")))
+        elif known and keyword.arg in ("dtype", "torch_dtype", "attn_implementation", "trust_remote_code"):
+            given[keyword.arg] = value
+    return given, left
+
+
+def _fate(name: str) -> tuple[Fate, str]:
+    return TABLE[name].fate, TABLE[name].says
 
 
 def _called(call: ast.Call) -> str:
@@ -283,6 +428,10 @@ class _Function(str):
     """The name of a function of a script."""
 
 
+class _RewardModel(str):
+    """The folder or hub name of a reward model in the place of a function."""
+
+
 class _Unguarded(_Function):
     """Of a script that trains when it is imported."""
 
@@ -304,9 +453,17 @@ def _functions(node: ast.expr, names: Mapping[str, ast.expr]) -> tuple[bool, Any
     if isinstance(node, ast.Name) and node.id in names:
         return _functions(names[node.id], {name: value for name, value in names.items() if name != node.id})
     elements = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
-    if all(isinstance(one, ast.Name) for one in elements):
-        return True, [_Function(one.id) for one in elements if isinstance(one, ast.Name)]
-    return False, None
+    found: list[str] = []
+    for one in elements:
+        if isinstance(one, ast.Name) and isinstance(known := names.get(one.id), ast.Constant):
+            one = known
+        if isinstance(one, ast.Constant) and isinstance(one.value, str):
+            found.append(_RewardModel(one.value))
+        elif isinstance(one, ast.Name):
+            found.append(_Function(one.id))
+        else:
+            return False, None
+    return True, found
 
 
 def _computed(a: float, operator: ast.operator, b: float) -> tuple[bool, Any]:
@@ -328,13 +485,21 @@ FILES = ("json", "parquet", "csv", "text", "arrow")
 """What `load_dataset` is told in place of a data set's name where the rows are files."""
 
 
-def _dataset(node: ast.expr, names: Mapping[str, ast.expr], tree: ast.Module, which: str) -> dict[str, Any]:
+def _made_by_the_script(which: str, node: ast.expr) -> Line:
+    key = "data.path" if which == "train_dataset" else "data.eval_path"
+    says = f"rows that the script makes: write them with dataset.to_json(...), and give the file as {key}"
+    return Line(which, ast.unparse(node), None, says)
+
+
+def _dataset(node: ast.expr, names: Mapping[str, ast.expr], which: str) -> dict[str, Any]:
     """What `load_dataset("name", split="train")` behind a trainer's argument says."""
     subscript = None
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
         node, subscript = node.value, str(node.slice.value)
-    if isinstance(node, ast.Name) and node.id in names:
-        node = names[node.id]
+    while isinstance(node, ast.Name) and node.id in names:
+        node, names = names[node.id], {name: value for name, value in names.items() if name != node.id}
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            node, subscript = node.value, str(node.slice.value)
     if not (
         isinstance(node, ast.Call) and _called(node) == "load_dataset" and node.args and isinstance(node.args[0], ast.Constant)
     ):
@@ -349,7 +514,9 @@ def _dataset(node: ast.expr, names: Mapping[str, ast.expr], tree: ast.Module, wh
             return {}
         split = None
     if which == "train_dataset":
-        return {"dataset_name": name} | ({"dataset_train_split": split} if split else {})
+        part = node.args[1] if len(node.args) > 1 else next((k.value for k in node.keywords if k.arg == "name"), None)
+        config = {"dataset_config": part.value} if isinstance(part, ast.Constant) and part.value else {}
+        return {"dataset_name": name} | config | ({"dataset_train_split": split} if split else {})
     return {"eval_dataset_name": name} | ({"dataset_test_split": split} if split else {})
 
 
@@ -372,7 +539,7 @@ class _Translation:
 
     @property
     def online(self) -> bool:
-        return self.kind == "GRPOConfig"
+        return self.kind in ROLLED
 
     def get(self, name: str) -> Any:
         """An argument as given, else TRL's default."""
@@ -399,7 +566,12 @@ class _Translation:
         for part in (self._model, self._data, self._length, self._optimizer, self._batch, self._evaluation, self._saving):
             part()
         if self.online:
-            for part in (self._objective, self._surrogate, self._sampling, self._rewards):
+            for part in (
+                self._objective if self.kind == "GRPOConfig" else self._rloo,
+                self._surrogate,
+                self._sampling,
+                self._rewards,
+            ):
                 part()
         elif self.kind == "DPOConfig":
             self._pairs()
@@ -442,6 +614,8 @@ class _Translation:
 
     def _model(self) -> None:
         path = self.given.get("model_name_or_path")
+        if self.given.get("model_revision") == "main":
+            self.note("model_revision", "unneeded", "main is the newest")
         if isinstance(path, str):
             self.put("model.path", path, "model_name_or_path")
         else:
@@ -487,11 +661,16 @@ class _Translation:
         self._spread()
 
     def _spread(self) -> None:
-        found = next((name for name in ("deepspeed", "fsdp") if self.given.get(name)), None)
-        if found is not None:
-            text = json.dumps(self.given[found], default=str)
-            three = "zero3" in text or "stage3" in text or '"stage": 3' in text or "full_shard" in text
-            self.put("parallel", "zero3" if three else "zero2" if "2" in text or "grad_op" in text else "auto", found)
+        found = next((name for name in ("deepspeed", "fsdp", "config_file") if self.given.get(name)), None)
+        if found is None:
+            return
+        given = self.given[found]
+        if isinstance(given, str):
+            for file in (Path(self.source).parent / given, Path(given)):
+                if file.is_file():
+                    given = _of_file(file.read_text(encoding="utf-8"), file)
+                    break
+        self.put("parallel", _parallel({found: given}), found)
 
     def _data(self) -> None:
         name = self.given.get("dataset_name")
@@ -706,12 +885,23 @@ class _Translation:
         for name, key in (("entropy_coef", "group.entropy_bonus"), ("off_policy_mask_threshold", "group.off_policy_delta")):
             if self.given.get(name):
                 self.put(key, float(self.given[name]), name)
-        if self.given.get("sync_ref_model"):
-            self.put("group.reference_refresh", self._steps_of(self.get("ref_model_sync_steps"), None) or 1, "ref_model_sync_steps")
-            self.put("group.reference_mix", float(self.get("ref_model_mixup_alpha")), "ref_model_mixup_alpha")
+        self._moving_reference()
         if "beta" not in self.given:
             return
         self.note("beta", "same", "group.beta" if beta else "0 is the preset's default")
+
+    def _rloo(self) -> None:
+        self.put("group.beta", float(self.get("beta") or 0.0), "beta", says="of the KL in the reward")
+        if self.get("normalize_advantages"):
+            self.put("group.credit", {"name": "leave_one_out", "scale": "batch"}, "normalize_advantages")
+        if self.given.get("mask_truncated_completions"):
+            self.put("group.truncated", "mask", "mask_truncated_completions")
+        self._moving_reference()
+
+    def _moving_reference(self) -> None:
+        if self.given.get("sync_ref_model"):
+            self.put("group.reference_refresh", self._steps_of(self.get("ref_model_sync_steps"), None) or 1, "ref_model_sync_steps")
+            self.put("group.reference_mix", float(self.get("ref_model_mixup_alpha")), "ref_model_mixup_alpha")
 
     def _surrogate(self) -> None:
         preset = self.keys["objective"]
@@ -770,6 +960,9 @@ class _Translation:
     def _rewards(self) -> None:
         functions = self.given.get("reward_funcs")
         functions = [functions] if isinstance(functions, str) else functions
+        judge = self.given.get("reward_model_name_or_path")
+        if isinstance(judge, str):  # TRL's scripts put it before the functions
+            functions = [_RewardModel(judge), *(functions if isinstance(functions, list) else [])]
         weights = self.given.get("reward_weights")
         if not isinstance(functions, list) or not functions:
             self.needed.append("rewards: a list of {function: module:function or file.py:function, weight: ...}")
@@ -777,19 +970,29 @@ class _Translation:
             return
         known, own, unguarded = [], [], []
         for place, name in enumerate(functions):
-            if name in REWARD_NAMES or name in REWARDS:
+            arguments: dict[str, Any] = {}
+            if isinstance(name, _RewardModel):
+                function, arguments = "model", {"args": {"path": str(name)}}
+            elif name in OVERLONG:
+                length, cache = self.given.get("max_completion_len", 1280), self.given.get("soft_punish_cache", 256)
+                function, arguments = "soft_overlong", {"args": {"max_tokens": int(length), "cache": int(cache)}}
+            elif name in REWARD_NAMES or name in REWARDS:
                 function = REWARD_NAMES.get(name, name)
+            elif isinstance(name, str) and ":" in name:
+                function = str(name)
             elif isinstance(name, _Unguarded):
                 function = f"rewards.py:{name}"
                 unguarded.append(str(name))
             elif isinstance(name, _Function) or not isinstance(name, str):
                 function = f"{Path(self.source).name}:{name}"
+            elif "." in name:  # TRL's dotted path
+                function = ":".join(name.rsplit(".", 1))
             else:
                 function = f"rewards.py:{name}"
                 own.append(str(name))
             weight = weights[place] if isinstance(weights, list) and place < len(weights) else None
-            known.append({"function": function} | ({} if weight is None else {"weight": float(weight)}))
-        self.put("rewards", known, "reward_funcs", "reward_weights")
+            known.append({"function": function} | arguments | ({} if weight is None else {"weight": float(weight)}))
+        self.put("rewards", known, "reward_funcs", "reward_weights", "reward_model_name_or_path")
         if unguarded:
             script = Path(self.source).name
             self.needed.append(f"rewards: move {', '.join(unguarded)} into rewards.py: {script} would train when it is imported")

@@ -87,8 +87,13 @@ def stage_trees(root: Node, changes: Sequence[tuple[tuple[str, ...], Node]], pro
 
 
 def in_full(node: Node, key: str = "") -> Node:
-    """The tree of `key` (dotted; "": of a recipe) with `{name: ...}` for each section that is said by its name alone."""
+    """The tree of `key` (dotted; "": of a recipe) with `{name: ...}` for each section that is said by its name alone, and with
+    `{function: ...}` for each reward that is."""
     setting = schema.settings_table().get(key)
+    if key == "rewards" and isinstance(node.value, str | list):
+        entries = [node] if isinstance(node.value, str) else node.value
+        named = [Node({"function": one}, one.where) if isinstance(one.value, str) else one for one in entries]
+        return Node(named, node.where)
     if setting is not None and setting.section in BY_NAME and isinstance(node.value, str):
         return Node({"name": node}, node.where)
     if isinstance(node.value, dict) and (not key or (setting is not None and setting.section is not None)):

@@ -290,7 +290,8 @@ def describe(key: str) -> str:
 
 def reference() -> str:
     """All settings as a Markdown page."""
-    lines = ["# Settings", "", "Made by `groupwise config --markdown` from `settings.py`.", ""]
+    about = "To look up a key of a recipe; `groupwise config KEY` tells one of them.\nMade by `groupwise config --markdown`."
+    lines = ["# Settings", "", about, ""]
     lines += [f"`stages`: {STAGES}"]
     top = ["", "| key | meaning | value | default | TRL |", "|---|---|---|---|---|"]
     sections: dict[str, list[tuple[str, Setting]]] = {}

@@ -3,8 +3,9 @@
 The one table behind `groupwise config OLD_NAME`, docs/from-trl.md, what an unknown key may have meant, and `groupwise recipes
 import-trl`.
 
-The arguments are those of GRPOConfig, SFTConfig, RewardConfig and DPOConfig, of transformers' TrainingArguments (5.23) that they
-inherit, of ModelConfig and ScriptArguments, a few of trainers (`reward_funcs`), and older names that configurations still hold.
+The arguments are those of GRPOConfig, RLOOConfig, SFTConfig, RewardConfig and DPOConfig, of transformers' TrainingArguments (5.23)
+that they inherit, of ModelConfig and ScriptArguments, a few of trainers (`reward_funcs`) and of accelerate's launcher, and older
+names that configurations still hold.
 """
 
 from __future__ import annotations
@@ -150,6 +151,9 @@ TABLE: dict[str, Argument] = {
     "vllm_server_timeout": _unneeded("a run waits for its servers, and says which does not answer"),
     "vllm_structured_outputs_regex": _missing("constrained decoding makes another distribution, which the scorer does not have"),
     "vllm_tensor_parallel_size": _unneeded("of a server: groupwise serve MODEL -- --tensor-parallel-size 2"),
+    # ------------------------------------------------------------ RLOOConfig
+    "normalize_advantages": _changed("group.credit", "{name: leave_one_out, scale: batch}"),
+    "reward_clip_range": _missing("rewards are taken as they are: clip in the reward function"),
     # ------------------------------------------------------------ SFTConfig, RewardConfig, DPOConfig
     "activation_offloading": _missing("activations stay on the device: model.gradient_checkpointing keeps fewer of them"),
     "assistant_only_loss": _changed(
@@ -322,7 +326,10 @@ TABLE: dict[str, Argument] = {
     "lora_task_type": _unneeded("it follows from the objective"),
     "model_name_or_path": _same("model.path"),
     "model_revision": _missing("the newest revision is loaded; download another one and give its folder"),
+    "config_file": _changed("parallel", "of accelerate: zero2, zero3 or ddp; default: auto"),
+    "num_processes": _unneeded("of accelerate: groupwise train --nproc N says it"),
     "reward_funcs": _changed("rewards", "a list of {function: ..., weight: ...}"),
+    "reward_model_name_or_path": _changed("rewards", "{function: model, args: {path: ...}}"),
     "stop": _same("rollout.stop"),
     "use_bnb_nested_quant": _missing("weights are float32 or bfloat16"),
     "use_dora": _missing("adapters are LoRA's"),

@@ -68,19 +68,23 @@ def load_data(
     max_new_tokens: int,
     seed: int,
     tools: Tools | None = None,
+    train: bool = True,
 ) -> Data[Prompt]:
     """Prompts for an online objective.  Training prompts have the id `row`: draw them with `visit(prompt, epoch)`.
 
     context: tokens of the model, prompt and completion together.  seed: of generated tasks.  tools: that a row's prompt shows.
+    train: False leaves the training prompts out: what is held out is wanted, to judge an objective that learns from data.
     Raises DataError or ConfigError: unreadable or missing data, no prompt left, no room for a prompt.
     """
     limit = prompt_limit(context, max_new_tokens, settings.max_prompt_tokens)
     template = Template.build(settings, tokenizer, tools)
+    if not train and settings.task is not None:
+        settings = replace(settings, limit=1)  # what a task holds out does not depend on how much else it generates
 
     def encode(rows: Rows) -> tuple[list[Prompt], Report]:
         return encode_prompts(rows, template, max_tokens=limit, too_long=settings.too_long)
 
-    data = _load(settings, template, encode, "prompts", seed)
+    data = _load(settings, template, encode, "prompts", seed, train=train)
     held_out, validation = (tuple(visit(prompt, "eval") for prompt in part) for part in (data.held_out, data.validation))
     return replace(data, held_out=held_out, validation=validation)
 
@@ -154,27 +158,28 @@ def _load(
     kind: str,
     seed: int,
     read: Callable[[Rows], Rows] = lambda rows: rows,
+    train: bool = True,
 ) -> Data[Item]:
-    train, held_out = _sources(settings, kind, seed)
-    train, held_out = read(train), None if held_out is None else read(held_out)
+    rows, held_out = _sources(settings, kind, seed)
+    rows, held_out = read(rows), None if held_out is None else read(held_out)
     watched = None
     if settings.parts:
-        parts = _split(train, template, settings.parts)
+        parts = _split(rows, template, settings.parts)
         for name, share in settings.parts.items():
             if not len(parts[name]):
-                raise DataError(f"data.eval_fraction {share:g} holds out none of the {len(train)} rows: raise it")
-        train, held_out, watched = parts["train"], parts["test"], parts.get("validation")
+                raise DataError(f"data.eval_fraction {share:g} holds out none of the {len(rows)} rows: raise it")
+        rows, held_out, watched = parts["train"], parts["test"], parts.get("validation")
     overlap = 0
     if held_out is not None:
         held_out = held_out.first(settings.eval_limit)
     if held_out is not None and settings.eval_path is not None:
-        train, overlap = _without(train, held_out, template)
-        if not len(train):
+        rows, overlap = _without(rows, held_out, template)
+        if not len(rows):
             raise DataError(
-                f"no row is left to train on: the prompts of all {overlap} rows of {train.name} are held out by data.eval_path; "
+                f"no row is left to train on: the prompts of all {overlap} rows of {rows.name} are held out by data.eval_path; "
                 "give another file, or hold out a part of this one with data.eval_fraction instead"
             )
-    items, report = encode(train)
+    items, report = encode(rows) if train else ([], Report(source=rows.name, rows=0, kept=0))
     judged, held_out_report = encode(held_out) if held_out is not None else ([], None)
     validation, _ = encode(watched) if watched is not None else ([], None)
     return Data(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FunctionType
@@ -133,7 +133,7 @@ def live_rows(given: object, name: str) -> Live:
         given = given.to_list()  # type: ignore[attr-defined]
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         hint = (
-            ": give frame.to_dict('records')" if library == "pandas" else ": give list(...)" if isinstance(given, Iterator) else ""
+            ": give frame.to_dict('records')" if library == "pandas" else ": give list(...)" if isinstance(given, Iterable) else ""
         )
         raise DataError(f"{name} is a list of mappings or a datasets.Dataset, got {kind_of(given)}{hint}")
     if not given:

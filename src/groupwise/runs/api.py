@@ -18,6 +18,7 @@ It is the same run as from a file: the same checks, plan, run folder and resume.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,18 +34,20 @@ from groupwise.config.recipes import make_recipe, run_folder
 from groupwise.config.settings import DataSettings, EnvironmentSettings, ModelSettings, Recipe, RewardSettings
 from groupwise.data.sources import kind_of, live_rows
 from groupwise.distributed import comm
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, DataError
 from groupwise.models.loading import live_model
 from groupwise.models.policy import Policy
 from groupwise.records import Step
 from groupwise.rewards.find import LiveReward
 from groupwise.runs import keys as typed
-from groupwise.runs.folder import anew, choose_folder
+from groupwise.runs.folder import anew, choose_folder, finished
 from groupwise.runs.plan import Lines
 from groupwise.runs.prepare import plan_of
 from groupwise.runs.progress import make_console
 from groupwise.runs.run import Outcome, Run, join, train_stage
 from groupwise.runs.run import train as train_recipe
+
+log = logging.getLogger(__name__)
 
 
 class Training:
@@ -66,7 +69,15 @@ class Training:
 
         Raises ConfigError, DataError, RewardError, EngineError, CheckpointError, StorageError, Diverged.
         """
+        self._say_if_finished()
         return train_recipe(self.recipe, accept_changes=self.accept_changes)
+
+    def _say_if_finished(self) -> None:
+        """Warn that no step will come, as the command says it."""
+        step = finished(self.folder)
+        if step is not None and (self.recipe.steps is None or self.recipe.steps <= step) and comm.world().first:
+            said = "%s finished at step %d: nothing is left to train; fresh=True starts anew, more steps continue it"
+            log.warning(said, self.folder, step)
 
     def plan(self) -> Lines:
         """What will happen, as label and text, without loading weights from a file or training."""
@@ -78,6 +89,7 @@ class Training:
         quiet: print warnings and the closing table only.   Raises what iterating raises.
         """
         here = join(self.recipe)
+        self._say_if_finished()
         folder = comm.from_first(lambda: choose_folder(self.recipe))
         with Run(self.recipe, folder, accept_changes=self.accept_changes) as run, comm.peers():
             return train_stage(run, self.recipe.name, console or make_console(quiet=not here.first), quiet)
@@ -218,6 +230,9 @@ def _data(given: object) -> object:
     keys = _keys(given)
     if keys is None:
         keys = {"path": given}
+    elif keys and not set(keys) & set(_DATA) and all(isinstance(value, list | tuple | np.ndarray) for value in keys.values()):
+        named = ", ".join(map(repr, keys))
+        raise DataError(f"data is {kind_of(given)} with the columns {named}: give rows, datasets.Dataset.from_dict(data).to_list()")
     for key, name in (("path", "data"), ("eval_path", "eval_data")):
         if key in keys and not isinstance(keys[key], str | os.PathLike | None):
             keys[key] = live_rows(keys[key], name)
@@ -248,6 +263,8 @@ def _reward(given: Any, place: int) -> object:
         if keys is not None and not callable(function):
             return keys  # by name
         live, others = LiveReward(function=function), dict(keys or {})
+    if isinstance(live.function, type):
+        raise ConfigError(f"rewards.{place} is the class {live.function.__name__}: give an instance of it")
     if not callable(live.function):
         wanted = "a function, the name of one, a LiveReward, or a mapping with `function`"
         raise ConfigError(f"rewards.{place} is {wanted}, got {kind_of(live.function)}")
@@ -286,6 +303,7 @@ def _callable(given: object, where: str) -> str:
     return Live(str(getattr(given, "__name__", type(given).__name__)), given)
 
 
+_DATA = tuple(field.name for field in dataclasses.fields(DataSettings))
 _ENVIRONMENT = tuple(field.name for field in dataclasses.fields(EnvironmentSettings))
 
 

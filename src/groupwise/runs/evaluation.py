@@ -16,7 +16,7 @@ from typing import Any
 
 from groupwise.config.live import LIVE, Live
 from groupwise.config.settings import CriticSettings, DataSettings, ModelSettings, Recipe, RewardSettings, TeacherSettings
-from groupwise.config.validation import STAGE
+from groupwise.config.validation import STAGE, wrong_model
 from groupwise.data.load import load_data
 from groupwise.data.templates import Tools
 from groupwise.errors import ConfigError
@@ -33,7 +33,6 @@ from groupwise.runs.run import resolved
 from groupwise.runs.worlds import environment_of, furnished, make_source, make_world, tools_of, unmade, with_own_reward
 from groupwise.training import evaluate as judging
 from groupwise.training.evaluate import Evaluation
-from groupwise.utils.spelling import near_path
 
 JUDGES = ("reward", "prm")
 """Objectives whose models write no completions."""
@@ -162,9 +161,9 @@ def _data_of(
         alone = replace(known, task=task, task_args=task_args or {}, eval_fraction=0.0, eval_limit=None, **source)
         return replace(alone, split=split or "test", eval_split=split or "test", limit=1 if task is not None else None)
     if origin is None:
-        raise ConfigError(
-            f"no run made {path}{near_path(Path(path))}, so nothing says what to evaluate it on: give --data FILE or --task NAME"
-        )
+        if wrong := wrong_model(path):
+            raise ConfigError(wrong)
+        raise ConfigError(f"no run made {path}, so nothing says what to evaluate it on: give --data FILE or --task NAME")
     held = origin.recipe.data
     for name in (held.path, held.eval_path):
         if name is not None and name.startswith(LIVE) and not isinstance(name, Live):

@@ -24,7 +24,7 @@ from groupwise.config.settings import ModelSettings
 from groupwise.config.validation import wrong_model
 from groupwise.data.sources import kind_of
 from groupwise.data.templates import Content, Template
-from groupwise.errors import ConfigError, DataError
+from groupwise.errors import ConfigError, DataError, EngineError
 from groupwise.models import loading
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Sample, Sampling
@@ -111,6 +111,8 @@ class LoadedPolicy(Policy):
         seed: the same call gives the same texts.
         Raises DataError for what is no prompt, EngineError for what cannot be sampled.
         """
+        if not isinstance(temperature, int | float):
+            raise EngineError(f"temperature is a number from 0 (greedy), got {kind_of(temperature)}")
         single = _is_single(prompts)
         asked = [
             Prompt(id=f"{place}", tokens=question.tokens, text=question.text)
@@ -163,8 +165,8 @@ class LoadedPolicy(Policy):
         prompts, completions = ([prompts], [completions]) if single else (prompts, completions)
         if len(prompts) != len(completions):
             raise DataError(f"{len(prompts)} prompts and {len(completions)} completions: score takes as many of each")
-        if temperature <= 0:
-            raise DataError(f"score needs a temperature above 0, got {temperature:g}: greedy choices have no log-probs")
+        if not isinstance(temperature, int | float) or temperature <= 0:
+            raise DataError(f"score needs a temperature above 0, got {temperature!r}: greedy choices have no log-probs")
         samples = []
         for place, (question, completion) in enumerate(zip(self._questions(prompts), completions, strict=True)):
             ids = self._ids(completion, end)
@@ -193,8 +195,12 @@ class LoadedPolicy(Policy):
             elif isinstance(prompt, str | Mapping):
                 contents.append(asked.content(self._row(prompt, where), where))
             else:
-                raise DataError(f"{where} is a text, a row or a list of chat messages, got a {type(prompt).__name__}")
-        return asked.ask(contents, wheres)
+                raise DataError(f"{where} is a text, a row or a list of chat messages, got {kind_of(prompt)}")
+        questions = asked.ask(contents, wheres)
+        empty = next((where for question, where in zip(questions, wheres, strict=True) if not question.tokens.size), None)
+        if empty is not None:
+            raise DataError(f"{empty} is empty: it has no token that a completion could follow")
+        return questions
 
     def _row(self, prompt: str | Row, where: str) -> Row:
         """A prompt as a row of data; a text fills the only column that the template reads.  DataError if there are several."""
@@ -214,7 +220,7 @@ class LoadedPolicy(Policy):
             completion = self.tokenizer(completion, add_special_tokens=False)["input_ids"]
         ids = np.asarray(completion)
         if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-            raise DataError(f"a completion is a text or a list of token ids, got a {type(completion).__name__}")
+            raise DataError(f"a completion is a text or a list of token ids, got {kind_of(completion)}")
         if ids.size and not 0 <= ids.min() <= ids.max() < self.vocabulary:
             raise DataError(
                 f"a completion holds ids outside the vocabulary of {self.vocabulary} tokens: {ids.min()} .. {ids.max()}"
@@ -235,7 +241,7 @@ def _is_single(prompts: object) -> bool:
         return True
     if isinstance(prompts, Sequence):
         return False
-    raise DataError(f"a prompt is a text, a row, a list of chat messages, or a list of these, got a {type(prompts).__name__}")
+    raise DataError(f"a prompt is a text, a row, a list of chat messages, or a list of these, got {kind_of(prompts)}")
 
 
 def load_policy(

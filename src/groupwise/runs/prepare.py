@@ -207,7 +207,7 @@ class Prepared:
         kind = OBJECTIVES[recipe.objective]
         rows = kind.load(recipe, blueprint, tools_of(source))
         tokens = sum(len(row) for row in rows.train) / max(len(rows.train), 1)
-        prompts = _prompts(recipe, blueprint, tools_of(source)) if recipe.rewards and kind.samples else None
+        prompts = _prompts(recipe, blueprint, tools_of(source), train=False) if recipe.rewards and kind.samples else None
         judged = prompts or rows
         lines, steps = offline_plan(recipe, len(rows.train), len(judged.held_out), tokens, len(judged.validation))
         load = Load(
@@ -367,7 +367,7 @@ def dropout_lines(recipe: Recipe, blueprint: Blueprint) -> Lines:
     return lines
 
 
-def _prompts(recipe: Recipe, blueprint: Blueprint, tools: Tools | None) -> Data[Prompt]:
+def _prompts(recipe: Recipe, blueprint: Blueprint, tools: Tools | None, *, train: bool = True) -> Data[Prompt]:
     return load_data(
         recipe.data,
         blueprint.tokenizer,
@@ -375,4 +375,5 @@ def _prompts(recipe: Recipe, blueprint: Blueprint, tools: Tools | None) -> Data[
         max_new_tokens=recipe.rollout.max_new_tokens,
         seed=recipe.seed,
         tools=tools,
+        train=train,
     )

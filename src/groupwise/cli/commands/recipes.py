@@ -20,12 +20,12 @@ def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
     action = "a bundled recipe, to read of it; or one of the words"
     command.add_argument("action", nargs="?", default="list", metavar="NAME | copy | show | import-trl", help=action)
-    name = "with copy or show: a bundled recipe; with import-trl: a YAML or JSON file, or a script"
+    name = "with copy or show: a bundled recipe; with import-trl: a YAML or JSON file, a Python script, or a shell script"
     command.add_argument("name", nargs="?", metavar="NAME", help=name)
     command.add_argument("to", nargs="?", metavar="TO", help="with copy and import-trl: where to (default: NAME.yaml; the screen)")
     command.add_argument("--devices", type=typed.positive, metavar="N", help="with import-trl: devices that TRL ran on (default 1)")
     command.add_argument(
-        "--as", dest="kind", metavar="CLASS", help="with import-trl: GRPOConfig, SFTConfig, RewardConfig or DPOConfig"
+        "--as", dest="kind", metavar="CLASS", help="with import-trl: GRPOConfig, RLOOConfig, SFTConfig, RewardConfig or DPOConfig"
     )
 
 
@@ -71,7 +71,10 @@ def _import(name: str | None, to: str | None, devices: int, kind: str | None) ->
     from groupwise.config.import_trl import import_trl
 
     if name is None:
-        raise ConfigError("groupwise recipes import-trl needs a file: TRL's YAML or JSON, or a script that makes a GRPOConfig")
+        raise ConfigError(
+            "groupwise recipes import-trl needs a file: TRL's YAML or JSON, a script that makes a GRPOConfig, or the shell script "
+            "that starts TRL"
+        )
     found = import_trl(name, devices=devices, kind=kind)
     if to is None:
         print(found.render(), end="")

@@ -39,8 +39,8 @@ def run(given: argparse.Namespace) -> int:
     if given.reward is None:
         origin = origin_of(given.file) if Path(given.file).is_dir() else None
         if origin is None or not origin.recipe.rewards:
-            if hint := near_path(Path(given.file)):
-                raise ConfigError(f"there is no {given.file}{hint}")
+            if not Path(given.file).exists():
+                raise ConfigError(f"there is no {given.file}{near_path(Path(given.file))}")
             raise ConfigError(
                 f"name a reward function: groupwise score REWARD {given.file} (only a run with rewards brings its own)"
             )
