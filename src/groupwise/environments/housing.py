@@ -121,23 +121,31 @@ class Nursery:
 
     def fork(self, name: str, seed: int) -> ProcessPlace:
         """A place of its own for the environment `name` (empty: tools alone).  Raises EnvironmentFailure, ConfigError."""
+        deadline = time.monotonic() + NURSE_SECONDS
         with self._lock:
             worker = self._started()
-            deadline = time.monotonic() + NURSE_SECONDS
             try:
                 worker.request(pickle.dumps(("fork", name, seed)), deadline)
                 child = worker.receive(deadline)
                 assert self._listener is not None
                 self._listener.settimeout(NURSE_SECONDS)
                 channel, _ = self._listener.accept()
-                send(channel, pickle.dumps(()), deadline)
-                receive(channel, deadline)  # it has been built
             except (WorkerGone, Failed) as gone:
                 raise EnvironmentFailure(f"the worker process of the environment has ended: {gone.outcome.message}") from None
-            except (OSError, EOFError) as error:
-                worker.kill()
-                raise EnvironmentFailure(f"the worker process of the environment cannot fork: {error}") from None
+            except OSError as error:
+                raise self._barren(worker, error) from None
+        try:  # others may be forked meanwhile
+            send(channel, pickle.dumps(()), deadline)
+            receive(channel, deadline)  # it has been built
+        except (OSError, EOFError) as error:
+            with self._lock:
+                raise self._barren(worker, error) from None
         return ProcessPlace(channel, lambda: self._bury(worker, child))
+
+    def _barren(self, worker: Worker, error: Exception) -> EnvironmentFailure:
+        """A worker whose forks do not answer is ended."""
+        worker.kill()
+        return EnvironmentFailure(f"the worker process of the environment cannot fork: {error}")
 
     def _bury(self, worker: Worker, child: int) -> None:
         with self._lock, contextlib.suppress(WorkerGone, Failed):
