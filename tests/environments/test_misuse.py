@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from groupwise.config.live import Live
 from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.records import Finish
 
@@ -92,6 +93,9 @@ def test_a_tool_that_changes_the_directory_changes_nobody_elses(table: Callable[
 def test_two_tools_of_one_name_are_refused(table: Callable[..., Any], runs: str) -> None:
     with pytest.raises(ConfigError, match=r"two tools are called 'add': my_tools\.py:add and odd_tools\.py:add"):
         table(tools=("my_tools.py:add", "odd_tools.py:add"), runs=runs)
+    live = (Live("add", lambda a: a), Live("add", lambda b: b))
+    with pytest.raises(ConfigError, match=r"two tools are called 'add': live:add and live:add"):
+        table(tools=live, runs=runs)
 
 
 def test_arguments_that_json_cannot_hold_are_refused(table: Callable[..., Any]) -> None:

@@ -252,8 +252,9 @@ class Rooms:
         """tools, factories: by name.   given: objects for those names that name no file.   Raises ConfigError."""
         named: dict[str, str] = {}
         for spec in tools:
-            if (other := named.setdefault(name := spec.rpartition(":")[2], spec)) != spec:
-                raise ConfigError(f"two tools are called {name!r}: {other} and {spec}; the policy tells them apart by name")
+            if (name := spec.rpartition(":")[2]) in named:
+                raise ConfigError(f"two tools are called {name!r}: {named[name]} and {spec}; the policy tells them apart by name")
+            named[name] = spec
         self._args, self._runs, given = dict(args), runs, dict(given or {})
         self._nursery = Nursery(tools, factories, args, given) if runs == "process" else None
         self._functions: dict[str, Callable[..., Any]] = {}

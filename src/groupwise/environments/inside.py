@@ -113,7 +113,8 @@ class Instance:
                 yield self._plainly(*calls[place])
             place = together[-1] + 1
         if self.home is not None:
-            os.chdir(self.home)
+            with contextlib.suppress(OSError):  # somebody has removed it
+                os.chdir(self.home)
 
     def step(self, text: str) -> dict[str, Any]:
         """The environment's answer to what the policy wrote: observation, reward, whether the episode is over."""
@@ -294,7 +295,8 @@ def _grow_up(address: str, instance: Instance, seed: int) -> NoReturn:
     """The life of a fork: it serves one connection, and ends with it or with its parent."""
     try:
         if instance.shared:
-            instance.home = os.getcwd()
+            with contextlib.suppress(OSError):
+                instance.home = os.getcwd()
         os.setpgid(0, 0)
         if serving.LINUX:
             serving._prctl(serving.PR_SET_PDEATHSIG, signal.SIGKILL)
