@@ -178,6 +178,22 @@ def test_no_interleaving_changes_a_transcript(cut, sampling, policy_of, prompts_
     assert finishes >= ({Finish.STOP} if "stop" in sampling else set()) | {Finish.LENGTH}
 
 
+@pytest.mark.parametrize("cut", [0.0, 0.4])
+def test_how_many_turns_are_drawn_at_a_time_changes_none(cut, policy_of, prompts_of, scripted_world, monkeypatch):
+    """Where a model is compiled as a whole, a thread draws a few turns at a time."""
+    shape = {"hidden_size": 64, "head_dim": 32}
+    policy = policy_of("llama", dtype=torch.float32, context=128, eos_ids=EOS, sharpness=1.0, **shape)
+    assert NativeEngine(policy, max_rows=1).prepared(8).decoder is not None or kernels.library() is None
+    told = []
+    for turns, delays in ((1, None), (2, 0), (3, 1), (16, 2)):
+        monkeypatch.setattr(native, "TURNS", turns)
+        world = scripted_world(cut=cut, cut_to="other", delays=delays)
+        found = drawn(policy, world, prompts_of(5, 9, 5), rows=9)
+        check(policy, world, found, 2e-4)
+        told.append({name: (rollout.tokens.tolist(), rollout.finish, rollout.trained.tolist()) for name, rollout in found.items()})
+        assert told[-1] == told[0], (turns, delays)
+
+
 def test_rows_are_given_away_while_a_world_answers(policy_of, prompts_of, scripted_world):
     """One reply never comes: with a single row all other completions end, and the group that waits is not told of."""
     policy, prompts = policy_of("llama", context=128, eos_ids=EOS, sharpness=1.0), prompts_of(5, 9, 5)

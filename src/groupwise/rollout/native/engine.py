@@ -6,6 +6,7 @@ through the model as one flat stream: its linear layers see (R, D), whatever pro
 
 With a world a completion is a conversation.  While it waits for an answer its keys and values lie aside and another has its row;
 then what was answered is computed in one pass behind them, and the next turn is drawn.  Nobody waits for anybody else's turn.
+Where a step costs what its rows cost, only a few turns are drawn at a time (`TURNS`), so that some are drawn while others wait.
 
 R rows (completions being decoded)   P prompts prefilled together   V vocabulary   D model width   T tokens
 """
@@ -47,8 +48,8 @@ STEPS, WORK, FEW = 16, 16 * 10**9, 12
 the weights are more than `WORK`: about a fifth of a second, in which nobody hears a signal (one token of a larger model takes
 longer).  Fewer than `FEW` rows take as long as `FEW`, for the weights have to be read."""
 TURNS = 16
-"""Turns that each thread of a processor draws at a time, of conversations: as many as its kernels take at once.  With more, a step
-takes as much longer: no turn would end earlier, and none while others could be drawn."""
+"""Turns of conversations that each thread of a processor draws at a time: as many as its kernels take at once.  With more a step
+takes longer by as much, and turns that began together would all end, and wait for their answers, together."""
 
 TOKENS_PER_SYNC = {"cpu": 1}
 """Tokens that rows draw on a device before the host looks at any, `GPU_TOKENS_PER_SYNC` where nothing is said: it waits for the
