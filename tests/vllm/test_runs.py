@@ -29,6 +29,8 @@ from groupwise.runs.run import train
 from groupwise.training.samples import sample_of
 from groupwise.training.scoring import score
 
+from .conftest import REWARD
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 STEPS = 20
@@ -223,6 +225,8 @@ def test_the_calculator_recipe_samples_what_it_scores(tmp_path: Path) -> None:
     """Shortened: after 300 steps of SFT the policy calls the tool; each of its turns is a request of its own to the server."""
     short = ["data.eval_limit=4", "eval.k=1", "stages.sft.steps=300", "stages.grpo.steps=3", "stages.grpo.eval.every=0"]
     served = ["rollout.engine=vllm", "rollout.max_rows=16", "group.prompts_per_step=4", "group.group_size=4"]
+    (tmp_path / "judges.py").write_text(REWARD)  # a policy that was taught so shortly has nothing right, and all of it equally
+    served += [f"rewards=[{{function: accuracy}}, {{function: '{tmp_path}/judges.py:judge'}}]"]
     overrides = [f"runs={tmp_path}", *short, *(f"stages.grpo.{one}" for one in served)]
     stages = load_stages(ROOT / "recipes" / "calculator.yaml", overrides)
     for stage in stages.values():
