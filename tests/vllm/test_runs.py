@@ -221,19 +221,20 @@ def test_two_processes_share_one_server(recipe: Callable[..., str], start: Calla
     assert not serving(ours())
 
 
-def test_the_calculator_recipe_samples_what_it_scores(tmp_path: Path) -> None:
+def test_the_calculator_recipe_samples_what_it_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shortened: after 300 steps of SFT the policy calls the tool; each of its turns is a request of its own to the server."""
     short = ["data.eval_limit=4", "eval.k=1", "stages.sft.steps=300", "stages.grpo.steps=3", "stages.grpo.eval.every=0"]
     served = ["rollout.engine=vllm", "rollout.max_rows=16", "group.prompts_per_step=4", "group.group_size=4"]
-    (tmp_path / "judges.py").write_text(REWARD)  # a policy that was taught so shortly has nothing right, and all of it equally
-    served += [f"rewards=[{{function: accuracy}}, {{function: '{tmp_path}/judges.py:judge'}}]"]
-    overrides = [f"runs={tmp_path}", *short, *(f"stages.grpo.{one}" for one in served)]
+    monkeypatch.chdir(tmp_path)
+    Path("judges.py").write_text(REWARD)  # a policy that was taught so shortly has nothing right, and all of it equally
+    served += ["rewards=[{function: accuracy}, {function: 'judges.py:judge'}]"]
+    overrides = ["runs=runs", *short, *(f"stages.grpo.{one}" for one in served)]
     stages = load_stages(ROOT / "recipes" / "calculator.yaml", overrides)
     for stage in stages.values():
         for _ in train(stage):
             pass
     assert not serving(ours())
-    sft, grpo = (tmp_path / recipe.name for recipe in stages.values())
+    sft, grpo = (Path("runs") / recipe.name for recipe in stages.values())
     found = [json.loads(line) for line in (grpo / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in found if line["step"]] == [1, 2, 3]
     assert max(line["mismatch/max"] for line in found if line["step"]) < 1e-4
