@@ -27,7 +27,9 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def memorised(folder: Path, conversations: Sequence[Messages], tools: Sequence[Callable]) -> Path:
+def memorised(
+    folder: Path, conversations: Sequence[Messages], tools: Sequence[Callable], *, hidden: int = 64, layers: int = 2
+) -> Path:
     """Write a model and its tokenizer that continue every one of these conversations.  Returns the folder."""
     template = (files("trl") / "chat_templates" / "qwen2_5.jinja").read_text()
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=template)
@@ -46,9 +48,9 @@ def memorised(folder: Path, conversations: Sequence[Messages], tools: Sequence[C
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=len(fast),
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=longest + 1024,

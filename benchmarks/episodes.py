@@ -4,7 +4,8 @@
 
 Both get the environment of `_shop.py` and a model that knows its part by heart, so that every episode has nine turns of the same
 tokens.  Measured is the rollout: generation, tools and rewards.  Nobody can be faster than the larger of two times: the tools of
-one episode (8 x 200 ms), and decoding, which is our own rollout with tools that answer at once, measured in the same run.
+one episode (8 x 200 ms), and decoding, which is our own rollout with tools that answer at once, measured in the same run.  The
+model has 3.3M parameters: of a smaller one, Python around its steps would be measured.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def main() -> None:
     prompts = options.episodes // group
     with tempfile.TemporaryDirectory(prefix="groupwise-episodes-") as text:
         scratch = Path(text)
-        folder = memorised(scratch / "model", [conversation()], [shop.add, shop.price])
+        folder = memorised(scratch / "model", [conversation()], [shop.add, shop.price], hidden=256, layers=4)
         sides = {
             "groupwise": of_groupwise(folder, scratch, prompts, group, options.seconds),
             "decode": of_groupwise(folder, scratch, prompts, group, 0.0),

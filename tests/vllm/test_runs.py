@@ -15,17 +15,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from groupwise.config.recipes import load_recipe
-from groupwise.config.settings import EngineSettings, Recipe
+from groupwise.config.recipes import load_recipe, load_stages
+from groupwise.config.settings import EngineSettings, ModelSettings, Recipe
+from groupwise.models.policy import load_policy
 from groupwise.runs.build import make_job
 from groupwise.runs.folder import read_step
 from groupwise.runs.run import train
+from groupwise.training.samples import sample_of
+from groupwise.training.scoring import score
+
+from .conftest import REWARD
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+ROOT = Path(__file__).parents[2]
 STEPS = 20
 
 
@@ -212,3 +219,29 @@ def test_two_processes_share_one_server(recipe: Callable[..., str], start: Calla
     assert process.returncode == 0, output
     assert max(line["mismatch/max"] for line in lines(path)) < 1e-4
     assert not serving(ours())
+
+
+def test_the_calculator_recipe_samples_what_it_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shortened: after 300 steps of SFT the policy calls the tool; each of its turns is a request of its own to the server."""
+    short = ["data.eval_limit=4", "eval.k=1", "stages.sft.steps=300", "stages.grpo.steps=3", "stages.grpo.eval.every=0"]
+    served = ["rollout.engine=vllm", "rollout.max_rows=16", "group.prompts_per_step=4", "group.group_size=4"]
+    monkeypatch.chdir(tmp_path)
+    Path("judges.py").write_text(REWARD)  # a policy that was taught so shortly has nothing right, and all of it equally
+    served += ["rewards=[{function: accuracy}, {function: 'judges.py:judge'}]"]
+    overrides = ["runs=runs", *short, *(f"stages.grpo.{one}" for one in served)]
+    stages = load_stages(ROOT / "recipes" / "calculator.yaml", overrides)
+    for stage in stages.values():
+        for _ in train(stage):
+            pass
+    assert not serving(ours())
+    sft, grpo = (Path("runs") / recipe.name for recipe in stages.values())
+    found = [json.loads(line) for line in (grpo / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in found if line["step"]] == [1, 2, 3]
+    assert max(line["mismatch/max"] for line in found if line["step"]) < 1e-4
+    rollouts = [rollout for group in read_step(grpo, 1).groups for rollout in group.rollouts]
+    assert sum(not call.failure for one in rollouts for turn in one.episode.turns for call in turn.calls) >= 4
+    policy = load_policy(ModelSettings(path=str(sft / "final")))  # what drew the first step
+    scored = score(policy, [sample_of(rollout) for rollout in rollouts], budget=4096).logp
+    for rollout, logp in zip(rollouts, scored, strict=True):
+        assert rollout.trained.sum() == sum(turn.end - turn.begin for turn in rollout.episode.turns)
+        assert np.abs(logp - rollout.behavior_logp)[rollout.trained].max() < 1e-4

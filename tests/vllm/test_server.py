@@ -297,6 +297,7 @@ def test_episodes_are_sampled_turn_by_turn_as_they_are_scored(
     engine: VllmEngine, prompts: list[Prompt], scripted_world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several turns, answers between them and branches; sampled = scored, and every world is told what was recorded."""
+    engine.set_version(engine.version + 1)  # other engines have sent the server theirs
     world = scripted_world(cut=0.3, cut_to="other", delays=0, turns=5)
     monkeypatch.setattr(engine, "world", world)
     rollouts = draw(engine, prompts[:4], Sampling(temperature=0.9, max_new_tokens=24))
@@ -317,7 +318,7 @@ def test_episodes_are_sampled_turn_by_turn_as_they_are_scored(
 
 def test_a_server_gives_given_tokens_the_log_probs_of_its_model(serving: Any, engine: VllmEngine, prompts: list[Prompt]) -> None:
     """Whatever it was asked to sample: by its raw logits, at temperature 1."""
-    engine.set_version(engine.version)  # its weights are the policy's
+    engine.set_version(engine.version + 1)  # its weights are the policy's
     rollouts = draw(engine, prompts, Sampling(temperature=1.0, max_new_tokens=24))
     servers = ScoringServers([serving.url])
     servers.connect(serving.policy.tokenizer)

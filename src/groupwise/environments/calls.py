@@ -293,20 +293,36 @@ def _channel_call(recipient: str, body: str | None, end: str | None) -> tuple[st
 
 # ---- JSON --------------------------------------------------------------------------------------------------------------------
 
-_DECODER = json.JSONDecoder(strict=False)
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys are all different.  Raises ValueError."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r:.60} is given twice")
+    return found
+
+
+_DECODER = json.JSONDecoder(strict=False, object_pairs_hook=_once)
 """Line breaks inside strings are read: models write programs as arguments."""
 
 
 def _decoded(text: str, start: int) -> tuple[Any, int]:
     """The JSON value that begins at `start`, and where it ends; `_Broken` if there is none."""
     try:
-        return _DECODER.raw_decode(text, start)
+        value, end = _DECODER.raw_decode(text, start)
+        if "\\u" in text[start:end]:
+            json.dumps(value, ensure_ascii=False).encode()
+        return value, end
+    except UnicodeEncodeError as error:  # nothing could record it
+        half = error.object[error.start]
+        return _Broken(f"the call cannot be read: {half!a} is half of a character", text[start:]), start
     except json.JSONDecodeError as error:
         return _Broken(f"the call is not JSON: {error.msg} at character {error.pos - start}", text[start:]), start
     except RecursionError:
         return _Broken("the call is nested too deeply", text[start : start + 80]), start
-    except ValueError as error:  # a number with more digits than Python converts
-        return _Broken(f"the call is not JSON: {error}", text[start : start + 80]), start
+    except ValueError as error:  # a key that is given twice, or a number with more digits than Python converts
+        return _Broken(f"the call cannot be read: {error}", text[start : start + 80]), start
 
 
 def _call_of(value: Any, key: str, text: str) -> tuple[str, dict[str, Any]] | _Broken:

@@ -121,23 +121,31 @@ class ForkServer:
 
     def fork(self, name: str, seed: int) -> ProcessPlace:
         """A place of its own for the environment `name` (empty: tools alone).  Raises EnvironmentFailure, ConfigError."""
+        deadline = time.monotonic() + NURSE_SECONDS
         with self._lock:
             worker = self._started()
-            deadline = time.monotonic() + NURSE_SECONDS
             try:
                 worker.request(pickle.dumps(("fork", name, seed)), deadline)
                 child = worker.receive(deadline)
                 assert self._listener is not None
                 self._listener.settimeout(NURSE_SECONDS)
                 channel, _ = self._listener.accept()
-                send(channel, pickle.dumps(()), deadline)
-                receive(channel, deadline)  # it has been built
             except (WorkerGone, Failed) as gone:
                 raise EnvironmentFailure(f"the worker process of the environment has ended: {gone.outcome.message}") from None
-            except (OSError, EOFError) as error:
-                worker.kill()
-                raise EnvironmentFailure(f"the worker process of the environment cannot fork: {error}") from None
+            except OSError as error:
+                raise self._no_fork(worker, error) from None
+        try:  # others may be forked meanwhile
+            send(channel, pickle.dumps(()), deadline)
+            receive(channel, deadline)  # it has been built
+        except (OSError, EOFError) as error:
+            with self._lock:
+                raise self._no_fork(worker, error) from None
         return ProcessPlace(channel, lambda: self._reap(worker, child))
+
+    def _no_fork(self, worker: Worker, error: Exception) -> EnvironmentFailure:
+        """A worker whose forks do not answer is ended."""
+        worker.kill()
+        return EnvironmentFailure(f"the worker process of the environment cannot fork: {error}")
 
     def _reap(self, worker: Worker, child: int) -> None:
         with self._lock, contextlib.suppress(WorkerGone, Failed):
@@ -242,6 +250,11 @@ class Rooms:
         given: Mapping[str, Any] | None = None,
     ) -> None:
         """tools, factories: by name.   given: objects for those names that name no file.   Raises ConfigError."""
+        named: dict[str, str] = {}
+        for spec in tools:
+            if (name := spec.rpartition(":")[2]) in named:
+                raise ConfigError(f"two tools are called {name!r}: {named[name]} and {spec}; the policy tells them apart by name")
+            named[name] = spec
         self._args, self._runs, given = dict(args), runs, dict(given or {})
         self._fork_server = ForkServer(tools, factories, args, given) if runs == "process" else None
         self._functions: dict[str, Callable[..., Any]] = {}

@@ -40,8 +40,15 @@ class Instance:
         self, tools: Mapping[str, Callable[..., Any]], factory: Callable[..., Any] | None, args: Mapping[str, Any]
     ) -> None:
         self._functions, self._factory, self._args = dict(tools), factory, args
+        self.home: str | None = None
+        """Where every turn's calls begin; None: where the process is."""
         self._object: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def shared(self) -> bool:
+        """True if calls of several episodes may come, one after the other."""
+        return self._factory is None
 
     def answer(self, what: str, *request: Any) -> Any:
         """`describe`, `reset`, `call`, `step`, `end`: see the methods of these names.  `call` answers once for each call."""
@@ -105,6 +112,9 @@ class Instance:
             else:
                 yield self._plainly(*calls[place])
             place = together[-1] + 1
+        if self.home is not None:
+            with contextlib.suppress(OSError):  # somebody has removed it
+                os.chdir(self.home)
 
     def step(self, text: str) -> dict[str, Any]:
         """The environment's answer to what the policy wrote: observation, reward, whether the episode is over."""
@@ -147,7 +157,7 @@ class Instance:
 
     def _plainly(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            return {"result": as_text(self._find(name)(**arguments)) or ""}
+            return {"result": result_text(self._find(name)(**arguments))}
         except BaseException as error:  # whatever a tool raises is something that the policy is told
             return told(error)
 
@@ -157,7 +167,7 @@ class Instance:
     async def _one(self, name: str, arguments: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         try:
             async with asyncio.timeout(seconds) as limit:
-                return {"result": as_text(await self._find(name)(**arguments)) or ""}
+                return {"result": result_text(await self._find(name)(**arguments))}
         except BaseException as error:  # as above
             if isinstance(error, TimeoutError) and limit.expired():
                 return {"late": True}
@@ -203,6 +213,12 @@ def as_text(value: Any) -> str | None:
             raise EnvironmentFailure(f"a content block of type {other['type']!r} cannot be shown to a language model: give text")
         return "".join(str(block["text"]) for block in value)
     return str(value)
+
+
+def result_text(value: Any) -> str:
+    """What a tool returned, as TRL shows it: nothing is `None`."""
+    text = as_text(value)
+    return str(value) if text is None else text
 
 
 def attributes_of(made: Any) -> dict[str, Any]:
@@ -278,6 +294,9 @@ def _end(child: int) -> None:
 def _grow_up(address: str, instance: Instance, seed: int) -> NoReturn:
     """The life of a fork: it serves one connection, and ends with it or with its parent."""
     try:
+        if instance.shared:
+            with contextlib.suppress(OSError):
+                instance.home = os.getcwd()
         os.setpgid(0, 0)
         if worker_process.LINUX:
             worker_process._prctl(worker_process.PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -107,7 +107,11 @@ def _expected(schema: Mapping[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(_expected(one) for one in schema["anyOf"])
     kinds = schema.get("type", "something else")
-    return kinds if isinstance(kinds, str) else " or ".join(kinds)
+    shown = kinds if isinstance(kinds, str) else " or ".join(kinds)
+    inner = schema.get({"array": "items", "object": "additionalProperties"}.get(shown, ""))
+    if isinstance(inner, Mapping) and inner:
+        shown = f"{shown} of {_expected(inner)}"
+    return f"{shown} or null" if schema.get("nullable") else shown
 
 
 def _shown(value: Any) -> str:

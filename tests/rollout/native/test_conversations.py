@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from groupwise.errors import EngineError
 from groupwise.models.attention import last_attention, plain_attention
 from groupwise.models.masks import Reach
 from groupwise.ops.cpu import decoding, kernels
-from groupwise.records import Finish, Prompt, Sampling
+from groupwise.records import Episode, Finish, Prompt, Sampling, Turn
 from groupwise.rollout.native import engine as native
 from groupwise.rollout.native import graphs
 from groupwise.rollout.native.attention import Extend, Prefill
@@ -180,6 +181,22 @@ def test_no_interleaving_changes_a_transcript(cut, sampling, policy_of, prompts_
     assert finishes >= ({Finish.STOP} if "stop" in sampling else set()) | {Finish.LENGTH}
 
 
+@pytest.mark.parametrize("cut", [0.0, 0.4])
+def test_how_many_turns_are_drawn_at_a_time_changes_none(cut, policy_of, prompts_of, scripted_world, monkeypatch):
+    """Where a model is compiled as a whole, a thread draws a few turns at a time."""
+    shape = {"hidden_size": 64, "head_dim": 32}
+    policy = policy_of("llama", dtype=torch.float32, context=128, eos_ids=EOS, sharpness=1.0, **shape)
+    assert NativeEngine(policy, max_rows=1).prepared(8).decoder is not None or kernels.library() is None
+    told = []
+    for turns, delays in ((1, None), (2, 0), (3, 1), (16, 2)):
+        monkeypatch.setattr(native, "TURNS", turns)
+        world = scripted_world(cut=cut, cut_to="other", delays=delays)
+        found = drawn(policy, world, prompts_of(5, 9, 5), rows=9)
+        check(policy, world, found, 2e-4)
+        told.append({name: (rollout.tokens.tolist(), rollout.finish, rollout.trained.tolist()) for name, rollout in found.items()})
+        assert told[-1] == told[0], (turns, delays)
+
+
 def test_rows_are_given_away_while_a_world_answers(policy_of, prompts_of, scripted_world):
     """One reply never comes: with a single row all other completions end, and the group that waits is not told of."""
     policy, prompts = policy_of("llama", context=128, eos_ids=EOS, sharpness=1.0), prompts_of(5, 9, 5)
@@ -191,6 +208,98 @@ def test_rows_are_given_away_while_a_world_answers(policy_of, prompts_of, script
     assert len(world.begun) == 9
     assert all(len(talk.closed) == 1 for talk in world.begun.values())
     assert world.begun["p1", 1].closed == [Finish.ERROR]
+
+
+class Clocked:
+    """A world whose answers come after so much decoding, measured in tokens, and a clock of what was decoded.
+
+    length: of a turn, by its number.   seconds: that an answer takes.
+    """
+
+    def __init__(self, turns, length, seconds):
+        self.turns, self.length, self.seconds = turns, length, seconds
+        self.now = self.idle = 0
+        self.coming = []
+
+    def begin(self, prompt, index, *, seed):
+        return Timed(self, index)
+
+    def later(self, reply, due):
+        said = Future()
+        self.coming.append((due, said, reply))
+        self.tell()
+        return said
+
+    def tell(self):
+        for one in [one for one in self.coming if one[0] <= self.now]:
+            self.coming.remove(one)
+            one[1].set_result(one[2])
+
+    def decoded(self, tokens):
+        self.now += tokens
+        self.tell()
+
+    def wait(self, waiting):
+        if any(row.reply.done() for row in waiting):
+            return
+        due = min(one[0] for one in self.coming)
+        self.idle += due - self.now
+        self.now = due
+        self.tell()
+
+
+class Timed:
+    """One of its episodes: turns of given lengths."""
+
+    def __init__(self, world, index):
+        self.world, self.index, self.turns, self.told = world, index, [], 0
+
+    def reply(self):
+        new = np.full(3 if self.turns else 0, 5)
+        self.told += new.size
+        return Reply(new, limit=self.world.length(self.index, len(self.turns)))
+
+    def open(self):
+        return self.world.later(self.reply(), 0)
+
+    def answer(self, tokens, finish, *, logp, version):
+        assert finish is Finish.LENGTH
+        self.turns.append(Turn(begin=self.told, end=self.told + len(tokens), finish=finish))
+        self.told += len(tokens)
+        if len(self.turns) == self.world.turns:
+            return self.world.later(Reply(np.zeros(0, np.int64), finish=Finish.TURNS), 0)
+        return self.world.later(self.reply(), self.world.now + self.world.seconds)
+
+    def close(self, finish):
+        return Episode(turns=tuple(self.turns))
+
+
+@pytest.mark.parametrize("lengths", ["equal", "unequal"])
+@pytest.mark.parametrize("share", [0.3, 0.6, 4.0])
+def test_some_are_decoded_while_others_wait(lengths, share, policy_of, prompts_of, monkeypatch):
+    """32 episodes with 8 answers: the rollout takes little longer than the larger of decoding and waiting, with turns of one length
+    too, which would otherwise all end and all wait at the same time.   share: of waiting in decoding."""
+    if kernels.library() is None:
+        pytest.skip("a step of many rows takes as long as one of few")
+    monkeypatch.setattr(native, "TURNS", 4)
+    rng = np.random.default_rng(0)
+    drawn_lengths = rng.integers(4, 21, size=(32, 9))
+    length = (lambda index, turn: 12) if lengths == "equal" else (lambda index, turn: int(drawn_lengths[index, turn]))
+    decoding_alone = sum(length(index, turn) for index in range(32) for turn in range(9))
+    world = Clocked(9, length, int(share * decoding_alone / 8))
+    settle = native._Run._settle
+    monkeypatch.setattr(
+        native._Run, "_settle", lambda run, first, tokens, *rest, **how: (
+            world.decoded(sum(map(len, tokens))), settle(run, first, tokens, *rest, **how))[1]
+    )  # fmt: skip
+    monkeypatch.setattr(native, "await_one", world.wait)
+    policy = replace(policy_of("llama", dtype=torch.float32, context=512, hidden_size=64, head_dim=32), eos_ids=())
+    engine = NativeEngine(policy, max_rows=32, world=world)
+    (group,) = engine.generate(prompts_of(5), group_size=32, sampling=Sampling(max_new_tokens=400), seed=1)
+    assert all(rollout.finish is Finish.TURNS for rollout in group)
+    assert world.now == decoding_alone + world.idle
+    bound = max(decoding_alone, 8 * world.seconds)
+    assert world.now <= 1.1 * bound, (world.now, world.idle, bound)
 
 
 @pytest.mark.parametrize("how", ["closed", "forgotten", "failing"])

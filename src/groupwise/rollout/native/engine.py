@@ -6,6 +6,7 @@ through the model as one flat stream: its linear layers see (R, D), whatever pro
 
 With a world a completion is a conversation.  While it waits for an answer its keys and values lie aside and another has its row;
 then what was answered is computed in one pass behind them, and the next turn is drawn.  Nobody waits for anybody else's turn.
+Where a step costs what its rows cost, only a few turns are drawn at a time (`TURNS`), so that some are drawn while others wait.
 
 R rows (completions being decoded)   P prompts prefilled together   V vocabulary   D model width   T tokens
 """
@@ -46,6 +47,9 @@ STEPS, WORK, FEW = 16, 16 * 10**9, 12
 """Tokens that rows draw before Python looks at them again, where it need not look at each; fewer where these times their rows times
 the weights are more than `WORK`: about a fifth of a second, in which nobody hears a signal (one token of a larger model takes
 longer).  Fewer than `FEW` rows take as long as `FEW`, for the weights have to be read."""
+TURNS = 16
+"""Turns of conversations that each thread of a processor draws at a time: as many as its kernels take at once.  With more a step
+takes longer by as much, and turns that began together would all end, and wait for their answers, together."""
 
 TOKENS_PER_SYNC = {"cpu": 1}
 """Tokens that rows draw on a device before the host looks at any, `GPU_TOKENS_PER_SYNC` where nothing is said: it waits for the
@@ -178,6 +182,8 @@ class _Run:
 
     forward: RolloutForward
     decode: Decode | GraphDecode
+    places: int
+    """Rows that may live at the same time."""
 
     def __init__(
         self,
@@ -232,7 +238,7 @@ class _Run:
         while not finished and self.unfinished:
             if self.world is not None:
                 finished += self._listen()
-            while not finished and self.waiting and len(self.live) < self.engine.max_rows:
+            while not finished and self.waiting and len(self.live) < self.places:
                 finished += self._admit()
             if self.live and not finished:
                 finished += self._step()
@@ -311,6 +317,9 @@ class _Run:
             )
         else:
             self.decode = Decode(self.prompts, self.own, self.device)
+        self.places = self.engine.max_rows
+        if self.world is not None and self.forward.decoder is not None:
+            self.places = min(self.places, TURNS * torch.get_num_threads())
         if self.live:
             self._arrange()
         self.prepared = self.engine.version
@@ -324,7 +333,9 @@ class _Run:
 
     def _admit(self) -> list[tuple[Rollout, ...]]:
         """Give free rows to waiting completions and draw their first tokens, or the first of their next turns."""
-        new = [self.waiting.popleft() for _ in range(min(self.engine.max_rows - len(self.live), len(self.waiting)))]
+        if self.world is not None:  # first who has come least far: at the end nobody is left to wait for the world alone
+            self.waiting = deque(sorted(self.waiting, key=lambda row: len(row.tokens)))
+        new = [self.waiting.popleft() for _ in range(min(self.places - len(self.live), len(self.waiting)))]
         new.sort(key=lambda row: row.kept - row.own)  # those with the most to be computed first; all alike without a world
         self._prefill([past for past in dict.fromkeys(row.past for row in new) if past.entry < 0])
         hidden = self._extend([row for row in new if row.own > row.kept])

@@ -1,0 +1,138 @@
+"""Tools that a user gets wrong, or that do what nobody expects."""
+
+import asyncio
+import enum
+import os
+import sys
+from dataclasses import dataclass
+from typing import Literal, Optional
+
+
+def give(what: str) -> object:
+    """Return something odd.
+
+    Args:
+        what: Which.
+    """
+    return {
+        "bytes": b"caf\xc3\xa9",
+        "huge": "x" * 20_000_000,
+        "none": None,
+        "nan": float("nan"),
+        "nested": {"a": [1, {"b": None}]},
+        "surrogate": "bad \ud800 end",
+        "zero": "a\0b",
+        "unprintable": Unprintable(),
+    }[what]
+
+
+class Unprintable:
+    """Cannot be shown."""
+
+    def __str__(self):
+        raise ValueError("no words for it")
+
+
+async def cancelled(text: str) -> str:
+    """Raise what asyncio cancels with.
+
+    Args:
+        text: Its message.
+    """
+    raise asyncio.CancelledError(text)
+
+
+def leave(status: int) -> str:
+    """Say something and exit.
+
+    Args:
+        status: Of the program.
+    """
+    print("printed by a tool")
+    sys.exit(status)
+
+
+def move(folder: str) -> str:
+    """Change the working directory.
+
+    Args:
+        folder: Where to.
+    """
+    os.chdir(folder)
+    return os.getcwd()
+
+
+def here() -> str:
+    """Name the working directory."""
+    return os.getcwd()
+
+
+def add(a: int, b: int) -> int:
+    """Another tool of that name.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a - b
+
+
+class Colour(enum.Enum):
+    """Some."""
+
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass
+class Point:
+    """A place."""
+
+    x: int
+    y: int
+
+
+def paint(colour: Colour) -> str:
+    """Paint.
+
+    Args:
+        colour: Which.
+    """
+    return repr(colour)
+
+
+def place(point: Point) -> int:
+    """Place.
+
+    Args:
+        point: Where.
+    """
+    return point.x
+
+
+def every(
+    words: list[str],
+    counts: dict[str, int],
+    mode: Literal["up", "down"] = "up",
+    limit: Optional[int] = None,  # noqa: UP045
+) -> str:
+    """Take arguments of many kinds.
+
+    Args:
+        words: Some.
+        counts: By word.
+        mode: Which way.
+        limit: The most.
+    """
+    return repr((words, counts, mode, limit))
+
+
+class BadReset:
+    """Fails before it has begun."""
+
+    def reset(self, **row):
+        return self.questions[row["number"]]
+
+    def look(self) -> str:
+        """Look."""
+        return "nothing"
