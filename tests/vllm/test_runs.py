@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from groupwise.config.recipes import load_recipe, load_stages
 from groupwise.config.settings import EngineSettings, ModelSettings, Recipe
-from groupwise.models.policy import load_policy
+from groupwise.models.loading import load_policy
 from groupwise.runs.build import make_job
 from groupwise.runs.folder import read_step
 from groupwise.runs.run import train
