@@ -30,7 +30,7 @@ def main() -> None:
 
     from groupwise.models.shape import Shape
     from groupwise.runs import recorded
-    from groupwise.training import limits, online
+    from groupwise.training import limit_meter, online
 
     meter = Meter(work.device)
 
@@ -43,8 +43,8 @@ def main() -> None:
 
     online.token_columns = metered(online.token_columns)  # type: ignore[assignment]
     online.first_pass = metered(online.first_pass)  # type: ignore[assignment]
-    ceiling = limits.Ceiling(flops=1e11, bytes=1e10)  # what it is does not change what it costs to compare with
-    limit = limits.Meter(shape=Shape.of_policy(side.policy), ceiling=ceiling)
+    ceiling = limit_meter.Ceiling(flops=1e11, bytes=1e10)  # what it is does not change what it costs to compare with
+    limit = limit_meter.Meter(shape=Shape.of_policy(side.policy), ceiling=ceiling)
     clock = "cpu" if work.device == "cpu" else "wall"
     found: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as temporary:

@@ -46,7 +46,7 @@ from groupwise.rewards.compose import build_rewards
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.sampling import stream_keys, uniforms
 from groupwise.runs.progress import COLUMNS, FLAGS, LOSS, Progress
-from groupwise.training.limits import Ceiling, Meter
+from groupwise.training.limit_meter import Ceiling, Meter
 from groupwise.training.metric_table import METRICS, find
 from groupwise.training.metrics import measure
 from groupwise.training.online import improve, train_online, with_reference

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from groupwise.rollout.native.engine import NativeEngine
     from groupwise.runs.api import Training, train
     from groupwise.runs.evaluation import EvalReport, evaluate
-    from groupwise.runs.loaded import LoadedPolicy, load_policy
+    from groupwise.runs.loaded_policy import LoadedPolicy, load_policy
     from groupwise.training.offline import train_offline
     from groupwise.training.online import train_online
     from groupwise.training.optimizer import Optimizer

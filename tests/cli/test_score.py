@@ -12,7 +12,7 @@ import pytest
 from groupwise.cli.score import score_file, visible
 from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, DataError
-from groupwise.rewards.checker import Checker, shared_checker
+from groupwise.rewards.math_checker import Checker, shared_checker
 from groupwise.rewards.workers import Worker
 
 ROWS = [
@@ -83,7 +83,7 @@ def test_a_slow_call_is_named_and_a_workers_start_is_none(tmp_path, monkeypatch)
     real = time.monotonic
     monkeypatch.setattr("groupwise.rewards.workers.time", SimpleNamespace(monotonic=lambda: real() + passed[0]))
     monkeypatch.setattr("groupwise.rewards.compose.time", SimpleNamespace(monotonic=lambda: real() + passed[0]))
-    monkeypatch.setattr("groupwise.rewards.checker._shared", None)
+    monkeypatch.setattr("groupwise.rewards.math_checker._shared", None)
     ready, compare = Worker.ready, Checker.compare
 
     def start(worker):

@@ -17,7 +17,7 @@ from groupwise.data.templates import Template
 from groupwise.environments.conversation import Reply
 from groupwise.environments.episodes import EpisodeWorld, Talk
 from groupwise.records import Finish, Prompt
-from groupwise.runs.worlds import make_source, tools_of
+from groupwise.runs.environments import make_source, tools_of
 
 HERE = Path(__file__).parent
 collect_ignore_glob = ["*/files/*", "files/*"]

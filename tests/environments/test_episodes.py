@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from groupwise.config.live import Live
+from groupwise.config.live_objects import Live
 from groupwise.environments.episodes import truncated
 from groupwise.errors import ConfigError, DataError, EnvironmentFailure
 from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling, Turn

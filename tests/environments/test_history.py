@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from groupwise.data.history import Written, rewritten
+from groupwise.data.conversations import Written, rewritten
 from groupwise.data.rendering import Chat, render_chats
 from groupwise.data.tokenizers import bpe_tokenizer
 from groupwise.records import Finish

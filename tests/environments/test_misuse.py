@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.config.live import Live
+from groupwise.config.live_objects import Live
 from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.records import Finish
 

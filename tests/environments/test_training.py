@@ -239,7 +239,7 @@ def test_reasoning_gym_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch
     recipe = make_recipe(
         {key: value for key, value in GAME.items() if key != "data"} | {"environment": {"reasoning_gym": "chain_sum"}}
     )
-    from groupwise.runs.worlds import furnished
+    from groupwise.runs.environments import furnished
 
     with pytest.raises(ConfigError, match=r"pip install groupwise\[reasoning-gym\]"):
         furnished(recipe)

@@ -45,7 +45,7 @@ from groupwise.models.loading import make_policy
 from groupwise.models.lora import adapt
 from groupwise.models.policy import Policy
 from groupwise.models.probe import taken
-from groupwise.models.small import randomise
+from groupwise.models.small_copy import randomise
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
 from groupwise.records import Layout, Sample
 from groupwise.training.scoring import score

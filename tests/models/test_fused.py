@@ -25,7 +25,7 @@ from groupwise.models.policy import Policy
 from groupwise.ops import attention, functional, linear_cross_entropy
 from groupwise.ops.cpu import kernels
 from groupwise.ops.functional import AddNorm, gated_mlp, rms_norm, rotary
-from groupwise.ops.grad_accum import gradient_of, summed_in_place, summing
+from groupwise.ops.in_place_gradients import gradient_of, summed_in_place, summing
 from groupwise.ops.linear_cross_entropy import Head, chosen_logprobs, fused_loss, reference_logprobs
 from groupwise.records import Batch
 from groupwise.training.optimizer import Optimizer

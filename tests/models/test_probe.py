@@ -9,7 +9,7 @@ D2      frequencies that depend on the length (Phi-3, dynamic NTK): test_frequen
 D3      dropout in layers that are computed again (OPT, BioGPT): test_nothing_is_dropped_however_a_family_spells_it
 D5      the loss that balances experts: test_the_loss_that_balances_experts_does_not_depend_on_how_a_step_is_cut
 D6      views that are changed in place, without the kernels: test_fused.py, test_who_listens_to_a_norm_hears_it
-D7      hh_rlhf as published: tests/faults/test_data.py, marked D7, and tests/data/test_published.py
+D7      hh_rlhf as published: tests/faults/test_data.py, marked D7, and tests/data/test_preference_formats.py
 D8      untidy ends: test_families_that_ended_untidily_are_right, test_a_family_that_works_on_its_masks_is_refused_in_words; the
         length cap's warning: tests/runs/test_progress.py, test_more_than_half_of_the_completions_cut_off_is_said
 D9      the off-policy mask where the sampler is not the trainer: tests/training/test_correction.py,
@@ -78,7 +78,7 @@ from groupwise.models.fused import fused_modules
 from groupwise.models.loading import load_policy, make_policy
 from groupwise.models.masks import Reach, reach_of
 from groupwise.models.policy import Policy
-from groupwise.models.small import randomise, small_copy, small_model
+from groupwise.models.small_copy import randomise, small_copy, small_model
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
 from groupwise.records import Prompt, Sample, Sampling
 from groupwise.rollout.native.engine import NativeEngine

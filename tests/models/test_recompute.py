@@ -19,7 +19,7 @@ from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
 from groupwise.ops import functional
 from groupwise.ops.functional import GatedMLP, LastProduct, PlainMLP
-from groupwise.ops.grad_accum import summed_in_place
+from groupwise.ops.in_place_gradients import summed_in_place
 from groupwise.records import Batch
 
 LAYERS = 4

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 
 import groupwise as gw
 from groupwise.config import settings
-from groupwise.config.live import Live
+from groupwise.config.live_objects import Live
 from groupwise.config.recipes import load_recipe
 from groupwise.errors import ConfigError, DataError
 from groupwise.records import Prompt
@@ -232,7 +232,7 @@ def test_resuming_with_other_objects_is_refused(call: Callable, tiny_policy: Cal
 def test_a_closed_over_function_is_the_same_in_another_process(tmp_path: Path) -> None:
     """Its digest does not depend on the process: sets of constants are ordered by hashes that do."""
     code = (
-        "from groupwise.config.live import Live\nfrom groupwise.rewards.find import LiveReward\n"
+        "from groupwise.config.live_objects import Live\nfrom groupwise.rewards.find import LiveReward\n"
         "from groupwise.runs.inputs import _live_code\n"
         "def f(completion):\n    return float(completion in {'a', 'b', 'c'}) + sum(x in ('q', 'r') for x in completion)\n"
         "print(_live_code(Live('f', LiveReward(function=f))))"

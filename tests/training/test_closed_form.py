@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.algorithms.accounting import account
+from groupwise.algorithms.gradient_shares import account
 from groupwise.algorithms.registry import ALGORITHMS, corrected, resolve
 from groupwise.config.settings import CorrectionSettings, GroupSettings
 from groupwise.errors import DataError

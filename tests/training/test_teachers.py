@@ -27,8 +27,8 @@ from groupwise.models.loading import make_policy
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Sample, Sampling, Scored
 from groupwise.rewards.compose import unjudged
-from groupwise.rollout.mixed import MixedEngine
 from groupwise.rollout.native.engine import NativeEngine
+from groupwise.rollout.teacher_mixed import MixedEngine
 from groupwise.runs.run import train
 from groupwise.training.critics import Critic, with_values
 from groupwise.training.online import improve, policy_loss, with_scores

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from groupwise.ops.tiles import filled
+from groupwise.ops.onednn_shapes import filled
 from groupwise.utils import allocator
 from groupwise.utils.allocator import Heap, own_pages
 

@@ -16,8 +16,8 @@ from groupwise.config.settings import CorrectionSettings, CriticSettings, GroupS
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Rollout, Sampling, Step
 from groupwise.rollout.asynchronous import PrefetchedRollouts
-from groupwise.rollout.mixed import MixedEngine
 from groupwise.rollout.native.engine import NativeEngine
+from groupwise.rollout.teacher_mixed import MixedEngine
 from groupwise.training.critics import Critic
 from groupwise.training.online import train_online
 from groupwise.training.optimizer import Optimizer

@@ -33,13 +33,13 @@ from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
 from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
 from groupwise.runs.build import Job, make_job
+from groupwise.runs.environments import furnished, with_own_reward
 from groupwise.runs.folder import CONFIG
-from groupwise.runs.loaded import model_folder, settings_of
-from groupwise.runs.origin import Origin
+from groupwise.runs.loaded_policy import model_folder, settings_of
 from groupwise.runs.prepare import sampling_of
 from groupwise.runs.progress import make_console, safe
+from groupwise.runs.provenance import Origin
 from groupwise.runs.run import resolved
-from groupwise.runs.worlds import furnished, with_own_reward
 from groupwise.training.evaluate import RIGHT
 from groupwise.training.mismatch import diagnose
 from groupwise.training.samples import joined, samples_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from groupwise.algorithms.accounting import Accounting, Part
+from groupwise.algorithms.gradient_shares import Accounting, Part
 from groupwise.runs.prepare import algorithm_line
 from groupwise.runs.replay import REACH, TIMES, Figure, Outcome, Replay, replay
 from groupwise.utils.terminal import escaped

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from groupwise.config import schema
 from groupwise.config.bundled import find_recipe
-from groupwise.config.live import LIVE, Live, missing
+from groupwise.config.live_objects import LIVE, Live, missing
 from groupwise.config.overlays import in_full, overlaid, read_overrides, stage_trees
 from groupwise.config.settings import Recipe
 from groupwise.config.strict_yaml import Node, Problem, parse

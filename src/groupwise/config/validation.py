@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from groupwise.config.live import LIVE
+from groupwise.config.live_objects import LIVE
 from groupwise.config.schema import closest, show
 from groupwise.config.settings import (
     ALONE,

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from groupwise.config.settings import DataSettings
 from groupwise.data.demonstrations import Demonstration, encode_demonstrations
 from groupwise.data.pairs import Pair, encode_pairs
+from groupwise.data.preference_formats import as_pairs
 from groupwise.data.prompts import encode_prompts, prompt_limit, visit
-from groupwise.data.published import as_pairs
 from groupwise.data.report import Report
 from groupwise.data.sources import Rows, read_rows
 from groupwise.data.split import part_of
-from groupwise.data.steps import Solution, encode_solutions
+from groupwise.data.step_labels import Solution, encode_solutions
 from groupwise.data.tasks import make_task
 from groupwise.data.tasks.base import Paired
 from groupwise.data.templates import Template, Tools, Wording

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from groupwise.data.demonstrations import checked_answer, fit_prompt
+from groupwise.data.preference_formats import UNREADABLE, as_pairs
 from groupwise.data.prompts import REFUSED, UNKNOWN, TooLong, ask_rows
-from groupwise.data.published import UNREADABLE, as_pairs
 from groupwise.data.rendering import Refusal
 from groupwise.data.report import Report, Tally
 from groupwise.data.sources import Rows

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from groupwise.config.live import LIVE, Live, missing, short_digest
+from groupwise.config.live_objects import LIVE, Live, missing, short_digest
 from groupwise.errors import DataError
 from groupwise.utils.files import digest
 

@@ -36,7 +36,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from groupwise.environments.chat import Asking, Speech, Told
+from groupwise.environments.chat_tokens import Asking, Speech, Told
 from groupwise.environments.requests import (
     Asked,
     ChatRequest,

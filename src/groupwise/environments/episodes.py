@@ -3,7 +3,7 @@
 A turn with calls gets their results; in an environment with `step` any other turn goes there; else such a turn ends the episode.
 Nothing that the policy wrote is tokenised again: the next turn's ids are the chat template's suffix (`data/turns.py`), or, where
 the template writes the past otherwise and the recipe says `split`, a context in which the policy's words keep their ids
-(`data/history.py`).
+(`data/conversations.py`).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any
 import numpy as np
 
 from groupwise.config.settings import EnvironmentSettings
-from groupwise.data.history import Written, rewritten
+from groupwise.data.conversations import Written, rewritten
 from groupwise.data.templates import Messages, Template
 from groupwise.data.turns import Turns
-from groupwise.environments.calls import BrokenCall, Call, CallForm, Said, form_of, read_turn, split_thinking
 from groupwise.environments.conversation import Reply
 from groupwise.environments.environment import Broken, Ended, Environment, Kind, Result, Source
-from groupwise.environments.housing import error_text
 from groupwise.environments.schemas import name_of, wrong_arguments
 from groupwise.environments.threads import Threads
+from groupwise.environments.tool_calls import BrokenCall, Call, CallForm, Said, form_of, read_turn, split_thinking
+from groupwise.environments.workers import error_text
 from groupwise.errors import ConfigError, DataError, EnvironmentFailure
 from groupwise.records import Branch, Episode, Finish, Prompt, ToolCall, Turn
 from groupwise.utils.spelling import nearest

@@ -33,17 +33,17 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
-from groupwise.config.live import LIVE, Live, missing, short_digest
+from groupwise.config.live_objects import LIVE, Live, missing, short_digest
 from groupwise.config.settings import ModelSettings
 from groupwise.data.tokenizers import has_tokenizer, load_tokenizer, with_chat_template
 from groupwise.errors import ConfigError, DataError
 from groupwise.models import rope
 from groupwise.models.attention import use_packed_attention
+from groupwise.models.logit_scale import read_form
 from groupwise.models.lora import ADAPTER_CONFIG, merge_adapter, read_adapter
-from groupwise.models.output import read_form
 from groupwise.models.policy import Policy
 from groupwise.models.probe import advised, probe_checkpoint, prove_policy
-from groupwise.models.small import CAPS, WINDOWS, language_model
+from groupwise.models.small_copy import CAPS, WINDOWS, language_model
 from groupwise.models.streaming import CheckpointReader, check_finite, empty_model
 
 log = logging.getLogger(__name__)

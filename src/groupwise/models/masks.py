@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from groupwise.errors import ConfigError
-from groupwise.models.small import backbone_of, small_model
+from groupwise.models.small_copy import backbone_of, small_model
 
 TRACE = "groupwise_trace"
 """Name of the implementation of attention that only looks at the rules of masks."""

@@ -26,9 +26,9 @@ from groupwise.errors import ConfigError
 from groupwise.models import rope
 from groupwise.models.attention import Attend, PackedAttention, attending, recomputation
 from groupwise.models.dropout import Masks, active, as_before, own_training
-from groupwise.models.small import backbone_of
+from groupwise.models.small_copy import backbone_of
 from groupwise.ops.linear_cross_entropy import Head
-from groupwise.ops.tiles import tiled
+from groupwise.ops.onednn_shapes import tiled
 from groupwise.records import Batch, Layout, Routing, Sample, Stretch
 
 BALANCE = "set output_router_logits to false in its config.json: its experts are then trained without a loss that balances them"

@@ -6,8 +6,8 @@ under an adapter (`adapter`), and where units are dropped (`dropout`: of both th
 Sequences lie side by side, some share a prompt, and their lengths lie on both sides of every length at which the configuration or
 the masks change something.
 
-A small copy of the architecture (`models/small.py`) is compared in values and gradients; the checkpoint itself in the values of a
-few short sequences.  What differs is refused.
+A small copy of the architecture (`models/small_copy.py`) is compared in values and gradients; the checkpoint itself in the values
+of a few short sequences.  What differs is refused.
 
 All of that is in float32, where what is the same differs by rounding only.  Where a run computes in bfloat16 (`model.dtype`), the
 model's own forward pass does not give the same twice removed; so the distances of both from it in float32 are compared (`lower`).
@@ -46,11 +46,11 @@ from groupwise.models import dropout, rope
 from groupwise.models.attention import plain_attention, use_packed_attention
 from groupwise.models.dropout import Masks, own_training, stretches_of
 from groupwise.models.fused import fused_modules
+from groupwise.models.logit_scale import read_form
 from groupwise.models.masks import ATTRIBUTE, REMEDY, Reach, note_reach
-from groupwise.models.output import read_form
 from groupwise.models.policy import BALANCE, Policy
-from groupwise.models.small import language_model, small_model
-from groupwise.ops.grad_accum import summed_in_place
+from groupwise.models.small_copy import language_model, small_model
+from groupwise.ops.in_place_gradients import summed_in_place
 from groupwise.ops.kernels import absence
 from groupwise.ops.linear_cross_entropy import chosen_logprobs, head_logits
 from groupwise.records import Batch, Layout, Sample

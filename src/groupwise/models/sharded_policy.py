@@ -25,7 +25,7 @@ from groupwise.distributed import comm, fsdp
 from groupwise.errors import ConfigError
 from groupwise.models.lora import AdaptedPolicy, bare
 from groupwise.models.policy import Policy
-from groupwise.models.small import backbone_of
+from groupwise.models.small_copy import backbone_of
 from groupwise.models.streaming import INDEX, SINGLE, CheckpointReader, saved_names
 
 METHOD = "run_backbone"

@@ -32,7 +32,7 @@ from groupwise.ops.cpu.decoding import (
     keep_entries,
     multiplies,
 )
-from groupwise.ops.tiles import filled, tiled
+from groupwise.ops.onednn_shapes import filled, tiled
 from groupwise.utils.allocator import own_pages
 
 __all__ = [

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from groupwise.ops.autograd import first_derivative, unchanged, version
 from groupwise.ops.cpu import kernels
-from groupwise.ops.grad_accum import gradient_of, summing
+from groupwise.ops.in_place_gradients import gradient_of, summing
 from groupwise.ops.matmul import add_product, product
 
 BLOCK_NUMBERS = 1 << 16

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 
 from groupwise.ops.autograd import first_derivative
 from groupwise.ops.cpu import kernels
-from groupwise.ops.grad_accum import gradient_of, summing
+from groupwise.ops.in_place_gradients import gradient_of, summing
 from groupwise.ops.matmul import add_product, product
-from groupwise.ops.tiles import filled, tiled
+from groupwise.ops.onednn_shapes import filled, tiled
 
 CHUNK_NUMBERS = 1 << 22
 """Most logits of a chunk (rows x vocabulary) where that leaves it rows enough: 16 MB in float32."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from groupwise.rewards.answers import find_answer, find_gold, last_number
-from groupwise.rewards.checker import shared_checker
+from groupwise.rewards.math_checker import shared_checker
 
 
 def accuracy(completions: Sequence[str], gold: Sequence[Any]) -> list[float | None]:

@@ -15,18 +15,18 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
-from groupwise.config.live import LIVE, Live, missing
+from groupwise.config.live_objects import LIVE, Live, missing
 from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, RewardError
 from groupwise.records import Episode, Rollout, Scored, Step
-from groupwise.rewards.calls import describe_failure, described, validated
+from groupwise.rewards.environment_states import EnvironmentState
 from groupwise.rewards.find import Completions, LiveReward, Reward, Signature, check_name, find_builtin, read_signature
 from groupwise.rewards.functions import Functions, Thread, Unit
-from groupwise.rewards.hosts import Answers, Host, Task, finish
-from groupwise.rewards.notes import TOLD, TrainerState
-from groupwise.rewards.process import step_signal
-from groupwise.rewards.states import EnvironmentState
+from groupwise.rewards.returned import describe_failure, described, validated
+from groupwise.rewards.step_rewards import step_signal
 from groupwise.rewards.timeouts import DEFAULT_SECONDS, SECONDS_EACH, too_late
+from groupwise.rewards.trainer_state import TOLD, TrainerState
+from groupwise.rewards.worker_calls import Answers, Host, Task, finish
 from groupwise.rewards.workers import STARTS, Outcome, failed
 
 log = logging.getLogger(__name__)
@@ -44,8 +44,8 @@ def build_rewards(
     `f(prompts, completions, **columns) -> list[float | None]` or `f(completion, answer) -> float | None`, plain or `async`.
     A function that is given itself, and not by name, is a `LiveReward`.
 
-    Built-ins and reward models run in this process.  All else runs in worker processes (`hosts.py`), on their main thread and with
-    copies of its arguments, in training as in evaluation, `check` and `score`; what it prints goes to standard error.
+    Built-ins and reward models run in this process.  All else runs in worker processes (`worker_calls.py`), on their main thread
+    and with copies of its arguments, in training as in evaluation, `check` and `score`; what it prints goes to standard error.
 
     Raises ConfigError: no function, an unknown one, two of the same name, a weight that is not finite, a bad argument, or a
     parameter that the data have no column for.

@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, RewardError
-from groupwise.rewards.notes import TOLD
-from groupwise.rewards.process import ProcessReward
 from groupwise.rewards.registry import BUILTINS, GOLD_COLUMNS, MAKERS
+from groupwise.rewards.step_rewards import ProcessReward
+from groupwise.rewards.trainer_state import TOLD
 from groupwise.utils.spelling import nearest
 
 OFFERED = (
@@ -86,7 +86,7 @@ class Signature:
     """True: it takes one completion and returns one number.  False: TRL's signature."""
     asynchronous: bool
     process: bool
-    """True: it returns step rewards (see `process.py`)."""
+    """True: it returns step rewards (see `step_rewards.py`)."""
 
     def as_dict(self) -> dict[str, Any]:
         """As it travels from a worker."""

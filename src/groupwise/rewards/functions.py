@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from groupwise.errors import ConfigError
-from groupwise.rewards.calls import validated
 from groupwise.rewards.find import find_function, read_signature
-from groupwise.rewards.notes import Notes, TrainerState, joined
-from groupwise.rewards.process import ProcessReward
+from groupwise.rewards.returned import validated
+from groupwise.rewards.step_rewards import ProcessReward
+from groupwise.rewards.trainer_state import Notes, TrainerState, joined
 from groupwise.rewards.worker_process import told
 
 ATOMS = (str, bytes, int, float, complex, bool, type(None))
@@ -44,7 +44,7 @@ class Unit:
     given: bytes
     """Pickle of the keyword arguments: lists with an entry per completion."""
     asks: tuple[str, ...] = ()
-    """Of `notes.TOLD`."""
+    """Of `trainer_state.TOLD`."""
     state: TrainerState = field(default_factory=TrainerState)
 
     def keywords(self) -> dict[str, list[Any]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from groupwise.errors import ConfigError, RewardError
-from groupwise.rewards.process import ProcessReward, Steps, segment_steps
+from groupwise.rewards.step_rewards import ProcessReward, Steps, segment_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

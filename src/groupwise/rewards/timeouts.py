@@ -1,6 +1,6 @@
 """How long a reward function may take: its own `timeout`, else a default; and when calls without a result are too many.
 
-A deadline is held by `hosts.py`, which kills the worker process; what a call without a result means is decided in `compose.py`.
+A deadline is held by `worker_calls.py`, which kills the worker process; `compose.py` decides what a call without a result means.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from hashlib import blake2b
 import numpy as np
 
 from groupwise.config.settings import ModelSettings
-from groupwise.environments.chat import Asking, Memory, Speech, Told
+from groupwise.environments.chat_tokens import Asking, Memory, Speech, Told
 from groupwise.environments.endpoint import Endpoint
 from groupwise.environments.requests import Asked, ChatRequest, Drawn, Refused
 from groupwise.errors import EngineError

@@ -29,7 +29,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.config import settings
-from groupwise.config.live import Live
+from groupwise.config.live_objects import Live
 from groupwise.config.recipes import make_recipe, run_folder
 from groupwise.config.settings import DataSettings, EnvironmentSettings, ModelSettings, Recipe, RewardSettings
 from groupwise.data.sources import kind_of, live_rows

@@ -27,10 +27,10 @@ from groupwise.records import Prompt, Step
 from groupwise.rollout.asynchronous import PendingRollout, PrefetchedRollouts
 from groupwise.rollout.engine import Engine
 from groupwise.runs.engines import agreeing, engine_lines, make_ahead, make_engine, mixed_engine, why_apart
+from groupwise.runs.environments import furnished
 from groupwise.runs.plan import Lines, fitted
 from groupwise.runs.policies import critic_of, hold, reference_of, shared_out, teacher_of
 from groupwise.runs.prepare import Prepared, blueprint_of, closed_on_error, sampling_of, shape_of
-from groupwise.runs.worlds import furnished
 from groupwise.training.critics import Critic
 from groupwise.training.evaluate import Evaluation, evaluate
 from groupwise.training.objectives import OBJECTIVES, Kind, language_model

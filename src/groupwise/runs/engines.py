@@ -16,10 +16,10 @@ from groupwise.models.sharded_policy import ShardedPolicy
 from groupwise.records import Prompt, Step
 from groupwise.rollout.asynchronous import PrefetchedRollouts
 from groupwise.rollout.engine import Engine
-from groupwise.rollout.gathered import GatheredEngine
-from groupwise.rollout.mixed import MixedEngine
+from groupwise.rollout.gathered_weights import GatheredEngine
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.probe import prove_engine
+from groupwise.rollout.teacher_mixed import MixedEngine
 from groupwise.rollout.transformers import TransformersEngine
 from groupwise.rollout.vllm.engine import VllmEngine
 from groupwise.runs.plan import Lines

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.live import LIVE, Live
+from groupwise.config.live_objects import LIVE, Live
 from groupwise.config.settings import CriticSettings, DataSettings, ModelSettings, Recipe, RewardSettings, TeacherSettings
 from groupwise.config.validation import STAGE, wrong_model
 from groupwise.data.load import load_data
@@ -27,10 +27,10 @@ from groupwise.rewards.compose import build_rewards
 from groupwise.rewards.registry import GOLD_COLUMNS
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.probe import prove_engine
-from groupwise.runs.loaded import model_folder, settings_of
-from groupwise.runs.origin import Origin, origin_of
+from groupwise.runs.environments import environment_of, furnished, make_source, make_world, tools_of, unmade, with_own_reward
+from groupwise.runs.loaded_policy import model_folder, settings_of
+from groupwise.runs.provenance import Origin, origin_of
 from groupwise.runs.run import resolved
-from groupwise.runs.worlds import environment_of, furnished, make_source, make_world, tools_of, unmade, with_own_reward
 from groupwise.training import evaluate as judging
 from groupwise.training.evaluate import Evaluation
 

@@ -17,12 +17,12 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
-from groupwise.config.live import Live, short_digest
+from groupwise.config.live_objects import Live, short_digest
 from groupwise.config.settings import PARTS, Recipe
 from groupwise.data.sources import fingerprint
 from groupwise.errors import ConfigError, DataError
 from groupwise.rewards.find import LiveReward
-from groupwise.rewards.process import ProcessReward
+from groupwise.rewards.step_rewards import ProcessReward
 from groupwise.runs.folder import model_digest
 from groupwise.utils import files
 from groupwise.utils.secrets import redacted

@@ -7,13 +7,13 @@ import json
 from importlib.metadata import version
 from pathlib import Path
 
-from groupwise.config.live import LIVE
+from groupwise.config.live_objects import LIVE
 from groupwise.config.recipes import dump, run_folder
 from groupwise.config.settings import Recipe
 from groupwise.config.validation import STAGE
 from groupwise.runs.build import Judged
-from groupwise.runs.origin import origin_of
 from groupwise.runs.plan import Lines
+from groupwise.runs.provenance import origin_of
 from groupwise.utils import files
 from groupwise.utils.secrets import scrubbed
 

@@ -36,10 +36,10 @@ from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
 from groupwise.rewards.model import POSITIONS
 from groupwise.rewards.registry import MAKERS
 from groupwise.runs.engines import sampled_elsewhere
+from groupwise.runs.environments import furnished, make_source, make_world, tools_of, with_own_reward, world_lines
 from groupwise.runs.plan import Lines, fitted, memory_lines, offline_plan, online_plan, scoring_memory
 from groupwise.runs.policies import largest_model, parameter_count, weightless
 from groupwise.runs.sizing import H100, Load, rank, rank_lines
-from groupwise.runs.worlds import furnished, make_source, make_world, tools_of, with_own_reward, world_lines
 from groupwise.training.objectives import OBJECTIVES
 
 

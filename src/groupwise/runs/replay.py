@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.algorithms.accounting import Accounting, account
+from groupwise.algorithms.gradient_shares import Accounting, account
 from groupwise.algorithms.registry import Algorithm, resolve
 from groupwise.config.recipes import parse_recorded
 from groupwise.config.settings import Recipe, is_online, positions_of

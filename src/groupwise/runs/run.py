@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from groupwise.config.live import LIVE
+from groupwise.config.live_objects import LIVE
 from groupwise.config.recipes import demand_objects, load_stages
 from groupwise.config.settings import Recipe, is_online
 from groupwise.config.validation import STAGE
@@ -40,7 +40,7 @@ from groupwise.runs.recorded_pairs import recorded_pairs
 from groupwise.runs.resume import REFERENCE, newest_checkpoint, resumed_job
 from groupwise.runs.saving import Saver, set_failure_hint
 from groupwise.runs.signals import endings
-from groupwise.training import limits
+from groupwise.training import limit_meter
 from groupwise.training.evaluate import Evaluation
 from groupwise.utils import files
 
@@ -315,14 +315,14 @@ def _is_small(policy: Policy) -> bool:
     return policy.device.type == "cpu" and sum(parameter.numel() for parameter in policy.model.parameters()) < SMALL
 
 
-def _meter(job: Job, recipe: Recipe) -> limits.Meter | None:
+def _meter(job: Job, recipe: Recipe) -> limit_meter.Meter | None:
     """The limit meter of a run that samples its own completions."""
     if not is_online(recipe.objective):
         return None
     policy = job.policy
     low = policy.autocast or policy.dtype == torch.bfloat16
-    found = comm.from_first(lambda: limits.ceiling(policy.device.type, "bfloat16" if low else "float32"))
-    return limits.meter_of(
+    found = comm.from_first(lambda: limit_meter.ceiling(policy.device.type, "bfloat16" if low else "float32"))
+    return limit_meter.meter_of(
         policy,
         found,
         updates=recipe.group.updates_per_rollout,

@@ -173,7 +173,7 @@ METRICS: tuple[Section, ...] = (
                    " over all of it and what was recomputed.", "near 1"),
             Metric("limit/bytes_per_token", "bytes", "(weights + keys and values read) / rows",
                    "What ideal decoding reads for a token; it falls as more rows are decoded together."),
-            Metric("time/ideal", "seconds", "[training/limits.py](../src/groupwise/training/limits.py)",
+            Metric("time/ideal", "seconds", "[training/limit_meter.py](../src/groupwise/training/limit_meter.py)",
                    "An ideal step with the same completions at this machine's ceiling, which is measured once and kept in the cache"
                    " folder.",
                    "near the sum of the phases"),

@@ -25,7 +25,7 @@ from groupwise.errors import MemoryExceeded
 from groupwise.models.dropout import stretches_of
 from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
-from groupwise.ops.grad_accum import summed_in_place
+from groupwise.ops.in_place_gradients import summed_in_place
 from groupwise.ops.linear_cross_entropy import TokenLoss, chosen_logprobs, fused_loss
 from groupwise.records import Batch, Sample
 from groupwise.training.optimizer import StepStats

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from groupwise.data.tokenizers import byte_tokenizer
-from groupwise.environments.captured import CapturedWorld, Limits
-from groupwise.environments.chat import Speech
+from groupwise.environments.chat_tokens import Speech
 from groupwise.environments.harness import FunctionHarness
+from groupwise.environments.harness_episodes import CapturedWorld, Limits
 from groupwise.records import Episode, Finish, Prompt, Sampling
 
 TEMPLATE = (

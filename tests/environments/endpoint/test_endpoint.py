@@ -11,7 +11,7 @@ from concurrent.futures import Future
 import httpx
 import pytest
 
-from groupwise.environments.chat import Memory, Speech
+from groupwise.environments.chat_tokens import Memory, Speech
 from groupwise.environments.endpoint import LARGEST, Endpoint
 from groupwise.environments.requests import Drawn
 from groupwise.errors import ConfigError

@@ -14,9 +14,9 @@ import groupwise as gw
 from groupwise.config.settings import GroupSettings
 from groupwise.data.rendering import Chat, render_chats
 from groupwise.data.tokenizers import byte_tokenizer
-from groupwise.environments.captured import CapturedWorld, Limits
-from groupwise.environments.chat import Speech
+from groupwise.environments.chat_tokens import Speech
 from groupwise.environments.harness import FunctionHarness
+from groupwise.environments.harness_episodes import CapturedWorld, Limits
 from groupwise.models.attention import plain_attention
 from groupwise.records import Finish, Prompt, Sampling
 from groupwise.rollout.native.engine import NativeEngine

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from groupwise.models.fused import fused_modules
 from groupwise.ops.cpu import kernels
 from groupwise.ops.cpu.library import has_gemm, library
-from groupwise.ops.grad_accum import summed_in_place
+from groupwise.ops.in_place_gradients import summed_in_place
 from groupwise.ops.matmul import add_product, product
 
 compiled = pytest.mark.skipif(not has_gemm(), reason="torch's products are as good here, or no compiler")

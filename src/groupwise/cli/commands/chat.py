@@ -75,10 +75,10 @@ def _talk(
     from groupwise.rewards.compose import spoken
     from groupwise.rollout.native.engine import NativeEngine
     from groupwise.rollout.probe import prove_engine
-    from groupwise.runs.answered import Answered
-    from groupwise.runs.loaded import load_policy
-    from groupwise.runs.origin import origin_of
+    from groupwise.runs.loaded_policy import load_policy
     from groupwise.runs.progress import safe
+    from groupwise.runs.provenance import origin_of
+    from groupwise.runs.tool_chat import Answered
 
     console = Console(highlight=False)
     origin, policy = origin_of(path), load_policy(path)

@@ -18,7 +18,7 @@ from groupwise.errors import RewardError
 from groupwise.records import Scored, Step
 from groupwise.rewards.compose import build_rewards
 from groupwise.rewards.find import LiveReward
-from groupwise.rewards.notes import Notes, TrainerState
+from groupwise.rewards.trainer_state import Notes, TrainerState
 from groupwise.runs.folder import read_metrics, read_step
 
 OWN = """\

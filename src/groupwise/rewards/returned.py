@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from groupwise.errors import RewardError
-from groupwise.rewards.process import checked_steps
+from groupwise.rewards.step_rewards import checked_steps
 from groupwise.rewards.workers import Outcome
 
 LARGEST = float(np.finfo(np.float32).max)

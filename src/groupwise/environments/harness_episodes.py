@@ -21,12 +21,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from groupwise.environments.calls import Call
-from groupwise.environments.chat import Asking, Memory, Speech, Told
+from groupwise.environments.chat_tokens import Asking, Memory, Speech, Told
 from groupwise.environments.conversation import Reply
 from groupwise.environments.endpoint import Endpoint
 from groupwise.environments.harness import Errand, Harness
 from groupwise.environments.requests import Asked, ChatRequest, Drawn, Refused
+from groupwise.environments.tool_calls import Call
 from groupwise.errors import EnvironmentFailure
 from groupwise.records import Branch, Episode, Finish, Prompt, Sampling, ToolCall, Turn
 

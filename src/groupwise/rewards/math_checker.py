@@ -40,7 +40,7 @@ class Checker:
         """`workers`: processes; default: half of the cores, at most four."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.pool = Pool(
-            "groupwise.rewards.checker:judge",
+            "groupwise.rewards.math_checker:judge",
             size=workers or min(4, max(1, cores // 2)),
             seconds=WALL_SECONDS,
             cpu_seconds=CPU_SECONDS,

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from groupwise.errors import ConfigError
-from groupwise.models.small import backbone_of, small_model
+from groupwise.models.small_copy import backbone_of, small_model
 
 FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")

@@ -10,8 +10,8 @@ import pytest
 
 from groupwise.models.shape import Shape
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
-from groupwise.training import limits
-from groupwise.training.limits import Ceiling, Meter, forward_flops, stretch
+from groupwise.training import limit_meter
+from groupwise.training.limit_meter import Ceiling, Meter, forward_flops, stretch
 
 SHAPE = Shape(
     parameters=1000 + 10 * 4 + 4, layers=2, hidden=4, intermediate=8, heads=2, kv_heads=1, head_width=3, vocabulary=10, tied=True
@@ -122,26 +122,26 @@ def test_a_step_without_completions_is_left_as_it_is() -> None:
 
 def test_the_ceiling_is_measured_once_for_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[str] = []
-    monkeypatch.setattr(limits, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(limits, "measured", lambda device, dtype: measured.append(str(dtype)) or Ceiling(2e9, 3e9))
+    monkeypatch.setattr(limit_meter, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(limit_meter, "measured", lambda device, dtype: measured.append(str(dtype)) or Ceiling(2e9, 3e9))
     for _ in range(2):
-        limits.ceiling.cache_clear()  # as another process would find it
-        assert limits.ceiling("cpu", "float32") == Ceiling(2e9, 3e9)
+        limit_meter.ceiling.cache_clear()  # as another process would find it
+        assert limit_meter.ceiling("cpu", "float32") == Ceiling(2e9, 3e9)
     assert measured == ["torch.float32"]
-    limits.ceiling("cpu", "bfloat16")
+    limit_meter.ceiling("cpu", "bfloat16")
     assert measured == ["torch.float32", "torch.bfloat16"]
-    (tmp_path / limits.CEILINGS).write_text("{damaged")
-    limits.ceiling.cache_clear()
-    assert limits.ceiling("cpu", "float32").flops == 2e9
-    assert list(json.loads((tmp_path / limits.CEILINGS).read_text()).values()) == [{"flops": 2e9, "bytes": 3e9}]
-    limits.ceiling.cache_clear()
+    (tmp_path / limit_meter.CEILINGS).write_text("{damaged")
+    limit_meter.ceiling.cache_clear()
+    assert limit_meter.ceiling("cpu", "float32").flops == 2e9
+    assert list(json.loads((tmp_path / limit_meter.CEILINGS).read_text()).values()) == [{"flops": 2e9, "bytes": 3e9}]
+    limit_meter.ceiling.cache_clear()
 
 
 def test_a_measured_ceiling_is_within_reach_of_its_own_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(limits.SIDE, "cpu", 64)
-    monkeypatch.setitem(limits.COPIED, "cpu", 1 << 16)
+    monkeypatch.setitem(limit_meter.SIDE, "cpu", 64)
+    monkeypatch.setitem(limit_meter.COPIED, "cpu", 1 << 16)
     clock = iter(range(1000))
-    monkeypatch.setattr(limits.time, "perf_counter", lambda: 2.0 * next(clock))  # every call takes two seconds
+    monkeypatch.setattr(limit_meter.time, "perf_counter", lambda: 2.0 * next(clock))  # every call takes two seconds
     import torch
 
-    assert limits.measured("cpu", torch.float32) == Ceiling(flops=64**3, bytes=1 << 16)
+    assert limit_meter.measured("cpu", torch.float32) == Ceiling(flops=64**3, bytes=1 << 16)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.compose import build_rewards
-from groupwise.rewards.process import checked_steps, segment_steps
+from groupwise.rewards.step_rewards import checked_steps, segment_steps
 
 
 def text_of(ids):
@@ -73,7 +73,7 @@ def test_bad_step_rewards(values, said):
 
 
 STEPS = """
-from groupwise.rewards.process import process_reward
+from groupwise.rewards.step_rewards import process_reward
 @process_reward
 def steps(completions, completion_ids, scale=1.0):
     return [[(i, scale * i) for i in range(0, len(text), 2)] for text in completions]

@@ -1,8 +1,8 @@
 """Where tools and environments run: forks of a worker process, each of which can be killed alone, or threads of this process.
 
-A worker process imports the files once (`inside.fork_server`).  Every environment gets a fork of it, in about a millisecond, with
-the memory of its own that a fork has: what one episode changes, no other sees.  Functions that are tools have no episode: a fork is
-kept for the next calls, as long as nothing had to be stopped in it.
+A worker process imports the files once (`worker_process.fork_server`).  Every environment gets a fork of it, in about a
+millisecond, with the memory of its own that a fork has: what one episode changes, no other sees.  Functions that are tools have no episode: a
+fork is kept for the next calls, as long as nothing had to be stopped in it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from groupwise.environments.environment import Broken, Ended, Environment, Kind, Result, Stepped
-from groupwise.environments.inside import Instance, Missing, fork_server
+from groupwise.environments.worker_process import Instance, Missing, fork_server
 from groupwise.errors import ConfigError, EnvironmentFailure, RewardError
 from groupwise.records import Finish
 from groupwise.rewards.find import find_named
@@ -102,7 +102,7 @@ def _leave(channel: socket.socket, reap: Callable[[], None]) -> None:
 
 
 class ForkServer:
-    """This process's end of a worker that forks (`inside.fork_server`).  Started when first needed, and again if it dies."""
+    """This process's end of a worker that forks (`worker_process.fork_server`): started when first needed, again if it dies."""
 
     def __init__(
         self, tools: Sequence[str], factories: Mapping[str, str], args: Mapping[str, Any], given: Mapping[str, Any]
@@ -168,7 +168,7 @@ class ForkServer:
             if given:  # objects of this program: the worker is a fork of it
                 self._worker = Worker(partial(fork_server, given=given), (address, *self._setup))
             else:
-                self._worker = Worker("groupwise.environments.inside:fork_server", (address, *self._setup))
+                self._worker = Worker("groupwise.environments.worker_process:fork_server", (address, *self._setup))
         try:
             self._worker.ready()
         except RewardError as error:

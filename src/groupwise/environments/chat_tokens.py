@@ -20,8 +20,8 @@ import numpy as np
 from groupwise.data.rendering import Chat, Refusal, render_chats
 from groupwise.data.templates import CLOSE, OPEN, Template
 from groupwise.data.turns import Turns
-from groupwise.environments.calls import BrokenCall, Call, Said, form_of, read_turn, split_thinking
 from groupwise.environments.requests import ChatRequest, Drawn, Refused, message_key
+from groupwise.environments.tool_calls import BrokenCall, Call, Said, form_of, read_turn, split_thinking
 from groupwise.errors import DataError
 from groupwise.records import Finish
 

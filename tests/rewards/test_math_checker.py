@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from groupwise.rewards.answers import read_number
-from groupwise.rewards.checker import Checker
+from groupwise.rewards.math_checker import Checker
 
 HOSTILE = [
     "9^{9^{9^{9}}}", "10^{10^{10}}", "99999999!", "(9999999!)!", r"\binom{10^8}{5*10^7}",
@@ -139,7 +139,7 @@ def test_order_and_repeats_are_preserved(checker):
 
 @pytest.mark.slow
 def test_a_hostile_gold_is_none_and_a_hostile_answer_is_wrong(monkeypatch):
-    monkeypatch.setattr("groupwise.rewards.checker.CPU_SECONDS", 0.5)
+    monkeypatch.setattr("groupwise.rewards.math_checker.CPU_SECONDS", 0.5)
     checker = Checker(workers=2)
     with checker.pool:
         assert checker.compare([("9^{9^{9^{9}}}", "5"), ("5", "9^{9^{9^{9}}}")]) == [None, 0.0]
@@ -163,7 +163,7 @@ def test_m04_strange_text_scores_zero(checker):
 def test_m01_hostile_answers_end_on_time_from_everywhere(where, monkeypatch):
     """All texts at a short deadline; one from everywhere else, once at the deadline that users have."""
     if where != "thread":
-        monkeypatch.setattr("groupwise.rewards.checker.CPU_SECONDS", 0.25)
+        monkeypatch.setattr("groupwise.rewards.math_checker.CPU_SECONDS", 0.25)
     checker = Checker(workers=2)
     texts = HOSTILE if where == "main" else HOSTILE[:1]  # which text it is makes no difference to who waits for it
     pairs = [(r"\frac{\sqrt{3}}{7}", text) for text in texts for _ in range(8)]

@@ -10,22 +10,22 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from groupwise.config.live import LIVE, Live, missing
+from groupwise.config.live_objects import LIVE, Live, missing
 from groupwise.config.recipes import make_recipe
 from groupwise.config.settings import EnvironmentSettings, Recipe, RewardSettings
 from groupwise.data.sources import live_rows
 from groupwise.data.templates import Template, Tools
 from groupwise.distributed import comm
 from groupwise.environments import procedural
-from groupwise.environments.captured import CapturedWorld, Limits
-from groupwise.environments.chat import Speech
+from groupwise.environments.chat_tokens import Speech
 from groupwise.environments.conversation import World
 from groupwise.environments.environment import Source
 from groupwise.environments.episodes import EpisodeWorld, kind_of
 from groupwise.environments.harness import FunctionHarness, Harness, OutsideHarness, ProgramHarness
-from groupwise.environments.housing import Rooms
+from groupwise.environments.harness_episodes import CapturedWorld, Limits
 from groupwise.environments.schemas import name_of
 from groupwise.environments.verifiers import VerifiersHarness
+from groupwise.environments.workers import Rooms
 from groupwise.models.loading import Blueprint
 from groupwise.records import Sampling
 from groupwise.rewards.find import find_named

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from groupwise.errors import ConfigError
 from groupwise.rewards import timeouts
 from groupwise.rewards.functions import Unit
-from groupwise.rewards.notes import joined
+from groupwise.rewards.trainer_state import joined
 from groupwise.rewards.workers import Failed, Function, Outcome, Traceback, Worker, WorkerGone
 
 SEND_SECONDS = 60.0

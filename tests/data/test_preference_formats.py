@@ -5,7 +5,7 @@ import pytest
 from groupwise.config.settings import DataSettings
 from groupwise.data.load import load_pairs, load_texts
 from groupwise.data.pairs import encode_pairs
-from groupwise.data.published import as_pairs
+from groupwise.data.preference_formats import as_pairs
 from groupwise.data.sources import Rows
 from groupwise.data.templates import Template, Wording
 from groupwise.data.tokenizers import byte_tokenizer

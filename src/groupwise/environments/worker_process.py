@@ -1,4 +1,4 @@
-"""What happens where tools and environments live: in a worker process (`housing.py`), or in a thread of this one.
+"""What happens where tools and environments live: in a worker process (`workers.py`), or in a thread of this one.
 
 It imports little: every worker process starts with it.  Requests come as tuples, answers are plain values that JSON holds.
 """

@@ -12,9 +12,9 @@ from groupwise.data.templates import Template
 from groupwise.models.loading import Blueprint
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.runs.loaded import LoadedPolicy
-from groupwise.runs.origin import Origin
-from groupwise.runs.worlds import environment_of, make_source, make_world, tools_of, unmade
+from groupwise.runs.environments import environment_of, make_source, make_world, tools_of, unmade
+from groupwise.runs.loaded_policy import LoadedPolicy
+from groupwise.runs.provenance import Origin
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

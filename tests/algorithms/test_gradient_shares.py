@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from groupwise.algorithms.accounting import account
+from groupwise.algorithms.gradient_shares import account
 
 
 def test_every_cut_adds_up_to_the_whole() -> None:
@@ -39,5 +39,5 @@ def test_no_gradient_and_no_clip_range() -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, groupwise.algorithms.accounting; print('torch' in sys.modules)"
+    code = "import sys, groupwise.algorithms.gradient_shares; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from groupwise.data.sources import Rows
-from groupwise.data.steps import encode_solutions
+from groupwise.data.step_labels import encode_solutions
 from groupwise.data.templates import Template
 from groupwise.data.tokenizers import arithmetic_tokenizer
 from groupwise.errors import DataError
-from groupwise.rewards.process import segment_steps
+from groupwise.rewards.step_rewards import segment_steps
 
 TOKENIZER = arithmetic_tokenizer()
 EOS = int(TOKENIZER.eos_token_id)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.environments.calls import BrokenCall, Call, form_of, read_turn
+from groupwise.environments.tool_calls import BrokenCall, Call, form_of, read_turn
 from groupwise.errors import ConfigError
 
 NESTED = {"text": 'a "quoted" <b> </tool_call> \n ünï 😀', "n": 10000.0, "flag": False, "none": None, "list": [1, {"k": "v"}]}
