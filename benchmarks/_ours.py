@@ -22,7 +22,8 @@ from groupwise.data.packing import pack, unpack
 from groupwise.data.pairs import Pair
 from groupwise.data.tokenizers import load_tokenizer
 from groupwise.models.fused import fused_modules
-from groupwise.models.policy import Policy, make_policy, read_blueprint
+from groupwise.models.loading import make_policy, read_blueprint
+from groupwise.models.policy import Policy
 from groupwise.models.reward_head import load_scorer
 from groupwise.models.shape import Shape
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored, Step

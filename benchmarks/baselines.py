@@ -37,7 +37,7 @@ from groupwise.data.demonstrations import Demonstration
 from groupwise.data.load import TASK_ROWS, load_data
 from groupwise.data.order import Order
 from groupwise.data.prompts import visit
-from groupwise.models.policy import load_policy
+from groupwise.models.loading import load_policy
 from groupwise.models.shape import Shape
 from groupwise.records import Sampling, Scored, Step
 from groupwise.rewards.compose import build_rewards

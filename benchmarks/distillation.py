@@ -3,9 +3,9 @@
     groupwise train recipes/distill.yaml seed=0 runs=runs/0
     python benchmarks/distillation.py runs/0/distill runs/1/distill runs/2/distill
 
-Each argument is a finished run of a recipe with the stages `teacher`, `start`, `distill` and `sft`.  Its teacher answers prompts of
-the training set, once each, until its answers have as many tokens as the stage `distill` has trained; its start is trained on them
-by the settings of the stage `sft`, and judged as the stage `distill` was.
+Each argument is a finished run of a recipe with the stages `teacher`, `start`, `distill` and `sft`; without one the recipe is
+trained first.  Its teacher answers prompts of the training set, once each, until its answers have as many tokens as the stage
+`distill` has trained; its start is trained on them by the settings of the stage `sft`, and judged as the stage `distill` was.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,7 +28,7 @@ from groupwise.data.demonstrations import Demonstration
 from groupwise.data.load import load_data
 from groupwise.data.order import Order
 from groupwise.data.prompts import visit
-from groupwise.models.policy import load_policy
+from groupwise.models.loading import load_policy
 from groupwise.models.shape import Shape
 from groupwise.records import Sampling
 from groupwise.rewards.compose import build_rewards
@@ -90,16 +93,31 @@ def recorded(stage: Path) -> Recipe:
     return parse_recorded(path.read_text(encoding="utf-8"), str(path))
 
 
+def trained(folder: Path) -> Path:
+    """The recipe `distill`, run here with its own seed: its folder of stages."""
+    recipe = Path(__file__).parents[1] / "recipes/distill.yaml"
+    subprocess.run(
+        [sys.executable, "-m", "groupwise", "train", str(recipe), f"runs={folder}"], check=True, stdout=subprocess.DEVNULL
+    )
+    return folder / "distill"
+
+
+def compare(run: Path) -> None:
+    """Print how the stages of a run ended, and how SFT on its teacher's completions does."""
+    for stage in ("distill", "sft"):
+        last = read_metrics(run / stage)[-1]
+        figures = f"greedy {last['eval/greedy']:.3f}  sampled {last['eval/sampled']:.3f}"
+        print(f"{run / stage}: {trained_tokens(run / stage)} tokens  {figures}", flush=True)
+    print(imitate(run), flush=True)
+
+
 def main() -> None:
     """See the top of this file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
-    for run in parser.parse_args().runs:
-        for stage in ("distill", "sft"):
-            last = read_metrics(run / stage)[-1]
-            figures = f"greedy {last['eval/greedy']:.3f}  sampled {last['eval/sampled']:.3f}"
-            print(f"{run / stage}: {trained_tokens(run / stage)} tokens  {figures}", flush=True)
-        print(imitate(run), flush=True)
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN")
+    with tempfile.TemporaryDirectory() as folder:
+        for run in parser.parse_args().runs or [trained(Path(folder))]:
+            compare(run)
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ def worker(work: Workload, mode: str, folder: Path, steps: int, out: Path) -> No
     from _ours import load, optimizer_settings
 
     from groupwise.config.settings import RolloutSettings
-    from groupwise.distributed import comm
-    from groupwise.models.fsdp import shard
+    from groupwise.distributed import comm, fsdp
+    from groupwise.models.sharded_policy import shard
     from groupwise.runs.build import make_engine
     from groupwise.runs.plan import Shape
     from groupwise.training.optimizer import Optimizer
@@ -49,7 +49,7 @@ def worker(work: Workload, mode: str, folder: Path, steps: int, out: Path) -> No
     policy = load(work, folder)
     parameters = sum(parameter.numel() for parameter in policy.model.parameters())
     shape = Shape.of(policy.model.config.to_dict(), parameters, dtype="float32")
-    sharding = comm.ShardingConfig(mode).decided(parameters, here.size)
+    sharding = fsdp.ShardingConfig(mode).decided(parameters, here.size)
     if here.size > 1 and sharding.sharded:
         policy = shard(policy, sharding, policy.device)
     rows = work.prompts * work.group

@@ -430,9 +430,9 @@ def proven_table(rows: dict[str, Any]) -> list[str]:
 
 def proof(row: dict[str, Any]) -> list[str]:
     """How a family runs, what is proven, and what was refused of it."""
-    paths = [path for path in row["paths"] if path not in ("native", "lean", "generate")]
+    paths = [path for path in row["paths"] if path not in ("native", "specialised", "generate")]
     if "native" in row["paths"]:
-        paths.append("sampling (native, specialised)" if "lean" in row["paths"] else "sampling (native)")
+        paths.append("sampling (native, specialised)" if "specialised" in row["paths"] else "sampling (native)")
     if "generate" in row["paths"]:
         paths.append("sampling (generate)")
     runs = {"packed": "packed", "single": "one by one", "": row["verdict"]}[row["uses"]]

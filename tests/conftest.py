@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -24,13 +25,16 @@ from groupwise.config.settings import ModelSettings, ScratchSettings
 from groupwise.data.tasks.arithmetic import Arithmetic
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.environments.conversation import Reply
-from groupwise.models.policy import Policy, make_policy
+from groupwise.models.loading import make_policy
+from groupwise.models.policy import Policy
 from groupwise.models.scratch import scratch_model
 from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, Sample, Sampling, Scored, Turn
 
-# The same examples in every run, so that a failure is a failure everywhere. `--hypothesis-profile=search` looks for new ones.
+# The same examples in every run, so that a failure is a failure everywhere. `--hypothesis-profile=search` looks for new ones; `few`
+# is for what is asked again under other circumstances.
 settings.register_profile("same", derandomize=True, max_examples=80, deadline=None, print_blob=True)
 settings.register_profile("search", max_examples=2000, deadline=None, print_blob=True)
+settings.register_profile("few", settings.get_profile("same"), max_examples=20)
 settings.load_profile("same")
 
 # A shell ignores Ctrl-C for what it starts in the background, and children inherit that; the tests' children are to hear it.
@@ -335,6 +339,35 @@ def write_recipe() -> Callable[..., Path]:
     return write
 
 
+@pytest.fixture(scope="session")
+def check_types() -> Callable[..., None]:
+    """See `python_api/checkers.py`."""
+    spec = importlib.util.spec_from_file_location("checkers", Path(__file__).parent / "python_api" / "checkers.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.check_types
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[Any]:
+    """A `ForkServer` for the tests of this worker; a test asks for `forked`."""
+    spec = importlib.util.spec_from_file_location("fork_server", Path(__file__).with_name("fork_server.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    server = module.ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def forked(fork_server: Any) -> Iterator[Any]:
+    """`forked.start("train", path, "--quiet")`: the command as a process, without an interpreter's start; see `ForkServer`."""
+    yield fork_server
+    fork_server.end_all()
+
+
 Browser = Callable[..., AbstractContextManager[Any]]
 
 
@@ -359,3 +392,18 @@ def chromium_with() -> Browser:
             browser.close()
 
     return opened
+
+
+@pytest.fixture(scope="session")
+def axe() -> Callable[[Any], list[tuple[str, list[str]]]]:
+    """`axe(page)`: what axe-core calls serious or critical on an open page, as (rule, the first elements that break it)."""
+    core = pytest.importorskip(
+        "axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed: pip install 'groupwise[test]'"
+    )
+
+    def serious(page: Any) -> list[tuple[str, list[str]]]:
+        found = core.Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
+        broken = [rule for rule in found if rule["impact"] in ("serious", "critical")]
+        return [(rule["id"], [node["html"][:160] for node in rule["nodes"]][:3]) for rule in broken]
+
+    return serious

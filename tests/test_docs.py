@@ -37,7 +37,8 @@ from groupwise.config.settings import (
 )
 from groupwise.data.curriculum import Curriculum, Visits
 from groupwise.data.tokenizers import make_tokenizer
-from groupwise.models.policy import Policy, make_policy
+from groupwise.models.loading import make_policy
+from groupwise.models.policy import Policy
 from groupwise.models.scratch import scratch_model
 from groupwise.models.shape import Shape
 from groupwise.records import Prompt, Sampling, Scored, Step
@@ -434,6 +435,7 @@ def drawn(step: int) -> list[list[int]]:
     return [rng.integers(5, 30, size=n).tolist() for n in (1, 4, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mu", "beta", "temperature"), [(1, 0.0, 1.0), (2, 0.0, 0.7), (3, 0.05, 1.2)])
 def test_ten_steps_of_the_one_file_are_the_librarys(
     one_file: ModuleType, mu: int, beta: float, temperature: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

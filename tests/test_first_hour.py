@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,8 @@ def test_the_page_is_of_this_script(script: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_work(script: ModuleType, tmp_path: Path) -> None:
+def test_the_commands_of_the_page_work(script: ModuleType, tmp_path: Path, forked: Any) -> None:
+    """By processes that are forked; that the command is installed where pip puts it is shown by the wheel's test."""
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     names = (
         files.stdout.split("\0") if files.returncode == 0 else [str(one.relative_to(ROOT)) for one in (ROOT / "recipes").iterdir()]
@@ -52,6 +54,7 @@ def test_the_commands_of_the_page_work(script: ModuleType, tmp_path: Path) -> No
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes((ROOT / name).read_bytes())
     environment = {**os.environ, **script.fast_environment(folder), "OMP_NUM_THREADS": "1"}
+    (folder / ".shims" / "groupwise").write_text(f'#!/bin/sh\nexec {forked.command} "$@"\n', encoding="utf-8")
     page = script.transcript(folder, environment, fast=True)
     assert (folder / "report.html").stat().st_size > 50_000
     assert (folder / "runs/mine/final/model.safetensors").exists()

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from rule_rewards import RuleRewards
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from groupwise.algorithms.registry import resolve
@@ -24,11 +25,12 @@ from groupwise.config.settings import GroupSettings, OptimizerSettings
 from groupwise.data.packing import pack, unpack
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import ConfigError, MemoryExceeded
-from groupwise.models.policy import Policy, make_policy
-from groupwise.records import Batch, Prompt, Rollout, Sample, Sampling, Scored
-from groupwise.rollout.dynamic_sampling import Source
+from groupwise.models.loading import make_policy
+from groupwise.models.policy import Policy
+from groupwise.records import Batch, Prompt, Rollout, Sample, Sampling
+from groupwise.rollout.dynamic_sampling import GroupSampler
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.runs.build import plan_of
+from groupwise.runs.prepare import plan_of
 from groupwise.runs.run import train
 from groupwise.training.online import policy_loss, train_online
 from groupwise.training.optimizer import Optimizer
@@ -41,15 +43,9 @@ def prompts_of(*sizes: int) -> list[Prompt]:
     return [Prompt(id=f"0/{i}", tokens=rng.integers(6, 50, size=size), text="", row={"n": i}) for i, size in enumerate(sizes)]
 
 
-class Even:
+def odd(rollout: Rollout) -> float:
     """1 for an odd sum of ids."""
-
-    def score(self, groups: Sequence[tuple[Rollout, ...]]) -> list[Scored]:
-        found = []
-        for group in groups:
-            reward = np.array([float(rollout.tokens.sum() % 2) for rollout in group])
-            found.append(Scored(rollouts=group, names=("even",), rewards=reward[:, None], reward=reward))
-        return found
+    return float(rollout.tokens.sum() % 2)
 
 
 def test_p03_minibatches_of_a_rollout_add_up_to_its_one_step(tiny_policy: Callable, scored_group: Callable) -> None:
@@ -85,7 +81,7 @@ def test_p09_gpt2_as_it_is_configured_starts_at_its_reference() -> None:
         policy,
         resolve("grpo", settings, 8),
         engine=NativeEngine(policy, max_rows=8),
-        rewards=Even(),  # type: ignore[arg-type]
+        rewards=RuleRewards(odd),
         draw=lambda k: prompts_of(1, 5, 9)[:k],
         optimizer=Optimizer(policy.model, OptimizerSettings(lr=1e-4), 2),
         group=settings,
@@ -104,7 +100,7 @@ def test_p22_the_ids_that_were_sampled_are_the_ids_that_are_trained(tiny_policy:
     """Bit for bit, with a tokenizer that would not encode its own text the same way again."""
     tokenizer = make_tokenizer("bytes")
     policy = tiny_policy(tokenizer=tokenizer, scale=2.0)
-    groups = Even().score(
+    groups = RuleRewards(odd).score(
         list(
             NativeEngine(policy, max_rows=8).generate(prompts_of(2, 7), group_size=6, sampling=Sampling(max_new_tokens=20), seed=3)
         )
@@ -165,8 +161,8 @@ def test_p39_completions_keep_their_prompt_whatever_order_they_come_in(tiny_poli
     found = []
     for which in (engine, Backwards(engine)):
         prompts = prompts_of(3, 8, 1, 5, 2)
-        how = {"rewards": Even(), "algorithm": algorithm, "group": group, "sampling": sampling}
-        groups, _ = Source(engine=which, draw=lambda k, given=prompts: given[:k], **how).collect()  # type: ignore[arg-type]
+        how = {"rewards": RuleRewards(odd), "algorithm": algorithm, "group": group, "sampling": sampling}
+        groups, _ = GroupSampler(engine=which, draw=lambda k, given=prompts: given[:k], **how).collect()  # type: ignore[arg-type]
         assert [scored.prompt.id for scored in groups] == [prompt.id for prompt in prompts]
         assert all(r.prompt is scored.prompt for scored in groups for r in scored.rollouts)
         found.append([r.tokens.tolist() for scored in groups for r in scored.rollouts])
@@ -232,10 +228,9 @@ def test_p63_rewards_are_computed_while_others_are_still_sampled(tiny_policy: Ca
     """The engine below holds its last group back until the reward of its first has been asked for."""
     asked = threading.Event()
 
-    class Asked(Even):
-        def score(self, groups: Sequence[tuple[Rollout, ...]]) -> list[Scored]:
-            asked.set()
-            return super().score(groups)
+    def rule(rollout: Rollout) -> float:
+        asked.set()
+        return odd(rollout)
 
     class Waiting:
         def generate(self, prompts: Sequence[Prompt], **how: object) -> Iterator[tuple[Rollout, ...]]:
@@ -245,7 +240,7 @@ def test_p63_rewards_are_computed_while_others_are_still_sampled(tiny_policy: Ca
 
     group = GroupSettings(prompts_per_step=3, group_size=2)
     how = {"group": group, "algorithm": resolve("grpo", group, 6), "sampling": Sampling(max_new_tokens=6)}
-    source = Source(engine=Waiting(), rewards=Asked(), draw=lambda k: prompts_of(3, 4, 5)[:k], **how)  # type: ignore[arg-type]
+    source = GroupSampler(engine=Waiting(), rewards=RuleRewards(rule), draw=lambda k: prompts_of(3, 4, 5)[:k], **how)  # type: ignore[arg-type]
     groups, drawn = source.collect()
     assert len(groups) == drawn == 3
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -14,7 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from groupwise.config.recipes import bundled_recipes, header, load_stages
+from groupwise.config.bundled import bundled_recipes, header
+from groupwise.config.recipes import load_stages
 from groupwise.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -99,9 +102,15 @@ def test_bundled_recipes_say_what_to_expect_and_name_no_unknown_key(name: str) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_types_and_style_have_no_findings() -> None:
-    """What `make lint` runs."""
+def test_types_and_style_have_no_findings(check_types: Callable[..., None], tmp_path: Path) -> None:
+    """What `make lint` runs; and pyright passes the user's script, more strictly, and finds its mistakes."""
     pytest.importorskip("pyright")
-    for command in (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["pyright", "--pythonpath", sys.executable]):
+    for command in (["ruff", "check", "."], ["ruff", "format", "--check", "."]):
         done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pyright"]
+    source = str(ROOT / "src")
+    assert settings.pop("include") == ["src"]
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings | {"extraPaths": [source]}))
+    command = ["pyright", "--project", str(tmp_path / "pyrightconfig.json"), "--pythonpath", sys.executable, source]
+    check_types(command, tmp_path, dict(os.environ), behind="\n# pyright: standard\n")

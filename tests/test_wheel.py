@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.xdist_group("wheel")]
 
 
 def call(*command: str, where: Path) -> str:
@@ -68,9 +70,19 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_what_the_code_reads(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    for end in ("groupwise/py.typed", "ops/cpu/panels.h", "viewer/static/app.js", "recipes/demo.yaml", "plugin/vllm-cpu.txt"):
+    ends = ("py.typed", "commands/train.py", "ops/cpu/panels.h", "viewer/static/app.js", "recipes/demo.yaml", "plugin/vllm-cpu.txt")
+    for end in ends:
         assert any(name.endswith(end) for name in names), end
     assert not [name for name in names if name.startswith(("tests/", "docs/", "benchmarks/"))]
+
+
+def test_the_users_script_type_checks_against_the_wheel(wheel: Path, check_types: Callable[..., None], tmp_path: Path) -> None:
+    """What pip installs has its types with it: nothing of the checkout is on the path.  Mistakes are found, and nothing else."""
+    pytest.importorskip("mypy")
+    shutil.unpack_archive(wheel, tmp_path / "site", "zip")
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
+    command = ["mypy", "--strict", "--follow-imports=silent", "--no-error-summary", f"--cache-dir={tmp_path / 'cache'}"]
+    check_types(command, tmp_path, environment | {"MYPYPATH": str(tmp_path / "site")})
 
 
 def test_the_installed_command_trains_a_bundled_recipe_outside_the_tree(installed: Path, tmp_path: Path) -> None:

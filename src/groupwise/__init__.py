@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from groupwise.config.settings import Recipe
     from groupwise.data.packing import pack
     from groupwise.errors import GroupwiseError
-    from groupwise.models.policy import Policy, make_policy
+    from groupwise.models.loading import make_policy
+    from groupwise.models.policy import Policy
     from groupwise.records import Prompt, Rollout, Sample, Sampling, Scored, Step
     from groupwise.rewards.compose import build_rewards
     from groupwise.rewards.find import LiveReward
@@ -51,7 +52,7 @@ _WHERE = {
     "LoadedPolicy": "runs.loaded",
     "evaluate": "runs.evaluation",
     "EvalReport": "runs.evaluation",
-    "make_policy": "models.policy",
+    "make_policy": "models.loading",
     "Policy": "models.policy",
     "NativeEngine": "rollout.native.engine",
     "build_rewards": "rewards.compose",

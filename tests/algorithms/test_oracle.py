@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from groupwise.algorithms import advantages as credit
-from groupwise.algorithms import diagnostics, loss_weights, losses
+from groupwise.algorithms import diagnostics, kl_estimators, loss_weights, losses
 from groupwise.algorithms.losses import Terms
 from groupwise.algorithms.registry import ALGORITHMS, options
 
@@ -81,7 +81,7 @@ def algorithm_of(config: dict):
         surrogate=partial(function, **{name: known[name] for name in options(function)}),
         ratio={"token": losses.token, "sequence": losses.sequence_mean}[config["importance_sampling_level"]],
         beta=config["beta"],
-        kl=losses.k3_ratio if config["use_bias_correction_kl"] else losses.k3,
+        kl=kl_estimators.k3_ratio if config["use_bias_correction_kl"] else kl_estimators.k3,
         entropy_bonus=config["entropy_coef"],
         entropy_quantile=1 - config["top_entropy_quantile"],
         off_policy_delta=config["off_policy_mask_threshold"],
@@ -145,10 +145,10 @@ def with_trl_kl(case: dict, algorithm, terms: Terms):
 
     Where the levels differ, TRL's product is put in the place of `k3_ratio`, which shows that this is the only difference.
     """
-    if case["config"]["importance_sampling_level"] == "token" or algorithm.kl is losses.k3:
+    if case["config"]["importance_sampling_level"] == "token" or algorithm.kl is kl_estimators.k3:
         return algorithm
     level_M = algorithm.ratio(terms.logp_M, terms.behavior_logp_M, terms.segment_M, terms.segments)
-    return replace(algorithm, kl=lambda *arguments: level_M.exp() * losses.k3(*arguments))
+    return replace(algorithm, kl=lambda *arguments: level_M.exp() * kl_estimators.k3(*arguments))
 
 
 @pytest.mark.parametrize(("case", "content"), cases_of("loss"))
@@ -299,7 +299,7 @@ def test_rloo_case(case, content, scored):
     assert loss.item() == pytest.approx(case["loss"], abs=1e-6)
     torch.testing.assert_close(logp_BT.grad, tensor(case["grad_logps"]), rtol=0, atol=1e-6)
     if "kl" in case["metrics"]:
-        kl_M = losses.k1(terms.behavior_logp_M, tensor(case["ref_logps"])[place], None)
+        kl_M = kl_estimators.k1(terms.behavior_logp_M, tensor(case["ref_logps"])[place], None)
         assert float(kl_M.mean()) == pytest.approx(case["metrics"]["kl"], abs=1e-6)
 
 

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from groupwise.algorithms import advantages, loss_weights, losses, registry
+from groupwise.algorithms import advantages, kl_estimators, loss_weights, losses, registry
 from groupwise.algorithms.losses import Terms
 from groupwise.algorithms.registry import ALGORITHMS, PARTS, Algorithm, describe, options, resolve
 from groupwise.config import settings
@@ -157,7 +157,7 @@ def test_extras_multiply_the_surrogate_and_never_the_kl():
     mismatch = losses.token_mismatch(torch.linspace(0.0, 2.0, 8, dtype=torch.float64), terms.segment_M, 3)
     terms = replace(terms, mismatch=mismatch)
     row = replace(ALGORITHMS["grpo"], beta=0.1, off_policy_delta=0.1, entropy_quantile=0.5)
-    policy_M, kl_M = losses.clipped(terms), losses.k3(terms.logp_M, terms.reference_logp_M, terms.log_ratio_M)
+    policy_M, kl_M = losses.clipped(terms), kl_estimators.k3(terms.logp_M, terms.reference_logp_M, terms.log_ratio_M)
     keep_M, high_M = losses.off_policy_keep(terms, delta=0.1), terms.entropy_M >= 0.5
     assert keep_M.any()
     assert not keep_M.all()
@@ -178,7 +178,7 @@ def test_vespo_takes_the_mismatch_into_its_own_weight():
 @pytest.mark.parametrize("ratio", PARTS["ratio"].values())
 def test_p29_the_kl_is_weighted_by_the_tokens_ratio_at_every_level(ratio):
     terms = terms_of()
-    row = replace(ALGORITHMS["gspo"], ratio=ratio, kl=losses.k3_ratio)
+    row = replace(ALGORITHMS["gspo"], ratio=ratio, kl=kl_estimators.k3_ratio)
     kl_M = replace(row, beta=0.3).loss(terms) - row.loss(terms)
     gap_M = terms.reference_logp_M - terms.logp_M
     token_ratio_M = (terms.logp_M - terms.behavior_logp_M).exp()
@@ -307,7 +307,7 @@ def test_a_recipe_replaces_single_parts():
     chosen = resolve("dapo", group, 64)
     assert describe(chosen.credit) == "standardized(ddof=0, eps=0.0, scale=group)"
     assert describe(chosen.surrogate) == "clipped(low=0.1, high=0.2, delta=2.0)"
-    assert (chosen.ratio, chosen.weights, chosen.kl) == (losses.sequence_token, loss_weights.prompt_mean, losses.k2)
+    assert (chosen.ratio, chosen.weights, chosen.kl) == (losses.sequence_token, loss_weights.prompt_mean, kl_estimators.k2)
     assert (chosen.dead_groups, chosen.truncated, chosen.beta) == ("drop", "mask", 0.04)
     assert chosen.needs_reference
     assert chosen.needs_entropy

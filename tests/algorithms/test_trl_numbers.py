@@ -21,7 +21,7 @@ from groupwise.algorithms import advantages as credit
 from groupwise.algorithms import losses
 from groupwise.algorithms.registry import Algorithm, resolve
 from groupwise.config.settings import GroupSettings
-from groupwise.ops.divergence import jsd
+from groupwise.ops.distillation import jsd
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored
 from groupwise.training.closed_form import closed_form
 from groupwise.training.online import weigh

@@ -1,4 +1,4 @@
-"""A loss, credit, reward, engine, task and command of one's own, from a package that lies outside of the tree."""
+"""A loss, credit, reward, engine, task, environment and command of one's own, from a package that lies outside of the tree."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from groupwise.config.recipes import make_recipe
 from groupwise.errors import ConfigError
+from groupwise.records import Finish
 from groupwise.runs.run import train
 
 PACKAGE = '''
@@ -45,9 +46,9 @@ def reward(prompts, completions, *, bonus=0.0, **columns):
 class Engine(InProcess):
     """Draws by the native engine, and counts."""
 
-    def __init__(self, policy, *, max_rows, keep_special_tokens, note="none"):
-        calls.append(("engine", max_rows, note))
-        self.inner = NativeEngine(policy, max_rows=max_rows, keep_special_tokens=keep_special_tokens)
+    def __init__(self, policy, *, max_rows, keep_special_tokens, note="none", world=None):
+        calls.append(("engine", max_rows, note, world is not None))
+        self.inner = NativeEngine(policy, max_rows=max_rows, keep_special_tokens=keep_special_tokens, world=world)
 
     def generate(self, prompts, *, group_size, sampling, seed):
         self.inner.set_version(self.version)
@@ -72,6 +73,20 @@ class Doubling:
 
     def demonstrations(self, n, seed):
         return [row | {"completion": row["answer"]} for row in self.rows(n)]
+
+
+class Count:
+    """Counts the turns up to a number, which it says; each is worth the row's answer."""
+
+    def __init__(self, last=9):
+        self.last = last
+
+    def reset(self, **row):
+        self.turns, self.answer = 0, float(row["answer"])
+
+    def step(self, text):
+        self.turns += 1
+        return str(self.turns), self.answer, self.turns == self.last
 
 
 def command(arguments):
@@ -116,7 +131,7 @@ def keys(name: str) -> dict[str, object]:
 def test_each_of_them_is_used_by_a_run(outside: str) -> None:
     (step,) = (step for step in train(make_recipe(keys(outside))) if step.number == 1)
     said = sys.modules[outside].calls
-    assert ("engine", 5, "mine") in said
+    assert ("engine", 5, "mine", False) in said
     assert ("generate", 3, 2) in said
     assert ("credit", 3) in said
     assert ("loss", 0.5) in said
@@ -126,6 +141,30 @@ def test_each_of_them_is_used_by_a_run(outside: str) -> None:
     assert "correction" in str(step.metrics) or "mismatch/mean" in step.metrics, "an engine of one's own is corrected"
 
 
+def test_an_environment_answers_what_an_engine_samples(outside: str) -> None:
+    """In a worker process of its own, with the engine from the same package; its reward is the run's."""
+    chosen = keys(outside)
+    del chosen["rewards"]
+    chosen |= {
+        "model": {"scratch": {"hidden": 32, "layers": 1, "heads": 2, "context": 128, "tokenizer": "arithmetic"}},
+        "data": {"task": f"{outside}:Doubling", "chat": True},
+        "environment": {"factory": f"{outside}:Count", "args": {"last": 2}, "runs": "process"},
+        "rollout": {"engine": f"{outside}:Engine", "max_new_tokens": 64, "max_rows": 5},
+    }
+    (step,) = (step for step in train(make_recipe(chosen)) if step.number == 1)
+    assert ("engine", 5, "none", True) in sys.modules[outside].calls
+    assert {group.names for group in step.groups} == {("environment",)}
+    for group in step.groups:
+        for rollout, reward in zip(group.rollouts, group.reward.tolist(), strict=True):
+            assert rollout.episode is not None
+            answered = len(rollout.episode.turns) if rollout.finish is Finish.DONE else len(rollout.episode.turns) - 1
+            assert reward == answered * float(rollout.prompt.row["answer"])
+            assert rollout.finish is not Finish.DONE or answered == 2
+            assert not rollout.trained.all() or answered == 0, "what it said is in the completion, and is not trained"
+    assert any(rollout.finish is Finish.DONE for group in step.groups for rollout in group.rollouts)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -148,6 +187,7 @@ def test_what_does_not_fit_is_refused_with_its_key(change: dict, said: str, outs
         list(train(recipe))
 
 
+@pytest.mark.slow
 def test_a_command_of_an_installed_package(outside: str, tmp_path: Path) -> None:
     """Its entry point is all that is read of it until it is typed."""
     described = tmp_path / "site" / "outside-1.0.dist-info"

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,8 @@ def room_of(module: str) -> int:
     return ROOMS.index(part_of(module))
 
 
-def imports(name: str, *, lazy: bool = True) -> Iterator[str]:
+@cache
+def imports(name: str, *, lazy: bool = True) -> tuple[str, ...]:
     """Modules that a file imports, with dots; `lazy`: also those inside functions.  Never those for type checkers alone."""
     typing_only = {
         id(child)
@@ -45,15 +47,17 @@ def imports(name: str, *, lazy: bool = True) -> Iterator[str]:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         for child in ast.walk(node)
     }
+    found: list[str] = []
     for node in ast.walk(TREES[name]):
         if id(node) in typing_only or (not lazy and id(node) in inside):
             continue
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
+            found.append(node.module)
             if node.module == "groupwise" or f"{node.module}.{node.names[0].name}" in (f"groupwise.{name}" for name in FILES):
-                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+                found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return tuple(found)
 
 
 def own_imports(name: str, *, lazy: bool = True) -> set[str]:
@@ -138,6 +142,8 @@ def test_only_ops_knows_the_compiled_kernels() -> None:
 
 PLUGIN = "rollout.vllm.plugin.groupwise_vllm"
 """Runs inside vLLM's processes, where Groupwise is not installed: it can import no part of it."""
+DISTRIBUTED = ("distributed.comm", "distributed.fsdp", "distributed.sharded_checkpoint", PLUGIN)
+"""What imports torch.distributed."""
 
 
 def test_only_distributed_knows_of_other_processes() -> None:
@@ -146,7 +152,7 @@ def test_only_distributed_knows_of_other_processes() -> None:
             isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed" for node in ast.walk(TREES[name])
         )
         uses = reached or any(module.startswith("torch.distributed") for module in imports(name))
-        assert not uses or name in ("distributed.comm", "distributed.sharded_checkpoint", PLUGIN), f"{name} uses torch.distributed"
+        assert not uses or name in DISTRIBUTED, f"{name} uses torch.distributed"
 
 
 def test_what_runs_inside_vllm_imports_nothing_of_ours() -> None:
@@ -191,6 +197,92 @@ def test_the_library_prints_nothing(name: str) -> None:
         node.lineno for node in ast.walk(TREES[name]) if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "print"
     ]
     assert not calls, f"{name}: print in lines {calls}"
+
+
+PASSED_ON = {
+    "data.tasks.countdown.solved", "data.tasks.preferences.friendly", "data.tasks.preferences.right",  # rewards: other columns
+    "distributed.sharded_checkpoint._Reader.read_metadata", "rollout.transformers._Ends.__call__",  # called by torch, transformers
+    "models.attention.packed_attention", "models.fused._rotary_attention", "models.fused._rotary_block",  # called by transformers
+    "models.fused._rotary_block_once", "models.masks.Rule.to", "models.masks._rule", "models.masks._trace",
+    "models.rope._by_length", "rewards.process.ProcessReward.__call__", "rollout.probe._NoText.decode",
+}  # fmt: skip
+"""Functions that take `**keywords` of any type, because somebody else calls them, or they call what somebody else wrote."""
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_call_hides_its_arguments(name: str) -> None:
+    """Arguments of our own functions are written where they are called, and a function names its parameters.
+
+    A wrapper passes arguments on by ParamSpec; `**columns: np.ndarray` and the like, a mapping of one type, is data.
+    """
+    tree = TREES[name]
+    own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    own |= {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("groupwise")
+        for alias in node.names
+    }
+    wrong = []
+    for full, node in functions(name):
+        keywords = node.args.kwarg
+        if keywords is not None:
+            kind = "" if keywords.annotation is None else ast.unparse(keywords.annotation)
+            if keywords.arg == "how" or (kind in ("", "Any", "object") and full not in PASSED_ON):
+                wrong.append(f"{node.lineno}: {full} takes **{keywords.arg}")
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        made = {
+            target.id
+            for child in ast.walk(node)
+            if isinstance(child, (ast.Assign, ast.AnnAssign)) and isinstance(child.value, (ast.Dict, ast.DictComp))
+            for target in (child.targets if isinstance(child, ast.Assign) else [child.target])
+            if isinstance(target, ast.Name)
+        }
+        for call in (child for child in ast.walk(node) if isinstance(child, ast.Call)):
+            callee = ast.unparse(call.func).removeprefix("self.").removeprefix("cls.").split(".")[0]
+            for spread in (keyword.value for keyword in call.keywords if keyword.arg is None):
+                hidden = isinstance(spread, ast.Name) and spread.id in made and callee in own
+                if hidden or (isinstance(spread, ast.Name) and spread.id == "how"):
+                    wrong.append(f"{call.lineno}: {ast.unparse(call.func)}(**{ast.unparse(spread)})")
+    assert not wrong, f"{name}: {wrong}"
+
+
+def test_docstrings_name_what_there_is() -> None:
+    """`folder/file.py`, `package/file` and `module.NAME` in backticks: a name that has moved would send a reader nowhere."""
+    modules = {full.removesuffix(".__init__").rpartition(".")[2] for full in FILES}
+    homes: dict[str, set[str]] = {}
+    for full, tree in TREES.items():
+        for node in tree.body:
+            names = [node.name] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else []
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+            names += [target.id for target in targets if isinstance(target, ast.Name)]
+            for name in names:
+                homes.setdefault(name, set()).add(full.removesuffix(".__init__").rpartition(".")[2])
+    # What is not ours, and attributes and keys of the name.
+    others = ("torch.", "gw.", "groupwise.", "algorithm.importance", "reward_model.replay", "wording.chat", "ops.attention")
+    wrong = []
+    for full, path in FILES.items():
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            files = re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py)`", line)
+            files += [f"{file}.py" for file in re.findall(rf"`((?:{'|'.join({*ROOMS} - {'runs'})})/[a-z_/]+)`", line)]
+            for file in files:
+                places = (SOURCE / file, path.parent / file, ROOT / file, ROOT / "src" / file)
+                known = any(place.is_file() or place.with_suffix("").is_dir() for place in places) or (
+                    "/" not in file and file.removesuffix(".py") in modules
+                )
+                if not known and file not in EXAMPLES:
+                    wrong.append(f"{full}:{number}: {file}")
+            for dotted in re.findall(r"`([a-z_.]+\.[A-Za-z_]+)`", line):
+                module, name = dotted.split(".")[-2:]
+                if name in homes and module not in homes[name] and not dotted.startswith(others):
+                    wrong.append(f"{full}:{number}: {dotted}, which is in {', '.join(sorted(homes[name]))}")
+    assert not wrong, wrong
+
+
+EXAMPLES = {"path/to/file.py", "my_rewards.py", "my_env.py", "file.py"}
+"""Files of a user's, in docstrings."""
 
 
 def test_the_loop_fits_on_one_screen() -> None:
@@ -249,7 +341,7 @@ ALLOWED = {
     ("models.masks", "attention_mask"),
     ("models.attention", "attention_mask"),
     ("models.fused", "attention_mask"),
-    ("models.policy", "generation"),
+    ("models.loading", "generation"),
     ("rollout.vllm.colocated", "logprob"),
     ("rollout.mixed", "attention_mask"),
     ("rollout.transformers", "attention_mask"),

@@ -57,6 +57,7 @@ def test_a_template_that_rewrites_the_past_is_said(check: Callable) -> None:
     assert "; user after an answer: rewrites ('" in text and "<|assistant|><think></thi" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("truncation", [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}])
 def test_p13_truncated_sampling_is_scored_over_its_support(truncation: dict, check: Callable) -> None:
     status, text = check(rollout={"max_new_tokens": 48} | truncation)

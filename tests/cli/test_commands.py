@@ -19,7 +19,7 @@ import pytest
 
 from groupwise.cli import commands
 from groupwise.cli.commands import train
-from groupwise.config import recipes
+from groupwise.config import bundled
 from groupwise.config.recipes import dump_stages, parse_stages
 from groupwise.errors import Diverged, EngineError
 
@@ -51,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "r.yaml").write_text(RECIPE)
     (tmp_path / "bundled").mkdir()
     (tmp_path / "bundled" / "sums.yaml").write_text(RECIPE)
-    monkeypatch.setattr(recipes, "recipe_folder", lambda: tmp_path / "bundled")
+    monkeypatch.setattr(bundled, "recipe_folder", lambda: tmp_path / "bundled")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -132,6 +132,7 @@ def test_light_commands_import_no_torch(folder: Path, arguments: list[str]) -> N
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_worked_step_needs_torch_and_no_model() -> None:
     code = (
         "import sys; from groupwise.cli.commands import main; rc = main(['explain'])\n"

@@ -181,6 +181,7 @@ def test_explain_works_a_recorded_step_through(there: Path, capsys: pytest.Captu
 # ---------------------------------------------------------------- going on, and not beginning
 
 
+@pytest.mark.slow
 def test_more_steps_go_on_or_it_is_said_why_not(there: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "my.yaml", "--quiet", "steps=1", f"runs={tmp_path}"]) == 0
     assert main(["train", "my.yaml", "--quiet", "steps=2", f"runs={tmp_path}"]) == 0
@@ -249,13 +250,13 @@ def shop(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     """A folder with everything that the examples name."""
     shutil.copytree(finished, tmp_path / "shop")
     monkeypatch.chdir(tmp_path / "shop")
-    from groupwise.config import recipes
+    from groupwise.config import bundled as bundled_recipes
 
     bundled = tmp_path / "bundled"
     bundled.mkdir()
     text = (finished / "my.yaml").read_text()
     (bundled / "demo.yaml").write_text(text.replace("name: demo/grpo", "name: again").replace("steps: 3", "steps: 1"))
-    monkeypatch.setattr(recipes, "recipe_folder", lambda: bundled)
+    monkeypatch.setattr(bundled_recipes, "recipe_folder", lambda: bundled)
     rows = [{"question": "7+7=", "answer": "14", "prompt": "7+7=", "completion": "14"}]
     for name in ("test.jsonl", "completions.jsonl"):
         Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -276,6 +277,7 @@ def examples() -> list[str]:
     return found + [re.split(r"\s{2,}", example)[0] for example in commands.EXAMPLES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", dict.fromkeys(examples()))
 def test_the_examples_of_help_run(
     example: str, shop: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

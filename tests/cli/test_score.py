@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ import pytest
 from groupwise.cli.score import score_file, visible
 from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, DataError
+from groupwise.rewards.checker import Checker, shared_checker
+from groupwise.rewards.workers import Worker
 
 ROWS = [
     {"prompt": "2+2=", "completion": r"\boxed{4}", "answer": "4", "completion_ids": [1, 2, 3]},
@@ -70,6 +74,39 @@ def test_neighbours_with_one_prompt_are_one_call(tmp_path, monkeypatch):
     (tmp_path / "size_reward.py").write_text("def f(completions): return [len(completions)] * len(completions)")
     rows = [{"prompt": prompt, "completion": "x"} for prompt in "aabccca"]
     assert score_file(["size_reward.py:f"], write(tmp_path / "rows.jsonl", rows)).reward.tolist() == [2, 2, 1, 3, 3, 3, 1]
+
+
+def test_a_slow_call_is_named_and_a_workers_start_is_none(tmp_path, monkeypatch):
+    """By a clock that stands still but for what the two stand-ins below say they took."""
+    monkeypatch.chdir(tmp_path)
+    passed = [0.0]
+    real = time.monotonic
+    monkeypatch.setattr("groupwise.rewards.workers.time", SimpleNamespace(monotonic=lambda: real() + passed[0]))
+    monkeypatch.setattr("groupwise.rewards.compose.time", SimpleNamespace(monotonic=lambda: real() + passed[0]))
+    monkeypatch.setattr("groupwise.rewards.checker._shared", None)
+    ready, compare = Worker.ready, Checker.compare
+
+    def start(worker):
+        ready(worker)
+        passed[0] += 10_000.0
+
+    def computed(checker, pairs):
+        passed[0] += 3_000.0
+        return compare(checker, pairs)
+
+    monkeypatch.setattr(Worker, "ready", start)
+    monkeypatch.setattr(Checker, "compare", computed)
+    rows = [{"prompt": "x", "completion": rf"\boxed{{x+{n}}}", "answer": r"\frac{x}{1}+2"} for n in (1, 2)]
+    (tmp_path / "own_reward.py").write_text("def f(completions): return [1.0] * len(completions)")
+    report = score_file(["accuracy", "own_reward.py:f"], write(tmp_path / "rows.jsonl", rows))
+    shared_checker().pool.close()
+    assert report.rewards.tolist() == [[0.0, 1.0], [1.0, 1.0]]
+    assert passed[0] >= 13_000.0
+    (slowest, other) = sorted(report.calls, key=lambda call: -call.seconds)
+    assert slowest[:3] == ("accuracy", 0, 2) and 3_000.0 <= slowest.seconds < 10_000.0
+    assert other[:3] == ("f", 0, 2) and other.seconds < 3_000.0
+    (line,) = (line for line in report.render().splitlines() if line.startswith("slow: accuracy"))
+    assert line.startswith("slow: accuracy took 3") and line.endswith(r"line 1 and 1 more of its prompt: \boxed{x+1}")
 
 
 def test_columns_are_renamed_and_rows_limited(tmp_path):

@@ -15,13 +15,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from groupwise.config.bundled import find_recipe, header
 from groupwise.config.recipes import (
     changes,
     check,
     dump,
     dump_stages,
-    find_recipe,
-    header,
     load_recipe,
     load_stages,
     make_recipe,
@@ -428,6 +427,7 @@ def test_load_recipe_and_load_stages(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- writing
 
 
+@pytest.mark.slow
 @given(
     st.builds(
         Recipe,

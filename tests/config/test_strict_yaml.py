@@ -45,6 +45,7 @@ def test_scalars_follow_yaml_1_2(text: str, value: object) -> None:
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(st.text(min_size=1), st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
 )

@@ -98,6 +98,7 @@ TREE = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_that_is_broken_off_draws_the_same_prompts(tmp_path: Path, write_recipe: Callable) -> None:
     whole = list(train(load_recipe(write_recipe(tmp_path, "whole", **TREE))))
     assert whole[-1].metrics["prompts/skipped"] > 0

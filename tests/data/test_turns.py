@@ -170,6 +170,7 @@ def told(chance: random.Random) -> str:
     return "x" + "".join(chance.choice(WORDS) for _ in range(chance.randint(0, 8))) + "y"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["keeps", "bare", "headers", *(name for name in SHIPPED if SHIPPED[name].count("append") == 4)])
 def test_traps_1_2_5_random_conversations_are_what_the_template_writes(name):
     """Stream = full render, ids for ids, where what was sampled is canonical; any other split of the same text stays as it is."""

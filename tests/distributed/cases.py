@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rule_rewards import RuleRewards
 from torch import nn
 
 from groupwise.algorithms.registry import resolve
@@ -31,16 +32,17 @@ from groupwise.config.settings import (
 )
 from groupwise.data.order import Order
 from groupwise.data.tokenizers import make_tokenizer
-from groupwise.distributed import comm, sharded_checkpoint
+from groupwise.distributed import comm, fsdp, sharded_checkpoint
 from groupwise.errors import StorageError
-from groupwise.models import fsdp
+from groupwise.models import sharded_policy
 from groupwise.models.attention import PackedAttention
-from groupwise.models.fsdp import shard
+from groupwise.models.loading import make_policy, read_blueprint
 from groupwise.models.lora import adapt, bare
-from groupwise.models.policy import Policy, make_policy, read_blueprint
+from groupwise.models.policy import Policy
 from groupwise.models.reward_head import add_head, wrap_scorer
 from groupwise.models.scratch import scratch_model
-from groupwise.models.streaming import Pieces
+from groupwise.models.sharded_policy import shard
+from groupwise.models.streaming import CheckpointReader
 from groupwise.ops.linear_cross_entropy import head_logits
 from groupwise.records import Layout, Prompt, Rollout, Sampling, Scored
 from groupwise.runs import checkpoint
@@ -48,8 +50,8 @@ from groupwise.runs.build import make_engine
 from groupwise.runs.engines import mixed_engine
 from groupwise.runs.folder import choose_folder
 from groupwise.runs.policies import hold
+from groupwise.runs.resume import reader
 from groupwise.runs.run import Run, train
-from groupwise.runs.saving import reader
 from groupwise.training.critics import Critic
 from groupwise.training.objectives import OBJECTIVES, language_model
 from groupwise.training.online import train_online
@@ -90,9 +92,9 @@ def make(family: str, dtype: str, seed: int = 0, attention: str = "shared") -> P
     return make_policy(model, tokenizer, ModelSettings(dtype=precision, attention=attention))  # type: ignore[arg-type]
 
 
-def sharding_of(mode: str | dict[str, Any]) -> comm.ShardingConfig:
+def sharding_of(mode: str | dict[str, Any]) -> fsdp.ShardingConfig:
     """A name of `parallel`, or its keys."""
-    return comm.ShardingConfig(**({"name": mode} if isinstance(mode, str) else mode))
+    return fsdp.ShardingConfig(**({"name": mode} if isinstance(mode, str) else mode))
 
 
 def spread(policy: Policy, mode: str | dict[str, Any]) -> Policy:
@@ -108,20 +110,12 @@ def prompts(count: int = 23) -> list[Prompt]:
     return [Prompt(id=str(i), tokens=rng.integers(5, 60, size=int(size)), text=str(i)) for i, size in enumerate(sizes)]
 
 
-class Judge:
-    """Rewards by what was sampled: every fourth prompt gives a dead group, every seventh completion or so is unscorable."""
-
-    names = ("judge",)
-
-    def score(self, groups: Sequence[Sequence[Rollout]]) -> list[Scored]:
-        return [self._score(group) for group in groups]
-
-    def _score(self, group: Sequence[Rollout]) -> Scored:
-        words = [zlib.crc32(rollout.tokens.tobytes()) for rollout in group]
-        reward = np.array([np.nan if word % 7 == 0 else word % 5 / 4 for word in words])
-        if int(group[0].prompt.id) % 4 == 0:
-            reward[:] = 1.0
-        return Scored(rollouts=tuple(group), names=self.names, rewards=reward[:, None], reward=reward)
+def reward_of(rollout: Rollout) -> float | None:
+    """By what was sampled: every fourth prompt gives a dead group, every seventh completion or so is unscorable."""
+    if int(rollout.prompt.id) % 4 == 0:
+        return 1.0
+    word = zlib.crc32(rollout.tokens.tobytes())
+    return None if word % 7 == 0 else word % 5 / 4
 
 
 def online(
@@ -171,7 +165,7 @@ def online(
             policy,
             algorithm,
             engine=sampler,
-            rewards=Judge(),  # type: ignore[arg-type]
+            rewards=RuleRewards(reward_of, ("judge",)),
             draw=lambda k: [rename(rows[row], epoch) for epoch, row in order.take(k)],
             optimizer=optimizer,
             group=settings,
@@ -188,7 +182,7 @@ def online(
     kept = weights(policy)
     if judge is not None:
         own = judge.head.named_parameters() if judge.shared else weights(judge.policy).items()
-        kept |= {f"critic.{name}": np.array(comm.whole(torch.as_tensor(p).detach()).double()) for name, p in own}
+        kept |= {f"critic.{name}": np.array(fsdp.whole(torch.as_tensor(p).detach()).double()) for name, p in own}
     return {"steps": found, "gradients": gradients, "weights": kept}
 
 
@@ -216,7 +210,7 @@ def watch(optimizer: Optimizer) -> list[np.ndarray]:
     take = optimizer.adamw.step
 
     def step() -> None:
-        parts = [comm.whole(torch.zeros_like(m) if m.grad is None else m.grad) for m in optimizer.masters]
+        parts = [fsdp.whole(torch.zeros_like(m) if m.grad is None else m.grad) for m in optimizer.masters]
         seen.append(torch.cat([part.flatten().double() for part in parts]).numpy())
         take()
 
@@ -264,7 +258,7 @@ def whole_run(path: str, overrides: Sequence[str] = (), stop: int | None = None)
 
 def several_sizes(path: str, spread_from: int) -> dict[str, Any]:
     """A recipe to its end, with models spread from so many parameters on; whether its policy was."""
-    before, comm.SHARDED_FROM = comm.SHARDED_FROM, spread_from
+    before, fsdp.SHARDED_FROM = fsdp.SHARDED_FROM, spread_from
     try:
         recipe = load_recipe(path)
         with Run(recipe, comm.from_first(lambda: choose_folder(recipe))) as run, comm.peers():
@@ -272,7 +266,7 @@ def several_sizes(path: str, spread_from: int) -> dict[str, Any]:
                 pass
             return {"spread": run.job.policy.sharded}
     finally:
-        comm.SHARDED_FROM = before
+        fsdp.SHARDED_FROM = before
 
 
 def logits_of(policy: Policy) -> np.ndarray:
@@ -287,40 +281,40 @@ def logits_of(policy: Policy) -> np.ndarray:
 
 def export(folder: str, family: str, files: int) -> dict[str, Any]:
     """Exports a sharded policy tensor by tensor; returns how much of it this process held whole, and the policy's own logits."""
-    fsdp.SINGLE_FILE = 0 if files > 1 else 1 << 30
+    sharded_policy.SINGLE_FILE = 0 if files > 1 else 1 << 30
     policy = spread(make(family, "float32"), "zero3")
-    assert isinstance(policy, fsdp.ShardedPolicy)
+    assert isinstance(policy, sharded_policy.ShardedPolicy)
     held = sum(tensor.nbytes for tensor in policy.parts().values())
     if comm.world().first:
         Path(folder).mkdir()
     comm.wait()
     policy.export(Path(folder))
-    fsdp.SINGLE_FILE = 1 << 30
+    sharded_policy.SINGLE_FILE = 1 << 30
     return {"held": held, "logits": logits_of(policy)}
 
 
 def loaded(folder: str, mode: Any, scorer: bool = False) -> dict[str, Any]:
     """A checkpoint as these processes hold it: bytes of this one's part and of what it read, and the whole weights."""
     read: list[int] = []
-    rows = Pieces.rows
+    rows = CheckpointReader.rows
 
-    def counted(self: Pieces, name: str, part: slice) -> torch.Tensor:
+    def counted(self: CheckpointReader, name: str, part: slice) -> torch.Tensor:
         found = rows(self, name, part)
         read.append(found.nbytes)
         return found
 
-    Pieces.rows = counted  # type: ignore[method-assign]
+    CheckpointReader.rows = counted  # type: ignore[method-assign]
     parallel = ParallelSettings(**mode) if isinstance(mode, dict) else ParallelSettings(name=mode)
     recipe = Recipe(objective="reward" if scorer else "grpo", model=ModelSettings(path=folder), parallel=parallel)
     try:
         blueprint = read_blueprint(recipe.model)
         policy = hold(recipe, blueprint, OBJECTIVES["reward"].model if scorer else language_model)
     finally:
-        Pieces.rows = rows  # type: ignore[method-assign]
-    own = sum(comm.own(parameter).nbytes for parameter in policy.model.parameters())
+        CheckpointReader.rows = rows  # type: ignore[method-assign]
+    own = sum(fsdp.own(parameter).nbytes for parameter in policy.model.parameters())
     reference = policy.frozen_copy()
     same = all(
-        torch.equal(comm.own(a), comm.own(b)) and not b.requires_grad
+        torch.equal(fsdp.own(a), fsdp.own(b)) and not b.requires_grad
         for a, b in zip(policy.model.parameters(), reference.model.parameters(), strict=True)
     )
     found = {"own": own, "read": sum(read), "reference": same, "weights": weights(policy), "places": places(policy)}
@@ -329,7 +323,7 @@ def loaded(folder: str, mode: Any, scorer: bool = False) -> dict[str, Any]:
 
 def places(policy: Policy) -> list[str]:
     """What kinds of devices the parts are on."""
-    return sorted({comm.own(parameter).device.type for parameter in policy.model.parameters()})
+    return sorted({fsdp.own(parameter).device.type for parameter in policy.model.parameters()})
 
 
 def held(mode: Any, dtype: str, family: str = "llama") -> dict[str, float]:
@@ -343,16 +337,16 @@ def held(mode: Any, dtype: str, family: str = "llama") -> dict[str, float]:
         hidden = policy.hidden(torch.tensor([5, 6, 7, 8, 9, 10]), torch.arange(6), PackedAttention(layout))
         head_logits(hidden, policy.head).float().logsumexp(-1).sum().backward()
         policy.reshard()
-        gradients = sum(comm.own(master.grad).nbytes for master in optimizer.masters if master.grad is not None)
+        gradients = sum(fsdp.own(master.grad).nbytes for master in optimizer.masters if master.grad is not None)
         optimizer.step()
     update = counter.numbers
     with counter, policy.gathered() as plain:
         whole = sum(parameter.nbytes for parameter in plain.model.parameters())
     return {
         "parameters": sum(parameter.numel() for parameter in policy.model.parameters()),
-        "weights": sum(comm.own(parameter).nbytes for parameter in policy.model.parameters()),
+        "weights": sum(fsdp.own(parameter).nbytes for parameter in policy.model.parameters()),
         "gradients": gradients,
-        "optimizer": sum(comm.own(tensor).nbytes for tensor in optimizer.tensors().values()),
+        "optimizer": sum(fsdp.own(tensor).nbytes for tensor in optimizer.tensors().values()),
         "whole": whole,
         "update": update,
         "gathered": counter.numbers - update,
@@ -388,14 +382,14 @@ def saved_while_training(folder: str, recipe: str) -> dict[str, Any]:
     with Run(load_recipe(recipe), Path(folder)) as run:
         steps = run.steps()
         next(steps)
-        before = weights(run.job.policy), {n: comm.whole(t).numpy().copy() for n, t in run.job.tensors().items()}
+        before = weights(run.job.policy), {n: fsdp.whole(t).numpy().copy() for n, t in run.job.tensors().items()}
         files.fingerprint = slow
         try:
             run._save()
             assert started.wait(30)
             with torch.no_grad():
                 for tensor in [*run.job.tensors().values(), *run.job.policy.model.parameters()]:
-                    comm.own(tensor).zero_()
+                    fsdp.own(tensor).zero_()
             unfinished = checkpoint.latest(Path(folder)) is None
             comm.wait()
         finally:
@@ -405,7 +399,7 @@ def saved_while_training(folder: str, recipe: str) -> dict[str, Any]:
         newest = checkpoint.latest(Path(folder))
         assert newest is not None
         run.job.restore(checkpoint.load(newest), reader(newest))
-        after = {n: comm.whole(t).numpy().copy() for n, t in run.job.tensors().items()}
+        after = {n: fsdp.whole(t).numpy().copy() for n, t in run.job.tensors().items()}
         same = all(np.array_equal(after[name], tensor) for name, tensor in before[1].items()) and len(after) > 10
         steps.close()
     return {"unfinished": unfinished, "same": same, "weights": before[0], "newest": str(newest)}
@@ -424,8 +418,8 @@ def failing_save(folder: str, recipe: str, where: str) -> dict[str, Any]:
         run.saver.wait()
         next(steps)
         run._whole = (2, run.job.optimizer.taken, run.job.place())
-        target = {"policy": (fsdp, "save_file"), "shards": (sharded_checkpoint.FileSystemWriter, "write_data")}[where]
-        genuine, fsdp.SINGLE_FILE = getattr(*target), 0  # both processes have a file of the policy to write
+        target = {"policy": (sharded_policy, "save_file"), "shards": (sharded_checkpoint.FileSystemWriter, "write_data")}[where]
+        genuine, sharded_policy.SINGLE_FILE = getattr(*target), 0  # both processes have a file of the policy to write
         if comm.world().rank == 1:
             setattr(*target, full)
         said = ""
@@ -436,7 +430,7 @@ def failing_save(folder: str, recipe: str, where: str) -> dict[str, Any]:
             said = str(error)
         finally:
             setattr(*target, genuine)
-            fsdp.SINGLE_FILE = 1 << 30
+            sharded_policy.SINGLE_FILE = 1 << 30
         comm.wait()
         left = sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
         comm.wait()

@@ -1,4 +1,4 @@
-"""Processes that stay up between tests: starting one costs seconds, a case a fraction of one."""
+"""Processes that stay up between tests: forked once, they run every case."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import json
 import os
 import pickle
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,69 +24,68 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
+WORKER = f"import runpy; runpy.run_path({str(HERE / 'worker.py')!r}, run_name='__main__')"
+
+
 class Ranks:
     """`size` processes in one process group; `run` calls a function of cases.py on all of them."""
 
-    def __init__(self, size: int, folder: Path) -> None:
+    def __init__(self, size: int, folder: Path, server: Any) -> None:
         self.size, self.folder, self.calls = size, folder, 0
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, str(HERE / "worker.py")],
-                env=os.environ
-                | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
-                | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-                | {"PYTHONFAULTHANDLER": "1"},  # one that crashes says where
-                cwd=HERE,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(size)
-        ]
+        common = {"WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        self.processes, self.asked, self.answers = [], [], []
+        for rank in range(size):
+            (heard, ask), (answer, said) = os.pipe(), os.pipe()
+            own = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self.processes.append(server.start(code=WORKER, cwd=HERE, stdin=heard, stdout=said, lasting=True, **own))
+            self.asked.append(os.fdopen(ask, "w"))
+            self.answers.append(os.fdopen(answer))
+            os.close(heard)
+            os.close(said)
 
     def run(self, case: str, **arguments: Any) -> list[Any]:
         """What the function returned, by rank.  The test fails if it failed on any of them."""
         self.calls += 1
         outs = [self.folder / f"{self.size}-{self.calls}-{rank}" for rank in range(self.size)]
-        for process, out in zip(self.processes, outs, strict=True):
-            assert process.stdin is not None
-            process.stdin.write(json.dumps({"case": case, "arguments": arguments, "out": str(out)}) + "\n")
-            process.stdin.flush()
-        answers = [self._answer(process, out) for process, out in zip(self.processes, outs, strict=True)]
+        for asked, out in zip(self.asked, outs, strict=True):
+            asked.write(json.dumps({"case": case, "arguments": arguments, "out": str(out)}) + "\n")
+            asked.flush()
+        answers = [self._answer(rank, out) for rank, out in enumerate(outs)]
         if not all(good for good, _ in answers):
             self.close()
             told = "\n".join(f"rank {rank} {'returned' if good else value}" for rank, (good, value) in enumerate(answers))
             pytest.fail(f"{case} on {self.size} processes:\n{told}")
         return [value for _, value in answers]
 
-    def _answer(self, process: subprocess.Popen[str], out: Path) -> tuple[bool, Any]:
+    def _answer(self, rank: int, out: Path) -> tuple[bool, Any]:
         """Whether it went well, and what the function returned or what became of it."""
-        assert process.stdout is not None
-        while (line := process.stdout.readline()) and line.strip() != "done":
+        while (line := self.answers[rank].readline()) and line.strip() != "done":
             pass
-        return pickle.loads(out.read_bytes()) if out.exists() else (False, f"ended with exit code {process.wait(60)}")
+        if out.exists():
+            return pickle.loads(out.read_bytes())
+        return False, f"ended with exit code {self.processes[rank].wait(60)}:\n{self.processes[rank].said}"
 
     @property
     def alive(self) -> bool:
         return all(process.poll() is None for process in self.processes)
 
     def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
+        for one in (*self.asked, *self.answers, *self.processes):
+            with suppress(OSError):  # what was asked of one that has ended
+                one.close()
 
 
 @pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Ranks]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory, fork_server: Any) -> Iterator[Callable[[int], Ranks]]:
     """`ranks(n)`: n processes; the same ones for every test."""
     pools: dict[int, Ranks] = {}
 
     def of(size: int) -> Ranks:
         if size not in pools or not pools[size].alive:
-            pools[size] = Ranks(size, tmp_path_factory.mktemp(f"ranks{size}"))
+            pools[size] = Ranks(size, tmp_path_factory.mktemp(f"ranks{size}"), fork_server)
         return pools[size]
 
     yield of

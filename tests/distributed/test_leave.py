@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,8 +36,8 @@ if other:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are named in /proc")
-def test_no_thread_of_the_group_is_left_after_parting() -> None:
+def test_no_thread_of_the_group_is_left_after_parting(forked: Any) -> None:
     """Else gloo's, letting go of the last exchange's tensors as Python ended, aborted one run in thirty on a busy machine."""
-    ended = subprocess.run([sys.executable, "-c", PAIR], capture_output=True, text=True, timeout=200)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("parted") == 2
+    ended = forked.run(code=PAIR)
+    assert ended.returncode == 0, ended.said
+    assert ended.said.count("parted") == 2

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from groupwise.config.settings import ModelSettings
 from groupwise.distributed import sharded_checkpoint as shards
-from groupwise.distributed.comm import ShardingConfig
+from groupwise.distributed.fsdp import ShardingConfig
 from groupwise.errors import CheckpointError, ConfigError
-from groupwise.models.policy import read_blueprint
+from groupwise.models.loading import read_blueprint
 from groupwise.models.reward_head import make_scorer
 from groupwise.models.shape import Shape
 from groupwise.models.streaming import empty_model

@@ -72,15 +72,13 @@ def test_the_plans_hold_what_makes_it_hard(plan: str) -> None:
         assert not any("kl" in step for step in steps)
 
 
+# Every plan in every mode, one of the three on four processes: so every plan is asked on both numbers, and so is every mode.
 @pytest.mark.parametrize(
     ("plan", "size", "mode"),
     [
-        # Of four processes zero2 is asked once: it differs from zero3 in when weights are let go, not in what is summed.
-        pytest.param(plan, size, mode, marks=[pytest.mark.slow] if size == 4 else [])
-        for plan in PLANS
-        for size in (2, 4)
-        for mode in MODES
-        if (size, mode) != (4, "zero2") or plan == "grpo"
+        (plan, 4 if place % len(MODES) == number else 2, mode)
+        for place, plan in enumerate(PLANS)
+        for number, mode in enumerate(MODES)
     ],
 )
 def test_p50_p51_losses_gradients_and_samples_are_those_of_one_process(plan: str, size: int, mode: str, ranks: Callable) -> None:
@@ -107,8 +105,8 @@ def test_a_critic_s_head_on_the_policy_learns_the_same_on_any_number_of_processe
     ("size", "mode"),
     [
         (2, {"name": "zero3", "offload": True}),
-        pytest.param(4, {"name": "zero3", "shards": 2}, marks=pytest.mark.slow),
-        pytest.param(4, {"name": "zero2", "shards": 2, "offload": True}, marks=pytest.mark.slow),
+        (4, {"name": "zero3", "shards": 2}),
+        (4, {"name": "zero2", "shards": 2, "offload": True}),
     ],
 )
 def test_neither_copies_nor_host_memory_change_the_steps(size: int, mode: dict[str, Any], ranks: Callable) -> None:
@@ -119,10 +117,10 @@ def test_neither_copies_nor_host_memory_change_the_steps(size: int, mode: dict[s
         assert all(np.array_equal(other["weights"][n], w) for n, w in found[0]["weights"].items())
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(("family", "mode"), [*(("llama", mode) for mode in MODES), ("gpt2", "zero3")])
 def test_p53_an_adapter_on_spread_weights_takes_the_same_steps(family: str, mode: str, ranks: Callable) -> None:
-    """Trained factors beside frozen weights of the same blocks, the reference under them, against one process."""
+    """Trained factors beside frozen weights of the same blocks, the reference under them, against one process.  GPT-2's weights lie
+    the other way round, which only matters where they are cut."""
     plan = {"objective": "grpo", "beta": 0.1, "lora": True, "family": family, "steps": 4}
     found, expected = ranks(2).run("online", **plan | {"mode": mode}), cases.online(**plan)
     assert expected["steps"][0]["kl"] < 1e-12 < expected["steps"][-1]["kl"]

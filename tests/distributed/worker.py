@@ -20,6 +20,7 @@ from groupwise.distributed import comm
 
 def main() -> None:
     torch.set_num_threads(1)
+    sys.path.append(str(Path(__file__).parents[1] / "fixtures"))
     spec = importlib.util.spec_from_file_location("cases", Path(__file__).with_name("cases.py"))
     assert spec is not None and spec.loader is not None
     cases = importlib.util.module_from_spec(spec)

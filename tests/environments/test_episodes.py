@@ -53,6 +53,7 @@ def test_trap_12_parallel_results_come_in_the_order_of_the_calls(table: Callable
     assert turn.calls[4].result == json.dumps({"error": 'the argument a is "1", expected integer'})
 
 
+@pytest.mark.slow
 def test_trap_11_a_tool_that_never_returns_lets_the_others_finish(table: Callable[..., Any]) -> None:
     """Its process is ended at the deadline; the call after it and every other episode go on."""
     at = table(tools=(ADD, "my_tools.py:hang", "my_tools.py:die"), tool_timeout=3.0)
@@ -81,6 +82,7 @@ def test_trap_11_in_threads_a_tool_that_never_returns_is_left_behind(table: Call
     assert [one.failure for one in turn.calls] == ["timeout", ""]
 
 
+@pytest.mark.slow
 @BOTH
 def test_an_environment_that_hangs_ends_its_episode_only(table: Callable[..., Any], runs: str) -> None:
     at = table(factory="my_tools.py:Counter", tool_timeout=3.0, runs=runs)
@@ -113,6 +115,7 @@ def test_trap_10_limits_end_an_episode_and_say_so(table: Callable[..., Any]) -> 
     assert third.answer == ""
 
 
+@pytest.mark.slow
 def test_an_observation_shares_its_budget_between_parallel_results(table: Callable[..., Any]) -> None:
     at = table(tools=("my_tools.py:long",), max_observation_bytes=200)
     talk, _ = at.begin()
@@ -253,6 +256,7 @@ def test_trap_15_no_episode_sees_anothers_state(table: Callable[..., Any], runs:
     assert len({tuple(ids) for ids in opened}) == 6, "groups do not"
 
 
+@pytest.mark.slow
 def test_trap_15_processes_share_no_module_state(table: Callable[..., Any]) -> None:
     """The random module of a process is the episode's own: its draws depend on the prompt, not on who drew before."""
     at = table(factory="my_tools.py:Counter", runs="process")
@@ -353,6 +357,7 @@ def test_trap_7_a_mask_that_does_not_fit_is_refused_at_birth() -> None:
             Rollout(**given, trained=np.array(trained), episode=Episode(turns=(Turn(begin=0, end=end, finish=Finish.EOS),)))
 
 
+@pytest.mark.slow
 def test_sampling_that_is_broken_off_leaves_nothing_running(table: Callable[..., Any]) -> None:
     """Closed while a call hangs: its process is ended, and the world can be closed at once."""
     at = table(factory="my_tools.py:Counter", tool_timeout=600.0)

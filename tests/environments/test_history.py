@@ -71,6 +71,7 @@ def turn(rng: random.Random, name: str, calls: bool) -> str:
     return reasoning + ("\n".join([one] * rng.randint(1, 2)) if calls else text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("past", ["keep", "split"])
 @pytest.mark.parametrize("name", list(ENDS))
 def test_trap_1_scored_ids_are_sampled_ids(table: Callable[..., Any], name: str, past: str) -> None:

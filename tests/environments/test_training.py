@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -72,6 +70,7 @@ def test_an_environment_given_as_an_object_trains(tmp_path: Path) -> None:
     np.testing.assert_allclose(rewards, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", ["process", "thread"])
 def test_tools_given_by_name_train(tmp_path: Path, runs: str) -> None:
     """A scratch model that calls nothing: its prompts show the tool, and its completions are conversations."""
@@ -159,6 +158,7 @@ def test_what_is_wrong_with_the_section_is_said(environment: Any, more: Any, mes
         make_recipe(GAME | {"environment": environment, "rewards": [{"function": "exact"}]} | more)
 
 
+@pytest.mark.slow
 def test_check_shows_tools_and_plays_an_episode(tmp_path: Path) -> None:
     found = {finding.name: finding for finding in check_stage(make_recipe(GAME | {"runs": str(tmp_path)}))}
     assert found["environment"].good
@@ -178,6 +178,7 @@ def test_sampled_is_scored_behind_answers(tmp_path: Path) -> None:
                 np.testing.assert_allclose(logp[rollout.trained], rollout.behavior_logp[rollout.trained], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_evaluated_and_talked_to_with_its_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,7 +193,8 @@ def test_a_finished_run_is_evaluated_and_talked_to_with_its_environment(
     assert "an empty line ends it" in capsys.readouterr().out
 
 
-def test_a_run_that_is_killed_in_the_middle_of_episodes_ends_with_the_same_weights(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_run_that_is_killed_in_the_middle_of_episodes_ends_with_the_same_weights(tmp_path: Path, forked: Any) -> None:
     """Killed while the environment thinks; resumed, it ends with the weights of a run that nobody disturbed."""
     (tmp_path / "slow.py").write_text(
         "import random, time\nfrom groupwise.environments.playground import Guess\n"
@@ -204,12 +206,11 @@ def test_a_run_that_is_killed_in_the_middle_of_episodes_ends_with_the_same_weigh
     )
     keys = GAME | {"environment": {"factory": "slow.py:Slow", "max_turns": 4}, "save": {"every": 1}, "steps": 6}
     (tmp_path / "game.yaml").write_text(json.dumps(keys))
-    command = [sys.executable, "-m", "groupwise", "train", "game.yaml"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    whole = subprocess.run([*command, "name=whole"], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert whole.returncode == 0, whole.stderr
+    command = ("train", "game.yaml")
+    whole = forked.run(*command, "name=whole", cwd=tmp_path)
+    assert whole.returncode == 0, whole.said
     (tmp_path / "steps").unlink()
-    killed = subprocess.Popen([*command, "name=killed"], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+    killed = forked.start(*command, "name=killed", cwd=tmp_path)
     metrics = tmp_path / "runs" / "killed" / "metrics.jsonl"
     end = time.monotonic() + 300
     while (
@@ -221,8 +222,8 @@ def test_a_run_that_is_killed_in_the_middle_of_episodes_ends_with_the_same_weigh
         time.sleep(0.001)  # until an episode of the next step is under way
     killed.send_signal(signal.SIGKILL)
     assert killed.wait() == -signal.SIGKILL, "it was over before it could be killed"
-    resumed = subprocess.run([*command, "name=killed"], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert resumed.returncode == 0, resumed.stderr
+    resumed = forked.run(*command, "name=killed", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.said
     first, second = ((tmp_path / "runs" / name / "final" / "model.safetensors").read_bytes() for name in ("whole", "killed"))
     assert first == second
 

@@ -38,7 +38,7 @@ from groupwise.utils.files import NEW, digest
 
 EVERY = 2
 """Steps between two checkpoints."""
-STEPS = 24
+STEPS = 16
 PATIENCE = 300.0
 """Seconds after which a run that neither ends nor can be killed has hung."""
 TINY: dict[str, Any] = {

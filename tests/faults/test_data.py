@@ -19,7 +19,8 @@ from groupwise.data.load import load_data, load_pairs
 from groupwise.data.templates import Template
 from groupwise.data.tokenizers import byte_tokenizer, load_tokenizer
 from groupwise.errors import ConfigError, DataError
-from groupwise.models.policy import Policy, read_blueprint
+from groupwise.models.loading import read_blueprint
+from groupwise.models.policy import Policy
 from groupwise.runs.build import Job, make_job
 
 SIZES = {"context": 4096, "max_new_tokens": 16, "seed": 0}
@@ -47,6 +48,7 @@ def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # ---- the chat template that came with a model --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "said"),
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import time
@@ -22,7 +21,7 @@ from safetensors.torch import load_file
 from groupwise.cli.score import score_file
 from groupwise.config.recipes import load_recipe
 from groupwise.errors import DataError, RewardError
-from groupwise.rewards import hosts
+from groupwise.rewards import timeouts
 from groupwise.rewards.compose import build_rewards
 from groupwise.rewards.find import Completions, LiveReward
 from groupwise.runs.run import train
@@ -63,11 +62,6 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return load_file(folder(path) / "final" / "model.safetensors")
 
 
-def command(path: Path, **how: Any) -> subprocess.Popen:
-    line = [sys.executable, "-m", "groupwise", "train", str(path), "--quiet"]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **how)
-
-
 def steps(path: Path) -> int:
     log = folder(path) / "metrics.jsonl"
     return max((json.loads(line)["step"] for line in log.read_text().splitlines()), default=0) if log.exists() else 0
@@ -96,6 +90,7 @@ def batch(*texts: str, **columns: list[Any]) -> Completions:
 # ---- that do not return ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.fault("T2", "reward sleeps 1 h, no timeout set", "error that names it after the default; the same command continues")
 def test_t2_a_reward_that_hangs_without_a_timeout_ends_the_run(
     recipe: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -110,8 +105,8 @@ def test_t2_a_reward_that_hangs_without_a_timeout_ends_the_run(
     path = recipe("sleeps", code)
     assert len(run(path, stop=2)) == 2
     (tmp_path / "hang").write_text("")
-    monkeypatch.setattr(hosts, "DEFAULT_SECONDS", 3.0)
-    monkeypatch.setattr(hosts, "SECONDS_EACH", 0.1)
+    monkeypatch.setattr(timeouts, "DEFAULT_SECONDS", 3.0)
+    monkeypatch.setattr(timeouts, "SECONDS_EACH", 0.1)
     with pytest.raises(RewardError, match=r"'judge' gave no result within 3 s and was stopped; on .*#0.* say how long by timeout:"):
         run(path)
     (tmp_path / "hang").unlink()
@@ -122,7 +117,7 @@ def test_t2_a_reward_that_hangs_without_a_timeout_ends_the_run(
 
 @pytest.mark.slow
 @pytest.mark.fault("R24", "a regex that never ends (holds the interpreter), no timeout; Ctrl-C", "exit 130 at once, steps kept")
-def test_r24_ctrl_c_ends_a_run_whose_reward_holds_the_interpreter(recipe: Start, tmp_path: Path) -> None:
+def test_r24_ctrl_c_ends_a_run_whose_reward_holds_the_interpreter(recipe: Start, forked: Any, tmp_path: Path) -> None:
     code = f"""
         import pathlib, re
         def judge(completion_ids, **_):
@@ -132,7 +127,7 @@ def test_r24_ctrl_c_ends_a_run_whose_reward_holds_the_interpreter(recipe: Start,
             return [{SUM} for ids in completion_ids]
     """
     path = recipe("regex", code, steps=500, save={"every": 0})
-    process = command(path)
+    process = forked.start("train", path, "--quiet")
     while process.poll() is None and steps(path) < 2:
         time.sleep(0.05)
     (tmp_path / "hang").write_text("")
@@ -140,8 +135,7 @@ def test_r24_ctrl_c_ends_a_run_whose_reward_holds_the_interpreter(recipe: Start,
         time.sleep(0.05)
     done = steps(path)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 130, output
+    assert process.wait() == 130, process.said
     (tmp_path / "hang").unlink()
     assert next(train(load_recipe(path))).number == done + 1
 
@@ -151,7 +145,7 @@ def test_r24_ctrl_c_ends_a_run_whose_reward_holds_the_interpreter(recipe: Start,
 
 @pytest.mark.slow
 @pytest.mark.fault("R5c", "os._exit(7) in the reward at step 3, no timeout", "exit 1, the reward named, steps kept")
-def test_r5c_a_reward_that_ends_its_process_does_not_end_the_run_with_it(recipe: Start, tmp_path: Path) -> None:
+def test_r5c_a_reward_that_ends_its_process_does_not_end_the_run_with_it(recipe: Start, forked: Any) -> None:
     code = f"""
         import os, pathlib
         def judge(completion_ids, **_):
@@ -160,11 +154,11 @@ def test_r5c_a_reward_that_ends_its_process_does_not_end_the_run_with_it(recipe:
             return [{SUM} for ids in completion_ids]
     """
     path = recipe("exits", code)
-    process = command(path)
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 1, output
-    assert "RewardError: the reward function 'judge' did not return: worker died (exit code 7); on " in " ".join(output.split())
-    assert "Traceback" not in output
+    process = forked.run("train", path, "--quiet")
+    assert process.returncode == 1, process.said
+    said = " ".join(process.said.split())
+    assert "RewardError: the reward function 'judge' did not return: worker died (exit code 7); on " in said
+    assert "Traceback" not in said
     assert steps(path) == 2
 
 
@@ -200,6 +194,7 @@ MATH_VERIFY = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     [
@@ -238,6 +233,7 @@ def test_m5_m5b_r16_rewards_run_on_a_main_thread_wherever_they_are_called(recipe
 # ---- that change what they are given, or what is around them ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.fault("R13c", "the reward pops from a list column of the row, over two epochs and a resume", "equal rewards by step")
 def test_r13c_what_a_reward_does_to_its_arguments_stays_there(recipe: Start, tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "left": [{"n": n}, {"n": 1}]} for n in range(6)]
@@ -258,6 +254,7 @@ def test_r13c_what_a_reward_does_to_its_arguments_stays_there(recipe: Start, tmp
     assert {json.dumps(json.loads(row)["left"]) for row in recorded} <= {json.dumps(row["left"]) for row in rows}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     [
@@ -340,9 +337,10 @@ def test_r35_what_a_reward_started_ends_with_it(tmp_path: Path, monkeypatch: pyt
     assert all(gone(pid) for pid in pids)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux can adopt orphans")
 @pytest.mark.fault("R36", "kill -9 of the run while a reward has children", "workers, children and grandchildren end too")
-def test_r36_nothing_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
+def test_r36_nothing_outlives_a_run_that_is_killed(tmp_path: Path, forked: Any) -> None:
     (tmp_path / "family.py").write_text(CHILDREN)
     (tmp_path / "hang").write_text("")
     code = """
@@ -352,7 +350,7 @@ def test_r36_nothing_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
         rewards = build_rewards([RewardSettings(function="family.py:judge")], columns=())
         rewards.call(Completions(labels=["0"], prompts=["?"], prompt_texts=["?"], completions=["4"], texts=["4"]))
     """
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path)
+    process = forked.start(code=textwrap.dedent(code), cwd=tmp_path)
     try:
         while process.poll() is None and not (tmp_path / "pids").exists():
             time.sleep(0.05)

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -25,11 +26,11 @@ from groupwise.config.recipes import load_recipe
 from groupwise.config.settings import ModelSettings
 from groupwise.data.sources import fingerprint
 from groupwise.errors import CheckpointError, ConfigError, DataError, Ended, EngineError, RewardError, StorageError
-from groupwise.models.policy import load_policy
+from groupwise.models.loading import load_policy
 from groupwise.ops.cpu import library
 from groupwise.records import Step
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.runs import build
+from groupwise.runs import build, prepare
 from groupwise.runs import folder as run_folder
 from groupwise.runs.checkpoint import latest, step_of
 from groupwise.runs.folder import RunLog, finished, unfinished
@@ -116,6 +117,7 @@ def test_an_oserror_in_a_step_saves_the_last_whole_step(recipe: Callable, monkey
     assert same(finish(path), straight)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "T1e", "a reward raises while the evaluation behind step 2 is scored", "RewardError; step 2 and its line are kept"
 )
@@ -145,7 +147,7 @@ def test_an_error_in_an_evaluation_keeps_the_step_before_it(
 @pytest.mark.fault(
     "T1f", "a reward raises on rank 1 of 2 at step 3, weights whole and spread", "RewardError; step 2 is saved by both"
 )
-def test_an_error_on_another_rank_saves_the_last_whole_step(mode: str, recipe: Callable, tmp_path: Path) -> None:
+def test_an_error_on_another_rank_saves_the_last_whole_step(mode: str, recipe: Callable, forked: Any, tmp_path: Path) -> None:
     (tmp_path / "judges.py").write_text(
         "import os\nfrom pathlib import Path\n"
         "def judge(completion_ids, **_):\n"
@@ -155,11 +157,15 @@ def test_an_error_on_another_rank_saves_the_last_whole_step(mode: str, recipe: C
         "    return [float(sum(ids) % 5) for ids in completion_ids]\n"
     )
     path = recipe("two", parallel=mode)
-    command = [sys.executable, "-m", "groupwise", "train", str(path), "--nproc", "2", "--quiet"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert ended.returncode != 0
-    assert "RewardError" in ended.stderr
-    assert saved(Path("runs/two")) == 2, ended.stderr[-3000:]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    both = [forked.start("train", path, "--quiet", RANK=rank, LOCAL_RANK=rank, **common) for rank in ("0", "1")]
+    assert all(process.wait() for process in both)
+    said = "".join(process.said for process in both)
+    assert "RewardError" in both[1].said, said
+    assert saved(Path("runs/two")) == 2, said
 
 
 # ---------------------------------------------------------------- disks
@@ -169,6 +175,7 @@ def full(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "C5b", "the disk fills up while the completions of step 3 are written", "StorageError: the path, and what was kept"
 )
@@ -208,6 +215,7 @@ def test_a_full_disk_at_the_export_leaves_what_was_there(recipe: Callable, monke
     assert all(torch.equal(again[name], before[name]) for name in before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ESTALE, errno.EIO])
 @pytest.mark.fault(
     "C6b", "resumed in a folder that became read-only, stale or broken", "StorageError: the path and what the disk said"
@@ -271,6 +279,7 @@ def test_a_folder_is_replaced_as_a_whole(stop: int, tmp_path: Path, monkeypatch:
 # ---------------------------------------------------------------- finished, and not
 
 
+@pytest.mark.slow
 @pytest.mark.fault("C15", "a finished run of 2 steps, again with steps=4", "it continues to step 4, as if never finished")
 def test_c15_more_steps_train_on(recipe: Callable, capsys: pytest.CaptureFixture[str], record_property: Callable) -> None:
     straight = finish(recipe("straight"))
@@ -295,6 +304,7 @@ def test_c15b_more_steps_without_a_checkpoint(recipe: Callable, capsys: pytest.C
     assert unfinished(Path("runs/r")) is None
 
 
+@pytest.mark.slow
 @pytest.mark.fault("C17", "final/ of a finished run is deleted, emptied or altered", "it is made again from the last checkpoint")
 @pytest.mark.parametrize("how", ["deleted", "cut", "flipped", "no config"])
 def test_c17_finished_is_believed_only_with_its_model(
@@ -344,6 +354,7 @@ def test_c16_no_step_stands_twice(recipe: Callable) -> None:
     assert [line["step"] for line in lines(Path("runs/r"))] == [0, 1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.fault("C19", "SIGTERM while the evaluation behind step 2 runs", "143; the resumed run makes the evaluation up")
 @pytest.mark.parametrize("at", [2, 4])
 def test_c19_an_evaluation_that_was_broken_off_is_made_up(
@@ -408,11 +419,15 @@ def workers_of(run: int) -> list[str]:
     return [row[3] for row in rows if int(row[1]) == run and row[2][0] != "Z" and not row[3].startswith("ps ")]
 
 
-@pytest.mark.parametrize("where", ["make_learner", "make_engine", "_check_credit", "_judges"])
-def test_a_job_that_cannot_be_put_together_leaves_no_worker(where: str, recipe: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "where"), [(build, "make_learner"), (build, "make_engine"), (prepare, "_check_credit"), (prepare, "_judges")]
+)
+def test_a_job_that_cannot_be_put_together_leaves_no_worker(
+    module: Any, where: str, recipe: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody would end them before the program's end: a notebook continues."""
     kept: list[Any] = []  # as a traceback that somebody holds on to keeps what was made
-    make = build.build_rewards
+    make = prepare.build_rewards
 
     def watched(*arguments: Any, **how: Any) -> Any:
         kept.append(make(*arguments, **how))
@@ -422,8 +437,8 @@ def test_a_job_that_cannot_be_put_together_leaves_no_worker(where: str, recipe: 
         raise ConfigError("it cannot be put together")
 
     before = workers_of(os.getpid())
-    monkeypatch.setattr(build, "build_rewards", watched)
-    monkeypatch.setattr(build, where, refused)
+    monkeypatch.setattr(prepare, "build_rewards", watched)
+    monkeypatch.setattr(module, where, refused)
     with pytest.raises(ConfigError, match="cannot be put together"):
         finish(recipe("r"))
     assert kept
@@ -462,6 +477,7 @@ def test_a_save_that_fails_beside_an_error_holds_nothing_back(recipe: Callable, 
 # ---------------------------------------------------------------- folders that others have had
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "F7", "done.json is a list, a number, cut off, or nested without end", "it counts as not finished; the run continues"
 )
@@ -494,6 +510,7 @@ def test_f8_a_damaged_config(
     assert main(["train", str(path)]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F11", "environment.json: attempts is a number", "it is put aside and begun anew; the run continues")
 @pytest.mark.parametrize("text", ['{"attempts": 3}', "[]", "{", '"x"'])
 def test_f11_a_damaged_environment(text: str, recipe: Callable) -> None:
@@ -524,6 +541,7 @@ def pairs(count: int, sign: str = "+") -> str:
     return "".join(json.dumps({"prompt": f"{n}{sign}1=", "answer": str(n)}) + "\n" for n in range(1, count + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "C9d", "the data file changed between two runs: as many rows, other prompts", "ConfigError: which; --accept-changes continues"
 )
@@ -550,6 +568,7 @@ def test_c9d_data_that_changed_are_noticed(
     assert history[0]["inputs"][f"data.{key}"]["xxh3_128"] != history[1]["inputs"][f"data.{key}"]["xxh3_128"]
 
 
+@pytest.mark.slow
 @pytest.mark.fault("C9b", "the file of a reward changed between two runs", "ConfigError: which; --accept-changes continues")
 @pytest.mark.parametrize("function", ["judges.py:judge", "changing_judge:judge"])
 def test_c9b_reward_code_that_changed_is_noticed(
@@ -577,6 +596,7 @@ def test_nothing_is_asked_before_the_first_checkpoint(recipe: Callable, tmp_path
     finish(path)
 
 
+@pytest.mark.slow
 @pytest.mark.fault("C9e", "an earlier stage was trained again with other weights", "ConfigError: which stage")
 def test_a_stage_that_was_trained_again_is_noticed(recipe: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stages = {
@@ -591,6 +611,7 @@ def test_a_stage_that_was_trained_again_is_noticed(recipe: Callable, tmp_path: P
     assert "model.path runs/two/sft/final: the stage has been trained again" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_teacher_that_was_trained_again_is_noticed(recipe: Callable, capsys: pytest.CaptureFixture[str]) -> None:
     stages = {
         "sft": {"objective": "sft", "steps": 1, "batch_size": 4},
@@ -699,16 +720,13 @@ def judge(completion_ids, **_):
 
 @pytest.mark.slow
 @pytest.mark.fault("P9", "threads of libraries work on while the process ends", "0; the process ends without being taken down")
-def test_a_thread_that_works_on_does_not_abort_the_process(recipe: Callable, tmp_path: Path, record_property: Callable) -> None:
+def test_a_thread_that_works_on_does_not_abort_the_process(
+    recipe: Callable, forked: Any, tmp_path: Path, record_property: Callable
+) -> None:
     """As gloo's did, once in thirty runs on two processes: a thread that asks for the interpreter while it is taken down aborts."""
     (tmp_path / "judges.py").write_text(SPINNER)
-    (tmp_path / "spinning.py").write_text(
-        "import sys\nsys.path.insert(0, '.')\nimport judges\nfrom groupwise.cli.commands import command\ncommand()\n"
-    )
-    path = recipe("r", steps=1)
-    ended = subprocess.run(
-        [sys.executable, "spinning.py", "train", str(path), "--quiet"], capture_output=True, text=True, timeout=250
-    )
+    spinning = "import judges\nfrom groupwise.cli.commands import command\ncommand()\n"
+    ended = forked.run("train", recipe("r", steps=1), "--quiet", code=spinning)
     record_property("exit", ended.returncode)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    assert "terminate" not in ended.stderr
+    assert ended.returncode == 0, ended.said[-2000:]
+    assert "terminate" not in ended.said

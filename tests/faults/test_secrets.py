@@ -92,6 +92,7 @@ OVERRIDES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("override", OVERRIDES)
 @pytest.mark.fault("X6c, X6e", "secrets in overrides, also inside of mappings", "0 of them in the run folder")
 def test_x6c_no_secret_of_an_override_is_in_the_run_folder(

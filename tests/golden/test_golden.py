@@ -10,18 +10,19 @@ them anew:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rule_rewards import RuleRewards
 
 from groupwise.algorithms.registry import resolve
 from groupwise.config.settings import GroupSettings, OptimizerSettings
 from groupwise.data.demonstrations import Demonstration
 from groupwise.models.policy import Policy
-from groupwise.records import Prompt, Rollout, Sampling, Scored, Step
+from groupwise.records import Prompt, Rollout, Sampling, Step
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.offline import SFT, train_offline
 from groupwise.training.online import train_online
@@ -39,15 +40,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-class Judge:
+def even_or_long(rollout: Rollout) -> float:
     """Half for an even sum of the ids, half for a completion of four tokens or more."""
-
-    def score(self, groups: Iterable[tuple[Rollout, ...]]) -> list[Scored]:
-        found = []
-        for group in groups:
-            reward = np.array([0.5 * (int(r.tokens.sum()) % 2 == 0) + 0.5 * (len(r) > 3) for r in group])
-            found.append(Scored(rollouts=group, names=("rule",), rewards=reward[:, None], reward=reward))
-        return found
+    return 0.5 * (int(rollout.tokens.sum()) % 2 == 0) + 0.5 * (len(rollout) > 3)
 
 
 def grpo_steps(policy: Policy, preset: str, **group: object) -> Iterator[Step]:
@@ -59,7 +54,7 @@ def grpo_steps(policy: Policy, preset: str, **group: object) -> Iterator[Step]:
         policy,
         algorithm,
         engine=NativeEngine(policy, max_rows=16),
-        rewards=Judge(),  # type: ignore[arg-type]
+        rewards=RuleRewards(even_or_long),
         draw=lambda k: [next(prompts) for _ in range(k)],
         optimizer=Optimizer(policy.model, SETTINGS, STEPS * settings.updates_per_rollout * settings.minibatches),
         group=settings,

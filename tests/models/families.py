@@ -40,7 +40,8 @@ from groupwise.config.settings import ModelSettings
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import GroupwiseError
 from groupwise.models.fused import fused_modules
-from groupwise.models.policy import Policy, make_policy
+from groupwise.models.loading import make_policy
+from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Sample, Sampling
 from groupwise.rollout.engine import Engine
 from groupwise.rollout.native.engine import NativeEngine
@@ -578,8 +579,8 @@ def _packed(case: Case, refused: list[str]) -> Iterator[str]:
     _same("native sampling", beside, TOLERANCE)
     _same("native sampling of one completion", alone, TOLERANCE)
     yield "native"
-    if engine.path == "lean":
-        yield "lean"
+    if engine.path == "specialised":
+        yield "specialised"
 
 
 def _single(case: Case, refused: list[str]) -> Iterator[str]:

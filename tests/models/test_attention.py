@@ -14,7 +14,8 @@ from groupwise.config.settings import ModelSettings
 from groupwise.data.packing import pack
 from groupwise.errors import ConfigError
 from groupwise.models.attention import PackedAttention, explicit_attention, plain_attention
-from groupwise.models.policy import Policy, make_policy
+from groupwise.models.loading import make_policy
+from groupwise.models.policy import Policy
 from groupwise.ops.attention import flex_block_mask
 from groupwise.ops.linear_cross_entropy import head_logits, reference_logprobs
 from groupwise.records import Layout, Sample
@@ -118,6 +119,7 @@ def test_the_flex_mask_says_the_same() -> None:
     torch.testing.assert_close(found[:, :26], expected[:, :26], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_flex_blocks_are_those_of_the_mask_of_all_pairs() -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sample_texts import TOKENIZER, texts
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
@@ -35,21 +36,20 @@ from transformers import (
 
 from groupwise.config.settings import LoraSettings, ModelSettings
 from groupwise.data.packing import pack
-from groupwise.data.tokenizers import make_tokenizer
 from groupwise.distributed.comm import World
 from groupwise.errors import ConfigError
 from groupwise.models.attention import NAME
 from groupwise.models.dropout import Masks, probabilities, stretches_of
 from groupwise.models.fused import fused_modules
+from groupwise.models.loading import make_policy
 from groupwise.models.lora import adapt
-from groupwise.models.policy import Policy, make_policy
+from groupwise.models.policy import Policy
 from groupwise.models.probe import taken
 from groupwise.models.small import randomise
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
 from groupwise.records import Layout, Sample
 from groupwise.training.scoring import score
 
-TOKENIZER = make_tokenizer("arithmetic")
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": len(TOKENIZER)}
 SHAPE = IDS | {
     "hidden_size": 32,
@@ -79,23 +79,6 @@ def built(family: str, **changes: Any) -> PreTrainedModel:
     model = kind(config(**fields | changes)).eval()
     randomise(model)
     return model
-
-
-def texts(*sizes: tuple[int, int], seed: int = 0) -> list[Sample]:
-    """(prompt, completion) lengths; those of one prompt length share the prompt."""
-    rng = np.random.default_rng(seed)
-    prompts = {size: rng.integers(0, len(TOKENIZER), size=size) for size, _ in sizes}
-    return [
-        Sample(
-            group=str(size),
-            prompt=prompts[size],
-            completion=rng.integers(0, len(TOKENIZER), size=n),
-            weight=rng.random(n) + 0.1,
-            advantage=np.zeros(n),
-            behavior_logp=np.zeros(n),
-        )
-        for size, n in sizes
-    ]
 
 
 SAMPLES = texts((1, 6), (3, 4), (3, 20), (12, 9), (12, 2), (12, 5), (5, 7))

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from groupwise.config.settings import ModelSettings
 from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import ConfigError
-from groupwise.models.policy import make_policy
+from groupwise.models.loading import make_policy
 
 LAYERS = 6
 
@@ -120,6 +120,7 @@ def loaded(kind: Callable[[LlamaConfig], LlamaForCausalLM]) -> Any:
     return make_policy(model, tokenizer, ModelSettings(device="cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [DeepWindow, FarWindow, FartherWindow, LongPass, Capacity, HidesAnId, HalfAGradient])
 def test_faults_out_of_sight_are_found_at_load(kind: type[LlamaForCausalLM]) -> None:
     with pytest.raises(ConfigError, match=f"^{kind.__name__} "):

@@ -19,8 +19,9 @@ from groupwise.config.recipes import parse_stages
 from groupwise.config.settings import LoraSettings, ModelSettings, OptimizerSettings
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
+from groupwise.models.loading import load_policy
 from groupwise.models.lora import adapt
-from groupwise.models.policy import Policy, load_policy
+from groupwise.models.policy import Policy
 from groupwise.models.reward_head import Answer, add_head, score_tokens, wrap_scorer
 from groupwise.records import Sample
 from groupwise.training.offline import SFT
@@ -188,6 +189,7 @@ def recipe(base: Callable[..., Path], tmp_path: Path) -> Any:
     return lambda *overrides: next(iter(parse_stages(text, "recipe", list(overrides)).values()))
 
 
+@pytest.mark.slow
 def test_a_run_is_measured_against_its_base_and_goes_on_from_its_adapter(recipe: Callable[..., Any], tmp_path: Path) -> None:
     """KL 0 at step 1 and then the KL to the base; an interrupted run ends in the same bits; what it exports is a plain model."""
     straight = list(train(recipe()))
@@ -210,6 +212,7 @@ def test_a_run_is_measured_against_its_base_and_goes_on_from_its_adapter(recipe:
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_p55_a_trained_adapter_is_its_own_reference(recipe: Callable[..., Any], tmp_path: Path) -> None:
     """SFT with an adapter, then GRPO from its adapter (and from its final model): KL 0 at step 1, to it and not to its base."""
     list(train(recipe("objective=sft", "name=sft", "data.columns={}", "optimizer.lr=0.05")))
@@ -225,7 +228,7 @@ def test_p55_a_trained_adapter_is_its_own_reference(recipe: Callable[..., Any], 
 
 
 def test_p58_a_learning_rate_for_all_weights_is_warned_about(recipe: Callable[..., Any]) -> None:
-    from groupwise.runs.build import plan_of
+    from groupwise.runs.prepare import plan_of
 
     plan = dict(plan_of(recipe("optimizer.lr=1.0e-6")))
     assert "1e-06 is one for training all weights" in plan["warning"] and "that stay as they are" in plan["adapter"]
@@ -234,7 +237,7 @@ def test_p58_a_learning_rate_for_all_weights_is_warned_about(recipe: Callable[..
 
 def test_the_plan_counts_what_is_trained(recipe: Callable[..., Any]) -> None:
     """Gradients and moments of the adapter alone, and no second copy for the reference."""
-    from groupwise.runs.build import adapter_count, blueprint_of, plan_of
+    from groupwise.runs.prepare import adapter_count, blueprint_of, plan_of
 
     adapted = recipe()
     model = adapt(load_policy(ModelSettings(path=adapted.model.path)), adapted.model.lora, base="").model

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from groupwise.config.settings import ModelSettings
 from groupwise.errors import ConfigError
-from groupwise.models.policy import load_policy, read_blueprint
+from groupwise.models.loading import load_policy, read_blueprint
 from groupwise.models.shape import Shape
 from groupwise.runs.policies import weightless
 

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sample_texts import TOKENIZER, texts
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
@@ -66,13 +67,13 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotary
 
 from groupwise.config.settings import ModelSettings
 from groupwise.data.packing import pack
-from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import ConfigError
 from groupwise.models import probe
 from groupwise.models.attention import NAME, PackedAttention, attended, plain_attention
 from groupwise.models.fused import fused_modules
+from groupwise.models.loading import make_policy
 from groupwise.models.masks import Reach, reach_of
-from groupwise.models.policy import Policy, make_policy
+from groupwise.models.policy import Policy
 from groupwise.models.small import randomise, small_copy, small_model
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
 from groupwise.records import Prompt, Sample, Sampling
@@ -80,7 +81,6 @@ from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.probe import prove, prove_engine
 from groupwise.rollout.transformers import TransformersEngine
 
-TOKENIZER = make_tokenizer("arithmetic")
 SHAPE = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -107,23 +107,6 @@ def built(kind: type[PreTrainedModel], config: type, **changes: Any) -> PreTrain
     model = kind(config(**SHAPE | changes)).eval()
     randomise(model)
     return model
-
-
-def texts(*sizes: tuple[int, int], seed: int = 0) -> list[Sample]:
-    """(prompt, completion) lengths; those of one prompt length share the prompt."""
-    rng = np.random.default_rng(seed)
-    prompts = {size: rng.integers(0, len(TOKENIZER), size=size) for size, _ in sizes}
-    return [
-        Sample(
-            group=str(size),
-            prompt=prompts[size],
-            completion=rng.integers(0, len(TOKENIZER), size=n),
-            weight=rng.random(n) + 0.1,
-            advantage=np.zeros(n),
-            behavior_logp=np.zeros(n),
-        )
-        for size, n in sizes
-    ]
 
 
 def own(policy: Policy, samples: list[Sample]) -> tuple[list[np.ndarray], dict[str, Tensor]]:
@@ -406,6 +389,7 @@ FAULTS: dict[type[PreTrainedModel], tuple[type, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FAULTS, ids=lambda kind: kind.__name__)
 def test_planted_faults_are_found_at_load(kind: type[PreTrainedModel]) -> None:
     config, changes, said = FAULTS[kind]
@@ -592,6 +576,7 @@ LOWER_FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["autocast", "bfloat16"])
 @pytest.mark.parametrize("kind", LOWER_FAULTS, ids=lambda kind: kind.__name__)
 def test_faults_that_show_only_in_bfloat16_are_found_at_load(kind: type[PreTrainedModel], dtype: Any) -> None:

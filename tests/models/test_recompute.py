@@ -53,6 +53,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("hidden", [32, 128], ids=["narrow heads", "wide heads, as the compiled kernels take them"])
 @pytest.mark.parametrize("dtype", ["float32", "autocast"])

@@ -1,4 +1,4 @@
-"""What a user writes: type checkers read it (mypy --strict, pyright), tests/runs/test_api.py runs it."""
+"""What a user writes: type checkers read it (checkers.py), tests/runs/test_api.py runs it."""
 
 from __future__ import annotations
 

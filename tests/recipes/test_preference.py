@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2
 from groupwise.config.recipes import load_stages
 from groupwise.config.settings import ONLINE, ModelSettings
 from groupwise.data.tokenizers import make_tokenizer
-from groupwise.models.policy import load_policy
+from groupwise.models.loading import load_policy
 from groupwise.runs.folder import list_rollouts, read_step
 from groupwise.runs.run import train_recipe
 
@@ -100,6 +100,7 @@ def test_from_pairs_to_a_policy(recipe: str, last: str, pairs: Path, tmp_path: P
     np.testing.assert_allclose(rollout.rewards[:, rollout.names.index(last)], scores.numpy(), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_cross_validation_judges_every_pair_once(pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """benchmarks/preferences.py on folds whose prompts are apart, and its difference pair by pair."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

@@ -178,6 +178,7 @@ REWARD = {"sums": "accuracy", "countdown": "groupwise.data.tasks.countdown:solve
 """Of the tasks that no recipe uses."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", REWARD)
 def test_the_other_tasks_train(task: str, tmp_path: Path) -> None:
     """A few steps of SFT and GRPO; the weights move, every reward is a number."""
@@ -202,6 +203,7 @@ def test_the_other_tasks_train(task: str, tmp_path: Path) -> None:
     assert 0.0 <= grpo[-1]["eval/sampled"] <= 1.0
 
 
+@pytest.mark.slow
 def test_baselines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison with more SFT and with rejection sampling, on a reward that every completion with a letter gets."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

@@ -139,6 +139,7 @@ def test_trl_soft_overlong_repetition_cosine():
     assert cosine_length(texts, ids, ["4"] * len(ids), max_tokens=100) == pytest.approx(theirs)
 
 
+@pytest.mark.slow
 def test_trl_accuracy():
     trl = pytest.importorskip("trl.rewards")
     answers = [

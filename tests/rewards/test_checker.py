@@ -71,6 +71,7 @@ def generated_pairs(count: int) -> list[tuple[str, str]]:
     return pairs
 
 
+@pytest.mark.slow
 def test_m03_the_fast_path_agrees_with_math_verify_on_generated_pairs(checker):
     pairs = generated_pairs(1_500)
     decided, equal, wrong = 0, 0, []
@@ -160,11 +161,11 @@ def test_m04_strange_text_scores_zero(checker):
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["main", "thread", "asyncio"])
 def test_m01_hostile_answers_end_on_time_from_everywhere(where, monkeypatch):
-    """All texts at a short deadline; some, from everywhere else, at the deadline that users have."""
-    if where == "main":
-        monkeypatch.setattr("groupwise.rewards.checker.CPU_SECONDS", 0.5)
+    """All texts at a short deadline; one from everywhere else, once at the deadline that users have."""
+    if where != "thread":
+        monkeypatch.setattr("groupwise.rewards.checker.CPU_SECONDS", 0.25)
     checker = Checker(workers=2)
-    texts = HOSTILE if where == "main" else HOSTILE[:3]  # which text it is makes no difference to who waits for it
+    texts = HOSTILE if where == "main" else HOSTILE[:1]  # which text it is makes no difference to who waits for it
     pairs = [(r"\frac{\sqrt{3}}{7}", text) for text in texts for _ in range(8)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found: list[list[float | None]] = []

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from groupwise.config.settings import ModelSettings
 from groupwise.models.attention import plain_attention
-from groupwise.models.policy import make_policy
+from groupwise.models.loading import make_policy
 from groupwise.records import Prompt
 
 CHARACTERS = "0123456789+-*/=()ABCDEFGHIJKLMNOPQRSTUVWXYZ.#"

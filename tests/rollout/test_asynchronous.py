@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from rule_rewards import RuleRewards
 from safetensors.torch import load_file
 
 from groupwise.algorithms.registry import corrected, resolve
@@ -31,15 +32,9 @@ from groupwise.training.samples import sample_of
 from groupwise.training.scoring import score
 
 
-class Even:
+def even(rollout: Rollout) -> float:
     """1 for an even sum of ids."""
-
-    def score(self, groups: Sequence[tuple[Rollout, ...]]) -> list[Scored]:
-        found = []
-        for group in groups:
-            reward = np.array([float(rollout.tokens.sum() % 2 == 0) for rollout in group])
-            found.append(Scored(rollouts=group, names=("even",), rewards=reward[:, None], reward=reward))
-        return found
+    return float(rollout.tokens.sum() % 2 == 0)
 
 
 def prompt(place: int) -> Prompt:
@@ -81,7 +76,7 @@ def run(tiny_policy: Callable) -> Callable[..., tuple[Any, Iterator[Step]]]:
             policy,
             corrected(resolve("grpo", settings, 8), CorrectionSettings()),
             engine=engine,
-            rewards=Even(),  # type: ignore[arg-type]
+            rewards=RuleRewards(even),
             draw=lambda k: [prompt(next(places)) for _ in range(k)],
             optimizer=Optimizer(policy.model, OptimizerSettings(lr=1e-2), steps * settings.minibatches),
             group=settings,
@@ -218,6 +213,7 @@ def rollout_of(engine: str, **changes: Any) -> dict[str, Any]:
     return {"max_new_tokens": 12, "engine": {"name": engine, **changes}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_p45_straight_equals_interrupted_at_every_step_with_rollouts_ahead(ahead: int, recipe: Callable) -> None:
     """Bit for bit, into the second epoch: what had been sampled for later steps is kept, the weights that drew it are long gone."""
@@ -237,6 +233,7 @@ def test_p45_straight_equals_interrupted_at_every_step_with_rollouts_ahead(ahead
     assert [line.get("staleness/max", 0.0) for line in metrics(straight)] == [4.0 * min(k, ahead) for k in range(6)]
 
 
+@pytest.mark.slow
 def test_ahead_of_nothing_is_the_synchronous_run(recipe: Callable) -> None:
     plain, zero = recipe("plain", steps=3), recipe("zero", steps=3, rollout=rollout_of("native", ahead=0))
     for path in (plain, zero):
@@ -274,7 +271,7 @@ class SourceOf:
 
     def sample(self, prompts: Sequence[Prompt]) -> list[Scored]:
         groups = self.engine.generate(prompts, group_size=2, sampling=Sampling(max_new_tokens=3), seed=0)
-        return Even().score(list(groups))
+        return RuleRewards(even).score(list(groups))
 
     def collect(self, prompts: Sequence[Prompt] = (), own: Callable[[], list[Scored]] | None = None) -> Any:
         found = sorted(own() if own is not None else self.sample(prompts), key=lambda group: group.prompt.id)
@@ -283,7 +280,7 @@ class SourceOf:
 
 @pytest.mark.parametrize("sampling", [Sampling(max_new_tokens=6), Sampling(top_k=4, top_p=0.9, max_new_tokens=6, stop=("1",))])
 def test_kept_groups_come_back_as_they_were(sampling: Sampling, tiny_policy: Callable) -> None:
-    groups = Even().score(
+    groups = RuleRewards(even).score(
         list(NativeEngine(tiny_policy(), max_rows=8).generate([prompt(0), prompt(1)], group_size=3, sampling=sampling, seed=1))
     )
     groups[1].reward[0] = np.nan

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -97,19 +95,19 @@ def test_an_engine_that_fails_answers(served, monkeypatch):
     assert "no more memory" in answer.json()["error"]["message"]
 
 
-def test_a_checkpoint_is_served_by_the_command(tiny_policy, tmp_path):
+@pytest.mark.slow
+def test_a_checkpoint_is_served_by_the_command(tiny_policy, forked, tmp_path):
     policy = tiny_policy("llama", dtype=torch.float32)
     policy.model.save_pretrained(tmp_path / "model")
     policy.tokenizer.save_pretrained(tmp_path / "model")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "groupwise", "serve", "--native", str(tmp_path / "model"), "--port", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"GROUPWISE_TOKEN": "sesame"})
-    assert process.stdout is not None
+    process = forked.start("serve", "--native", tmp_path / "model", "--port", str(port), GROUPWISE_TOKEN="sesame")
     try:
-        line = process.stdout.readline()
-        url = re.match(r"http://\S+", line)[0]  # type: ignore[index]
+        while process.poll() is None and not (shown := re.search(r"^http://\S+(?=\s)", process.said, re.MULTILINE)):
+            time.sleep(0.02)
+        url = shown[0]  # type: ignore[index]
         ask = openai.OpenAI(base_url=url, api_key="sesame", max_retries=0).chat.completions.create
         messages = [{"role": "user", "content": "1+1"}]
         found = ask(model="m", messages=messages, temperature=0, max_tokens=5, logprobs=True)

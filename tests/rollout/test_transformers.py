@@ -73,6 +73,7 @@ def _fresh(policy, rollout):
     return np.concatenate(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [0.0, 0.4])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "gemma2"])
 def test_episodes_are_what_a_forward_pass_gives(family, cut, policy_of, prompts_of, scripted_world):

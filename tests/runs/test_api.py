@@ -94,6 +94,7 @@ def test_objects_give_the_run_that_files_give(call: Callable, tiny_policy: Calla
     assert metrics()[-1]["step"] == 2
 
 
+@pytest.mark.slow
 def test_a_dataset_a_list_and_a_file_are_the_same_rows(call: Callable) -> None:
     list(call(data=datasets.Dataset.from_list(ROWS), name="dataset"))
     list(call(name="list"))
@@ -130,6 +131,7 @@ def test_a_lambda_and_a_closure_reward(call: Callable) -> None:
             assert row.tolist() == [float("7" in rollout.text), digits(rollout.text)]
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_process(call: Callable) -> None:
     """Also at the same time: one is iterated while the other one goes on."""
     alone = [step.metrics["reward"] for step in call(name="alone")]
@@ -139,6 +141,7 @@ def test_two_runs_in_one_process(call: Callable) -> None:
     assert len(rewards) == 2
 
 
+@pytest.mark.slow
 def test_an_adapter_on_a_loaded_model(call: Callable, tiny_policy: Callable) -> None:
     policy = tiny_policy()
     for stop in (1, 9):  # the second goes on with the adapter of the first
@@ -185,6 +188,7 @@ def test_the_same_call_resumes_to_the_same_bits(call: Callable) -> None:
     assert all(torch.equal(left[name], tensor) for name, tensor in right.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "told"),
     [
@@ -204,6 +208,7 @@ def test_resuming_asks_for_the_objects(part: str, told: str, call: Callable, tin
     assert [step.number for step in gw.train("runs/mine/config.yaml", model=tiny_policy(), data=ROWS, rewards=[digits])] == [2]
 
 
+@pytest.mark.slow
 def test_resuming_with_other_objects_is_refused(call: Callable, tiny_policy: Callable) -> None:
     for step in call():
         if step.number == 1:
@@ -480,39 +485,6 @@ def test_the_users_script_runs(tmp_path: Path) -> None:
     assert script.main(tmp_path / "runs") == "2 2 2 (2,) True"
 
 
-WRONG = """
-import groupwise as gw
-gw.train(objective="grpo", lr=1e-4)
-gw.train(objective="grpo", steps="3")
-gw.train(objective="grpo", optimizer={"learning_rate": 1e-4})
-gw.train(objective="grpo", rewards=3)
-gw.load_policy("x").generate(3)
-"""
-
-
-def check_types(command: list[str], folder: Path, environment: dict[str, str]) -> None:
-    """A type checker has nothing to say of the user's script, and finds each mistake of `WRONG`."""
-    wrong = folder / "wrong.py"
-    wrong.write_text(WRONG)
-    line = [sys.executable, "-m", *command, str(SCRIPT), str(wrong)]
-    found = subprocess.run(line, capture_output=True, text=True, env=environment, cwd=folder)
-    errors = [line for line in found.stdout.splitlines() if re.search(r":\d+(:\d+)?\s*(-\s*)?:?\s*error", line)]
-    assert not [line for line in errors if "wrong.py" not in line], found.stdout + found.stderr
-    lines = {int(re.search(r"wrong\.py:(\d+)", line)[1]) for line in errors}  # type: ignore[index]
-    assert lines == {3, 4, 5, 6, 7}, found.stdout + found.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_pyright_passes_the_users_script_and_finds_mistakes(tmp_path: Path) -> None:
-    """mypy does so below, with the wheel."""
-    pytest.importorskip("pyright")
-    settings = {"typeCheckingMode": "standard", "extraPaths": [str(Path(gw.__file__).parents[1])]}
-    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
-    project = str(tmp_path / "pyrightconfig.json")
-    check_types(["pyright", "--project", project, "--pythonpath", sys.executable], tmp_path, dict(os.environ))
-
-
 def completions(wanted: dict[str, set[str]], folder: Path) -> dict[str, set[str]]:
     """What pyright's language server offers at the end of each text: what an editor shows.   wanted: what is waited for."""
     source = str(Path(gw.__file__).parents[1])
@@ -591,6 +563,7 @@ def cells(notebook: Path) -> list[str]:
     return ["".join(cell["source"]) for cell in found if cell["cell_type"] == "code"]
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_twice_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     said = []
     for _ in range(2):
@@ -616,32 +589,3 @@ def test_what_was_given_is_named() -> None:
     for call, said in wrong:
         with pytest.raises(gw.GroupwiseError, match=said):
             call()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_users_script_type_checks_against_the_wheel(tmp_path: Path) -> None:
-    """What pip installs has its types with it: nothing of the checkout is on the path.  Mistakes are found, and nothing else."""
-    pytest.importorskip("mypy")
-    tree, site = tmp_path / "tree", tmp_path / "site"
-    tree.mkdir()
-    for name in ("src", "recipes"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree)
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path), str(tree)]
-    made = subprocess.run(build, capture_output=True, text=True)
-    if "Cannot import 'setuptools.build_meta'" in made.stderr or "No module named" in made.stderr:
-        pytest.skip("setuptools is not installed")
-    assert made.returncode == 0, made.stderr
-    (wheel,) = tmp_path.glob("groupwise-*.whl")
-    shutil.unpack_archive(wheel, site, "zip")
-    assert (site / "groupwise" / "py.typed").is_file() and (site / "groupwise" / "cli" / "commands" / "train.py").is_file()
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
-    command = ["mypy", "--strict", "--follow-imports=silent", "--no-error-summary", f"--cache-dir={tmp_path / 'cache'}"]
-    check_types(command, tmp_path, environment | {"MYPYPATH": str(site)})
-    said = subprocess.run(
-        [sys.executable, "-c", "import groupwise, sys; from groupwise.cli.commands import main; sys.exit(main(['recipes']))"],
-        capture_output=True, text=True, env=environment | {"PYTHONPATH": str(site)}, cwd=tmp_path,
-    )  # fmt: skip
-    assert said.returncode == 0, said.stderr

@@ -11,7 +11,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -347,20 +346,23 @@ while True:
 
 
 @pytest.mark.slow
-def test_c2_c12_kill_at_any_moment_loses_at_most_one_save(tmp_path: Path) -> None:
+def test_c2_c12_kill_at_any_moment_loses_at_most_one_save(tmp_path: Path, forked: Any) -> None:
     """Twenty kills at random moments, nearly all of them inside a save, because the process does nothing else."""
     chance = random.Random(0)
-    said = 0
+    said, pace = 0, 0.02  # seconds that a save takes here
     for _ in range(20):
-        process = subprocess.Popen([sys.executable, "-c", SAVER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        assert process.stdout.readline() == f"start {said}\n"
-        time.sleep(chance.uniform(0.0, 0.25))
-        process.send_signal(signal.SIGKILL)
+        process, whole = forked.start(tmp_path, code=SAVER), chance.randrange(3)
+        began = time.monotonic()
+        while process.poll() is None and process.said.count("\n") <= whole:
+            time.sleep(0.001)
+        assert process.said.startswith(f"start {said}\n"), process.said
+        pace = (time.monotonic() - began) / whole if whole else pace
+        time.sleep(chance.uniform(0.0, pace))
+        process.kill()
+        assert process.wait() == -signal.SIGKILL, process.said
         saved = [
-            int(line.split()[1]) for line in process.stdout.read().splitlines() if line.startswith("saved ") and line[6:].isdigit()
+            int(line.split()[1]) for line in process.said.splitlines(True) if line.startswith("saved ") and line.endswith("\n")
         ]
-        process.wait()
         newest = latest(tmp_path)
         last = saved[-1] if saved else said
         if newest is None:

@@ -43,6 +43,7 @@ def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["grpo", "sft"])
 def test_a_broken_run_equals_a_straight_one_to_the_bit(
     objective: str, checkpoint: str, tmp_path: Path, write_recipe: Callable, capsys: pytest.CaptureFixture[str]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +19,8 @@ from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
 from groupwise.models.shape import Shape
 from groupwise.records import Batch
-from groupwise.runs.build import plan_of
 from groupwise.runs.plan import kept_per_block, memory, microbatch
+from groupwise.runs.prepare import plan_of
 
 
 def kept(policy: Policy, batch: Batch) -> int:
@@ -104,7 +103,7 @@ from dataclasses import replace
 import numpy as np, torch
 from pathlib import Path
 from groupwise.utils.allocator import _resident
-from groupwise.models.policy import make_policy
+from groupwise.models.loading import make_policy
 from groupwise.models.scratch import scratch_model
 from groupwise.training.online import improve
 from groupwise.algorithms.registry import resolve
@@ -151,14 +150,13 @@ print(planned, peak - base)
 @pytest.mark.timeout(1200)  # where bfloat16 is emulated, a step with autocast takes twenty times as long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
 @pytest.mark.parametrize(("dtype", "vocabulary"), [("float32", 2000), ("float32", 16_000), ("autocast", 2000)])
-def test_the_planned_peak_is_what_a_step_takes(dtype: str, vocabulary: int) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", STEP, dtype, str(vocabulary)]
+def test_the_planned_peak_is_what_a_step_takes(dtype: str, vocabulary: int, forked: Any) -> None:
     peaks = []  # of one run: +-6 %, by where the heap finds room; the median of three where one is off
     for runs in (1, 3):
         while len(peaks) < runs:
-            found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-            planned, peak = map(int, found.stdout.split()[-2:])
+            process = forked.start(dtype, str(vocabulary), code=STEP, OMP_NUM_THREADS="1")
+            assert process.wait(1100) == 0, process.said
+            planned, peak = map(int, process.said.split()[-2:])
             peaks.append(peak)
         if 0.85 * planned < statistics.median(peaks) < 1.15 * planned:
             return

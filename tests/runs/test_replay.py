@@ -45,6 +45,7 @@ def run(kept: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(kept, tmp_path / "elsewhere" / "run"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["packing", "adapter", "minibatches", "refill", "ahead", "schedule", "adaptive", "episodes"])
 def test_runs_of_many_kinds_are_replayed_bit_for_bit(case: str, tmp_path: Path) -> None:
     """The other kinds, and more steps of each: `python tests/runs/replay_runs.py`."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import json
 import re
-import subprocess
-import sys
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,6 +88,7 @@ def test_p43_p44_straight_equals_interrupted_at_every_step_bit_for_bit(recipe: C
     assert metrics(broken) == metrics(straight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["sft", "grpo"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "autocast"])
 def test_resume_is_exact_in_every_precision(objective: str, dtype: str, recipe: Callable, tmp_path: Path) -> None:
@@ -103,6 +104,7 @@ def test_resume_is_exact_in_every_precision(objective: str, dtype: str, recipe: 
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_resume_with_a_reference_that_moves(recipe: Callable, tmp_path: Path) -> None:
     """P44 with beta > 0: the reference is the policy of the start, or what refreshing made of it; never loaded by name."""
     changes = GRPO | {
@@ -125,6 +127,7 @@ def test_p27_no_kl_without_a_reference(recipe: Callable, tmp_path: Path) -> None
     assert not (tmp_path / "runs" / "plain" / "reference").exists()
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(recipe: Callable, tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         list(train(load_recipe(recipe(name=name, **(GRPO | {"steps": 2, "seed": seed})))))
@@ -276,22 +279,18 @@ def test_two_processes_cannot_share_a_run(recipe: Callable) -> None:
 
 
 @pytest.mark.slow
-def test_kill_9_then_rerun_is_resume(recipe: Callable, tmp_path: Path) -> None:
+def test_kill_9_then_rerun_is_resume(recipe: Callable, forked: Any, tmp_path: Path) -> None:
     changes = GRPO | {"steps": 12, "save": {"every": 1}}
     list(train(load_recipe(recipe(name="straight", **changes))))
     path = recipe(name="killed", **changes)
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; from groupwise.runs.run import train_recipe; train_recipe(sys.argv[1], quiet=True)",
-    ]
-    process = subprocess.Popen([*command, str(path)])
+    process = forked.start("train", path, "--quiet")
     log = tmp_path / "runs" / "killed" / "metrics.jsonl"
     while process.poll() is None and (not log.exists() or len(log.read_text().splitlines()) < 4):
         time.sleep(0.02)
     process.kill()
-    process.wait()
-    subprocess.run([*command, str(path)], check=True)
+    assert process.wait() == -signal.SIGKILL, process.said
+    again = forked.run("train", path, "--quiet")
+    assert again.returncode == 0, again.said
     expected, found = (weights(tmp_path / "runs" / name) for name in ("straight", "killed"))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert metrics(tmp_path / "runs" / "killed") == metrics(tmp_path / "runs" / "straight")

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -104,15 +103,11 @@ WHERE = {  # the step that is saved
 }
 
 
-QUICK = ("sampling", "optimizer", "saving")
-"""Places that `make test-fast` asks too."""
-
-
 @pytest.mark.parametrize(
     ("where", "number"),
     [
-        *(pytest.param(where, signal.SIGTERM, marks=[] if where in QUICK else [pytest.mark.slow]) for where in WHERE),
-        ("sampling", signal.SIGINT),
+        *(pytest.param(where, signal.SIGTERM, marks=pytest.mark.slow) for where in WHERE),
+        pytest.param("sampling", signal.SIGINT, marks=pytest.mark.slow),
         ("optimizer", signal.SIGINT),
     ],
 )
@@ -245,11 +240,10 @@ def test_the_last_evaluation_is_made_up_for(recipe: Callable, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_c7_a_reward_that_never_returns_does_not_hold_the_end(recipe: Callable, tmp_path: Path) -> None:
+def test_c7_a_reward_that_never_returns_does_not_hold_the_end(recipe: Callable, forked: Any, tmp_path: Path) -> None:
     """The command: status 143, the last whole step saved and named; again, and it goes on to the end."""
     path, mark = recipe("hanging", steps=400, eval={"k": 2, "at_start": False}), tmp_path / "mark"
-    log, command = folder(path) / "metrics.jsonl", [sys.executable, "-m", "groupwise", "train", str(path), "--quiet"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    log, process = folder(path) / "metrics.jsonl", forked.start("train", path, "--quiet")
     while process.poll() is None and (not log.exists() or len(log.read_text().splitlines()) < 2):
         time.sleep(0.02)
     mark.write_text("hang")
@@ -257,10 +251,9 @@ def test_c7_a_reward_that_never_returns_does_not_hold_the_end(recipe: Callable, 
         time.sleep(0.02)
     done = len(metrics(path))
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=240)  # the call would take an hour
-    assert process.returncode == 143, output
-    named = re.search(r"ended by SIGTERM; the last checkpoint is (\S+); the same command continues from there", output)
-    assert named, output
+    assert process.wait() == 143, process.said  # the call would take an hour
+    named = re.search(r"ended by SIGTERM; the last checkpoint is (\S+); the same command continues from there", process.said)
+    assert named, process.said
     assert step_of(Path(named[1])) == done == step_of(latest(folder(path)) or Path("0"))
     mark.unlink()
     assert next(train(load_recipe(path))).number == done + 1

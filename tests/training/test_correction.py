@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rule_rewards import RuleRewards
 
 from groupwise.algorithms import losses
 from groupwise.algorithms.losses import guarded_exp
@@ -17,7 +18,7 @@ from groupwise.config.settings import CorrectionSettings, EngineSettings, GroupS
 from groupwise.data.packing import pack
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
-from groupwise.records import Prompt, Rollout, Sample, Sampling, Scored
+from groupwise.records import Prompt, Rollout, Sample, Sampling
 from groupwise.rollout.asynchronous import PrefetchedRollouts
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.engines import sampled_elsewhere
@@ -135,15 +136,9 @@ def test_the_settings_of_the_correction_are_its_function() -> None:
     assert options(corrected.correction) == options(losses.mismatch) == asdict(CorrectionSettings())
 
 
-class Judge:
+def remainder(rollout: Rollout) -> float:
     """A reward that has nothing to do with how likely a completion is."""
-
-    def score(self, groups: Sequence[tuple[Rollout, ...]]) -> list[Scored]:
-        found = []
-        for group in groups:
-            reward = np.array([float(rollout.tokens.sum() % 3) for rollout in group])
-            found.append(Scored(rollouts=group, names=("sum",), rewards=reward[:, None], reward=reward))
-        return found
+    return float(rollout.tokens.sum() % 3)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -167,7 +162,7 @@ def test_the_off_policy_mask_compares_with_the_engine_that_sampled(ahead: int, t
         policy,
         algorithm,
         engine=NativeEngine(sampler, max_rows=16),
-        rewards=Judge(),  # type: ignore[arg-type]
+        rewards=RuleRewards(remainder),
         draw=lambda k: [next(prompts) for _ in range(k)],
         optimizer=optimizer,
         group=settings,

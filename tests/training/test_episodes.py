@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rule_rewards import RuleRewards
 
 from groupwise.algorithms.advantages import process
 from groupwise.algorithms.registry import ALGORITHMS, Algorithm, corrected, resolve
@@ -124,6 +125,7 @@ def gradient(policy: Policy, algorithm: Algorithm, groups: list[Scored], budget:
     return total, torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters() if parameter.grad is not None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["sampled here", "sampled elsewhere"])
 def test_trap_14_branches_give_the_gradient_of_the_uncut_episode(name: str, elsewhere: bool, tiny_policy: Callable) -> None:
@@ -208,6 +210,7 @@ def bits(step: dict[str, float]) -> dict[str, bytes]:
     return {name: np.float64(value).tobytes() for name, value in step.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [None, "other"])
 @pytest.mark.parametrize("name", PLAIN)
 def test_trap_8_what_is_said_of_observations_changes_no_bit(name: str, cut: str | None, tiny_policy: Callable) -> None:
@@ -340,19 +343,12 @@ def test_rewards_of_turns_stand_at_their_last_tokens() -> None:
     assert with_turns(plain) is plain
 
 
-class Judge:
-    """Rewards what nothing but chance decides."""
-
-    names = ("parity",)
-
-    def score(self, groups: Any) -> list[Scored]:
-        values = [np.array([float(r.tokens.sum() % 3) for r in group]) for group in groups]
-        return [
-            Scored(rollouts=group, names=self.names, rewards=reward[:, None], reward=reward)
-            for group, reward in zip(groups, values, strict=True)
-        ]
+def remainder(rollout: Rollout) -> float:
+    """What nothing but chance decides."""
+    return float(rollout.tokens.sum() % 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", [*ALGORITHMS, "process"])
 def test_every_algorithm_trains_on_episodes(preset: str, tiny_policy: Callable, scripted_world: Callable) -> None:
     """One column for each completion, whatever a completion became on the way; sampled = scored."""
@@ -367,7 +363,7 @@ def test_every_algorithm_trains_on_episodes(preset: str, tiny_policy: Callable, 
         policy,
         algorithm,
         engine=NativeEngine(policy, max_rows=5, world=world),
-        rewards=Judge(),
+        rewards=RuleRewards(remainder),
         draw=lambda k: [next(prompts) for _ in range(k)],
         optimizer=Optimizer(policy.model, OptimizerSettings(lr=1e-3), 100),
         group=settings,

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rule_rewards import Rule, RuleRewards
 
 from groupwise.algorithms.losses import Terms
 from groupwise.algorithms.registry import ALGORITHMS, Algorithm, resolve
 from groupwise.config.settings import ALONE, CriticSettings, GroupSettings, ModelSettings, OptimizerSettings
 from groupwise.errors import Diverged, RewardError
 from groupwise.models.policy import Policy
-from groupwise.records import Finish, Prompt, Rollout, Sampling, Scored, Step
+from groupwise.records import Finish, Prompt, Rollout, Sampling, Step
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.critics import Critic
 from groupwise.training.online import improve, train_online
@@ -25,24 +26,6 @@ from groupwise.training.optimizer import Optimizer
 from groupwise.training.samples import sample_of, weigh
 from groupwise.training.scoring import score
 from groupwise.training.teachers import Teacher
-
-Rule = Callable[[Rollout], "tuple[float, ...] | float | None"]
-
-
-class Judge:
-    """Rewards by a rule of one rollout: one number, several, or None."""
-
-    def __init__(self, rule: Rule) -> None:
-        self.rule = rule
-
-    def score(self, groups: Sequence[tuple[Rollout, ...]]) -> list[Scored]:
-        scored = []
-        for group in groups:
-            rows = np.array([np.atleast_1d(np.array(self.rule(r), dtype=np.float64)) for r in group])
-            total = np.where(np.isnan(rows).all(1), np.nan, np.nansum(rows, 1))
-            names = tuple(f"rule{k}" for k in range(rows.shape[1]))
-            scored.append(Scored(rollouts=group, names=names, rewards=rows, reward=total))
-        return scored
 
 
 def even(rollout: Rollout) -> float:
@@ -78,7 +61,7 @@ def run(tiny_policy: Callable) -> Callable[..., tuple[Policy, Iterator[Step]]]:
             policy,
             algorithm,
             engine=engine or NativeEngine(policy, max_rows=8),  # type: ignore[arg-type]
-            rewards=Judge(rule),  # type: ignore[arg-type]
+            rewards=RuleRewards(rule),
             draw=lambda k: [next(prompts) for _ in range(k)],
             optimizer=Optimizer(policy.model, optimizer or OptimizerSettings(lr=1e-3), 100),
             group=settings,
@@ -111,7 +94,7 @@ def test_p61_rewards_without_differences_change_nothing(preset: str, value: floa
         assert step.metrics["frac_reward_zero_std"] == 1.0
         assert step.metrics["grad_norm"] == 0.0
         unknown = {name for name, number in step.metrics.items() if not math.isfinite(number)}
-        assert unknown <= ({"reward", "rewards/rule0/mean"} if value is None else set())
+        assert unknown <= ({"reward", "rewards/rule/mean"} if value is None else set())
     assert torch.equal(weights_of(policy), before)
 
 
@@ -119,7 +102,7 @@ def test_r08_a_run_without_any_reward_ends(run: Callable) -> None:
     said: list[float | None] = [None] * 24 + [1.0] + [None] * 100
     _, steps = run("grpo", lambda rollout: said.pop(0), steps=9)
     taken: list[int] = []
-    with pytest.raises(RewardError, match=r"\(rule0\) said None for every completion of 3 steps: nothing can be learnt; try"):
+    with pytest.raises(RewardError, match=r"\(rule\) said None for every completion of 3 steps: nothing can be learnt; try"):
         taken.extend(step.number for step in steps)
     assert taken == [1, 2, 3, 4, 5], "two silent steps, one with a reward, two silent ones; the third in a row is not taken"
 
@@ -130,7 +113,7 @@ def test_p23_a_completion_without_reward_teaches_nothing(run: Callable) -> None:
     for group, advantages in zip(step.groups, step.advantages, strict=True):
         assert np.isnan(group.reward[0])
         assert not advantages[0].any()
-    assert step.metrics["rewards/rule0/none"] == 0.25
+    assert step.metrics["rewards/rule/none"] == 0.25
 
 
 @PRESETS

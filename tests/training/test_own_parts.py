@@ -53,6 +53,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_recipe: Callab
     return run
 
 
+@pytest.mark.slow
 def test_a_row_of_one_s_own_is_trained(recipe: Callable) -> None:
     own, same = recipe(objective="PARTS:MINE"), recipe(group={"surrogate": "PARTS:surrogate"})
     assert [step.metrics["loss"] for step in own] == [step.metrics["loss"] for step in same]

@@ -18,7 +18,8 @@ import pytest
 from groupwise.config.recipes import load_recipe
 from groupwise.config.settings import ModelSettings
 from groupwise.errors import ConfigError, EngineError, PeerError
-from groupwise.models.policy import Policy, load_policy
+from groupwise.models.loading import load_policy
+from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Sample, Sampling
 from groupwise.rewards.compose import unjudged
 from groupwise.rollout.native.engine import NativeEngine
@@ -93,7 +94,7 @@ def serve() -> Iterator[Callable[[Policy], FakeServer]]:
 
 def greeted(policy: Policy, *servers: FakeServer) -> ScoringServers:
     found = ScoringServers([server.url for server in servers])
-    found.greet(policy.tokenizer)
+    found.connect(policy.tokenizer)
     return found
 
 
@@ -184,6 +185,7 @@ TREE = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_servers_what_it_learns_from_the_checkpoint(
     tmp_path: Path, write_recipe: Callable, serve: Callable
 ) -> None:

@@ -23,7 +23,8 @@ from groupwise.data.demonstrations import Demonstration
 from groupwise.data.packing import pack
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.attention import plain_attention
-from groupwise.models.policy import Policy, make_policy
+from groupwise.models.loading import make_policy
+from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Sample, Sampling, Scored
 from groupwise.rewards.compose import unjudged
 from groupwise.rollout.mixed import MixedEngine
@@ -378,6 +379,7 @@ def final(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "final" / "model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["checkpoint", "minillm", "hint", "ema", "sampled"])
 def test_a_run_that_is_broken_off_goes_on_to_the_same_weights(
     kind: str, tmp_path: Path, write_recipe: Callable, larger: str
@@ -420,6 +422,7 @@ def test_a_teacher_with_other_tokens_is_refused_by_name(tmp_path: Path, write_re
         list(train(load_recipe(path)))
 
 
+@pytest.mark.slow
 def test_a_teacher_with_padding_rows_is_taken(tmp_path: Path, write_recipe: Callable, larger: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -66,6 +66,7 @@ def test_tokens_are_coloured_by_the_key_that_is_pressed(viewer: Callable, run_fo
     assert not any(colours(page))
 
 
+@pytest.mark.slow
 def test_the_colour_says_the_sign_and_clipped_tokens_are_hatched(viewer: Callable, run_folder: Path, tab: Tab) -> None:
     own = viewer(run_folder)
     page = tab(own.address + "#step=7&group=1&by=push")
@@ -81,6 +82,7 @@ def test_the_colour_says_the_sign_and_clipped_tokens_are_hatched(viewer: Callabl
             assert ("repeating" in image) == (clipped > 0)
 
 
+@pytest.mark.slow
 def test_the_number_of_a_token_is_under_the_cursor_and_under_the_arrow_keys(viewer: Callable, run_folder: Path, tab: Tab) -> None:
     own = viewer(run_folder)
     page = tab(own.address + "#step=7&group=1&by=entropy")
@@ -97,6 +99,7 @@ def test_the_number_of_a_token_is_under_the_cursor_and_under_the_arrow_keys(view
     assert tip.is_hidden()
 
 
+@pytest.mark.slow
 def test_blanks_and_special_tokens_on_demand(viewer: Callable, run_folder: Path, tab: Tab) -> None:
     page = tab(viewer(run_folder).address)
     text = lambda: page.locator(".card .text").first.inner_text()  # noqa: E731
@@ -107,6 +110,7 @@ def test_blanks_and_special_tokens_on_demand(viewer: Callable, run_folder: Path,
     assert "therefore·7" in text()
 
 
+@pytest.mark.slow
 def test_steps_and_groups_by_keyboard_and_the_address_follows(viewer: Callable, run_folder: Path, tab: Tab) -> None:
     own = viewer(run_folder)
     page = tab(own.address)
@@ -138,6 +142,7 @@ def test_steps_and_groups_by_keyboard_and_the_address_follows(viewer: Callable, 
     settled(page)
 
 
+@pytest.mark.slow
 def test_everything_can_be_reached_with_tab_alone(viewer: Callable, run_folder: Path, tab: Tab) -> None:
     page = tab(viewer(run_folder).address)
     page.wait_for_selector(".card")
@@ -154,6 +159,7 @@ def test_everything_can_be_reached_with_tab_alone(viewer: Callable, run_folder: 
     assert page.locator(".group-list a").first.evaluate("one => { one.focus(); return document.activeElement === one; }")
 
 
+@pytest.mark.slow
 def test_search_filters_and_its_link_reproduces_it(viewer: Callable, run_folder: Path, tab: Tab) -> None:
     page = tab(viewer(run_folder).address + "#view=search")
     page.fill('input[name="text"]', "therefore 777")
@@ -174,6 +180,7 @@ def test_search_filters_and_its_link_reproduces_it(viewer: Callable, run_folder:
     again.wait_for_selector(".card.linked")
 
 
+@pytest.mark.slow
 def test_two_runs_are_compared_on_the_same_prompts(viewer: Callable, run_folder: Path, other_folder: Path, tab: Tab) -> None:
     page = tab(viewer(run_folder, other_folder).address + "#view=compare&step=5&other=1&with=5")
     page.wait_for_selector("#cl0")
@@ -190,6 +197,7 @@ def test_two_runs_are_compared_on_the_same_prompts(viewer: Callable, run_folder:
     assert colours(page) != before
 
 
+@pytest.mark.slow
 def test_curves_lie_over_each_other_by_step_tokens_and_time(
     viewer: Callable, run_folder: Path, other_folder: Path, tab: Tab
 ) -> None:
@@ -207,6 +215,7 @@ def test_curves_lie_over_each_other_by_step_tokens_and_time(
     assert "step=" in page.url
 
 
+@pytest.mark.slow
 def test_why_leads_to_the_completions(viewer: Callable, run_folder: Path, tab: Tab) -> None:
     page = tab(viewer(run_folder).address + "#view=why&before0=11&before1=20&after0=21&after1=30")
     page.wait_for_selector(".moves")
@@ -216,6 +225,7 @@ def test_why_leads_to_the_completions(viewer: Callable, run_folder: Path, tab: T
     assert "first=21" in page.url
 
 
+@pytest.mark.slow
 def test_lenses_lead_to_the_completions(viewer: Callable, run_folder: Path, tab: Tab) -> None:
     page = tab(viewer(run_folder).address + "#view=lenses")
     page.wait_for_selector("canvas.scatter")
@@ -223,6 +233,7 @@ def test_lenses_lead_to_the_completions(viewer: Callable, run_folder: Path, tab:
     page.wait_for_selector(".card.linked")
 
 
+@pytest.mark.slow
 def test_it_follows_a_live_run(viewer: Callable, made: Any, tmp_path: Path, tab: Tab) -> None:
     folder = made.make_run(tmp_path / "going", 3)
     (folder / "done.json").unlink()
@@ -239,6 +250,7 @@ def test_it_follows_a_live_run(viewer: Callable, made: Any, tmp_path: Path, tab:
     assert page.locator(".steps h1 b").inner_text() == "3", "who looks at a step is not taken away from it"
 
 
+@pytest.mark.slow
 def test_held_out_completions_stand_beside_those_of_training(viewer: Callable, run_folder: Path, tab: Tab) -> None:
     page = tab(viewer(run_folder).address)
     page.keyboard.press("e")
@@ -246,6 +258,7 @@ def test_held_out_completions_stand_beside_those_of_training(viewer: Callable, r
     assert cards(page)
 
 
+@pytest.mark.slow
 def test_episodes_are_turns_with_their_tools_and_their_time(viewer: Callable, made: Any, tmp_path: Path, tab: Tab) -> None:
     page = tab(viewer(made.make_episodes(tmp_path / "episodes")).address)
     page.wait_for_selector("#c0 .turn")
@@ -272,6 +285,7 @@ def test_episodes_are_turns_with_their_tools_and_their_time(viewer: Callable, ma
     assert page.locator("#c0 .turn.own").first.evaluate("one => one.open"), "the fold of the token that the keys go to opens"
 
 
+@pytest.mark.slow
 def test_what_the_world_says_is_text(viewer: Callable, made: Any, tmp_path: Path, tab: Tab) -> None:
     page = tab(viewer(made.make_episodes(tmp_path / "hostile", texts=made.HOSTILE)).address)
     page.wait_for_selector("#c0 .call")
@@ -280,6 +294,7 @@ def test_what_the_world_says_is_text(viewer: Callable, made: Any, tmp_path: Path
     assert "<script>window.pwned = 1</script>" in page.locator("#c0 .call").first.inner_text()
 
 
+@pytest.mark.slow
 def test_a_step_is_replayed_with_another_algorithm(viewer: Callable, trained: Path, tab: Tab) -> None:
     page = tab(viewer(trained).address)
     page.wait_for_selector(".card")
@@ -301,6 +316,7 @@ def test_a_step_is_replayed_with_another_algorithm(viewer: Callable, trained: Pa
     until(again, "!location.hash.includes('replay')")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["server", "report"])
 def test_hostile_completions_are_text(
     viewer: Callable, hostile_folder: Path, tab: Tab, tmp_path: Path, made: Any, where: str
@@ -349,6 +365,7 @@ def test_hostile_completions_are_text(
         assert page.evaluate("document.documentElement.scrollWidth") <= 1280
 
 
+@pytest.mark.slow
 def test_a_completion_of_100_000_characters_is_shown_piece_by_piece(
     viewer: Callable, hostile_folder: Path, tab: Tab, made: Any
 ) -> None:
@@ -362,6 +379,7 @@ def test_a_completion_of_100_000_characters_is_shown_piece_by_piece(
     until(page, f"document.querySelectorAll('{card} .t').length > 1400")
 
 
+@pytest.mark.slow
 def test_a_report_is_the_application_without_a_server(run_folder: Path, other_folder: Path, tab: Tab, tmp_path: Path) -> None:
     path = export([run_folder, other_folder], tmp_path / "report.html")
     page = tab(path.as_uri())
@@ -378,6 +396,7 @@ def test_a_report_is_the_application_without_a_server(run_folder: Path, other_fo
         assert page.locator("main [role=alert]").count() == 0, view
 
 
+@pytest.mark.slow
 def test_a_bad_page_says_so_and_the_next_one_works(viewer: Callable, made: Any, tmp_path: Path, chromium: Any) -> None:
     folder = made.make_run(tmp_path / "damaged", 3)
     (folder / "rollouts/000003.parquet").write_bytes(b"PAR1 half of it")
@@ -389,6 +408,7 @@ def test_a_bad_page_says_so_and_the_next_one_works(viewer: Callable, made: Any, 
     page.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_view_is_wider_than_its_window(viewer: Callable, run_folder: Path, tab: Tab, width: int, scheme: str) -> None:
@@ -406,21 +426,17 @@ def test_no_view_is_wider_than_its_window(viewer: Callable, run_folder: Path, ta
         assert page.evaluate("document.documentElement.scrollWidth") <= width, view
 
 
-@pytest.mark.skipif("GROUPWISE_AXE" not in os.environ, reason="name axe-core's axe.min.js (npm install axe-core) in GROUPWISE_AXE")
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("view", ["groups", "curves", "search&text=so", "compare", "why", "lenses", "config"])
-def test_axe_finds_nothing_serious(viewer: Callable, run_folder: Path, chromium: Any, scheme: str, view: str) -> None:
-    context = chromium.new_context(viewport={"width": 1280, "height": 900}, color_scheme=scheme, bypass_csp=True)
+def test_axe_finds_nothing_serious(
+    viewer: Callable, run_folder: Path, chromium: Any, axe: Callable, scheme: str, view: str
+) -> None:
+    context = chromium.new_context(viewport={"width": 1280, "height": 900}, color_scheme=scheme)
     page = context.new_page()
     page.goto(viewer(run_folder).address + f"#view={view}")
     settled(page, view.split("&")[0])
     page.wait_for_timeout(300)
-    page.add_script_tag(path=os.environ["GROUPWISE_AXE"])
-    found = page.evaluate("axe.run()")
-    serious = [
-        (rule["id"], [node["html"][:160] for node in rule["nodes"]][:3])
-        for rule in found["violations"]
-        if rule["impact"] in ("serious", "critical")
-    ]
+    serious = axe(page)
     context.close()
     assert not serious, serious

@@ -444,6 +444,7 @@ def test_a_recipe_with_code_of_its_own_is_not_replayed(
         found.answer("replay", {"run": "0", "step": "2", "group": "1"})
 
 
+@pytest.mark.slow
 def test_a_replayed_group_holds_the_closed_form_of_the_recorded_and_the_changed(trained: Path) -> None:
     from groupwise.runs.replay import replay
 
@@ -475,6 +476,7 @@ def test_a_replayed_group_holds_the_closed_form_of_the_recorded_and_the_changed(
     assert len(found.replays._kept) == kept, "from memory"
 
 
+@pytest.mark.slow
 def test_what_the_recipe_refuses_is_said(trained: Path) -> None:
     with pytest.raises(DataError, match=r"high"):
         pages_of(trained).answer("replay", {"run": "0", "step": "2", "group": "0", "set": "group.surrogate.high=-3"})

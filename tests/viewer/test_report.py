@@ -50,6 +50,7 @@ def test_completions_change_no_element_of_the_report(run_folder: Path, hostile_f
     assert "unsafe" not in policy[1]
 
 
+@pytest.mark.slow
 def test_a_report_that_would_be_too_large_holds_fewer_groups(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = made.make_run(tmp_path / "large", 4, groups=8, size=8, texts=["y" * 150])
     sources = open_sources([folder])

@@ -321,7 +321,7 @@ def test_a_server_gives_given_tokens_the_log_probs_of_its_model(serving: Any, en
     engine.set_version(engine.version + 1)  # its weights are the policy's
     rollouts = draw(engine, prompts, Sampling(temperature=1.0, max_new_tokens=24))
     servers = ScoringServers([serving.url])
-    servers.greet(serving.policy.tokenizer)
+    servers.connect(serving.policy.tokenizer)
     found = servers.logp([(rollout.prompt.tokens, rollout.tokens) for rollout in rollouts])
     expected = score(serving.policy, [sample_of(rollout) for rollout in rollouts], budget=4096).logp
     for ours, theirs in zip(found, expected, strict=True):

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
+from rule_rewards import Rule, RuleRewards
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from groupwise.algorithms.registry import corrected, resolve
 from groupwise.config.settings import CorrectionSettings, CriticSettings, GroupSettings, OptimizerSettings
 from groupwise.models.policy import Policy
-from groupwise.records import Prompt, Rollout, Sampling, Scored, Step
+from groupwise.records import Prompt, Rollout, Sampling, Step
 from groupwise.rollout.asynchronous import PrefetchedRollouts
 from groupwise.rollout.mixed import MixedEngine
 from groupwise.rollout.native.engine import NativeEngine
@@ -32,28 +33,13 @@ def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<eos>")
 
 
-@dataclass(frozen=True)
-class Judge:
-    """What the loop asks of rewards: one function of a rollout, None where it does not apply."""
-
-    rule: Callable[[Rollout], float | None]
-
-    def score(self, groups: Sequence[Sequence[Rollout]]) -> list[Scored]:
-        scored = []
-        for group in groups:
-            found = [self.rule(rollout) for rollout in group]
-            reward = np.array([np.nan if value is None else value for value in found], dtype=np.float64)
-            scored.append(Scored(rollouts=tuple(group), names=("rule",), rewards=reward[:, None], reward=reward))
-        return scored
-
-
 @dataclass
 class World:
     """A policy among prompts and a rule; `train` runs the library's own loop."""
 
     policy: Policy
     prompts: Sequence[Sequence[int]]
-    rule: Callable[[Rollout], float | None]
+    rule: Rule
     sampling: Sampling
     lr: float = 3e-3
     scorer: Policy | None = None
@@ -96,7 +82,7 @@ class World:
             self.policy,
             corrected(algorithm, CorrectionSettings()) if ahead else algorithm,
             engine=engine or NativeEngine(self.policy, max_rows=256),  # type: ignore[arg-type]
-            rewards=Judge(self.rule),  # type: ignore[arg-type]
+            rewards=RuleRewards(self.rule),
             draw=self.draw,
             optimizer=Optimizer(self.policy.model, OptimizerSettings(lr=self.lr, betas=(0.9, 0.99)), updates),
             group=settings,

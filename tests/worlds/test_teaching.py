@@ -18,23 +18,32 @@ from groupwise.training.samples import sample_of
 from groupwise.training.scoring import score
 from groupwise.training.teachers import Teacher
 
-SEEDS = [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+
+@pytest.fixture(scope="module")
+def masters() -> dict[int, Policy]:
+    """Teachers by their seed, each trained once."""
+    return {}
 
 
 def size(policy: Policy) -> int:
     return sum(parameter.numel() for parameter in policy.model.parameters())
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(("preset", "steps"), [("distill", 40), ("minillm", 40), ("distill_sampled", 70)])
-def test_the_answers_are_learnt_from_a_teacher_that_knows_them(preset: str, steps: int, seed: int, say: Callable) -> None:
+def test_the_answers_are_learnt_from_a_teacher_that_knows_them(
+    preset: str, steps: int, seed: int, say: Callable, masters: dict[int, Policy]
+) -> None:
     """From 1 in 16 to nearly all; MiniLLM's first completions are partly the teacher's own."""
-    master = say(lr=3e-3, seed=seed + 20, hidden=64)
-    known = [step.metrics["reward"] for step in master.train("grpo", 50, prompts_per_step=8, group_size=16, updates_per_rollout=2)]
-    assert np.mean(known[-5:]) > 0.9
+    if seed not in masters:
+        learner = say(lr=3e-3, seed=seed + 20, hidden=64)
+        rows = learner.train("grpo", 50, prompts_per_step=8, group_size=16, updates_per_rollout=2)
+        assert np.mean([step.metrics["reward"] for step in rows][-5:]) > 0.9
+        masters[seed] = learner.policy.frozen_copy()
     made = say(lr=1e-2, seed=seed)
-    assert size(master.policy) > 3.5 * size(made.policy)
-    teacher = Teacher(policy=master.policy.frozen_copy())
+    assert size(masters[seed]) > 3.5 * size(made.policy)
+    teacher = Teacher(policy=masters[seed])
     rewards = [step.metrics["reward"] for step in made.train(preset, steps, teacher=teacher, prompts_per_step=8, group_size=16)]
     assert np.mean(rewards[-5:]) > 0.85
     assert (rewards[0] > 0.2) == (preset == "minillm")
@@ -52,7 +61,7 @@ def distance(made: object, teacher: Policy) -> float:
     return float(np.mean(own - theirs))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_distillation_comes_nearer_than_imitation_of_as_many_tokens(seed: int, world: Callable) -> None:
     """Forward and reverse KL on the student's own completions against SFT on the teacher's, with more tokens and as many steps.
 

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 import numpy as np
 from annotated_types import Ge, Le
 
+from groupwise.algorithms.kl_estimators import k3_numbers
 from groupwise.errors import ConfigError
 from groupwise.records import Rollout, Scored
 
@@ -166,7 +167,7 @@ def gae(
         columns = zip(group.rollouts, _float64(group.reward), _signal(group, "value"), gaps, strict=True)
         advantages.append(
             [
-                _discounted(rollout, reward, _float64(value_n), beta * (gap_n if kl == "k1" else _k3(gap_n)), gamma, lam)
+                _discounted(rollout, reward, _float64(value_n), beta * (gap_n if kl == "k1" else k3_numbers(gap_n)), gamma, lam)
                 for rollout, reward, value_n, gap_n in columns
             ]
         )
@@ -322,12 +323,6 @@ def _whiten(groups: Sequence[Scored], values: Advantages, ddof: int, eps: float)
     if std == 0.0:
         return [[np.zeros(value.size) for value in completions] for completions in values]
     return [[np.nan_to_num((value - mean) / (std + eps)) for value in completions] for completions in values]
-
-
-def _k3(gap_n: np.ndarray) -> np.ndarray:
-    """`exp(ref - b) - (ref - b) - 1` of b - ref; beyond 20 nats it continues as its tangent."""
-    inside_n = np.minimum(-gap_n, 20.0)
-    return np.expm1(inside_n) - inside_n + np.expm1(20.0) * np.maximum(-gap_n - 20.0, 0.0)
 
 
 def _spread(groups: Sequence[Scored], advantages: Sequence[np.ndarray]) -> Advantages:

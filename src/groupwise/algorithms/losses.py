@@ -2,7 +2,7 @@
 
 Everything is minimised, unweighted, and free of device synchronisation; log-probabilities are in nats.  A loss is made of a
 ratio level (how far the policy has moved from the one that sampled), a surrogate (what is done with ratio and advantage), and a
-KL estimator.
+KL estimator (`kl_estimators.py`).
 
 M trained tokens of one micro-batch   S its completions   R pairs or completions   l log-prob under the policy
 b the same under the behaviour policy, which sampled   ref the same under the reference   rho = exp(l - b)
@@ -72,7 +72,6 @@ class Terms:
 
 RatioLevel = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 Surrogate = Callable[..., Tensor]
-KL = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 # ---- ratio levels: (logp_M, behavior_logp_M, segment_M, segments) -> log_ratio_M ---------------------------------------------
@@ -202,39 +201,6 @@ recipe may not."""
 
 FOLDS_MISMATCH: set[Callable] = {vespo}
 """Surrogates that take the sampler mismatch into their own weight; all others are multiplied by it."""
-
-
-# ---- KL to the reference: (logp_M, reference_logp_M, token log-ratio l - b) -> kl_M ------------------------------------------
-
-
-def k1(logp_M: Tensor, reference_logp_M: Tensor, log_ratio_M: Tensor) -> Tensor:
-    """`l - ref`: unbiased as a number; its own gradient is 0 on average, so it belongs in the reward, not in the loss."""
-    return logp_M - reference_logp_M
-
-
-def k2(logp_M: Tensor, reference_logp_M: Tensor, log_ratio_M: Tensor) -> Tensor:
-    """`(l - ref)^2 / 2`: on-policy its gradient is that of the true KL."""
-    return 0.5 * (logp_M - reference_logp_M).square()
-
-
-def k3(logp_M: Tensor, reference_logp_M: Tensor, log_ratio_M: Tensor) -> Tensor:
-    """`exp(ref - l) - (ref - l) - 1`: never negative, low variance (Schulman, joschu.net/blog/kl-approx.html; GRPO, eq. 4).
-
-    Beyond `LIMIT` it continues as its tangent: a gap of 100 nats stays finite, and still pulls the policy the right way.
-    """
-    gap_M = reference_logp_M - logp_M
-    inside_M = gap_M.clamp(max=LIMIT)
-    return torch.expm1(inside_M) - inside_M + math.expm1(LIMIT) * torch.relu(gap_M - LIMIT)
-
-
-def k3_ratio(logp_M: Tensor, reference_logp_M: Tensor, log_ratio_M: Tensor) -> Tensor:
-    """`rho k3`, rho differentiable: unbiased in value and gradient off-policy too (DeepSeek-V3.2, 2512.02556; TRL's default).
-
-    rho is the token's, whatever the level of the policy ratio: the KL is a sum over tokens.  Multiplied out it is
-    `exp(ref - b) - rho (1 + ref - l)`, whose first term is a constant: the gradient is `rho (l - ref)`, which no gap can overflow.
-    """
-    gap_M = reference_logp_M - logp_M
-    return guarded_exp((gap_M + log_ratio_M).detach()) - guarded_exp(log_ratio_M) * (1 + gap_M)
 
 
 # ---- masks and corrections: constants that multiply the surrogate ------------------------------------------------------------

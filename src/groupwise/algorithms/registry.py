@@ -21,10 +21,11 @@ from torch import Tensor
 from groupwise.algorithms import advantages as credit
 from groupwise.algorithms import loss_weights as weights
 from groupwise.algorithms import losses
-from groupwise.algorithms.losses import KL, RatioLevel, Surrogate, Terms
+from groupwise.algorithms.kl_estimators import KL, k1, k2, k3, k3_ratio
+from groupwise.algorithms.losses import RatioLevel, Surrogate, Terms
 from groupwise.config.settings import CorrectionSettings, GroupSettings, Part
 from groupwise.errors import ConfigError
-from groupwise.ops.divergence import Divergence, jsd
+from groupwise.ops.distillation import Divergence, jsd
 from groupwise.records import Scored
 from groupwise.utils.imports import imported
 from groupwise.utils.spelling import nearest
@@ -49,7 +50,7 @@ class Algorithm:
     truncated: Literal["keep", "mask"] = "keep"
     beta: float = 0.0
     """Weight of the KL to the reference; 0: there is no reference."""
-    kl: KL = losses.k3
+    kl: KL = k3
     kl_place: Literal["loss", "reward"] = "loss"
     """In the reward it is subtracted by `credit`: k1, unless the credit knows others."""
     entropy_bonus: float = 0.0
@@ -325,7 +326,7 @@ _ROWS = (
         equation="-1/N sum_i sum_t min(rho A_i, clip(rho) A_i),  A_i = whitened(r_i - mean)",
         credit=partial(credit.whitened, baseline=True),
         weights=weights.token_mean,
-        kl=losses.k2,
+        kl=k2,
     ),
     Algorithm(
         name="maxrl",
@@ -416,7 +417,7 @@ PARTS: dict[str, dict[str, Callable]] = {
     ),
     "divergence": _by_name(jsd),
     "filter": {},
-    "kl": _by_name(losses.k1, losses.k2, losses.k3, losses.k3_ratio),
+    "kl": _by_name(k1, k2, k3, k3_ratio),
 }  # fmt: skip
 """What the parts of a recipe's `group` may name."""
 

@@ -28,13 +28,15 @@ from groupwise.environments.procedural import rows_of
 from groupwise.environments.schemas import name_of
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.models.attention import plain_attention
-from groupwise.models.policy import Policy, embedding_rows
+from groupwise.models.loading import embedding_rows
+from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
 from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
-from groupwise.runs.build import Job, make_job, sampling_of
+from groupwise.runs.build import Job, make_job
 from groupwise.runs.folder import CONFIG
 from groupwise.runs.loaded import model_folder, settings_of
 from groupwise.runs.origin import Origin
+from groupwise.runs.prepare import sampling_of
 from groupwise.runs.progress import make_console, safe
 from groupwise.runs.run import resolved
 from groupwise.runs.worlds import furnished, with_own_reward
@@ -252,7 +254,7 @@ def _samples(recipe: Recipe, job: Job, rewards: Rewards, prompts: Sequence[Promp
     """Sample a little with the recipe's own settings, and score it in every way that must agree."""
     policy, engine = job.policy, job.engine
     assert engine is not None
-    sampling = sampling_of(recipe.rollout, max_new_tokens=min(recipe.rollout.max_new_tokens, TOKENS))
+    sampling = replace(sampling_of(recipe.rollout), max_new_tokens=min(recipe.rollout.max_new_tokens, TOKENS))
     groups = list(engine.generate(prompts, group_size=COMPLETIONS, sampling=sampling, seed=recipe.seed))
     rollouts = [rollout for group in groups for rollout in group]
     samples = [sample for rollout in rollouts for sample in samples_of(rollout)]

@@ -79,23 +79,26 @@ class Example:
 
 
 def work(
-    rewards: Sequence[float | None] = (1.0, 0.0, 0.5),
+    rewards: Sequence[float | None] | None = None,
     lengths: Sequence[int] | None = None,
     *,
-    preset: str = "grpo",
-    mu: int = 2,
+    preset: str | None = None,
+    mu: int | None = None,
     beta: float | None = None,
     lr: float = 5.0,
     longest: int = 8,
     group: GroupSettings | None = None,
 ) -> Example:
-    """Work a step of `preset` through, on one group.
+    """Work a step of `preset` (default grpo) through, on one group.
 
-    rewards: one per completion, None = unscorable.   lengths: tokens of each, EOS included; default 2, 3, 4 and so on in turn.
-    mu: passes over the rollout, each with a gradient step of size `lr` on the toy policy.   beta: weight of the KL.
+    rewards: one per completion, None = unscorable; default 1, 0, 0.5.   lengths: tokens of each, EOS included; default 2, 3, 4 and
+    so on in turn.   mu: passes over the rollout (default 2), each with a gradient step of size `lr` on the toy policy.
+    beta: weight of the KL.
     longest: what Dr. GRPO divides by.   group: further settings of the algorithm, of which `mu`, `beta` and the rewards take
     precedence.   Raises ConfigError for what the algorithm refuses, and for lengths that do not fit.
     """
+    rewards = (1.0, 0.0, 0.5) if rewards is None else rewards
+    preset, mu = "grpo" if preset is None else preset, 2 if mu is None else mu
     given = tuple(lengths) if lengths is not None else tuple(2 + i % 3 for i in range(len(rewards)))
     if len(given) != len(rewards) or not all(1 <= n <= longest for n in given):
         raise ConfigError(f"{len(rewards)} rewards need as many lengths, each 1 to {longest}, got {', '.join(map(str, given))}")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from groupwise.algorithms.accounting import Accounting, Part
-from groupwise.runs.build import algorithm_line
+from groupwise.runs.prepare import algorithm_line
 from groupwise.runs.replay import REACH, TIMES, Figure, Outcome, Replay, replay
 from groupwise.utils.terminal import escaped
 
@@ -38,15 +38,16 @@ def replay_step(
     changes: Sequence[str] = (),
     *,
     model: bool = True,
-    reach: int = REACH,
+    reach: int | None = None,
     as_json: bool = False,
     tokens: bool = False,
 ) -> int:
     """Replay a step and print what was found.  Returns 0 if every number that was computed again is the recorded one, else 1.
 
+    reach: recorded steps to train again, at most; default REACH.
     tokens: the JSON holds the gradient with respect to every log-prob too.
     """
-    found = replay(folder, number, changes, model=model, reach=reach)
+    found = replay(folder, number, changes, model=model, reach=REACH if reach is None else reach)
     if not as_json:
         print(escaped(render(found)))
     elif tokens:

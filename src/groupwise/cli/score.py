@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,12 +22,27 @@ from groupwise.rewards.find import Completions
 from groupwise.runs import recorded
 from groupwise.runs.origin import origin_of
 
-TOKEN_COLUMNS = {"prompt_ids": "prompt_ids", "completion_ids": "completion_ids", "finish_reason": "finish_reasons"}
-"""Columns of the file that reach a function under the name that it asks for: a recorded run has them."""
+TOKEN_COLUMNS = ("prompt_ids", "completion_ids", "finish_reason")
+"""Columns of recorded runs that functions are given beside those of the data (the last as `finish_reasons`)."""
 RECORDED = {"prompt_text", "completion_text", "row", "finish"}
 """Columns by which a recorded step is known."""
 BARS = 40
 """Width of a histogram in characters."""
+SLOWEST = 3
+"""Calls that are named because they took long ..."""
+SLOW = 0.01
+"""... if they took so many seconds."""
+
+
+class Call(NamedTuple):
+    """One call of a function; rows of one prompt, side by side in the file, are one call."""
+
+    function: str
+    row: int
+    """The first of its rows."""
+    count: int
+    seconds: float
+    """Of the function: a worker process that has to start first does not count."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,11 +61,11 @@ class ScoreReport:
     """N completions."""
     source: str = ""
     """Where the rows are from, and which steps of a run."""
-    seconds: tuple[float, ...]
-    """N: how long the call took that scored the row (rows of one prompt, side by side in the file, are one call)."""
+    calls: tuple[Call, ...]
+    """Every call of every function."""
 
     def render(self, *, rows: int = 10) -> str:
-        """Plain text: per function mean, spread, share of None and histogram; the first `rows` rows; the slowest.
+        """Plain text: per function mean, spread, share of None and histogram; the first `rows` rows; the slowest calls.
 
         Control characters of completions are shown as escapes: what a model wrote must not steer a terminal.
         """
@@ -63,13 +77,14 @@ class ScoreReport:
         for n in range(min(rows, len(self.rows))):
             values = "  ".join(f"{'None' if math.isnan(v) else format(v, '.4g'):>12}" for v in self.rewards[n])
             lines.append(f"{n + 1:<5}{values}  {visible(self.texts[n], 60)}")
-        slow = [n for n in np.argsort(self.seconds)[::-1][:3] if self.seconds[n] >= 0.01]
-        lines += (
-            ["", *(f"slow: {self.rows[n]} took {self.seconds[n]:.2f} s: {visible(self.texts[n], 60)}" for n in slow)]
-            if slow
-            else []
-        )
-        return "\n".join(lines)
+        slowest = sorted(self.calls, key=lambda call: -call.seconds)[:SLOWEST]
+        slow = [self._said(call) for call in slowest if call.seconds >= SLOW]
+        return "\n".join([*lines, "", *slow] if slow else lines)
+
+    def _said(self, call: Call) -> str:
+        others = f" and {call.count - 1} more of its prompt" if call.count > 1 else ""
+        took = f"slow: {visible(call.function, 60)} took {call.seconds:.2f} s on {self.rows[call.row]}{others}"
+        return f"{took}: {visible(self.texts[call.row], 60)}"
 
 
 def score_file(
@@ -96,13 +111,12 @@ def score_file(
         _check(name, row)
     present = list(dict.fromkeys(column for row in rows for column in row))
     settings = [RewardSettings(function=one) if isinstance(one, str) else one for one in functions]
-    rewards, seconds = [], []
+    rewards, calls = [], list[Call]()
     with build_rewards(settings, columns=[column for column in present if column not in TOKEN_COLUMNS]) as scorer:
         for begin, end in _groups(rows):
-            began = time.monotonic()
             batch = _completions(rows[begin:end], names[begin:end], present)
             rewards.append(scorer.matrix(scorer.call(batch)))
-            seconds += [time.monotonic() - began] * (end - begin)
+            calls += [Call(name, begin, end - begin, seconds) for name, seconds in scorer.seconds.items()]
         matrix = np.concatenate(rewards)
         return ScoreReport(
             names=scorer.names,
@@ -111,7 +125,7 @@ def score_file(
             reward=combine(matrix, scorer.weights),
             rows=tuple(names),
             texts=tuple(_text(row["completion"]) for row in rows),
-            seconds=tuple(seconds),
+            calls=tuple(calls),
         )
 
 
@@ -206,7 +220,10 @@ def _groups(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
 
 def _completions(rows: Sequence[Mapping[str, Any]], names: Sequence[str], present: Sequence[str]) -> Completions:
     texts = [_text(row["completion"]) for row in rows]
-    tokens = {ours: [row.get(theirs) for row in rows] for theirs, ours in TOKEN_COLUMNS.items() if theirs in present}
+
+    def tokens(column: str) -> list[Any] | None:
+        return [row.get(column) for row in rows] if column in present else None
+
     return Completions(
         labels=names,
         prompts=[row["prompt"] for row in rows],
@@ -214,5 +231,7 @@ def _completions(rows: Sequence[Mapping[str, Any]], names: Sequence[str], presen
         completions=[as_messages(t) if isinstance(r["prompt"], list) else t for t, r in zip(texts, rows, strict=True)],
         texts=texts,
         columns={column: [row.get(column) for row in rows] for column in present},
-        **tokens,  # type: ignore[arg-type]
+        prompt_ids=tokens("prompt_ids"),
+        completion_ids=tokens("completion_ids"),
+        finish_reasons=tokens("finish_reason"),
     )

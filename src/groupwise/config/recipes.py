@@ -1,16 +1,14 @@
 """Recipes in and out: strict YAML and dotted overrides <-> the dataclasses of `settings.py`.
 
 A recipe is checked as a whole before anything is loaded: every mistake in it is listed at once, each with its line and, where one
-is near, what was probably meant.  A recipe may hold `stages`: runs that follow one another, each an overlay on the keys above them.
-
-Precedence, low to high: the defaults, the file's own keys, the stage's keys, `key=value`, `stages.NAME.key=value`.
+is near, what was probably meant.  A recipe may hold `stages`: runs that follow one another, each an overlay on the keys above them
+(`overlays.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -20,30 +18,15 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from groupwise.config import schema
+from groupwise.config.bundled import find_recipe
 from groupwise.config.live import LIVE, Live, missing
-from groupwise.config.settings import BY_NAME, Recipe
-from groupwise.config.strict_yaml import Node, Problem, parse, parse_value
+from groupwise.config.overlays import in_full, overlaid, read_overrides, stage_trees
+from groupwise.config.settings import Recipe
+from groupwise.config.strict_yaml import Node, Problem, parse
 from groupwise.config.strict_yaml import dump as dump_yaml
 from groupwise.config.validation import STAGE, validate_recipe
 from groupwise.errors import ConfigError
 from groupwise.utils.secrets import redacted
-from groupwise.utils.spelling import near_path
-
-ALTERNATIVES = {
-    "model.path": ("model.scratch",),
-    "model.scratch": ("model.path",),
-    "data.path": ("data.task", "data.task_args"),
-    "data.task": ("data.path", "data.task_args"),
-    "reward_model.replay.path": ("reward_model.replay.task",),
-    "reward_model.replay.task": ("reward_model.replay.path",),
-    "steps": ("epochs",),
-    "epochs": ("steps",),
-}
-"""Keys of which one at most is set: an overlay that sets the first takes the others away."""
-
-DATA = (("data", "path"), ("data", "task"))
-SOURCES = (("model", "path"), ("model", "scratch"), *DATA)
-"""Where a stage starts from: an override that is meant for all stages leaves one that starts from an earlier stage alone."""
 
 NEUTRAL = ("save.", "parallel.", "runs", "name", "threads")
 """Keys that may change when a run is resumed: they do not say what is computed."""
@@ -84,8 +67,8 @@ def parse_stages(text: str, name: str, overrides: Sequence[str] = ()) -> dict[st
         root.value = {}
     if not root.value and problems:
         _refuse(name, problems)
-    changes = _read_overrides(overrides, problems)
-    trees = _stage_trees(root, changes, problems)
+    changes = read_overrides(overrides, problems)
+    trees = stage_trees(root, changes, problems)
     found: dict[str, Recipe] = {}
     for stage, tree in trees.items():
         recipe, wrong = _build(tree, tuple(found) if "stages" in root.value else (), stage if len(trees) > 1 else None)
@@ -119,7 +102,7 @@ def make_recipe(keys: Mapping[str, Any], base: str | Path | Recipe | None = None
         if "stages" in tree.value:
             stages = ", ".join(tree.value["stages"].value or ()) if isinstance(tree.value["stages"].value, dict) else ""
             raise ConfigError(f"{name} holds the stages {stages}: load_stages gives them one by one, each a recipe")
-    tree = _overlaid(_in_full(tree), _in_full(_node_of(keys)))
+    tree = overlaid(in_full(tree), in_full(_node_of(keys)))
     recipe, wrong = _build(tree, earlier, None)
     if problems + wrong:
         _refuse(name, problems + wrong)
@@ -192,8 +175,8 @@ def parse_recorded(text: str, name: str, overrides: Sequence[str] = ()) -> Recip
     root, problems = parse(text, name)
     if problems or not isinstance(root.value, dict) or "stages" in root.value:
         _refuse(name, problems or [Problem(name, "not the config.yaml of a run")])
-    changes = _read_overrides(overrides, problems)
-    tree = _stage_trees(root, changes, problems)[""]
+    changes = read_overrides(overrides, problems)
+    tree = stage_trees(root, changes, problems)[""]
     recipe, wrong = _validated(tree.plain())
     problems += [Problem(tree.find(path).where, _message(".".join(map(str, path)), kind, value)) for path, kind, value in wrong]
     if recipe is not None:
@@ -219,149 +202,6 @@ def _refuse(name: str, problems: Sequence[Problem]) -> None:
 
     lines = "\n".join(f"  {problem}" for problem in sorted(problems, key=place))
     raise ConfigError(f"{len(problems)} problems in {name}:\n{lines}")
-
-
-def _read_overrides(overrides: Iterable[str], problems: list[Problem]) -> list[tuple[tuple[str, ...], Node]]:
-    """`a.b=1` -> (("a", "b"), node).  Later ones win."""
-    found = []
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        key = key.strip().removeprefix("--")
-        where = f"override {key}={text}" if equals else f"override {override}"
-        if not equals or not key:
-            problems.append(Problem(where, "an override is written key=value, e.g. optimizer.lr=1e-5"))
-            continue
-        node, wrong = parse_value(text, where)
-        problems += wrong
-        if not wrong:
-            found.append((tuple(key.split(".")), node))
-    return found
-
-
-def _stage_trees(root: Node, changes: Sequence[tuple[tuple[str, ...], Node]], problems: list[Problem]) -> dict[str, Node]:
-    """The tree of each stage with its overlay and the overrides in it; one tree, called "", without stages."""
-    assert isinstance(root.value, dict)
-    base = _in_full(Node({key: node for key, node in root.value.items() if key != "stages"}, root.where))
-    stages = root.value.get("stages")
-    trees: dict[str, Node] = {}
-    if stages is None:
-        trees[""] = base.copy()
-    elif not isinstance(stages.value, dict) or not stages.value:
-        problems.append(Problem(stages.where, "stages must be a mapping of a stage's name to its keys"))
-        return {}
-    else:
-        for stage, overlay in stages.value.items():
-            if not re.fullmatch(r"\w[\w+-]*", stage):
-                problems.append(Problem(overlay.where, f"a stage's name is made of letters, digits, _ + and -; got {stage!r}"))
-            if overlay.value is None:
-                overlay = Node({}, overlay.where)
-            if not isinstance(overlay.value, dict):
-                problems.append(
-                    Problem(
-                        overlay.where, f"stages.{stage} must be a mapping of keys to values, got {schema.show(overlay.plain())}"
-                    )
-                )
-                overlay = Node({}, overlay.where)
-            trees[stage] = _overlaid(base.copy(), _in_full(overlay))
-        _check_own_data(stages.value, changes, problems)
-    for path, node in sorted(changes, key=lambda change: change[0][0] == "stages"):
-        if path[0] != "stages":
-            for tree in trees.values():
-                _set(tree, path, node, problems, every=stages is not None)
-        elif stages is None:
-            problems.append(Problem(node.where, "this recipe holds no stages"))
-        elif len(path) < 3 or path[1] not in trees:
-            near = schema.closest(path[1], list(trees)) if len(path) > 1 else ""
-            problems.append(Problem(node.where, f"write stages.NAME.key=value with one of the stages {', '.join(trees)}{near}"))
-        else:
-            _set(trees[path[1]], path[2:], node, problems)
-    return trees
-
-
-def _in_full(node: Node, key: str = "") -> Node:
-    """The tree of `key` (dotted; "": of a recipe) with `{name: ...}` for each section that is said by its name alone."""
-    setting = schema.settings_table().get(key)
-    if setting is not None and setting.section in BY_NAME and isinstance(node.value, str):
-        return Node({"name": node}, node.where)
-    if isinstance(node.value, dict) and (not key or (setting is not None and setting.section is not None)):
-        return Node({name: _in_full(inner, f"{key}.{name}".lstrip(".")) for name, inner in node.value.items()}, node.where)
-    return node
-
-
-def _overlaid(base: Node, overlay: Node, prefix: str = "") -> Node:
-    """`overlay` on `base`: sections are merged key by key, except those that name another one; everything else is replaced."""
-    assert isinstance(base.value, dict) and isinstance(overlay.value, dict)
-    _take_away(base, overlay, prefix)
-    merged = dict(base.value)
-    for key, node in overlay.value.items():
-        below, setting = merged.get(key), schema.settings_table().get(prefix + key)
-        is_section = setting is not None and setting.section is not None
-        another = setting is not None and setting.section in BY_NAME and isinstance(node.value, dict) and "name" in node.value
-        if is_section and not another and below is not None and isinstance(below.value, dict) and isinstance(node.value, dict):
-            node = _overlaid(below, node, f"{prefix}{key}.")
-        merged[key] = node
-    return Node(merged, base.where)
-
-
-def _take_away(base: Node, overlay: Node, prefix: str) -> None:
-    """Removes from `base` the alternatives of what `overlay` sets."""
-    assert isinstance(base.value, dict) and isinstance(overlay.value, dict)
-    for key, node in overlay.value.items():
-        for other in ALTERNATIVES.get(prefix + key, ()) if node.value is not None else ():
-            name = other.removeprefix(prefix)
-            if name not in overlay.value:
-                base.value.pop(name, None)
-
-
-def _check_own_data(stages: Mapping[str, Node], changes: Sequence[tuple[tuple[str, ...], Node]], problems: list[Problem]) -> None:
-    """Adds a problem for every override of all stages' data that would replace what a stage says of its own."""
-    said = {path[1] for path, _ in changes if path[0] == "stages" and path[2:] in DATA}
-    own = {}
-    for stage, overlay in stages.items():
-        source = next((found for path in DATA if isinstance((found := overlay.find(path)).value, str)), None)
-        if source is not None and stage not in said and not _from_stage(source):
-            own[stage] = source.plain()
-    theirs = ", ".join(f"{stage} ({source})" for stage, source in own.items())
-    for key, node in ((".".join(path), node) for path, node in changes if own and path in DATA):
-        message = f"{key} of every stage would replace the data that stages have of their own: {theirs}"
-        problems.append(Problem(node.where, f"{message}; say it of single stages: stages.{next(iter(own))}.{key}=..."))
-
-
-def _from_stage(source: Node) -> bool:
-    """True for a model or data that come from an earlier stage."""
-    return isinstance(source.value, str) and source.value.startswith(STAGE)
-
-
-def _set(tree: Node, path: tuple[str, ...], node: Node, problems: list[Problem], every: bool = False) -> None:
-    """Puts an override into a tree, making the sections on the way.  every: it was meant for all stages."""
-    dotted = ".".join(path)
-    if every and path[:2] in SOURCES and _from_stage(tree.find((path[0], "path"))):
-        return
-    here = tree
-    for depth, key in enumerate(path):
-        last, prefix = depth == len(path) - 1, ".".join(path[:depth])
-        if here.value is None:
-            here.value = {}
-        if isinstance(here.value, dict):
-            if node.value is not None:
-                _take_away(here, Node({key: node}, node.where), f"{prefix}." if prefix else "")
-            if last:
-                here.value[key] = _in_full(node.copy(), dotted)
-                return
-            here = here.value.setdefault(key, Node({}, node.where))
-        elif isinstance(here.value, list) and key.isdigit() and int(key) < len(here.value):
-            if last:
-                here.value[int(key)] = node.copy()
-                return
-            here = here.value[int(key)]
-        elif isinstance(here.value, list):
-            problems.append(
-                Problem(node.where, f"{prefix} is a list of {len(here.value)} (from 0); {key!r} is not one of its places")
-            )
-            return
-        else:
-            problems.append(Problem(node.where, f"{prefix} is {schema.show(here.plain())}, there is no {dotted} in it"))
-            return
 
 
 # ---------------------------------------------------------------- building
@@ -494,6 +334,11 @@ def check(recipe: Recipe, earlier: Sequence[str] = ()) -> Recipe:
 # ---------------------------------------------------------------- writing
 
 
+def run_folder(recipe: Recipe) -> Path:
+    """runs/NAME, or runs/NAME/STAGE."""
+    return Path(recipe.runs) / recipe.name
+
+
 def dump(recipe: Recipe) -> str:
     """The recipe as YAML with every key in it; secrets are replaced by `[redacted]`.
 
@@ -529,7 +374,7 @@ def changes(old: str, new: Recipe) -> list[str]:
     tree, problems = parse(old, "config.yaml")
     if problems:
         raise ConfigError(f"the run's config.yaml cannot be read: {problems[0]}")
-    before, after = _flat(_completed(_in_full(tree).plain(), Recipe)), _flat(redacted(_plain(new)))
+    before, after = _flat(_completed(in_full(tree).plain(), Recipe)), _flat(redacted(_plain(new)))
     neutral = NEUTRAL + (("steps",) if new.optimizer.schedule == "constant" else ())
     return [
         f"{key}: {schema.show(before.get(key))} -> {schema.show(after.get(key))}"
@@ -557,49 +402,3 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
         return _flat({str(place): item for place, item in enumerate(value)}, prefix)
     return {} if value is None else {prefix: value}
-
-
-# ---------------------------------------------------------------- bundled recipes and run folders
-
-
-def recipe_folder() -> Path:
-    """Where the recipes that come with Groupwise lie: `recipes/` of a checkout, else of the installed distribution."""
-    checkout = Path(__file__).resolve().parents[3] / "recipes"
-    return checkout if checkout.is_dir() else Path(sys.prefix) / "share" / "groupwise" / "recipes"
-
-
-def bundled_recipes() -> dict[str, Path]:
-    """Name -> file of the recipes that come with Groupwise."""
-    return {file.stem: file for file in sorted(recipe_folder().glob("*.yaml"))}
-
-
-def find_recipe(path: str | Path) -> Path:
-    """The file of a recipe, by path or by the name of a bundled one.  Raises ConfigError with what is near."""
-    file = Path(path).expanduser()
-    if file.is_file():
-        return file
-    bundled = bundled_recipes()
-    if str(path) in bundled:
-        return bundled[str(path)]
-    if file.is_dir():
-        raise ConfigError(f"{str(path)!r} is a folder; a recipe is a .yaml file")
-    near = schema.closest(str(path), list(bundled)) or near_path(file)
-    raise ConfigError(f"no such recipe {str(path)!r}: neither a file nor one of {', '.join(bundled) or 'the bundled ones'}{near}")
-
-
-def header(path: str | Path) -> str:
-    """The comment lines at the top of a recipe: what it does, its expected result and its cost."""
-    lines = []
-    for line in find_recipe(path).read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        lines.append(line.removeprefix("#").removeprefix(" "))
-    return "\n".join(lines).strip()
-
-
-def run_folder(recipe: Recipe) -> Path:
-    """runs/NAME, or runs/NAME/STAGE."""
-    return Path(recipe.runs) / recipe.name
-
-
-describe = schema.describe

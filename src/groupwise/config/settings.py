@@ -1,7 +1,7 @@
 """Every setting of a recipe, with its meaning, default and range: the one place to read them.
 
 Plain frozen dataclasses; importing this file imports neither torch nor transformers, so that a recipe is checked, explained and
-refused in a fraction of a second.  `config.py` turns YAML and dotted overrides into a `Recipe` and back; the components take the
+refused in a fraction of a second.  `recipes.py` turns YAML and dotted overrides into a `Recipe` and back; the components take the
 sections they need.  The text below a field is its documentation: `groupwise config KEY` prints it.
 
 The number of settings is kept small on purpose.  Batch sizes are said in prompts and completions per prompt; everything else
@@ -50,7 +50,7 @@ ONLINE = (
     "distill_sampled",
     "minillm",
 )
-"""Objectives that sample their own completions: the rows of `algorithms.ALGORITHMS` (a test compares them)."""
+"""Objectives that sample their own completions: the rows of `algorithms.registry.ALGORITHMS` (a test compares them)."""
 ALONE = ("reinforce_pp", "reinforce", "ppo", "distill", "distill_sampled", "minillm")
 """Those of them whose advantages compare no siblings: one completion per prompt is enough (a test asks the table)."""
 VALUED = ("ppo",)

@@ -1,6 +1,6 @@
 """What the keys of a recipe must be together: checks that look at more than one value, at files and at names.
 
-Each check yields the dotted keys it looked at and a message; `config.py` adds the line of the file.  Nothing here imports torch or
+Each check yields the dotted keys it looked at and a message; `recipes.py` adds the line of the file.  Nothing here imports torch or
 reads a weight, so that a recipe is refused in a fraction of a second.
 """
 

@@ -81,8 +81,8 @@ def load_data(
         return encode_prompts(rows, template, max_tokens=limit, too_long=settings.too_long)
 
     data = _load(settings, template, encode, "prompts", seed)
-    judged = {name: tuple(visit(prompt, "eval") for prompt in getattr(data, name)) for name in ("held_out", "validation")}
-    return replace(data, **judged)
+    held_out, validation = (tuple(visit(prompt, "eval") for prompt in part) for part in (data.held_out, data.validation))
+    return replace(data, held_out=held_out, validation=validation)
 
 
 def load_demonstrations(

@@ -56,7 +56,7 @@ def pack(
 
     Samples of which nothing is asked (every weight 0) take no position.  `share=False` repeats the prompt before every
     completion; `alike` lets only those samples share a prompt of which it says the same; `whole_groups` never cuts a group; `fill`
-    rounds P up with filler (`objective/tiles.py`).  How samples are packed cannot change an update: weights were fixed before.
+    rounds P up with filler (`ops/tiles.py`).  How samples are packed cannot change an update: weights were fixed before.
 
     world: of several processes, which all pack the same samples, each gets its own part, balanced by positions.
     even: every process gets the same number of batches, the last ones a single position of filler where there is no more.

@@ -1,5 +1,4 @@
-"""More than one process: who I am, what the others have, and weights that are spread over them.  The only file that imports
-torch.distributed.
+"""More than one process: who I am, what the others have, and gradients that are summed over them.
 
 Every process runs the same program on the same recipe and draws the same prompts.  It samples and scores its share; the records are
 gathered, so that credit and weights are computed everywhere from the whole step; it works on its share of the packed tokens; the
@@ -18,36 +17,23 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from groupwise import errors
-from groupwise.config.settings import ParallelSettings
 from groupwise.distributed.heartbeat import SILENCE, Watch, say
-from groupwise.errors import ConfigError, GroupwiseError, PeerError, StorageError
+from groupwise.errors import GroupwiseError, PeerError, StorageError
 
 Item = TypeVar("Item")
 
 TIMEOUT = 1800.0
 """Seconds that a process waits for the others: longer than the slowest share of a rollout."""
-SHARDED_FROM = 1_000_000_000
-"""Parameters from which `parallel: auto` spreads a model over processes."""
 BUCKET_NUMBERS = 1 << 24
 """Gradient numbers that travel together: 64 MB in float32."""
 LOST = ("gloo/", "NCCL", "Connection reset", "Connection closed", "Broken pipe", "monitoredBarrier")
@@ -327,106 +313,3 @@ class BroadcastGroup:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         self._group.broadcast([tensor], options).wait()
-
-
-# ---------------------------------------------------------------- sharded weights (FSDP2)
-
-
-@dataclass(frozen=True, slots=True)
-class ShardingConfig:
-    """What each of several processes holds: `Recipe.parallel` in full."""
-
-    name: str = "auto"
-    shards: int | None = None
-    """Processes that share one copy; None: all of them."""
-    offload: bool = False
-    """Parts live in host memory."""
-
-    @classmethod
-    def of(cls, parallel: ParallelSettings) -> ShardingConfig:
-        """What a recipe says of it."""
-        return cls(parallel.name, parallel.shards, parallel.offload)
-
-    def decided(self, parameters: int, size: int) -> ShardingConfig:
-        """`auto` decided by the number of parameters, for so many processes.  Raises ConfigError if they do not divide."""
-        shards = self.shards or size
-        if size % shards:
-            raise ConfigError(
-                f"parallel.shards is {shards}, which does not divide the {size} processes: copies would be of different sizes"
-            )
-        large = "zero3" if parameters >= SHARDED_FROM else "ddp"
-        return replace(self, name=large if self.name == "auto" else self.name, shards=shards)
-
-    @property
-    def sharded(self) -> bool:
-        """True if weights are spread, once that is decided."""
-        return self.name != "ddp"
-
-
-def shard(model: nn.Module, blocks: Sequence[nn.Module], method: str, sharding: ShardingConfig, device: torch.device) -> None:
-    """Spread the weights, gradients and optimizer state of a model over the processes, block by block.
-
-    A block's weights are gathered while it computes; `zero3` lets go of them between forward and backward (less memory, one more
-    gather), `zero2` keeps them.  The rest of the model (embedding, last norm, head) stays whole from the first forward to the end
-    of the backward pass, so that the head's weight is a plain tensor wherever it is read.  With fewer `shards` than processes there
-    are several copies (HSDP): weights travel inside one, gradients then between them.
-    method: a method of the model to call instead of its forward; weights are gathered for it in the same way.
-    device: what computes.  Gradients are summed over the processes, in at least float32.
-    """
-    weight = next(model.parameters())
-    lower = weight.dtype in (torch.bfloat16, torch.float16)
-    spread = partial(
-        fully_shard,
-        mesh=_mesh(device.type, sharding.shards or world().size),
-        mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32 if lower else None),
-        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if sharding.offload else OffloadPolicy(),
-    )
-    with peers():
-        for block in blocks:
-            spread(block, reshard_after_forward=sharding.name == "zero3")
-        spread(model, reshard_after_forward=False)
-    for module in _sharded(model):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
-    register_fsdp_forward_method(model, method)
-
-
-@cache
-def _mesh(kind: str, shards: int) -> DeviceMesh:
-    """All processes, or the copies of a model times the processes of one, which are neighbours (a node's)."""
-    copies = world().size // shards
-    if copies == 1:
-        return init_device_mesh(kind, (shards,))
-    return init_device_mesh(kind, (copies, shards), mesh_dim_names=("copies", "shards"))
-
-
-def reshard(model: nn.Module) -> None:
-    """Let go of gathered weights: after a forward pass without a backward one, and before parameters are read."""
-    for module in _sharded(model):
-        module.reshard()
-
-
-def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
-    return (module for module in model.modules() if isinstance(module, FSDPModule))
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that is spread over the processes (all must call it); another tensor as it is."""
-    with peers():
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def own(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor that is spread over the processes, in the same memory; another tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def own_rows(tensor: Tensor) -> slice:
-    """Which rows of the whole tensor `own` holds."""
-    if not isinstance(tensor, DTensor):
-        return slice(0, tensor.shape[0])
-    (place,) = (place for place, how in enumerate(tensor.placements) if how.is_shard())
-    shards = tensor.device_mesh.size(place)
-    begin = tensor.device_mesh.get_local_rank(place) * -(-tensor.shape[0] // shards)
-    begin = min(begin, tensor.shape[0])
-    return slice(begin, begin + tensor.to_local().shape[0])

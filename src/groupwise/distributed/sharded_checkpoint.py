@@ -49,7 +49,7 @@ class Staged:
     def write(self, group: Any) -> None:
         """Write, together with the other processes: all call it, each in a thread of its own.  Raises StorageError on all.
 
-        group: the process group of those threads (`parallel.open_aside`).
+        group: the process group of those threads (`comm.open_aside`).
         """
         try:
             save(self.tensors, storage_writer=self.writer, process_group=group, no_dist=group is None)

@@ -56,7 +56,7 @@ PATIENCE = 30.0
 """Seconds that a client may be silent while it sends a request, and idle between two."""
 CONNECTIONS = 2048
 """At a time; further ones are refused."""
-LOOK = 0.5
+POLL_SECONDS = 0.5
 """Seconds between two looks whether a client that waits is still there."""
 DRAINED = 8 << 20
 """Bytes of a refused body that are read and dropped, so that the client hears why."""
@@ -355,7 +355,7 @@ class _Handler(BaseHTTPRequestHandler):
         """What is being drawn.  Raises _Gone if the client hangs up before that; what nobody waits for is not begun."""
         while True:
             try:
-                return drawn.result(timeout=LOOK)
+                return drawn.result(timeout=POLL_SECONDS)
             except NotYet:
                 if self._hung_up():
                     drawn.cancel()

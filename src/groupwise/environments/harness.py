@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from groupwise.environments.endpoint import Desk
 from groupwise.environments.requests import Refused
 from groupwise.errors import ConfigError
-from groupwise.rewards.serving import told
+from groupwise.rewards.worker_process import told
 
 Finished = Callable[[float | None, str], None]
 """Told once, when a harness has ended: the reward (None: none can be given), and what went wrong, or nothing."""

@@ -1,7 +1,7 @@
 """Where tools and environments run: forks of a worker process, each of which can be killed alone, or threads of this process.
 
-A worker process imports the files once (`inside.nursery`).  Every environment gets a fork of it, in about a millisecond, with the
-memory of its own that a fork has: what one episode changes, no other sees.  Functions that are tools have no episode: a fork is
+A worker process imports the files once (`inside.fork_server`).  Every environment gets a fork of it, in about a millisecond, with
+the memory of its own that a fork has: what one episode changes, no other sees.  Functions that are tools have no episode: a fork is
 kept for the next calls, as long as nothing had to be stopped in it.
 """
 
@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from groupwise.environments.environment import Broken, Ended, Environment, Kind, Result, Stepped
-from groupwise.environments.inside import Instance, Missing, nursery
+from groupwise.environments.inside import Instance, Missing, fork_server
 from groupwise.errors import ConfigError, EnvironmentFailure, RewardError
 from groupwise.records import Finish
 from groupwise.rewards.find import find_named
-from groupwise.rewards.serving import receive, send, told
+from groupwise.rewards.worker_process import receive, send, told
 from groupwise.rewards.workers import Failed, Worker, WorkerGone
 
 NURSE_SECONDS = 60.0
@@ -47,7 +47,7 @@ class Lost(Exception):
 
 
 class Raised(Exception):
-    """An exception there, in words (`serving.told`)."""
+    """An exception there, in words (`worker_process.told`)."""
 
     def __init__(self, said: Mapping[str, str]) -> None:
         super().__init__(f"{said['kind']}: {said['error']}" + (f" ({said['where']})" if said["where"] else ""))
@@ -67,11 +67,11 @@ class Place(Protocol):
 
 
 class ProcessPlace:
-    """A fork of the nursery."""
+    """A fork of the fork_server."""
 
-    def __init__(self, channel: socket.socket, bury: Callable[[], None]) -> None:
+    def __init__(self, channel: socket.socket, reap: Callable[[], None]) -> None:
         self._channel = channel
-        self._end = weakref.finalize(self, _leave, channel, bury)
+        self._end = weakref.finalize(self, _leave, channel, reap)
 
     def ask(self, request: tuple[Any, ...], seconds: float, answers: int = 1) -> Iterator[Any]:
         """See `Place`."""
@@ -94,15 +94,15 @@ class ProcessPlace:
         self._end()
 
 
-def _leave(channel: socket.socket, bury: Callable[[], None]) -> None:
+def _leave(channel: socket.socket, reap: Callable[[], None]) -> None:
     with contextlib.suppress(OSError):
         channel.shutdown(socket.SHUT_RDWR)  # whoever waits for an answer sees its end
-    bury()
+    reap()
     channel.close()
 
 
-class Nursery:
-    """This process's end of a worker that forks (`inside.nursery`).  It starts when it is first needed, and again if it dies."""
+class ForkServer:
+    """This process's end of a worker that forks (`inside.fork_server`).  Started when first needed, and again if it dies."""
 
     def __init__(
         self, tools: Sequence[str], factories: Mapping[str, str], args: Mapping[str, Any], given: Mapping[str, Any]
@@ -133,25 +133,25 @@ class Nursery:
             except (WorkerGone, Failed) as gone:
                 raise EnvironmentFailure(f"the worker process of the environment has ended: {gone.outcome.message}") from None
             except OSError as error:
-                raise self._barren(worker, error) from None
+                raise self._cannot_fork(worker, error) from None
         try:  # others may be forked meanwhile
             send(channel, pickle.dumps(()), deadline)
             receive(channel, deadline)  # it has been built
         except (OSError, EOFError) as error:
             with self._lock:
-                raise self._barren(worker, error) from None
-        return ProcessPlace(channel, lambda: self._bury(worker, child))
+                raise self._cannot_fork(worker, error) from None
+        return ProcessPlace(channel, lambda: self._reap(worker, child))
 
-    def _barren(self, worker: Worker, error: Exception) -> EnvironmentFailure:
+    def _cannot_fork(self, worker: Worker, error: Exception) -> EnvironmentFailure:
         """A worker whose forks do not answer is ended."""
         worker.kill()
         return EnvironmentFailure(f"the worker process of the environment cannot fork: {error}")
 
-    def _bury(self, worker: Worker, child: int) -> None:
+    def _reap(self, worker: Worker, child: int) -> None:
         with self._lock, contextlib.suppress(WorkerGone, Failed):
             if worker is self._worker:
                 deadline = time.monotonic() + NURSE_SECONDS
-                worker.request(pickle.dumps(("bury", child)), deadline)
+                worker.request(pickle.dumps(("reap", child)), deadline)
                 worker.receive(deadline)
 
     def _started(self) -> Worker:
@@ -166,9 +166,9 @@ class Nursery:
                 self._listener.listen(64)
             address, given = str(Path(str(self._folder)) / "forks"), self._given
             if given:  # objects of this program: the worker is a fork of it
-                self._worker = Worker(partial(nursery, given=given), (address, *self._setup))
+                self._worker = Worker(partial(fork_server, given=given), (address, *self._setup))
             else:
-                self._worker = Worker("groupwise.environments.inside:nursery", (address, *self._setup))
+                self._worker = Worker("groupwise.environments.inside:fork_server", (address, *self._setup))
         try:
             self._worker.ready()
         except RewardError as error:
@@ -256,10 +256,10 @@ class Rooms:
                 raise ConfigError(f"two tools are called {name!r}: {named[name]} and {spec}; the policy tells them apart by name")
             named[name] = spec
         self._args, self._runs, given = dict(args), runs, dict(given or {})
-        self._nursery = Nursery(tools, factories, args, given) if runs == "process" else None
+        self._fork_server = ForkServer(tools, factories, args, given) if runs == "process" else None
         self._functions: dict[str, Callable[..., Any]] = {}
         self._factories: dict[str, Callable[..., Any]] = {}
-        if self._nursery is None:
+        if self._fork_server is None:
             self._functions = {spec.rpartition(":")[2]: given.get(spec) or find_named(spec, "tool") for spec in tools}
             self._factories = {name: given.get(spec) or find_named(spec, "environment") for name, spec in factories.items()}
         self.asynchronous: set[str] = set()
@@ -298,8 +298,8 @@ class Rooms:
 
     def place(self, name: str, seed: int) -> Place:
         """A new place for an environment, or (empty name, no factory) for tools alone."""
-        if self._nursery is not None:
-            return self._nursery.fork(name, seed)
+        if self._fork_server is not None:
+            return self._fork_server.fork(name, seed)
         return ThreadPlace(Instance(self._functions, self._factories.get(name), self._args if name in self._factories else {}))
 
     def borrow(self) -> Place:
@@ -322,8 +322,8 @@ class Rooms:
         """See `Source`."""
         with self._lock:
             idle, self._idle = self._idle, []
-        if self._nursery is not None:
-            self._nursery.close()
+        if self._fork_server is not None:
+            self._fork_server.close()
         for place in idle:
             place.leave()
 

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from groupwise.errors import ConfigError, EnvironmentFailure
-from groupwise.rewards import serving
+from groupwise.rewards import worker_process
 from groupwise.rewards.find import asynchronous, find_named
-from groupwise.rewards.serving import told
+from groupwise.rewards.worker_process import told
 
 OWN = ("reset", "step", "close", "get_reward")
 """Public methods of an environment that are no tools."""
@@ -250,7 +250,7 @@ def _number(value: Any, whose: str) -> float | None:
 # ---------------------------------------------------------------- a process of its own
 
 
-def nursery(
+def fork_server(
     address: str,
     tools: Sequence[str],
     factories: Mapping[str, str],
@@ -267,7 +267,7 @@ def nursery(
     children: set[int] = set()
 
     def answer(what: str, *request: Any) -> int:
-        if what == "bury":
+        if what == "reap":
             (child,) = request
             if child in children:  # what has not been reaped cannot be somebody else
                 _end(child)
@@ -298,14 +298,14 @@ def _grow_up(address: str, instance: Instance, seed: int) -> NoReturn:
             with contextlib.suppress(OSError):
                 instance.home = os.getcwd()
         os.setpgid(0, 0)
-        if serving.LINUX:
-            serving._prctl(serving.PR_SET_PDEATHSIG, signal.SIGKILL)
-        if serving.channel_of_this is not None:
-            serving.channel_of_this.close()
+        if worker_process.LINUX:
+            worker_process._prctl(worker_process.PR_SET_PDEATHSIG, signal.SIGKILL)
+        if worker_process.channel_of_this is not None:
+            worker_process.channel_of_this.close()
         _seed(seed)
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         channel.connect(address)
-        serving.serve(channel, lambda: instance.answer, {})
+        worker_process.serve(channel, lambda: instance.answer, {})
     finally:
         os._exit(70)
 

@@ -2,7 +2,7 @@
 
 Between its matrix products a block reads and writes activations many times: a rotary RMSNorm model spends 15 % of an update there,
 GPT-2 as much in its composed GELU.  While `fused_modules` is open, modules of known classes run the forms below, which are made of
-the operations in `models/functions` and, under autocast, hand the products their lower precision at once.  Parameters, classes and
+the operations in `ops/functional.py` and, under autocast, hand the products their lower precision at once.  Parameters, classes and
 names stay as they are; modules of other classes, and whatever has a `forward` of its own already, are left alone.
 
 T positions of a stream   D width   I inner width of an MLP   O width of what a linear layer gives
@@ -183,8 +183,8 @@ def _rotary_attention(
     cos, sin = (table.unsqueeze(1) for table in position_embeddings)
     query, key = (rotary(x.transpose(1, 2), cos, sin) for x in (query, key))
     dropout = self.attention_dropout if self.training else 0.0
-    how = {"scaling": self.scaling, "dropout": dropout, **kwargs}
-    out, _ = packed_attention(self, query, key, value.transpose(1, 2), attention_mask, **how)
+    value = value.transpose(1, 2)
+    out, _ = packed_attention(self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs)
     return self.o_proj(out.reshape(*stream, -1)), None
 
 

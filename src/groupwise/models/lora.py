@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,14 @@ from transformers.pytorch_utils import Conv1D
 from groupwise.config.settings import LoraSettings
 from groupwise.errors import ConfigError
 from groupwise.models.attention import Attend
-from groupwise.models.policy import ADAPTER_CONFIG, ForwardOutput, Policy
+from groupwise.models.policy import ForwardOutput, Policy
 from groupwise.records import Batch
 
 ADAPTER, FOLDER, FILE = "default", "adapter", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """peft's, before every name in its files."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""Marks a folder as a low-rank adapter in peft's format."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -146,8 +148,7 @@ def adapt(policy: Policy, lora: LoraSettings, *, base: str, seed: int = 0) -> Ad
         score.requires_grad_(True)
         config.modules_to_save = ["score"]  # for the file: peft would otherwise wrap it
     trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
-    fields = {name: getattr(policy, name) for name in Policy.__dataclass_fields__}
-    return AdaptedPolicy(**fields, lora=config, trained=trained)
+    return AdaptedPolicy(**policy.as_fields(), lora=config, trained=trained)
 
 
 def inject(model: nn.Module, config: Any) -> None:
@@ -171,9 +172,7 @@ def adapter_size(model: PreTrainedModel, lora: LoraSettings) -> int:
 
 def bare(policy: Policy) -> BarePolicy:
     """The weights under a policy's adapter: the reference that costs nothing."""
-    fields: dict[str, Any] = {name: getattr(policy, name) for name in Policy.__dataclass_fields__}
-    fields["dropout"] = None
-    return BarePolicy(**fields, adapted=policy)
+    return replace(BarePolicy(**policy.as_fields(), adapted=policy), dropout=None)
 
 
 @contextmanager

@@ -1,8 +1,6 @@
-"""A policy: a Hugging Face causal model, its tokenizer, and what the rest of the library needs to know about them.
+"""A policy: a Hugging Face causal model, its tokenizer, what the library needs to know of them, and passes over batches.
 
-`load_policy` reads a checkpoint; `make_policy` wraps a model that is already there.  Both have it proven (`models/probe.py`) that
-what a run computes is what the model's own forward pass gives, one sequence at a time.  A model that differs is refused; nothing
-is ever silently wrong.
+`loading.py` makes policies of checkpoints, and of models that are there.
 
 T positions of a stream   D width   V vocabulary
 """
@@ -11,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
-import pickle
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,49 +16,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import GENERATION_CONFIG_NAME
-from transformers.utils import logging as transformers_logging
-from transformers.utils.hub import cached_file
 
-from groupwise.config.live import LIVE, Live, missing, short_digest
-from groupwise.config.settings import ModelSettings
-from groupwise.data.tokenizers import has_tokenizer, load_tokenizer, with_chat_template
+from groupwise.data.packing import pack
 from groupwise.distributed import comm
-from groupwise.errors import ConfigError, DataError
+from groupwise.errors import ConfigError
 from groupwise.models import rope
-from groupwise.models.attention import Attend, PackedAttention, attending, recomputation, use_packed_attention
+from groupwise.models.attention import Attend, PackedAttention, attending, recomputation
 from groupwise.models.dropout import Masks, active, as_before, own_training
-from groupwise.models.output import read_form
-from groupwise.models.small import backbone_of, language_model
-from groupwise.models.streaming import Pieces, check_finite, empty_model
+from groupwise.models.small import backbone_of
 from groupwise.ops.linear_cross_entropy import Head
 from groupwise.ops.tiles import tiled
 from groupwise.records import Batch, Layout, Routing, Sample, Stretch
 
-log = logging.getLogger(__name__)
-
-transformers_logging.disable_progress_bar()
-
-PROBE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.15}
-"""Largest difference of a logit between packed and ordinary forward, relative to the spread of the logits."""
 BALANCE = "set output_router_logits to false in its config.json: its experts are then trained without a loss that balances them"
-ALIGNED = 64
-"""Bytes: the addresses of tensors that torch makes are multiples of it.  A resumed run must compute as one that went on."""
-ADAPTER_CONFIG = "adapter_config.json"
-"""Marks a folder as a low-rank adapter in peft's format."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -236,6 +205,29 @@ class Policy:
             raise ConfigError(f"{type(self.model).__name__} shows no router logits; {BALANCE}")
         return outputs.last_hidden_state[0], logits
 
+    def packed(
+        self,
+        samples: Sequence[Sample],
+        budget: int,
+        *,
+        whole_groups: bool = False,
+        world: comm.World = comm.ALONE,
+        even: bool = False,
+    ) -> list[Batch]:
+        """Samples packed as this policy takes them; see `packing.pack`."""
+        return pack(
+            samples,
+            budget,
+            share=self.attention == "shared",
+            alike=self.alike,
+            whole_groups=whole_groups,
+            fill=self.tiled,
+            device=self.device,
+            dtype=torch.promote_types(self.dtype, torch.float32),
+            world=world,
+            even=even,
+        )
+
     @torch.no_grad()
     def balanced(self, batches: list[Batch]) -> list[Batch]:
         """Batches of this process that know where the tokens of the whole step are sent, if the loss balances them.
@@ -335,6 +327,10 @@ class Policy:
         for layer in self._layers():
             layer.gradient_checkpointing = layer.training = layer in chosen
 
+    def as_fields(self) -> dict[str, Any]:
+        """What a policy holds, by name: for one of another kind, which holds more."""
+        return {name: getattr(self, name) for name in Policy.__dataclass_fields__}
+
     def frozen_copy(self) -> Policy:
         """A copy of the weights as they are now, which takes no gradients: the reference.  Never loaded again by name."""
         model = copy.deepcopy(self.model).requires_grad_(False)
@@ -378,340 +374,3 @@ def _in_its_mode(layer: nn.Module, checkpoint: Callable[..., Any], compute: Call
                 module.training = training
 
     return checkpoint(in_its_mode, *inputs)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Blueprint:
-    """What is known of a model before its weights are loaded: enough to encode data and to plan memory."""
-
-    tokenizer: PreTrainedTokenizerBase
-    config: dict[str, Any]
-    """transformers' config as a dictionary."""
-    eos_ids: tuple[int, ...]
-    context: int
-    load: Callable[[], PreTrainedModel]
-    """Loads (or makes) the weights."""
-    empty: Callable[[], PreTrainedModel] | None = None
-    """Builds the model without weights; None if it does not come from a checkpoint."""
-    pieces: Callable[[], Pieces | None] = lambda: None
-    """The checkpoint's tensors, to be read one by one; None if they cannot be."""
-
-    @classmethod
-    def of(cls, policy: Policy) -> Blueprint:
-        """Of a policy that is loaded already."""
-        config = policy.model.config.to_dict()
-        eos_ids = tuple(policy.eos_ids)
-        return cls(
-            tokenizer=policy.tokenizer, config=config, eos_ids=eos_ids, context=policy.context, load=lambda: policy.model
-        )  # fmt: skip
-
-
-def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None = None) -> Blueprint:
-    """Everything about a checkpoint but its weights; its tokenizer has the chat template of the recipe, if that names one.
-
-    Raises ConfigError or DataError with the remedy.
-
-    A folder that holds an adapter in peft's format means its base with the adapter merged into the weights.
-    """
-    assert settings.path is not None
-    path = settings.path
-    if isinstance(path, Live):
-        return _live_blueprint(settings, *path.value)
-    if path.startswith(LIVE):
-        raise missing(path, "model.path")
-    if (Path(path) / ADAPTER_CONFIG).is_file():
-        return _adapted_blueprint(settings, tokenizer)
-    if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
-        raise ConfigError(f"model.path: no such folder: {path!r}")
-    if Path(path).is_dir() and not (Path(path) / "config.json").exists():
-        raise ConfigError(f"model.path: {path!r} holds no config.json: it is not a Hugging Face checkpoint")
-    if tokenizer is None and Path(path).is_dir() and not has_tokenizer(Path(path)):
-        raise ConfigError(
-            f"model.path: {path!r} holds no tokenizer (tokenizer.json, tokenizer_config.json): copy the tokenizer files of the "
-            "model that it was made from into it"
-        )
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
-        tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=settings.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {path!r} cannot be read: {str(error).splitlines()[0]}") from error
-    except UNBUILDABLE as error:
-        raise unbuildable(path, error) from error
-    tokenizer = with_chat_template(tokenizer, settings.chat_template)
-    check_vocabulary(len(tokenizer), config.to_dict().get("vocab_size"))
-    generation = _read_generation_config(path) or GenerationConfig.from_model_config(config)
-
-    dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
-    kind = AutoModelForSequenceClassification if is_scorer(config.to_dict()) else AutoModelForCausalLM
-
-    def empty() -> PreTrainedModel:
-        model = empty_model(kind, config, dtype, trust_remote_code=settings.trust_remote_code)
-        if model.can_generate():
-            model.generation_config = generation
-        return model
-
-    def pieces() -> Pieces | None:
-        files = ["*.safetensors", "*.safetensors.index.json"]
-        return Pieces.of(Path(path) if Path(path).is_dir() else Path(snapshot_download(path, allow_patterns=files)))
-
-    return Blueprint(
-        tokenizer=tokenizer,
-        config=config.to_dict(),
-        eos_ids=eos_ids(generation, tokenizer),
-        context=context_length(config.to_dict()),
-        load=lambda: _load(kind, path, dtype, settings.trust_remote_code),
-        empty=empty,
-        pieces=pieces,
-    )
-
-
-def _read_generation_config(path: str) -> GenerationConfig | None:
-    """A checkpoint's generation_config.json, which may name several EOS ids; None if it has none.
-
-    Raises ConfigError if the file is there and cannot be read: without it, completions would end elsewhere.
-    """
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    file = cached_file(path, GENERATION_CONFIG_NAME, **quiet)
-    if file is None:
-        return None
-    try:
-        return GenerationConfig.from_pretrained(path)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        said = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"model.path: {file} cannot be read ({said}): it says which tokens end a completion; fetch or copy it again, "
-            "or remove it to go by config.json"
-        ) from error
-
-
-UNBUILDABLE = (KeyError, TypeError, AttributeError, StrictDataclassError)
-"""What transformers raises, beside ValueError, for a configuration that it cannot make a model of."""
-
-
-def unbuildable(path: Any, error: Exception) -> ConfigError:
-    """What a user is told of it."""
-    said = ((str(error).strip().splitlines() or [""])[-1]).strip()
-    return ConfigError(
-        f"model.path: the config.json of {path!r} describes no model that can be built ({type(error).__name__}: {said}): "
-        "correct it, or fetch it again"
-    )
-
-
-def _load(kind: Any, path: str, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    """A checkpoint's model, every weight of which was read.  Raises ConfigError.   kind: a class of transformers' Auto family."""
-    try:
-        model, found = kind.from_pretrained(path, trust_remote_code=trust_remote_code, dtype=dtype, output_loading_info=True)
-    except torch.OutOfMemoryError:
-        raise
-    except pickle.UnpicklingError as error:
-        raise ConfigError(
-            f"model.path: the weights in {path!r} are a pickle (pytorch_model.bin) that holds more than weights, or is damaged; "
-            "nothing of it was run. Take the checkpoint's .safetensors, or save it anew as such where you trust it"
-        ) from error
-    except UNBUILDABLE as error:
-        raise unbuildable(path, error) from error
-    except (OSError, ValueError, RuntimeError, EOFError, SafetensorError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"model.path: the weights in {path!r} cannot be read: {said}; fetch or copy them again") from error
-    if missing := sorted(found["missing_keys"]):  # transformers would leave them random
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ConfigError(f"model.path: the weights in {path!r} lack {missing[0]}{more}: fetch or copy them again")
-    if unused := sorted(found["unexpected_keys"]):
-        more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
-        log.warning(
-            "model.path: nothing uses %s%s of the weights in %r: its config.json describes a model without", unused[0], more, path
-        )
-    for parameter in model.parameters():  # where the file has it; a product rounds by where its numbers begin
-        if parameter.data_ptr() % ALIGNED:
-            parameter.data = parameter.data.clone()
-    return model
-
-
-def _adapted_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase | None) -> Blueprint:
-    """Of the base of an adapter's folder; its tokenizer is the folder's own, where there is one."""
-    from groupwise.models.lora import merge_adapter, read_adapter
-
-    folder = str(settings.path)
-    if tokenizer is None and (Path(folder) / "tokenizer_config.json").is_file():
-        tokenizer = load_tokenizer(folder, trust_remote_code=settings.trust_remote_code)
-    base = read_blueprint(replace(settings, path=read_adapter(Path(folder))), tokenizer)
-    # Read whole: its weights are in no file.
-    return replace(base, load=lambda: merge_adapter(base.load(), folder), empty=None, pieces=lambda: None)
-
-
-def live_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Live:
-    """A loaded model as a name that holds it and its tokenizer.
-
-    The name says its class, where it was loaded from, and a digest of its weights, made of a few numbers of each.
-    """
-
-    def sampled() -> Iterator[bytes]:
-        for name, parameter in model.named_parameters():
-            flat = parameter.detach().reshape(-1)
-            yield f"{name} {tuple(parameter.shape)}".encode()
-            yield flat[:: max(flat.numel() // 64, 1)].double().cpu().numpy().tobytes()
-
-    origin = getattr(model.config, "name_or_path", "")
-    return Live(f"{type(model).__name__}{f' of {origin}' if origin else ''} ({short_digest(sampled())})", (model, tokenizer))
-
-
-def _live_blueprint(settings: ModelSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Blueprint:
-    """Of a model that is loaded already.  What is trained is a copy: neither the model nor its tokenizer is changed."""
-    if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
-        raise ConfigError(
-            "the model carries an adapter: merge it first (model = model.merge_and_unload()), or give the model without it and let "
-            "the run make one: model={'path': model, 'lora': {}}"
-        )
-    tokenizer = with_chat_template(copy.deepcopy(tokenizer), settings.chat_template)
-    check_vocabulary(len(tokenizer), embedding_rows(model))
-    generation = model.generation_config if model.can_generate() else GenerationConfig.from_model_config(model.config)
-    dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
-
-    def load() -> PreTrainedModel:
-        trained = copy.deepcopy(model).requires_grad_(True)
-        for parameter in trained.parameters():
-            parameter.grad = None
-            parameter.data = parameter.data.to(dtype)  # parameters only, as from_pretrained does
-        return trained
-
-    return Blueprint(
-        tokenizer=tokenizer,
-        config=model.config.to_dict(),
-        eos_ids=eos_ids(generation, tokenizer),
-        context=context_length(model.config.to_dict()),
-        load=load,
-    )
-
-
-def is_scorer(config: dict[str, Any]) -> bool:
-    """True if a checkpoint is a sequence classifier (a reward model) and not a language model; `config` as a dictionary."""
-    return any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ())
-
-
-def load_policy(settings: ModelSettings) -> Policy:
-    """Read a checkpoint (a folder or a hub name) and wrap it.  Raises ConfigError, DataError or Diverged with the remedy."""
-    blueprint = read_blueprint(settings)
-    return make_policy(blueprint.load(), blueprint.tokenizer, settings)
-
-
-def make_policy(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: ModelSettings | None = None,
-    *,
-    probe: bool = True,
-) -> Policy:
-    """Wrap a model and its tokenizer; `probe=False` trusts that the same kind of model was probed before.
-
-    Of a model without weights (`empty_model`) only the kind is probed; the rest is done once it is filled.
-
-    Raises DataError if tokenizer and model do not fit (vocabulary, no EOS), Diverged if a weight is not finite, ConfigError if
-    the model cannot run packed streams.
-    """
-    settings = settings or ModelSettings()
-    if probe and is_scorer(model.config.to_dict()):
-        raise ConfigError(
-            f"{model.config.name_or_path or 'the model'} is a reward model, not a language model: it cannot be a policy"
-        )
-    tokenizer = with_chat_template(tokenizer, settings.chat_template)
-    size = len(tokenizer)
-    check_vocabulary(size, embedding_rows(model))
-    empty = model.device.type == "meta"
-    if not empty:
-        check_finite(model)
-        model = model.to(resolve_device(settings))  # type: ignore[arg-type]
-    model = model.eval()
-    rope.follow_lengths(model)
-    generation = model.generation_config if model.can_generate() else GenerationConfig.from_model_config(model.config)
-    policy = Policy(
-        model=model,
-        tokenizer=tokenizer,
-        eos_ids=eos_ids(generation, tokenizer),
-        pad_id=_pad_id(tokenizer, size),
-        vocabulary=size,
-        context=context_length(model.config.to_dict()),
-        attention=settings.attention,
-        autocast=settings.dtype == "autocast",
-        form=read_form(model, language_model(model)),
-        switches=rope.switches(model),
-        dropout=0 if settings.dropout else None,
-    )
-    if settings.attention != "single":
-        _pack(model)
-    if probe:
-        probe_policy(policy, settings)
-    return policy
-
-
-def _pack(model: PreTrainedModel) -> None:
-    """`use_packed_attention`, whose refusal advises only what works."""
-    try:
-        use_packed_attention(model)
-    except ConfigError as error:
-        from groupwise.models.probe import advised, stand_in
-
-        raise advised(error, stand_in(model)) from error
-
-
-def probe_policy(policy: Policy, settings: ModelSettings) -> None:
-    """Prove the policy's kind on a small copy, and a checkpoint that has its numbers on a few sequences.  Raises ConfigError."""
-    from groupwise.models.probe import probe_checkpoint, prove_policy
-
-    prove_policy(policy, recompute=settings.gradient_checkpointing, lora=settings.lora)
-    if not policy.empty:
-        probe_checkpoint(policy)
-
-
-def check_vocabulary(tokens: int, rows: int | None) -> None:
-    """Raises DataError if the tokenizer makes ids that the model has no embedding for.  rows: None where that is not known yet."""
-    if rows is not None and tokens > rows:
-        raise DataError(
-            f"the tokenizer has {tokens} tokens but the model's vocabulary has only {rows}: "
-            "use the tokenizer that belongs to the checkpoint, or resize the model's embeddings"
-        )
-
-
-def embedding_rows(model: PreTrainedModel) -> int:
-    """How many token ids the model's embedding has rows for; often more than the tokenizer has tokens."""
-    weight_VD = model.get_input_embeddings().weight
-    assert isinstance(weight_VD, Tensor)
-    return weight_VD.shape[0]
-
-
-def resolve_device(settings: ModelSettings) -> torch.device:
-    """The device that `model.device` names.  Raises ConfigError for `cuda` on a machine without one."""
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("model.device is 'cuda' but torch finds no GPU; use 'auto' or 'cpu'")
-    return torch.device("cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def eos_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every id that ends a completion: the generation config's (often several) and the tokenizer's.
-
-    Raises DataError if there is none, or if one lies outside the vocabulary.
-    """
-    found: set[int] = set()
-    for value in (generation.eos_token_id if generation else None, tokenizer.eos_token_id):
-        found.update(int(token) for token in (value if isinstance(value, (list, tuple)) else [value]) if token is not None)
-    if not found:
-        raise DataError(
-            "neither the tokenizer nor the generation config names an EOS token: no completion could ever end; "
-            "set eos_token in the tokenizer or eos_token_id in generation_config.json"
-        )
-    outside = sorted(token for token in found if not 0 <= token < len(tokenizer))
-    if outside:
-        raise DataError(f"EOS id {outside[0]} lies outside the vocabulary of {len(tokenizer)} tokens: completions could never end")
-    return tuple(sorted(found))
-
-
-def context_length(config: dict[str, Any]) -> int:
-    """Longest sequence that the model's positions reach, in tokens; `config` is transformers' as a dictionary."""
-    for key in ("max_position_embeddings", "n_positions", "n_ctx", "max_target_positions"):
-        if config.get(key):
-            return int(config[key])
-    return 1 << 20
-
-
-def _pad_id(tokenizer: PreTrainedTokenizerBase, size: int) -> int:
-    named = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-    return next((token for token in named if isinstance(token, int) and 0 <= token < size), 0)

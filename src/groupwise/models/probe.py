@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from groupwise.config.settings import LoraSettings
-from groupwise.data.packing import pack, unpack
+from groupwise.data.packing import unpack
 from groupwise.errors import ConfigError
 from groupwise.models import dropout, rope
 from groupwise.models.attention import plain_attention, use_packed_attention
@@ -47,7 +47,7 @@ from groupwise.models.dropout import Masks, own_training, stretches_of
 from groupwise.models.fused import fused_modules
 from groupwise.models.masks import ATTRIBUTE, REMEDY, Reach, note_reach
 from groupwise.models.output import read_form
-from groupwise.models.policy import BALANCE, PROBE_TOLERANCE, Policy
+from groupwise.models.policy import BALANCE, Policy
 from groupwise.models.small import language_model, small_model
 from groupwise.ops.grad_accum import summed_in_place
 from groupwise.ops.kernels import absence
@@ -57,6 +57,8 @@ from groupwise.utils.cache import cache_folder
 
 log = logging.getLogger(__name__)
 
+PROBE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.15}
+"""Largest difference of a logit between packed and ordinary forward, relative to the spread of the logits."""
 VALUES, GRADIENTS = 2e-4, 2e-3
 """Largest differences in float32: of a log-prob in nats; of a parameter's gradient, relative to its norm."""
 LONGEST, FAR = 96, 2100
@@ -106,13 +108,18 @@ class Proof:
         )
 
 
-def in_words(prove: Callable[..., Any]) -> Callable[..., Any]:
+M = TypeVar("M")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_words(prove: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
     """A model's own code may fail in any way on paths that nobody has tried it on: that is a refusal too."""
 
     @functools.wraps(prove)
-    def proven(model: Any, *args: Any, **how: Any) -> Any:
+    def proven(model: M, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return prove(model, *args, **how)
+            return prove(model, *args, **kwargs)
         except ConfigError:
             raise
         except Exception as error:  # as above
@@ -415,16 +422,7 @@ def by_policy(policy: Policy, samples: Sequence[Sample], *, gradients: bool, dro
 
 def _packed(policy: Policy, samples: Sequence[Sample]) -> list[Batch]:
     """All in one batch."""
-    budget = sum(sample.prompt.size + sample.completion.size for sample in samples)
-    return pack(
-        samples,
-        budget,
-        share=policy.attention == "shared",
-        alike=policy.alike,
-        fill=policy.tiled,
-        device=policy.device,
-        dtype=torch.promote_types(policy.dtype, torch.float32),
-    )
+    return policy.packed(samples, sum(sample.prompt.size + sample.completion.size for sample in samples))
 
 
 REMEDIES = {

@@ -30,11 +30,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.config.settings import ModelSettings
-from groupwise.data.packing import pack, unpack
+from groupwise.data.packing import unpack
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
-from groupwise.models.policy import PROBE_TOLERANCE, Blueprint, Policy, embedding_rows, is_scorer, make_policy, read_blueprint
-from groupwise.models.probe import prove_policy
+from groupwise.models.loading import Blueprint, embedding_rows, is_scorer, make_policy, read_blueprint
+from groupwise.models.policy import Policy
+from groupwise.models.probe import PROBE_TOLERANCE, prove_policy
 from groupwise.records import Batch, Sample
 
 Pooling = Literal["last", "mean", "sum", "steps"]
@@ -183,15 +184,7 @@ def score_tokens(policy: Policy, answers: Sequence[Answer], *, budget: int) -> l
         for answer in answers
     ]
     found = [np.zeros(answer.completion.size) for answer in answers]
-    for batch in pack(
-        samples,
-        budget,
-        share=policy.attention == "shared",
-        alike=policy.alike,
-        fill=policy.tiled,
-        device=policy.device,
-        dtype=torch.promote_types(policy.dtype, torch.float32),
-    ):
+    for batch in policy.packed(samples, budget):
         score_M = head_scores(policy, policy.forward(batch).hidden_PD[batch.trained_M])
         for index, values in unpack(batch, _spread(batch, score_M), samples):
             found[index] = values[1:].astype(np.float64)

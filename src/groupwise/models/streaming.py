@@ -1,7 +1,7 @@
 """A checkpoint read piece by piece, into a model that is built without weights: no process ever holds all of it.
 
-`empty_model` builds what `from_pretrained` would, its parameters on the meta device and its buffers computed.  `Pieces` reads
-rows of single tensors from the checkpoint's safetensors files, so a process can take its part of each and nothing else.
+`empty_model` builds what `from_pretrained` would, its parameters on the meta device and its buffers computed.  `CheckpointReader`
+reads rows of single tensors from the checkpoint's safetensors files, so a process can take its part of each and nothing else.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from groupwise.distributed import comm
+from groupwise.distributed import comm, fsdp
 from groupwise.errors import Diverged
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-class Pieces:
+class CheckpointReader:
     """The tensors of a Hugging Face folder, by name."""
 
     def __init__(self, files: Mapping[str, Path]) -> None:
@@ -33,7 +33,7 @@ class Pieces:
         self._handles: dict[Path, safe_open] = {}
 
     @classmethod
-    def of(cls, folder: Path) -> Pieces | None:
+    def of(cls, folder: Path) -> CheckpointReader | None:
         """Of a folder; None if its weights are not in safetensors files."""
         if (folder / INDEX).is_file():
             where = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
@@ -89,8 +89,8 @@ def empty_model(kind: Any, config: PreTrainedConfig, dtype: torch.dtype, *, trus
 def check_finite(model: PreTrainedModel) -> None:
     """Raises Diverged if a parameter is not finite; of a sharded model on all processes, which must all call it."""
     parameters = dict(model.named_parameters())
-    found = [name for name, parameter in parameters.items() if not bool(torch.isfinite(comm.own(parameter)).all())][:1]
-    if any(comm.own(parameter) is not parameter for parameter in parameters.values()):
+    found = [name for name, parameter in parameters.items() if not bool(torch.isfinite(fsdp.own(parameter)).all())][:1]
+    if any(fsdp.own(parameter) is not parameter for parameter in parameters.values()):
         found = comm.gather(found)
     if found:
         raise Diverged(f"the checkpoint's parameter {found[0]} holds numbers that are not finite: load another checkpoint")

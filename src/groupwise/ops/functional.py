@@ -5,7 +5,7 @@ products is made again), and makes fewer passes over the activations: one, where
 
 `rms_norm` and `rotary` are custom operations of `torch.library` where they are compiled: that costs 0.03 ms a call and pass.  The
 others cannot be without losing what they are for: gradients of weights are added to `.grad` in place, a norm behind a residual sum
-hands its input on as an output, and an MLP promises its result before it computes it (`LastProduct`).
+hands its input on as an output, and the down projection of an MLP is deferred behind what it saves (`LastProduct`).
 
 T positions of a stream   D width   H heads   W head width   I inner width of an MLP
 """
@@ -261,26 +261,26 @@ def _turns_at_once(x_1HTW: Tensor, cos_11TW: Tensor) -> bool:
 
 def gated_mlp(x_TD: Tensor, gate_ID: Tensor, up_ID: Tensor, down_DI: Tensor) -> Tensor:
     """`down(silu(gate x) * up x)`."""
-    promised_TD, gate_TI, up_TI = GatedMLP.apply(x_TD, gate_ID, up_ID, down_DI)  # type: ignore[misc]
-    return LastProduct.apply(promised_TD, partial(_gated, gate_TI, up_TI), down_DI, None, False)  # type: ignore[return-value]
+    placeholder_TD, gate_TI, up_TI = GatedMLP.apply(x_TD, gate_ID, up_ID, down_DI)  # type: ignore[misc]
+    return LastProduct.apply(placeholder_TD, partial(_gated, gate_TI, up_TI), down_DI, None, False)  # type: ignore[return-value]
 
 
 def plain_mlp(x_TD: Tensor, in_DI: Tensor, in_I: Tensor, out_ID: Tensor, out_D: Tensor) -> Tensor:
     """`gelu(x A + a) B + b` with GELU's tanh form, as in GPT-2."""
-    promised_TD, inner_TI = PlainMLP.apply(x_TD, in_DI, in_I, out_ID, out_D)  # type: ignore[misc]
-    return LastProduct.apply(promised_TD, partial(_gelu, inner_TI), out_ID, out_D, True)  # type: ignore[return-value]
+    placeholder_TD, inner_TI = PlainMLP.apply(x_TD, in_DI, in_I, out_ID, out_D)  # type: ignore[misc]
+    return LastProduct.apply(placeholder_TD, partial(_gelu, inner_TI), out_ID, out_D, True)  # type: ignore[return-value]
 
 
 class LastProduct(torch.autograd.Function):
-    """What an MLP does after its first products, in place of what it has promised: its gradient is the promise's.
+    """The deferred down projection of an MLP: its gradient is that of the placeholder, which `GatedMLP` or `PlainMLP` made.
 
-    A block that is computed again stops where it has saved all that the backward pass reads.  The MLP saves when it promises, and
+    A block that is computed again stops where it has saved all that the backward pass reads.  The placeholder saves, and
     this saves nothing: so none of this is computed again.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, promised_TD: Tensor, opened: Callable[[], Tensor], weight: Tensor, bias_D: Tensor | None, turned: bool
+        ctx: Any, placeholder_TD: Tensor, opened: Callable[[], Tensor], weight: Tensor, bias_D: Tensor | None, turned: bool
     ) -> Tensor:
         return _times(opened(), weight, bias_D, turned)
 
@@ -291,7 +291,7 @@ class LastProduct(torch.autograd.Function):
 
 
 class GatedMLP(torch.autograd.Function):
-    """The promise of `gated_mlp`, and its two first products, which are saved; the activations are made again."""
+    """The placeholder of `gated_mlp`, and its two first products, which are saved; the activations are made again."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, gate_ID: Tensor, up_ID: Tensor, down_DI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -333,7 +333,7 @@ def _gated(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
 
 
 def _gate_backward(grad_TI: Tensor, gate_TI: Tensor, up_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """`kernels.cpu.gated_backward` in torch's operations."""
+    """`ops.cpu.kernels.gated_backward` in torch's operations."""
     inner_TI, grad_up_TI = torch.empty_like(gate_TI), torch.empty_like(gate_TI)
     for rows in _blocks(gate_TI):
         gate, up, grad = gate_TI[rows], up_TI[rows], grad_TI[rows]
@@ -355,7 +355,7 @@ def _blocks(x_TI: Tensor) -> list[slice]:
 
 
 class PlainMLP(torch.autograd.Function):
-    """The promise of `plain_mlp`, and its first product, which is saved; the activations are made again."""
+    """The placeholder of `plain_mlp`, and its first product, which is saved; the activations are made again."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, in_DI: Tensor, in_I: Tensor, out_ID: Tensor, out_D: Tensor) -> tuple[Tensor, Tensor]:

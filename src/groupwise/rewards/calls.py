@@ -55,7 +55,7 @@ def described(labels: Sequence[str]) -> str:
 # ----------------------------------------------------------------------------------------------------------- checking
 
 
-def settled(name: str, values: Any, labels: Sequence[str], process: bool) -> list[Any]:
+def validated(name: str, values: Any, labels: Sequence[str], process: bool) -> list[Any]:
     """What a function returned, checked: numbers, or steps of a process reward.  Raises RewardError."""
     if process:
         return checked_steps(name, values, labels)

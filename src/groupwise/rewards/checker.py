@@ -1,4 +1,4 @@
-"""math-verify behind a wall: equality of two mathematical answers, decided in worker processes that can be killed.
+"""math-verify in worker processes that can be killed: whether two mathematical answers are equal.
 
 sympy evaluates what it reads: `9^{9^{9^{9}}}` or a nest of 3,000 braces takes it hours or gigabytes, its own timeouts need the
 main thread's SIGALRM, and 11 of 31 hostile strings never return in any other thread.  Here every comparison has a deadline in

@@ -19,19 +19,18 @@ from groupwise.config.live import LIVE, Live, missing
 from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, RewardError
 from groupwise.records import Episode, Rollout, Scored, Step
-from groupwise.rewards.calls import describe_failure, described, settled
+from groupwise.rewards.calls import describe_failure, described, validated
 from groupwise.rewards.find import Completions, LiveReward, Reward, Signature, check_name, find_builtin, read_signature
 from groupwise.rewards.functions import Functions, Thread, Unit
-from groupwise.rewards.hosts import DEFAULT_SECONDS, SECONDS_EACH, Answers, Host, Task, finish
+from groupwise.rewards.hosts import Answers, Host, Task, finish
 from groupwise.rewards.notes import TOLD, TrainerState
 from groupwise.rewards.process import step_signal
 from groupwise.rewards.states import EnvironmentState
-from groupwise.rewards.workers import Outcome, failed
+from groupwise.rewards.timeouts import DEFAULT_SECONDS, SECONDS_EACH, too_late
+from groupwise.rewards.workers import STARTS, Outcome, failed
 
 log = logging.getLogger(__name__)
 
-LATE_SHARE = 0.1
-"""A function that runs out of time in more of its calls than this, and more than once, is broken."""
 RESERVED = ("prompt", "completion")
 """Columns that are not passed on: they would be the recipe's demonstration, not the policy's words."""
 
@@ -167,18 +166,18 @@ class Rewards:
         """Use `build_rewards`."""
         self._rewards = tuple(rewards)
         self._columns = tuple(columns)
-        self._hosts = self._settle_in(hosts)
+        self._hosts = self._assign_hosts(hosts)
         self._thread = Thread()
         self._functions = Functions({r.spec: r.live.function for r in rewards if r.live is not None and r.live.runs == "here"})
         self._lock = threading.Lock()
         self.seconds: dict[str, float] = {}
-        """How long each function took in the last call of `score`."""
+        """How long each function took in the last call, without what a worker process takes to start."""
         self.state = TrainerState()
         """Where the run stands, for functions that ask: the loop's caller says it."""
         self._calls = dict.fromkeys(self.names, 0)
         self._late = dict.fromkeys(self.names, 0)
 
-    def _settle_in(self, hosts: Mapping[Any, Host]) -> dict[str, Host]:
+    def _assign_hosts(self, hosts: Mapping[Any, Host]) -> dict[str, Host]:
         """The host of each function that has one.  Asynchronous functions of a file move together into one."""
         found: dict[str, Host] = {}
         together: dict[Any, Host] = {}
@@ -293,7 +292,7 @@ class Rewards:
         with self._lock:  # rollouts ahead of training come from several threads, and a function need not bear that
             outcomes = self._outcomes(batch)
             self.seconds |= {r.name: o.seconds for r, o in zip(self._rewards, outcomes, strict=True) if o is not None}
-            found = [None if o is None else self._settle(r, o, batch) for r, o in zip(self._rewards, outcomes, strict=True)]
+            found = [None if o is None else self._resolved(r, o, batch) for r, o in zip(self._rewards, outcomes, strict=True)]
         assert all(one is not None for one in found), "a call without an outcome is beside one that failed"
         return found, [one.notes for one in outcomes if one is not None]  # type: ignore[return-value]
 
@@ -352,7 +351,7 @@ class Rewards:
         """float64 (N, K): what `call` returned as numbers, None as NaN, step rewards as their sum."""
         return np.stack([_column(reward, column) for reward, column in zip(self._rewards, values, strict=True)], axis=1)
 
-    def _settle(self, reward: Reward, outcome: Outcome, batch: Completions) -> list[Any]:
+    def _resolved(self, reward: Reward, outcome: Outcome, batch: Completions) -> list[Any]:
         """The one place that decides what a failed reward means.  A failure is not a wrong answer: scoring it 0 would teach the
         policy to fail.  It ends the run, except that a call that ran out of time says nothing (None) as long as such calls are few.
         """
@@ -371,7 +370,7 @@ class Rewards:
         self._late[reward.name] += len(late) if reward.signature.single else 1
         said = f"{self._late[reward.name]} of {self._calls[reward.name]} calls of the reward function {reward.name!r} had no result"
         said = f"{said} within {reward.timeout:g} s; the last on {described([batch.labels[index] for index in late])}"
-        if self._late[reward.name] > max(1.0, LATE_SHARE * self._calls[reward.name]):
+        if too_late(self._late[reward.name], self._calls[reward.name]):
             raise RewardError(f"{said}; give it more time (timeout:) or make it faster")
         log.warning("%s; they count as None", said)
         return outcome.value if outcome.failure is None else [[] if reward.signature.process else None for _ in late]
@@ -380,11 +379,7 @@ class Rewards:
         chat = [isinstance(rollout.prompt.row.get("prompt"), list) for rollout in rollouts]
         episodes = [rollout.episode for rollout in rollouts]
         texts = [spoken(rollout) for rollout in rollouts]
-        given: dict[str, Any] = {}
-        if any(episode is not None for episode in episodes):
-            given["environments"] = [_state(episode) for episode in episodes]
-            given["environment_rewards"] = [None if episode is None else episode.reward for episode in episodes]
-            given["written_ids"] = [rollout.tokens[rollout.trained].tolist() for rollout in rollouts]
+        answered = any(episode is not None for episode in episodes)
         return Completions(
             labels=[f"{rollout.prompt.id}#{rollout.index}" for rollout in rollouts],
             prompts=[r.prompt.row["prompt"] if c else r.prompt.text for r, c in zip(rollouts, chat, strict=True)],
@@ -398,7 +393,9 @@ class Rewards:
             completion_ids=[rollout.tokens.tolist() for rollout in rollouts],
             finish_reasons=[rollout.finish.value for rollout in rollouts],
             columns={column: [rollout.prompt.row.get(column) for rollout in rollouts] for column in self._columns},
-            **given,
+            environments=[_state(episode) for episode in episodes] if answered else None,
+            environment_rewards=[None if e is None else e.reward for e in episodes] if answered else None,
+            written_ids=[rollout.tokens[rollout.trained].tolist() for rollout in rollouts] if answered else None,
         )
 
     def _process(self, rollouts: Sequence[Rollout], values: Sequence[Sequence[Any]]) -> list[np.ndarray] | None:
@@ -500,10 +497,10 @@ def _unit(reward: Reward, batch: Completions, state: TrainerState) -> Unit:
 def _here(reward: Reward, batch: Completions) -> Outcome:
     """Call a built-in or a model."""
     assert reward.function is not None
-    began = time.monotonic()
+    began, starts = time.monotonic(), STARTS.seconds
     try:
         values = reward.function(**reward.keywords(batch), **reward.arguments)
-        value = settled(reward.name, values, batch.labels, reward.signature.process)
+        value = validated(reward.name, values, batch.labels, reward.signature.process)
     except Exception as error:  # an outcome like others, judged in one place
         return failed(error, began)
-    return Outcome(value=value, seconds=time.monotonic() - began)
+    return Outcome(value=value, seconds=max(0.0, time.monotonic() - began - (STARTS.seconds - starts)))

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from groupwise.errors import ConfigError
-from groupwise.rewards.calls import settled
+from groupwise.rewards.calls import validated
 from groupwise.rewards.find import find_function, read_signature
 from groupwise.rewards.notes import Notes, TrainerState, joined
 from groupwise.rewards.process import ProcessReward
-from groupwise.rewards.serving import told
+from groupwise.rewards.worker_process import told
 
 ATOMS = (str, bytes, int, float, complex, bool, type(None))
 """What cannot be changed and needs no copy."""
@@ -95,7 +95,7 @@ class Functions:
 
     `row`: value of the next completion, its seconds, and what it logged (`notes.Notes.told`).  `values`: of all completions, those
     that were late, seconds, and what was logged.
-    `failed`: an exception in words (`serving.told`), with the completion's label where it is known; ends the unit.
+    `failed`: an exception in words (`worker_process.told`), with the completion's label where it is known; ends the unit.
     """
 
     def __init__(self, live: Mapping[str, Any] | None = None) -> None:
@@ -141,13 +141,13 @@ class Functions:
             if not unit.single:
                 notes = unit.notes()
                 found = function(**unit.keywords(), **unit.arguments, **notes.given(unit.asks, unit.state))
-                values = settled(unit.name, found, unit.labels, unit.process)
+                values = validated(unit.name, found, unit.labels, unit.process)
                 yield "values", [values, [], time.monotonic() - began, notes.told()]
                 return
             for label, row in zip(unit.labels, unit.rows(), strict=True):
                 began, notes = time.monotonic(), unit.notes()
                 found = function(**row, **unit.arguments, **notes.given(unit.asks, unit.state))
-                (value,) = settled(unit.name, [found], [label], unit.process)
+                (value,) = validated(unit.name, [found], [label], unit.process)
                 yield "row", [value, time.monotonic() - began, notes.told()]
         except GeneratorExit:
             raise
@@ -171,7 +171,7 @@ class Functions:
                 found = await _in_time(task, unit.timeout)
                 late = list(range(len(unit.labels))) if found is _LATE else []
                 found = [nothing for _ in late] if late else found
-            values = settled(unit.name, found, unit.labels, unit.process)
+            values = validated(unit.name, found, unit.labels, unit.process)
             logged = joined([notes.told() for notes in every], [notes.count for notes in every])
             return [n, "values", [values, late, time.monotonic() - began, logged]]
         except _On as located:

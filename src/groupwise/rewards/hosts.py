@@ -17,16 +17,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from groupwise.errors import ConfigError
+from groupwise.rewards import timeouts
 from groupwise.rewards.functions import Unit
 from groupwise.rewards.notes import joined
 from groupwise.rewards.workers import Failed, Function, Outcome, Traceback, Worker, WorkerGone
 
-DEFAULT_SECONDS = 600.0
-"""Without a timeout a call that takes longer has failed: a function that hangs must not hold a run for ever."""
-SECONDS_EACH = 10.0
-"""... or longer than this for each completion of the call, if that is more: an evaluation scores thousands at once."""
-GRACE = 5.0
-"""Seconds beyond its timeout that an asynchronous function has to be cancelled in, before its process is killed."""
 SEND_SECONDS = 60.0
 
 
@@ -67,11 +62,11 @@ class Host:
         specs = ", ".join(repr(one[0]) for one in functions)
         try:
             worker = self.ready()
-            deadline = time.monotonic() + DEFAULT_SECONDS
+            deadline = time.monotonic() + timeouts.DEFAULT_SECONDS
             worker.request(pickle.dumps(("describe", *functions)), deadline)
             return worker.receive(deadline)
         except WorkerGone as gone:
-            ended = gone.outcome.message or f"it did not end within {DEFAULT_SECONDS:g} s"
+            ended = gone.outcome.message or f"it did not end within {timeouts.DEFAULT_SECONDS:g} s"
             raise ConfigError(f"reward function {specs}: cannot be imported: {ended}") from None
         except Failed as failed:
             said = failed.outcome
@@ -124,18 +119,25 @@ class Answers:
             self.outcomes[n] = Outcome(value=values, late=tuple(late), seconds=seconds, notes=notes)
         else:
             cause = Traceback(what["trace"]) if what["trace"] else None
-            said = {"message": what["error"], "kind": what["kind"], "where": what["where"], "label": what["label"]}
-            self.outcomes[n] = Outcome(failure="error", cause=cause, seconds=self._seconds[n], **said)
+            self.outcomes[n] = Outcome(
+                failure="error",
+                message=what["error"],
+                kind=what["kind"],
+                where=what["where"],
+                label=what["label"],
+                cause=cause,
+                seconds=self._seconds[n],
+            )
 
     def late(self, n: int) -> None:
         """Unit n was ended: of a function of one completion the call that ran says nothing, of another there is no result."""
         unit = self.units[n]
-        self._seconds[n] += patience(unit)
+        self._seconds[n] += timeouts.time_limit(unit)
         if unit.single and unit.timeout is not None and not unit.asynchronous:
             self._late[n].append(len(self._rows[n]))
             self._add(n, [] if unit.process else None)
         else:
-            self._end(n, "timeout", f"no result within {patience(unit):g} s")
+            self._end(n, "timeout", f"no result within {timeouts.time_limit(unit):g} s")
 
     def _add(self, n: int, value: Any, notes: dict[str, Any] | None = None) -> None:
         self._rows[n].append(value)
@@ -194,8 +196,8 @@ class Task(Answers):
         """Set the deadline of the next message."""
         running = [self.units[n] for n in self._running(self._sent)]
         if running:
-            both = [patience(unit) for unit in running if unit.asynchronous]
-            self.deadline = time.monotonic() + (max(both) + GRACE if both else patience(running[0]))
+            both = [timeouts.time_limit(unit) for unit in running if unit.asynchronous]
+            self.deadline = time.monotonic() + (max(both) + timeouts.GRACE if both else timeouts.time_limit(running[0]))
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
@@ -205,13 +207,6 @@ class Task(Answers):
         except (WorkerGone, Failed) as end:
             self.host.kill()
             self._end(self._running(self._sent)[0], "died", end.outcome.message or "its process does not answer")
-
-
-def patience(unit: Unit) -> float:
-    """Seconds that one call of the function may take."""
-    if unit.timeout is not None:
-        return unit.timeout
-    return DEFAULT_SECONDS if unit.single else max(DEFAULT_SECONDS, SECONDS_EACH * len(unit.labels))
 
 
 def finish(tasks: Sequence[Task]) -> None:

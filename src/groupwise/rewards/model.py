@@ -18,7 +18,8 @@ from groupwise.rewards.process import ProcessReward, Steps, segment_steps
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from groupwise.models.policy import Blueprint, Policy
+    from groupwise.models.loading import Blueprint
+    from groupwise.models.policy import Policy
     from groupwise.models.reward_head import Answer
 
 By = Literal["newline", "regex", "tokens"]
@@ -52,7 +53,7 @@ def model_reward(
     Raises ConfigError for a model that cannot score, or steps that it cannot reward.
     """
     from groupwise.config.settings import ModelSettings
-    from groupwise.models.policy import read_blueprint
+    from groupwise.models.loading import read_blueprint
 
     if tokens_per_microbatch < 1:
         raise ConfigError(f"the reward 'model' needs tokens_per_microbatch >= 1, got {tokens_per_microbatch}")

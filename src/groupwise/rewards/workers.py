@@ -3,8 +3,9 @@
 A worker is a fresh Python process that talks over a socket: it inherits no thread, no GPU handle and no lock, works from any
 thread of the parent, needs no `if __name__ == "__main__"` in the user's script, and dies by SIGKILL, together with everything that
 it started.  What it runs, it runs on its main thread, where signals and `signal.alarm` work.  It does not hear the terminal's
-Ctrl-C, and it ends when its parent ends, however that happens (`serving.py`).  Requests travel as pickles towards the worker only;
-answers come back as JSON, so that nothing a worker says can run code in the parent.
+Ctrl-C, and it ends when its parent ends, however that happens (`worker_process.py`).  Requests travel as pickles towards the worker
+only; answers come back as JSON, so that nothing a worker says can run code in the parent.  It is no sandbox: what it runs has the
+user's rights, files and network.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from groupwise.errors import RewardError
-from groupwise.rewards.serving import Function, message_of, raised_at, receive, send, supervise
+from groupwise.rewards.worker_process import Function, message_of, raised_at, receive, send, supervise
 
 START_SECONDS = 600.0
 """Deadline for a worker's start: imports of somebody else's file on a loaded machine with a cold disk."""
 END_SECONDS = 10.0
 """How long a supervisor may take to end what it watches over."""
-START = "from groupwise.rewards.serving import main; main()"
+START = "from groupwise.rewards.worker_process import main; main()"
 _ends: set[socket.socket] = set()
 """The parent's ends of all connections: a fork of the parent must not keep workers alive by holding them too."""
 _starting = threading.RLock()
@@ -117,7 +118,7 @@ class Worker:
                     self._process: Any = _spawn(lifeline, channel, target, options, quiet, folder)
                 else:
                     self._process = _Forked(lambda: supervise(lifeline, channel, target, options), folder)
-        self._end = weakref.finalize(self, _bury, os.getpid(), self._process, self._lifeline, self._channel)
+        self._end = weakref.finalize(self, _terminate, os.getpid(), self._process, self._lifeline, self._channel)
         self.begun = time.monotonic()
         with contextlib.suppress(OSError):  # who asks whether it is ready is told
             send(self._channel, payload, self.begun + START_SECONDS)
@@ -175,12 +176,12 @@ class Worker:
             self.kill()
             raise WorkerGone(Outcome(failure="timeout")) from None  # who set the deadline says it
         except (OSError, EOFError, ValueError, KeyError, TypeError):
-            raise WorkerGone(self._obituary()) from None
+            raise WorkerGone(self._exit_outcome()) from None
         except BaseException:  # Ctrl-C in the parent: the worker is in the middle of a call
             self.kill()
             raise
 
-    def _obituary(self) -> Outcome:
+    def _exit_outcome(self) -> Outcome:
         self.kill()
         code = self._process.returncode
         if code == -signal.SIGPROF:  # the worker's own timer
@@ -198,7 +199,7 @@ class Worker:
             self._lifeline.shutdown(socket.SHUT_RDWR)
 
 
-def _bury(owner: int, process: Any, lifeline: socket.socket, channel: socket.socket) -> None:
+def _terminate(owner: int, process: Any, lifeline: socket.socket, channel: socket.socket) -> None:
     if owner != os.getpid():
         return
     with contextlib.suppress(OSError):
@@ -253,13 +254,13 @@ class _Forked:
             self.pid = os.fork()
         if self.pid == 0:
             try:
-                self._settle(folder)
+                self._prepare_child(folder)
                 work()
             finally:
                 os._exit(70)
 
     @staticmethod
-    def _settle(folder: str | None) -> None:
+    def _prepare_child(folder: str | None) -> None:
         os.setsid()
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
@@ -285,6 +286,35 @@ class _Forked:
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
+
+
+class Starts:
+    """Wall-clock seconds in which calls waited for workers of pools to start: the first call's, and no part of what it took."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting, self._since, self._seconds = 0, 0.0, 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of this process so far."""
+        return self._seconds
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While a call waits; what several threads wait at the same time counts once."""
+        with self._lock:
+            self._since = self._since if self._waiting else time.monotonic()
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting -= 1
+                self._seconds += 0.0 if self._waiting else time.monotonic() - self._since
+
+
+STARTS = Starts()
 
 
 class Pool:
@@ -347,7 +377,8 @@ class Pool:
                 worker = Worker(self.target, self.setup, **self._options)
             self._busy.add(worker)
             try:
-                worker.ready()
+                with STARTS.waiting():
+                    worker.ready()
                 outcome, usable = self._call(worker, payload)
             finally:
                 self._busy.discard(worker)

@@ -18,7 +18,7 @@ from typing import Any
 from groupwise.data.rollout_table import groups_from_bytes, groups_to_bytes
 from groupwise.errors import EngineError
 from groupwise.records import Prompt
-from groupwise.rollout.dynamic_sampling import Collected, Source
+from groupwise.rollout.dynamic_sampling import Collected, GroupSampler
 from groupwise.utils import background
 
 
@@ -54,7 +54,7 @@ class PrefetchedRollouts:
         self._begun: deque[PendingRollout] = deque()
         self._again: dict[int, tuple[Prompt, ...]] = {}
 
-    def take(self, step: int, last: int, source: Source) -> Collected:
+    def take(self, step: int, last: int, source: GroupSampler) -> Collected:
         """The groups that a step trains on; what may be begun by now has been begun.  last: the last step that there will be.
 
         Raises EngineError for a token that is older than `steps` allow, and what sampling or scoring it raised.
@@ -74,7 +74,7 @@ class PrefetchedRollouts:
             )
         return groups, drawn
 
-    def _begin(self, step: int, source: Source) -> PendingRollout:
+    def _begin(self, step: int, source: GroupSampler) -> PendingRollout:
         prompts, version = self._again.pop(step, ()), source.engine.version
         if not self.beside:
             collected = source.collect(prompts)

@@ -1,4 +1,7 @@
-"""The scored groups of a step: prompts are drawn, sampled and scored, and those whose rewards teach nothing replaced."""
+"""Dynamic sampling (DAPO, 2503.14476): the scored groups of a step, without those whose rewards have zero variance.
+
+Prompts are drawn, sampled and scored; with `group.dead_groups: refill` groups that teach nothing are replaced by further prompts.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ Draw = Callable[[int], Sequence[Prompt]]
 
 
 @runtime_checkable
-class Watching(Protocol):
+class ObservingDraw(Protocol):
     """A `Draw` that takes note of what became of its prompts, also of those that no step keeps."""
 
     def __call__(self, count: int, /) -> Sequence[Prompt]:
@@ -37,7 +40,7 @@ Collected = tuple[list[Scored], int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class GroupSampler:
     """All that it takes to sample and score the groups of a step."""
 
     engine: Engine
@@ -89,7 +92,7 @@ class Source:
         while True:
             scored = comm.together(own or (lambda prompts=prompts: self.sample(prompts)))
             found = {one.prompt.id: one for one in scored}
-            if isinstance(self.draw, Watching):
+            if isinstance(self.draw, ObservingDraw):
                 self.draw.seen([found[prompt.id] for prompt in prompts])
             for prompt in prompts:
                 (dead if refill and not self.algorithm.teaches(found[prompt.id]) else live).append(found[prompt.id])

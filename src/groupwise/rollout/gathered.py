@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from groupwise.models.fsdp import ShardedPolicy
 from groupwise.models.policy import Policy
+from groupwise.models.sharded_policy import ShardedPolicy
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout.engine import Engine, InProcess
 

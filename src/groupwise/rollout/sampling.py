@@ -27,7 +27,7 @@ CANDIDATES = 256
 """Top-k, top-p and min-p look at this many likeliest tokens first, and at 8 times as many while that was not enough."""
 
 
-class Support(NamedTuple):
+class RowSupport(NamedTuple):
     """Ids that could have been drawn: the first `size_R[i]` of `ids_RC[i]`, likeliest first."""
 
     ids_RC: Tensor
@@ -75,7 +75,7 @@ def _mixed(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def draw(logits_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Support | None]:
+def draw(logits_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, RowSupport | None]:
     """One token per row -> (token_R, logp_R, support).
 
     `uniform_R` is float64 in [0, 1).  `logp_R` (nats; float32, float64 for float64 logits) is the log-probability under the
@@ -128,7 +128,7 @@ def _first_above(cumulative_RN: Tensor, target_R: Tensor, *, scaled: bool = True
     return index_R1[:, 0], (target_R1 - before_R1)[:, 0]
 
 
-def _draw_truncated(z_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Support]:
+def _draw_truncated(z_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, RowSupport]:
     size = z_RV.shape[1]
     candidates = min(size, max(CANDIDATES, 2 * sampling.top_k))
     while True:
@@ -140,7 +140,7 @@ def _draw_truncated(z_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tupl
     p_RC = torch.softmax(z_RC.masked_fill(~keep_RC, -torch.inf), -1)
     place_R1 = _first_above(p_RC.cumsum(-1, dtype=torch.float64), uniform_R)[0][:, None]
     kept_R = keep_RC.sum(-1)
-    return id_RC.gather(1, place_R1)[:, 0], p_RC.gather(1, place_R1)[:, 0].log(), Support(id_RC, kept_R)
+    return id_RC.gather(1, place_R1)[:, 0], p_RC.gather(1, place_R1)[:, 0].log(), RowSupport(id_RC, kept_R)
 
 
 def _survivors(z_RC: Tensor, z_RV: Tensor, sampling: Sampling) -> tuple[Tensor, bool]:

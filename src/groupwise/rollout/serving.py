@@ -21,7 +21,8 @@ from groupwise.environments.chat import Asking, Memory, Speech, Told
 from groupwise.environments.endpoint import Endpoint
 from groupwise.environments.requests import Asked, ChatRequest, Drawn, Refused
 from groupwise.errors import EngineError
-from groupwise.models.policy import Policy, load_policy
+from groupwise.models.loading import load_policy
+from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.probe import prove_engine

@@ -1,4 +1,8 @@
-"""When a completion ends: an EOS id, a stop string, or the limit; in this order where several meet in one token."""
+"""When a completion ends: an EOS id, a stop string, or the limit; in this order where several meet in one token.
+
+An EOS that was sampled is kept, and it is trained: the loss mask is `Rollout.trained` (records.py), True for every token that the
+policy wrote.  What ends at the limit has no EOS, and no PAD stands anywhere.
+"""
 
 from __future__ import annotations
 

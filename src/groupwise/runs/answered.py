@@ -9,7 +9,7 @@ from typing import Any
 
 from groupwise.config.settings import DataSettings
 from groupwise.data.templates import Template
-from groupwise.models.policy import Blueprint
+from groupwise.models.loading import Blueprint
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.loaded import LoadedPolicy

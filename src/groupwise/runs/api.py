@@ -34,13 +34,14 @@ from groupwise.config.settings import DataSettings, EnvironmentSettings, ModelSe
 from groupwise.data.sources import kind_of, live_rows
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError
-from groupwise.models.policy import Policy, live_model
+from groupwise.models.loading import live_model
+from groupwise.models.policy import Policy
 from groupwise.records import Step
 from groupwise.rewards.find import LiveReward
 from groupwise.runs import keys as typed
-from groupwise.runs.build import plan_of
 from groupwise.runs.folder import anew, choose_folder
 from groupwise.runs.plan import Lines
+from groupwise.runs.prepare import plan_of
 from groupwise.runs.progress import make_console
 from groupwise.runs.run import Outcome, Run, join, train_stage
 from groupwise.runs.run import train as train_recipe

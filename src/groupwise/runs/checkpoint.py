@@ -1,16 +1,16 @@
-"""Checkpoints that are whole or are not there.
+"""Checkpoints that are whole or are not there: written atomically, hashed, and verified before they are read.
 
     RUN/checkpoints/000100/
       policy/          Hugging Face format, written by the caller
       trainer/         state.json (structure, numbers, text), state.safetensors (its arrays) and tensors.safetensors (by name)
-      trainer/shards/  instead of tensors.safetensors: parts of tensors, written by several processes (see `shards`)
+      trainer/shards/  instead of tensors.safetensors: parts of tensors, by several processes (`sharded_checkpoint.py`)
       manifest.json    size and xxh3-128 of every file above
       COMPLETE         xxh3-128 of the manifest
     RUN/latest         name of the newest
 
 A checkpoint is written under a temporary name, synced to disk, renamed and then read back; older ones go only after that.  So a
 process may be killed at any moment and the newest complete checkpoint is still there.  Everything is verified before it is used; no
-pickle is written, or read before that.
+pickle is written, or read before that.  How a run goes on from one: `resume.py`.
 """
 
 from __future__ import annotations
@@ -278,20 +278,20 @@ def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:
     """
     from safetensors import safe_open
 
-    from groupwise.distributed import comm
+    from groupwise.distributed import fsdp
 
     if not into:
         return
     with safe_open(str(Path(path) / "trainer" / TENSORS), framework="pt") as file:
         names = set(file.keys())
         for name, tensor in into.items():
-            own = comm.own(tensor)
+            own = fsdp.own(tensor)
             if name not in names or list(tensor.shape) != file.get_slice(name).get_shape():
                 raise CheckpointError(f"{path} holds no {name} of shape {tuple(tensor.shape)}: it is of another model")
             if own is tensor:
                 own.copy_(file.get_tensor(name))
             elif own.numel():
-                own.copy_(file.get_slice(name)[comm.own_rows(tensor)])
+                own.copy_(file.get_slice(name)[fsdp.own_rows(tensor)])
 
 
 def place(folder: Path, step: int) -> Path:

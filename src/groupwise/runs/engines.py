@@ -11,8 +11,8 @@ from groupwise.config.settings import RolloutSettings
 from groupwise.data.prompts import visit
 from groupwise.environments.conversation import World
 from groupwise.errors import ConfigError, EngineError
-from groupwise.models.fsdp import ShardedPolicy
 from groupwise.models.policy import Policy
+from groupwise.models.sharded_policy import ShardedPolicy
 from groupwise.records import Prompt, Step
 from groupwise.rollout.asynchronous import PrefetchedRollouts
 from groupwise.rollout.engine import Engine
@@ -35,7 +35,7 @@ def _in_process(engine: Callable[..., Engine], *, proven: bool = True) -> Make:
             return GatheredEngine(policy, lambda plain: make(plain, settings, world))
         if proven:
             prove_engine(policy, engine)
-        return engine(policy, max_rows=settings.max_rows, keep_special_tokens=settings.keep_special_tokens, **_answered(world))
+        return engine(policy, max_rows=settings.max_rows, keep_special_tokens=settings.keep_special_tokens, world=world)
 
     return make
 
@@ -50,13 +50,8 @@ def _vllm(policy: Policy, settings: RolloutSettings, world: World | None) -> Eng
         in_flight=engine.ahead > 0,
         max_rows=settings.max_rows,
         keep_special_tokens=settings.keep_special_tokens,
-        **_answered(world),
+        world=world,
     )
-
-
-def _answered(world: World | None) -> dict[str, World]:
-    """The keyword of engines whose completions a world answers; nothing for those that need not know of any."""
-    return {} if world is None else {"world": world}
 
 
 ENGINES: dict[str, Make] = {
@@ -78,7 +73,7 @@ def make_engine(policy: Policy, settings: RolloutSettings, world: World | None =
     if engine.name in ENGINES:
         return ENGINES[engine.name](policy, settings, world)
     make = imported("rollout.engine", engine.name)
-    keywords = {**engine.args, **_answered(world)}
+    keywords = engine.args if world is None else {**engine.args, "world": world}  # it need not know of any
     try:
         inspect.signature(make).bind(policy, max_rows=0, keep_special_tokens=False, **keywords)
     except TypeError as error:

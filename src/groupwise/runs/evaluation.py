@@ -20,7 +20,8 @@ from groupwise.config.validation import STAGE
 from groupwise.data.load import load_data
 from groupwise.data.templates import Tools
 from groupwise.errors import ConfigError
-from groupwise.models.policy import Blueprint, Policy, load_policy
+from groupwise.models.loading import Blueprint, load_policy
+from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Sampling
 from groupwise.rewards.compose import build_rewards
 from groupwise.rewards.registry import GOLD_COLUMNS

@@ -25,7 +25,7 @@ from groupwise.config.validation import wrong_model
 from groupwise.data.sources import kind_of
 from groupwise.data.templates import Content, Template
 from groupwise.errors import ConfigError, DataError
-from groupwise.models import policy as models
+from groupwise.models import loading
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Sample, Sampling
 from groupwise.rollout.native.engine import NativeEngine
@@ -64,6 +64,23 @@ class LoadedPolicy(Policy):
     """Longest completion in tokens, where `generate` is not told."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion, where `generate` is not told."""
+
+    @classmethod
+    def of(cls, policy: Policy, origin: Origin | None = None) -> LoadedPolicy:
+        """A policy, asked as the run that made it asked."""
+        found = cls(**policy.as_fields())
+        if origin is None:
+            return found
+        data, rollout = origin.recipe.data, origin.recipe.rollout
+        return dataclasses.replace(
+            found,
+            chat=data.chat,
+            system=data.system,
+            template=data.template,
+            columns=data.columns,
+            max_new_tokens=rollout.max_new_tokens,
+            stop=rollout.stop,
+        )
 
     @overload
     def generate(
@@ -233,18 +250,14 @@ def load_policy(
     Raises ConfigError, CheckpointError, DataError or Diverged with the remedy.
     """
     if isinstance(path, ModelSettings):
-        return _loaded(models.load_policy(path))
+        return LoadedPolicy.of(loading.load_policy(path))
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"a policy is loaded from a run, a checkpoint, a model folder or a hub name, got {kind_of(path)}")
     found = model_folder(os.fspath(path))
     origin = _origin(path)
     settings = ModelSettings(path=found) if origin is None else settings_of(origin.recipe.model, found)
     settings = dataclasses.replace(settings, device=device, dtype=dtype or settings.dtype)
-    return _loaded(models.load_policy(settings), **({} if origin is None else asked_with(origin)))
-
-
-def _loaded(policy: Policy, **asked: Any) -> LoadedPolicy:
-    return LoadedPolicy(**{field.name: getattr(policy, field.name) for field in dataclasses.fields(Policy)}, **asked)
+    return LoadedPolicy.of(loading.load_policy(settings), origin)
 
 
 def settings_of(model: ModelSettings, folder: str) -> ModelSettings:
@@ -259,19 +272,6 @@ def _origin(path: str | os.PathLike[str]) -> Origin | None:
     except ConfigError as error:
         log.warning("%s; prompts are asked as they are given", error)
         return None
-
-
-def asked_with(origin: Origin) -> dict[str, Any]:
-    """How a run asked: the fields of `LoadedPolicy`."""
-    data, rollout = origin.recipe.data, origin.recipe.rollout
-    return {
-        "chat": data.chat,
-        "system": data.system,
-        "template": data.template,
-        "columns": data.columns,
-        "max_new_tokens": rollout.max_new_tokens,
-        "stop": rollout.stop,
-    }
 
 
 def model_folder(path: str) -> str:

@@ -15,22 +15,14 @@ from groupwise.config.settings import ModelSettings, Recipe
 from groupwise.config.validation import STAGE
 from groupwise.data.load import load_demonstrations
 from groupwise.data.tokenizers import check_same_tokens
-from groupwise.distributed import comm
+from groupwise.distributed import comm, fsdp
 from groupwise.errors import ConfigError
-from groupwise.models.fsdp import shard, shard_pieces
+from groupwise.models.loading import UNBUILDABLE, Blueprint, is_scorer, make_policy, read_blueprint, resolve_device, unbuildable
 from groupwise.models.lora import AdaptedPolicy, bare
-from groupwise.models.policy import (
-    UNBUILDABLE,
-    Blueprint,
-    Policy,
-    is_scorer,
-    make_policy,
-    read_blueprint,
-    resolve_device,
-    unbuildable,
-)
+from groupwise.models.policy import Policy
 from groupwise.models.probe import probe_checkpoint
 from groupwise.models.reward_head import make_scorer, probe_scorer
+from groupwise.models.sharded_policy import shard, shard_from_checkpoint
 from groupwise.models.streaming import check_finite
 from groupwise.records import Prompt
 from groupwise.rollout.vllm.scoring import ScoringServers
@@ -46,7 +38,7 @@ def shared_out(recipe: Recipe, blueprint: Blueprint) -> Recipe:
     """
     if comm.world().size == 1:
         return recipe
-    sharding = comm.ShardingConfig.of(recipe.parallel).decided(largest_model(recipe, blueprint), comm.world().size)
+    sharding = fsdp.ShardingConfig.of(recipe.parallel).decided(largest_model(recipe, blueprint), comm.world().size)
     return replace(recipe, parallel=replace(recipe.parallel, **asdict(sharding)))
 
 
@@ -67,14 +59,14 @@ def hold(
     A sharded one is read piece by piece where its checkpoint allows it; else every process reads all and keeps its part.
     resume: where an adapter continues from; other policies come from there by their blueprint.
     """
-    sharding = comm.ShardingConfig.of(recipe.parallel).decided(parameter_count(blueprint), comm.world().size)
+    sharding = fsdp.ShardingConfig.of(recipe.parallel).decided(parameter_count(blueprint), comm.world().size)
     if comm.world().size == 1 or not sharding.sharded:
         return _resumed(make(recipe, blueprint), resume)
-    device, pieces = resolve_device(recipe.model), blueprint.pieces()
-    if pieces is not None and blueprint.empty is not None and recipe.model.lora is None:
+    device, reader = resolve_device(recipe.model), blueprint.reader()
+    if reader is not None and blueprint.empty is not None and recipe.model.lora is None:
         policy = make(recipe, replace(blueprint, load=blueprint.empty))
-        if pieces.fit(policy.model):
-            policy = shard_pieces(policy, sharding, device, pieces)
+        if reader.fit(policy.model):
+            policy = shard_from_checkpoint(policy, sharding, device, reader)
             check_finite(policy.model)
             (probe_scorer if is_scorer(policy.model.config.to_dict()) else probe_checkpoint)(policy)
             policy.reshard()
@@ -138,13 +130,18 @@ def teacher_of(recipe: Recipe, policy: Policy) -> Teacher:
         kept.model.requires_grad_(False)
     elif settings.servers:
         kept, servers = policy, ScoringServers(settings.servers)
-        servers.greet(policy.tokenizer)
+        servers.connect(policy.tokenizer)
     elif settings.ema == 1.0:
         kept = policy
     else:
         kept = bare(policy) if recipe.model.lora is not None else policy.frozen_copy()
-    how: dict[str, Any] = {"hint": _hint(settings.hint, policy), "ema": settings.ema, "demonstrations": _shown(recipe, policy)}
-    return Teacher(policy=kept, servers=servers, **how)
+    return Teacher(
+        policy=kept,
+        servers=servers,
+        hint=_hint(settings.hint, policy),
+        ema=settings.ema,
+        demonstrations=_shown(recipe, policy),
+    )
 
 
 def _hint(text: str | None, policy: Policy) -> Callable[[Prompt], np.ndarray] | None:

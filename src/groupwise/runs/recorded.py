@@ -1,6 +1,6 @@
 """The completions of a run's steps on disk: a Parquet file for every step, and the older ones together.
 
-    rollouts/000312.parquet             one step, one row per completion: `tables.table_of`'s columns and `run`
+    rollouts/000312.parquet             one step, one row per completion: `rollout_table.table_of`'s columns and `run`
     rollouts/000001-000100-1.parquet    steps 1, 2 ... 100 (first, last, stride), each a row group
 
 Every file appears whole, under its final name, by a rename; a step is in the new file before its old one goes.  So whatever

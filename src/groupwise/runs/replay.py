@@ -30,14 +30,14 @@ from groupwise.errors import CheckpointError, ConfigError, DataError
 from groupwise.records import Prompt, Rollout, Sampling, Scored, Step
 from groupwise.rewards.compose import combine
 from groupwise.rollout.asynchronous import PrefetchedRollouts
-from groupwise.rollout.dynamic_sampling import Collected, Source
+from groupwise.rollout.dynamic_sampling import Collected, GroupSampler
 from groupwise.runs import checkpoint
-from groupwise.runs.build import Learner, blueprint_of, make_learner, sampling_of, shape_of
+from groupwise.runs.build import Learner, make_learner
 from groupwise.runs.engines import sampled_elsewhere
-from groupwise.runs.folder import CONFIG, ENVIRONMENT, environment, read_step
+from groupwise.runs.folder import CONFIG, ENVIRONMENT, FINAL, environment, read_step
 from groupwise.runs.plan import fitted
-from groupwise.runs.run import FINAL, REFERENCE
-from groupwise.runs.saving import reader
+from groupwise.runs.prepare import blueprint_of, sampling_of, shape_of
+from groupwise.runs.resume import REFERENCE, reader
 from groupwise.training.closed_form import ClosedForm, Tokens, closed_form
 from groupwise.training.mismatch import diagnose
 from groupwise.training.online import minibatches, train_online
@@ -373,7 +373,7 @@ class _Recorded(PrefetchedRollouts):
         super().__init__()
         self._groups = groups
 
-    def take(self, step: int, last: int, source: Source) -> Collected:
+    def take(self, step: int, last: int, source: GroupSampler) -> Collected:
         """See `PrefetchedRollouts`."""
         groups, drawn = self._groups(step)
         return [replace(group, signals={k: v for k, v in group.signals.items() if k not in COMPUTED}) for group in groups], drawn

@@ -23,19 +23,22 @@ from groupwise.config.settings import Recipe, is_online
 from groupwise.config.validation import STAGE
 from groupwise.distributed import comm
 from groupwise.errors import CheckpointError, ConfigError, Ended, GroupwiseError, PeerError
-from groupwise.models.policy import Policy, resolve_device
+from groupwise.models.loading import resolve_device
+from groupwise.models.policy import Policy
 from groupwise.records import Scored, Step
 from groupwise.runs import checkpoint
-from groupwise.runs.build import Job, Judged, make_job, plan_of
+from groupwise.runs.build import Job, Judged
 from groupwise.runs.dashboards import base as dashboards
 from groupwise.runs.folder import FINAL, Lock, RunLog, anew, choose_folder, finished, unfinished
 from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs
 from groupwise.runs.model_card import write_card
 from groupwise.runs.plan import Lines
 from groupwise.runs.policies import read_config
+from groupwise.runs.prepare import plan_of
 from groupwise.runs.progress import Progress, make_console, safe
 from groupwise.runs.recorded_pairs import recorded_pairs
-from groupwise.runs.saving import Saver, reader, set_failure_hint
+from groupwise.runs.resume import REFERENCE, newest_checkpoint, resumed_job
+from groupwise.runs.saving import Saver, set_failure_hint
 from groupwise.runs.signals import endings
 from groupwise.training import limits
 from groupwise.training.evaluate import Evaluation
@@ -46,8 +49,6 @@ ACROSS = 5
 
 WRITERS = ("sft", "dpo")
 """Objectives that learn from data, and whose models write completions."""
-REFERENCE = "reference"
-"""Folder of a run: the weights before the first step, where a reference is needed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +81,7 @@ def train(recipe: Recipe, *, accept_changes: bool = False) -> Iterator[Step]:
 
 
 def join(recipe: Recipe, timeout: float = comm.TIMEOUT) -> comm.World:
-    """Meet the other processes of the run, if a launcher started several.  timeout: see `parallel.join`."""
+    """Meet the other processes of the run, if a launcher started several.  timeout: see `comm.join`."""
     return comm.join(timeout, cuda=resolve_device(recipe.model).type == "cuda")
 
 
@@ -105,22 +106,16 @@ class Run:
         try:
             if recipe.threads is not None:
                 torch.set_num_threads(recipe.threads)
-            newest = comm.from_first(self._newest)
+            newest = comm.from_first(lambda: newest_checkpoint(folder))
             self.done = checkpoint.step_of(newest) if newest is not None else 0
             set_failure_hint(newest)
             meant = resolved(recipe)
             self._inputs = comm.from_first(lambda: inputs_of(meant))
             if newest is not None:
                 comm.from_first(lambda: check_inputs(folder, self._inputs, accept=accept_changes))
-            self.job: Job = make_job(
-                meant,
-                resume=newest / "policy" if newest is not None else None,
-                reference=folder / REFERENCE,
-            )
+            self.job: Job = resumed_job(meant, folder, newest)
             if recipe.threads is None and _is_small(self.job.policy) and "OMP_NUM_THREADS" not in os.environ:
                 torch.set_num_threads(1)
-            if newest is not None:  # every byte of it has just been verified
-                self.job.restore(checkpoint.load(newest, verify=False), reader(newest))
             self.saver = Saver(folder, self.job, recipe.save.keep)
             self._meter = _meter(self.job, meant)
             # The last whole step: its number, the optimizer steps taken by then, and where the data stood.
@@ -139,12 +134,6 @@ class Run:
     def _release_lock(self, *, undo: bool = False) -> None:
         if self.lock is not None:
             self.lock.release(undo=undo)
-
-    def _newest(self) -> Path | None:
-        with files.storing(self.folder, "the run"):
-            for name in (FINAL, REFERENCE):
-                files.recover(self.folder / name)
-        return checkpoint.latest(self.folder)
 
     def __enter__(self) -> Run:
         return self

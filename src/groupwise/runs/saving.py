@@ -19,7 +19,7 @@ from torch import Tensor
 
 from groupwise.distributed import comm, sharded_checkpoint
 from groupwise.errors import GroupwiseError, StorageError
-from groupwise.models.fsdp import ShardedPolicy
+from groupwise.models.sharded_policy import ShardedPolicy
 from groupwise.runs import checkpoint
 from groupwise.runs.build import Job
 from groupwise.utils import background, files
@@ -121,14 +121,6 @@ def _together(work: Callable[[], Found]) -> list[Found]:
         if failure is not None:
             raise StorageError(f"process {rank} could not write its part of a checkpoint: {failure}")
     return [one for ones, _ in outcomes for one in ones]
-
-
-def reader(path: Path) -> Callable[[Mapping[str, Tensor]], None]:
-    """Fills tensors, whole or spread, by name, from a checkpoint that was found to be whole, whoever wrote it."""
-    folder = path / "trainer" / sharded_checkpoint.SHARDS
-    if folder.is_dir():
-        return lambda into: sharded_checkpoint.read(folder, into)
-    return lambda into: checkpoint.read_tensors(path, into)
 
 
 def set_failure_hint(newest: Path | None) -> None:

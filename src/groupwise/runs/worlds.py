@@ -26,7 +26,7 @@ from groupwise.environments.harness import FunctionHarness, Harness, OutsideHarn
 from groupwise.environments.housing import Rooms
 from groupwise.environments.schemas import name_of
 from groupwise.environments.verifiers import VerifiersHarness
-from groupwise.models.policy import Blueprint
+from groupwise.models.loading import Blueprint
 from groupwise.records import Sampling
 from groupwise.rewards.find import find_named
 from groupwise.runs.plan import Lines

@@ -55,7 +55,7 @@ class Critic:
 
     @classmethod
     def of(cls, scorer: Policy, settings: CriticSettings, optimizer: OptimizerSettings, updates: int) -> Critic:
-        """A scoring model (`models.heads.make_scorer`) as the critic, all of it trained."""
+        """A scoring model (`models.reward_head.make_scorer`) as the critic, all of it trained."""
         own = Optimizer(scorer.model, replace(optimizer, lr=settings.lr), updates)
         head: Any = scorer.model.score
         return cls(policy=scorer, head=head, optimizer=own, settings=settings, shared=False)

@@ -110,8 +110,14 @@ def meter_of(policy: Policy, ceiling: Ceiling, *, updates: int, recompute: bool,
     config = policy.model.config.to_dict()
     if any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         return None
-    how = {"updates": updates, "recompute": recompute, "threshold": threshold, "processes": processes}
-    return Meter(shape=Shape.of_policy(policy), ceiling=ceiling, **how)
+    return Meter(
+        shape=Shape.of_policy(policy),
+        ceiling=ceiling,
+        updates=updates,
+        recompute=recompute,
+        threshold=threshold,
+        processes=processes,
+    )
 
 
 # ---------------------------------------------------------------- FLOPs

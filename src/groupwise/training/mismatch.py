@@ -30,7 +30,7 @@ SEQUENCES, TOKENS = 4, 256
 """What is looked at: the completions that differ most, and the first tokens of each."""
 ENOUGH = 0.9
 """Share of a difference that its cause must explain."""
-SPREAD = 1.5
+ROUNDING_MARGIN = 1.5
 """Factor by which rounding errors of two programs that compute the same may differ in size."""
 TRUNCATIONS = (Sampling(top_k=50), Sampling(top_k=20), Sampling(top_p=0.95), Sampling(top_p=0.9), Sampling(top_p=0.8))
 """What engines and checkpoints truncate by where nobody asked for it; beside what the model's own generation config says."""
@@ -143,12 +143,19 @@ class _Meter:
         """By a model that computes in half precision."""
         return self.alone(replace(self.policy, model=_converted(self.policy.model, dtype), autocast=False))
 
-    def alone(self, policy: Policy, **changes: Sequence[np.ndarray]) -> Columns:
-        """One sequence at a time.   changes: see `_logits`, one for each completion."""
+    def alone(
+        self,
+        policy: Policy,
+        *,
+        positions: Sequence[np.ndarray] | None = None,
+        prompt: Sequence[np.ndarray] | None = None,
+        completion: Sequence[np.ndarray] | None = None,
+    ) -> Columns:
+        """One sequence at a time.   positions, prompt, completion: of each in place of its own, as in `_logits`."""
         found = []
         for i, rollout in enumerate(self.rollouts):
-            own = {name: values[i] for name, values in changes.items()}
-            found.append(self._chosen(i, self._logits(policy, rollout, **own), ids=own.get("completion")))
+            places, before, written = (None if given is None else given[i] for given in (positions, prompt, completion))
+            found.append(self._chosen(i, self._logits(policy, rollout, places, before, written), ids=written))
         return found
 
     def read(self, temperature: float | None = None, support: bool = True, truncated: Sampling | None = None) -> Columns:
@@ -188,9 +195,9 @@ class _Meter:
         """Half precision, by the size of its errors: other kernels round otherwise, so the errors themselves are unknown."""
         for dtype, name in ((torch.float16, "float16"), (torch.bfloat16, "bfloat16")):
             size = _gap(self.low(dtype), self.truth)
-            if self.policy.dtype != dtype and gap >= size / SPREAD:
+            if self.policy.dtype != dtype and gap >= size / ROUNDING_MARGIN:
                 says = f"rounding to {name} makes {size:.2g} nats"
-                yield Cause("dtype", says, 1.0 - max(0.0, gap - SPREAD * size) / gap)
+                yield Cause("dtype", says, 1.0 - max(0.0, gap - ROUNDING_MARGIN * size) / gap)
 
     def late_causes(self) -> Iterator[Candidate]:
         """Shifted index, re-tokenisation."""

@@ -12,8 +12,9 @@ from typing import Any
 from groupwise.config.settings import Recipe, positions_of
 from groupwise.data.load import Data, load_demonstrations, load_pairs, load_solutions
 from groupwise.data.templates import Tools
+from groupwise.models.loading import Blueprint, make_policy
 from groupwise.models.lora import adapt
-from groupwise.models.policy import Blueprint, Policy, make_policy
+from groupwise.models.policy import Policy
 from groupwise.models.reward_head import Pooling, make_scorer
 from groupwise.training.baselines import simple_rules
 from groupwise.training.offline import SFT, Objective, whole_text
@@ -56,8 +57,9 @@ class Kind:
 
 
 def _demonstrations(recipe: Recipe, blueprint: Blueprint, tools: Tools | None = None) -> Data[Any]:
-    known = {"context": blueprint.context, "eos_ids": blueprint.eos_ids, "seed": recipe.seed}
-    rows = load_demonstrations(recipe.data, blueprint.tokenizer, **known, tools=tools)
+    rows = load_demonstrations(
+        recipe.data, blueprint.tokenizer, context=blueprint.context, eos_ids=blueprint.eos_ids, seed=recipe.seed, tools=tools
+    )
     if recipe.data.train_on == "all":
         return replace(rows, **{part: tuple(map(whole_text, getattr(rows, part))) for part in ("train", "held_out", "validation")})
     return rows

@@ -26,7 +26,7 @@ from groupwise.ops.linear_cross_entropy import TokenLoss
 from groupwise.records import Batch, Sample, Sampling, Scored, Step
 from groupwise.rewards.compose import Judge
 from groupwise.rollout.asynchronous import PrefetchedRollouts
-from groupwise.rollout.dynamic_sampling import Draw, Source
+from groupwise.rollout.dynamic_sampling import Draw, GroupSampler
 from groupwise.rollout.engine import Engine
 from groupwise.training.critics import Critic, Together, with_values
 from groupwise.training.metrics import by_completion, measure, token_columns
@@ -66,7 +66,7 @@ def train_online(
     critic, teacher: given exactly when the algorithm needs them.   Raises Diverged, RewardError, EngineError.
     """
     assert [one is not None for one in (reference, critic, teacher)] == algorithm.needs
-    source = Source(engine=engine, rewards=rewards, draw=draw, algorithm=algorithm, group=group, sampling=sampling, seed=seed)
+    source = GroupSampler(engine=engine, rewards=rewards, draw=draw, algorithm=algorithm, group=group, sampling=sampling, seed=seed)
     ahead, silent = ahead or PrefetchedRollouts(), 0
     for number in range(done + 1, steps + 1):
         clock, version = Clock(), optimizer.taken
@@ -83,8 +83,7 @@ def train_online(
             for _ in range(group.updates_per_rollout):
                 for part in parts:
                     samples = weigh([groups[i] for i in part], [advantages[i] for i in part], algorithm)
-                    beside = {"critic": critic, "teacher": asked, "learn": learn}
-                    updates.append(improve(policy, algorithm, samples, optimizer, budget=budget, **beside))
+                    updates.append(improve(policy, algorithm, samples, optimizer, critic, asked, budget=budget, learn=learn))
                     budget = updates[-1].budget
         with clock.phase("sync"):
             engine.set_version(optimizer.taken)
@@ -177,10 +176,10 @@ def improve(
     algorithm: Algorithm,
     samples: Sequence[Sample],
     optimizer: Optimizer,
-    *,
-    budget: int,
     critic: Critic | None = None,
     teacher: Teacher | None = None,
+    *,
+    budget: int,
     learn: bool = True,
 ) -> Update:
     """One optimizer step on weighted samples, of the policy and of a critic; a teacher's demonstrations are mixed in.

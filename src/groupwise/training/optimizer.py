@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.config.settings import OptimizerSettings
-from groupwise.distributed import comm
+from groupwise.distributed import comm, fsdp
 from groupwise.errors import ConfigError, Diverged
 
 
@@ -104,7 +104,7 @@ class Optimizer:
                 master.grad = torch.zeros_like(master)
         limit = math.inf if self.settings.clip_norm is None else self.settings.clip_norm
         comm.sum_gradients(self.masters)
-        norm = float(comm.whole(nn.utils.clip_grad_norm_(self.masters, limit)))
+        norm = float(fsdp.whole(nn.utils.clip_grad_norm_(self.masters, limit)))
         self.taken += 1
         finite = math.isfinite(norm)
         if finite:
@@ -131,12 +131,12 @@ class Optimizer:
     def _publish(self) -> None:
         if self.lower:
             with torch.no_grad():
-                own, masters = map(comm.own, self.parameters), map(comm.own, self.masters)
+                own, masters = map(fsdp.own, self.parameters), map(fsdp.own, self.masters)
                 torch._foreach_copy_(list(own), list(masters))  # type: ignore[reportPrivateImportUsage]
 
     def _broken(self) -> list[str]:
         graded = ((name, master.grad) for name, master in self._named() if master.grad is not None)
-        found = (name for name, gradient in graded if not torch.isfinite(comm.whole(gradient)).all())
+        found = (name for name, gradient in graded if not torch.isfinite(fsdp.whole(gradient)).all())
         return [name for name, _ in zip(found, range(5), strict=False)]
 
     def numbers(self) -> dict[str, Any]:

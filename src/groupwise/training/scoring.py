@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from groupwise.data.packing import pack, unpack
+from groupwise.data.packing import unpack
 from groupwise.distributed import comm
 from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
@@ -32,18 +32,7 @@ def support_of(batch: Batch) -> PositionSupport | None:
 
 def batches_of(policy: Policy, samples: Sequence[Sample], budget: int, *, whole_groups: bool = False) -> list[Batch]:
     """This process's part of samples that all processes have, packed as the policy takes them; see `packing.pack`."""
-    return pack(
-        samples,
-        budget,
-        whole_groups=whole_groups,
-        share=policy.attention == "shared",
-        alike=policy.alike,
-        fill=policy.tiled,
-        device=policy.device,
-        dtype=torch.promote_types(policy.dtype, torch.float32),
-        world=comm.world(),
-        even=policy.sharded,
-    )
+    return policy.packed(samples, budget, whole_groups=whole_groups, world=comm.world(), even=policy.sharded)
 
 
 def score_rollouts(policy: Policy, rollouts: Sequence[Rollout], *, budget: int) -> list[np.ndarray]:

@@ -25,7 +25,7 @@ from groupwise.distributed import comm
 from groupwise.errors import ConfigError
 from groupwise.models.fused import fused_modules
 from groupwise.models.policy import Policy
-from groupwise.ops.divergence import head_divergence
+from groupwise.ops.distillation import head_divergence
 from groupwise.records import Batch, Prompt, Sample, Scored
 from groupwise.rollout.vllm.scoring import ScoringServers
 from groupwise.training.samples import joined, samples_of, stretches
@@ -57,8 +57,18 @@ class Demonstrations:
         for i, row in enumerate(chosen):
             ones = np.ones(row.completion.size)
             extra = {"shown": ones, "lm": self.lm * ones, "taught": self.divergence * ones}
-            columns = {"weight": weight * ones, "advantage": 0.0 * ones, "behavior_logp": 0.0 * ones, "extra": extra}
-            found.append(Sample(group=f"shown/{update}/{i}", index=-1, prompt=row.prompt, completion=row.completion, **columns))
+            found.append(
+                Sample(
+                    group=f"shown/{update}/{i}",
+                    index=-1,
+                    prompt=row.prompt,
+                    completion=row.completion,
+                    weight=weight * ones,
+                    advantage=0.0 * ones,
+                    behavior_logp=0.0 * ones,
+                    extra=extra,
+                )
+            )
         return found
 
     def _order(self, epoch: int) -> np.ndarray:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -113,7 +114,15 @@ def update(
             torch.cuda.empty_cache()
         log.warning("%d packed positions at a time do not fit into memory: going on with %d, to the same result", budget, smaller)
         budget = smaller
-    return Update(**found, stats=optimizer.step(), budget=budget)  # not to be tried twice: it changes weights as it goes
+    return Update(
+        samples=found.samples,
+        seen=found.seen,
+        entropy=found.entropy,
+        loss=found.loss,
+        positions=found.positions,
+        stats=optimizer.step(),  # not to be tried twice: it changes weights as it goes
+        budget=budget,
+    )
 
 
 def _out_of_memory(error: RuntimeError) -> bool:
@@ -124,13 +133,13 @@ def _out_of_memory(error: RuntimeError) -> bool:
 @torch.no_grad()
 def assess(policy: Policy, loss: BatchLoss, samples: Sequence[Sample], *, budget: int, whole_groups: bool = False) -> Assessment:
     """The same loss of the same kind of samples, without a gradient or a step."""
-    return Assessment(**_visit(policy, loss, samples, budget, whole_groups, None))
+    return _visit(policy, loss, samples, budget, whole_groups, None)
 
 
 def _visit(
     policy: Policy, loss: BatchLoss, samples: Sequence[Sample], budget: int, whole_groups: bool, optimizer: Stepper | None
-) -> dict[str, Any]:
-    """The fields of an assessment.  Every process visits its part and learns what the others found.
+) -> Assessment:
+    """Every process visits its part of the samples and learns what the others found.
 
     optimizer: whose gradients are taken; None: no gradient is.
     """
@@ -143,8 +152,8 @@ def _visit(
     with fused_modules(policy.model, keep=not policy.sharded), summed_in_place(learn and not policy.sharded):
         batches = batches_of(policy, samples, budget, whole_groups=whole_groups)
         if policy.dropout is not None and optimizer is not None:
-            how = {"seed": policy.dropout, "update": optimizer.taken}
-            batches = [replace(batch, stretches=stretches_of(batch.layout, batch.samples, samples, **how)) for batch in batches]
+            dropped = partial(stretches_of, samples=samples, seed=policy.dropout, update=optimizer.taken)
+            batches = [replace(batch, stretches=dropped(batch.layout, batch.samples)) for batch in batches]
         for batch in policy.balanced(batches) if learn else batches:
             value, seen_M = loss(policy, batch)
             if learn:
@@ -160,13 +169,13 @@ def _visit(
         seen[index] = values
         if values.ndim == 2:
             seen[index], entropy[index] = values.T
-    return {
-        "samples": list(samples),
-        "seen": seen,
-        "entropy": entropy,
-        "loss": sum(value for value, _, _ in parts),
-        "positions": [load for _, load, _ in parts],
-    }
+    return Assessment(
+        samples=list(samples),
+        seen=seen,
+        entropy=entropy,
+        loss=sum(value for value, _, _ in parts),
+        positions=[load for _, load, _ in parts],
+    )
 
 
 def balance(updates: Sequence[Update]) -> dict[str, float]:

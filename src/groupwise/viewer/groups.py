@@ -176,7 +176,7 @@ def more(source: Source, step: int, place: int, index: int, begin: int, kind: st
     return _completion(found[0], reward_names(table.column_names), source.vocabulary(), (_gradient_total(rows, clip), clip), begin)
 
 
-def _completion(row: Mapping[str, Any], names: Sequence[str], known: Vocabulary | None, slope: Slope, begin: int) -> Json:
+def _completion(row: Mapping[str, Any], names: Sequence[str], known: Vocabulary | None, scale: GroupGradient, begin: int) -> Json:
     ids, text = row.get("completion_ids"), row.get("completion_text") or ""
     advantages = row.get("advantages") or []
     found: Json = {
@@ -197,7 +197,7 @@ def _completion(row: Mapping[str, Any], names: Sequence[str], known: Vocabulary 
             found["messages"] = episode["messages"]
         return {**found, "length": len(text), "unit": "characters", "text": text[begin : begin + CHARACTERS]}
     end = begin + TOKENS
-    columns = {name: values[begin:end] for name, values in token_columns(row, slope).items()}
+    columns = {name: values[begin:end] for name, values in token_columns(row, scale).items()}
     return {
         **found,
         "length": len(ids),
@@ -245,11 +245,11 @@ def _text(value: Any) -> str:
     return str(value or "")[:CHARACTERS]
 
 
-Slope = tuple[float, tuple[float, float] | None]
+GroupGradient = tuple[float, tuple[float, float] | None]
 """The sum of `_gradient` over a group, and the clip range that it was taken with."""
 
 
-def token_columns(row: Mapping[str, Any], slope: Slope = (math.nan, None)) -> dict[str, np.ndarray]:
+def token_columns(row: Mapping[str, Any], scale: GroupGradient = (math.nan, None)) -> dict[str, np.ndarray]:
     """The quantities of a completion's tokens (n,), as far as they were recorded; without it all but the gradient."""
 
     def column(name: str) -> np.ndarray | None:
@@ -270,9 +270,9 @@ def token_columns(row: Mapping[str, Any], slope: Slope = (math.nan, None)) -> di
         found["kl"] = found["logp"] - reference
     if current is not None and behavior is not None:
         found["mismatch"] = current - behavior
-    gradient = _gradient(row, slope[1])
-    if gradient is not None and slope[0] > 0.0:
-        found["gradient"] = gradient / slope[0]
+    gradient = _gradient(row, scale[1])
+    if gradient is not None and scale[0] > 0.0:
+        found["gradient"] = gradient / scale[0]
     version = column("version")
     found |= {"version": version, "behavior": behavior}
     return {name: values for name, values in found.items() if values is not None and values.size == len(row["completion_ids"])}
@@ -295,9 +295,9 @@ def _gradient_total(rows: Sequence[Mapping[str, Any]], clip: tuple[float, float]
     return float(sum(part.sum() for part in parts if part is not None))
 
 
-def _present(rows: Sequence[Mapping[str, Any]], slope: Slope) -> dict[str, list[float]]:
+def _present(rows: Sequence[Mapping[str, Any]], scale: GroupGradient) -> dict[str, list[float]]:
     """The quantities that the group has, each with the range of its scale: symmetric around 0 where it has a sign."""
-    columns = [token_columns(row, slope) for row in rows if row.get("completion_ids")]
+    columns = [token_columns(row, scale) for row in rows if row.get("completion_ids")]
     found: dict[str, list[float]] = {}
     for name in QUANTITIES:
         parts = [values[name] for values in columns if name in values]

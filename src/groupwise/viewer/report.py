@@ -65,7 +65,7 @@ def address(name: str, parameters: dict[str, Any]) -> str:
 def _answers(pages: Pages, count: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
-    def ask(name: str, **parameters: Any) -> Any:
+    def ask(name: str, **parameters: str | int) -> Any:
         try:
             answer = pages.answer(name, {key: str(value) for key, value in parameters.items()})
         except DataError as error:

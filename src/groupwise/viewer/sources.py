@@ -1,7 +1,7 @@
 """Where completions come from: run folders, and files of completions that anything may have written.
 
-Both are read the same way: steps, each a table with one row per completion and the columns of `tables.table_of`, as far as they
-are known.  Whatever is read was written by somebody else, perhaps by a model: it is never executed, and a bad part is left out.
+Both are read the same way: steps, each a table with one row per completion and the columns of `rollout_table.table_of`, as far as
+they are known.  Whatever is read was written by others, perhaps by a model: it is never executed, and a bad part is left out.
 """
 
 from __future__ import annotations

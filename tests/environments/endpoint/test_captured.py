@@ -81,6 +81,7 @@ def test_what_was_sampled_is_not_tokenised_again(worlds, a_prompt, chat_tokenize
     assert len(found.episode.branches) == 1
 
 
+@pytest.mark.slow
 def test_reasoning_that_a_client_drops_stays_in_the_stream_or_splits_it(worlds, says, a_prompt):
     def harness(base_url):
         ask = client(base_url).chat.completions.create

@@ -8,6 +8,7 @@ import numpy as np
 import openai
 import pytest
 import torch
+from rule_rewards import RuleRewards
 
 import groupwise as gw
 from groupwise.config.settings import GroupSettings
@@ -106,19 +107,8 @@ def test_log_probs_of_an_episode_are_those_of_a_forward_pass(talking, own):
 def test_an_openai_client_is_trained(talking):
     from groupwise.algorithms.registry import resolve
     from groupwise.config.settings import OptimizerSettings
-    from groupwise.records import Scored
     from groupwise.training.online import train_online
     from groupwise.training.optimizer import Optimizer
-
-    class Own:
-        """The reward of the environment itself."""
-
-        def score(self, groups):
-            found = []
-            for group in groups:
-                rewards = np.array([np.nan if one.episode.reward is None else one.episode.reward for one in group])
-                found.append(Scored(rollouts=group, names=("own",), rewards=rewards[:, None], reward=rewards))
-            return found
 
     policy, engine, sampling = talking()
     before = {name: parameter.clone() for name, parameter in policy.model.named_parameters()}
@@ -128,7 +118,7 @@ def test_an_openai_client_is_trained(talking):
             policy,
             resolve("grpo", group, sampling.max_new_tokens),
             engine=engine,
-            rewards=Own(),
+            rewards=RuleRewards(lambda rollout: rollout.episode.reward),
             draw=lambda k: [next(asked) for _ in range(k)],
             optimizer=Optimizer(policy.model, OptimizerSettings(lr=1e-3), 4),
             group=group,

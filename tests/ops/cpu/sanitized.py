@@ -28,6 +28,9 @@ def main() -> int:
             print(f"the sanitizers need a compiler: {error}", file=sys.stderr)
             return 2
         found = [os.path.realpath(path.stdout.strip()) for path in paths]
+        if missing := [name for name, path in zip(asked, found, strict=True) if not os.path.isfile(path)]:
+            print(f"the sanitizers need {', '.join(missing)}, which {compiler} does not bring", file=sys.stderr)
+            return 2
         os.environ["LD_PRELOAD"] = ":".join(found)
         os.environ["ASAN_OPTIONS"] = "detect_leaks=0:abort_on_error=0:exitcode=99"
         os.environ["UBSAN_OPTIONS"] = "print_stacktrace=1"

@@ -1,5 +1,6 @@
 // Matrix tiles (AMX) in software, for processors that have none: given to the compiler before the kernels, so that what they do with
-// tiles is tested there too.  Pairs of bfloat16 numbers and sums in float32, as the processor has them; subnormal ones count.
+// tiles is tested there too (with AVX-512).  Pairs of bfloat16 numbers and sums in float32, as the processor has them; subnormal ones
+// count.
 
 #pragma once
 
@@ -57,22 +58,18 @@ static inline void software_store(int tile, void *to, long stride) {
         std::memcpy((char *)to + r * stride, software.numbers[tile][r], software.bytes[tile]);
 }
 
-static inline float software_part(float pair, int part) {
-    uint32_t bits;
-    std::memcpy(&bits, &pair, sizeof bits);
-    bits = part ? bits & 0xffff0000 : bits << 16;
-    std::memcpy(&pair, &bits, sizeof bits);
-    return pair;
-}
-
 static inline void software_multiply(int to, int a, int b) {
     software_asked();
+    const __m512i upper = _mm512_set1_epi32(0xffff0000);
     for (int m = 0; m < software.rows[to]; m++) {
-        float sums[2][16] = {};  // of each pair's halves, before the two meet what was there
-        for (int k = 0; k < software.bytes[a] / 4; k++)
-            for (int part = 0; part < 2; part++)
-                for (int n = 0; n < 16; n++)
-                    sums[part][n] += software_part(software.numbers[a][m][k], part) * software_part(software.numbers[b][k][n], part);
-        for (int n = 0; n < 16; n++) software.numbers[to][m][n] += sums[0][n] + sums[1][n];
+        __m512 first = _mm512_setzero_ps(), second = first;  // sums of each pair's halves, before the two meet what was there
+        for (int k = 0; k < software.bytes[a] / 4; k++) {
+            const __m512i one = _mm512_castps_si512(_mm512_set1_ps(software.numbers[a][m][k]));
+            const __m512i row = _mm512_loadu_si512(software.numbers[b][k]);
+            first = _mm512_fmadd_ps((__m512)_mm512_slli_epi32(one, 16), (__m512)_mm512_slli_epi32(row, 16), first);
+            second = _mm512_fmadd_ps((__m512)_mm512_and_si512(one, upper), (__m512)_mm512_and_si512(row, upper), second);
+        }
+        float *sums = software.numbers[to][m];
+        _mm512_storeu_ps(sums, _mm512_add_ps(_mm512_loadu_ps(sums), _mm512_add_ps(first, second)));
     }
 }

@@ -97,6 +97,7 @@ def test_a_library_that_lacks_a_function_is_not_taken(tmp_path: Path) -> None:
         interface.declare(ctypes.CDLL(str(tmp_path / "a.so")))
 
 
+@pytest.mark.slow
 def test_the_header_is_read_without_a_compiler() -> None:
     code = "from groupwise.ops.cpu import interface; print(interface.Weight._fields_[2][0])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PATH": ""}, timeout=120)

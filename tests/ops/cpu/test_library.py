@@ -4,59 +4,82 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from groupwise.ops.cpu.library import _compilers, absence, library
+from groupwise.ops.cpu.library import absence, library
 from groupwise.utils.cache import cache_folder
 
-ASK = "import torch; from groupwise.ops.cpu.library import absence, library; print(absence()); print(library() is None)"
+ASK = "from groupwise.ops.cpu.library import absence, library; print(absence()); print(library() is None)"
+Ask = Callable[..., list[str]]
 
 
-QUICKLY = "from groupwise.ops.cpu import library as compiled; compiled.FLAGS += ('-O0',); "
-"""Where it is not asked what the compiler makes: a third of the time."""
-
-
-def ask(cache: Path, first: str = "", **environment: str) -> list[str]:
+@pytest.fixture
+def ask(forked: Any, tmp_path: Path) -> Ask:
     """`absence` and whether there is no library, in a process with a cache of its own that does something first."""
-    given = {**os.environ, "XDG_CACHE_HOME": str(cache), "GROUPWISE_KERNELS": "on"} | environment
-    found = subprocess.run([sys.executable, "-c", first + ASK], env=given, capture_output=True, text=True, check=True)
-    return found.stdout.splitlines()
+
+    def asked(first: str = "", **environment: str) -> list[str]:
+        found = forked.run(code=first + ASK, **{"XDG_CACHE_HOME": str(tmp_path), "GROUPWISE_KERNELS": "on"} | environment)
+        assert found.returncode == 0, found.said
+        return found.said.splitlines()
+
+    return asked
 
 
-def test_without_a_compiler_it_says_what_to_install(tmp_path: Path) -> None:
-    told, none = ask(tmp_path, PATH=str(tmp_path), CXX="")
+@pytest.fixture
+def compiler(tmp_path: Path) -> Path:
+    """One that takes a second to make what was compiled already, and writes down whenever it did."""
+    good = library()
+    assert good is not None
+    script = [
+        "#!/bin/sh",
+        '[ "$1" = --version ] && echo quick && exit 0',
+        f"[ \"$1\" = -shared ] && echo linked >> '{tmp_path / 'calls'}' && sleep 1 && cp '{good._name}' made.so",
+        "exit 0",
+    ]
+    (tmp_path / "c++").write_text("\n".join(script))
+    (tmp_path / "c++").chmod(0o755)
+    return tmp_path / "c++"
+
+
+@pytest.mark.slow
+def test_without_a_compiler_it_says_what_to_install(ask: Ask, tmp_path: Path) -> None:
+    told, none = ask(PATH=str(tmp_path), CXX="")
     assert "install g++" in told and none == "True"
 
 
-def test_switched_off(tmp_path: Path) -> None:
-    assert ask(tmp_path, GROUPWISE_KERNELS="off") == ["GROUPWISE_KERNELS=off", "True"]
+@pytest.mark.slow
+def test_switched_off(ask: Ask) -> None:
+    assert ask(GROUPWISE_KERNELS="off") == ["GROUPWISE_KERNELS=off", "True"]
 
 
-def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_compiler_that_fails_is_quoted(ask: Ask, tmp_path: Path) -> None:
     broken = tmp_path / "c++"
     script = ["#!/bin/sh", '[ "$1" = --version ] && exit 0', "echo warming up >&2", "echo fatal error: no such luck >&2", "exit 1"]
     broken.write_text("\n".join(script))
     broken.chmod(0o755)
-    told, none = ask(tmp_path, CXX=str(broken))
+    told, none = ask(CXX=str(broken))
     assert told == f"{broken} could not make them: fatal error: no such luck" and none == "True"
     assert not list((tmp_path / "groupwise").iterdir())
 
 
-def test_a_compiler_that_hangs_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_compiler_that_hangs_is_left_alone(ask: Ask, tmp_path: Path) -> None:
     """What it had said until then is bytes."""
     slow = tmp_path / "c++"
     slow.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho thinking >&2\nexec sleep 60\n')
     slow.chmod(0o755)
-    told, none = ask(tmp_path, "from groupwise.ops.cpu import library as l; l.SECONDS = 1; ", CXX=str(slow))
+    told, none = ask("from groupwise.ops.cpu import library as l; l.SECONDS = 1; ", CXX=str(slow))
     assert told == f"{slow} could not make them: thinking" and none == "True"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")
-def test_the_next_compiler_is_asked_where_one_makes_what_cannot_be_loaded(tmp_path: Path) -> None:
+def test_the_next_compiler_is_asked_where_one_makes_what_cannot_be_loaded(ask: Ask, tmp_path: Path) -> None:
     """As clang on Linux: it needs another OpenMP than the one that is there."""
     good = library()
     assert good is not None
@@ -64,8 +87,8 @@ def test_the_next_compiler_is_asked_where_one_makes_what_cannot_be_loaded(tmp_pa
         (tmp_path / name).write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo {name} && exit 0\n{makes}\n')
         (tmp_path / name).chmod(0o755)
     only = {"PATH": f"{tmp_path}{os.pathsep}/bin", "CXX": ""}
-    assert ask(tmp_path, **only) == ["None", "False"]
-    told, none = ask(tmp_path, **only | {"CXX": "c++"})
+    assert ask(**only) == ["None", "False"]
+    told, none = ask(**only | {"CXX": "c++"})
     assert told.startswith(f"what {tmp_path / 'c++'} made cannot be loaded") and "install g++" in told and none == "True"
 
 
@@ -87,28 +110,28 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_folder().is_dir()
 
 
-@pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")
 @pytest.mark.slow
-def test_compiled_once_and_kept(tmp_path: Path) -> None:
+@pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")
+def test_compiled_once_and_kept(ask: Ask, compiler: Path, forked: Any, tmp_path: Path) -> None:
     """Of two processes at the same time one compiles and the other waits; the next one only loads the library."""
-    compiler, calls = tmp_path / "c++", tmp_path / "calls"
-    compiler.write_text(f'#!/bin/sh\n[ "$1" = -shared ] && echo linked >> \'{calls}\'\nexec {_compilers()[0]} "$@"\n')
-    compiler.chmod(0o755)
-    given = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": str(compiler)}
-    both = [subprocess.Popen([sys.executable, "-c", QUICKLY + ASK], env=given, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [process.communicate()[0].splitlines() for process in both] == [["None", "False"]] * 2
-    assert calls.read_text() == "linked\n"
+    given = {"XDG_CACHE_HOME": str(tmp_path), "CXX": str(compiler), "GROUPWISE_KERNELS": "on"}
+    both = [forked.start(code=ASK, **given) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0]
+    assert [process.said.splitlines() for process in both] == [["None", "False"]] * 2
+    assert (tmp_path / "calls").read_text() == "linked\n"
     (made,) = (tmp_path / "groupwise").glob("*.so")
     before = made.stat().st_mtime_ns
-    assert ask(tmp_path, QUICKLY, CXX=str(compiler)) == ["None", "False"] and made.stat().st_mtime_ns == before
+    assert ask(CXX=str(compiler)) == ["None", "False"] and made.stat().st_mtime_ns == before
 
 
-@pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")
 @pytest.mark.slow
-def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+@pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")
+def test_a_cache_that_cannot_be_written(ask: Ask, compiler: Path, tmp_path: Path) -> None:
     """A file where the folder should be: the library is made for this process alone."""
     (tmp_path / "groupwise").write_text("")
-    assert ask(tmp_path, QUICKLY) == ["None", "False"]
+    for count in (1, 2):
+        assert ask(CXX=str(compiler)) == ["None", "False"]
+        assert (tmp_path / "calls").read_text() == "linked\n" * count
 
 
 OTHER = """
@@ -117,15 +140,15 @@ from groupwise.ops.cpu import library
 library.FLAGS += tuple(sys.argv[2:])
 assert library.absence() is None, library.absence()
 assert library.has_tiles() == ("-include" in sys.argv)
-sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[1].split(",")]))
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--hypothesis-profile=few", *sys.argv[1].split(",")]))
 """
 FILES = ",".join(str(Path(__file__).parent / name) for name in ("test_kernels.py", "test_matrices.py"))
-FLAGS = {
-    "SSE2": ["-march=x86-64"],
+FLAGS = {  # most machines have AVX2: theirs are the kernels that users have, the others need not be quick
+    "SSE2": ["-O1", "-march=x86-64"],
     "AVX2": ["-mno-avx512f"],
-    "AVX-512 alone": ["-mno-avx512bf16", "-mno-amx-tile"],
-    "no tiles": ["-mno-amx-tile"],
-    "tiles": ["-include", str(Path(__file__).parent / "software_tiles.h")],
+    "AVX-512 alone": ["-O1", "-mno-avx512bf16", "-mno-amx-tile"],
+    "no tiles": ["-O1", "-mno-amx-tile"],
+    "tiles": ["-O1", "-include", str(Path(__file__).parent / "software_tiles.h")],
 }
 
 WITHOUT = {"AVX2": "avx512f", "AVX-512 alone": "avx512_bf16", "no tiles": "amx_tile"}
@@ -141,16 +164,14 @@ def _has(feature: str) -> bool:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FLAGS)
-def test_other_processors_get_the_same(kind: str, tmp_path: Path) -> None:
+def test_other_processors_get_the_same(kind: str, tmp_path: Path, forked: Any) -> None:
     """All that is said of the kernels beside this file, of those for other processors: older ones, and some with matrix tiles."""
     if kind == "tiles" and not _has("avx512_bf16"):
         pytest.skip("matrix tiles in software need AVX-512 for all else")
     if kind in WITHOUT and not _has(WITHOUT[kind]):
         pytest.skip("what is left out this processor does not have: these are the kernels of every other test")
-    given = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", OTHER, FILES, *FLAGS[kind]]
-    found = subprocess.run(command, env=given, capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout + found.stderr
+    process = forked.start(FILES, *FLAGS[kind], code=OTHER, XDG_CACHE_HOME=str(tmp_path))
+    assert process.wait(590) == 0, process.said
 
 
 def test_this_machine_has_them_if_it_has_a_compiler() -> None:

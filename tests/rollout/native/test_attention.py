@@ -6,7 +6,7 @@ import torch
 from groupwise.models.attention import PackedAttention
 from groupwise.records import Layout
 from groupwise.rollout.native.attention import Decode, Prefill, explicit_partial_attention, partial_attention
-from groupwise.rollout.native.kv_cache import Store
+from groupwise.rollout.native.kv_cache import KVCache
 
 HEADS, SHARED = 4, 2
 
@@ -33,7 +33,7 @@ def test_two_parts_are_one_softmax(width, softcap, window, lengths, ages, dtype)
     scale = 0.3
     entries = [0, 1, 0, 1, 1, len(lengths) - 1]
     age = [2] * 6 if ages == "equal" else [0, 4, 2, 1, 0, 3]
-    prompts, own = Store(1, 9, most_tokens=9), Store(6, 2, most_tokens=16)
+    prompts, own = KVCache(1, 9, most_tokens=9), KVCache(6, 2, most_tokens=16)
     prompts.reserve(len(lengths), 9)
     total = sum(lengths)
     stream = [torch.randn(1, n, total, width, dtype=dtype) for n in (HEADS, SHARED, SHARED)]
@@ -50,7 +50,7 @@ def test_two_parts_are_one_softmax(width, softcap, window, lengths, ages, dtype)
     own.live = 6
     own.reserve(6, 8)
     # Rows of different ages: those that have lived longer take steps before the others join.
-    slab = own.layer(0, stream[1][0].transpose(0, 1), prompts.slabs[0].block)
+    slab = own.layer(0, stream[1][0].transpose(0, 1), prompts.layers[0].block)
     for row in range(6):
         keys, values = (torch.randn(age[row], SHARED, width, dtype=dtype) for _ in range(2))
         slab.write(row, keys[None], values[None])

@@ -22,7 +22,7 @@ from groupwise.rollout.native import engine as native
 from groupwise.rollout.native import graphs
 from groupwise.rollout.native.attention import Extend, Prefill
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.rollout.native.kv_cache import Store
+from groupwise.rollout.native.kv_cache import KVCache
 
 DEEPSEEK = {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
 DEEPSEEK |= {"v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
@@ -98,6 +98,7 @@ def check(policy, world, rollouts, tolerance):
         assert difference.max(initial=0.0) < tolerance, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut_to", ["none", "same", "longer", "other"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_was_sampled_is_what_a_forward_pass_gives(family, cut_to, policy_of, prompts_of, scripted_world):
@@ -123,6 +124,7 @@ def test_to_ten_digits_in_float64(family, cut_to, tiny_policy, scripted_world):
     assert any((~rollout.trained).any() for rollout in rollouts.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen3"])
 @pytest.mark.parametrize("kernel", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -135,7 +137,7 @@ def test_the_short_ways_through_a_model(family, kernel, dtype, cut_to, policy_of
     options = {"n_embd": 64} if family == "gpt2" else {"hidden_size": 64, "head_dim": 16}
     options |= {"sliding_window": 6} if family == "mistral" else {}
     policy = policy_of(family, dtype=dtype, context=256, eos_ids=EOS, sharpness=1.0, **options)
-    assert NativeEngine(policy, max_rows=1).path == "lean"
+    assert NativeEngine(policy, max_rows=1).path == "specialised"
     world = scripted_world(turns=6, longest=40, cut=0.0 if cut_to == "none" else 0.3, cut_to=cut_to, delays=3)
     rollouts = drawn(policy, world, prompts_of(5, 9, 2, 40), rows=4, max_new_tokens=150)
     check(policy, world, rollouts, 2e-4 if dtype is torch.float32 else 0.3)
@@ -155,6 +157,7 @@ def test_in_shapes_that_stay_as_on_a_gpu(family, policy_of, prompts_of, scripted
     check(policy, world, drawn(policy, world, prompts_of(5, 9, 2, 16), rows=5), 2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [0.0, 0.4])
 @pytest.mark.parametrize("sampling", [{}, {"stop": ("A", "7B")}, {"top_k": 5}, {"temperature": 0.0}], ids=str)
 def test_no_interleaving_changes_a_transcript(cut, sampling, policy_of, prompts_of, scripted_world):
@@ -284,10 +287,10 @@ def test_some_are_decoded_while_others_wait(lengths, share, policy_of, prompts_o
     length = (lambda index, turn: 12) if lengths == "equal" else (lambda index, turn: int(drawn_lengths[index, turn]))
     decoding_alone = sum(length(index, turn) for index in range(32) for turn in range(9))
     world = Clocked(9, length, int(share * decoding_alone / 8))
-    settle = native._Run._settle
+    commit = native._Run._commit
     monkeypatch.setattr(
-        native._Run, "_settle", lambda run, first, tokens, *rest, **how: (
-            world.decoded(sum(map(len, tokens))), settle(run, first, tokens, *rest, **how))[1]
+        native._Run, "_commit", lambda run, first, tokens, *rest, **how: (
+            world.decoded(sum(map(len, tokens))), commit(run, first, tokens, *rest, **how))[1]
     )  # fmt: skip
     monkeypatch.setattr(native, "await_one", world.wait)
     policy = replace(policy_of("llama", dtype=torch.float32, context=512, hidden_size=64, head_dim=32), eos_ids=())
@@ -412,7 +415,7 @@ def test_several_tokens_at_once_see_what_they_would_one_by_one(rows, lengths, so
     """Against a joint softmax, in float64, for every kind of attention."""
     rows = sorted(rows, key=lambda row: -row[2])
     torch.manual_seed(0)
-    prompts, own = Store(2, 11, most_tokens=11), Store(1, 1, most_tokens=16)
+    prompts, own = KVCache(2, 11, most_tokens=11), KVCache(1, 1, most_tokens=16)
 
     def stream(count, key=2):
         return [torch.randn(1, n, count, width, dtype=torch.float64) for n, width in ((4, 8), (key, 8), (key, value))]

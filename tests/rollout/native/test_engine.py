@@ -151,6 +151,7 @@ def test_no_row_is_free_while_completions_wait_though_many_end_at_once(dtype, po
     assert all(rows == 6 for rows, waiting in live if waiting)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unseen", [2, 8, 64])
 @pytest.mark.parametrize(
     ("family", "max_rows", "sampling"),

@@ -18,7 +18,7 @@ from groupwise.ops.cpu.library import library
 from groupwise.ops.decoding import product
 from groupwise.records import Finish, Sampling
 from groupwise.rollout.native.engine import ModuleForward, NativeEngine
-from groupwise.rollout.native.forward import GPT2Forward, RotaryForward, is_known, lean_forward
+from groupwise.rollout.native.forward import GPT2Forward, RotaryForward, is_known, specialised_forward
 
 FAMILIES = {
     "llama": {},
@@ -75,7 +75,7 @@ def completions(engine, prompts, **options):
 def test_lean_equals_modules(family, max_rows, policy_of, prompts_of):
     policy = randomized(policy_of(family.split(",")[0], dtype=torch.float32, sharpness=3.0, **FAMILIES[family]))
     engine = NativeEngine(policy, max_rows=max_rows)
-    assert engine.path == "lean"
+    assert engine.path == "specialised"
     prompts = prompts_of(5, 9, 1, 5)
     found, expected = completions(engine, prompts), completions(ModuleEngine(policy, max_rows=max_rows), prompts)
     for name, group in expected.items():
@@ -292,7 +292,7 @@ def test_norms_whose_weights_lie_apart(family, policy_of, prompts_of):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_wide_heads_take_the_compiled_kernels(family, policy_of):
-    found = [lean_forward(policy_of(family, dtype=torch.float32, head_dim=width), 8).compiled for width in (8, 32)]
+    found = [specialised_forward(policy_of(family, dtype=torch.float32, head_dim=width), 8).compiled for width in (8, 32)]
     assert found == [False, library() is not None]
 
 
@@ -355,6 +355,6 @@ def test_prepared_weights_are_a_copy(policy_of):
     policy = policy_of("llama", dtype=torch.float32)
     before = {name: parameter.clone() for name, parameter in policy.model.named_parameters()}
     engine = NativeEngine(policy, max_rows=4)
-    lean_forward(policy, 8)
-    assert engine.path == "lean"
+    specialised_forward(policy, 8)
+    assert engine.path == "specialised"
     assert all(torch.equal(parameter, before[name]) for name, parameter in policy.model.named_parameters())

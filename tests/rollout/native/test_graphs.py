@@ -22,9 +22,9 @@ from groupwise.rollout.episodes import Conversations
 from groupwise.rollout.native import attention, graphs
 from groupwise.rollout.native import engine as native
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.rollout.native.forward import lean_forward
+from groupwise.rollout.native.forward import specialised_forward
 from groupwise.rollout.native.graphs import GPU_TOKENS_PER_SYNC, Buffers, GraphDecode, rounded_up
-from groupwise.rollout.native.kv_cache import Store
+from groupwise.rollout.native.kv_cache import KVCache
 
 FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3"]
 
@@ -89,6 +89,7 @@ def same(left, right):
         np.testing.assert_allclose(a.behavior_logp, right[name].behavior_logp, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [Sampling(max_new_tokens=50, temperature=0.8), Sampling(max_new_tokens=20, temperature=0.0)])
 @pytest.mark.parametrize("max_rows", [64, 5])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -251,8 +252,8 @@ def test_a_step_on_a_gpu_waits_for_nothing(precision, family, options, sampling,
     policy = policy_of(family, dtype=torch.float32, setting=ModelSettings(device="cpu", dtype=precision), **options)
     policy.model.to("meta")
     with torch.no_grad():
-        forward = lean_forward(policy, 64)
-        prompts, own = Store(4, 16, most_tokens=16), Store(12, 64, most_tokens=64)
+        forward = specialised_forward(policy, 64)
+        prompts, own = KVCache(4, 16, most_tokens=16), KVCache(12, 64, most_tokens=64)
         for layer in range(len(forward.layers)):
             prompts.layer(layer, torch.empty(1, forward.shared, forward.width, dtype=forward.dtype, device="meta"))
         decode = GraphDecode(forward, sampling, prompts, own, torch.device("meta"), members=3, vocabulary=policy.vocabulary)

@@ -5,11 +5,11 @@ import torch
 
 from groupwise.ops.cpu import decoding, kernels
 from groupwise.ops.cpu.library import absence
-from groupwise.rollout.native.kv_cache import Slab, Store
+from groupwise.rollout.native.kv_cache import KVCache, LayerCache
 
 
 def test_slab_growth_and_moves_keep_what_was_written():
-    slab = Slab(2, 3, torch.empty(1, 2, 4))
+    slab = LayerCache(2, 3, torch.empty(1, 2, 4))
     prompts = torch.randn(2, 3, 2, 4)
     slab.write(0, prompts, -prompts)
     slab.grow(4, 8)
@@ -28,7 +28,7 @@ def test_slab_growth_and_moves_keep_what_was_written():
 @pytest.mark.parametrize("dtype", kernels.TYPES)
 def test_blocks_of_the_kernels_keep_what_was_written(dtype):
     slab, direct = (
-        Slab(entries, tokens, torch.empty(1, 2, 16, dtype=dtype), decoding.BLOCK) for entries, tokens in ((2, 33), (4, 70))
+        LayerCache(entries, tokens, torch.empty(1, 2, 16, dtype=dtype), decoding.BLOCK) for entries, tokens in ((2, 33), (4, 70))
     )
     short, long = torch.randn(2, 2, 33, 2, 16).to(dtype), torch.randn(2, 2, 65, 2, 16).to(dtype)
     slab.write(0, short[0], short[1])
@@ -46,7 +46,7 @@ def test_blocks_of_the_kernels_keep_what_was_written(dtype):
 
 
 def test_store_drops_entries_and_moves_the_last_into_the_gaps():
-    store = Store(2, 2, most_tokens=5)
+    store = KVCache(2, 2, most_tokens=5)
     store.reserve(5, 3)
     assert store.room[0] >= 5
     assert store.room[1] == 4
@@ -55,6 +55,6 @@ def test_store_drops_entries_and_moves_the_last_into_the_gaps():
     store.layer(0, rows).write(0, rows, rows)
     assert store.drop([0, 3], 3) == [4, 1, 2]
     assert store.live == 3
-    assert store.slabs[0].view(3, 3)[0].flatten(1)[:, 0].tolist() == [4.0, 1.0, 2.0]
+    assert store.layers[0].view(3, 3)[0].flatten(1)[:, 0].tolist() == [4.0, 1.0, 2.0]
     store.reserve(3, 5)
     assert store.room[1] == 5, "never more than the longest allowed"

@@ -189,12 +189,13 @@ def test_closing_ends_one_that_was_stopped(stand_in, own, monkeypatch) -> None:
     assert server.process.poll() is not None
 
 
-def test_its_input_ends_when_whoever_started_it_is_gone(stand_in, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_its_input_ends_when_whoever_started_it_is_gone(stand_in, forked, tmp_path: Path) -> None:
     """The plug-in ends the server when its input does; a trainer that is killed closes it without doing anything."""
     stand_in(f"cat > /dev/null; echo over > {tmp_path}/over")
     script = (
         "import os\nfrom groupwise.rollout.vllm.server import OwnServer\n"
         "OwnServer(lambda folder: None, rows=1, dtype='float32', cache='64M')\nos.kill(os.getpid(), 9)\n"
     )
-    assert subprocess.run([sys.executable, "-c", script]).returncode == -9
+    assert forked.run(code=script).returncode == -9
     wait_for(lambda: (tmp_path / "over").exists())

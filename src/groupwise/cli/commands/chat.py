@@ -32,8 +32,14 @@ def run(given: argparse.Namespace) -> int:
     """Talk."""
     if not given.temperature >= 0:
         raise ConfigError(f"--temperature must be at least 0, got {given.temperature:g}")
-    how = {name: getattr(given, name) for name in ("system", "temperature", "max_new_tokens", "seed")}
-    return chat(given.checkpoint, environment=typed.pairs(given.environment, "--environment") or None, **how)
+    return chat(
+        given.checkpoint,
+        system=given.system,
+        temperature=given.temperature,
+        max_new_tokens=given.max_new_tokens,
+        seed=given.seed,
+        environment=typed.pairs(given.environment, "--environment") or None,
+    )
 
 
 def chat(

@@ -31,7 +31,7 @@ def run(given: argparse.Namespace) -> int:
 def script(shell: str) -> str:
     """The completion of a shell, for the commands, recipes and keys of this version."""
     from groupwise.cli.commands import COMMANDS, parsers
-    from groupwise.config.recipes import bundled_recipes
+    from groupwise.config.bundled import bundled_recipes
     from groupwise.config.schema import knobs
 
     _, found = parsers(list(COMMANDS))

@@ -39,14 +39,15 @@ def run(given: argparse.Namespace) -> int:
             raise ConfigError(f"there is no online algorithm {given.preset!r}{near}; there are {', '.join(ONLINE)}")
     from groupwise.cli.explain import render, work, work_of_run
 
-    how = {name: getattr(given, name) for name in ("rewards", "lengths", "preset", "mu", "beta")}
-    said = {name: value for name, value in how.items() if value is not None}
+    rewards, lengths, preset, mu, beta, lr = given.rewards, given.lengths, given.preset, given.mu, given.beta, given.lr
     if given.run_folder is not None:
-        text, example = work_of_run(given.run_folder, given.step, **said, lr=given.lr)
+        text, example = work_of_run(
+            given.run_folder, given.step, rewards=rewards, lengths=lengths, preset=preset, mu=mu, beta=beta, lr=lr
+        )
         print(text)
-        print(render(example))
     else:
-        print(render(work(**said, lr=given.lr)))
+        example = work(rewards, lengths, preset=preset, mu=mu, beta=beta, lr=lr)
+    print(render(example))
     return 0
 
 

@@ -31,7 +31,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """List, tell, show, copy or translate."""
-    from groupwise.config.recipes import bundled_recipes, find_recipe, header
+    from groupwise.config.bundled import bundled_recipes, find_recipe, header
 
     bundled = bundled_recipes()
     if given.action == "list":

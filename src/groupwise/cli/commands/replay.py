@@ -31,8 +31,14 @@ def run(given: argparse.Namespace) -> int:
     """Replay and print; 1 if a number differs."""
     from groupwise.cli.replay import replay_step
 
-    reach = {} if given.reach is None else {"reach": given.reach}
     if given.tokens and not given.json:
         raise ConfigError("--tokens is a part of the JSON: say --json too")
-    how = {"model": not given.no_model, "as_json": given.json, "tokens": given.tokens, **reach}
-    return replay_step(given.folder, given.step, given.changes, **how)
+    return replay_step(
+        given.folder,
+        given.step,
+        given.changes,
+        model=not given.no_model,
+        reach=given.reach,
+        as_json=given.json,
+        tokens=given.tokens,
+    )

@@ -36,8 +36,15 @@ def run(given: argparse.Namespace) -> int:
     if not given.native:
         from groupwise.rollout.vllm.server import serve
 
-        how = {name: getattr(given, name) for name in ("host", "port", "rows", "dtype", "cache", "more")}
-        serve(given.model, **how)
+        serve(
+            given.model,
+            host=given.host,
+            port=given.port,
+            rows=given.rows,
+            dtype=given.dtype,
+            cache=given.cache,
+            more=given.more,
+        )
     return _native(given)
 
 
@@ -47,8 +54,8 @@ def _native(given: argparse.Namespace) -> int:
     from groupwise.rollout.serving import serve_checkpoint
 
     token = os.environ.get("GROUPWISE_TOKEN") or None
-    how = {name: getattr(given, name) for name in ("host", "port", "rows", "dtype")}
-    with serve_checkpoint(given.model, **how, token=token) as served:
+    served_at = serve_checkpoint(given.model, host=given.host, port=given.port, rows=given.rows, dtype=given.dtype, token=token)
+    with served_at as served:
         print(f"{served.base_url}  (Ctrl-C ends it)", flush=True)
         try:
             while True:

@@ -175,7 +175,7 @@ class Blocks:
 
     def __init__(self, blocks: Sequence[Block], heads: int, shared: int, width: int) -> None:
         """heads of queries; shared: of keys and values; of this width."""
-        self.blocks, self.sizes = tuple(blocks), {"heads": heads, "shared": shared, "width": width}
+        self.blocks, self.heads, self.shared, self.width = tuple(blocks), heads, shared, width
         self.c_blocks = array(interface.Block, list(map(_block, blocks)))
 
     def model(self, slabs: Sequence[tuple[_Slab, _Slab]]) -> ctypes.Structure:
@@ -184,8 +184,15 @@ class Blocks:
             block.own_k, block.own_v, block.prompt_k, block.prompt_v = (x.data_ptr() for x in (*own, *prompt))
         own_capacity, prompt_capacity = (slab[0].shape[2] * BLOCK for slab in slabs[0])
         first = self.blocks[0]
-        sizes = {"hidden": first.qkv.inputs, "inner": first.down.inputs, **self.sizes}
-        return interface.Model(own_capacity=own_capacity, prompt_capacity=prompt_capacity, **sizes)
+        return interface.Model(
+            hidden=first.qkv.inputs,
+            inner=first.down.inputs,
+            heads=self.heads,
+            shared=self.shared,
+            width=self.width,
+            own_capacity=own_capacity,
+            prompt_capacity=prompt_capacity,
+        )
 
 
 class Live(NamedTuple):
@@ -232,8 +239,9 @@ class Decoder:
         if rotary_PW is not None:
             tables |= {"cosine": rotary_PW[0], "sine": rotary_PW[1]}
         self.tables = {name: table.contiguous() for name, table in tables.items() if table is not None}
-        places = {name: table.data_ptr() for name, table in self.tables.items()}
-        self.ends = interface.Ends(**places, norm=_norm(norm), head=_weight(head), blocks=len(blocks.blocks))
+        self.ends = interface.Ends(norm=_norm(norm), head=_weight(head), blocks=len(blocks.blocks))
+        for name, table in self.tables.items():
+            setattr(self.ends, name, table.data_ptr())
 
     def __call__(
         self,

@@ -12,6 +12,7 @@ T own tokens   M prompt tokens
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -24,7 +25,7 @@ from groupwise.models.attention import PackedAttention, last_attention, last_see
 from groupwise.models.masks import Reach
 from groupwise.ops import decoding, kernels
 from groupwise.records import Layout
-from groupwise.rollout.native.kv_cache import Slab, Store
+from groupwise.rollout.native.kv_cache import KVCache, LayerCache
 
 HIDDEN = -1e30
 """Score of a key that may not be seen: finite, so that a row which sees nothing of its prompt stays free of NaN."""
@@ -33,7 +34,7 @@ HIDDEN = -1e30
 class Prefill:
     """Packed prompts attend to themselves; their keys and values are kept."""
 
-    def __init__(self, store: Store, lengths: Sequence[int]) -> None:
+    def __init__(self, store: KVCache, lengths: Sequence[int]) -> None:
         """Prompts of these lengths in one stream become the store's entries behind those that live."""
         starts = [0]
         for length in lengths:
@@ -98,10 +99,49 @@ class Prefill:
         return self(layer, query, key, value, scale, softcap, window)[0]
 
 
-class Decode:
+class TokenAttend(ABC):
+    """The protocol `models.attention.Attend` for tokens that come one by one, or as if they did: what `rows` does with them."""
+
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
+        chunk: int | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """See `models.attention.Attend`."""
+        query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+        return self.rows(layer, query_THD, key_TKD, value_TKD, scale, softcap, window, chunk, sinks_H)[None]
+
+    def sequence_lengths(self, position_T: Tensor) -> Tensor:
+        """Tokens of each row's sequence so far: who draws a token of it does not know how long it will be."""
+        return position_T + 1
+
+    @abstractmethod
+    def rows(
+        self,
+        layer: int,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        window: int | None = None,
+        chunk: int | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """The same token by token: (T, H, D) queries, (T, K, D) keys, (T, K, E) values -> (T, H, E)."""
+
+
+class Decode(TokenAttend):
     """New tokens of rows: a token's key and value are kept, then it attends to its prompt and its own completion."""
 
-    def __init__(self, prompts: Store, own: Store, device: torch.device) -> None:
+    def __init__(self, prompts: KVCache, own: KVCache, device: torch.device) -> None:
         assert device.type not in ALIGNS or not (prompts.most_tokens % ALIGNED or own.most_tokens % ALIGNED)
         self.prompts, self.own, self.device = prompts, own, device
 
@@ -140,7 +180,7 @@ class Decode:
     @property
     def compiled(self) -> bool:
         """True if the compiled kernels read what has been kept."""
-        return all(slab.block > 1 for slab in self.prompts.slabs.values())
+        return all(slab.block > 1 for slab in self.prompts.layers.values())
 
     def draw(
         self,
@@ -173,7 +213,7 @@ class Decode:
         """Own and prompts' keys and values of each layer."""
         slabs = []
         for layer in range(layers):
-            prompt = self.prompts.slabs[layer]
+            prompt = self.prompts.layers[layer]
             own = self.own.layer(layer, prompt.like, prompt.block)
             slabs.append(((own.key_EKTD, own.value_EKTD), (prompt.key_EKTD, prompt.value_EKTD)))
         return slabs
@@ -182,26 +222,6 @@ class Decode:
     def drawn_R(self) -> Tensor:
         """Which token of its completion each row draws in this step, from 0."""
         return self._length_R
-
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        softcap: float | None,
-        window: int | None,
-        chunk: int | None = None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        """The protocol `models.attention.Attend`: one token per row in the stream."""
-        query_RHD, key_RKD, value_RKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-        return self.rows(layer, query_RHD, key_RKD, value_RKD, scale, softcap, window, chunk, sinks_H)[None]
-
-    def sequence_lengths(self, position_T: Tensor) -> Tensor:
-        """Tokens of each row's sequence so far: who draws a token of it does not know how long it will be."""
-        return position_T + 1
 
     def rows(
         self,
@@ -220,7 +240,7 @@ class Decode:
         shared = key_RKD.shape[1]
         if window is not None and window >= self.longest_prompt + self.longest:
             window = None
-        prompt = self.prompts.slabs[layer]
+        prompt = self.prompts.layers[layer]
         own = self.own.layer(layer, key_RKD, prompt.block, value_RKD)
         if prompt.block > 1:
             assert kernels.fit_as_one(query_RHD, key_RKD, value_RKD)
@@ -281,14 +301,14 @@ class Decode:
         return self._prompt_bias[reach, queries]
 
 
-class Extend:
+class Extend(TokenAttend):
     """Several new tokens of rows at once: their keys and values are kept, and each attends to its prompt, to what its row has kept,
     and to the new tokens before it."""
 
     def __init__(
         self,
-        prompts: Store,
-        own: Store,
+        prompts: KVCache,
+        own: KVCache,
         first: int,
         prompt_length_P: Sequence[int],
         entry_R: Sequence[int],
@@ -304,26 +324,6 @@ class Extend:
         own.reserve(first + len(entry_R), max(kept + count for kept, count in zip(kept_R, count_R, strict=True)))
         self._turns: list[tuple[Tensor, decoding.Rows, Tensor]] | None = None
 
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        softcap: float | None,
-        window: int | None,
-        chunk: int | None = None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        """The protocol `models.attention.Attend`."""
-        query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-        return self.rows(layer, query_THD, key_TKD, value_TKD, scale, softcap, window, chunk, sinks_H)[None]
-
-    def sequence_lengths(self, position_T: Tensor) -> Tensor:
-        """See `Decode.sequence_lengths`: as if the tokens came one by one."""
-        return position_T + 1
-
     def rows(
         self,
         layer: int,
@@ -337,7 +337,7 @@ class Extend:
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         """The same token by token: (T, H, D) queries, (T, K, D) keys, (T, K, E) values -> (T, H, E)."""
-        prompt = self.prompts.slabs[layer]
+        prompt = self.prompts.layers[layer]
         own = self.own.layer(layer, key_TKD, prompt.block, value_TKD)
         if prompt.block > 1:
             return self._compiled(own, prompt, query_THD, key_TKD, value_TKD, scale, window)
@@ -354,7 +354,14 @@ class Extend:
         return torch.cat(outputs)
 
     def _compiled(
-        self, own: Slab, prompt: Slab, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scale: float, window: int | None
+        self,
+        own: LayerCache,
+        prompt: LayerCache,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        scale: float,
+        window: int | None,
     ) -> Tensor:
         """By the kernel of decoding, one token of every row at a time; products are over the whole stream."""
         slabs = (own.key_EKTD[self.first :], own.value_EKTD[self.first :]), (prompt.key_EKTD, prompt.value_EKTD)

@@ -34,9 +34,9 @@ from groupwise.rollout import sampling as draws
 from groupwise.rollout.engine import InProcess, check_request, completion_limit
 from groupwise.rollout.episodes import CONVERSATIONS_PER_ROW, Completion, Conversations, await_one
 from groupwise.rollout.native.attention import Decode, Extend, Prefill, whole
-from groupwise.rollout.native.forward import Forward, is_known, lean_forward
+from groupwise.rollout.native.forward import RolloutForward, is_known, specialised_forward
 from groupwise.rollout.native.graphs import GPU_TOKENS_PER_SYNC, GraphDecode
-from groupwise.rollout.native.kv_cache import Kept, Store
+from groupwise.rollout.native.kv_cache import Kept, KVCache
 from groupwise.rollout.stopping import Stopping
 
 PREFILL_TOKENS = 8192
@@ -68,11 +68,11 @@ class ModuleForward:
         self.policy, self.head = policy, policy.head
 
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
-        """See `Forward`."""
+        """See `RolloutForward`."""
         return self.policy.hidden(tokens_T, position_T, attend)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """See `Forward`."""
+        """See `RolloutForward`."""
         with self.policy.precision():
             return head_logits(hidden_RD, self.head)
 
@@ -99,12 +99,12 @@ class NativeEngine(InProcess):
 
     @property
     def path(self) -> str:
-        """`lean` where the model is one whose every step `lean.py` knows, else `module`."""
-        return "lean" if is_known(self.policy) else "module"
+        """`specialised` where the model is one whose every step `forward.py` knows, else `module`."""
+        return "specialised" if is_known(self.policy) else "module"
 
-    def prepared(self, positions: int) -> Forward:
+    def prepared(self, positions: int) -> RolloutForward:
         """A way through the weights as they are now, for sequences of up to `positions` tokens."""
-        return lean_forward(self.policy, positions) if is_known(self.policy) else ModuleForward(self.policy)
+        return specialised_forward(self.policy, positions) if is_known(self.policy) else ModuleForward(self.policy)
 
     def limit(self, prompt: Prompt, index: int, sampling: Sampling) -> int:
         """Longest completion of one row in tokens.  Benchmarks override it to fix a schedule of lengths."""
@@ -180,7 +180,7 @@ class _Row(Completion):
 class _Run:
     """One call of `generate`."""
 
-    forward: Forward
+    forward: RolloutForward
     decode: Decode | GraphDecode
     places: int
     """Rows that may live at the same time."""
@@ -224,8 +224,8 @@ class _Run:
         if self.world is not None:  # behind a shorter context there may be more room, and one may be longer than all prompts
             prompt_room, own_room = self.policy.context, max(longest, min(sampling.max_new_tokens, self.policy.context))
         places = min(engine.max_rows, len(rows))
-        self.prompts = Store(min(len(prompts), -(-places // group_size)), whole(most), most_tokens=whole(prompt_room))
-        self.own = Store(places, min(whole(longest), FIRST_TOKENS), most_tokens=whole(own_room))
+        self.prompts = KVCache(min(len(prompts), -(-places // group_size)), whole(most), most_tokens=whole(prompt_room))
+        self.own = KVCache(places, min(whole(longest), FIRST_TOKENS), most_tokens=whole(own_room))
         self.group_size = group_size
         self.rows_at_once = chunk_rows(self.policy.vocabulary, 4)
         self.weights = sum(parameter.numel() for parameter in self.policy.model.parameters())
@@ -371,7 +371,7 @@ class _Run:
         self.live += new
         self.own.live = len(self.live)
         self.own.reserve(self.own.live, 1)
-        return self._settle(first, *_to_host([(torch.cat(tokens), torch.cat(logps))]), changed=True)
+        return self._commit(first, *_to_host([(torch.cat(tokens), torch.cat(logps))]), changed=True)
 
     def _extend(self, rows: list[_Row]) -> dict[_Row, Tensor]:
         """Compute what waiting rows have and their stores have not: the last token of a turn, and what was answered.
@@ -447,7 +447,7 @@ class _Run:
         if steps > 1:
             kept = [self.stopping.kept(row.written, behind) for row, behind in zip(self.live, tokens, strict=True)]
             tokens, logps = ([numbers[:count] for numbers, count in zip(column, kept, strict=True)] for column in (tokens, logps))
-        return self._settle(0, tokens, logps, changed=False)
+        return self._commit(0, tokens, logps, changed=False)
 
     def _one(self, decode: Decode) -> tuple[Tensor, Tensor]:
         """One token for every live row, and its log-prob."""
@@ -481,7 +481,7 @@ class _Run:
             [numbers[:count] for numbers, count in zip(column.tolist(), drawn.count_R.tolist(), strict=True)]
             for column in (drawn.token_RN, drawn.logp_RN)
         )
-        return self._settle(0, tokens, logps, changed=True)
+        return self._commit(0, tokens, logps, changed=True)
 
     def _chunks(self, rows: int) -> list[slice]:
         """Rows whose logits exist at the same time: together they stay near the cache, however large the vocabulary."""
@@ -496,7 +496,7 @@ class _Run:
                 row.support.append(ids[:size].copy())
         return token_R, logp_R
 
-    def _settle(self, first: int, tokens: list[list[int]], logps: list[list[float]], *, changed: bool) -> list[tuple[Rollout, ...]]:
+    def _commit(self, first: int, tokens: list[list[int]], logps: list[list[float]], *, changed: bool) -> list[tuple[Rollout, ...]]:
         """Take the new tokens of the rows from `first` on, of which only a row's last can end it, and let ended rows go."""
         ended: list[int] = []
         finished: list[tuple[Rollout, ...]] = []

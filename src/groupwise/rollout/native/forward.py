@@ -63,8 +63,8 @@ class RowAttention(Protocol):
         ...
 
 
-class Forward(Protocol):
-    """A way through the model: tokens in, hidden states and logits out."""
+class RolloutForward(Protocol):
+    """A forward pass as rollouts need it: tokens in, hidden states and logits out."""
 
     decoder: decoding.Decoder | None
     """Draws several tokens in one call, where there is one."""
@@ -95,8 +95,8 @@ def is_known(policy: Policy) -> bool:
     return type(model) in _FORWARDS and _as_configured(model) and _FORWARDS[type(model)][1](model)
 
 
-def lean_forward(policy: Policy, positions: int) -> Forward:
-    """The short way through a policy that `is_known`, prepared from its weights as they are now, for up to `positions` tokens."""
+def specialised_forward(policy: Policy, positions: int) -> RolloutForward:
+    """The specialised forward pass of a policy that `is_known`: of its weights as they are now, for up to `positions` tokens."""
     return _FORWARDS[type(policy.model)][0](policy, positions)
 
 
@@ -197,7 +197,7 @@ class _Layer:
     window: int | None = None
 
 
-class _Lean:
+class _Specialised:
     """What the families share."""
 
     recordable = True
@@ -233,12 +233,12 @@ class _Lean:
         return decoding.Blocks(blocks, self.heads, self.shared, self.width)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """See `Forward`."""
+        """See `RolloutForward`."""
         filler = Filler(hidden_RD, self.dtype)
         return filler.drop(self.head(filler.add(hidden_RD)))
 
 
-class RotaryForward(_Lean):
+class RotaryForward(_Specialised):
     """Llama, Mistral, Qwen2, Qwen3."""
 
     def __init__(self, policy: Policy, positions: int) -> None:
@@ -316,7 +316,7 @@ class RotaryForward(_Lean):
         return decoding.Decoder(self.blocks, self.norm.norm, self.head, self.embedding_VD, rotary_PW=rotary_PW)
 
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: RowAttention) -> Tensor:
-        """See `Forward`."""
+        """See `RolloutForward`."""
         count, heads, both, width = tokens_T.shape[0], self.heads, self.heads + self.shared, self.width
         filler = Filler(tokens_T, self.dtype)
         x_TD, add_TD = F.embedding(filler.add(tokens_T), self.embedding_VD), None
@@ -334,7 +334,7 @@ class RotaryForward(_Lean):
         return filler.drop(self.norm(x_TD, add_TD))
 
 
-class GPT2Forward(_Lean):
+class GPT2Forward(_Specialised):
     """GPT-2: learned positions, layer norms, joined projections already."""
 
     def __init__(self, policy: Policy, positions: int) -> None:
@@ -382,7 +382,7 @@ class GPT2Forward(_Lean):
         return decoding.Decoder(self.blocks, self.norm.norm, self.head, self.token_VD, position_PD=self.position_PD)
 
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: RowAttention) -> Tensor:
-        """See `Forward`."""
+        """See `RolloutForward`."""
         filler = Filler(tokens_T, self.dtype)
         x_TD, add_TD = F.embedding(filler.add(tokens_T), self.token_VD), None
         x_TD += F.embedding(filler.add(position_T), self.position_PD)

@@ -26,8 +26,8 @@ from groupwise.ops.linear_cross_entropy import chunk_rows
 from groupwise.records import Sampling
 from groupwise.rollout import sampling as draws
 from groupwise.rollout.native.attention import over_both, own_bias, prompt_bias
-from groupwise.rollout.native.forward import Forward
-from groupwise.rollout.native.kv_cache import Store
+from groupwise.rollout.native.forward import RolloutForward
+from groupwise.rollout.native.kv_cache import KVCache
 
 GPU_TOKENS_PER_SYNC = 8
 """Most tokens that are drawn before the host looks at any."""
@@ -100,10 +100,10 @@ class GraphDecode:
 
     def __init__(
         self,
-        forward: Forward,
+        forward: RolloutForward,
         sampling: Sampling,
-        prompts: Store,
-        own: Store,
+        prompts: KVCache,
+        own: KVCache,
         device: torch.device,
         *,
         members: int,
@@ -172,7 +172,7 @@ class GraphDecode:
 
     @property
     def _heads(self) -> int:
-        return self.prompts.slabs[0].like.shape[-2]
+        return self.prompts.layers[0].like.shape[-2]
 
     def _who(self, shape: BufferShape) -> np.ndarray:
         """Who is where, as `Buffers.who` has it.  Filler rows have a prompt and no tokens; absent members are row 0."""
@@ -210,7 +210,7 @@ class GraphDecode:
 
 
 class _Attend:
-    """Attention of one step; `lean.RowAttention`."""
+    """Attention of one step; a `forward.RowAttention`."""
 
     def __init__(self, decode: GraphDecode, shape: BufferShape, buffers: Buffers) -> None:
         self.decode, self.shape, self.buffers = decode, shape, buffers
@@ -237,7 +237,7 @@ class _Attend:
                 own_bias(buffers.length_R, shape.own, window, query_RHD.dtype),
                 prompt_bias(buffers.prompt_length_P, shape.prompt, position_PN, window, heads // shared, query_RHD.dtype),
             )
-        prompt = self.decode.prompts.slabs[layer]
+        prompt = self.decode.prompts.layers[layer]
         own = self.decode.own.layer(layer, key_RKD)
         own.append(buffers.length_R - 1, key_RKD, value_RKD)
         return over_both(

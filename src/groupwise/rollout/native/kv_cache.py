@@ -1,8 +1,8 @@
-"""Where keys and values lie while completions are decoded: a prompt's once for its whole group, a completion's own beside it.
+"""The KV cache of the native engine: a prompt's keys and values once for its whole group, a completion's own beside it.
 
-Both are slabs whose live entries stand densely at the front, so that attention reads plain views: when an entry ends, the last
-one is moved into its place (one copy of one entry; every step reads all of them).  Slabs grow by doubling, so memory follows the
-longest living completion, not the longest allowed.
+Of both each layer has slabs whose live entries stand densely at the front, so that attention reads plain views: when an entry ends,
+the last one is moved into its place (one copy of one entry; every step reads all of them).  Slabs grow by doubling, so memory
+follows the longest living completion, not the longest allowed.
 
 E entries   T tokens an entry has room for   K key-value heads   D head width   R rows (completions being decoded)
 """
@@ -21,7 +21,7 @@ OWN_PAGES = 1 << 20
 """Larger slabs go back to the system with the rollout: keys and values and training's activations never take memory together."""
 
 
-class Slab:
+class LayerCache:
     """Keys and values of one layer: (E, K, T, D) each, entry by entry, head by head, tokens in a row; widths may differ.
 
     What the compiled kernel reads lies block by block, (E, K, T / block, block x D), and inside a block in the kernel's own order.
@@ -96,22 +96,22 @@ Kept = dict[int, tuple[Tensor, Tensor]]
 """Keys and values of one entry, by layer, as they lie in its slabs."""
 
 
-class Store:
-    """The slabs of all layers for one kind of entry (prompts, or completions), and how many of them live."""
+class KVCache:
+    """Keys and values of all layers for one kind of entry (prompts, or completions), and how many of them live."""
 
     def __init__(self, entries: int, tokens: int, *, most_tokens: int) -> None:
         """Room for `entries` of `tokens` at first; growing stops at `most_tokens`."""
         self.room = [entries, tokens]
         self.most_tokens = most_tokens
         self.live = 0
-        self.slabs: dict[int, Slab] = {}
+        self.layers: dict[int, LayerCache] = {}
 
-    def layer(self, layer: int, like: Tensor, block: int = 1, like_value: Tensor | None = None) -> Slab:
+    def layer(self, layer: int, like: Tensor, block: int = 1, like_value: Tensor | None = None) -> LayerCache:
         """The slab of a layer, made when its first keys and values (..., K, D) arrive: layers may differ in shape, and in who
         reads them."""
-        slab = self.slabs.get(layer)
+        slab = self.layers.get(layer)
         if slab is None:
-            slab = self.slabs[layer] = Slab(self.room[0], self.room[1], like, block, like_value)
+            slab = self.layers[layer] = LayerCache(self.room[0], self.room[1], like, block, like_value)
         return slab
 
     def reserve(self, entries: int, tokens: int) -> None:
@@ -121,13 +121,13 @@ class Store:
             self.room[0] *= 2
         while self.room[1] < tokens:
             self.room[1] = min(2 * self.room[1], self.most_tokens)
-        for slab in self.slabs.values():
+        for slab in self.layers.values():
             slab.grow(*self.room)
 
     def take(self, entry: int, tokens: int) -> Kept:
         """A copy of an entry's first tokens, by layer."""
         kept = {}
-        for layer, slab in self.slabs.items():
+        for layer, slab in self.layers.items():
             blocks = slab.blocks(tokens)
             kept[layer] = (slab.key_EKTD[entry, :, :blocks].clone(), slab.value_EKTD[entry, :, :blocks].clone())
         return kept
@@ -135,7 +135,7 @@ class Store:
     def put(self, entry: int, kept: Kept) -> None:
         """What `take` has copied becomes an entry's first tokens; there is room for them."""
         for layer, (key_KTD, value_KTD) in kept.items():
-            slab, blocks = self.slabs[layer], key_KTD.shape[1]
+            slab, blocks = self.layers[layer], key_KTD.shape[1]
             slab.key_EKTD[entry, :, :blocks], slab.value_EKTD[entry, :, :blocks] = key_KTD, value_KTD
 
     def drop(self, ended: Sequence[int], tokens: int) -> list[int]:
@@ -143,7 +143,7 @@ class Store:
         order = dense_order(self.live, ended)
         moved = [(source, target) for target, source in enumerate(order) if source != target]
         self.live = len(order)
-        for slab in self.slabs.values():
+        for slab in self.layers.values():
             slab.move(moved, tokens)
         return order
 

@@ -34,7 +34,7 @@ ENVIRONMENT = {
 
 
 class Colocated:
-    """What `VllmEngine` asks of servers (`transfer.Servers`), of a vLLM in this process."""
+    """What `VllmEngine` asks of servers (`weight_sync.Servers`), of a vLLM in this process."""
 
     names = ("vLLM in this process",)
 
@@ -63,7 +63,7 @@ class Colocated:
         self._how = {"max_model_len": policy.context, "max_num_seqs": rows, "dtype": dtype, "kv_cache_memory_bytes": cache}
         self._label, self._llm, self._sleeps, self._awake = "", None, False, True
 
-    def greet(self, policy: Policy, _: float = 0.0) -> None:
+    def connect(self, policy: Policy, _: float = 0.0) -> None:
         """Start vLLM.  Raises EngineError if it cannot sample for this policy."""
         from vllm import LLM
         from vllm.platforms import current_platform
@@ -90,7 +90,7 @@ class Colocated:
 
     def send(self, policy: Policy, label: str, *, keep: bool = False) -> None:
         """Replace the weights; from now on every token that is drawn carries `label`.  Nothing is being sampled meanwhile."""
-        assert self._llm is not None and not keep, "greet first; sampling and training take turns"
+        assert self._llm is not None and not keep, "connect first; sampling and training take turns"
         from groupwise_vllm import Bucket
 
         name = str(self.facts[0]["dtype"])
@@ -105,7 +105,7 @@ class Colocated:
 
     def answers(self, bodies: Mapping[str, Any]) -> Iterator[Answer]:
         """The answers to requests, each as soon as it is complete."""
-        assert self._llm is not None, "greet first"
+        assert self._llm is not None, "connect first"
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 

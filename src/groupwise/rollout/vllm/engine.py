@@ -168,7 +168,7 @@ class VllmEngine:
 
     def _send(self, policy: Policy) -> list[Mapping[str, Any]]:
         if not self.servers.facts:
-            self.servers.greet(policy, START_SECONDS if self._own is not None else PATIENCE)
+            self.servers.connect(policy, START_SECONDS if self._own is not None else PATIENCE)
         self.servers.send(policy, f"{self._run}:{self.version}", keep=self._in_flight)
         return self.servers.facts
 

@@ -43,9 +43,9 @@ class ScoringServers:
         self._names: dict[str, str] = {}
         """What each server calls its model."""
         self.context = 0
-        """Tokens of the longest sequence that all of them hold; 0 until `greet`."""
+        """Tokens of the longest sequence that all of them hold; 0 until `connect`."""
 
-    def greet(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def connect(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Ask each server what it serves, and whether its ids mean what the tokenizer's do.
 
         Raises PeerError for a server that is not there, ConfigError for one whose tokens are others.

@@ -61,12 +61,12 @@ class Servers:
         for client in self.clients:
             client.close()
 
-    def greet(self, policy: Policy, patience: float = PATIENCE) -> None:
+    def connect(self, policy: Policy, patience: float = PATIENCE) -> None:
         """Wait until all answer, see that each can sample for this policy, and join one group with their workers.
 
         patience: seconds that a server may take to appear.  Raises PeerError for one that does not, EngineError for an unfit one.
         """
-        self.facts = [self._greet(client, policy, time.monotonic() + patience) for client in self.clients]
+        self.facts = [self._connect(client, policy, time.monotonic() + patience) for client in self.clients]
         kinds = {(one["device"], one["dtype"]) for one in self.facts}
         if len(kinds) > 1:
             raise EngineError(f"the vLLM servers differ in device or dtype: {sorted(kinds)}; start them alike")
@@ -78,7 +78,7 @@ class Servers:
         self._tell("/init_weight_transfer_engine", [{"init_info": place} for place in places], beside=group.meet)
         self._group = group
 
-    def _greet(self, client: Client, policy: Policy, deadline: float) -> Facts:
+    def _connect(self, client: Client, policy: Policy, deadline: float) -> Facts:
         while True:
             if self.alive is not None:
                 self.alive()
@@ -105,7 +105,7 @@ class Servers:
         Pausing throws away the kept keys and values, which are of the old weights, and what is still being sampled.
         keep: go on with that; the keys and values of the tokens that it has are computed anew.
         """
-        assert self._group is not None, "greet first"
+        assert self._group is not None, "connect first"
         group, name = self._group, str(self.facts[0]["dtype"])
         self._tell(f"/pause?mode={'keep' if keep else 'abort'}")
         self._tell("/reset_prefix_cache")

@@ -41,7 +41,7 @@ GRACE = 5.0
 
 
 @dataclass
-class Meeting(WeightTransferInitInfo):
+class Rendezvous(WeightTransferInitInfo):
     """Where trainer and workers meet: the trainer is rank 0, this server's workers follow from `rank_offset`."""
 
     host: str
@@ -69,16 +69,16 @@ class Bucket(WeightTransferUpdateInfo):
         ]
 
 
-class Broadcast(WeightTransferEngine[Meeting, Bucket]):
+class Broadcast(WeightTransferEngine[Rendezvous, Bucket]):
     """Receives weights over gloo on a CPU, NCCL on GPUs, and loads them layer by layer."""
 
-    init_info_cls = Meeting
+    init_info_cls = Rendezvous
     update_info_cls = Bucket
     group: Any = None
     needed: frozenset[str] = frozenset()
     """Every parameter of vLLM's model; what an update has not brought yet is `missing`."""
 
-    def init_transfer_engine(self, init_info: Meeting) -> None:
+    def init_transfer_engine(self, init_info: Rendezvous) -> None:
         """Meet the trainer; a trainer before it is forgotten."""
         self.shutdown()
         config = self.parallel_config

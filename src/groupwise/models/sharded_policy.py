@@ -21,12 +21,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from groupwise.distributed import comm
+from groupwise.distributed import comm, fsdp
 from groupwise.errors import ConfigError
 from groupwise.models.lora import AdaptedPolicy, bare
 from groupwise.models.policy import Policy
 from groupwise.models.small import backbone_of
-from groupwise.models.streaming import INDEX, SINGLE, Pieces, saved_names
+from groupwise.models.streaming import INDEX, SINGLE, CheckpointReader, saved_names
 
 METHOD = "run_backbone"
 """Attribute of a sharded model that runs its backbone with weights gathered."""
@@ -40,7 +40,7 @@ class ShardedPolicy(Policy):
 
     plain: Policy
     """The same modules; their parameters have no numbers outside of `gathered`."""
-    sharding: comm.ShardingConfig
+    sharding: fsdp.ShardingConfig
     computes_on: torch.device
 
     @property
@@ -61,12 +61,12 @@ class ShardedPolicy(Policy):
     @contextmanager
     def gathered(self) -> Iterator[Policy]:
         """See `Policy`: every process holds all weights while inside."""
-        comm.reshard(self.model)
+        fsdp.reshard(self.model)
         places = _places(self.plain.model)
         try:
             with torch.no_grad():
                 for name, parameter in self.model.named_parameters():
-                    full = nn.Parameter(comm.whole(parameter.detach()).to(self.device), requires_grad=False)
+                    full = nn.Parameter(fsdp.whole(parameter.detach()).to(self.device), requires_grad=False)
                     for module, key in places[name]:
                         module._parameters[key] = full
             yield self.plain
@@ -78,14 +78,14 @@ class ShardedPolicy(Policy):
 
     def reshard(self) -> None:
         """See `Policy`."""
-        comm.reshard(self.model)
+        fsdp.reshard(self.model)
 
     def frozen_copy(self) -> Policy:
         """See `Policy`: every process copies its part."""
         if isinstance(self.plain, AdaptedPolicy):
             return bare(self)
-        comm.reshard(self.model)
-        parts = {name: comm.own(parameter.detach()) for name, parameter in self.model.named_parameters()}
+        fsdp.reshard(self.model)
+        parts = {name: fsdp.own(parameter.detach()) for name, parameter in self.model.named_parameters()}
         plain = replace(self.plain, model=copy.deepcopy(self.plain.model), dropout=None)
         found = shard(plain, self.sharding, self.device)
         found.fill(lambda name, _: parts[name])
@@ -102,7 +102,7 @@ class ShardedPolicy(Policy):
         places = _places(self.model)
         for name, parameter in list(self.model.named_parameters()):
             part = nn.Parameter(torch.empty_like(parameter, device=home), requires_grad=parameter.requires_grad)
-            own, which = comm.own(part.detach()), comm.own_rows(part)
+            own, which = fsdp.own(part.detach()), fsdp.own_rows(part)
             if own.numel():
                 own.copy_(rows(name, which))
             for module, key in places[name]:
@@ -131,12 +131,12 @@ class ShardedPolicy(Policy):
 
         Every tensor is gathered on every process for a moment; only one keeps it.
         """
-        comm.reshard(self.model)
+        fsdp.reshard(self.model)
         parameters, files, rank = dict(self.model.named_parameters()), self._files(), comm.world().rank
         found = {}
         for name, file in files.items():
             tensor = parameters[name] if name in parameters else self.model.get_buffer(name)
-            full = comm.whole(tensor.detach())
+            full = fsdp.whole(tensor.detach())
             if file == rank:
                 found[name] = full.to("cpu", copy=True).contiguous()
         return found
@@ -180,7 +180,7 @@ class ShardedPolicy(Policy):
         return {name: used.index(found[name]) for name in tensors}
 
 
-def shard(policy: Policy, sharding: comm.ShardingConfig, device: torch.device) -> ShardedPolicy:
+def shard(policy: Policy, sharding: fsdp.ShardingConfig, device: torch.device) -> ShardedPolicy:
     """Spread a policy, which is the same on every process and is used up by it.  Raises ConfigError if it cannot be.
 
     sharding: decided.   device: what computes.   A policy without weights is to be filled afterwards.
@@ -196,16 +196,17 @@ def shard(policy: Policy, sharding: comm.ShardingConfig, device: torch.device) -
     plain = replace(policy, model=copy.deepcopy(model, empty))
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     setattr(model, METHOD, lambda **inputs: backbone_of(model)(**inputs))
-    comm.shard(model, blocks, METHOD, sharding, device)
-    fields = {name: getattr(policy, name) for name in Policy.__dataclass_fields__}
-    return ShardedPolicy(**fields, plain=plain, sharding=sharding, computes_on=device)
+    fsdp.shard(model, blocks, METHOD, sharding, device)
+    return ShardedPolicy(**policy.as_fields(), plain=plain, sharding=sharding, computes_on=device)
 
 
-def shard_pieces(policy: Policy, sharding: comm.ShardingConfig, device: torch.device, pieces: Pieces) -> ShardedPolicy:
+def shard_from_checkpoint(
+    policy: Policy, sharding: fsdp.ShardingConfig, device: torch.device, reader: CheckpointReader
+) -> ShardedPolicy:
     """Shard a policy that was built without weights; every process reads its part of each tensor, and no more."""
     found = shard(policy, sharding, device)
-    found.fill(pieces.rows)
-    pieces.close()
+    found.fill(reader.rows)
+    reader.close()
     return found
 
 

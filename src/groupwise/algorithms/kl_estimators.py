@@ -1,0 +1,58 @@
+"""Estimators of the KL to the reference (`group.kl`): k1, k2, k3, and k3 times the ratio.
+
+Each takes log-probs under the policy and the reference, and the token's log-ratio to the policy that sampled, and gives the
+estimate per token.
+
+M trained tokens   n tokens of a completion   l log-prob under the policy   b the same under the behaviour policy
+ref the same under the reference   rho = exp(l - b)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from groupwise.algorithms.losses import LIMIT, guarded_exp
+
+KL = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(l, ref, l - b), each (M,) -> (M,)."""
+
+
+def k1(logp_M: Tensor, reference_logp_M: Tensor, log_ratio_M: Tensor) -> Tensor:
+    """`l - ref`: unbiased as a number; its own gradient is 0 on average, so it belongs in the reward, not in the loss."""
+    return logp_M - reference_logp_M
+
+
+def k2(logp_M: Tensor, reference_logp_M: Tensor, log_ratio_M: Tensor) -> Tensor:
+    """`(l - ref)^2 / 2`: on-policy its gradient is that of the true KL."""
+    return 0.5 * (logp_M - reference_logp_M).square()
+
+
+def k3(logp_M: Tensor, reference_logp_M: Tensor, log_ratio_M: Tensor) -> Tensor:
+    """`exp(ref - l) - (ref - l) - 1`: never negative, low variance (Schulman, joschu.net/blog/kl-approx.html; GRPO, eq. 4).
+
+    Beyond `LIMIT` it continues as its tangent: a gap of 100 nats stays finite, and still pulls the policy the right way.
+    """
+    gap_M = reference_logp_M - logp_M
+    inside_M = gap_M.clamp(max=LIMIT)
+    return torch.expm1(inside_M) - inside_M + math.expm1(LIMIT) * torch.relu(gap_M - LIMIT)
+
+
+def k3_ratio(logp_M: Tensor, reference_logp_M: Tensor, log_ratio_M: Tensor) -> Tensor:
+    """`rho k3`, rho differentiable: unbiased in value and gradient off-policy too (DeepSeek-V3.2, 2512.02556; TRL's default).
+
+    rho is the token's, whatever the level of the policy ratio: the KL is a sum over tokens.  Multiplied out it is
+    `exp(ref - b) - rho (1 + ref - l)`, whose first term is a constant: the gradient is `rho (l - ref)`, which no gap can overflow.
+    """
+    gap_M = reference_logp_M - logp_M
+    return guarded_exp((gap_M + log_ratio_M).detach()) - guarded_exp(log_ratio_M) * (1 + gap_M)
+
+
+def k3_numbers(gap_n: np.ndarray) -> np.ndarray:
+    """`k3` of numbers: of `b - ref`, for a KL in the reward."""
+    inside_n = np.minimum(-gap_n, LIMIT)
+    return np.expm1(inside_n) - inside_n + np.expm1(LIMIT) * np.maximum(-gap_n - LIMIT, 0.0)

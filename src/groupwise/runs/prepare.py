@@ -1,0 +1,378 @@
+"""What a run knows before any weights are loaded: its data, its reward functions, its algorithm, and the plan in words.
+
+`plan_of` is all that `groupwise train --dry-run` needs.  `build.py` makes a job of what is prepared here.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from groupwise.algorithms.registry import Algorithm, describe, resolve
+from groupwise.config.settings import ModelSettings, Recipe, RolloutSettings, is_online, positions_of
+from groupwise.config.validation import STAGE
+from groupwise.data.load import Data, load_data, load_texts
+from groupwise.data.templates import Tools
+from groupwise.data.tokenizers import make_tokenizer, with_chat_template
+from groupwise.distributed import comm, fsdp
+from groupwise.environments.conversation import World
+from groupwise.environments.environment import Source
+from groupwise.errors import ConfigError
+from groupwise.models.dropout import probabilities
+from groupwise.models.loading import Blueprint, context_length, read_blueprint, resolve_device
+from groupwise.models.lora import adapter_size
+from groupwise.models.scratch import scratch_model
+from groupwise.models.shape import Shape
+from groupwise.ops.kernels import absence
+from groupwise.records import Prompt, Sampling
+from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
+from groupwise.rewards.model import POSITIONS
+from groupwise.rewards.registry import MAKERS
+from groupwise.runs.engines import sampled_elsewhere
+from groupwise.runs.plan import Lines, fitted, memory_lines, offline_plan, online_plan, scoring_memory
+from groupwise.runs.policies import largest_model, parameter_count, weightless
+from groupwise.runs.sizing import H100, Load, rank, rank_lines
+from groupwise.runs.worlds import furnished, make_source, make_world, tools_of, with_own_reward, world_lines
+from groupwise.training.objectives import OBJECTIVES
+
+
+def plan_of(
+    recipe: Recipe, scorers: Sequence[Recipe] = (), *, world: int | None = None, config: Mapping[str, Any] | None = None
+) -> Lines:
+    """The plan of a run, without loading its weights.
+
+    scorers: recipes of reward models that it will use and that do not exist yet; `recipe.rewards` then leaves them out.
+    world: so many processes instead of those that are running.   config: of another model (transformers', as a mapping).
+    """
+    recipe = furnished(recipe)
+    blueprint = blueprint_of(recipe, None)
+    if config is not None:
+        blueprint = replace(blueprint, config=dict(config), context=context_length(dict(config)))
+    recipe = fitted(recipe, shape_of(recipe, blueprint))
+    prepared = Prepared.of(recipe, blueprint, [blueprint_of(scorer, None) for scorer in scorers], world)
+    for close in prepared.closing:
+        close()
+    return prepared.plan
+
+
+def shape_of(recipe: Recipe, blueprint: Blueprint) -> Shape:
+    """The sizes of a recipe's model."""
+    return Shape.of(blueprint.config, parameter_count(blueprint), dtype=recipe.model.dtype)
+
+
+def blueprint_of(recipe: Recipe, resume: Path | None) -> Blueprint:
+    """Tokenizer, configuration and a way to load the weights, of a checkpoint or of a model from scratch."""
+    if resume is not None:
+        return read_blueprint(replace(recipe.model, path=str(resume), scratch=None))
+    if recipe.model.path is not None:
+        return read_blueprint(recipe.model)
+    scratch = recipe.model.scratch
+    assert scratch is not None
+    tokenizer = make_tokenizer(
+        scratch.tokenizer, load_texts(recipe.data, recipe.seed) if scratch.tokenizer.startswith("bpe") else ()
+    )
+    tokenizer = with_chat_template(tokenizer, recipe.model.chat_template)
+    model = scratch_model(
+        scratch,
+        vocabulary=len(tokenizer),
+        eos_ids=(tokenizer.eos_token_id,),  # type: ignore[arg-type]
+        pad_id=tokenizer.pad_token_id,  # type: ignore[arg-type]
+        bos_id=tokenizer.bos_token_id,  # type: ignore[arg-type]
+        seed=recipe.seed,
+    )
+    if recipe.model.dtype == "bfloat16":
+        # Parameters only, as from_pretrained does: `model.to` would round the rotary frequencies too.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    eos = (int(tokenizer.eos_token_id),)  # type: ignore[arg-type]
+    return Blueprint(tokenizer=tokenizer, config=model.config.to_dict(), eos_ids=eos, context=scratch.context, load=lambda: model)
+
+
+def sampling_of(settings: RolloutSettings) -> Sampling:
+    """The sampling of a recipe's rollouts."""
+    return Sampling(
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        min_p=settings.min_p,
+        max_new_tokens=settings.max_new_tokens,
+        stop=settings.stop,
+    )
+
+
+@contextmanager
+def closed_on_error(*closing: Callable[[], None]) -> Iterator[None]:
+    """While a job is put together: what has been started ends if it comes to nothing."""
+    with ExitStack() as stack:
+        for close in closing:
+            stack.callback(close)
+        yield
+        stack.pop_all()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """What a job knows before weights are loaded."""
+
+    prompts: Data[Prompt] | None
+    rows: Data[Any]
+    rewards: Rewards | None
+    algorithm: Algorithm | None
+    steps: int
+    plan: Lines
+    world: World | None = None
+
+    @property
+    def closing(self) -> list[Callable[[], None]]:
+        """Ends what it has started."""
+        return [one.close for one in (self.rewards, self.world) if one is not None]
+
+    @classmethod
+    def of(cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint] = (), world: int | None = None) -> Prepared:
+        """Read data, find reward functions and write the plan.   scorers, world: see `plan_of`.   Raises ConfigError, DataError.
+
+        Whoever calls it ends with `closing` what was started.
+        """
+        source = make_source(recipe.environment)
+        with closed_on_error(*([] if source is None else [source.close])):
+            recipe = with_own_reward(recipe, source)
+            if is_online(recipe.objective):
+                found = cls._online(recipe, blueprint, scorers, world, source)
+            else:
+                found = cls._dataset(recipe, blueprint, world, source)
+            with closed_on_error(*found.closing):
+                answering = make_world(recipe, blueprint, source, sampling_of(recipe.rollout))
+        return replace(found, world=answering, plan=[*found.plan, *world_lines(recipe, source)])
+
+    @classmethod
+    def _online(
+        cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint], world: int | None, source: Source | None
+    ) -> Prepared:
+        algorithm = resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens)
+        algorithm = sampled_elsewhere(algorithm, recipe.rollout)
+        prompts = _prompts(recipe, blueprint, tools_of(source))
+        lines = online_plan(recipe, len(prompts.train), len(prompts.held_out), len(prompts.validation))
+        lines.insert(0, ("algorithm", algorithm_line(algorithm)))
+        group = recipe.group
+        load = Load(
+            prompts=group.prompts_per_step,
+            group=group.group_size,
+            prompt_tokens=max(prompt.tokens.size for prompt in prompts.train),
+            completion_tokens=recipe.rollout.max_new_tokens,
+            budget=positions_of(recipe),
+            rows=recipe.rollout.max_rows,
+            passes=group.updates_per_rollout,
+            minibatches=group.minibatches,
+            reference=algorithm.needs_reference,
+            recompute=recipe.model.gradient_checkpointing,
+            adapter=adapter_count(recipe, blueprint),
+            rewards=sum(scoring_memory(*one) for one in _scorers(recipe, scorers))
+            + critic_memory(recipe, algorithm)
+            + teacher_memory(recipe, algorithm, shape_of(recipe, blueprint)),
+        )
+        held = [*adapter_lines(recipe, blueprint), *precision_lines(recipe), *dropout_lines(recipe, blueprint)]
+        held += _held(recipe, blueprint, load, world)
+        rewards = None
+        if not recipe.rewards and not algorithm.needs_reward:
+            rewards = no_rewards()
+        elif recipe.rewards or not scorers:
+            rewards = build_rewards(recipe.rewards, columns=list(prompts.train[0].row), tokenizer=blueprint.tokenizer)
+            with closed_on_error(rewards.close):
+                _check_credit(algorithm, rewards, source)
+                held += _judges(rewards)
+        assert recipe.steps is not None
+        return cls(
+            prompts=prompts,
+            rows=prompts,
+            rewards=rewards,
+            algorithm=algorithm,
+            steps=recipe.steps,
+            plan=[
+                *lines,
+                *held,
+                ("read", str(prompts.report)),
+                *(("warning", text) for text in prompts.report.warnings),
+            ],
+        )
+
+    @classmethod
+    def _dataset(cls, recipe: Recipe, blueprint: Blueprint, world: int | None, source: Source | None) -> Prepared:
+        kind = OBJECTIVES[recipe.objective]
+        rows = kind.load(recipe, blueprint, tools_of(source))
+        tokens = sum(len(row) for row in rows.train) / max(len(rows.train), 1)
+        prompts = _prompts(recipe, blueprint, tools_of(source)) if recipe.rewards and kind.samples else None
+        judged = prompts or rows
+        lines, steps = offline_plan(recipe, len(rows.train), len(judged.held_out), tokens, len(judged.validation))
+        load = Load(
+            prompts=recipe.batch_size,
+            group=1,
+            prompt_tokens=math.ceil(tokens * 1.2),  # a row that is longer than the mean
+            completion_tokens=0,
+            budget=positions_of(recipe),
+            recompute=recipe.model.gradient_checkpointing,
+            adapter=adapter_count(recipe, blueprint),
+        )
+        lines = [("objective", kind.title), *lines, *adapter_lines(recipe, blueprint), *precision_lines(recipe)]
+        lines += dropout_lines(recipe, blueprint)
+        lines += _held(recipe, blueprint, load, world)
+        columns = list(prompts.held_out[0].row) if prompts is not None and prompts.held_out else []
+        rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=blueprint.tokenizer) if columns else None
+        if rewards is not None:
+            with closed_on_error(rewards.close):
+                lines += _judges(rewards)
+        plan = [*lines, ("read", str(rows.report)), *(("warning", text) for text in rows.report.warnings)]
+        return cls(prompts=prompts, rows=rows, rewards=rewards, algorithm=None, steps=steps, plan=plan)
+
+
+def _judges(rewards: Rewards) -> Lines:
+    """Where each reward function runs, and what ends a call that does not come back."""
+    return [("reward", line) for line in rewards.plan()]
+
+
+def _held(recipe: Recipe, blueprint: Blueprint, load: Load, world: int | None) -> Lines:
+    """What the process, or each of several, holds and does in a step; where `world` is only planned, also how long that takes."""
+    shape = shape_of(recipe, blueprint)
+    count = comm.world().size if world is None else world
+    sharding = fsdp.ShardingConfig.of(recipe.parallel).decided(largest_model(recipe, blueprint), count)
+    if count == 1:
+        found = rank(shape, load, world=1, sharded="ddp", shards=1, prompts=load.prompts).memory
+        lines = [("micro-batches", f"at most {load.budget:,} packed positions"), *memory_lines(found)]
+        if resolve_device(recipe.model).type == "cpu" and (reason := absence()):
+            lines.append(("kernels", f"torch's own, more slowly: {reason}"))
+        return lines
+    return rank_lines(
+        shape,
+        load,
+        world=count,
+        sharded=sharding.name,
+        shards=sharding.shards or count,
+        offload=sharding.offload,
+        device=None if world is None else H100,
+    )
+
+
+def _scorers(recipe: Recipe, planned: Sequence[Blueprint]) -> Iterator[tuple[Shape, int]]:
+    """Shape and micro-batch of every reward model of a recipe."""
+    for reward in recipe.rewards:
+        if reward.function in MAKERS:
+            blueprint = read_blueprint(ModelSettings(path=str(reward.args.get("path"))))
+            size = int(reward.args.get("tokens_per_microbatch", POSITIONS))
+            yield Shape.of(blueprint.config, parameter_count(blueprint), dtype=str(reward.args.get("dtype", "float32"))), size
+    for blueprint in planned:
+        yield Shape.of(blueprint.config, parameter_count(blueprint), dtype="float32"), POSITIONS
+
+
+def _check_credit(algorithm: Algorithm, rewards: Rewards, source: Source | None) -> None:
+    """Raises ConfigError if a credit of steps has no step rewards to give out: of functions, or of an environment's turns."""
+    if algorithm.needs_steps and not rewards.process and source is None:
+        raise ConfigError(
+            f"group.credit is process, but none of the rewards ({', '.join(rewards.names)}) rewards steps: use a function marked "
+            "with @process_reward, the reward model with args: {steps: newline}, or an environment that rewards turns"
+        )
+
+
+def algorithm_line(algorithm: Algorithm) -> str:
+    """An algorithm as its four parts."""
+    parts = [describe(part) for part in (algorithm.credit, algorithm.ratio, algorithm.surrogate, algorithm.weights)]
+    kl = f", KL {algorithm.kl.__name__} x {algorithm.beta} in the {algorithm.kl_place}" if algorithm.needs_reference else ", no KL"
+    kl += "; a critic" if algorithm.needs_value else ""
+    kl += f"; {describe(algorithm.divergence)} from a teacher" if algorithm.divergence is not None else ""
+    kl += f"; the teacher's share in sampling {algorithm.mix:g}" if algorithm.mix else ""
+    return f"{algorithm.name}: {' x '.join(parts)}{kl}; dead groups {algorithm.dead_groups}, truncated {algorithm.truncated}"
+
+
+def critic_memory(recipe: Recipe, algorithm: Algorithm) -> int:
+    """Bytes of a critic with a backbone of its own: weights, gradients and moments in float32; 0 where there is none yet."""
+    path = recipe.critic.path
+    if not algorithm.needs_value or path is None or path.startswith(STAGE):
+        return 0
+    return 16 * parameter_count(read_blueprint(ModelSettings(path=path)))
+
+
+def teacher_memory(recipe: Recipe, algorithm: Algorithm, shape: Shape) -> int:
+    """Bytes of a teacher's weights: of its checkpoint, or of a policy's former self where that is not under an adapter."""
+    path, ema = recipe.teacher.path, recipe.teacher.ema
+    if not algorithm.needs_teacher or (path or "").startswith(STAGE):
+        return 0
+    if path is not None:
+        shape = shape_of(recipe, read_blueprint(ModelSettings(path=path)))
+    elif ema == 1.0 or recipe.model.lora is not None:
+        return 0
+    return shape.parameters * shape.bytes_per_weight
+
+
+def adapter_count(recipe: Recipe, blueprint: Blueprint) -> int:
+    """Parameters of the adapter that a recipe trains, counted without weights; 0 if it trains none."""
+    return 0 if recipe.model.lora is None else adapter_size(weightless(blueprint), recipe.model.lora)
+
+
+ADAPTER_LR = 1e-5
+"""Learning rate below which an adapter hardly moves: ten times as much is usual, where full training takes 1e-6."""
+
+
+def adapter_lines(recipe: Recipe, blueprint: Blueprint) -> Lines:
+    """What is trained where it is not the weights, for the plan, with a warning about a learning rate that belongs to those."""
+    if recipe.model.lora is None:
+        return []
+    count, total, lr = adapter_count(recipe, blueprint), parameter_count(blueprint), recipe.optimizer.lr
+    lines = [("adapter", f"{count:,} parameters beside {total:,} that stay as they are ({count / total:.2%})")]
+    if lr < ADAPTER_LR:
+        lines.append(("warning", f"optimizer.lr {lr:g} is one for training all weights; an adapter learns with about 1e-4"))
+    return lines
+
+
+def precision_lines(recipe: Recipe) -> Lines:
+    """A warning where the processor has no products in `model.dtype` and computes them one number at a time."""
+    lower, device = recipe.model.dtype != "float32", resolve_device(recipe.model)
+    old = platform.machine() in ("x86_64", "AMD64") and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+    if not (lower and old and device.type == "cpu"):
+        return []
+    cost = "an update takes about 19 times as long as in float32 (12.8 s for 0.68 s at 3 million parameters)"
+    return [("warning", f"model.dtype {recipe.model.dtype}: this processor has no AVX-512, and {cost}: set model.dtype=float32")]
+
+
+def dropout_lines(recipe: Recipe, blueprint: Blueprint) -> Lines:
+    """What updates drop, and by which path attention is then computed.  Raises ConfigError if that is nothing or would be wrong."""
+    if not recipe.model.dropout:
+        return []
+    found = probabilities(blueprint.config)
+    if not found:
+        raise ConfigError(
+            "model.dropout is true, but the checkpoint's configuration drops nothing: write probabilities into its config.json "
+            "(attention_dropout, say), or leave model.dropout out"
+        )
+    said = "in updates only: " + ", ".join(f"{name} {value:g}" for name, value in found.items())
+    if any(name.startswith("att") for name in found) and recipe.model.attention != "single":
+        said += "; attention runs in its explicit form, the only one that drops"
+    lines = [("dropout", said)]
+    if not is_online(recipe.objective):
+        return lines
+    engine = recipe.rollout.engine
+    if engine.name not in ("native", "transformers") or engine.ahead:
+        raise ConfigError(
+            "model.dropout: where another engine or older weights have sampled, what the policy says of the same tokens corrects "
+            "the ratios and tells wrong weights, and dropout changes it: set rollout.engine to native with ahead 0, or leave "
+            "model.dropout out"
+        )
+    lines.append(
+        ("warning", "model.dropout: nothing is dropped while sampling, so ratios are not 1 at the first update of a rollout")
+    )
+    return lines
+
+
+def _prompts(recipe: Recipe, blueprint: Blueprint, tools: Tools | None) -> Data[Prompt]:
+    return load_data(
+        recipe.data,
+        blueprint.tokenizer,
+        context=blueprint.context,
+        max_new_tokens=recipe.rollout.max_new_tokens,
+        seed=recipe.seed,
+        tools=tools,
+    )

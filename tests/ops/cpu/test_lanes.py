@@ -1,0 +1,40 @@
+"""Two lanes that every change goes through: kernels that watch every address they touch, and the library without any kernel."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from groupwise.ops.cpu.library import absence
+
+ROOT = Path(__file__).parents[3]
+
+
+def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=kept | environment, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(absence() is not None, reason=f"no compiled kernels: {absence()}")
+def test_the_kernels_touch_nothing_that_is_not_theirs() -> None:
+    """AddressSanitizer and UBSan over the kernels' own tests; `make test-kernels` takes more of them."""
+    files = ["tests/ops/cpu/test_kernels.py", "tests/rollout/native/test_kv_cache.py"]
+    found = run(["tests/ops/cpu/sanitized.py", *files])
+    if "the sanitizers need" in found.stderr:
+        pytest.skip(found.stderr.strip())
+    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-4000:]
+    assert " passed" in found.stdout
+
+
+@pytest.mark.slow
+def test_training_is_the_same_without_kernels() -> None:
+    """Golden curves and the loop, where no compiler was ever found."""
+    files = ["tests/golden", "tests/training/test_online.py"]
+    found = run(["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *files], GROUPWISE_KERNELS="off")
+    assert found.returncode == 0, found.stdout[-4000:]
+    assert " passed" in found.stdout
