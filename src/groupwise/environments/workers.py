@@ -1,8 +1,8 @@
 """Where tools and environments run: forks of a worker process, each of which can be killed alone, or threads of this process.
 
 A worker process imports the files once (`worker_process.fork_server`).  Every environment gets a fork of it, in about a
-millisecond, with the memory of its own that a fork has: what one episode changes, no other sees.  Functions that are tools have no episode: a
-fork is kept for the next calls, as long as nothing had to be stopped in it.
+millisecond, with the memory of its own that a fork has: what one episode changes, no other sees.  Functions that are tools have no
+episode: a fork is kept for the next calls, as long as nothing had to be stopped in it.
 """
 
 from __future__ import annotations
@@ -133,16 +133,16 @@ class ForkServer:
             except (WorkerGone, Failed) as gone:
                 raise EnvironmentFailure(f"the worker process of the environment has ended: {gone.outcome.message}") from None
             except OSError as error:
-                raise self._no_fork(worker, error) from None
+                raise self._cannot_fork(worker, error) from None
         try:  # others may be forked meanwhile
             send(channel, pickle.dumps(()), deadline)
             receive(channel, deadline)  # it has been built
         except (OSError, EOFError) as error:
             with self._lock:
-                raise self._no_fork(worker, error) from None
+                raise self._cannot_fork(worker, error) from None
         return ProcessPlace(channel, lambda: self._reap(worker, child))
 
-    def _no_fork(self, worker: Worker, error: Exception) -> EnvironmentFailure:
+    def _cannot_fork(self, worker: Worker, error: Exception) -> EnvironmentFailure:
         """A worker whose forks do not answer is ended."""
         worker.kill()
         return EnvironmentFailure(f"the worker process of the environment cannot fork: {error}")

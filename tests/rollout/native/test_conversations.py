@@ -287,10 +287,10 @@ def test_some_are_decoded_while_others_wait(lengths, share, policy_of, prompts_o
     length = (lambda index, turn: 12) if lengths == "equal" else (lambda index, turn: int(drawn_lengths[index, turn]))
     decoding_alone = sum(length(index, turn) for index in range(32) for turn in range(9))
     world = Clocked(9, length, int(share * decoding_alone / 8))
-    settle = native._Run._settle
+    commit = native._Run._commit
     monkeypatch.setattr(
-        native._Run, "_settle", lambda run, first, tokens, *rest, **how: (
-            world.decoded(sum(map(len, tokens))), settle(run, first, tokens, *rest, **how))[1]
+        native._Run, "_commit", lambda run, first, tokens, *rest, **how: (
+            world.decoded(sum(map(len, tokens))), commit(run, first, tokens, *rest, **how))[1]
     )  # fmt: skip
     monkeypatch.setattr(native, "await_one", world.wait)
     policy = replace(policy_of("llama", dtype=torch.float32, context=512, hidden_size=64, head_dim=32), eos_ids=())
