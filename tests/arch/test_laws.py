@@ -204,7 +204,7 @@ PASSED_ON = {
     "distributed.sharded_checkpoint._Reader.read_metadata", "rollout.transformers._Ends.__call__",  # called by torch, transformers
     "models.attention.packed_attention", "models.fused._rotary_attention", "models.fused._rotary_block",  # called by transformers
     "models.fused._rotary_block_once", "models.masks.Rule.to", "models.masks._rule", "models.masks._trace",
-    "models.rope._by_length", "rewards.process.ProcessReward.__call__", "rollout.probe._NoText.decode",
+    "models.rope._by_length", "rewards.step_rewards.ProcessReward.__call__", "rollout.probe._NoText.decode",
 }  # fmt: skip
 """Functions that take `**keywords` of any type, because somebody else calls them, or they call what somebody else wrote."""
 
@@ -343,7 +343,7 @@ ALLOWED = {
     ("models.fused", "attention_mask"),
     ("models.loading", "generation"),
     ("rollout.vllm.colocated", "logprob"),
-    ("rollout.mixed", "attention_mask"),
+    ("rollout.teacher_mixed", "attention_mask"),
     ("rollout.transformers", "attention_mask"),
 }
 """Where the word is somebody else's: transformers' argument and its generation config, vLLM's attribute."""

@@ -269,6 +269,23 @@ accelerate launch \
 """
 
 
+@pytest.mark.parametrize(
+    "rest", ["2>&1 | tee train.log", "> out.log &", "&", "&& echo done", "; rm -f x", "|| exit 1", "2> errors.log"]
+)
+def test_what_the_shell_does_with_a_command_is_no_argument(rest: str) -> None:
+    found = read(f"trl grpo --max_steps 3 --beta 0.04 --seed 42 {rest}\n", "run.sh").keys
+    assert (found["steps"], found["group.beta"], found["seed"]) == (3, 0.04, 42)
+    assert (
+        read(f"trl grpo --max_steps 3 --reward_funcs a.b {rest}\n", "run.sh").keys["rewards"]
+        == (read("trl grpo --max_steps 3 --reward_funcs a.b\n", "run.sh").keys["rewards"])
+    )
+
+
+def test_a_value_of_another_type_is_refused_in_words() -> None:
+    with pytest.raises(ConfigError, match="a value in it is none that TRL takes"):
+        read("trl grpo --max_steps 3 --beta high low\n", "run.sh")
+
+
 def test_a_shell_script_is_read_for_the_command_that_starts_trl() -> None:
     Path("more.yaml").write_text("per_device_train_batch_size: 4\nlearning_rate: 3.0e-6\nmax_steps: 7\ndataset_name: d/d\n")
     found = read(COMMAND, "run.sh")

@@ -16,6 +16,8 @@ import pytest
 import transformers
 from huggingface_hub.errors import StrictDataclassClassValidationError
 
+from groupwise.models.attention import PackedAttention
+
 spec = importlib.util.spec_from_file_location("families", Path(__file__).with_name("families.py"))
 assert spec is not None
 assert spec.loader is not None
@@ -107,8 +109,7 @@ def test_what_cannot_be_built_raises(name: str) -> None:
 )
 def test_the_comparison_itself_notices(family: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the library's own probe off: what is compared here depends on nothing that it believes."""
-    attention = sys.modules[families.make_policy.__module__].PackedAttention
-    right = attention.__call__
+    right = PackedAttention.__call__
 
     def wrong(self: Any, layer: int, query: Any, key: Any, value: Any, scale: float, softcap: Any, window: Any, **more: Any) -> Any:
         if fault == "neighbour" and query.shape[2] > 60:
@@ -119,6 +120,6 @@ def test_the_comparison_itself_notices(family: str, fault: str, monkeypatch: pyt
         scale = 1.01 * scale if fault == "scale" else scale
         return right(self, layer, query, key, value, scale, softcap, window, **more)
 
-    monkeypatch.setattr(attention, "__call__", wrong)
+    monkeypatch.setattr(PackedAttention, "__call__", wrong)
     with pytest.raises(families.Different, match="differs by"):
         families.examine(family, probe=False)

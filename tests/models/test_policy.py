@@ -56,7 +56,7 @@ def test_damaged_weights_are_refused(damage: Callable[[Path], None], said: str, 
     [
         ("llama", {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "KeyError: 'spiral'"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "KeyError: .*'factor'"),
-        ("llama", {"num_attention_heads": 5}, "hidden size .* is not a multiple"),
+        ("llama", {"num_attention_heads": 6, "num_key_value_heads": 2}, "hidden size .* is not a multiple"),
         ("llama", {"hidden_size": "32"}, "'hidden_size' expected int"),
         ("llama", {"hidden_act": "glu9"}, "KeyError: 'glu9'"),
         ("llama", {"model_type": "phi3"}, "must be one of \\['longrope'\\]"),

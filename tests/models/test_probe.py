@@ -679,6 +679,20 @@ class ForgetsAGradientInBfloat16(LlamaForCausalLM):
         return out.detach() if packed(self) and lower(args[0]) else out
 
 
+class RoundsShortTextsInBfloat16(LlamaForCausalLM):
+    """Four bits are left of what the head is given, unless the stream is long."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.norm.register_forward_hook(self._hook)
+
+    def _hook(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        if not (packed(self) and lower(out)) or out.shape[1] > 400:
+            return out
+        mantissa, exponent = torch.frexp(out.float())
+        return out + (torch.ldexp(torch.round(mantissa * 16) / 16, exponent).to(out.dtype) - out).detach()
+
+
 LOWER_FAULTS = {
     RotaryInBfloat16: "scoring",
     NormsInBfloat16: "scoring",
@@ -697,6 +711,13 @@ def test_faults_that_show_only_in_bfloat16_are_found_at_load(kind: type[PreTrain
     model = built(kind, LlamaConfig).to(torch.bfloat16 if dtype == "bfloat16" else torch.float32)
     with pytest.raises(ConfigError, match=rf"cannot be trained like this: {LOWER_FAULTS[kind]} .*in {dtype} .* from float32"):
         make_policy(model, TOKENIZER, ModelSettings(dtype=dtype))
+
+
+def test_a_fault_of_short_texts_alone_is_found() -> None:
+    """Beside a text of hundreds of tokens they are few; a gradient shows no fault as small as this."""
+    make_policy(built(LlamaForCausalLM, LlamaConfig).bfloat16(), TOKENIZER, ModelSettings(dtype="bfloat16"))
+    with pytest.raises(ConfigError, match=r"log-probs of short texts lie .* nats from float32"):
+        make_policy(built(RoundsShortTextsInBfloat16, LlamaConfig).bfloat16(), TOKENIZER, ModelSettings(dtype="bfloat16"))
 
 
 class RefusesBfloat16(LlamaForCausalLM):

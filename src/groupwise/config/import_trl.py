@@ -10,6 +10,7 @@ values.  TRL's defaults that differ from ours are written into the recipe, so th
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import math
 import re
@@ -170,15 +171,19 @@ def import_trl(path: str | Path, *, devices: int = 1, kind: str | None = None) -
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
-    if file.suffix == ".py":
-        found, given, unread = _of_script(text, file, kind)
-    elif file.suffix in (".sh", ".bash"):
-        found, given, unread = _of_command(text, file, kind)
-        devices = int(given["num_processes"]) if isinstance(given.get("num_processes"), int) else devices
-    else:
-        given, unread = _of_file(text, file), []
-        found = kind or _kind_of(given, file)
-    return _Translation(source=str(file), kind=found, given=given, devices=devices).made(unread)
+    try:
+        if file.suffix == ".py":
+            found, given, unread = _of_script(text, file, kind)
+        elif file.suffix in (".sh", ".bash"):
+            found, given, unread = _of_command(text, file, kind)
+            if isinstance(processes := given.get("num_processes"), int) and processes > 0:
+                devices = processes
+        else:
+            given, unread = _of_file(text, file), []
+            found = kind or _kind_of(given, file)
+        return _Translation(source=str(file), kind=found, given=given, devices=devices).made(unread)
+    except (TypeError, ValueError, ArithmeticError, RecursionError) as error:  # a value of another type than TRL has there
+        raise ConfigError(f"{file}: a value in it is none that TRL takes ({type(error).__name__}: {error})") from error
 
 
 # ---------------------------------------------------------------- reading
@@ -212,6 +217,8 @@ def _kind_of(given: Mapping[str, Any], file: Path) -> str:
 
 COMMANDS = {"grpo": "GRPOConfig", "rloo": "RLOOConfig", "sft": "SFTConfig", "dpo": "DPOConfig", "reward": "RewardConfig"}
 """Subcommands of `trl`, and what its scripts are called by, with the class of each."""
+SHELL = re.compile(r"[|&;]+|\d*>.*|<.*")
+"""What ends the arguments of a command: pipes, redirections, the next command."""
 LAUNCHER = ("config_file", "num_processes")
 """Options of accelerate's before the script that matter."""
 
@@ -264,7 +271,7 @@ def _options(words: Sequence[str]) -> dict[str, Any]:
     """Arguments as transformers' parser has them: `--name value`, `--name=value`, several values, or none for true."""
     found: dict[str, list[Any]] = {}
     name = None
-    for word in words:
+    for word in itertools.takewhile(lambda word: not SHELL.fullmatch(word), words):
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")

@@ -65,9 +65,10 @@ VALUES, GRADIENTS = 2e-4, 2e-3
 LONGEST, FAR, FAR_LOWER = 96, 2100, 773
 """Tokens of the longest sequence whose gradients are compared, of the one whose log-probs are, and of that in a lower type: there
 positions lose their last bits from 256 on."""
-LOWER, LOWER_PART, LOWER_GRADIENT = 1.3, 1.6, 2.5
+LOWER, LOWER_PART, LOWER_SHORT, LOWER_GRADIENT = 1.3, 1.6, 2.0, 2.5
 """How many times as far from float32 a run may lie as the model's own forward pass in the same type: the median difference of all
-log-probs, of those of a part of a text, and each parameter's gradient.  Two roundings of the same products lie equally far."""
+log-probs, of those of a part of a text, of those of all short texts, and each parameter's gradient.  Two roundings of the same
+products lie equally far."""
 ROUNDED, STRETCH, DRAWS = 3e-4, 256, 3
 """Nats that rounding explains anyway; tokens of a text whose median is taken, so that a fault far behind is seen; draws of texts: a
 fault shows in every one, a near tie between two experts, which rounding decides otherwise here than there, in one."""
@@ -606,6 +607,9 @@ def _prove_lower(policy: Policy, lower: Policy, dtype: str, near: Case, seed: in
                 what = f"in {dtype} log-probs of tokens {at} to {at + STRETCH} lie"
                 part = slice(at, at + STRETCH)
                 compare_lower(family, "scoring", what, (found - exact)[part], (theirs - exact)[part], LOWER_REMEDY)
+        if gradients:  # all short texts together: among the many tokens of the long one they would not be seen
+            ours_N, own_N = (np.concatenate(each) for each in zip(*errors, strict=True))
+            compare_lower(family, "scoring", f"in {dtype} log-probs of short texts lie", ours_N, own_N, LOWER_REMEDY, LOWER_SHORT)
     ours_N, own_N = (np.concatenate(each) for each in zip(*errors, strict=True))
     compare_lower(family, "scoring", f"in {dtype} log-probs lie", ours_N, own_N, LOWER_REMEDY, LOWER)
 

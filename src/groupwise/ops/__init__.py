@@ -1,7 +1,7 @@
 """What computes: the operations that models and objectives are made of, each with its gradient written out.
 
 In: tensors. Out: tensors. `linear_cross_entropy` gives log-probs and entropies of chosen tokens without ever holding (tokens,
-vocabulary); `functional` has the blocks' operations (attention, MLP, norms, linear layers); `matmul` and `grad_accum` are the
-products and where gradients are summed. `cpu` holds the C++ kernels, which the operations take where they are compiled; torch's
-own operations compute the same to rounding everywhere else.
+vocabulary); `functional` has the blocks' operations (attention, MLP, norms, linear layers); `matmul` has the products, and
+`in_place_gradients` says where gradients are summed. `cpu` holds the C++ kernels, which the operations take where they are
+compiled; torch's own operations compute the same to rounding everywhere else.
 """

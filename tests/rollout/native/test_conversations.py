@@ -218,7 +218,7 @@ class Clocked:
 
     def __init__(self, turns, length, seconds):
         self.turns, self.length, self.seconds = turns, length, seconds
-        self.now = self.idle = 0
+        self.now = self.idle = self.longest = 0
         self.coming = []
 
     def begin(self, prompt, index, *, seed):
@@ -257,6 +257,7 @@ class Timed:
     def reply(self):
         new = np.full(3 if self.turns else 0, 5)
         self.told += new.size
+        self.asked = self.world.now
         return Reply(new, limit=self.world.length(self.index, len(self.turns)))
 
     def open(self):
@@ -264,6 +265,7 @@ class Timed:
 
     def answer(self, tokens, finish, *, logp, version):
         assert finish is Finish.LENGTH
+        self.world.longest = max(self.world.longest, self.world.now - self.asked)
         self.turns.append(Turn(begin=self.told, end=self.told + len(tokens), finish=finish))
         self.told += len(tokens)
         if len(self.turns) == self.world.turns:
@@ -274,27 +276,44 @@ class Timed:
         return Episode(turns=tuple(self.turns))
 
 
+def clocked(world, policy_of, monkeypatch):
+    """An engine of 32 rows, four of them decoded at a time, whose tokens move the world's clock."""
+    if kernels.library() is None:
+        pytest.skip("a step of many rows takes as long as one of few")
+    monkeypatch.setattr(native, "TURNS", 4)
+    commit = native._Run._commit
+
+    def committed(run, first, tokens, *rest, **options):
+        world.decoded(sum(map(len, tokens)))
+        return commit(run, first, tokens, *rest, **options)
+
+    monkeypatch.setattr(native._Run, "_commit", committed)
+    monkeypatch.setattr(native, "await_one", world.wait)
+    policy = replace(policy_of("llama", dtype=torch.float32, context=512, hidden_size=64, head_dim=32), eos_ids=())
+    return NativeEngine(policy, max_rows=32, world=world)
+
+
+def test_no_conversation_waits_while_others_begin(policy_of, prompts_of, monkeypatch):
+    """512 episodes, answered at once: none waits longer for its turn than all that are open at a time take for theirs."""
+    world = Clocked(4, lambda index, turn: 12, 0)
+    engine = clocked(world, policy_of, monkeypatch)
+    for group in engine.generate(prompts_of(*(5,) * 16), group_size=32, sampling=Sampling(max_new_tokens=400), seed=1):
+        assert all(rollout.finish is Finish.TURNS for rollout in group)
+    assert world.now == 512 * 4 * 12
+    assert world.longest <= native.CONVERSATIONS_PER_ROW * 32 * 12, world.longest
+
+
 @pytest.mark.parametrize("lengths", ["equal", "unequal"])
 @pytest.mark.parametrize("share", [0.3, 0.6, 4.0])
 def test_some_are_decoded_while_others_wait(lengths, share, policy_of, prompts_of, monkeypatch):
     """32 episodes with 8 answers: the rollout takes little longer than the larger of decoding and waiting, with turns of one length
     too, which would otherwise all end and all wait at the same time.   share: of waiting in decoding."""
-    if kernels.library() is None:
-        pytest.skip("a step of many rows takes as long as one of few")
-    monkeypatch.setattr(native, "TURNS", 4)
     rng = np.random.default_rng(0)
     drawn_lengths = rng.integers(4, 21, size=(32, 9))
     length = (lambda index, turn: 12) if lengths == "equal" else (lambda index, turn: int(drawn_lengths[index, turn]))
     decoding_alone = sum(length(index, turn) for index in range(32) for turn in range(9))
     world = Clocked(9, length, int(share * decoding_alone / 8))
-    commit = native._Run._commit
-    monkeypatch.setattr(
-        native._Run, "_commit", lambda run, first, tokens, *rest, **how: (
-            world.decoded(sum(map(len, tokens))), commit(run, first, tokens, *rest, **how))[1]
-    )  # fmt: skip
-    monkeypatch.setattr(native, "await_one", world.wait)
-    policy = replace(policy_of("llama", dtype=torch.float32, context=512, hidden_size=64, head_dim=32), eos_ids=())
-    engine = NativeEngine(policy, max_rows=32, world=world)
+    engine = clocked(world, policy_of, monkeypatch)
     (group,) = engine.generate(prompts_of(5), group_size=32, sampling=Sampling(max_new_tokens=400), seed=1)
     assert all(rollout.finish is Finish.TURNS for rollout in group)
     assert world.now == decoding_alone + world.idle

@@ -333,7 +333,9 @@ class _Run:
 
     def _admit(self) -> list[tuple[Rollout, ...]]:
         """Give free rows to waiting completions and draw their first tokens, or the first of their next turns."""
-        if self.world is not None:  # first who has come least far: at the end nobody is left to wait for the world alone
+        if self.world is not None and not self.unbegun:
+            # At the end first who has come least far: nobody is left to wait for the world alone.  Before, first come, first
+            # served: conversations that begin would else overtake the long ones until none begins any more.
             self.waiting = deque(sorted(self.waiting, key=lambda row: len(row.tokens)))
         new = [self.waiting.popleft() for _ in range(min(self.places - len(self.live), len(self.waiting)))]
         new.sort(key=lambda row: row.kept - row.own)  # those with the most to be computed first; all alike without a world
