@@ -15,10 +15,10 @@ help:            ## this list
 demo: $(VENV)/.core            ## SFT, then GRPO on a built-in task, and a report: minutes on two cores
 	$(BIN)/groupwise train recipes/demo.yaml
 
-test: $(VENV)/.test            ## the whole suite: under twelve minutes on two cores
+test: $(VENV)/.test            ## the whole suite: about twenty minutes on two cores
 	$(TEST)
 
-test-fast: $(VENV)/.test       ## what takes about a second or less: under three minutes
+test-fast: $(VENV)/.test       ## what takes about a second or less
 	$(TEST) -m 'not slow'
 
 test-faults: $(VENV)/.test     ## inject every fault, print how each ends, and make docs/reliability.md of it
