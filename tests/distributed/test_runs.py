@@ -205,7 +205,21 @@ def descendants(process: subprocess.Popen[str]) -> set[int]:
 
 
 def running(pids: set[int]) -> set[int]:
-    return {pid for pid in pids if Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()}
+    """Those that still run, when all have had time to end: what is killed, or hears that its parent has ended, takes a moment."""
+    for _ in range(600):
+        pids = {pid for pid in pids if _state(pid) not in ("Z", "")}
+        if not pids:
+            break
+        time.sleep(0.1)
+    return pids
+
+
+def _state(pid: int) -> str:
+    """The letter that Linux has for what a process does; "" when there is none of this id any more."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 @pytest.fixture(scope="module")
