@@ -11,10 +11,11 @@ import yaml
 from transformers import TrainingArguments
 
 from groupwise.cli.commands import main
-from groupwise.config.import_trl import DEFAULTS, KINDS, OWN_DEFAULTS, Imported, import_trl
+from groupwise.config.import_trl import DEFAULTS, OWN_DEFAULTS, Imported, import_trl
 from groupwise.config.recipes import load_recipe
 from groupwise.config.schema import describe, lookup
 from groupwise.config.trl import FATES, TABLE
+from groupwise.config.trl_files import KINDS
 from groupwise.errors import ConfigError
 
 FIELDS: dict[str, dict[str, str | None]] = json.loads((Path(__file__).parents[1] / "fixtures" / "trl_fields.json").read_text())[
