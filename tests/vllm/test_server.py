@@ -37,6 +37,7 @@ SAMPLING = Sampling(temperature=0.7, max_new_tokens=24)
 
 @pytest.fixture(scope="module")
 def engine(serving: Any) -> Iterator[VllmEngine]:
+    """For the tests before the first that makes an engine of its own: a server knows one trainer."""
     found = VllmEngine(serving.policy, servers=[serving.url])
     yield found
     found.close()
@@ -294,10 +295,10 @@ def test_p3_a_server_whose_engine_stands_still_is_named(
 
 
 def test_episodes_are_sampled_turn_by_turn_as_they_are_scored(
-    engine: VllmEngine, prompts: list[Prompt], scripted_world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    serving: Any, prompts: list[Prompt], scripted_world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several turns, answers between them and branches; sampled = scored, and every world is told what was recorded."""
-    engine.set_version(engine.version + 1)  # other engines have sent the server theirs
+    engine = VllmEngine(serving.policy, servers=[serving.url])
     world = scripted_world(cut=0.3, cut_to="other", delays=0, turns=5)
     monkeypatch.setattr(engine, "world", world)
     rollouts = draw(engine, prompts[:4], Sampling(temperature=0.9, max_new_tokens=24))
@@ -311,14 +312,15 @@ def test_episodes_are_sampled_turn_by_turn_as_they_are_scored(
         assert spans == [tokens for tokens, *_ in talk.heard]
     assert any(len(rollout.episode.turns) > 2 for rollout in rollouts)
     assert any(rollout.episode.branches for rollout in rollouts)
+    engine.close()
 
 
 # ---------------------------------------------------------------- a teacher on a server
 
 
-def test_a_server_gives_given_tokens_the_log_probs_of_its_model(serving: Any, engine: VllmEngine, prompts: list[Prompt]) -> None:
+def test_a_server_gives_given_tokens_the_log_probs_of_its_model(serving: Any, prompts: list[Prompt]) -> None:
     """Whatever it was asked to sample: by its raw logits, at temperature 1."""
-    engine.set_version(engine.version + 1)  # its weights are the policy's
+    engine = VllmEngine(serving.policy, servers=[serving.url])
     rollouts = draw(engine, prompts, Sampling(temperature=1.0, max_new_tokens=24))
     servers = ScoringServers([serving.url])
     servers.connect(serving.policy.tokenizer)
@@ -326,3 +328,16 @@ def test_a_server_gives_given_tokens_the_log_probs_of_its_model(serving: Any, en
     expected = score(serving.policy, [sample_of(rollout) for rollout in rollouts], budget=4096).logp
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=EXACT)
+    engine.close()
+
+
+def test_a_server_that_another_run_has_taken_is_left_to_it(serving: Any, prompts: list[Prompt]) -> None:
+    first, second = (VllmEngine(serving.policy, servers=[serving.url]) for _ in range(2))
+    first.set_version(0)
+    second.set_version(0)
+    with pytest.raises(EngineError, match="takes its weights from another run"):
+        first.set_version(1)
+    second.set_version(1)
+    assert gaps(second.policy, draw(second, prompts)).max() < 1e-4
+    for engine in (first, second):
+        engine.close()

@@ -97,6 +97,7 @@ class FakeServer:
                 return {"results": [self.facts]}
             case "/init_weight_transfer_engine":
                 self.meet(body["init_info"])
+                self.facts["trainer"] = f"{body['init_info']['host']}:{body['init_info']['port']}"
             case "/update_weights":
                 self.receive(body["update_info"])
             case "/finish_weight_update":
@@ -615,6 +616,18 @@ def test_a_server_that_counts_nothing_is_refused(engine_of, server, prompts_of, 
     server.hold = lambda body: time.sleep(1)
     with pytest.raises(EngineError, match="does not say what it computes: start it without --disable-log-stats"):
         draw(engine_of(server), prompts_of(4))
+
+
+def test_a_server_that_another_run_has_taken_is_left_to_it(server, engine_of) -> None:
+    """Before anything is paused: it would wait for the other's weights, and this run for a group that is gone."""
+    first, second = engine_of(server), engine_of(server)
+    first.set_version(0)
+    second.set_version(0)
+    server.calls.clear()
+    with pytest.raises(EngineError, match=r"takes its weights from another run \(at 127.0.0.1:\d+\): give each run its own"):
+        first.set_version(1)
+    assert server.calls == ["/collective_rpc"]
+    second.set_version(1)
 
 
 @pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/resume"])

@@ -90,7 +90,7 @@ class Servers:
                     raise
                 time.sleep(0.2)
         try:
-            facts = client.post("/collective_rpc", {"method": "groupwise_facts"}, timeout=UPDATE_SECONDS)["results"][0]
+            facts = _facts(client)
         except EngineError as error:
             raise EngineError(
                 f"the server at {client.url} runs without Groupwise's plug-in for vLLM: start it with `groupwise serve MODEL`"
@@ -104,9 +104,13 @@ class Servers:
 
         Pausing throws away the kept keys and values, which are of the old weights, and what is still being sampled.
         keep: go on with that; the keys and values of the tokens that it has are computed anew.
+        Raises EngineError where another trainer has met a server since `connect`: it would wait for that one's weights.
         """
         assert self._group is not None, "connect first"
         group, name = self._group, str(self.facts[0]["dtype"])
+        for client in self.clients:
+            if (trainer := _facts(client)["trainer"]) != f"{group.host}:{group.port}":
+                raise EngineError(f"{client.name} takes its weights from another run (at {trainer}): give each run its own")
         self._tell(f"/pause?mode={'keep' if keep else 'abort'}")
         self._tell("/reset_prefix_cache")
         self._tell("/start_weight_update")
@@ -125,6 +129,10 @@ class Servers:
             for client, body in zip(self.clients, bodies, strict=True)
         ]
         together([*posts, *([beside] if beside is not None else [])], self.alive)
+
+
+def _facts(client: Client) -> Facts:
+    return client.post("/collective_rpc", {"method": "groupwise_facts"}, timeout=UPDATE_SECONDS)["results"][0]
 
 
 def unfit(facts: Facts, policy: Policy) -> str | None:

@@ -75,6 +75,8 @@ class Broadcast(WeightTransferEngine[Rendezvous, Bucket]):
     init_info_cls = Rendezvous
     update_info_cls = Bucket
     group: Any = None
+    trainer: str | None = None
+    """Where the trainer was met last, `host:port`."""
     needed: frozenset[str] = frozenset()
     """Every parameter of vLLM's model; what an update has not brought yet is `missing`."""
 
@@ -94,6 +96,7 @@ class Broadcast(WeightTransferEngine[Rendezvous, Bucket]):
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = seconds
             self.group = dist.ProcessGroupNCCL(store, rank, init_info.size, options)
+        self.trainer = f"{init_info.host}:{init_info.port}"
 
     def start_weight_update(self) -> None:
         """Open the model's layers for new weights."""
@@ -147,6 +150,7 @@ class Extension:
     """Added to vLLM's worker, which therefore imports this file."""
 
     vllm_config: Any
+    weight_transfer_engine: Any
 
     def groupwise_facts(self) -> dict[str, Any]:
         """What a trainer must know of a server before it trusts it (`/collective_rpc`)."""
@@ -160,6 +164,7 @@ class Extension:
             "rows": config.scheduler_config.max_num_seqs,
             "workers": config.parallel_config.world_size_across_dp,
             "device": config.device_config.device_type,
+            "trainer": getattr(self.weight_transfer_engine, "trainer", None),
         }
 
 
