@@ -127,7 +127,8 @@ PARTS = (
     ),
     Part(
         "Train",
-        "The plan comes first, then each step (in a terminal, one line that is renewed). Ctrl-C saves the last step; the same command continues from there.",
+        "The plan comes first, then each step (in a terminal, one line that is renewed). Ctrl-C saves the last step; the\n"
+        "same command continues from there.",
         runs=(
             Run(
                 "groupwise train my.yaml",
