@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -92,6 +93,9 @@ SMALL = (
     "stages.grpo.eval.prompts=4 eval.k=2"
 )
 
+STEP = re.compile(r"step \d+/\d+ ")
+"""How a line of a step begins, where output goes to a file."""
+
 PARTS = (
     Part(
         "A fresh clone",
@@ -123,7 +127,8 @@ PARTS = (
     ),
     Part(
         "Train",
-        "The plan comes first, then a line every few seconds. Ctrl-C saves the last step; the same command continues from there.",
+        "The plan comes first, then each step (in a terminal, one line that is renewed). Ctrl-C saves the last step; the\n"
+        "same command continues from there.",
         runs=(
             Run(
                 "groupwise train my.yaml",
@@ -135,12 +140,9 @@ PARTS = (
     ),
     Part(
         "Evaluate, look, share",
-        "An evaluation of a checkpoint by itself, on any rows:",
+        "An evaluation by itself: what the run held out, asked as the run asked (`--data FILE` for other rows).",
         runs=(
-            Run(
-                "groupwise eval runs/mine --data train.jsonl --chat --max-new-tokens 40 --k 4 --limit 100",
-                fast="groupwise eval runs/mine --data train.jsonl --chat --max-new-tokens 40 --k 2 --limit 4",
-            ),
+            Run("groupwise eval runs/mine", fast="groupwise eval runs/mine --limit 4"),
             Run(
                 "groupwise replay runs/mine --step 20 --set objective=dr_grpo",
                 "What would Dr. GRPO have done with the same completions? The step is computed again from its record, first as it\n"
@@ -194,9 +196,14 @@ def _processor() -> float:
 
 
 def shortened(text: str, lines: tuple[int, int]) -> str:
-    """The first and last lines of an output, without trailing blanks."""
+    """The first and last lines of an output, without trailing blanks; of a run's steps the first and those that were evaluated."""
     first, last = lines
-    found = [line.rstrip() for line in text.strip("\n").splitlines()]
+    found: list[str] = []
+    for line in text.strip("\n").splitlines():
+        if STEP.match(line) and " eval " not in line and found and (found[-1] == "..." or STEP.match(found[-1])):
+            line = "..."
+        if not found or line != "..." or found[-1] != "...":
+            found.append(line.rstrip())
     if len(found) <= first + last:
         return "\n".join(found)
     return "\n".join([*found[:first], "...", *(found[-last:] if last else [])])

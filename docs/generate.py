@@ -293,6 +293,14 @@ def rooms_table() -> str:
     return "\n".join(lines)
 
 
+def short_rooms_table() -> str:
+    """Every package with what stands before the colon in that sentence."""
+    lines = ["| package | what it is for |", "|---|---|"]
+    for name in rooms():
+        lines.append(f"| `{name}` | {cell(sentence(PACKAGE / name / '__init__.py').partition(':')[0])} |")
+    return "\n".join(lines)
+
+
 def tree() -> str:
     """Every source file with the first sentence of its docstring, upstream first."""
     lines = ["src/groupwise/"]
@@ -613,6 +621,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rewards": rewards_table,
     "explain": explain_block,
     "rooms": rooms_table,
+    "short_rooms": short_rooms_table,
     "tree": tree,
     "public": public_table,
     "balance": balance_table,

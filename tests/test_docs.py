@@ -28,6 +28,7 @@ from groupwise.cli import commands
 from groupwise.config.recipes import parse_stages
 from groupwise.config.schema import lookup, settings_table
 from groupwise.config.settings import (
+    ONLINE,
     CorrectionSettings,
     GroupSettings,
     OptimizerSettings,
@@ -381,6 +382,20 @@ def test_the_page_has_a_row_for_every_figure_of_the_terminal() -> None:
     listed = {label.strip() for row in rows for label in row.split(",")}
     assert {label.replace("pass@8", "pass@K") for label in labels} <= listed, labels
     assert "left" in labels
+
+
+def test_the_counts_of_the_readme_are_counted() -> None:
+    said = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    oracle = [json.loads(path.read_text()) for path in (ROOT / "tests/fixtures/oracle").glob("*.json")]
+    assert f"{sum(len(one['cases']) for one in oracle)} losses, advantages and steps of TRL's own code" in said
+    assert f"There are {len(ONLINE)} online objectives" in said
+    found = (DOCS / "models.md").read_text(encoding="utf-8")
+    packed, single, refused, unbuilt = (
+        int(re.search(rf"{what}: (\d+)\.", found)[1])  # type: ignore[index]
+        for what in ("Proven packed", "Proven one by one", "Refused", "Cannot be built")
+    )
+    assert f"of {packed + single + refused + unbuilt} causal architectures" in said
+    assert f"{packed} are proven packed, {single} one sequence at a time" in said
 
 
 def test_the_glossary_has_every_word_that_names_are_made_of() -> None:

@@ -73,3 +73,9 @@ def test_long_outputs_are_shortened(script: ModuleType) -> None:
     assert script.shortened(text, (2, 1)) == "0\n1\n...\n9"
     assert script.shortened(text, (0, 2)) == "...\n8\n9"
     assert script.shortened(text, (5, 5)) == text
+
+
+def test_of_steps_those_that_were_evaluated_are_shown(script: ModuleType) -> None:
+    steps = [f"step {n}/7  reward 0.{n}" + ("  eval greedy 1.000" if n in (4, 7) else "") for n in range(1, 8)]
+    shown = script.shortened("\n".join(["plan", *steps, "done"]), (20, 20)).splitlines()
+    assert shown == ["plan", steps[0], "...", steps[3], "...", steps[6], "done"]

@@ -38,7 +38,10 @@ COMMANDS = tuple(commands.COMMANDS)
 TORCHLESS = {
     "train": ["train", "r.yaml", "--print-config"],
     "recipes": ["recipes"],
+    "one recipe": ["recipes", "demo"],
+    "import-trl": ["recipes", "import-trl", "trl.yaml"],
     "config": ["config", "group"],
+    "a name of TRL's": ["config", "learning_rate"],
     "runs": ["runs", "."],
     "completion": ["completion", "bash"],
     "score": ["score", "exact", "rows.jsonl"],
@@ -128,8 +131,14 @@ def test_help_of_a_command_imports_its_own_file_and_nothing_heavy() -> None:
 @pytest.mark.parametrize("arguments", TORCHLESS.values(), ids=TORCHLESS)
 def test_light_commands_import_no_torch(folder: Path, arguments: list[str]) -> None:
     (folder / "rows.jsonl").write_text(json.dumps({"prompt": "2+2=", "completion": "4", "answer": "4"}) + "\n")
-    code = f"import sys; from groupwise.cli.commands import main; rc = main({arguments!r}); sys.exit(rc or 'torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+    (folder / "trl.yaml").write_text("num_generations: 4\n")
+    heavy = {"torch", "transformers", "datasets", "pandas", "scipy", "sympy"}
+    code = (
+        f"import sys; from groupwise.cli.commands import main; rc = main({arguments!r})\n"
+        f"sys.exit(rc or ' '.join(sorted({heavy!r} & set(sys.modules))) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
@@ -138,6 +147,21 @@ def test_a_worked_step_needs_torch_and_no_model() -> None:
         "import sys; from groupwise.cli.commands import main; rc = main(['explain'])\n"
         "loaded = {'transformers', 'torch._dynamo', 'torch.distributed.fsdp', 'datasets', 'pandas'} & set(sys.modules)\n"
         "sys.exit(rc or ' '.join(sorted(loaded)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_a_plan_imports_nothing_that_it_does_not_need() -> None:
+    """And collects no garbage while it imports what it needs."""
+    code = (
+        "import gc, sys; from groupwise.cli.commands import main\n"
+        "full = []; gc.callbacks.append(lambda phase, info: full.append(len(sys.modules)) if info['generation'] == 2 else None)\n"
+        "rc = main(['train', 'r.yaml', '--dry-run', 'data.limit=20', 'data.eval_limit=5'])\n"
+        "unneeded = {'datasets', 'pandas', 'tensorboard', 'wandb', 'peft', 'matplotlib', 'torch._inductor.compile_fx', 'IPython'}\n"
+        "found = sorted(unneeded & set(sys.modules)) + [n for n in full if n > 700 and n < len(sys.modules) - 700]\n"
+        "sys.exit(rc or ' '.join(map(str, found)) or (0 if gc.isenabled() and gc.get_freeze_count() else 'not frozen'))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -329,6 +353,8 @@ def test_c8_ctrl_c_is_friendly(calls: list, capsys: pytest.CaptureFixture[str], 
     monkeypatch.setattr(sys.modules["groupwise.runs.run"], "train_recipe", interrupt)
     assert commands.main(["train", "r.yaml"]) == 130
     assert capsys.readouterr().err == "\ninterrupted; the same command continues from the last checkpoint\n"
+    assert commands.main(["train", "r.yaml", "--dry-run"]) == 130
+    assert capsys.readouterr().err == "\ninterrupted\n", "a plan has no checkpoint"
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:

@@ -73,6 +73,21 @@ def test_what_is_said_takes_the_place_of_the_runs(there: Path) -> None:
     assert [answer.prompt.text for answer in asked] == ["7+7="]
 
 
+def test_of_a_run_that_has_not_finished_it_is_said_which_model_it_was(
+    there: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = tmp_path / "half"
+    shutil.copytree(there / RUN, half)
+    (half / "done.json").unlink()
+    for folder in ("final", "rollouts"):
+        shutil.rmtree(half / folder)
+    newest = int((half / "latest").read_text())
+    assert evaluate(half, limit=2).about.startswith(f"the checkpoint of step {newest}, the run has not finished; data ")
+    assert evaluate(half / "checkpoints" / f"{newest:06d}", limit=2).about.startswith("data "), "that is what was asked for"
+    assert main(["score", "exact", str(half)]) == 2
+    assert f"{half} is a run that has recorded no completions" in capsys.readouterr().err
+
+
 def test_what_nothing_says_is_asked_for(there: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(there / RUN / "final", tmp_path / "model")
     assert main(["eval", str(tmp_path / "model")]) == 2

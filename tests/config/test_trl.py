@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,9 +17,12 @@ from groupwise.cli.commands import main
 from groupwise.config.import_trl import DEFAULTS, OWN_DEFAULTS, Imported, import_trl
 from groupwise.config.recipes import load_recipe
 from groupwise.config.schema import describe, lookup
+from groupwise.config.settings import ScratchSettings
 from groupwise.config.trl import FATES, TABLE
 from groupwise.config.trl_files import KINDS
+from groupwise.data.tokenizers import make_tokenizer
 from groupwise.errors import ConfigError
+from groupwise.models.scratch import scratch_model
 
 FIELDS: dict[str, dict[str, str | None]] = json.loads((Path(__file__).parents[1] / "fixtures" / "trl_fields.json").read_text())[
     "fields"
@@ -677,6 +683,79 @@ def test_public_configurations_become_recipes(name: str, monkeypatch: pytest.Mon
             assert here == (
                 pytest.approx(value) if isinstance(value, float) else tuple(value) if isinstance(value, list) else value
             ), key
+
+
+# ---------------------------------------------------------------- and they train
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in the place of the published ones: a random Llama that reads bytes and has a chat template."""
+    tokenizer = make_tokenizer("bytes")
+    model = scratch_model(
+        ScratchSettings(family="llama", hidden=32, layers=2, heads=2, context=4096),
+        vocabulary=len(tokenizer),
+        eos_ids=(tokenizer.eos_token_id,),
+        pad_id=tokenizer.pad_token_id,
+    )
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def conversation(number: int, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"What is {number} + 1?"}, {"role": "assistant", "content": answer}]
+
+
+ROWS: dict[str, Callable[[int], dict[str, object]]] = {
+    "GRPOConfig": lambda n: {"prompt": f"What is {n} + 1?", "prompt_c++17": f"Print {n} + 1.", "solution": str(n + 1)},
+    "RLOOConfig": lambda n: {"prompt": conversation(n, "")[:1]},
+    "SFTConfig": lambda n: {"messages": conversation(n, f"It is {n + 1}.")},
+    "RewardConfig": lambda n: {"chosen": conversation(n, f"{n + 1}"), "rejected": conversation(n, f"{n + 2}, sorry")},
+    "DPOConfig": lambda n: {"chosen": conversation(n, f"{n + 1}"), "rejected": conversation(n, f"{n + 2}, sorry")},
+}  # fmt: skip
+"""Rows of the form that the published data sets have, by class."""
+
+SHELL = r"""
+accelerate launch --config_file zero3.yaml --num_processes 4 grpo_math.py --model_name_or_path Qwen/Qwen2.5-Math-1.5B \
+    --dataset_name rows/of-somebody --learning_rate 1e-6 --max_completion_length=1024 --max_steps 50 --bf16 --beta 0.04 \
+    --use_peft --lora_target_modules q_proj v_proj --reward_funcs accuracy_reward --gradient_checkpointing
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*PUBLIC, "shell"])
+def test_they_are_planned_and_trained_with_a_model_and_data_of_ones_own(
+    name: str, tiny: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Every key as imported, but for the model, the data, the device's sampler and how much of it is done."""
+    text, kind, _ = PUBLIC.get(name, (SHELL, "GRPOConfig", {}))
+    file = "run.sh" if name == "shell" else "config.py" if f"{kind}(" in text else "config.yaml"
+    Path("zero3.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3}\nnum_processes: 4\n")
+    found = read(text, file)
+    Path("recipe.yaml").write_text(found.render())
+    for rows, numbers in (("rows.jsonl", range(40)), ("held_out.jsonl", range(40, 44))):
+        Path(rows).write_text("".join(json.dumps(ROWS[kind](n)) + "\n" for n in numbers))
+    functions = "".join(re.findall(r"^def reward_.*(?:\n .*)*\n", text, flags=re.MULTILINE))
+    Path("rewards.py").write_text(functions)
+    online = kind in ("GRPOConfig", "RLOOConfig")
+    said = [f"model.path={tiny}", "data.path=rows.jsonl", "steps=2"]
+    said += [f"{key}=null" for key in ("data.subset", "data.split", "data.eval_split") if key in found.keys]
+    said += ["data.eval_path=held_out.jsonl"] if "data.eval_path" in found.keys else []
+    said += ["rollout.max_new_tokens=8", "group.prompts_per_step=2"] if online else ["batch_size=4"]
+    said += ["rollout.engine=native"] if "rollout.engine" in found.keys else []
+    said += ["optimizer.warmup_steps=1"] if "optimizer.warmup_steps" in found.keys else []
+    said += ["save.report_to=[]"] if "save.report_to" in found.keys else []
+    if online and any(text.startswith("rewards") for text in found.needed) and not functions:
+        said += ["rewards=[{function: accuracy}]"]
+    assert main(["train", "recipe.yaml", *said, "--dry-run"]) == 0, capfd.readouterr().err
+    assert main(["train", "recipe.yaml", *said, "--quiet"]) == 0, capfd.readouterr().err
+    (log,) = Path("runs").glob("**/metrics.jsonl")
+    steps = [json.loads(line) for line in log.read_text().splitlines()]
+    assert max(step["step"] for step in steps) == 2
+    assert all(math.isfinite(step["loss"]) for step in steps if step["step"])
+    assert (log.parent / "final" / "config.json").is_file()
 
 
 def test_the_command_writes_a_recipe_and_says_what_is_lost(capsys: pytest.CaptureFixture[str]) -> None:

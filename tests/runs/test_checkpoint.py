@@ -321,6 +321,12 @@ def test_policy_folder_understands_what_people_point_at(tmp_path: Path) -> None:
         policy_folder(tmp_path / "nosuch")
     with pytest.raises(CheckpointError, match="neither a model folder, a checkpoint nor a run with one: it holds run"):
         policy_folder(tmp_path)
+    for unsaved in (tmp_path / "other", tmp_path / "staged" / "sft"):
+        unsaved.mkdir(parents=True)
+        (unsaved / "metrics.jsonl").write_text("")
+    for path in (tmp_path / "other", tmp_path / "staged"):
+        with pytest.raises(CheckpointError, match=f"{path}.* is a run that has saved no model yet: .*save.every"):
+            policy_folder(path)
 
 
 # ---------------------------------------------------------------- kill -9

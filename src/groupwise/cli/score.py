@@ -165,6 +165,8 @@ def _rows(path: Path, steps: Sequence[range] | None) -> tuple[Rows, str]:
     folder = (path if home is None else home.folder) / recorded.ROLLOUTS
     have = recorded.places(folder) if path.is_dir() else {}
     if not have:
+        if home is not None:
+            raise ConfigError(f"{path} is a run that has recorded no completions (a step does: save.rollouts_every)")
         if steps is not None:
             raise ConfigError(f"--steps are those of a run, and {path} is none that has recorded any")
         rows = read_rows(str(path))

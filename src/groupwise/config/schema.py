@@ -205,11 +205,17 @@ def key_meant(name: str) -> str | None:
     return None if near is None else ends.get(near) or theirs[near]
 
 
+MOST_MEANT = 3
+"""Keys that a suggestion names at most."""
+
+
 def suggestion(key: str) -> str:
     """What an unknown dotted key may have meant: ` (did you mean ...?)`, or where the keys that exist are listed.
 
     >>> suggestion("num_generations"), suggestion("group.lr"), suggestion("optimizer.learing_rate")
     (' (TRL name; here it is group.group_size)', ' (did you mean optimizer.lr?)', ' (did you mean optimizer.lr?)')
+    >>> suggestion("group.size"), suggestion("size")
+    (' (did you mean group.group_size?)', ' (did you mean batch_size or group.group_size?)')
     """
     leaf = key.rsplit(".", 1)[-1].lower()
     section = key.rpartition(".")[0]
@@ -224,6 +230,9 @@ def suggestion(key: str) -> str:
     for names in (here, everywhere, {name: ours for name, (ours, _) in TRL.items()}):
         if (near := nearest(leaf, names, cutoff=0.7)) is not None:
             return f" (did you mean {names[near]}?)"
+    for names in (here, everywhere) if section else (everywhere,):
+        if 0 < len(parts := [names[name] for name in names if leaf in name.split("_")]) <= MOST_MEANT:
+            return f" (did you mean {' or '.join(sorted(parts))}?)"
     inside = normal(section).removesuffix(".N") if here else ""
     return f" (`groupwise config {inside}` lists the keys)" if inside else " (`groupwise config` lists all keys)"
 

@@ -321,6 +321,11 @@ def policy_folder(path: Path | str) -> Path:
     stages = sorted(path.glob("*/metrics.jsonl"), key=lambda log: log.stat().st_mtime)
     if stages:
         return policy_folder(stages[-1].parent)
+    if (path / "metrics.jsonl").is_file():
+        raise CheckpointError(
+            f"{path} is a run that has saved no model yet: the command that began it continues it, to its first checkpoint "
+            "(save.every) or to its end"
+        )
     inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
     raise CheckpointError(f"{path} is neither a model folder, a checkpoint nor a run with one: it holds {inside}")
 

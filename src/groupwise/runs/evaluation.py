@@ -27,6 +27,7 @@ from groupwise.rewards.compose import build_rewards
 from groupwise.rewards.registry import GOLD_COLUMNS
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.probe import prove_engine
+from groupwise.runs.checkpoint import step_of
 from groupwise.runs.environments import environment_of, furnished, make_source, make_world, tools_of, unmade, with_own_reward
 from groupwise.runs.loaded_policy import model_folder, settings_of
 from groupwise.runs.provenance import Origin, origin_of
@@ -142,7 +143,7 @@ def evaluate(
         judge = ends.enter_context(build_rewards(functions, columns=list(prompts[0].row), tokenizer=policy.tokenizer))
         samples = _first(k, recipe and recipe.eval.k, SAMPLES)
         found = judging.evaluate(engine, judge, prompts, k=samples, sampling=sampling, seed=drawn)
-        return EvalReport(path, _about(origin, settings, judge.names, sampling), found)
+        return EvalReport(path, _unfinished(path, model) + _about(origin, settings, judge.names, sampling), found)
 
 
 def _first(*values: Any) -> Any:
@@ -215,6 +216,14 @@ def _rewards_of(
         )  # only the rewards' own stages need be there
         return list(resolved(alone).rewards)
     return list(recipe.rewards)
+
+
+def _unfinished(path: str, model: str) -> str:
+    """Which checkpoint it is, where a run that has not finished was named."""
+    folder, named = Path(model).resolve(), Path(path).expanduser().resolve()
+    if folder.name != "policy" or named in (folder, folder.parent):
+        return ""
+    return f"the checkpoint of step {step_of(folder.parent)}, the run has not finished; "
 
 
 def _about(origin: Origin | None, settings: DataSettings, rewards: Sequence[str], sampling: Sampling) -> str:

@@ -1,10 +1,13 @@
-"""What `module:NAME` in a recipe names."""
+"""Imports: what `module:NAME` in a recipe names, and large libraries without the garbage collector in between."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from groupwise.errors import ConfigError
@@ -26,3 +29,23 @@ def imported(key: str, name: str) -> Any:
     except (ImportError, AttributeError) as error:
         looked = f"looked for among the installed modules and in {here}"
         raise ConfigError(f"{key}: cannot import {name!r} ({error}); {looked}") from error
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Import here without garbage collections; what is there afterwards is never looked through again.
+
+    torch and transformers make a million objects, all of which stay: collecting while they are made takes a fifth of the time that
+    importing takes, and each later full collection would look at every one of them.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    before = len(sys.modules)
+    gc.disable()
+    try:
+        yield
+    finally:
+        if len(sys.modules) > before:
+            gc.freeze()
+        gc.enable()

@@ -74,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if given.debug:
             raise
-        again = "; the same command continues from the last checkpoint" if given.command == "train" else ""
+        trained = given.command == "train" and not given.dry_run
+        again = "; the same command continues from the last checkpoint" if trained else ""
         _tell(f"interrupted{again}", before="\n")
         return INTERRUPTED
     except Ended as told:

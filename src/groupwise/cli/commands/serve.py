@@ -8,6 +8,7 @@ import time
 
 from groupwise.cli.commands import arguments as typed
 from groupwise.errors import ConfigError
+from groupwise.utils.imports import uncollected
 
 EXAMPLES = (
     "groupwise serve my/model --port 8001                  then: groupwise train ... rollout.engine='{name: vllm, servers: [...]}'",
@@ -51,7 +52,8 @@ def run(given: argparse.Namespace) -> int:
 def _native(given: argparse.Namespace) -> int:
     if given.cache is not None or given.more:
         raise ConfigError("--cache and arguments behind -- are vLLM's: leave them out with --native")
-    from groupwise.rollout.serving import serve_checkpoint
+    with uncollected():
+        from groupwise.rollout.serving import serve_checkpoint
 
     token = os.environ.get("GROUPWISE_TOKEN") or None
     served_at = serve_checkpoint(given.model, host=given.host, port=given.port, rows=given.rows, dtype=given.dtype, token=token)

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from groupwise.cli.commands import arguments as typed
 from groupwise.errors import ConfigError
+from groupwise.utils.imports import uncollected
 
 EXAMPLES = (
     "groupwise train demo                                            a bundled recipe; the same again resumes it",
@@ -53,7 +54,8 @@ def run(given: argparse.Namespace) -> int:
             raise ConfigError(f"--{option.replace('_', '-')} plans what nobody starts: add --dry-run")
     if given.nproc > 1 and not given.dry_run:
         _become_torchrun(given)
-    from groupwise.runs.run import train_recipe
+    with uncollected():
+        from groupwise.runs.run import train_recipe
 
     return train_recipe(
         given.recipe,
