@@ -33,7 +33,7 @@ from groupwise.rewards.workers import Failed, Worker, WorkerGone
 NURSE_SECONDS = 60.0
 """Longest time that a fork may take: it waits for nothing but the machine."""
 DESCRIBE_SECONDS = 120.0
-"""Importing transformers and asking for schemas, on a loaded machine."""
+"""Making an environment once, to ask for its tools, on a loaded machine."""
 GRACE = 2.0
 """Seconds beyond its deadline that an asynchronous call has to be cancelled in."""
 
