@@ -138,6 +138,7 @@ class ForkServer:
             send(channel, pickle.dumps(()), deadline)
             receive(channel, deadline)  # it has been built
         except (OSError, EOFError) as error:
+            channel.close()
             with self._lock:
                 raise self._cannot_fork(worker, error) from None
         return ProcessPlace(channel, lambda: self._reap(worker, child))
