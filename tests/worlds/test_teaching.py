@@ -77,17 +77,17 @@ def test_distillation_comes_nearer_than_imitation_of_as_many_tokens(seed: int, w
         student = world(**nobody, lr=1e-2, seed=seed)
         divergence = {"name": "jsd", "beta": beta}
         teacher = Teacher(policy=master.policy.frozen_copy())
-        steps = list(student.train("distill", 40, teacher=teacher, divergence=divergence, prompts_per_step=8, group_size=4))
+        steps = list(student.train("distill", 26, teacher=teacher, divergence=divergence, prompts_per_step=8, group_size=4))
         tokens = max(tokens, sum(step.metrics["tokens/trained"] for step in steps))
         found.append(distance(student, master.policy))
     assert size(master.policy) > 3.5 * size(student.policy)
     imitator = world(**nobody, lr=1e-2, seed=seed)
-    drawn = NativeEngine(master.policy, max_rows=256).generate(imitator.draw(320), group_size=5, sampling=imitator.sampling, seed=3)
+    drawn = NativeEngine(master.policy, max_rows=256).generate(imitator.draw(208), group_size=5, sampling=imitator.sampling, seed=3)
     rows: Iterator[Demonstration] = (
         Demonstration(id=str(index), prompt=rollout.prompt.tokens, completion=rollout.tokens)
         for index, rollout in enumerate(rollout for group in drawn for rollout in group)
     )
-    optimizer = Optimizer(imitator.policy.model, OptimizerSettings(lr=1e-2, betas=(0.9, 0.99)), 40)
+    optimizer = Optimizer(imitator.policy.model, OptimizerSettings(lr=1e-2, betas=(0.9, 0.99)), 26)
     sft = train_offline(
         imitator.policy,
         SFT,
@@ -95,7 +95,7 @@ def test_distillation_comes_nearer_than_imitation_of_as_many_tokens(seed: int, w
         optimizer=optimizer,
         budget=4096,
         batch_size=40,
-        steps=40,
+        steps=26,
     )
     assert sum(step.metrics["tokens/trained"] for step in sft) > tokens
     assert max(found) < 0.7 * distance(imitator, master.policy)
