@@ -413,7 +413,10 @@ def test_a_fork_whose_parent_has_ended_before_it_asks_serves_nobody(tmp_path: Pa
         listener.bind(str(tmp_path / "forks"))
         listener.listen()
         if (child := os.fork()) == 0:
-            _grow_up(str(tmp_path / "forks"), Instance({}, None, {}), 0, above=os.getpid())  # somebody else than its parent
+            try:
+                _grow_up(str(tmp_path / "forks"), Instance({}, None, {}), 0, above=os.getpid())  # somebody else than its parent
+            finally:
+                os._exit(70)
         give_up = time.monotonic() + 60
         while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < give_up:
             time.sleep(0.01)
