@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
+import signal
+import socket
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +18,12 @@ import numpy as np
 import pytest
 
 from groupwise.config.live_objects import Live
+from groupwise.environments import workers
 from groupwise.environments.episodes import truncated
+from groupwise.environments.worker_process import Instance, _grow_up
 from groupwise.errors import ConfigError, DataError, EnvironmentFailure
 from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling, Turn
+from groupwise.rewards.worker_process import LINUX, _descendants
 
 ADD, LATER = "my_tools.py:add", "my_tools.py:later"
 BOTH = pytest.mark.parametrize("runs", ["process", "thread"])
@@ -85,10 +94,13 @@ def test_trap_11_in_threads_a_tool_that_never_returns_is_left_behind(table: Call
 @pytest.mark.slow
 @BOTH
 def test_an_environment_that_hangs_ends_its_episode_only(table: Callable[..., Any], runs: str) -> None:
-    at = table(factory="my_tools.py:Counter", tool_timeout=3.0, runs=runs)
+    at = table(factory="my_tools.py:Counter", runs=runs)
     talk, _ = at.begin(start=1)
     other, _ = at.begin(1, start=1)
+    patient = at.world.settings
+    at.world.settings = replace(patient, tool_timeout=0.3)  # while one call is asked for, which would hang for ever
     reply = at.say(talk, call("wait_forever") + call("increment", step=1))
+    at.world.settings = patient
     assert reply.finish is Finish.DEADLINE
     episode = talk.close(reply.finish)
     assert [one.failure for one in episode.turns[0].calls] == ["timeout", "exception"]
@@ -369,6 +381,64 @@ def test_sampling_that_is_broken_off_leaves_nothing_running(table: Callable[...,
     other, _ = at.begin(1, start=1)
     at.say(other, "done")
     assert other.close(Finish.EOS).reward == 1.0
+
+
+def running(process: int) -> bool:
+    """Whether a process is there and has not ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+@pytest.mark.skipif(not LINUX, reason="only Linux tells a process that its parent has ended")
+def test_environments_end_with_the_process_that_forked_them(table: Callable[..., Any]) -> None:
+    """Whoever above them is killed, with a signal that it does not hear."""
+    at = table(factory="my_tools.py:Counter", tool_timeout=600.0)
+    talk, _ = at.begin(start=1)
+    supervisor = at.world.source._fork_server._worker._process.pid
+    worker, *forks = _descendants(supervisor)
+    assert forks and all(map(running, forks))
+    waiting = at.later(talk, call("wait_forever"))
+    os.kill(supervisor, signal.SIGKILL)
+    assert waiting.result(timeout=60).finish is Finish.ERROR
+    give_up = time.monotonic() + 60
+    while any(map(running, (worker, *forks))) and time.monotonic() < give_up:
+        time.sleep(0.01)
+    assert not any(map(running, (worker, *forks)))
+
+
+@pytest.mark.skipif(not LINUX, reason="only Linux tells a process that its parent has ended")
+def test_a_fork_whose_parent_has_ended_before_it_asks_serves_nobody(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "forks"))
+        listener.listen()
+        if (child := os.fork()) == 0:
+            try:
+                _grow_up(str(tmp_path / "forks"), Instance({}, None, {}), 0, above=os.getpid())  # somebody else than its parent
+            finally:
+                os._exit(70)
+        give_up = time.monotonic() + 60
+        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < give_up:
+            time.sleep(0.01)
+        if not ended[0]:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert ended == (child, 1 << 8)
+
+
+def test_a_fork_that_fails_leaves_no_connection(table: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither side of it: its worker is ended, and what was accepted is closed."""
+    at = table(factory="my_tools.py:Counter")
+    accepted, accept = [], socket.socket.accept
+
+    def ended(*_: object) -> bytes:
+        raise EOFError
+
+    monkeypatch.setattr(socket.socket, "accept", lambda listener: accepted.append(accept(listener)) or accepted[-1])
+    monkeypatch.setattr(workers, "receive", ended)
+    with pytest.raises(EnvironmentFailure, match="cannot fork"):
+        at.begin(start=1)
+    assert [channel.fileno() for channel, _ in accepted] == [-1]
 
 
 def test_objects_can_be_run_in_processes_too(table: Callable[..., Any]) -> None:

@@ -75,7 +75,7 @@ def test_an_environment_given_as_an_object_trains(tmp_path: Path) -> None:
 def test_tools_given_by_name_train(tmp_path: Path, runs: str) -> None:
     """A scratch model that calls nothing: its prompts show the tool, and its completions are conversations."""
     keys = GAME | {
-        "data": {"task": "calculator", "chat": True, "limit": 32},
+        "data": {"task": "calculator", "chat": True, "limit": 32, "eval_limit": 4},
         "model": {"scratch": GAME["model"]["scratch"] | {"tokenizer": "bpe:300", "context": 192}},  # type: ignore[index]
         "environment": {"tools": ["groupwise.environments.playground:calculate"], "runs": runs},
         "rewards": [{"function": "accuracy"}],
@@ -204,7 +204,7 @@ def test_a_run_that_is_killed_in_the_middle_of_episodes_ends_with_the_same_weigh
         "        observation, reward, done = super().step(text)\n"
         "        return observation, reward + random.random() / 100, done\n"
     )
-    keys = GAME | {"environment": {"factory": "slow.py:Slow", "max_turns": 4}, "save": {"every": 1}, "steps": 6}
+    keys = GAME | {"environment": {"factory": "slow.py:Slow", "max_turns": 4}, "save": {"every": 1}, "steps": 4}
     (tmp_path / "game.yaml").write_text(json.dumps(keys))
     command = ("train", "game.yaml")
     whole = forked.run(*command, "name=whole", cwd=tmp_path)

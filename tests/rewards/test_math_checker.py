@@ -139,7 +139,7 @@ def test_order_and_repeats_are_preserved(checker):
 
 @pytest.mark.slow
 def test_a_hostile_gold_is_none_and_a_hostile_answer_is_wrong(monkeypatch):
-    monkeypatch.setattr("groupwise.rewards.math_checker.CPU_SECONDS", 0.5)
+    monkeypatch.setattr("groupwise.rewards.math_checker.CPU_SECONDS", 0.25)
     checker = Checker(workers=2)
     with checker.pool:
         assert checker.compare([("9^{9^{9^{9}}}", "5"), ("5", "9^{9^{9^{9}}}")]) == [None, 0.0]

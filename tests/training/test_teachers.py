@@ -367,12 +367,13 @@ TREE = {
 }
 
 
-@pytest.fixture
-def larger(tmp_path: Path, write_recipe: Callable) -> str:
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory: pytest.TempPathFactory, write_recipe: Callable) -> str:
     """A trained model of another size."""
+    folder = tmp_path_factory.mktemp("larger")
     model = {"scratch": {"hidden": 48, "layers": 2, "heads": 4, "context": 128, "tokenizer": "arithmetic"}}
-    list(train(load_recipe(write_recipe(tmp_path, "larger", steps=1, model=model, rewards=[{"function": "accuracy"}]))))
-    return str(tmp_path / "runs" / "larger" / "final")
+    list(train(load_recipe(write_recipe(folder, "larger", steps=1, model=model, rewards=[{"function": "accuracy"}]))))
+    return str(folder / "runs" / "larger" / "final")
 
 
 def final(folder: Path) -> dict[str, torch.Tensor]:

@@ -1,10 +1,18 @@
-"""Tools as the policy sees them: JSON schemas from type hints and docstrings, and arguments held against a schema."""
+"""Tools as the policy sees them: JSON schemas from type hints and docstrings, and arguments held against a schema.
+
+The schemas are those of transformers' `get_json_schema`, which chat templates were written for.  They are made here because tools
+live in processes of their own: importing transformers and torch would be most of the start of each.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+import json
+import re
+import types
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from groupwise.errors import ConfigError
 
@@ -13,22 +21,120 @@ Schema = Mapping[str, Any]
 
 
 def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
-    """The JSON schema of a function by transformers' rules: every parameter has a type hint, and a line under `Args:`.
+    """The JSON schema of a function: every parameter has a type hint, and a line under `Args:` in a docstring of Google's style.
 
-    name: what the tool is called in messages.   Raises ConfigError for what is missing.
+    A description that ends in `(choices: ["a", "b"])` offers these alone.   name: what the tool is called in messages.
+    Raises ConfigError for what is missing.
     """
-    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
-
-    if not inspect.getdoc(function):
+    documentation = inspect.getdoc(function)
+    if not documentation:
         raise ConfigError(f"the tool {name!r} has no docstring: say what it does, and each parameter under `Args:`")
+    about, described, returned = _sections(documentation)
     try:
-        return get_json_schema(function)
-    except DocstringParsingException as error:
-        raise ConfigError(f"the tool {name!r}: {error}; write a line `name: what it is` under `Args:` in its docstring") from None
-    except TypeHintParsingException as error:
-        raise ConfigError(f"the tool {name!r}: {error}; give every parameter a type hint that JSON can hold") from None
+        hints, parameters = get_type_hints(function), inspect.signature(function).parameters
+        takes: dict[str, Any] = {"type": "object", "properties": {key: _of_parameter(key, hints, described) for key in parameters}}
+        if required := [key for key, one in parameters.items() if one.default is one.empty]:
+            takes["required"] = required
+    except _Missing as error:
+        raise ConfigError(f"the tool {name!r}: {error}") from None
     except (TypeError, NameError, ValueError) as error:
         raise ConfigError(f"the tool {name!r} cannot be described: {type(error).__name__}: {error}") from None
+    whole = {"name": getattr(function, "__name__", name), "description": about, "parameters": takes}
+    try:
+        result = _of_hint(hints["return"]) if "return" in hints else None
+    except _Missing:  # the policy never writes it
+        result = None
+    if result is not None:
+        whole["return"] = result | ({} if returned is None else {"description": returned})
+    return {"type": "function", "function": whole}
+
+
+class _Missing(Exception):
+    """What a schema cannot be made without, and the remedy."""
+
+
+def _of_parameter(key: str, hints: Mapping[str, Any], described: Mapping[str, str]) -> dict[str, Any]:
+    if key not in hints:
+        raise _Missing(f"the argument {key!r} has no type hint; give every parameter one that JSON can hold")
+    found = _of_hint(hints[key])
+    if key not in described:
+        raise _Missing(f"the argument {key!r} has no description; write a line `{key}: what it is` under `Args:` in the docstring")
+    text = described[key]
+    if choices := re.search(r"\(choices:(.*)\)$", text, re.IGNORECASE):
+        offered = json.loads(choices[1])
+        found["enum"] = [one.strip() if isinstance(one, str) else one for one in offered]
+        text = text[: choices.start()].strip()
+    return found | {"description": text}
+
+
+_SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
+_PLAIN = _SCALARS | {list: "array", tuple: "array", dict: "object"}
+
+
+def _of_hint(hint: Any) -> dict[str, Any]:
+    """Raises _Missing for a hint whose values JSON cannot hold."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return {}
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _of_values(hint, [member.value for member in hint])
+    if origin is Literal:
+        return _of_values(hint, inner)
+    if origin in (Union, types.UnionType):
+        return _of_union(inner)
+    if origin is tuple and len(inner) > 1 and ... not in inner:
+        return {"type": "array", "prefixItems": [_of_hint(one) for one in inner]}
+    if origin is list and inner:
+        return {"type": "array", "items": _of_hint(inner[0])}
+    if origin is dict and inner:
+        return {"type": "object", "additionalProperties": _of_hint(inner[-1])}
+    if not inner and isinstance(bare := origin or hint, type) and bare in _PLAIN:
+        return {"type": _PLAIN[bare]}
+    raise _Missing(f"the type hint {hint!r} is none that JSON can hold; use int, float, str, bool, an Enum, Literal, or list, "
+                   "tuple[a, b], dict and unions of these")  # fmt: skip
+
+
+def _of_values(hint: Any, values: Sequence[Any]) -> dict[str, Any]:
+    if not values or any(type(value) not in _SCALARS for value in values):
+        raise _Missing(
+            f"the type hint {hint!r} offers {list(values)}; expected at least one value, and texts, numbers, bool or None"
+        )
+    kinds = list(dict.fromkeys(_SCALARS[type(value)] for value in values))
+    return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": list(values)}
+
+
+def _of_union(hints: Sequence[Any]) -> dict[str, Any]:
+    schemas = [_of_hint(one) for one in hints if one is not type(None)]
+    kinds = sorted({one["type"] for one in schemas if one.keys() == {"type"}})
+    if len(schemas) == 1:
+        found = schemas[0]
+    elif all(one.keys() == {"type"} for one in schemas):
+        found = {"type": kinds[0] if len(kinds) == 1 else kinds}
+    else:
+        found = {"anyOf": schemas}
+    return found | ({"nullable": True} if len(schemas) < len(hints) else {})
+
+
+def _sections(documentation: str) -> tuple[str, dict[str, str], str | None]:
+    """Of a docstring in Google's style: what the function does, what its parameters are, and what it returns, where it says so."""
+    about = re.split("Args:|Returns:|Raises:", documentation)[0].strip()
+    returned = _under("Returns", "Raises:", documentation)
+    described: dict[str, str] = {}
+    key = indent = None
+    for line in (_under("Args", "Returns:|Raises:", documentation) or "").splitlines():
+        entry = re.match(r"([ \t]*)(\w+):(.*)", line)
+        if entry and not (indent is not None and line.startswith((f"{indent} ", f"{indent}\t"))):
+            indent, key = entry[1], entry[2]
+            described[key] = entry[3].strip()
+        elif key is not None and line.strip():  # it goes on, further in
+            described[key] = f"{described[key]} {line.strip()}".strip()
+    return about, described, None if returned is None else returned.strip()
+
+
+def _under(heading: str, ends: str, documentation: str) -> str | None:
+    """What stands under a heading, to the next."""
+    found = re.search(rf"(?:^|\n)\s*{heading}:\n", documentation)
+    return None if found is None else re.split(ends, documentation[found.end() :])[0]
 
 
 def name_of(schema: Schema) -> str:
@@ -70,7 +176,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 
 
 def _fits(schema: Mapping[str, Any], value: Any) -> bool:
-    """True if a value is what the part of JSON Schema that `get_json_schema` writes asks for."""
+    """True if a value is what the part of JSON Schema that `schema_of` writes asks for."""
     if value is None and schema.get("nullable"):
         return True
     if "anyOf" in schema:
@@ -115,7 +221,5 @@ def _expected(schema: Mapping[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    import json
-
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."

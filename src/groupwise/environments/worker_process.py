@@ -265,6 +265,7 @@ def fork_server(
     functions = {spec.rpartition(":")[2]: known.get(spec) or find_named(spec, "tool") for spec in tools}
     makers = {name: known.get(spec) or find_named(spec, "environment") for name, spec in factories.items()}
     children: set[int] = set()
+    above = os.getpid()
 
     def answer(what: str, *request: Any) -> int:
         if what == "reap":
@@ -276,7 +277,7 @@ def fork_server(
         name, seed = request
         child = os.fork()
         if child == 0:
-            _grow_up(address, Instance(functions, makers.get(name), args if name in makers else {}), seed)
+            _grow_up(address, Instance(functions, makers.get(name), args if name in makers else {}), seed, above)
         children.add(child)
         return child
 
@@ -291,7 +292,7 @@ def _end(child: int) -> None:
         os.waitpid(child, 0)
 
 
-def _grow_up(address: str, instance: Instance, seed: int) -> NoReturn:
+def _grow_up(address: str, instance: Instance, seed: int, above: int) -> NoReturn:
     """The life of a fork: it serves one connection, and ends with it or with its parent."""
     try:
         if instance.shared:
@@ -300,6 +301,8 @@ def _grow_up(address: str, instance: Instance, seed: int) -> NoReturn:
         os.setpgid(0, 0)
         if worker_process.LINUX:
             worker_process._prctl(worker_process.PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != above:  # it ended before this could be asked for
+                os._exit(1)
         if worker_process.channel_of_this is not None:
             worker_process.channel_of_this.close()
         _seed(seed)

@@ -33,7 +33,7 @@ from groupwise.rewards.workers import Failed, Worker, WorkerGone
 NURSE_SECONDS = 60.0
 """Longest time that a fork may take: it waits for nothing but the machine."""
 DESCRIBE_SECONDS = 120.0
-"""Importing transformers and asking for schemas, on a loaded machine."""
+"""Making an environment once, to ask for its tools, on a loaded machine."""
 GRACE = 2.0
 """Seconds beyond its deadline that an asynchronous call has to be cancelled in."""
 
@@ -138,6 +138,7 @@ class ForkServer:
             send(channel, pickle.dumps(()), deadline)
             receive(channel, deadline)  # it has been built
         except (OSError, EOFError) as error:
+            channel.close()
             with self._lock:
                 raise self._cannot_fork(worker, error) from None
         return ProcessPlace(channel, lambda: self._reap(worker, child))

@@ -272,22 +272,28 @@ def token_columns(
         passes = len(updates) // minibatches
         cut: dict[tuple[str, int], tuple[Sample, np.ndarray]] = {}
         for one in updates:
-            for sample, logp in joined(zip(one.samples, one.seen, strict=True)):
+            whole = joined(zip(one.samples, one.seen, strict=True))
+            for (sample, _), clipped in zip(whole, _clipped(whole, algorithm), strict=True):
                 key = (sample.group, sample.index)
                 before = cut[key][1] if key in cut else np.zeros(sample.completion.size, np.float32)
-                cut[key] = sample, before + _clipped(sample, logp, algorithm) / np.float32(passes)
+                cut[key] = sample, before + clipped / np.float32(passes)
         found["clipped"] = by_completion(groups, list(cut.values()))
     return found
 
 
-def _clipped(sample: Sample, logp: np.ndarray, algorithm: Algorithm) -> np.ndarray:
-    """float32 (n,): 1 where the update cut a token's gradient."""
+def _clipped(seen: Seen, algorithm: Algorithm) -> list[np.ndarray]:
+    """float32 (n,) for each completion: 1 where the update cut a token's gradient."""
     assert algorithm.clip_range is not None
-    logp_N, behavior_N, advantage_N, segment_N = _columns([(_as_trained(sample, logp, algorithm), logp)])
-    clipped = np.zeros(sample.completion.size, np.float32)
-    log_ratio_N = algorithm.ratio(logp_N, behavior_N, segment_N, 1)
-    clipped[sample.weight != 0] = diagnostics.clipped(log_ratio_N, advantage_N, algorithm.clip_range).numpy()
-    return clipped
+    logp_N, behavior_N, advantage_N, segment_N = _columns([(_as_trained(sample, logp, algorithm), logp) for sample, logp in seen])
+    log_ratio_N = algorithm.ratio(logp_N, behavior_N, segment_N, len(seen))
+    cut_N = diagnostics.clipped(log_ratio_N, advantage_N, algorithm.clip_range).numpy()
+    found = []
+    for sample, _ in seen:
+        trained = sample.weight != 0
+        here, cut_N = np.split(cut_N, [int(trained.sum())])
+        found.append(np.zeros(sample.completion.size, np.float32))
+        found[-1][trained] = here
+    return found
 
 
 def by_completion(groups: Sequence[Scored], found: Seen) -> list[list[np.ndarray]]:

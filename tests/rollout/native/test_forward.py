@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from pairs import pairs
 from torch import nn
 from transformers.activations import NewGELUActivation
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -99,15 +100,16 @@ def test_lean_in_low_precision_is_as_near_to_float32_as_the_modules(family, prec
     assert error[NativeEngine] < 1.5 * error[ModuleEngine] + 1e-3
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if "wide" in family])
-@pytest.mark.parametrize("precision", ["float32", "autocast"])
 @pytest.mark.parametrize(
-    ("threads", "max_rows", "options"),
-    [(1, 8, {}), (2, 64, {"temperature": 0.9}), (1, 5, {"temperature": 0.0}), (2, 8, {"stop": ("0", "1")})],
+    ("family", "precision", "how"),
+    pairs(
+        [family for family in FAMILIES if "wide" in family],
+        ["float32", "autocast"],
+        [(1, 8, {}), (2, 64, {"temperature": 0.9}), (1, 5, {"temperature": 0.0}), (2, 8, {"stop": ("0", "1")})],
+    ),
 )
-def test_one_call_for_many_tokens_is_the_kernels_one_by_one(
-    family, precision, threads, max_rows, options, policy_of, prompts_of, monkeypatch
-):
+def test_one_call_for_many_tokens_is_the_kernels_one_by_one(family, precision, how, policy_of, prompts_of, monkeypatch):
+    threads, max_rows, options = how
     policy = randomized(policy_of(family.split(",")[0], dtype=torch.float32, sharpness=3.0, **FAMILIES[family]))
     policy = replace(policy, autocast=precision == "autocast")
     if not decoding.multiplies(torch.bfloat16 if policy.autocast else torch.float32):

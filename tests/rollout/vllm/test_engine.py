@@ -57,6 +57,7 @@ class FakeServer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # or a body waits until its headers have been acknowledged: 40 ms
 
             def log_message(self, *_: Any) -> None:
                 pass
