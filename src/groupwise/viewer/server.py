@@ -109,6 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: Viewer
     server_version, sys_version = "groupwise", ""
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # a head and a body are two small writes: the second would wait for the first's receipt
 
     def do_GET(self) -> None:
         if (refused := self._refused()) is not None:
