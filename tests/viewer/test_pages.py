@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -444,7 +445,14 @@ def test_a_recipe_with_code_of_its_own_is_not_replayed(
         found.answer("replay", {"run": "0", "step": "2", "group": "1"})
 
 
+@pytest.fixture
+def started_at_once(forked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays without an interpreter's start; tests/viewer/test_browser.py has one with it."""
+    monkeypatch.setattr(replays, "COMMAND", shlex.split(forked.command))
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("started_at_once")
 def test_a_replayed_group_holds_the_closed_form_of_the_recorded_and_the_changed(trained: Path) -> None:
     from groupwise.runs.replay import replay
 
@@ -477,6 +485,7 @@ def test_a_replayed_group_holds_the_closed_form_of_the_recorded_and_the_changed(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("started_at_once")
 def test_what_the_recipe_refuses_is_said(trained: Path) -> None:
     with pytest.raises(DataError, match=r"high"):
         pages_of(trained).answer("replay", {"run": "0", "step": "2", "group": "0", "set": "group.surrogate.high=-3"})
