@@ -194,6 +194,7 @@ def search(pages: Pages, **asked: Any) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_search_finds_all_of_it_and_nothing_else(pages: Pages, made: Any) -> None:
     every = [
         (n, g, i, r, group.reward[i])
@@ -519,6 +520,7 @@ def test_long_texts_of_an_episode_are_cut(made: Any, tmp_path: Path) -> None:
     assert len(turn["answer"]) == len(turn["calls"][0]["result"]) == 6000
 
 
+@pytest.mark.slow
 def test_the_large_run_of_the_benchmark_is_a_run(made: Any, tmp_path: Path) -> None:
     """`benchmarks/viewer.py` makes one of 640,000 completions; its files have the columns that a run writes today."""
     pages = pages_of(made.make_large(tmp_path / "large", 201, groups=2, size=3, tokens=5))
