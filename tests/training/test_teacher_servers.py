@@ -66,7 +66,7 @@ class FakeServer:
                 self.wfile.write(text)
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
 
     def logprobs(self, ids: list[int]) -> list[dict[str, Any] | None]:

@@ -78,6 +78,7 @@ def test_windows_shorter_than_the_sequence(family, policy_of, prompts_of, scored
             np.testing.assert_allclose(rollout.behavior_logp, scored(policy, rollout), rtol=0, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_precisions(family, precision, policy_of, prompts_of, scored):
