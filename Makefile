@@ -18,7 +18,7 @@ demo: $(VENV)/.core            ## SFT, then GRPO on a built-in task, and a repor
 test: $(VENV)/.test            ## the whole suite: about twenty minutes on two cores
 	$(TEST)
 
-test-fast: $(VENV)/.test       ## what takes about a second or less
+test-fast: $(VENV)/.test       ## what takes about half a second or less
 	$(TEST) -m 'not slow'
 
 test-faults: $(VENV)/.test     ## inject every fault, print how each ends, and make docs/reliability.md of it

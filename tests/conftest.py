@@ -42,6 +42,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whoever asks for a process or a browser is slow without saying so."""
+    for item in items:
+        if {"forked", "chromium"}.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def signals_are_left_alone() -> Iterator[None]:
     """A run that a test leaves open would hear the signals of the tests behind it."""

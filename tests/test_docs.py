@@ -230,6 +230,7 @@ def test_links_lead_somewhere(path: Path) -> None:
             assert anchor in anchors, f"{path.name} links to {target}"
 
 
+@pytest.mark.slow
 def test_made_parts_are_current() -> None:
     for path, text in module(DOCS / "generate.py").pages().items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name} is not current: make docs"
@@ -345,6 +346,7 @@ stages:
 """
 
 
+@pytest.mark.slow
 def test_every_key_of_a_real_runs_log_has_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.yaml").write_text(TINY, encoding="utf-8")

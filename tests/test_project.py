@@ -111,6 +111,6 @@ def test_types_and_style_have_no_findings(check_types: Callable[..., None], tmp_
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pyright"]
     source = str(ROOT / "src")
     assert settings.pop("include") == ["src"]
-    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings | {"extraPaths": [source]}))
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings | {"extraPaths": [source], "stubPath": str(ROOT / "typings")}))
     command = ["pyright", "--project", str(tmp_path / "pyrightconfig.json"), "--pythonpath", sys.executable, source]
     check_types(command, tmp_path, dict(os.environ), behind="\n# pyright: standard\n")

@@ -29,6 +29,7 @@ def test_worked_example_of_standardized(scored):
     assert firsts(credit.leave_one_out([group]))[0] == pytest.approx([0.75, -0.75, 0.0])
 
 
+@pytest.mark.slow
 @given(REWARDS, REWARDS)
 def test_outcome_credits_against_the_statistics_module(scored, first, second):
     groups = [scored(first), scored(second)]
@@ -53,6 +54,7 @@ def test_outcome_credits_against_the_statistics_module(scored, first, second):
         assert others == pytest.approx(leave_out, abs=1e-9)
 
 
+@pytest.mark.slow
 @given(REWARDS, st.floats(-100, 100), st.floats(0.1, 100))
 def test_standardized_ignores_shift_and_scale(scored, rewards, shift, scale):
     moved = [round(r, 3) * scale + shift for r in rewards]

@@ -15,13 +15,10 @@ from groupwise.errors import ConfigError
 from groupwise.records import Finish
 from groupwise.runs.run import train
 
+pytestmark = pytest.mark.slow
+
 PACKAGE = '''
-from dataclasses import dataclass, field
-import json, sys
-
-import numpy as np
-
-from groupwise.algorithms.advantages import Advantages, centered
+from groupwise.algorithms.advantages import centered
 from groupwise.rollout.engine import InProcess
 from groupwise.rollout.native.engine import NativeEngine
 
@@ -38,11 +35,6 @@ def credit(groups):
     return centered(groups)
 
 
-def reward(prompts, completions, *, bonus=0.0, **columns):
-    calls.append(("reward", sorted(columns), bonus))
-    return [bonus + sum(map(ord, text)) % 3 for text in completions]
-
-
 class Engine(InProcess):
     """Draws by the native engine, and counts."""
 
@@ -54,6 +46,16 @@ class Engine(InProcess):
         self.inner.set_version(self.version)
         calls.append(("generate", len(prompts), group_size))
         return self.inner.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)
+'''
+
+
+ALONE = '''
+from dataclasses import dataclass
+import json
+
+
+def reward(prompts, completions, *, bonus=0.0, **columns):
+    return [bonus + sum(map(ord, text)) % 3 for text in completions]
 
 
 @dataclass(frozen=True)
@@ -93,19 +95,22 @@ def command(arguments):
     print(json.dumps(arguments))
     return 7
 '''
+"""What runs in a process of its own too, which need not load what an engine does."""
 
 
 @pytest.fixture
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The name of a module outside of the tree, which no test had before, as an installed package has it."""
+    """The name of a module outside of the tree, which no test had before, as an installed package has it; `_alone` is beside it."""
     place = tmp_path / "site"
     name = f"outside_{abs(hash(str(tmp_path))):x}"
     place.mkdir()
     (place / f"{name}.py").write_text(PACKAGE)
+    (place / f"{name}_alone.py").write_text(ALONE)
     monkeypatch.syspath_prepend(str(place))
     monkeypatch.chdir(tmp_path)
     yield name
-    sys.modules.pop(name, None)
+    for module in (name, f"{name}_alone"):
+        sys.modules.pop(module, None)
 
 
 def keys(name: str) -> dict[str, object]:
@@ -114,8 +119,8 @@ def keys(name: str) -> dict[str, object]:
         "objective": "grpo",
         "steps": 1,
         "model": {"scratch": {"hidden": 32, "layers": 1, "heads": 2, "context": 512}},
-        "data": {"task": f"{name}:Doubling", "task_args": {"most": 6}},
-        "rewards": [{"function": f"{name}:reward", "args": {"bonus": 0.5}}],
+        "data": {"task": f"{name}_alone:Doubling", "task_args": {"most": 6}},
+        "rewards": [{"function": f"{name}_alone:reward", "args": {"bonus": 0.5}}],
         "rollout": {"engine": {"name": f"{name}:Engine", "args": {"note": "mine"}}, "max_new_tokens": 4, "max_rows": 5},
         "group": {
             "prompts_per_step": 3,
@@ -147,8 +152,8 @@ def test_an_environment_answers_what_an_engine_samples(outside: str) -> None:
     del chosen["rewards"]
     chosen |= {
         "model": {"scratch": {"hidden": 32, "layers": 1, "heads": 2, "context": 128, "tokenizer": "arithmetic"}},
-        "data": {"task": f"{outside}:Doubling", "chat": True},
-        "environment": {"factory": f"{outside}:Count", "args": {"last": 2}, "runs": "process"},
+        "data": {"task": f"{outside}_alone:Doubling", "chat": True},
+        "environment": {"factory": f"{outside}_alone:Count", "args": {"last": 2}, "runs": "process"},
         "rollout": {"engine": f"{outside}:Engine", "max_new_tokens": 64, "max_rows": 5},
     }
     (step,) = (step for step in train(make_recipe(chosen)) if step.number == 1)
@@ -164,7 +169,6 @@ def test_an_environment_answers_what_an_engine_samples(outside: str) -> None:
     assert any(rollout.finish is Finish.DONE for group in step.groups for rollout in group.rollouts)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -175,7 +179,7 @@ def test_an_environment_answers_what_an_engine_samples(outside: str) -> None:
         ),
         ({"data": {"task": "{}:Nothing"}}, r"data.task: cannot import '.*:Nothing'"),
         (
-            {"data": {"task": "{}:Doubling", "task_args": {"least": 1}}},
+            {"data": {"task": "{}_alone:Doubling", "task_args": {"least": 1}}},
             r"has no argument 'least'; it takes: most",
         ),
     ],
@@ -187,7 +191,6 @@ def test_what_does_not_fit_is_refused_with_its_key(change: dict, said: str, outs
         list(train(recipe))
 
 
-@pytest.mark.slow
 def test_a_command_of_an_installed_package(outside: str, tmp_path: Path) -> None:
     """Its entry point is all that is read of it until it is typed."""
     described = tmp_path / "site" / "outside-1.0.dist-info"
@@ -202,10 +205,11 @@ def test_a_command_of_an_installed_package(outside: str, tmp_path: Path) -> None
         )
         return subprocess.run([sys.executable, "-c", code, *typed], capture_output=True, text=True, check=False)
 
-    done = groupwise("greet", "--loud", "steps=3", greet=f"{outside}:command")
+    own = f"{outside}_alone:command"
+    done = groupwise("greet", "--loud", "steps=3", greet=own)
     assert (done.returncode, json.loads(done.stdout)) == (7, ["--loud", "steps=3"])
-    assert "of the installed package outside" in groupwise("--help", greet=f"{outside}:command").stdout
+    assert "of the installed package outside" in groupwise("--help", greet=own).stdout
     assert groupwise("config", "seed", greet="nowhere:command").returncode == 0
     broken = groupwise("greet", greet="nowhere:command")
     assert broken.returncode == 2 and "the command 'greet' of outside cannot be imported" in broken.stderr
-    assert "adds the command 'train', which there is already" in groupwise("config", "seed", train=f"{outside}:command").stderr
+    assert "adds the command 'train', which there is already" in groupwise("config", "seed", train=own).stderr

@@ -38,6 +38,7 @@ def check(tmp_path: Path) -> Callable[..., tuple[int, str]]:
     return run
 
 
+@pytest.mark.slow
 def test_a_healthy_recipe_passes(check: Callable) -> None:
     status, text = check()
     assert status == 0, text
@@ -47,6 +48,7 @@ def test_a_healthy_recipe_passes(check: Callable) -> None:
     assert "temperature 0.7" in text
 
 
+@pytest.mark.slow
 def test_a_template_that_rewrites_the_past_is_said(check: Callable) -> None:
     template = (
         "{% for m in messages %}<|{{ m.role }}|>{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}"

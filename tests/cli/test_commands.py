@@ -479,6 +479,7 @@ def completed(*words: str, folder: Path) -> set[str]:
     return set(done.stdout.splitlines())
 
 
+@pytest.mark.slow
 def test_bash_completes_commands_options_recipes_and_keys(folder: Path) -> None:
     (folder / "my rows.jsonl").touch()
     assert completed("groupwise", "ch", folder=folder) == {"check", "chat"}

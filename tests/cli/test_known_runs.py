@@ -49,6 +49,7 @@ def test_of_several_stages_the_last_one_is_meant_and_of_nothing_none(there: Path
 # ---------------------------------------------------------------- eval
 
 
+@pytest.mark.slow
 def test_eval_says_what_the_run_said(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same prompts, rewards, template, length, samples and seed give the same numbers."""
     done = json.loads((there / RUN / "done.json").read_text())
@@ -61,6 +62,7 @@ def test_eval_says_what_the_run_said(there: Path, capsys: pytest.CaptureFixture[
     assert said.startswith(f"{RUN}: ")
 
 
+@pytest.mark.slow
 def test_what_is_said_takes_the_place_of_the_runs(there: Path) -> None:
     rows = [{"question": "7+7=", "answer": "14"}, {"question": "9+9=", "answer": "18"}]
     Path("other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -167,6 +169,7 @@ def _with_template(policy: gw.LoadedPolicy, template: str) -> gw.LoadedPolicy:
     return dataclasses.replace(policy, template=template)
 
 
+@pytest.mark.slow
 def test_check_looks_at_what_the_run_trained(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["check", RUN])
     said = capsys.readouterr().out

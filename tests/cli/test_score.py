@@ -76,6 +76,7 @@ def test_neighbours_with_one_prompt_are_one_call(tmp_path, monkeypatch):
     assert score_file(["size_reward.py:f"], write(tmp_path / "rows.jsonl", rows)).reward.tolist() == [2, 2, 1, 3, 3, 3, 1]
 
 
+@pytest.mark.slow
 def test_a_slow_call_is_named_and_a_workers_start_is_none(tmp_path, monkeypatch):
     """By a clock that stands still but for what the two stand-ins below say they took."""
     monkeypatch.chdir(tmp_path)

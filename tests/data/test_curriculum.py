@@ -32,6 +32,7 @@ def test_a_row_is_retired_behind_so_many_solved_visits_in_a_row() -> None:
     assert order.retired == 1, "a group that could not be scored says nothing"
 
 
+@pytest.mark.slow
 def test_a_row_comes_as_often_as_it_is_not_solved() -> None:
     order = Curriculum(3, seed=5, strength=0.8)
     for row, rate in enumerate((0.0, 0.5, 1.0)):

@@ -195,6 +195,7 @@ def test_rows_that_hold_no_pair_are_counted_never_the_end():
     assert report.kept == 1 and sum(report.dropped.values()) == 3
 
 
+@pytest.mark.slow
 def test_messages_that_the_chat_template_refuses_are_counted():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = (

@@ -36,6 +36,7 @@ def call(name: str, **arguments: Any) -> str:
 # ---------------------------------------------------------------- tools
 
 
+@pytest.mark.slow
 @BOTH
 def test_trap_12_parallel_results_come_in_the_order_of_the_calls(table: Callable[..., Any], runs: str) -> None:
     """Asynchronous and plain calls mixed, and calls that are none between them."""
@@ -83,6 +84,7 @@ def test_trap_11_a_tool_that_never_returns_lets_the_others_finish(table: Callabl
     assert [one.failure for one in died.calls] == ["exception", ""]
 
 
+@pytest.mark.slow
 def test_trap_11_in_threads_a_tool_that_never_returns_is_left_behind(table: Callable[..., Any]) -> None:
     at = table(tools=(ADD, "my_tools.py:hang"), tool_timeout=0.5, runs="thread")
     talk, _ = at.begin()
@@ -110,6 +112,7 @@ def test_an_environment_that_hangs_ends_its_episode_only(table: Callable[..., An
     assert other.close(Finish.EOS).reward == 5.0
 
 
+@pytest.mark.slow
 def test_trap_10_limits_end_an_episode_and_say_so(table: Callable[..., Any]) -> None:
     at = table(tools=(ADD, "my_tools.py:long"), max_turns=3, max_observation_tokens=60, max_observation_bytes=50)
     talk, _ = at.begin()
@@ -188,6 +191,7 @@ def test_trap_5_arguments_reach_the_tool_as_they_were_written(table: Callable[..
 # ---------------------------------------------------------------- environments
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_trl_environment_runs_unchanged(
     table: Callable[..., Any], runs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -245,6 +249,7 @@ def test_an_environment_with_step(table: Callable[..., Any], runs: str) -> None:
     assert episode.reward == 1.0
 
 
+@pytest.mark.slow
 @BOTH
 def test_trap_15_no_episode_sees_anothers_state(table: Callable[..., Any], runs: str) -> None:
     """Whatever the interleaving, the transcripts are the same: 24 episodes one by one, and all at once in random order."""

@@ -17,7 +17,7 @@ from groupwise.records import Finish
 from .conftest import call
 
 BOTH = pytest.mark.parametrize("runs", ["process", "thread"])
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 def results(at: Any, *said: str) -> Any:

@@ -168,6 +168,7 @@ def test_check_shows_tools_and_plays_an_episode(tmp_path: Path) -> None:
     assert all(finding.good is not False for name, finding in found.items() if name != "endings"), found
 
 
+@pytest.mark.slow
 def test_sampled_is_scored_behind_answers(tmp_path: Path) -> None:
     """Log-probs of the packed stream are those that the engine sampled with, in every turn."""
     training = gw.train(make_recipe(GAME | {"runs": str(tmp_path), "steps": 1}))

@@ -85,6 +85,7 @@ def test_h15_a_template_that_cannot_be_used_is_an_error_with_the_row(
     assert data.train[0].text == "<|user|>hello<|end|>\n<|assistant|>"
 
 
+@pytest.mark.slow
 @pytest.mark.fault("H15h", "a chat template that raises with terminal escapes in its text", "DataError with escapes shown")
 def test_what_a_template_says_cannot_steer_a_terminal(rows: Callable) -> None:
     tokenizer = byte_tokenizer()
@@ -95,6 +96,7 @@ def test_what_a_template_says_cannot_steer_a_terminal(rows: Callable) -> None:
     assert r"\x1b]0;owned\x07 \x1b[31mred" in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.fault("H15i", "the process that renders is killed between two prompts", "the prompts are rendered, none is lost")
 def test_a_killed_renderer_is_started_again(rows: Callable) -> None:
     tokenizer = byte_tokenizer()

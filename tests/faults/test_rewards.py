@@ -316,6 +316,7 @@ def judge(completions, **_):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux can adopt orphans")
 @pytest.mark.parametrize("how", ["close", "timeout", "forgotten"])
 @pytest.mark.fault("R35", "children in sessions of their own, grandchildren, orphans", "none is left after the rewards")
@@ -384,6 +385,7 @@ def live() -> Iterator[Callable[..., Any]]:
         rewards.close()
 
 
+@pytest.mark.slow
 @pytest.mark.fault("R37", "a closure that exits, hangs, or holds the interpreter, in a fork", "as for a function of a file")
 def test_r37_a_closure_runs_in_a_fork_that_can_be_killed(live: Callable, capfd: pytest.CaptureFixture) -> None:
     import re

@@ -72,6 +72,7 @@ def saved(folder: Path) -> int | None:
 # ---------------------------------------------------------------- an error keeps what was learnt
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "T1c", "a reward raises at step 3, before any checkpoint", "RewardError; step 2 is saved, the run continues from it"
 )
@@ -98,6 +99,7 @@ def test_t1c_an_error_of_a_reward_saves_the_last_whole_step(
     assert [line["step"] for line in lines(Path("runs/broken"))] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.fault("T1d", "the operating system refuses something in the middle of step 3", "the error is told; step 2 is saved")
 def test_an_oserror_in_a_step_saves_the_last_whole_step(recipe: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     straight, path, taken = finish(recipe("straight")), recipe("broken"), [0]
@@ -203,6 +205,7 @@ def test_c5b_a_disk_that_fills_up_between_saves(
     assert [line["step"] for line in lines(Path("runs/broken"))] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.fault("C5c", "the disk is full when the final model is written", "StorageError; the older final model is still there")
 def test_a_full_disk_at_the_export_leaves_what_was_there(recipe: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     path = recipe("r", steps=2)
@@ -292,6 +295,7 @@ def test_c15_more_steps_train_on(recipe: Callable, capsys: pytest.CaptureFixture
     assert same(Path("runs/r"), straight)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "C15b", "the same, but its checkpoints were deleted", "CheckpointError; nothing is trained anew over the final model"
 )
@@ -334,6 +338,7 @@ def test_c17_finished_is_believed_only_with_its_model(
     assert all(torch.equal(again[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_a_card_that_was_edited_is_left_alone(recipe: Callable, capsys: pytest.CaptureFixture[str]) -> None:
     path = recipe("r", steps=1)
     finish(path)
@@ -344,6 +349,7 @@ def test_a_card_that_was_edited_is_left_alone(recipe: Callable, capsys: pytest.C
     assert card.read_text() == "# mine"
 
 
+@pytest.mark.slow
 @pytest.mark.fault("C16", "killed after the evaluation before step 1, run again", "step 0 stands once in the log")
 def test_c16_no_step_stands_twice(recipe: Callable) -> None:
     path = recipe("r", steps=2, eval={"k": 2, "at_start": True})
@@ -445,6 +451,7 @@ def test_a_job_that_cannot_be_put_together_leaves_no_worker(
     assert sorted(workers_of(os.getpid())) == sorted(before)
 
 
+@pytest.mark.slow
 def test_rewards_end_although_the_engine_does_not(recipe: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     before = workers_of(os.getpid())
 
@@ -459,6 +466,7 @@ def test_rewards_end_although_the_engine_does_not(recipe: Callable, monkeypatch:
     Run(load_recipe(recipe("r", steps=1)), Path("runs/r")).lock.release()  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_beside_an_error_holds_nothing_back(recipe: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     before = workers_of(os.getpid())
     run = Run(load_recipe(recipe("r")), Path("runs/r"))
@@ -491,6 +499,7 @@ def test_f7_a_foreign_done_json(text: str, recipe: Callable) -> None:
     assert finished(Path("runs/r")) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F8", "config.yaml of the run is not text, or not YAML", "ConfigError: the file, and three ways out")
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00garbage", b"{unfinished: [", b"\x00"])
 def test_f8_a_damaged_config(
@@ -522,6 +531,7 @@ def test_f11_a_damaged_environment(text: str, recipe: Callable) -> None:
     assert Path("runs/r/environment.damaged.json").read_text() == text
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F21", "rollouts/ of a run is a file", "StorageError: what is in the way")
 def test_f21_a_file_where_a_folder_belongs(recipe: Callable, capsys: pytest.CaptureFixture[str], record_property: Callable) -> None:
     path = recipe("r", steps=2, save={"every": 1})
@@ -586,6 +596,7 @@ def test_c9b_reward_code_that_changed_is_noticed(
     sys.modules.pop("changing_judge", None)
 
 
+@pytest.mark.slow
 def test_nothing_is_asked_before_the_first_checkpoint(recipe: Callable, tmp_path: Path) -> None:
     """What was taken without being saved is taken again: nothing is mixed."""
     (tmp_path / "p.jsonl").write_text(pairs(8))

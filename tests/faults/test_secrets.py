@@ -62,11 +62,13 @@ def test_shapes_of_secrets(shape: str) -> None:
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text("abc é")
 
 
+@pytest.mark.slow
 @given(st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text("abc"), inner)))
 def test_what_is_no_secret_is_left_as_it_is(value: object) -> None:
     assert redacted(value) == value
 
 
+@pytest.mark.slow
 @pytest.mark.fault("X6b", "secrets under 36 names, and of 12 shapes, in a recipe", "0 of them in the run folder")
 def test_x6b_no_secret_of_a_recipe_is_in_the_run_folder(recipe: Callable, tmp_path: Path) -> None:
     hidden = {name: f"VALUE-{place:02}-zz" for place, name in enumerate(NAMES)}
@@ -118,6 +120,7 @@ def test_commands_are_kept_without_secrets(given: list[str], kept: list[str]) ->
     assert redacted_command(given) == kept
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "X6f", "a secret of the environment, in the recipe under another name and in a reward's exception", "0 in folder and log"
 )

@@ -108,6 +108,7 @@ def test_flash_by_stretches_equals_the_definition(kv: int) -> None:
         torch.testing.assert_close(fast, plain, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_flex_mask_says_the_same() -> None:
     """The CUDA path's block mask, evaluated on the CPU."""
     from torch.nn.attention.flex_attention import flex_attention

@@ -272,6 +272,7 @@ def test_what_is_dropped_is_random_and_keeps_its_mean() -> None:
     assert float((mean - 1).abs().max()) < 6 * math.sqrt(p / (1 - p) / 200)
 
 
+@pytest.mark.slow
 def test_the_mean_of_many_masked_passes_is_the_pass_without() -> None:
     """Where what follows is linear: from the last block's residual dropout to the hidden states before the last norm."""
     policy = make_policy(built("gpt2", attn_pdrop=0.0, embd_pdrop=0.0, n_layer=1), TOKENIZER, ModelSettings(dropout=True))

@@ -48,6 +48,7 @@ def test_what_is_accepted_equals_its_own_forward(name: str) -> None:
         assert comparable(found) == comparable(ROWS[name]), "run tests/models/families.py and docs/generate.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "mistral", "gpt_oss", "hunyuan_v1_moe", "dots1", "mamba", "mixtral, router loss"])
 def test_lower_types_and_dropout_are_what_the_table_says(name: str) -> None:
     """Those that drop, whose windows and soft caps round, whose experts are nearly tied, and that are refused."""
@@ -79,6 +80,7 @@ def test_what_most_people_train_is_proven_on_every_path(name: str) -> None:
     assert {"scoring", "gradients", "checkpointing", "native"} <= set(row.paths)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [

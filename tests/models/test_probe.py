@@ -261,6 +261,7 @@ def test_families_that_ended_untidily_are_right(family: str) -> None:
     assert "sampling" in prove(policy.model, paths=("sampling",)).paths
 
 
+@pytest.mark.slow
 def test_a_family_that_works_on_its_masks_is_refused_in_words() -> None:
     with pytest.raises(ConfigError, match=r"Doge.* cannot be asked what its attention sees .* set model.attention to 'single'"):
         make_policy(built(DogeForCausalLM, DogeConfig), TOKENIZER)
@@ -749,6 +750,7 @@ PUBLISHED: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_sizes_are_right_in_bfloat16(name: str) -> None:
     kind, config = PUBLISHED[name]

@@ -89,6 +89,7 @@ def test_known_token_scores_give_the_exact_pooled_score(
     np.testing.assert_allclose(total("sum", found), [answer.completion.sum() / 4 / SUM_UNIT for answer in answers], rtol=1e-15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
 def test_scores_do_not_depend_on_what_else_is_scored(scorer: Callable[..., Policy], answers: list[Answer], family: str) -> None:
     policy = scorer(family)

@@ -69,6 +69,7 @@ def test_tags():
     assert tags([""] * 4, texts, tags=["a"]) == [1.0, 0.5, 0.0, 0.5]
 
 
+@pytest.mark.slow
 def test_regex_and_its_guards():
     assert regex(["ab\ncd", "cd"], pattern="^cd$", flags="m") == [1.0, 1.0]
     assert regex(["ab1", "1"], pattern=r"\d", mode="fullmatch") == [0.0, 1.0]

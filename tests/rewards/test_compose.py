@@ -148,6 +148,7 @@ def test_r10_a_signature_that_the_data_cannot_serve_is_refused_at_once(one, code
         one(code, ("question", "answer"))
 
 
+@pytest.mark.slow
 def test_r10_defaults_and_arguments_stand_in_for_columns(one, group):
     assert column(one("def f(completions, hint=2.0): return [hint] * len(completions)"), group("4")) == [2.0]
     assert column(one("def f(completions, hint): return [hint] * len(completions)", hint=3), group("4")) == [3.0]
@@ -183,6 +184,7 @@ def test_r11_names_weights_and_empty_lists():
         build_rewards([], columns=["answer"])
 
 
+@pytest.mark.slow
 def test_x10_code_comes_from_the_working_directory_or_an_installed_module(functions, tmp_path):
     outside = tmp_path.parent / f"outside_{os.getpid()}.py"
     outside.write_text("def f(completions): raise SystemExit('was run')")
@@ -347,6 +349,7 @@ HANGING = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", HANGING)
 def test_r03_p63_a_call_out_of_time_says_nothing_and_a_second_one_ends_the_run(one, group, code, caplog):
     with one(code, timeout=0.5) as rewards:
@@ -357,6 +360,7 @@ def test_r03_p63_a_call_out_of_time_says_nothing_and_a_second_one_ends_the_run(o
             rewards.score([group("4", "5")])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["", "async "])
 def test_r03_p63_one_slow_completion_costs_no_other(one, group, prefix):
     wait = "await asyncio.sleep(3600)" if prefix else "time.sleep(3600)"
@@ -370,6 +374,7 @@ def test_r03_p63_one_slow_completion_costs_no_other(one, group, prefix):
             rewards.score([group("x", "1", "2")])
 
 
+@pytest.mark.slow
 def test_r03_timeouts_that_are_few_never_end_the_run(one, group):
     code = "import asyncio\nasync def f(completion):\n    if completion == 'x': await asyncio.sleep(3600)\n    return 1.0"
     with one(code, timeout=0.2) as rewards:
@@ -406,6 +411,7 @@ def test_builtins_with_a_timeout(group):
 # ------------------------------------------------------------------------------------------------------- at the same time
 
 
+@pytest.mark.slow
 def test_r12_async_functions_run_side_by_side_and_in_order(functions, group):
     """Every call waits until all others have begun: one after the other they would wait for ever."""
     path = functions(
@@ -451,6 +457,7 @@ def test_async_functions_keep_one_loop_and_work_inside_another(one, group):
     assert [column(rewards, group("4")), asyncio.run(inside()), column(rewards, group("4"))] == [[1.0]] * 3
 
 
+@pytest.mark.slow
 def test_rewards_with_a_timeout_run_side_by_side(functions, group):
     """Each waits until all three have begun: one after the other the first would come to its timeout."""
     path = functions(

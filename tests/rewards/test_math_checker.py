@@ -94,6 +94,7 @@ def test_m03_plain_numbers_start_no_process():
     assert checker.pool._idle == []
 
 
+@pytest.mark.slow
 def test_m03_the_second_time_is_from_the_cache(checker, monkeypatch):
     pair = (r"\frac{\sqrt{8}}{2}", r"\sqrt{2}")
     assert checker.compare([pair]) == [1.0]
@@ -132,6 +133,7 @@ def test_verdicts(checker, gold, answer, verdict):
     assert checker.compare([(gold, answer)]) == [verdict]
 
 
+@pytest.mark.slow
 def test_order_and_repeats_are_preserved(checker):
     pairs = [("1", "1"), (r"\sqrt{4}", "2"), ("2", "3"), (r"\sqrt{4}", "2"), (r"\sqrt{4}", "3"), ("", "1")]
     assert checker.compare(pairs) == [1.0, 1.0, 0.0, 1.0, 0.0, None]

@@ -241,6 +241,7 @@ def peak() -> Iterator[_Peak]:
         yield mode
 
 
+@pytest.mark.slow
 def test_peak_memory_is_that_of_one_micro_batch(tiny_policy: Callable[..., Policy], folder: Callable[..., str]) -> None:
     """64 prompts x 8 completions take what one full micro-batch takes, and every score equals the one alone."""
     policy, path = tiny_policy(), folder(hidden=256, layers=1)

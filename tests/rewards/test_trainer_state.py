@@ -137,6 +137,7 @@ def test_a_single_function_logs_one_value() -> None:
     assert notes.told()["columns"] == {"a": ["text"]}
 
 
+@pytest.mark.slow
 def test_a_run_writes_it_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 

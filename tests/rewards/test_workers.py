@@ -80,6 +80,7 @@ def test_values_and_setup(hostile):
     assert [outcome.value for outcome in outcomes] == [["hi", n, "\ud800\x00"] for n in range(20)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["sleep", "deaf"])
 def test_r03_r04_hangs_are_killed_on_time_and_the_worker_replaced(hostile, what):
     with Pool(hostile, size=1, seconds=0.5) as pool:
@@ -133,6 +134,7 @@ def test_output_does_not_disturb_the_channel(hostile, capfd):
     assert captured.err.startswith("noise")
 
 
+@pytest.mark.slow
 def test_what_a_worker_started_dies_with_it(hostile, tmp_path):
     with Pool(hostile, size=1, seconds=1.0) as pool:
         assert pool.run("tell", str(tmp_path / "pid")).failure == "timeout"

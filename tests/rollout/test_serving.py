@@ -32,6 +32,7 @@ def generate(served: Served, ids: list[int], **drawn) -> list[dict]:
     return answer.json()["choices"]
 
 
+@pytest.mark.slow
 def test_log_probs_are_those_of_a_forward_pass(served, scored, policy_of):
     rng = np.random.default_rng(0)
     asked = [
@@ -54,6 +55,7 @@ def test_log_probs_are_those_of_a_forward_pass(served, scored, policy_of):
             assert np.abs(scored(policy, rollout) - logp).max() < 1e-10
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_whoever_else_asks(served):
     once = generate(served, [5, 6, 7], seed=3, max_tokens=20)
     with ThreadPoolExecutor(8) as pool:

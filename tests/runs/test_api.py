@@ -87,6 +87,7 @@ def metrics(name: str = "mine") -> list[dict[str, Any]]:
 # ---------------------------------------------------------------- objects
 
 
+@pytest.mark.slow
 def test_objects_give_the_run_that_files_give(call: Callable, tiny_policy: Callable) -> None:
     """The same rows, weights and reward, once as objects and once as files: the same numbers, to the bit."""
     list(call())
@@ -107,12 +108,14 @@ def test_a_dataset_a_list_and_a_file_are_the_same_rows(call: Callable) -> None:
     assert call(data=datasets.Dataset.from_list(ROWS)).recipe == call().recipe
 
 
+@pytest.mark.slow
 def test_held_out_rows_are_objects_too(call: Callable) -> None:
     steps = list(call(data={"path": ROWS[:6], "eval_path": ROWS[6:]}, eval={"k": 2}))
     assert steps[0].number == 0
     assert steps[-1].evaluation is not None
 
 
+@pytest.mark.slow
 def test_the_loaded_model_stays_as_it_is(call: Callable, tiny_policy: Callable) -> None:
     policy = tiny_policy()
     before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
@@ -125,6 +128,7 @@ def test_the_loaded_model_stays_as_it_is(call: Callable, tiny_policy: Callable) 
     assert any(not torch.equal(trained[name], tensor) for name, tensor in before.items())
 
 
+@pytest.mark.slow
 def test_a_lambda_and_a_closure_reward(call: Callable) -> None:
     wanted = "7"
     training = call(rewards=[lambda completion: float(wanted in completion), gw.LiveReward(function=digits, weight=0.5)])
@@ -158,6 +162,7 @@ def test_an_adapter_on_a_loaded_model(call: Callable, tiny_policy: Callable) -> 
     assert [line["step"] for line in metrics()] == [1, 2]
 
 
+@pytest.mark.slow
 def test_data_set_objectives_take_objects(call: Callable) -> None:
     rows = [{"prompt": f"{i}+{i}=", "completion": str(2 * i)} for i in range(8)]
     sft = call(objective="sft", data=rows, rewards=None, group=None, batch_size=4)
@@ -170,6 +175,7 @@ def test_data_set_objectives_take_objects(call: Callable) -> None:
 # ---------------------------------------------------------------- the folder, and going on
 
 
+@pytest.mark.slow
 def test_the_folder_names_the_objects(call: Callable) -> None:
     list(call(rewards=[digits, "accuracy"]))
     written = yaml.safe_load(Path("runs/mine/config.yaml").read_text())
@@ -181,6 +187,7 @@ def test_the_folder_names_the_objects(call: Callable) -> None:
     assert "live:LlamaForCausalLM" in card
 
 
+@pytest.mark.slow
 def test_the_same_call_resumes_to_the_same_bits(call: Callable) -> None:
     list(call(name="straight", steps=4))
     for step in call(steps=4):
@@ -229,6 +236,7 @@ def test_resuming_with_other_objects_is_refused(call: Callable, tiny_policy: Cal
     assert [step.number for step in call(rewards=[changed], accept_changes=True)] == [2]
 
 
+@pytest.mark.slow
 def test_a_closed_over_function_is_the_same_in_another_process(tmp_path: Path) -> None:
     """Its digest does not depend on the process: sets of constants are ordered by hashes that do."""
     code = (
@@ -244,11 +252,13 @@ def test_a_closed_over_function_is_the_same_in_another_process(tmp_path: Path) -
     assert len(said) == 1
 
 
+@pytest.mark.slow
 def test_fresh_takes_the_next_name(call: Callable) -> None:
     list(call(steps=1))
     assert call(steps=1, fresh=True).folder == Path("runs/mine-2")
 
 
+@pytest.mark.slow
 def test_a_run_that_has_finished_says_so_and_trains_on_with_more_steps(call: Callable, caplog: pytest.LogCaptureFixture) -> None:
     assert [step.number for step in call(steps=1)] == [1]
     assert not caplog.messages
@@ -329,6 +339,7 @@ def test_wrong_keywords_say_what_was_given(given: dict[str, Any], told: str, cal
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 def test_wrong_models_say_what_was_given(call: Callable, tiny_policy: Callable) -> None:
     policy = tiny_policy()
     with pytest.raises(ConfigError, match=r"a loaded model needs its tokenizer: .*, got None"):
@@ -358,6 +369,7 @@ def test_all_mistakes_at_once(call: Callable) -> None:
 # ---------------------------------------------------------------- plan and screen
 
 
+@pytest.mark.slow
 def test_the_plan_is_the_runs_own_and_run_shows_it(call: Callable) -> None:
     training = call(data={"path": ROWS, "eval_fraction": 0.3})
     plan = dict(training.plan())
@@ -375,6 +387,7 @@ def test_the_plan_is_the_runs_own_and_run_shows_it(call: Callable) -> None:
 # ---------------------------------------------------------------- a trained policy
 
 
+@pytest.mark.slow
 def test_generate_is_the_engines_and_score_the_scorers(call: Callable) -> None:
     list(call())
     policy = gw.load_policy("runs/mine")
@@ -398,6 +411,7 @@ def test_generate_is_the_engines_and_score_the_scorers(call: Callable) -> None:
         np.testing.assert_allclose(one, rollout.behavior_logp, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_score_is_the_models_own_log_probs(call: Callable) -> None:
     list(call())
     policy = gw.load_policy("runs/mine/final")
@@ -412,6 +426,7 @@ def test_score_is_the_models_own_log_probs(call: Callable) -> None:
     assert policy.score("1+1=", "").shape == (0,)
 
 
+@pytest.mark.slow
 def test_a_loaded_policy_asks_as_its_run_did(call: Callable) -> None:
     list(call(data={"path": ROWS, "chat": True, "system": "12+3"}, save={"every": 1}))
     for path in ("runs/mine", "runs/mine/final", "runs/mine/checkpoints/000002"):
@@ -427,6 +442,7 @@ def test_a_loaded_policy_asks_as_its_run_did(call: Callable) -> None:
     assert abs(float(bare[0] - chat[0])) > 1e-6
 
 
+@pytest.mark.slow
 def test_wrong_questions_say_what_was_given(call: Callable) -> None:
     list(call())
     policy = gw.load_policy(Path("runs/mine"))
@@ -502,6 +518,7 @@ def test_the_packages_names_are_the_same_for_type_checkers_and_python() -> None:
 SCRIPT = ROOT / "tests" / "python_api" / "user_script.py"
 
 
+@pytest.mark.slow
 def test_the_users_script_runs(tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("user_script", SCRIPT)
     assert spec is not None and spec.loader is not None

@@ -147,6 +147,7 @@ def test_resuming_takes_away_what_will_be_done_again(recipe: Recipe, tmp_path: P
     assert [attempt["after_step"] for attempt in attempts] == [0, 3, 2]
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_whole_lines(recipe: Recipe, tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; import itertools, pickle;"

@@ -55,6 +55,7 @@ def test_runs_of_many_kinds_are_replayed_bit_for_bit(case: str, tmp_path: Path) 
     assert any(one.recorded.metrics["grad_norm"] > 0 for one in found), "nothing was trained"
 
 
+@pytest.mark.slow
 def test_each_step_is_replayed_from_wherever_its_weights_can_be_had(run: Path) -> None:
     """Checkpoints 4 and 5 are there; the folder was moved, and the data are asked for by nobody."""
     found = {number: replay(run, number) for number in (1, 3, 5)}
@@ -104,6 +105,7 @@ def test_another_algorithm_does_what_training_with_it_does(kept: Path, tmp_path:
     assert found.same, "the recorded configuration is replayed beside it"
 
 
+@pytest.mark.slow
 def test_a_change_behind_steps_without_a_checkpoint_takes_them_as_they_were(run: Path) -> None:
     near = replay(run, 5, ["group.beta=0.1"])  # needs a reference, which the run did not keep
     shutil.rmtree(run / "checkpoints")

@@ -64,6 +64,7 @@ def metrics(folder: Path) -> list[dict]:
     return [{key: value for key, value in line.items() if not key.startswith(timing)} for line in lines]
 
 
+@pytest.mark.slow
 def test_p43_p44_straight_equals_interrupted_at_every_step_bit_for_bit(recipe: Callable, tmp_path: Path) -> None:
     """Also into the second epoch (8 rows are used: 64 less held-out ones, 4 a step, would be long), with mu and minibatches."""
     changes = GRPO | {
@@ -136,6 +137,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(recipe: Calla
     assert a != c
 
 
+@pytest.mark.slow
 def test_stages_follow_one_another_and_the_final_model_is_a_plain_folder(recipe: Callable, tmp_path: Path) -> None:
     path = recipe(
         name="two",
@@ -316,6 +318,7 @@ def test_a_small_model_trains_in_one_thread_where_nobody_says_otherwise(
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_a_run_records_what_the_viewer_shows_and_ends_with_a_report(recipe: Callable, tmp_path: Path) -> None:
     """Token texts, what the updates did, held-out completions, one page; a report that fails is said and the run is whole."""
     path = recipe(name="shown", **GRPO)

@@ -103,6 +103,7 @@ WHERE = {  # the step that is saved
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "number"),
     [
@@ -225,6 +226,7 @@ def test_c7_ended_at_random_times_it_comes_to_the_same_bits(ahead: int, recipe: 
     assert metrics(broken) == metrics(straight)
 
 
+@pytest.mark.slow
 def test_the_last_evaluation_is_made_up_for(recipe: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     path, calls = recipe("run", eval={"k": 2, "at_start": False}), [0]
     with monkeypatch.context() as patch:
@@ -282,6 +284,7 @@ def test_c7_calls_in_worker_processes_end_too(recipe: Callable, tmp_path: Path) 
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_second_signal_does_not_wait() -> None:
     with endings(lambda: False):
         signal.raise_signal(signal.SIGTERM)

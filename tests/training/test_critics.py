@@ -314,6 +314,7 @@ def test_a_run_that_is_broken_off_goes_on_to_the_same_weights(own: bool, tmp_pat
     assert not any("critic" in name or "score" in name for name in theirs)
 
 
+@pytest.mark.slow
 def test_a_critic_with_other_tokens_is_refused(tmp_path: Path, write_recipe: Callable) -> None:
     other = write_recipe(
         tmp_path, "bytes", steps=1, rewards=TREE["rewards"], model={"scratch": {"hidden": 32, "context": 96, "tokenizer": "bytes"}}

@@ -283,6 +283,7 @@ def same_episode(one: Rollout, other: Rollout) -> None:
 TEXT = st.text(max_size=8)
 
 
+@pytest.mark.slow
 @given(
     result=TEXT,
     arguments=TEXT,

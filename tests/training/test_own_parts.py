@@ -60,10 +60,12 @@ def test_a_row_of_one_s_own_is_trained(recipe: Callable) -> None:
     assert [step.metrics["grad_norm"] for step in own] == [step.metrics["grad_norm"] for step in same]
 
 
+@pytest.mark.slow
 def test_a_row_of_one_s_own_gets_its_critic(recipe: Callable) -> None:
     assert all("value/mean" in step.metrics for step in recipe(objective="PARTS:VALUED", group={"group_size": 1}))
 
 
+@pytest.mark.slow
 def test_a_filter_decides_which_groups_are_replaced(recipe: Callable) -> None:
     """The first two prompts are refused, so the first step draws two more; from then on everything is kept."""
     first, second = recipe(group={"dead_groups": "refill", "filter": "PARTS:not_the_first"})

@@ -99,6 +99,7 @@ def greeted(policy: Policy, *servers: FakeServer) -> ScoringServers:
     return found
 
 
+@pytest.mark.slow
 def test_servers_say_what_the_checkpoint_says(tiny_policy: Callable, serve: Callable) -> None:
     policy, other = tiny_policy(scale=2.0), tiny_policy(scale=2.0, seed=3)
     prompts = [Prompt(id=f"0/{i}", tokens=np.arange(6, 9 + i), text="") for i in range(4)]

@@ -342,6 +342,7 @@ def test_completions_are_drawn_from_the_mixture_and_say_so(tiny_policy: Callable
             next(engine.generate(prompts, group_size=1, sampling=wrong, seed=0))
 
 
+@pytest.mark.slow
 def test_importance_weights_make_the_mixture_unbiased(tiny_policy: Callable) -> None:
     """E over the mixture of `q / mixture x f` is E over q of f: the policy gradient's weight, for a single token."""
     policy, other = tiny_policy(dtype=F64, scale=3.0), tiny_policy(dtype=F64, scale=3.0, seed=3)
@@ -413,6 +414,7 @@ def test_a_run_that_is_broken_off_goes_on_to_the_same_weights(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 def test_a_teacher_with_other_tokens_is_refused_by_name(tmp_path: Path, write_recipe: Callable) -> None:
     model = {"scratch": {"hidden": 32, "context": 96, "tokenizer": "bytes"}}
     list(train(load_recipe(write_recipe(tmp_path, "bytes", steps=1, model=model, rewards=[{"function": "accuracy"}]))))

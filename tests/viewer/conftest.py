@@ -100,28 +100,54 @@ def chromium(chromium_with: Callable[..., Any]) -> Iterator[Any]:
         yield browser
 
 
-@pytest.fixture
-def tab(chromium: Any) -> Iterator[Callable[..., Any]]:
-    """`tab(address, width, scheme)` -> a page that is ready; at the end no error was logged and no other host was asked."""
-    opened: list[tuple[Any, list[str], str]] = []
+class Watched:
+    """A page with a storage of its own, what it may ask, and what went wrong on it."""
 
-    def open_(address: str, width: int = 1280, scheme: str = "light", height: int = 900, wait: bool = True) -> Any:
-        context = chromium.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
-        page = context.new_page()
-        wrong: list[str] = []
-        page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("dialog", lambda dialog: (wrong.append(f"dialog {dialog.message}"), dialog.dismiss()))
-        own = address.split("#")[0].rsplit("/", 1)[0]
-        page.on("request", lambda asked: None if asked.url.startswith((own, "data:")) else wrong.append(f"request {asked.url}"))
-        page.goto(address)
-        if wait:
-            page.wait_for_selector("main[data-ready]", timeout=30_000)
-        opened.append((context, wrong, address))
-        return page
+    def __init__(self, chromium: Any) -> None:
+        context = chromium.new_context()
+        context.add_init_script("try { localStorage.clear(); } catch { /* a page from a file may have none */ }")
+        self.page, self.own, self.wrong = context.new_page(), "about:", []
+        self.page.on("console", lambda message: self.wrong.append(message.text) if message.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.on("dialog", lambda dialog: (self.wrong.append(f"dialog {dialog.message}"), dialog.dismiss()))
+        self.page.on("request", self._asked)
+
+    def _asked(self, request: Any) -> None:
+        if not request.url.startswith((self.own, "data:")):
+            self.wrong.append(f"request {request.url}")
+
+    def open(self, address: str, width: int, height: int, scheme: str) -> None:
+        self.own = address.split("#")[0].rsplit("/", 1)[0]
+        self.page.set_viewport_size({"width": width, "height": height})
+        self.page.emulate_media(color_scheme=scheme)
+        self.page.goto(address)
+
+    def leave(self) -> list[str]:
+        """Be empty again.  What went wrong until now."""
+        found, self.wrong = self.wrong, []
+        self.own = "about:"
+        self.page.goto("about:blank")
+        return found
+
+
+@pytest.fixture(scope="module")
+def unused(chromium: Any) -> list[Watched]:
+    """Pages that no test has open.  One that showed the application before shows it again at a third of a new page's cost."""
+    return []
+
+
+@pytest.fixture
+def tab(chromium: Any, unused: list[Watched]) -> Iterator[Callable[..., Any]]:
+    """`tab(address, width, scheme)` -> a page that is ready; at the end no error was logged and no other host was asked."""
+    opened: list[Watched] = []
+
+    def open_(address: str, width: int = 1280, scheme: str = "light", height: int = 900) -> Any:
+        opened.append(unused.pop() if unused else Watched(chromium))
+        opened[-1].open(address, width, height, scheme)
+        opened[-1].page.wait_for_selector("main[data-ready]", timeout=30_000)
+        return opened[-1].page
 
     yield open_
-    found = [problem for _, wrong, _ in opened for problem in wrong]
-    for context, _, _ in opened:
-        context.close()
+    found = [problem for one in opened for problem in one.leave()]
+    unused.extend(opened)
     assert not found, found

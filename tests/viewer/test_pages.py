@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,7 @@ def search(pages: Pages, **asked: Any) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_search_finds_all_of_it_and_nothing_else(pages: Pages, made: Any) -> None:
     every = [
         (n, g, i, r, group.reward[i])
@@ -444,7 +446,14 @@ def test_a_recipe_with_code_of_its_own_is_not_replayed(
         found.answer("replay", {"run": "0", "step": "2", "group": "1"})
 
 
+@pytest.fixture
+def started_at_once(forked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays without an interpreter's start; tests/viewer/test_browser.py has one with it."""
+    monkeypatch.setattr(replays, "COMMAND", shlex.split(forked.command))
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("started_at_once")
 def test_a_replayed_group_holds_the_closed_form_of_the_recorded_and_the_changed(trained: Path) -> None:
     from groupwise.runs.replay import replay
 
@@ -477,6 +486,7 @@ def test_a_replayed_group_holds_the_closed_form_of_the_recorded_and_the_changed(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("started_at_once")
 def test_what_the_recipe_refuses_is_said(trained: Path) -> None:
     with pytest.raises(DataError, match=r"high"):
         pages_of(trained).answer("replay", {"run": "0", "step": "2", "group": "0", "set": "group.surrogate.high=-3"})
@@ -510,6 +520,7 @@ def test_long_texts_of_an_episode_are_cut(made: Any, tmp_path: Path) -> None:
     assert len(turn["answer"]) == len(turn["calls"][0]["result"]) == 6000
 
 
+@pytest.mark.slow
 def test_the_large_run_of_the_benchmark_is_a_run(made: Any, tmp_path: Path) -> None:
     """`benchmarks/viewer.py` makes one of 640,000 completions; its files have the columns that a run writes today."""
     pages = pages_of(made.make_large(tmp_path / "large", 201, groups=2, size=3, tokens=5))

@@ -37,6 +37,7 @@ def test_a_report_is_one_small_file(run_folder: Path, other_folder: Path, tmp_pa
     assert not [tag for tag, names in Elements(text).found if "src" in names or (tag == "link" and "href" in names)]
 
 
+@pytest.mark.slow
 def test_completions_change_no_element_of_the_report(run_folder: Path, hostile_folder: Path) -> None:
     """The same elements with the same attributes, whatever the completions say; and the same scripts, by their hash."""
     plain, hostile = (report(open_sources([folder])) for folder in (run_folder, hostile_folder))

@@ -28,6 +28,7 @@ def test_every_preset_learns_the_answers(preset: str, say: Callable) -> None:
     assert np.mean(rewards[-5:]) > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [1, 4])
 def test_rollouts_of_older_weights_teach_the_answers(ahead: int, say: Callable) -> None:
     steps = list(say(lr=1e-2).train("grpo", 40, ahead=ahead, **SIZE))

@@ -57,6 +57,7 @@ def learn(world: Callable, plant: bool) -> tuple[list[float], float]:
     return [step.metrics["reward"] for step in steps], float(np.mean([rollout.finish is Finish.LENGTH for rollout in late]))
 
 
+@pytest.mark.slow
 def test_stopping_at_the_right_place_is_learnt(world: Callable) -> None:
     rewards, truncated = learn(world, plant=False)
     assert rewards[0] < 0.25
@@ -64,6 +65,7 @@ def test_stopping_at_the_right_place_is_learnt(world: Callable) -> None:
     assert truncated < 0.1
 
 
+@pytest.mark.slow
 def test_p17_with_the_end_excluded_from_the_loss_it_is_not(world: Callable) -> None:
     rewards, truncated = learn(world, plant=True)
     assert np.mean(rewards[-5:]) < 0.25

@@ -61,6 +61,7 @@ def distance(made: object, teacher: Policy) -> float:
     return float(np.mean(own - theirs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_distillation_comes_nearer_than_imitation_of_as_many_tokens(seed: int, world: Callable) -> None:
     """Forward and reverse KL on the student's own completions against SFT on the teacher's, with more tokens and as many steps.

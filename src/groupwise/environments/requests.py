@@ -58,7 +58,9 @@ TOKENS = frozenset(
 class Refused(Exception):
     """A request that is answered with an error.  Codes from 400 on that OpenAI's client does not send again by itself."""
 
-    def __init__(self, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST, *, param: str | None = None, code: str = ""):
+    def __init__(
+        self, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST, *, param: str | None = None, code: str = ""
+    ) -> None:
         """param: the parameter that is wrong.   code: for programs."""
         super().__init__(message)
         self.status, self.param, self.code = status, param, code

@@ -34,6 +34,8 @@ LONGEST = 180.0
 """Seconds that a replay may take."""
 DIGITS = 2e-5
 """Relative difference that rounding explains."""
+COMMAND = (sys.executable, "-P", "-m", "groupwise")
+"""What starts Groupwise.  -P: nothing is imported from the working directory."""
 NUMBER = re.compile(r"-?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 SINGLE = {
     "group.beta": (),
@@ -153,8 +155,7 @@ class Replays:
 
 def _computed(folder: Path, number: int, changes: Sequence[str]) -> Json:
     options = [text for change in changes for text in ("--set", change)]
-    # -P: nothing is imported from the working directory.
-    command = [sys.executable, "-P", "-m", "groupwise", "replay", str(folder.resolve()), "--step", str(number), "--no-model"]
+    command = [*COMMAND, "replay", str(folder.resolve()), "--step", str(number), "--no-model"]
     outside = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     try:
         done = subprocess.run(

@@ -45,6 +45,8 @@ LONGEST = 8192
 """Characters of an address."""
 SMALL = 1400
 """Bytes that fit into one packet and are not worth compressing."""
+NOTICED = 0.05
+"""Seconds within which a server notices that it is to stop."""
 
 
 def asset(name: str) -> bytes:
@@ -85,7 +87,7 @@ class Viewer(ThreadingHTTPServer):
 
     def start(self) -> Viewer:
         """Serve in a thread."""
-        threading.Thread(target=self.serve_forever, name="viewer", daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(NOTICED,), name="viewer", daemon=True).start()
         return self
 
     def close(self) -> None:

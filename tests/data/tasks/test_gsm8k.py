@@ -79,6 +79,7 @@ def test_every_annotation_evaluates_to_its_value_by_ours_and_by_pythons_arithmet
         assert python == pytest.approx(float(Fraction(value)), rel=1e-9, abs=1e-9), expression
 
 
+@pytest.mark.slow
 def test_operators_and_unseen_expressions(gsm8k):
     files = {name: str(gsm8k / f"{name}.jsonl") for name in ("train", "test")}
     operators = Counter(operator_of(expression) for expression, _ in annotations_of(files["train"], "train"))

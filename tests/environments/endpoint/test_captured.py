@@ -40,6 +40,7 @@ def adds(row, base_url):
             messages.append({"role": "tool", "tool_call_id": call.id, "content": str(found["a"] + found["b"])})
 
 
+@pytest.mark.slow
 def test_a_tool_loop_is_one_stream_of_exact_ids(worlds, says, a_prompt, chat_tokenizer):
     found = play(worlds(adds), a_prompt, says(CALL, "It is 5."))
     assert (found.finish, found.episode.reward, found.episode.environment) == (Finish.DONE, 1.0, "own")
@@ -63,6 +64,7 @@ def test_a_tool_loop_is_one_stream_of_exact_ids(worlds, says, a_prompt, chat_tok
     assert [message["role"] for message in found.episode.messages] == ["user", "assistant", "tool", "assistant"]
 
 
+@pytest.mark.slow
 def test_what_was_sampled_is_not_tokenised_again(worlds, a_prompt, chat_tokenizer, end_id):
     """The turn spells a token's text by its bytes; the client repeats the text, and the ids stay."""
     spelled = [chat_tokenizer(character)["input_ids"][0] for character in "<think>hm</think>"]
@@ -299,6 +301,7 @@ def test_a_harness_without_requests_is_over_at_once(worlds, says, a_prompt):
     assert (found.finish, found.tokens, found.episode.turns) == (Finish.DONE, [], ())
 
 
+@pytest.mark.slow
 def test_a_harness_that_never_returns_meets_its_deadline_and_others_finish(worlds, says, a_prompt):
     held = threading.Event()
 
@@ -319,6 +322,7 @@ def test_a_harness_that_never_returns_meets_its_deadline_and_others_finish(world
     assert [found[i].episode.reward for i in range(4)] == [None, 1.0, 1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_the_clock_stands_still_while_the_policy_writes(worlds, a_prompt, end_id):
     def harness(base_url):
         client(base_url).chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
@@ -398,6 +402,7 @@ print(float(answer["choices"][0]["message"]["content"] == str(row["answer"])))
 """
 
 
+@pytest.mark.slow
 def test_a_program_is_a_harness(worlds, says, a_prompt, tmp_path):
     import sys
 

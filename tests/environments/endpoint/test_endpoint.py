@@ -186,6 +186,7 @@ def test_token_requests_that_cannot_be_done_are_refused(serve, body):
     assert found.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_large_bodies_are_not_read(serve):
     endpoint = serve()
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost:%d\r\nContent-Type: application/json\r\n" % endpoint.port
@@ -225,6 +226,7 @@ def test_a_connection_is_used_again(serve):
     line.close()
 
 
+@pytest.mark.slow
 def test_a_request_whose_client_has_gone_is_not_begun(serve, chat_tokenizer, end_id):
     asked, waiting = threading.Event(), Future()
 
@@ -248,6 +250,7 @@ def test_a_request_whose_client_has_gone_is_not_begun(serve, chat_tokenizer, end
     assert waiting.cancelled()
 
 
+@pytest.mark.slow
 def test_many_wait_at_once(serve, chat_tokenizer, end_id):
     """Descriptors above 1023 too: each connection has two here."""
     gate: list[Future] = []

@@ -84,6 +84,7 @@ def test_an_episode(server):
     assert server.heard[-1] == {"type": "close"}
 
 
+@pytest.mark.slow
 def test_a_session_is_waited_for(server):
     first, second = OpenEnv(server.url), OpenEnv(f"{server.url}/ws", seconds=20.0)
     first.reset({"reset": {"seed": 1}})

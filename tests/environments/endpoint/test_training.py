@@ -83,6 +83,7 @@ def forward(policy, behind: np.ndarray, tokens: np.ndarray, temperature: float) 
     return (z / temperature).log_softmax(-1).gather(1, ids[behind.size :, None])[:, 0].numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True])
 def test_log_probs_of_an_episode_are_those_of_a_forward_pass(talking, own):
     """own: the prompt is another than the harness's first request, which is then a branch."""
@@ -104,6 +105,7 @@ def test_log_probs_of_an_episode_are_those_of_a_forward_pass(talking, own):
     assert turns > 12
 
 
+@pytest.mark.slow
 def test_an_openai_client_is_trained(talking):
     from groupwise.algorithms.registry import resolve
     from groupwise.config.settings import OptimizerSettings
@@ -137,6 +139,7 @@ def test_an_openai_client_is_trained(talking):
     assert any(not torch.equal(before[name], parameter) for name, parameter in policy.model.named_parameters())
 
 
+@pytest.mark.slow
 def test_a_recipe_with_a_harness(tmp_path, monkeypatch):
     """From the keys of a recipe: the reward is the harness's, and what it did is recorded."""
     monkeypatch.chdir(tmp_path)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,21 @@ WITHOUT = {"AVX2": "avx512f", "AVX-512 alone": "avx512_bf16", "no tiles": "amx_t
 """What a kind leaves out, as Linux calls it."""
 
 
+@pytest.fixture
+def kept(kind: str, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A cache that outlives the tests, for the newest library of a kind: only what has changed is compiled again.
+
+    A library's name tells its sources and flags, but not what a flag includes.
+    """
+    assert request.config.cache is not None
+    seen = hashlib.sha256((Path(__file__).parent / "software_tiles.h").read_bytes()).hexdigest()
+    folder = Path(request.config.cache.mkdir("kernels")) / f"{kind} {seen[:8]}"
+    yield folder
+    made = sorted(folder.glob("groupwise/*.so"), key=lambda path: path.stat().st_mtime)
+    for path in made[:-1]:
+        path.unlink()
+
+
 def _has(feature: str) -> bool:
     cpus = Path("/proc/cpuinfo")
     return cpus.is_file() and feature in cpus.read_text().split()
@@ -164,13 +180,13 @@ def _has(feature: str) -> bool:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FLAGS)
-def test_other_processors_get_the_same(kind: str, tmp_path: Path, forked: Any) -> None:
+def test_other_processors_get_the_same(kind: str, kept: Path, forked: Any) -> None:
     """All that is said of the kernels beside this file, of those for other processors: older ones, and some with matrix tiles."""
     if kind == "tiles" and not _has("avx512_bf16"):
         pytest.skip("matrix tiles in software need AVX-512 for all else")
     if kind in WITHOUT and not _has(WITHOUT[kind]):
         pytest.skip("what is left out this processor does not have: these are the kernels of every other test")
-    process = forked.start(FILES, *FLAGS[kind], code=OTHER, XDG_CACHE_HOME=str(tmp_path))
+    process = forked.start(FILES, *FLAGS[kind], code=OTHER, XDG_CACHE_HOME=str(kept))
     assert process.wait(590) == 0, process.said
 
 

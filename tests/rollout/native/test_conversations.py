@@ -322,6 +322,7 @@ def test_some_are_decoded_while_others_wait(lengths, share, policy_of, prompts_o
     assert world.now <= 1.1 * bound, (world.now, world.idle, bound)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["closed", "forgotten", "failing"])
 def test_every_conversation_is_closed_once(how, policy_of, prompts_of, scripted_world):
     policy, prompts = policy_of("llama", context=128, eos_ids=EOS, sharpness=1.0), prompts_of(5, 9, 5)

@@ -69,6 +69,7 @@ def test_p07_p11_p13_what_was_sampled_is_what_is_scored(family, sampling, policy
                 assert all(len(ids) == 2 for ids in rollout.support)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma2", "mistral"])
 def test_windows_shorter_than_the_sequence(family, policy_of, prompts_of, scored):
     policy = policy_of(family, sliding_window=6)
@@ -77,6 +78,7 @@ def test_windows_shorter_than_the_sequence(family, policy_of, prompts_of, scored
             np.testing.assert_allclose(rollout.behavior_logp, scored(policy, rollout), rtol=0, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_precisions(family, precision, policy_of, prompts_of, scored):

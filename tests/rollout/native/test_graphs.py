@@ -195,6 +195,7 @@ def test_lower_precisions_are_as_near_to_the_plain_version_as_it_is_to_itself(
     assert 0.0 < far[True] < 1.2 * far[False]
 
 
+@pytest.mark.slow
 def test_stop_strings_and_tokens_behind_an_end(policy_of, prompts_of, traced, monkeypatch):
     policy, prompts = policy_of("llama", dtype=torch.float32, sharpness=2.0), prompts_of(5, 9, 2)
     sampling = Sampling(max_new_tokens=30, stop=("0", "3"))
@@ -203,6 +204,7 @@ def test_stop_strings_and_tokens_behind_an_end(policy_of, prompts_of, traced, mo
     assert {Finish.STOP} < {rollout.finish for rollout in found.values()}
 
 
+@pytest.mark.slow
 def test_new_weights_are_recorded_anew(policy_of, prompts_of, traced, monkeypatch):
     """Weights that change between two groups are those of all tokens drawn from then on."""
     policy, prompts = policy_of("llama", dtype=torch.float32, sharpness=0.2, vocabulary=700, context=256), prompts_of(5, 9)

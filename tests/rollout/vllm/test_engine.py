@@ -178,6 +178,7 @@ def draw(engine: VllmEngine, prompts: list[Prompt], sampling: Sampling = SAMPLIN
 # ---- what is asked and what comes back
 
 
+@pytest.mark.slow
 def test_groups_come_back_whole_with_versions_and_log_probs(server, engine_of, prompts_of) -> None:
     engine, prompts = engine_of(server), prompts_of(4, 7, 2)
     engine.set_version(3)
@@ -193,6 +194,7 @@ def test_groups_come_back_whole_with_versions_and_log_probs(server, engine_of, p
             assert rollout.sampling == SAMPLING
 
 
+@pytest.mark.slow
 def test_every_sampling_setting_is_said_in_full(server, engine_of, prompts_of) -> None:
     engine = engine_of(server, eos_ids=(1, 2))
     (prompt,) = prompts_of(60)
@@ -213,6 +215,7 @@ def test_every_sampling_setting_is_said_in_full(server, engine_of, prompts_of) -
     assert again[1] == seed != again[0]
 
 
+@pytest.mark.slow
 def test_a_greedy_prompt_is_decoded_once(server, engine_of, prompts_of) -> None:
     (group,) = draw(engine_of(server), prompts_of(4), Sampling(temperature=0.0, max_new_tokens=9)).values()
     asked = server.requests[0]["sampling_params"]
@@ -220,12 +223,14 @@ def test_a_greedy_prompt_is_decoded_once(server, engine_of, prompts_of) -> None:
     assert len(group) == 3 and len({rollout.tokens.tobytes() for rollout in group}) == 1
 
 
+@pytest.mark.slow
 def test_ids_of_no_token_are_never_asked_for(server, engine_of, prompts_of) -> None:
     server.facts["vocabulary"] = 48
     draw(engine_of(server, rows=48), prompts_of(4))
     assert server.requests[0]["sampling_params"]["allowed_token_ids"] == list(range(40))
 
 
+@pytest.mark.slow
 def test_a_group_is_handed_on_while_others_are_sampled(server, engine_of, prompts_of) -> None:
     prompts, go_on = prompts_of(4, 5), threading.Event()
     server.hold = lambda body: None if len(body["token_ids"]) == 4 else (go_on.wait(10), None)[1]
@@ -235,6 +240,7 @@ def test_a_group_is_handed_on_while_others_are_sampled(server, engine_of, prompt
     assert next(groups)[0].prompt is prompts[1]
 
 
+@pytest.mark.slow
 def test_several_servers_share_the_requests_and_the_slow_one_gets_fewer(server, engine_of, prompts_of) -> None:
     slow = FakeServer()
     slow.hold = lambda body: time.sleep(0.3)
@@ -245,6 +251,7 @@ def test_several_servers_share_the_requests_and_the_slow_one_gets_fewer(server, 
     slow.close()
 
 
+@pytest.mark.slow
 def test_who_leaves_early_hangs_up(server, engine_of, prompts_of) -> None:
     server.hold = lambda body: None if len(body["token_ids"]) == 4 else time.sleep(0.5)
     groups = engine_of(server).generate(prompts_of(4, 5), group_size=2, sampling=SAMPLING, seed=0)
@@ -261,6 +268,7 @@ def test_who_leaves_early_hangs_up(server, engine_of, prompts_of) -> None:
 # ---- episodes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [0.0, 0.5])
 def test_every_turn_is_a_request_with_all_ids_so_far(server, engine_of, prompts_of, scripted_world, cut) -> None:
     other, prompts = FakeServer(), prompts_of(4, 7, 2)
@@ -297,6 +305,7 @@ def test_every_turn_is_a_request_with_all_ids_so_far(server, engine_of, prompts_
     other.close()
 
 
+@pytest.mark.slow
 def test_a_world_that_waits_does_not_stop_other_turns(server, engine_of, prompts_of, scripted_world) -> None:
     engine = engine_of(server)
     engine.world = world = scripted_world(never=[("p1", 1)], delays=0)
@@ -351,6 +360,7 @@ def test_an_adapter_travels_inside_the_weights_it_changes(family: str, policy_of
         assert torch.equal(part.view(torch.float32).view(shape), saved[name]), name
 
 
+@pytest.mark.slow
 def test_weights_arrive_in_the_servers_dtype_between_pause_and_resume(server, engine_of, monkeypatch) -> None:
     monkeypatch.setattr(weight_sync.buckets, "__defaults__", (10_000,))
     server.facts["dtype"] = "bfloat16"
@@ -366,6 +376,7 @@ def test_weights_arrive_in_the_servers_dtype_between_pause_and_resume(server, en
     assert server.label.endswith(":2")
 
 
+@pytest.mark.slow
 def test_the_same_version_is_sent_once(server, engine_of, prompts_of) -> None:
     engine = engine_of(server)
     draw(engine, prompts_of(4))  # before any set_version the weights go out too: version 0
@@ -378,6 +389,7 @@ def test_the_same_version_is_sent_once(server, engine_of, prompts_of) -> None:
 # ---- weights that reach completions on their way
 
 
+@pytest.mark.slow
 def test_new_weights_reach_completions_that_are_half_done(server, engine_of, prompts_of) -> None:
     """They are kept while the servers pause, and each token says which weights drew it."""
     engine, asked, go_on = engine_of(server, in_flight=True), threading.Event(), threading.Event()
@@ -408,6 +420,7 @@ def test_new_weights_reach_completions_that_are_half_done(server, engine_of, pro
     assert [rollout.version.tolist() for rollout in group] == [[4, 4, 5], [4, 4, 5, 5], [4, 4, 5, 5, 5]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spans",
     [
@@ -427,6 +440,7 @@ def test_p5_a_token_of_no_version_that_it_can_have_is_refused(spans, server, eng
         draw(engine, prompts_of(4))
 
 
+@pytest.mark.slow
 def test_closing_the_engine_ends_what_another_thread_samples(server, engine_of, prompts_of) -> None:
     engine, asked, said = engine_of(server, in_flight=True), threading.Event(), []
     server.hold = lambda body: (asked.set(), time.sleep(3))[1]
@@ -459,6 +473,7 @@ def entry(logp: Any) -> dict[str, Any]:
     return {"logprobs": {"content": [{"token_id": 3, "logprob": logp, "top_logprobs": []}] * 4}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
@@ -486,6 +501,7 @@ def test_p4_an_answer_that_cannot_be_is_refused(spoil, says: str, server, engine
         draw(engine_of(server), prompts_of(4))
 
 
+@pytest.mark.slow
 def test_p5_tokens_of_two_versions_are_refused(server, engine_of, prompts_of) -> None:
     engine = engine_of(server)
     engine.set_version(1)
@@ -496,12 +512,14 @@ def test_p5_tokens_of_two_versions_are_refused(server, engine_of, prompts_of) ->
         draw(engine, prompts_of(4))
 
 
+@pytest.mark.slow
 def test_a_support_that_is_cut_off_is_refused(server, engine_of, prompts_of) -> None:
     server.spoil = lambda answer: json.loads(json.dumps(answer).replace("-9999.0", "-2.0"))
     with pytest.raises(EngineError, match="9 tokens could have been drawn where top_k is 4"):
         draw(engine_of(server), prompts_of(4), Sampling(top_k=4, max_new_tokens=9))
 
 
+@pytest.mark.slow
 def test_a_min_p_that_was_not_kept_is_found(server, engine_of, prompts_of) -> None:
     with pytest.raises(EngineError, match=r"a token 1.00 nats below the likeliest could have been drawn where min_p is 0.5"):
         draw(engine_of(server), prompts_of(4), Sampling(top_k=4, min_p=0.5, max_new_tokens=9))
@@ -550,6 +568,7 @@ def test_a_server_without_the_plug_in_is_refused(server, engine_of) -> None:
 # ---- servers that are gone
 
 
+@pytest.mark.slow
 def test_p1_a_server_that_is_not_there_is_named(engine_of, server, monkeypatch) -> None:
     monkeypatch.setattr(vllm, "PATIENCE", 0.3)
     engine = engine_of(server)
@@ -560,12 +579,14 @@ def test_p1_a_server_that_is_not_there_is_named(engine_of, server, monkeypatch) 
         engine.set_version(0)
 
 
+@pytest.mark.slow
 def test_p2_a_server_that_dies_while_it_samples_is_named(engine_of, server, prompts_of) -> None:
     server.dies.add("/inference/v1/generate")
     with pytest.raises(PeerError, match="broke the connection off"):
         draw(engine_of(server), prompts_of(4, 5, 6))
 
 
+@pytest.mark.slow
 def test_p3_a_server_that_falls_silent_is_named(engine_of, server, prompts_of, monkeypatch) -> None:
     monkeypatch.setattr(request_pool, "PATIENCE", 0.2)
     monkeypatch.setattr(request_pool, "POLL", 0.1)
@@ -583,6 +604,7 @@ def test_p3_a_server_that_falls_silent_is_named(engine_of, server, prompts_of, m
         draw(engine, prompts_of(4))
 
 
+@pytest.mark.slow
 def test_p3_a_server_that_answers_but_computes_nothing_is_named(engine_of, server, prompts_of, monkeypatch) -> None:
     monkeypatch.setattr(request_pool, "STALLED", 0.5)
     monkeypatch.setattr(request_pool, "POLL", 0.1)
@@ -591,6 +613,7 @@ def test_p3_a_server_that_answers_but_computes_nothing_is_named(engine_of, serve
         draw(engine_of(server), prompts_of(4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", ["it computes", "it compiles", "it takes weights"])
 def test_p3_a_server_that_is_slow_is_waited_for(why: str, engine_of, server, prompts_of, monkeypatch) -> None:
     """As long as its tokens grow in number; until its very first one; and while it may not compute."""
@@ -610,6 +633,7 @@ def test_p3_a_server_that_is_slow_is_waited_for(why: str, engine_of, server, pro
     assert len(draw(engine, prompts_of(4))) == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_counts_nothing_is_refused(engine_of, server, prompts_of, monkeypatch) -> None:
     monkeypatch.setattr(request_pool, "POLL", 0.1)
     answer = server.do
@@ -648,6 +672,7 @@ def test_an_address_is_an_address(url: str) -> None:
         Client(url)
 
 
+@pytest.mark.slow
 def test_a_page_of_somebody_elses_server_is_told_in_one_line() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
