@@ -298,8 +298,7 @@ def _grow_up(address: str, instance: Instance, seed: int) -> NoReturn:
             with contextlib.suppress(OSError):
                 instance.home = os.getcwd()
         os.setpgid(0, 0)
-        if worker_process.LINUX:
-            worker_process._prctl(worker_process.PR_SET_PDEATHSIG, signal.SIGKILL)
+        worker_process.end_with_parent()
         if worker_process.channel_of_this is not None:
             worker_process.channel_of_this.close()
         _seed(seed)

@@ -103,9 +103,15 @@ def _prctl(option: int, value: int) -> bool:
         return False
 
 
-def _be_a_worker(above: int) -> None:
+def end_with_parent() -> None:
+    """Have this process killed when its parent ends, however that happens (Linux; elsewhere nothing)."""
     if LINUX:
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # should the supervisor be killed
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _be_a_worker(above: int) -> None:
+    end_with_parent()  # should the supervisor be killed
+    if LINUX:
         if os.getppid() != above:
             os._exit(1)
     else:

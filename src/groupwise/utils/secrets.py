@@ -189,7 +189,12 @@ def scrubbed(text: str) -> str:
     >>> scrubbed("pushed with hf_abcdefghijkl to https://me:pw@host/")
     'pushed with [redacted] to https://[redacted]@host/'
     """
-    for value in _of_environment():
+    return _scrubbed(text, _of_environment())
+
+
+def _scrubbed(text: str, known: Sequence[str]) -> str:
+    """known: the secrets of the environment."""
+    for value in known:
         text = text.replace(value, REDACTED)
     return SHAPES.sub(REDACTED, text)
 
@@ -201,21 +206,24 @@ def redacted(value: Any, name: str = "") -> Any:
     >>> redacted({"hub_token": "abc", "max_new_tokens": 8, "url": "https://me:pw@host/"})
     {'hub_token': '[redacted]', 'max_new_tokens': 8, 'url': 'https://[redacted]@host/'}
     """
-    return _redacted(value, secret_name(name), name)
+    return _redacted(value, secret_name(name), name, _of_environment())
 
 
-def _redacted(value: Any, secret: bool, name: str) -> Any:
+def _redacted(value: Any, secret: bool, name: str, known: Sequence[str]) -> Any:
     match value:
         case bool() | None | "":
             return value
         case str():
-            return REDACTED if secret else scrubbed(value)
+            return REDACTED if secret else _scrubbed(value, known)
         case int() | float():
             return REDACTED if secret and not name.lower().endswith(("token", "tokens")) else value
         case Mapping():
-            return {scrubbed(str(key)): _redacted(inner, secret or secret_name(str(key)), str(key)) for key, inner in value.items()}
+            return {
+                _scrubbed(str(key), known): _redacted(inner, secret or secret_name(str(key)), str(key), known)
+                for key, inner in value.items()
+            }
         case list() | tuple():
-            return [_redacted(inner, secret, name) for inner in value]
+            return [_redacted(inner, secret, name, known) for inner in value]
     return value
 
 
