@@ -11,6 +11,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 spec = importlib.util.spec_from_file_location("fork_server", Path(__file__).parents[1] / "fork_server.py")
 assert spec is not None and spec.loader is not None
@@ -29,8 +30,14 @@ def move_to(process: str) -> None:
 
 def begin(address: str, interface: str, process: str | None, arguments: list[str]) -> int:
     """The process id of a host's launcher."""
-    if pid := os.fork():
-        return pid
+    pid = os.fork()
+    if pid == 0:
+        launch(address, interface, process, arguments)
+    return pid
+
+
+def launch(address: str, interface: str, process: str | None, arguments: list[str]) -> NoReturn:
+    """Be torchrun on a host: here, or where `process` is."""
     if process is not None:
         move_to(process)
     request = {
@@ -49,4 +56,5 @@ if __name__ == "__main__":
     fork_server.import_all()
     first = begin("10.77.0.1", "cable", None, sys.argv[1:])
     second = begin("10.77.0.2", "socket", os.environ["OTHER"], sys.argv[1:])
-    sys.exit(any([os.waitpid(pid, 0)[1] for pid in (first, second)]))
+    statuses = [os.waitpid(pid, 0)[1] for pid in (first, second)]
+    sys.exit(any(statuses))

@@ -44,14 +44,14 @@ def lines(tmp_path: Path, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("mode", "dtype"), [("ddp", "float32"), ("zero3", "float32"), ("zero3", "bfloat16")])
-def test_a_checkpoint_of_four_goes_on_with_one_and_with_two(
+def test_a_checkpoint_of_three_goes_on_with_one_and_with_two(
     mode: str, dtype: str, recipe: Callable, ranks: Callable, tmp_path: Path
 ) -> None:
     changes = {"model": {"dtype": dtype}, "parallel": mode}
     for _ in train(load_recipe(recipe("straight", **changes))):
         pass
     path = recipe("moved", **changes)
-    ranks(4).run("whole_run", path=path, stop=2)
+    ranks(3).run("whole_run", path=path, stop=2)
     for step in train(load_recipe(path)):
         assert step.number == 3  # it went on, and did not begin anew
         break
@@ -71,24 +71,25 @@ MOVING = {"group": {"beta": 0.05, "reference_refresh": 2, "reference_mix": 0.5}}
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "stops"),
     [
-        {"parallel": "ddp"} | MOVING,
-        {"parallel": "zero3"} | MOVING,
-        {"parallel": {"name": "zero2", "offload": True}, "model": {"dtype": "bfloat16"}} | MOVING,
-        {"parallel": "zero3", "model": {"lora": {"rank": 4}}},
+        ({"parallel": "ddp"} | MOVING, (3,)),
+        ({"parallel": "zero3"} | MOVING, (1, 3)),
+        ({"parallel": {"name": "zero2", "offload": True}, "model": {"dtype": "bfloat16"}} | MOVING, (3,)),
+        ({"parallel": "zero3", "model": {"lora": {"rank": 4}}}, (2,)),
     ],
     ids=["ddp", "zero3", "offload", "lora"],
 )
 def test_p44_interrupted_equals_straight_bit_for_bit_on_as_many_processes(
-    changes: dict[str, Any], recipe: Callable, ranks: Callable, tiny_policy: Callable, tmp_path: Path
+    changes: dict[str, Any], stops: tuple[int, ...], recipe: Callable, ranks: Callable, tiny_policy: Callable, tmp_path: Path
 ) -> None:
+    """Before the reference has moved, and after."""
     if "lora" in changes.get("model", {}):
         tiny_policy().save(tmp_path / "base")
         changes["model"] |= {"path": str(tmp_path / "base"), "scratch": None}
     ranks(2).run("whole_run", path=recipe("straight", **changes))
     path = recipe("broken", **changes)
-    for stop in (1, 3, None):
+    for stop in (*stops, None):
         ranks(2).run("whole_run", path=path, stop=stop)
     expected, found = final(tmp_path, "straight"), final(tmp_path, "broken")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -116,13 +117,14 @@ def test_critics_and_teachers_are_spread_saved_and_moved(
     (tmp_path / "shown.jsonl").write_text(DEMONSTRATIONS)
     changes = json.loads(json.dumps(LEARNERS[kind]).replace("runs/", f"{tmp_path}/runs/").replace("shown", f"{tmp_path}/shown"))
     changes |= {"group": {"beta": 0.0, "minibatches": 2}, "optimizer": {"lr": 1e-3, "tokens_per_microbatch": 48}}
-    for _ in train(load_recipe(recipe("base", steps=1))):
-        pass
+    if "runs/" in json.dumps(LEARNERS[kind]):
+        for _ in train(load_recipe(recipe("base", steps=1))):
+            pass
     for _ in train(load_recipe(recipe("alone", **changes))):
         pass
     ranks(2).run("whole_run", path=recipe("straight", **changes, parallel="zero3"))
     path = recipe("broken", **changes, parallel="zero3")
-    for stop in (1, 3, None):
+    for stop in (2, None):
         ranks(2).run("whole_run", path=path, stop=stop)
     expected, found, alone = (final(tmp_path, name) for name in ("straight", "broken", "alone"))
     for name in expected:
