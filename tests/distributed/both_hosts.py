@@ -11,7 +11,6 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 spec = importlib.util.spec_from_file_location("fork_server", Path(__file__).parents[1] / "fork_server.py")
 assert spec is not None and spec.loader is not None
@@ -36,8 +35,8 @@ def begin(address: str, interface: str, process: str | None, arguments: list[str
     return pid
 
 
-def launch(address: str, interface: str, process: str | None, arguments: list[str]) -> NoReturn:
-    """Be torchrun on a host: here, or where `process` is."""
+def launch(address: str, interface: str, process: str | None, arguments: list[str]) -> None:
+    """Be torchrun, to its end, on a host: here, or where `process` is."""
     if process is not None:
         move_to(process)
     request = {

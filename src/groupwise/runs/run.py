@@ -285,8 +285,8 @@ class Run:
         except (KeyboardInterrupt, Ended) as told:
             return step, told
         except (GroupwiseError, OSError) as failed:
-            if comm.world().size > 1 and not getattr(failed, "everywhere", False):
-                raise
+            if self.job.policy.sharded and comm.world().size > 1 and not getattr(failed, "everywhere", False):
+                raise  # spread weights could not be saved; whole ones the first process saves by itself
             return step, failed
         finally:
             self._judging = False
