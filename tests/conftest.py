@@ -61,6 +61,15 @@ def signals_are_left_alone() -> Iterator[None]:
     assert not changed, "a handler is left: the test did not close what it started"
 
 
+@pytest.fixture(autouse=True, scope="session")
+def disks_are_not_waited_for() -> Iterator[None]:
+    """A run brings some fifty files and folders to the disk, at milliseconds each.  What the system holds in memory is lost only
+    with its power, which no test cuts.  Processes of their own wait as ever."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: os.fstat(descriptor) and None)
+        yield
+
+
 class ScriptedConversation:
     """One episode of a `ScriptedWorld`; what the engine did with it stands in `heard`, `stream` and `closed`."""
 

@@ -5,13 +5,21 @@ that has imported torch, transformers and Groupwise, in one thread; `start` has 
 or a script, with its own working directory, environment and output.  What only a fresh interpreter shows (what imports cost, what
 is read while it starts) is tested with one.
 
+With `forks` that goes for what it starts, too: torchrun, and the processes that torchrun launches, are forks of forks.
+
 Run as a script: `fork_server.py serve SOCKET` is the server; `fork_server.py run SOCKET ARGUMENTS` is the command, for shells.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
+import importlib
+import inspect
 import json
 import os
+import random
+import runpy
 import selectors
 import shutil
 import signal
@@ -19,9 +27,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NoReturn
 
 IMPORTED = (
     "groupwise.cli.commands.train",
@@ -125,15 +137,21 @@ class ForkServer:
         stdin: int | None = None,
         stdout: int | None = None,
         lasting: bool = False,
+        forks: bool = False,
+        first: str = "",
         **environment: str,
     ) -> Forked:
         """`python -m groupwise ARGUMENTS`, or with `code` `python -c CODE ARGUMENTS`, in this process's environment, with changes.
 
-        lasting: it outlives the test that starts it.
+        lasting: it outlives the test that starts it.   forks: where it would start `python -m MODULE`, it forks
+        (`fork_interpreters`).   first: code that it runs before, and so does what it forks in this way.
         """
         request = {
             "arguments": [str(one) for one in arguments],
+            "module": "groupwise",
             "code": code,
+            "forks": forks,
+            "first": first,
             "cwd": str(cwd or Path.cwd()),
             "environment": os.environ | environment,
         }
@@ -166,16 +184,18 @@ class ForkServer:
 # ---------------------------------------------------------------- the server
 
 
+def import_all() -> None:
+    """What most tests' processes need."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+
+
 def serve(path: str) -> dict[str, Any] | None:
     """Fork a child for every connection, until stdin ends.  Returns the request in a child, None in the server.
 
     A child is told on its connection as `pid`, then as its exit code; whose connection is closed before is killed.
     """
-    import gc
-    import importlib
-
-    for name in IMPORTED:
-        importlib.import_module(name)
+    import_all()
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page
     woken, wake = os.pipe()
@@ -242,10 +262,6 @@ def _tell_ends(running: dict[int, socket.socket], waiting: selectors.BaseSelecto
 
 def become(request: dict[str, Any]) -> None:
     """Be the process that was asked for."""
-    import random
-    import runpy
-    from types import ModuleType
-
     import numpy as np
 
     os.chdir(request["cwd"])
@@ -256,18 +272,94 @@ def become(request: dict[str, Any]) -> None:
     sys.path[0] = os.getcwd()
     sys.stdin, sys.stdout, sys.stderr = open(0, closefd=False), open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     sys.stderr.reconfigure(line_buffering=True)
+    if request["forks"]:
+        fork_interpreters(request)
+    if request["first"]:
+        exec(request["first"], {})
     if request["code"] is None:
-        sys.argv = ["groupwise", *request["arguments"]]
-        runpy.run_module("groupwise", run_name="__main__", alter_sys=True)
+        be_module(request["module"], request["arguments"])
     else:
         sys.argv = ["-c", *request["arguments"]]
         sys.modules["__main__"] = module = ModuleType("__main__")
         exec(compile(request["code"], "<string>", "exec", dont_inherit=True), module.__dict__)
 
 
+def be_module(name: str, arguments: list[str]) -> None:
+    """As `python -m NAME ARGUMENTS`."""
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+# ---------------------------------------------------------------- forks of forks
+
+
+def fork_interpreters(request: dict[str, Any]) -> None:
+    """From now on `python -m MODULE` is no new interpreter here: in this process's place (`os.execv`) it is this one, beside it
+    (`subprocess`) a fork of it.
+
+    request: what this process was asked for; its forks are asked for the same, with a module and an environment of their own.
+    """
+    execute, execute_child = os.execv, subprocess.Popen._execute_child  # type: ignore[attr-defined]
+    named = inspect.signature(execute_child)
+
+    def in_place(path: str, arguments: list[str]) -> None:
+        if not (asked := module_of(arguments)):
+            execute(path, arguments)
+        end_with(lambda: be_module(asked[0], asked[1:]))
+
+    def beside(process: Any, *given: Any, **more: Any) -> None:
+        asked = named.bind(process, *given, **more).arguments
+        if not (module := module_of(asked["args"])):
+            return execute_child(process, *given, **more)
+        assert asked["p2cread"] == asked["c2pwrite"] == asked["errwrite"] == -1, "a fork writes where this process does"
+        process.pid = os.fork()
+        if process.pid:
+            process._child_created = True
+            return None
+        if asked["start_new_session"]:
+            os.setsid()
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        gc.freeze()  # what holds a descriptor may not close it again
+        atexit._clear()  # what is due at the end of this process's parent
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        environment = dict(os.environ if asked["env"] is None else asked["env"])
+        own = {"module": module[0], "arguments": module[1:], "code": None, "cwd": os.getcwd(), "environment": environment}
+        return end_with(lambda: become(request | own | {"forks": False}))  # it forks already
+
+    os.execv = in_place  # type: ignore[assignment]
+    subprocess.Popen._execute_child = beside  # type: ignore[attr-defined]
+
+
+def module_of(command: Any) -> list[str]:
+    """The name and the arguments of `python [-u] -m NAME ARGUMENTS`; nothing of any other command."""
+    words = [] if isinstance(command, str) else [str(word) for word in command]
+    behind = words[2:] if words[1:2] == ["-u"] else words[1:]
+    return behind[1:] if words[:1] == [sys.executable] and behind[:1] == ["-m"] else []
+
+
+def end_with(work: Callable[[], None]) -> NoReturn:
+    """Work, then end as an interpreter does, whatever called this."""
+    status: Any = 0
+    try:
+        work()
+    except SystemExit as ended:
+        status = ended.code
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(int(status or 0))
+
+
 def run(path: str, arguments: list[str]) -> int:
     """The command, by the server at `path`, with what this process was given."""
-    request = {"arguments": arguments, "code": None, "cwd": os.getcwd(), "environment": dict(os.environ)}
+    what = {"arguments": arguments, "module": "groupwise", "code": None, "forks": False, "first": ""}
+    request = what | {"cwd": os.getcwd(), "environment": dict(os.environ)}
     line = ask(path, request, [0, 1, 2])
     told(line)
     return told(line)

@@ -1,6 +1,7 @@
 #!/bin/sh
-# hosts.sh COMMAND...: runs the command on two hosts at once, which are a pair of network namespaces with a cable between them.
-# Each gets HOST (10.77.0.1 or 10.77.0.2), its own host name and GLOO_SOCKET_IFNAME.  Ends with the first status that is not 0.
+# hosts.sh COMMAND...: runs the command on one of two hosts, which are a pair of network namespaces with a cable between them.
+# The other one's namespaces are those of the process OTHER: the command takes part of itself there (both_hosts.py).
+# host-a has the address 10.77.0.1 and the interface `cable`, host-b 10.77.0.2 and `socket`.  Ends with the command's status.
 # Needs no privilege where user namespaces are allowed, and leaves nothing behind: everything goes with the last process in it.
 if [ "$INSIDE" != 1 ]; then
     export INSIDE=1
@@ -21,14 +22,9 @@ $there ip addr add 10.77.0.2/24 dev socket
 $there ip link set socket up
 hostname host-a
 $there hostname host-b
-HOST=10.77.0.1 GLOO_SOCKET_IFNAME=cable "$@" &
-first=$!
-HOST=10.77.0.2 GLOO_SOCKET_IFNAME=socket $there "$@" &
-second=$!
 set +e
-wait $first; one=$?
-wait $second; two=$?
+OTHER=$other "$@"
+status=$?
 ip -s link show cable | sed -n '4p;6p'
 kill $other
-[ $one != 0 ] && exit $one
-exit $two
+exit $status

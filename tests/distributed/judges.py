@@ -26,9 +26,5 @@ def judge(completions: list[str], **_: Any) -> list[float]:
 
 
 def rank_process() -> int:
-    """The rank that this function's worker belongs to: the topmost process above that knows which rank it is."""
-    found, above = os.getpid(), os.getppid()
-    while above > 1 and b"\0RANK=" in b"\0" + Path(f"/proc/{above}/environ").read_bytes():
-        found = above
-        above = int(Path(f"/proc/{above}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
-    return found
+    """The rank that this function's worker belongs to: above the worker is its supervisor, and above that the rank."""
+    return int(Path(f"/proc/{os.getppid()}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])

@@ -35,12 +35,10 @@ def cable() -> None:
 def test_two_hosts_take_the_steps_of_one_process(tmp_path: Path) -> None:
     """Two processes each, which share a copy of the weights: what goes over the cable is the sums of gradients, and records."""
     request = {"case": "online", "arguments": PLAN | {"mode": {"name": "zero3", "shards": 2}}, "out": str(tmp_path / "found")}
-    launch = 'exec "$0" -m torch.distributed.run --nnodes 2 --nproc-per-node 2 --local-addr "$HOST" --rdzv-backend c10d '
-    launch += (
-        '--rdzv-endpoint 10.77.0.1:29400 --rdzv-id pair --rdzv-conf "is_host=$([ $HOST = 10.77.0.1 ] && echo 1 || echo 0)" "$@"'
-    )
-    command = [HERE / "hosts.sh", "sh", "-c", launch, sys.executable, HERE / "worker.py", json.dumps(request)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=10.77.0.1:29400", "--rdzv-id=pair", "--rdzv-conf=is_host=IS_HOST"]
+    launch = ["--nnodes=2", "--nproc-per-node=2", "--local-addr=ADDRESS", *meeting, "-m", "worker", json.dumps(request)]
+    command = [HERE / "hosts.sh", sys.executable, HERE / "both_hosts.py", *launch]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=HERE)
     assert done.returncode == 0, done.stderr
     sent, received = (int(line.split()[0]) for line in done.stdout.strip().splitlines()[-2:])
     expected = cases.online(**PLAN)

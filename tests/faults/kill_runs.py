@@ -39,6 +39,7 @@ from groupwise.utils.files import NEW, digest
 EVERY = 2
 """Steps between two checkpoints."""
 STEPS = 16
+"""Of every run, unless `--steps` says otherwise."""
 PATIENCE = 300.0
 """Seconds after which a run that neither ends nor can be killed has hung."""
 TINY: dict[str, Any] = {
@@ -48,7 +49,7 @@ TINY: dict[str, Any] = {
     "model": {"scratch": {"hidden": 64, "layers": 2, "heads": 4, "context": 96, "tokenizer": "arithmetic"}},
     "data": {"task": "addition", "limit": 64, "eval_limit": 4},
     "optimizer": {"lr": 1e-3},
-    "eval": {"k": 2, "at_start": False, "every": 9},
+    "eval": {"k": 2, "at_start": False},
     "save": {"every": EVERY},
 }
 GRPO: dict[str, Any] = TINY | {
@@ -182,12 +183,16 @@ def _last(folder: Path) -> int:
     return lines[-1]["step"] if lines else 0
 
 
-def hunt(name: str, kills: int, seed: int, say: Callable[[str], None]) -> Counter[str]:
-    """Kill runs of a kind until so many have been killed, half of them inside a save.  Raises SystemExit on the first fault."""
+def hunt(name: str, kills: int, length: int, seed: int, say: Callable[[str], None]) -> Counter[str]:
+    """Kill runs of a kind until so many have been killed, half of them inside a save.  Raises SystemExit on the first fault.
+
+    length: steps of a run.
+    """
     kind, chance, found = KINDS[name], random.Random(seed), Counter[str]()
-    straight = run_to_end(kind.recipe | {"name": f"{name}-straight"}, kind.ranks)
+    every = {"steps": length, "eval": TINY["eval"] | {"every": length // 2 + 1}}
+    straight = run_to_end(kind.recipe | every | {"name": f"{name}-straight"}, kind.ranks)
     expected, steps = final_of(straight), [line["step"] for line in read_metrics(straight)]
-    recipe = kind.recipe | {"name": f"{name}-killed"}
+    recipe = kind.recipe | every | {"name": f"{name}-killed"}
     path, folder = Path(f"{name}-killed.yaml"), Path("runs", f"{name}-killed")
     path.write_text(yaml.safe_dump(recipe, sort_keys=False))
     while found["kills"] < kills or found["inside"] < kills // 2 or finished(folder) is None:
@@ -230,6 +235,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="over all kinds (default %(default)s)")
     parser.add_argument("--kinds", default=",".join(KINDS), help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of every run (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where the runs are kept (default: a temporary one)")
     given = parser.parse_args(arguments)
@@ -241,7 +247,7 @@ def main(arguments: list[str] | None = None) -> int:
     total: Counter[str] = Counter()
     for place, name in enumerate(kinds):
         share = given.kills // len(kinds) + (place < given.kills % len(kinds))
-        total += hunt(name, share, given.seed + place, lambda text: print(text, flush=True))
+        total += hunt(name, share, given.steps, given.seed + place, lambda text: print(text, flush=True))
     print(f"all      {total['kills']:4} kills, {total['inside']:4} inside a save: every run came to the same bits", flush=True)
     if given.folder is None:
         shutil.rmtree(folder)

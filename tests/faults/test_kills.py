@@ -13,6 +13,6 @@ import pytest
 @pytest.mark.parametrize("kinds", ["grpo,dpo", "sharded"])
 def test_c2_killed_runs_come_to_the_same_bits(kinds: str, tmp_path: Path, forked: Any) -> None:
     script = Path(__file__).with_name("kill_runs.py").read_text(encoding="utf-8")
-    ended = forked.run("--kills", "4", "--kinds", kinds, "--folder", tmp_path / "killed", code=script)
+    ended = forked.run("--kills", "4", "--steps", "10", "--kinds", kinds, "--folder", tmp_path / "killed", code=script)
     assert ended.returncode == 0, ended.said
     assert "every run came to the same bits" in ended.said

@@ -299,10 +299,7 @@ def _grow_up(address: str, instance: Instance, seed: int, above: int) -> NoRetur
             with contextlib.suppress(OSError):
                 instance.home = os.getcwd()
         os.setpgid(0, 0)
-        if worker_process.LINUX:
-            worker_process._prctl(worker_process.PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != above:  # it ended before this could be asked for
-                os._exit(1)
+        worker_process.end_with_parent(above)
         if worker_process.channel_of_this is not None:
             worker_process.channel_of_this.close()
         _seed(seed)

@@ -30,7 +30,7 @@ from groupwise.rewards.find import find_named
 from groupwise.rewards.worker_process import receive, send, told
 from groupwise.rewards.workers import Failed, Worker, WorkerGone
 
-NURSE_SECONDS = 60.0
+FORK_SECONDS = 60.0
 """Longest time that a fork may take: it waits for nothing but the machine."""
 DESCRIBE_SECONDS = 120.0
 """Making an environment once, to ask for its tools, on a loaded machine."""
@@ -67,7 +67,7 @@ class Place(Protocol):
 
 
 class ProcessPlace:
-    """A fork of the fork_server."""
+    """An instance in a process of its own, forked from a worker that has imported everything (`ForkServer`)."""
 
     def __init__(self, channel: socket.socket, reap: Callable[[], None]) -> None:
         self._channel = channel
@@ -76,7 +76,7 @@ class ProcessPlace:
     def ask(self, request: tuple[Any, ...], seconds: float, answers: int = 1) -> Iterator[Any]:
         """See `Place`."""
         try:
-            send(self._channel, pickle.dumps(request), time.monotonic() + NURSE_SECONDS)
+            send(self._channel, pickle.dumps(request), time.monotonic() + FORK_SECONDS)
             for _ in range(answers):
                 reply = json.loads(receive(self._channel, time.monotonic() + seconds))
                 if "error" in reply:
@@ -121,14 +121,14 @@ class ForkServer:
 
     def fork(self, name: str, seed: int) -> ProcessPlace:
         """A place of its own for the environment `name` (empty: tools alone).  Raises EnvironmentFailure, ConfigError."""
-        deadline = time.monotonic() + NURSE_SECONDS
+        deadline = time.monotonic() + FORK_SECONDS
         with self._lock:
             worker = self._started()
             try:
                 worker.request(pickle.dumps(("fork", name, seed)), deadline)
                 child = worker.receive(deadline)
                 assert self._listener is not None
-                self._listener.settimeout(NURSE_SECONDS)
+                self._listener.settimeout(FORK_SECONDS)
                 channel, _ = self._listener.accept()
             except (WorkerGone, Failed) as gone:
                 raise EnvironmentFailure(f"the worker process of the environment has ended: {gone.outcome.message}") from None
@@ -151,7 +151,7 @@ class ForkServer:
     def _reap(self, worker: Worker, child: int) -> None:
         with self._lock, contextlib.suppress(WorkerGone, Failed):
             if worker is self._worker:
-                deadline = time.monotonic() + NURSE_SECONDS
+                deadline = time.monotonic() + FORK_SECONDS
                 worker.request(pickle.dumps(("reap", child)), deadline)
                 worker.receive(deadline)
 

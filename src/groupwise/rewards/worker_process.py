@@ -103,12 +103,17 @@ def _prctl(option: int, value: int) -> bool:
         return False
 
 
-def _be_a_worker(above: int) -> None:
+def end_with_parent(parent: int) -> None:
+    """Have this process killed when its parent ends, however that happens (Linux; elsewhere nothing).   parent: its process id."""
     if LINUX:
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # should the supervisor be killed
-        if os.getppid() != above:
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before this could be asked for
             os._exit(1)
-    else:
+
+
+def _be_a_worker(above: int) -> None:
+    end_with_parent(above)  # should the supervisor be killed
+    if not LINUX:
         os.setpgid(0, 0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):

@@ -101,6 +101,11 @@ class Job(Learner):
         """Optimizer steps of everything that is trained: if it is another number, weights have changed."""
         return self.optimizer.taken + (0 if self.critic is None else self.critic.optimizer.taken)
 
+    @property
+    def exchanging(self) -> bool:
+        """True while gradients of anything that is trained are summed over the processes (`Optimizer.exchanging`)."""
+        return self.optimizer.exchanging or (self.critic is not None and self.critic.optimizer.exchanging)
+
     def numbers(self, place: Place | None = None) -> dict[str, Any]:
         """What the next step depends on beside the weights and `tensors`.  place: if not the present one."""
         order, pending = place or self.place()

@@ -285,17 +285,18 @@ class Run:
         except (KeyboardInterrupt, Ended) as told:
             return step, told
         except (GroupwiseError, OSError) as failed:
-            if comm.world().size > 1 and not getattr(failed, "everywhere", False):
-                raise
+            if self.job.policy.sharded and comm.world().size > 1 and not getattr(failed, "everywhere", False):
+                raise  # spread weights could not be saved; whole ones the first process saves by itself
             return step, failed
         finally:
             self._judging = False
         return replace(step, evaluation=self.after.metrics() if self.after is not None else None), None
 
     def _may_end(self) -> bool:
-        """True while the last whole step can be saved from any point of the program."""
+        """True while the last whole step can be saved from any point of the program, by this process or by the first one."""
         apart = not self.job.policy.sharded or comm.world().size == 1
-        return apart and not self._writing and (self._judging or self._whole[1] == self.job.taken)
+        unchanged = self._whole[1] == self.job.taken and not self.job.exchanging
+        return apart and not self._writing and (self._judging or unchanged)
 
 
 SHOWN = 32

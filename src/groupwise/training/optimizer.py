@@ -83,6 +83,9 @@ class Optimizer:
         )
         self.taken = 0
         """Optimizer steps taken or skipped."""
+        self.exchanging = False
+        """True while gradients are summed over the processes: another one may have them already and take the step, and would not
+        get to its end without this process."""
         self.nonfinite = 0
         """Steps in a row that were skipped."""
         self.entropy_bonus = 0.0
@@ -103,9 +106,13 @@ class Optimizer:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
         limit = math.inf if self.settings.clip_norm is None else self.settings.clip_norm
-        comm.sum_gradients(self.masters)
-        norm = float(fsdp.whole(nn.utils.clip_grad_norm_(self.masters, limit)))
-        self.taken += 1
+        self.exchanging = True
+        try:
+            comm.sum_gradients(self.masters)
+            norm = float(fsdp.whole(nn.utils.clip_grad_norm_(self.masters, limit)))
+            self.taken += 1
+        finally:
+            self.exchanging = False
         finite = math.isfinite(norm)
         if finite:
             self.adamw.step()

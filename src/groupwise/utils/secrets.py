@@ -193,6 +193,7 @@ def scrubbed(text: str) -> str:
 
 
 def _scrubbed(text: str, known: Sequence[str]) -> str:
+    """known: the secrets of the environment."""
     for value in known:
         text = text.replace(value, REDACTED)
     return SHAPES.sub(REDACTED, text)
