@@ -44,7 +44,7 @@ from groupwise.rollout.transformers import TransformersEngine
 PATH, TURNS = "sampling", "conversations"
 REMEDY = "set rollout.engine to 'transformers'"
 OTHERS = "sample it with rollout.engine 'vllm', or train it on data (sft, dpo)"
-GROUP, ROWS, BEYOND = 2, 3, 6
+GROUP, ROWS, BEYOND = 2, 5, 6
 """Completions of a prompt; rows that are decoded at a time, so that some wait; tokens that completions grow beyond a switch."""
 
 
