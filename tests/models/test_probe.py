@@ -81,6 +81,7 @@ from groupwise.models.policy import Policy
 from groupwise.models.small_copy import randomise, small_copy, small_model
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
 from groupwise.records import Prompt, Sample, Sampling
+from groupwise.rollout.native.attention import Extend
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.probe import prove, prove_engine
 from groupwise.rollout.transformers import TransformersEngine
@@ -417,6 +418,33 @@ def test_a_fault_in_decoding_is_found_before_anything_is_sampled() -> None:
     policy = make_policy(built(SamplesWithOldKeys, LlamaConfig), TOKENIZER)
     with pytest.raises(ConfigError, match=r"SamplesWithOldKeys cannot .*: sampling .*rollout.engine to 'transformers'"):
         prove_engine(policy, NativeEngine)
+
+
+class HearsAnswersWrongly(LlamaForCausalLM):
+    """Right in prefill and in decoding; wrong where several tokens are put behind what a sequence has."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.norm.register_forward_hook(lambda module, args, out: out * 1.1 if isinstance(attended(), Extend) else out)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": 8}])
+def test_a_fault_in_what_follows_an_answer_is_found_where_a_world_answers(changes: dict[str, Any], dtype: Any) -> None:
+    family, config = (MistralForCausalLM, MistralConfig) if changes else (LlamaForCausalLM, LlamaConfig)
+    to, settings = (torch.bfloat16 if dtype == "bfloat16" else torch.float32), ModelSettings(dtype=dtype)
+    sound = prove_engine(make_policy(built(family, config, **changes).to(to), TOKENIZER, settings), NativeEngine, talks=True)
+    assert sound.paths == ("sampling", "conversations")
+    policy = make_policy(built(HearsAnswersWrongly, LlamaConfig).to(to), TOKENIZER, settings)
+    prove_engine(policy, NativeEngine)
+    with pytest.raises(ConfigError, match=r"HearsAnswersWrongly cannot .*: conversations .*rollout.engine to 'transformers'"):
+        prove_engine(policy, NativeEngine, talks=True)
+
+
+@pytest.mark.parametrize("attention", ["shared", "single"])
+def test_turns_by_transformers_generate_are_proven_too(attention: Any) -> None:
+    policy = make_policy(built(Phi3ForCausalLM, Phi3Config, rope_parameters=LONG), TOKENIZER, ModelSettings(attention=attention))
+    assert "conversations" in prove_engine(policy, TransformersEngine, talks=True).paths
 
 
 class SeesAhead(LlamaForCausalLM):

@@ -221,13 +221,19 @@ def _published(kind: type) -> bool:
 @functools.cache
 def _code(modeling: str | None) -> list[Any]:
     """What a proof depends on besides the configuration: this library, those it computes with, the model's own file."""
+    own = Path(modeling).read_bytes() if modeling else b""
+    versions = [transformers.__version__, torch.__version__, absence(), platform.processor()]
+    return [_library(), hashlib.sha256(own).hexdigest(), *versions]
+
+
+@functools.cache
+def _library() -> str:
+    """A digest of this library's code."""
     seen = hashlib.sha256()
     root = Path(__file__).parents[1]
     for file in sorted(file for pattern in ("*.py", "*.cpp", "*.h") for file in root.rglob(pattern)):
         seen.update(file.read_bytes())
-    own = Path(modeling).read_bytes() if modeling else b""
-    versions = [transformers.__version__, torch.__version__, absence(), platform.processor()]
-    return [seen.hexdigest(), hashlib.sha256(own).hexdigest(), *versions]
+    return seen.hexdigest()
 
 
 @in_words
@@ -342,7 +348,7 @@ def samples_across(switches: Sequence[int], longest: int, vocabulary: int, seed:
     return samples
 
 
-def far_samples(policy: Policy, longest: int = FAR, seed: int = 0) -> list[Sample]:
+def far_samples(policy: Policy, longest: int, seed: int = 0) -> list[Sample]:
     """A text that is far longer than any other and holds every id, beside short ones: whatever length a family's code changes
     something at, that no configuration names, lies between them."""
     rng, ids = np.random.default_rng(seed), np.arange(policy.vocabulary)
@@ -525,7 +531,7 @@ def prove(
     case = Case(policy, samples, expected, lora)
     proven, worst = [], 0.0
     if paths:
-        far = far_samples(policy)
+        far = far_samples(policy, FAR)
         found, expected = (ask(policy, far, gradients=False) for ask in (by_policy, truth))
         worst = compare(family, "scoring", found, expected, remedies["scoring"])
         if dtype != "float32":

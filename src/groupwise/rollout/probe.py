@@ -2,11 +2,13 @@
 
 Prompts lie on both sides of every length at which the model changes something, and completions grow across them, beside others of
 other lengths.  The log-prob that a token was drawn with has to be the one that the model's own forward pass over the text gives.
+Where a run holds conversations, completions are sampled in turns too, with tokens between them that the policy did not write.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +16,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from groupwise.environments.conversation import Reply, World
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
@@ -33,15 +36,15 @@ from groupwise.models.probe import (
     wrapped,
 )
 from groupwise.models.probe import prove as prove_training
-from groupwise.records import Prompt, Rollout, Sampling
+from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling, Turn
 from groupwise.rollout.engine import Engine
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.transformers import TransformersEngine
 
-PATH = "sampling"
+PATH, TURNS = "sampling", "conversations"
 REMEDY = "set rollout.engine to 'transformers'"
 OTHERS = "sample it with rollout.engine 'vllm', or train it on data (sft, dpo)"
-GROUP, ROWS, BEYOND = 2, 3, 6
+GROUP, ROWS, BEYOND = 2, 5, 6
 """Completions of a prompt; rows that are decoded at a time, so that some wait; tokens that completions grow beyond a switch."""
 
 
@@ -52,7 +55,7 @@ def prove(model: PreTrainedModel, *, attention: str = "shared", paths: Sequence[
         return proof
     engine: Any = TransformersEngine if attention == "single" else NativeEngine
     remedy = OTHERS if engine is TransformersEngine else REMEDY
-    lengths, worst = sampled(wrapped(model, attention), lambda policy: engine(policy, max_rows=ROWS), remedy=remedy, seed=seed)
+    lengths, worst = sampled(wrapped(model, attention), engine, remedy=remedy, seed=seed)
     return replace(
         proof,
         paths=(*proof.paths, PATH),
@@ -61,36 +64,44 @@ def prove(model: PreTrainedModel, *, attention: str = "shared", paths: Sequence[
     )
 
 
-def prove_engine(policy: Policy, make: Callable[..., Engine]) -> Proof:
+def prove_engine(policy: Policy, make: Callable[..., Engine], *, talks: bool = False) -> Proof:
     """Prove that an engine of ours samples from policies of this kind, on a small copy; see `models.probe.prove_policy`.
 
-    make: the engine's class.   Raises ConfigError.
+    make: the engine's class.   talks: a world will answer its turns.   Raises ConfigError.
     """
-
     remedy, dtype = OTHERS if make is TransformersEngine else REMEDY, dtype_of(policy)
+    paths = (PATH, TURNS) if talks else (PATH,)
 
     def run(small: PreTrainedModel) -> Proof:
         if dtype == "bfloat16":
             round_weights(small)
         ours = wrapped(small, policy.attention)
-        lengths, worst = sampled(ours, lambda policy: make(policy, max_rows=ROWS), remedy=remedy, dtype=dtype)
-        return Proof(family=type(small).__name__, paths=(PATH,), lengths=lengths, switches=switches(small), difference=worst)
+        lengths, worst = sampled(ours, make, talks=talks, remedy=remedy, dtype=dtype)
+        return Proof(family=type(small).__name__, paths=paths, lengths=lengths, switches=switches(small), difference=worst)
 
-    return proven_before(policy.model, (PATH, make.__name__, policy.attention, dtype), run)
+    return proven_before(policy.model, (*paths, make.__name__, policy.attention, dtype), run)
 
 
 @in_words
 def sampled(
-    policy: Policy, make: Callable[[Policy], Engine], *, remedy: str = REMEDY, dtype: str = "float32", seed: int = 0
+    policy: Policy,
+    make: Callable[..., Engine],
+    *,
+    talks: bool = False,
+    remedy: str = REMEDY,
+    dtype: str = "float32",
+    seed: int = 0,
 ) -> tuple[tuple[int, ...], float]:
     """Sample, and compare with the model's own forward pass: lengths that were sampled, and the largest difference in nats.
 
+    make: an engine's class.   talks: sample in turns too.
     dtype: where it is not float32, what is sampled in that type may lie as far from float32 as `models.probe.compare_lower` allows.
     Raises ConfigError if it is too large, or if the engine refuses the model.
     """
     family, changes = type(policy.model).__name__, switches(policy.model)
-    policy = replace(policy, tokenizer=_NoText())
     longest = min(policy.context, LONGEST, max(changes, default=10) + BEYOND)
+    policy = replace(policy, tokenizer=_NoText())
+    near = replace(policy, context=longest)
     rng = np.random.default_rng(seed)
     sizes = {1, 4, 9, *(at + step for at in changes for step in (-2, 1))}
     prompts = [
@@ -98,29 +109,36 @@ def sampled(
         for size in sorted(size for size in sizes if 0 < size < longest)
     ]
     whole = Sampling(temperature=1.0, max_new_tokens=longest)
-    worst, lengths = 0.0, set()
-    for asked, sampling in ((prompts, whole), (prompts[-2:], replace(whole, top_k=5, max_new_tokens=4))):
+    world = _Talkative(policy.vocabulary) if talks else None
+
+    def drawn(by: Policy, path: str, asked: Sequence[Prompt], sampling: Sampling, world: World | None = None) -> list[Rollout]:
         try:
-            rollouts = [
-                rollout
-                for group in make(policy).generate(asked, group_size=GROUP, sampling=sampling, seed=seed)
-                for rollout in group
-            ]
+            groups = make(by, max_rows=ROWS, world=world).generate(asked, group_size=GROUP, sampling=sampling, seed=seed)
+            return [rollout for group in groups for rollout in group]
         except EngineError as error:
-            raise ConfigError(refusal(family, PATH, str(error), remedy)) from error
+            raise ConfigError(refusal(family, path, str(error), remedy)) from error
+
+    compared = [(PATH, drawn(near, PATH, prompts, whole))]
+    compared += [(PATH, drawn(near, PATH, prompts[-2:], replace(whole, top_k=5, max_new_tokens=4)))]
+    if world is not None:
+        compared += [(TURNS, drawn(near, TURNS, prompts, whole, world))]
+    worst, lengths = 0.0, set()
+    for path, rollouts in compared:
         for rollout in rollouts:
-            difference = float(np.abs(rollout.behavior_logp - _truth(policy, rollout)).max())
+            difference = float(np.abs(rollout.behavior_logp - _truth(policy, rollout))[rollout.trained].max())
             if not difference <= VALUES:
                 said = f"a completion of {len(rollout)} tokens behind {rollout.prompt.tokens.size} differs by {difference:.2g} nats"
-                raise ConfigError(refusal(family, PATH, said, remedy))
+                raise ConfigError(refusal(family, path, said, remedy))
             worst = max(worst, difference)
             lengths.add(rollout.prompt.tokens.size + len(rollout))
     if dtype != "float32":
         lower = lowered(policy, dtype)
-        groups = make(lower).generate(prompts, group_size=GROUP, sampling=whole, seed=seed)
-        rollouts = [rollout for group in groups for rollout in group]
-        exact, own = (np.concatenate([_truth(by, rollout) for rollout in rollouts]) for by in (policy, lower))
-        ours = np.concatenate([rollout.behavior_logp for rollout in rollouts])
+        rollouts = drawn(lower, PATH, prompts, whole)
+        if world is not None:
+            rollouts += drawn(lower, TURNS, prompts, whole, world)
+        trained = np.concatenate([rollout.trained for rollout in rollouts])
+        exact, own = (np.concatenate([_truth(by, rollout) for rollout in rollouts])[trained] for by in (policy, lower))
+        ours = np.concatenate([rollout.behavior_logp for rollout in rollouts])[trained]
         compare_lower(family, PATH, f"in {dtype} log-probs lie", ours - exact, own - exact, remedy)
     return tuple(sorted(lengths)), worst
 
@@ -148,3 +166,46 @@ class _NoText:
     def decode(self, ids: Sequence[int], **_: Any) -> str:
         """Nothing."""
         return ""
+
+
+class _Talkative:
+    """A world that lets turns be short, and has a few random tokens to say to each, until there is no room for them."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+
+    def begin(self, prompt: Prompt, index: int, *, seed: int) -> _Talk:
+        """See `World`."""
+        return _Talk(self.vocabulary, np.random.default_rng((prompt.tokens.size, index, seed)))
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+class _Talk:
+    """A conversation with it."""
+
+    def __init__(self, vocabulary: int, rng: np.random.Generator) -> None:
+        self.vocabulary, self.rng = vocabulary, rng
+        self.turns: list[Turn] = []
+        self.tokens = 0
+
+    def open(self) -> Future[Reply]:
+        """See `Conversation`."""
+        return self._said(0)
+
+    def answer(self, tokens: Sequence[int], finish: Finish, *, logp: Sequence[float], version: int) -> Future[Reply]:
+        """See `Conversation`."""
+        self.turns.append(Turn(begin=self.tokens, end=self.tokens + len(tokens), finish=finish))
+        self.tokens += len(tokens)
+        return self._said(int(self.rng.integers(0, 5)))
+
+    def close(self, finish: Finish) -> Episode:
+        """See `Conversation`."""
+        return Episode(turns=tuple(self.turns))
+
+    def _said(self, n: int) -> Future[Reply]:
+        self.tokens += n
+        reply: Future[Reply] = Future()
+        reply.set_result(Reply(tokens=self.rng.integers(0, self.vocabulary, size=n), limit=int(self.rng.integers(1, 4))))
+        return reply

@@ -135,10 +135,10 @@ def evaluate(
         prompts = _prompts(path, policy, settings, sampling.max_new_tokens, drawn, tools_of(source))
         named = [rewards] if isinstance(rewards, str) else rewards
         functions = _rewards_of(path, recipe and with_own_reward(recipe, source), named, prompts[0].row)
-        prove_engine(policy, NativeEngine)
         world = make_world(talking, Blueprint.of(policy), source, sampling)
         if world is not None:
             ends.callback(world.close)
+        prove_engine(policy, NativeEngine, talks=world is not None)
         engine = NativeEngine(policy, max_rows=ROWS if recipe is None else recipe.rollout.max_rows, world=world)
         judge = ends.enter_context(build_rewards(functions, columns=list(prompts[0].row), tokenizer=policy.tokenizer))
         samples = _first(k, recipe and recipe.eval.k, SAMPLES)

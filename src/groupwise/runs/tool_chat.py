@@ -12,6 +12,7 @@ from groupwise.data.templates import Template
 from groupwise.models.loading import Blueprint
 from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout.native.engine import NativeEngine
+from groupwise.rollout.probe import prove_engine
 from groupwise.runs.environments import environment_of, make_source, make_world, tools_of, unmade
 from groupwise.runs.loaded_policy import LoadedPolicy
 from groupwise.runs.provenance import Origin
@@ -43,6 +44,7 @@ class Answered:
         if world is None:
             return None
         ends.callback(world.close)
+        prove_engine(policy, NativeEngine, talks=True)
         template = Template(tokenizer=policy.tokenizer, chat=True, system=policy.system, tools=tools_of(source))
         return cls(policy, NativeEngine(policy, max_rows=1, world=world), template, length)
 
