@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
-# One thread per worker: two workers with a thread pool each would fight over the same cores.  The few tests that ask for more
+# One worker more than cores, since some tests wait for processes that they have started; each takes up to 2 GB.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 1, 6))')
+# One thread per worker: workers with a thread pool each would fight over the same cores.  The few tests that ask for more
 # threads do not let them spin while they wait: beside a busy neighbour that costs ten times what it saves.
-TEST   := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup
+TEST   := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
 
 .PHONY: demo test test-fast test-faults test-kernels test-vllm lint docs site bench clean help
 
@@ -15,7 +17,7 @@ help:            ## this list
 demo: $(VENV)/.core            ## SFT, then GRPO on a built-in task, and a report: minutes on two cores
 	$(BIN)/groupwise train recipes/demo.yaml
 
-test: $(VENV)/.test            ## the whole suite: about twenty minutes on two cores
+test: $(VENV)/.test            ## the whole suite: about a quarter of an hour on two cores
 	$(TEST)
 
 test-fast: $(VENV)/.test       ## what takes about half a second or less
