@@ -3,8 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
-# One worker more than cores, since some tests wait for processes that they have started; each takes up to 2 GB.
-WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 1, 6))')
+WORKERS ?= 2
 # One thread per worker: workers with a thread pool each would fight over the same cores.  The few tests that ask for more
 # threads do not let them spin while they wait: beside a busy neighbour that costs ten times what it saves.
 TEST   := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
@@ -31,7 +30,7 @@ test-vllm: $(VENV)/.test $(VLLM)/.done   ## the tests that need a real vLLM serv
 
 test-kernels: $(VENV)/.test    ## the kernels under AddressSanitizer and UBSan, then what uses them without any kernel
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/ops/cpu/sanitized.py
-	GROUPWISE_KERNELS=off $(TEST) -m 'not slow'
+	GROUPWISE_KERNELS=off $(TEST)
 
 lint: $(VENV)/.dev             ## ruff and pyright
 	$(BIN)/ruff check .

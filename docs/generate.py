@@ -294,10 +294,10 @@ def rooms_table() -> str:
 
 
 def short_rooms_table() -> str:
-    """Every package with what stands before the colon in that sentence."""
+    """Every package with what stands behind the colon in that sentence."""
     lines = ["| package | what it is for |", "|---|---|"]
     for name in rooms():
-        lines.append(f"| `{name}` | {cell(sentence(PACKAGE / name / '__init__.py').partition(':')[0])} |")
+        lines.append(f"| `{name}` | {cell(sentence(PACKAGE / name / '__init__.py').partition(': ')[2])} |")
     return "\n".join(lines)
 
 

@@ -160,6 +160,14 @@ class ForkServer:
             self.started.append(process)
         return process
 
+    def start_two(self, *arguments: str | Path, **options: Any) -> list[Forked]:
+        """`start` both processes of a run that no launcher watches."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        options |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return [self.start(*arguments, **options, RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1")]
+
     @property
     def command(self) -> str:
         """What a shell types for `groupwise`."""
@@ -346,14 +354,18 @@ def end_with(work: Callable[[], None]) -> NoReturn:
     try:
         work()
     except SystemExit as ended:
-        status = ended.code
+        status = ended.code or 0
+        if not isinstance(status, int):
+            print(status, file=sys.stderr)
+            status = 1
     except BaseException:
         traceback.print_exc()
         status = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
-    os._exit(int(status or 0))
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def run(path: str, arguments: list[str]) -> int:

@@ -397,7 +397,7 @@ def test_the_counts_of_the_readme_are_counted() -> None:
         for what in ("Proven packed", "Proven one by one", "Refused", "Cannot be built")
     )
     assert f"of {packed + single + refused + unbuilt} causal architectures" in said
-    assert f"{packed} are proven packed, {single} one sequence at a time" in said
+    assert f"{packed} are right packed and {single} one sequence at a time" in said
 
 
 def test_the_glossary_has_every_word_that_names_are_made_of() -> None:

@@ -87,7 +87,7 @@ def test_of_a_run_that_has_not_finished_it_is_said_which_model_it_was(
     assert evaluate(half, limit=2).about.startswith(f"the checkpoint of step {newest}, the run has not finished; data ")
     assert evaluate(half / "checkpoints" / f"{newest:06d}", limit=2).about.startswith("data "), "that is what was asked for"
     assert main(["score", "exact", str(half)]) == 2
-    assert f"{half} is a run that has recorded no completions" in capsys.readouterr().err
+    assert f"{half} is a run without recorded completions" in capsys.readouterr().err
 
 
 def test_what_nothing_says_is_asked_for(there: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

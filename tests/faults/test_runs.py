@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -158,20 +157,11 @@ def test_an_error_on_another_rank_saves_the_last_whole_step(mode: str, recipe: C
         "        raise ValueError('tired')\n"
         "    return [float(sum(ids) % 5) for ids in completion_ids]\n"
     )
-    both = pair(forked, recipe("two", parallel=mode))
+    both = forked.start_two("train", recipe("two", parallel=mode), "--quiet")
     assert all(process.wait() for process in both)
     said = "".join(process.said for process in both)
     assert "RewardError" in both[1].said, said
     assert saved(Path("runs/two")) == 2, said
-
-
-def pair(forked: Any, path: Path, first: str = "") -> list[Any]:
-    """Both processes of a run.  first: code that they run before."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return [forked.start("train", path, "--quiet", first=first, RANK=rank, LOCAL_RANK=rank, **common) for rank in ("0", "1")]
 
 
 TIRED = """
@@ -194,7 +184,9 @@ if os.environ["RANK"] == "1":
     "RewardError; step 2 and its line are kept",
 )
 def test_an_error_on_another_rank_in_an_evaluation_keeps_the_step_before_it(recipe: Callable, forked: Any) -> None:
-    both = pair(forked, recipe("two", parallel="ddp", eval={"every": 2, "k": 2, "at_start": False}), first=TIRED)
+    both = forked.start_two(
+        "train", recipe("two", parallel="ddp", eval={"every": 2, "k": 2, "at_start": False}), "--quiet", first=TIRED
+    )
     assert all(process.wait() for process in both)
     said = "".join(process.said for process in both)
     assert "RewardError" in both[1].said, said

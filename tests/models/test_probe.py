@@ -81,7 +81,7 @@ from groupwise.models.policy import Policy
 from groupwise.models.small_copy import randomise, small_copy, small_model
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
 from groupwise.records import Prompt, Sample, Sampling
-from groupwise.rollout.native.attention import Extend
+from groupwise.rollout.native.attention import Decode, Extend
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.probe import prove, prove_engine
 from groupwise.rollout.transformers import TransformersEngine
@@ -420,6 +420,30 @@ def test_a_fault_in_decoding_is_found_before_anything_is_sampled() -> None:
         prove_engine(policy, NativeEngine)
 
 
+class DecodesWronglyFarOn(MistralForCausalLM):
+    """Right until its window has wrapped twice."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.register_forward_pre_hook(self._note, with_kwargs=True)
+        self.model.norm.register_forward_hook(self._spoil)
+        self.position = 0
+
+    def _note(self, module: Any, args: Any, kwargs: Any) -> None:
+        if (position := kwargs.get("position_ids")) is not None:
+            self.position = int(position.max())
+
+    def _spoil(self, module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
+        return out * 1.1 if isinstance(attended(), Decode) and self.position >= 2 * self.config.sliding_window else out
+
+
+@pytest.mark.parametrize("conversations", [False, True])
+def test_a_fault_behind_a_windows_second_wrap_is_found(conversations: bool) -> None:
+    policy = make_policy(built(DecodesWronglyFarOn, MistralConfig, sliding_window=8), TOKENIZER)
+    with pytest.raises(ConfigError, match=r"DecodesWronglyFarOn cannot .*: sampling .*rollout.engine to 'transformers'"):
+        prove_engine(policy, NativeEngine, conversations=conversations)
+
+
 class HearsAnswersWrongly(LlamaForCausalLM):
     """Right in prefill and in decoding; wrong where several tokens are put behind what a sequence has."""
 
@@ -433,18 +457,20 @@ class HearsAnswersWrongly(LlamaForCausalLM):
 def test_a_fault_in_what_follows_an_answer_is_found_where_a_world_answers(changes: dict[str, Any], dtype: Any) -> None:
     family, config = (MistralForCausalLM, MistralConfig) if changes else (LlamaForCausalLM, LlamaConfig)
     to, settings = (torch.bfloat16 if dtype == "bfloat16" else torch.float32), ModelSettings(dtype=dtype)
-    sound = prove_engine(make_policy(built(family, config, **changes).to(to), TOKENIZER, settings), NativeEngine, talks=True)
+    sound = prove_engine(
+        make_policy(built(family, config, **changes).to(to), TOKENIZER, settings), NativeEngine, conversations=True
+    )
     assert sound.paths == ("sampling", "conversations")
     policy = make_policy(built(HearsAnswersWrongly, LlamaConfig).to(to), TOKENIZER, settings)
     prove_engine(policy, NativeEngine)
     with pytest.raises(ConfigError, match=r"HearsAnswersWrongly cannot .*: conversations .*rollout.engine to 'transformers'"):
-        prove_engine(policy, NativeEngine, talks=True)
+        prove_engine(policy, NativeEngine, conversations=True)
 
 
 @pytest.mark.parametrize("attention", ["shared", "single"])
 def test_turns_by_transformers_generate_are_proven_too(attention: Any) -> None:
     policy = make_policy(built(Phi3ForCausalLM, Phi3Config, rope_parameters=LONG), TOKENIZER, ModelSettings(attention=attention))
-    assert "conversations" in prove_engine(policy, TransformersEngine, talks=True).paths
+    assert "conversations" in prove_engine(policy, TransformersEngine, conversations=True).paths
 
 
 class SeesAhead(LlamaForCausalLM):

@@ -166,7 +166,7 @@ def _rows(path: Path, steps: Sequence[range] | None) -> tuple[Rows, str]:
     have = recorded.places(folder) if path.is_dir() else {}
     if not have:
         if home is not None:
-            raise ConfigError(f"{path} is a run that has recorded no completions (a step does: save.rollouts_every)")
+            raise ConfigError(f"{path} is a run without recorded completions: save.rollouts_every says which steps record theirs")
         if steps is not None:
             raise ConfigError(f"--steps are those of a run, and {path} is none that has recorded any")
         rows = read_rows(str(path))

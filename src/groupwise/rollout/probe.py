@@ -64,19 +64,19 @@ def prove(model: PreTrainedModel, *, attention: str = "shared", paths: Sequence[
     )
 
 
-def prove_engine(policy: Policy, make: Callable[..., Engine], *, talks: bool = False) -> Proof:
+def prove_engine(policy: Policy, make: Callable[..., Engine], *, conversations: bool = False) -> Proof:
     """Prove that an engine of ours samples from policies of this kind, on a small copy; see `models.probe.prove_policy`.
 
-    make: the engine's class.   talks: a world will answer its turns.   Raises ConfigError.
+    make: the engine's class.   conversations: a world will answer its turns.   Raises ConfigError.
     """
     remedy, dtype = OTHERS if make is TransformersEngine else REMEDY, dtype_of(policy)
-    paths = (PATH, TURNS) if talks else (PATH,)
+    paths = (PATH, TURNS) if conversations else (PATH,)
 
     def run(small: PreTrainedModel) -> Proof:
         if dtype == "bfloat16":
             round_weights(small)
         ours = wrapped(small, policy.attention)
-        lengths, worst = sampled(ours, make, talks=talks, remedy=remedy, dtype=dtype)
+        lengths, worst = sampled(ours, make, conversations=conversations, remedy=remedy, dtype=dtype)
         return Proof(family=type(small).__name__, paths=paths, lengths=lengths, switches=switches(small), difference=worst)
 
     return proven_before(policy.model, (*paths, make.__name__, policy.attention, dtype), run)
@@ -87,21 +87,21 @@ def sampled(
     policy: Policy,
     make: Callable[..., Engine],
     *,
-    talks: bool = False,
+    conversations: bool = False,
     remedy: str = REMEDY,
     dtype: str = "float32",
     seed: int = 0,
 ) -> tuple[tuple[int, ...], float]:
     """Sample, and compare with the model's own forward pass: lengths that were sampled, and the largest difference in nats.
 
-    make: an engine's class.   talks: sample in turns too.
+    make: an engine's class.   conversations: sample in turns too.
     dtype: where it is not float32, what is sampled in that type may lie as far from float32 as `models.probe.compare_lower` allows.
     Raises ConfigError if it is too large, or if the engine refuses the model.
     """
     family, changes = type(policy.model).__name__, switches(policy.model)
     longest = min(policy.context, LONGEST, max(changes, default=10) + BEYOND)
     policy = replace(policy, tokenizer=_NoText())
-    near = replace(policy, context=longest)
+    near = replace(policy, context=min(policy.context, 2 * longest - BEYOND))  # twice the last change: windows wrap again
     rng = np.random.default_rng(seed)
     sizes = {1, 4, 9, *(at + step for at in changes for step in (-2, 1))}
     prompts = [
@@ -109,7 +109,7 @@ def sampled(
         for size in sorted(size for size in sizes if 0 < size < longest)
     ]
     whole = Sampling(temperature=1.0, max_new_tokens=longest)
-    world = _Talkative(policy.vocabulary) if talks else None
+    world = _Talkative(policy.vocabulary) if conversations else None
 
     def drawn(by: Policy, path: str, asked: Sequence[Prompt], sampling: Sampling, world: World | None = None) -> list[Rollout]:
         try:
@@ -133,13 +133,12 @@ def sampled(
             lengths.add(rollout.prompt.tokens.size + len(rollout))
     if dtype != "float32":
         lower = lowered(policy, dtype)
-        rollouts = drawn(lower, PATH, prompts, whole)
-        if world is not None:
-            rollouts += drawn(lower, TURNS, prompts, whole, world)
-        trained = np.concatenate([rollout.trained for rollout in rollouts])
-        exact, own = (np.concatenate([_truth(by, rollout) for rollout in rollouts])[trained] for by in (policy, lower))
-        ours = np.concatenate([rollout.behavior_logp for rollout in rollouts])[trained]
-        compare_lower(family, PATH, f"in {dtype} log-probs lie", ours - exact, own - exact, remedy)
+        for path, answers in ((PATH, None), (TURNS, world))[: 1 if world is None else 2]:
+            rollouts = drawn(lower, path, prompts, whole, answers)
+            trained = np.concatenate([rollout.trained for rollout in rollouts])
+            exact, own = (np.concatenate([_truth(by, rollout) for rollout in rollouts])[trained] for by in (policy, lower))
+            ours = np.concatenate([rollout.behavior_logp for rollout in rollouts])[trained]
+            compare_lower(family, path, f"in {dtype} log-probs lie", ours - exact, own - exact, remedy)
     return tuple(sorted(lengths)), worst
 
 

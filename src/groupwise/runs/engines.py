@@ -34,7 +34,7 @@ def _in_process(engine: Callable[..., Engine], *, proven: bool = True) -> Make:
         if isinstance(policy, ShardedPolicy):
             return GatheredEngine(policy, lambda plain: make(plain, settings, world))
         if proven:
-            prove_engine(policy, engine, talks=world is not None)
+            prove_engine(policy, engine, conversations=world is not None)
         return engine(policy, max_rows=settings.max_rows, keep_special_tokens=settings.keep_special_tokens, world=world)
 
     return make

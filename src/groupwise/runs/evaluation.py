@@ -138,7 +138,7 @@ def evaluate(
         world = make_world(talking, Blueprint.of(policy), source, sampling)
         if world is not None:
             ends.callback(world.close)
-        prove_engine(policy, NativeEngine, talks=world is not None)
+        prove_engine(policy, NativeEngine, conversations=world is not None)
         engine = NativeEngine(policy, max_rows=ROWS if recipe is None else recipe.rollout.max_rows, world=world)
         judge = ends.enter_context(build_rewards(functions, columns=list(prompts[0].row), tokenizer=policy.tokenizer))
         samples = _first(k, recipe and recipe.eval.k, SAMPLES)

@@ -44,7 +44,7 @@ class Answered:
         if world is None:
             return None
         ends.callback(world.close)
-        prove_engine(policy, NativeEngine, talks=True)
+        prove_engine(policy, NativeEngine, conversations=True)
         template = Template(tokenizer=policy.tokenizer, chat=True, system=policy.system, tools=tools_of(source))
         return cls(policy, NativeEngine(policy, max_rows=1, world=world), template, length)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from pairs import pairs
+from all_pairs import all_pairs
 from torch import nn
 from transformers.activations import NewGELUActivation
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -102,7 +102,7 @@ def test_lean_in_low_precision_is_as_near_to_float32_as_the_modules(family, prec
 
 @pytest.mark.parametrize(
     ("family", "precision", "how"),
-    pairs(
+    all_pairs(
         [family for family in FAMILIES if "wide" in family],
         ["float32", "autocast"],
         [(1, 8, {}), (2, 64, {"temperature": 0.9}), (1, 5, {"temperature": 0.0}), (2, 8, {"stop": ("0", "1")})],

@@ -9,7 +9,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from pairs import pairs
+from all_pairs import all_pairs
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -93,7 +93,7 @@ def same(left, right):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "max_rows", "sampling"),
-    pairs(FAMILIES, [64, 5], [Sampling(max_new_tokens=50, temperature=0.8), Sampling(max_new_tokens=20, temperature=0.0)]),
+    all_pairs(FAMILIES, [64, 5], [Sampling(max_new_tokens=50, temperature=0.8), Sampling(max_new_tokens=20, temperature=0.0)]),
 )
 def test_what_is_replayed_draws_what_the_plain_version_draws(
     family, max_rows, sampling, policy_of, prompts_of, traced, monkeypatch

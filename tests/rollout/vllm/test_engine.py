@@ -39,7 +39,7 @@ class FakeServer:
     def __init__(self) -> None:
         self.facts = {
             "logprobs": "processed_logprobs", "candidates": 256, "dtype": "float32", "context": 64, "vocabulary": 40,
-            "rows": 8, "workers": 1, "device": "cpu",
+            "rows": 8, "workers": 1, "device": "cpu", "trainer": None,
         }  # fmt: skip
         self.label = "default"
         self.computed = 7.0
@@ -653,6 +653,33 @@ def test_a_server_that_another_run_has_taken_is_left_to_it(server, engine_of) ->
         first.set_version(1)
     assert server.calls == ["/collective_rpc"]
     second.set_version(1)
+
+
+def test_a_server_that_was_started_anew_has_met_nobody(server, engine_of) -> None:
+    engine = engine_of(server)
+    engine.set_version(0)
+    server.facts["trainer"] = None
+    with pytest.raises(EngineError, match="was started anew since this run connected to it: resume the run"):
+        engine.set_version(1)
+
+
+def test_a_server_of_an_older_groupwise_is_refused_at_once(server, engine_of) -> None:
+    del server.facts["trainer"]
+    with pytest.raises(EngineError, match="was started by an older Groupwise: start it anew with `groupwise serve MODEL`"):
+        engine_of(server).set_version(0)
+
+
+def test_a_server_of_ones_own_that_ends_between_two_updates_is_named_by_how_it_ended(server, engine_of) -> None:
+    engine = engine_of(server)
+    engine.set_version(0)
+    server.dies.add("/collective_rpc")
+
+    def alive() -> None:
+        raise EngineError("the vLLM server was killed by signal 9")
+
+    engine.servers.alive = alive
+    with pytest.raises(EngineError, match="killed by signal 9"):
+        engine.set_version(1)
 
 
 @pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/resume"])

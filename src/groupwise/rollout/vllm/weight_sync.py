@@ -95,6 +95,8 @@ class Servers:
             raise EngineError(
                 f"the server at {client.url} runs without Groupwise's plug-in for vLLM: start it with `groupwise serve MODEL`"
             ) from error
+        if "trainer" not in facts:
+            raise EngineError(f"{client.name} was started by an older Groupwise: start it anew with `groupwise serve MODEL`")
         if wrong := unfit(facts, policy):
             raise EngineError(f"{client.name} cannot sample for this policy: {wrong}")
         return facts
@@ -104,13 +106,11 @@ class Servers:
 
         Pausing throws away the kept keys and values, which are of the old weights, and what is still being sampled.
         keep: go on with that; the keys and values of the tokens that it has are computed anew.
-        Raises EngineError where another trainer has met a server since `connect`: it would wait for that one's weights.
+        Raises EngineError where a server was started anew since `connect`, or waits for another trainer's weights.
         """
         assert self._group is not None, "connect first"
         group, name = self._group, str(self.facts[0]["dtype"])
-        for client in self.clients:
-            if (trainer := _facts(client)["trainer"]) != f"{group.host}:{group.port}":
-                raise EngineError(f"{client.name} takes its weights from another run (at {trainer}): give each run its own")
+        self._see_that_none_is_taken(f"{group.host}:{group.port}")
         self._tell(f"/pause?mode={'keep' if keep else 'abort'}")
         self._tell("/reset_prefix_cache")
         self._tell("/start_weight_update")
@@ -120,6 +120,18 @@ class Servers:
             self._tell("/update_weights", {"update_info": bucket}, beside=lambda flat=flat: group.broadcast(flat))
         self._tell("/finish_weight_update", {"weight_version": label})
         self._tell("/resume")
+
+    def _see_that_none_is_taken(self, here: str) -> None:
+        """here: where they have met this process, `host:port`."""
+
+        def see(client: Client) -> None:
+            trainer = _facts(client)["trainer"]
+            if trainer is None:
+                raise EngineError(f"{client.name} was started anew since this run connected to it: resume the run")
+            if trainer != here:
+                raise EngineError(f"{client.name} takes its weights from another run (at {trainer}): give each run its own")
+
+        together([lambda client=client: see(client) for client in self.clients], self.alive)
 
     def _tell(self, path: str, body: Any = None, *, beside: Callable[[], None] | None = None) -> None:
         """POST to every server at once (a list: to each its own), and do something beside it."""
