@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import groupwise as gw
 from groupwise.cli.check import check_stage
@@ -19,6 +21,7 @@ from groupwise.config.recipes import make_recipe
 from groupwise.config.settings import EnvironmentSettings, RewardSettings
 from groupwise.environments.procedural import answer_in
 from groupwise.errors import ConfigError, RewardError
+from groupwise.ops.cpu.library import absence
 from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling, Turn
 from groupwise.rewards.compose import build_rewards
 
@@ -196,7 +199,11 @@ def test_a_finished_run_is_evaluated_and_talked_to_with_its_environment(
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_in_the_middle_of_episodes_ends_with_the_same_weights(tmp_path: Path, forked: Any) -> None:
-    """Killed while the environment thinks; resumed, it ends with the weights of a run that nobody disturbed."""
+    """Killed while the environment thinks; resumed, it ends with the weights of a run that nobody disturbed.
+
+    To the bit where the compiled kernels decode.  Torch's products round by how many rows are decoded together, and when an
+    environment answers decides which those are.
+    """
     (tmp_path / "slow.py").write_text(
         "import random, time\nfrom groupwise.environments.playground import Guess\n"
         "class Slow(Guess):\n"
@@ -225,8 +232,9 @@ def test_a_run_that_is_killed_in_the_middle_of_episodes_ends_with_the_same_weigh
     assert killed.wait() == -signal.SIGKILL, "it was over before it could be killed"
     resumed = forked.run(*command, "name=killed", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.said
-    first, second = ((tmp_path / "runs" / name / "final" / "model.safetensors").read_bytes() for name in ("whole", "killed"))
-    assert first == second
+    first, second = (load_file(tmp_path / "runs" / name / "final" / "model.safetensors") for name in ("whole", "killed"))
+    exact = absence() is None
+    torch.testing.assert_close(first, second, rtol=0.0 if exact else 1e-4, atol=0.0 if exact else 1e-5)
 
 
 def test_the_answer_of_a_completion() -> None:
