@@ -165,7 +165,7 @@ class ForkServer:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        options |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        options |= {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         return [self.start(*arguments, **options, RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1")]
 
     @property
@@ -271,10 +271,13 @@ def _tell_ends(running: dict[int, socket.socket], waiting: selectors.BaseSelecto
 def become(request: dict[str, Any]) -> None:
     """Be the process that was asked for."""
     import numpy as np
+    import torch
 
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    if threads := os.environ.get("OMP_NUM_THREADS"):  # torch has read the server's
+        torch.set_num_threads(int(threads))
     random.seed()
     np.random.seed()
     sys.path[0] = os.getcwd()

@@ -128,7 +128,9 @@ def test_critics_and_teachers_are_spread_saved_and_moved(
     expected, found, alone = (final(tmp_path, name) for name in ("straight", "broken", "alone"))
     for name in expected:
         assert torch.equal(found[name], expected[name])
-        torch.testing.assert_close(expected[name], alone[name], atol=2e-5, rtol=0)
+        # AdamW makes a step of 1e-3 of however small a gradient: a few weights hear how it was rounded, by one thread or two.
+        torch.testing.assert_close(expected[name], alone[name], atol=2e-4, rtol=0)
+        assert (expected[name] - alone[name]).abs().mean() < 1e-6, name
 
 
 @pytest.mark.parametrize("kind", ["critic", "teacher"])
