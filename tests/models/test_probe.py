@@ -81,7 +81,7 @@ from groupwise.models.policy import Policy
 from groupwise.models.small_copy import randomise, small_copy, small_model
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
 from groupwise.records import Prompt, Sample, Sampling
-from groupwise.rollout.native.attention import Decode, Extend
+from groupwise.rollout.native.attention import Decode, Extend, Prefill
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.probe import prove, prove_engine
 from groupwise.rollout.transformers import TransformersEngine
@@ -368,6 +368,34 @@ class NarrowsADeepLayer(LlamaForCausalLM):
         return torch.cat([out[:, :60], 0.5 * out[:, 60:]], 1) if packed(self) else out
 
 
+class LearnsWhatItDoesNotHold(LlamaForCausalLM):
+    """Packed, a parameter gets a gradient that the model's own pass withholds."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.norm.register_forward_hook(self._hook)
+        self.scale = nn.Parameter(torch.zeros(()))
+
+    def _hook(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return out * (1.0 + (self.scale if packed(self) else self.scale.detach()))
+
+
+class ScalesInEvaluation(LlamaForCausalLM):
+    """Its training mode leaves out what its evaluation mode does."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.norm.register_forward_hook(lambda module, args, out: out if module.training else out * 1.1)
+
+
+@pytest.mark.parametrize("attention", ["shared", "single"])
+def test_a_training_mode_that_does_more_than_to_drop_is_refused(attention: Any) -> None:
+    settings = ModelSettings(dropout=True, attention=attention)
+    make_policy(built(LlamaForCausalLM, LlamaConfig, attention_dropout=0.2), TOKENIZER, settings)
+    with pytest.raises(ConfigError, match=r"training mode with nothing dropped does not equal .*; set model.dropout to false"):
+        make_policy(built(ScalesInEvaluation, LlamaConfig, attention_dropout=0.2), TOKENIZER, settings)
+
+
 class DropsWhenComputedAgain(LlamaForCausalLM):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -391,6 +419,7 @@ FAULTS: dict[type[PreTrainedModel], tuple[type, dict[str, Any], str]] = {
     KeepsTables: (LlamaConfig, {}, "scoring"),
     NarrowsADeepLayer: (LlamaConfig, {"num_hidden_layers": 6}, "scoring"),
     ForgetsAGradient: (LlamaConfig, {}, "training does not equal .*gets no gradient"),
+    LearnsWhatItDoesNotHold: (LlamaConfig, {}, "training does not equal .*gradient of scale is none of the model's own"),
     DropsWhenComputedAgain: (LlamaConfig, {}, "recompute"),
 }
 
@@ -442,6 +471,79 @@ def test_a_fault_behind_a_windows_second_wrap_is_found(conversations: bool) -> N
     policy = make_policy(built(DecodesWronglyFarOn, MistralConfig, sliding_window=8), TOKENIZER)
     with pytest.raises(ConfigError, match=r"DecodesWronglyFarOn cannot .*: sampling .*rollout.engine to 'transformers'"):
         prove_engine(policy, NativeEngine, conversations=conversations)
+
+
+class Spoilt(LlamaForCausalLM):
+    """What its last norm gives is changed where `wrong` says so."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.register_forward_pre_hook(self._note, with_kwargs=True)
+        self.model.norm.register_forward_hook(lambda module, args, out: out * 1.1 if self.wrong(out.shape[1]) else out)
+        self.position = 0
+
+    def _note(self, module: Any, args: Any, kwargs: Any) -> None:
+        if (position := kwargs.get("position_ids")) is not None:
+            self.position = int(position.max())
+
+    def wrong(self, rows: int) -> bool:
+        raise NotImplementedError
+
+
+class DecodesWronglyBehindHundred(Spoilt):
+    def wrong(self, rows: int) -> bool:
+        return isinstance(attended(), Decode) and self.position >= 100
+
+
+class PrefillsWronglyBehindHundred(Spoilt):
+    def wrong(self, rows: int) -> bool:
+        return isinstance(attended(), Prefill) and self.position >= 100
+
+
+class DecodesManyRowsWrongly(Spoilt):
+    def wrong(self, rows: int) -> bool:
+        return isinstance(attended(), Decode) and rows > 12
+
+
+class TakesAnothersPrefill(LlamaForCausalLM):
+    """Prompts of one length are taken for one prompt."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.norm.register_forward_hook(self._hook)
+
+    def _hook(self, module: Any, args: Any, out: Tensor) -> Tensor:
+        prefill = attended()
+        if not isinstance(prefill, Prefill):
+            return out
+        first = [prefill.lengths.index(length) for length in prefill.lengths]
+        spans = [slice(prefill.starts[i], prefill.starts[i + 1]) for i in first]
+        return torch.cat([out[:, span] for span in spans], 1)
+
+
+class DecodesFromRoundedAngles(LlamaForCausalLM):
+    """In bfloat16, and while it samples: angles are products in that type."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.rotary_emb.register_forward_hook(self._hook, with_kwargs=True)
+
+    def _hook(self, module: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        if not lower(args[0]) or not isinstance(attended(), (Prefill, Decode)):
+            return out
+        where = args[1] if len(args) > 1 else kwargs["position_ids"]
+        angle = where[..., None].bfloat16() * module.inv_freq.bfloat16()
+        angle = torch.cat([angle, angle], -1)
+        return angle.cos().to(out[0].dtype), angle.sin().to(out[1].dtype)
+
+
+@pytest.mark.parametrize(
+    "kind", [DecodesWronglyBehindHundred, PrefillsWronglyBehindHundred, DecodesManyRowsWrongly, TakesAnothersPrefill]
+)
+def test_faults_of_long_texts_many_rows_and_prompts_alike_are_found(kind: type[PreTrainedModel]) -> None:
+    policy = make_policy(built(kind, LlamaConfig), TOKENIZER)
+    with pytest.raises(ConfigError, match=rf"{kind.__name__} cannot .*: sampling .*rollout.engine to 'transformers'"):
+        prove_engine(policy, NativeEngine)
 
 
 class HearsAnswersWrongly(LlamaForCausalLM):
@@ -829,5 +931,13 @@ def test_sampling_in_bfloat16_is_held_against_float32(dtype: Any) -> None:
     kinds = torch.bfloat16 if dtype == "bfloat16" else torch.float32
     prove_engine(make_policy(built(LlamaForCausalLM, LlamaConfig).to(kinds), TOKENIZER, ModelSettings(dtype=dtype)), NativeEngine)
     policy = make_policy(built(SamplesWithCoarseNorms, LlamaConfig).to(kinds), TOKENIZER, ModelSettings(dtype=dtype))
+    with pytest.raises(ConfigError, match=rf"sampling does not equal .*in {dtype} log-probs lie .* nats from float32"):
+        prove_engine(policy, NativeEngine)
+
+
+@pytest.mark.parametrize("dtype", ["autocast", "bfloat16"])
+def test_angles_that_are_rounded_while_sampling_are_found(dtype: Any) -> None:
+    kinds = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    policy = make_policy(built(DecodesFromRoundedAngles, LlamaConfig).to(kinds), TOKENIZER, ModelSettings(dtype=dtype))
     with pytest.raises(ConfigError, match=rf"sampling does not equal .*in {dtype} log-probs lie .* nats from float32"):
         prove_engine(policy, NativeEngine)

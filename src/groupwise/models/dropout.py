@@ -79,7 +79,7 @@ class Masks(TorchFunctionMode):
         if _drops_inside(func, args, kwargs):
             raise ConfigError(f"model.dropout: attention drops inside of one operation, whose masks nobody else can draw; {REMEDY}")
         if func in RANDOM and kwargs.get("generator") is not self.generator:
-            if func is torch.rand and args in ((), (1,), ([],), ([1],), ((),), ((1,),)):  # LayerDrop
+            if _is_layer_drop(func, args):
                 return self._number(*args)
             name = getattr(func, "__name__", str(func))
             raise ConfigError(f"model.dropout: the model draws other random numbers than those of dropout ({name}); {REMEDY}")
@@ -132,6 +132,11 @@ class Masks(TorchFunctionMode):
         return torch.rand(*shape, generator=self.generator, device=self.device).cpu()
 
 
+def _is_layer_drop(func: Any, args: Any) -> bool:
+    """True of the one random number that a layer is left out by."""
+    return func is torch.rand and args in ((), (1,), ([],), ([1],), ((),), ((1,),))
+
+
 def _drops_inside(func: Any, args: Any, kwargs: Any) -> bool:
     """True of an operation that computes attention as a whole and drops weights on its way."""
     if func is F.scaled_dot_product_attention:
@@ -145,6 +150,16 @@ def _drops_inside(func: Any, args: Any, kwargs: Any) -> bool:
 def _without(input: Tensor, lost: Tensor, probability: float) -> Tensor:
     """What is kept, scaled so that its mean stays."""
     return input.masked_fill(lost, 0.0) * (0.0 if probability >= 1.0 else 1.0 / (1.0 - probability))
+
+
+class Nothing(TorchFunctionMode):
+    """A forward pass inside drops nothing, in whatever mode it runs."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.dropout, torch.dropout):
+            return args[0] if args else (kwargs or {})["input"]
+        found = func(*args, **(kwargs or {}))
+        return torch.ones_like(found) if _is_layer_drop(func, args) else found
 
 
 class OwnTraining:

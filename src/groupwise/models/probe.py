@@ -222,7 +222,8 @@ def _published(kind: type) -> bool:
 def _code(modeling: str | None) -> list[Any]:
     """What a proof depends on besides the configuration: this library, those it computes with, the model's own file."""
     own = Path(modeling).read_bytes() if modeling else b""
-    versions = [transformers.__version__, torch.__version__, absence(), platform.processor()]
+    processor = platform.processor(), torch.backends.cpu.get_cpu_capability()
+    versions = [transformers.__version__, torch.__version__, absence(), *processor]
     return [_library(), hashlib.sha256(own).hexdigest(), *versions]
 
 
@@ -371,19 +372,20 @@ def _sample(rng: np.random.Generator, prompt: np.ndarray, n: int, vocabulary: in
     )
 
 
-def truth(policy: Policy, samples: Sequence[Sample], *, gradients: bool, drops: bool = False) -> Truth:
+def truth(policy: Policy, samples: Sequence[Sample], *, gradients: bool, drops: bool = False, still: bool = False) -> Truth:
     """The model's own forward pass, one sequence at a time, and its gradients of the weighted sum of squared log-probs.
 
-    drops: in its training mode, what `by_policy` drops.
+    drops: in its training mode, what `by_policy` drops.   still: in its training mode, nothing.
     """
-    model = policy.model.train(drops)
+    model = policy.model.train(drops or still)
     model.zero_grad(set_to_none=True)
     found = []
-    eager = drops and policy.attention != "single"
+    eager = still or (drops and policy.attention != "single")
     with plain_attention(model, eager=eager), torch.enable_grad() if gradients else torch.no_grad():
         for place, sample in enumerate(samples):
             ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion[:-1]])).to(policy.device)
-            with policy.precision(), _dropping(policy, samples, place) if drops else nullcontext():
+            dropping = _dropping(policy, samples, place) if drops else dropout.Nothing() if still else nullcontext()
+            with policy.precision(), dropping:
                 logits = model(input_ids=ids[None], use_cache=False).logits[0, sample.prompt.size - 1 :, : policy.vocabulary]
             logp_NV = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
             logp_N = logp_NV.gather(1, torch.from_numpy(sample.completion).to(policy.device)[:, None])[:, 0]
@@ -470,11 +472,13 @@ def compare(family: str, path: str, found: Truth, expected: Truth, remedy: str) 
         raise ConfigError(refusal(family, path, said, remedy))
     if lost := expected.gradient.keys() - found.gradient.keys():
         raise ConfigError(refusal(family, path, f"{min(lost)} gets no gradient", remedy))
-    size = max((float(gradient.norm()) for gradient in expected.gradient.values()), default=0.0)
-    for name, theirs in expected.gradient.items():
-        difference = float((found.gradient[name] - theirs).norm()) / (float(theirs.norm()) + 1e-3 * size)
+    size, none = max((float(gradient.norm()) for gradient in expected.gradient.values()), default=0.0), torch.zeros(())
+    for name, ours in found.gradient.items():
+        theirs = expected.gradient.get(name, none)
+        difference = float((ours - theirs).norm()) / (float(theirs.norm()) + 1e-3 * size)
         if not difference <= GRADIENTS:
-            raise ConfigError(refusal(family, path, f"the gradient of {name} {apart(difference, 'of its norm')}", remedy))
+            said = apart(difference, "of its norm") if name in expected.gradient else "is none of the model's own pass"
+            raise ConfigError(refusal(family, path, f"the gradient of {name} {said}", remedy))
     return sizes[place]
 
 
@@ -633,12 +637,12 @@ def compare_lower(
 def _compare_lower_gradients(
     family: str, dtype: str, ours: dict[str, Tensor], own: dict[str, Tensor], exact: dict[str, Tensor]
 ) -> None:
-    size = max(float(gradient.norm()) for gradient in exact.values())
+    size, none = max(float(gradient.norm()) for gradient in exact.values()), torch.zeros(())
+    truths = {name: exact.get(name, none) for name in exact | ours}
 
     def distances(found: dict[str, Tensor]) -> dict[str, float]:
-        none = torch.zeros(())
         return {
-            name: float((found.get(name, none).float() - g).norm()) / (float(g.norm()) + 1e-3 * size) for name, g in exact.items()
+            name: float((found.get(name, none).float() - g).norm()) / (float(g.norm()) + 1e-3 * size) for name, g in truths.items()
         }
 
     theirs, found = distances(own), distances(ours)
@@ -723,7 +727,13 @@ def _recompute(case: Case) -> tuple[Truth, Truth] | None:
 
 
 def _dropout(case: Case) -> tuple[Truth, Truth]:
-    """With the masks of one update at work, by both."""
+    """With the masks of one update at work, by both; the model's training mode does nothing else than to drop units."""
+    still = truth(case.policy, case.samples, gradients=True, still=True)
+    compare(type(case.policy.model).__name__, "training mode with nothing dropped", still, case.expected, dropout.REMEDY)
+    return _dropped(case)
+
+
+def _dropped(case: Case) -> tuple[Truth, Truth]:
     policy = replace(case.policy, dropout=0)
     expected = truth(policy, case.samples, gradients=True, drops=True)
     moved = max(float(np.abs(ours - theirs).max()) for ours, theirs in zip(expected.logp, case.expected.logp, strict=True))
@@ -741,7 +751,7 @@ def _dropout_recomputed(case: Case) -> tuple[Truth, Truth] | None:
     if not case.policy.recomputes:
         return None
     with case.policy.checkpointing(True):
-        return _dropout(case)
+        return _dropped(case)
 
 
 def _adapter(case: Case) -> tuple[Truth, Truth] | None:

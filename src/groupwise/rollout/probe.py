@@ -7,9 +7,10 @@ Where a run holds conversations, completions are sampled in turns too, with toke
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,9 @@ from groupwise.errors import ConfigError, EngineError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
 from groupwise.models.probe import (
+    DRAWS,
     LONGEST,
+    LOWER_PART,
     PATHS,
     VALUES,
     Proof,
@@ -29,6 +32,7 @@ from groupwise.models.probe import (
     dtype_of,
     in_words,
     lowered,
+    positions,
     proven_before,
     refusal,
     round_weights,
@@ -46,6 +50,10 @@ REMEDY = "set rollout.engine to 'transformers'"
 OTHERS = "sample it with rollout.engine 'vllm', or train it on data (sft, dpo)"
 GROUP, ROWS, BEYOND = 2, 5, 6
 """Completions of a prompt; rows that are decoded at a time, so that some wait; tokens that completions grow beyond a switch."""
+FAR, FEW, MANY, LOWER_FAR = 548, 24, 70, 4.0
+"""Tokens of prompts that are far longer than any switch (positions lose their last bits in bfloat16 from 256 on); tokens that are
+drawn behind them; tokens that are drawn behind a short one, so that the room of a row grows.  In a lower type few texts lie
+less evenly from float32 than many: how much further than the model's own pass they may."""
 
 
 def prove(model: PreTrainedModel, *, attention: str = "shared", paths: Sequence[str] = (*PATHS, PATH), seed: int = 0) -> Proof:
@@ -98,48 +106,95 @@ def sampled(
     dtype: where it is not float32, what is sampled in that type may lie as far from float32 as `models.probe.compare_lower` allows.
     Raises ConfigError if it is too large, or if the engine refuses the model.
     """
-    family, changes = type(policy.model).__name__, switches(policy.model)
-    longest = min(policy.context, LONGEST, max(changes, default=10) + BEYOND)
     policy = replace(policy, tokenizer=_NoText())
-    near = replace(policy, context=min(policy.context, 2 * longest - BEYOND))  # twice the last change: windows wrap again
-    rng = np.random.default_rng(seed)
-    sizes = {1, 4, 9, *(at + step for at in changes for step in (-2, 1))}
-    prompts = [
-        Prompt(id=str(size), tokens=rng.integers(0, policy.vocabulary, size=size), text="", row={})
-        for size in sorted(size for size in sizes if 0 < size < longest)
-    ]
-    whole = Sampling(temperature=1.0, max_new_tokens=longest)
-    world = _Talkative(policy.vocabulary) if conversations else None
-
-    def drawn(by: Policy, path: str, asked: Sequence[Prompt], sampling: Sampling, world: World | None = None) -> list[Rollout]:
-        try:
-            groups = make(by, max_rows=ROWS, world=world).generate(asked, group_size=GROUP, sampling=sampling, seed=seed)
-            return [rollout for group in groups for rollout in group]
-        except EngineError as error:
-            raise ConfigError(refusal(family, path, str(error), remedy)) from error
-
-    compared = [(PATH, drawn(near, PATH, prompts, whole))]
-    compared += [(PATH, drawn(near, PATH, prompts[-2:], replace(whole, top_k=5, max_new_tokens=4)))]
-    if world is not None:
-        compared += [(TURNS, drawn(near, TURNS, prompts, whole, world))]
-    worst, lengths = 0.0, set()
-    for path, rollouts in compared:
-        for rollout in rollouts:
+    worst, lengths = 0.0, set[int]()
+    for asked in _rounds(policy, conversations, seed):
+        for rollout in asked.drawn(policy, make, remedy)[:: asked.every]:
             difference = float(np.abs(rollout.behavior_logp - _truth(policy, rollout))[rollout.trained].max())
             if not difference <= VALUES:
                 said = f"a completion of {len(rollout)} tokens behind {rollout.prompt.tokens.size} differs by {difference:.2g} nats"
-                raise ConfigError(refusal(family, path, said, remedy))
+                raise ConfigError(refusal(type(policy.model).__name__, asked.path, said, remedy))
             worst = max(worst, difference)
             lengths.add(rollout.prompt.tokens.size + len(rollout))
     if dtype != "float32":
-        lower = lowered(policy, dtype)
-        for path, answers in ((PATH, None), (TURNS, world))[: 1 if world is None else 2]:
-            rollouts = drawn(lower, path, prompts, whole, answers)
+        _compare_lower(policy, make, conversations, remedy, dtype, seed)
+    return tuple(sorted(lengths)), worst
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Round:
+    """What an engine is asked at once."""
+
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    context: int
+    """Tokens of the longest text."""
+    path: str = PATH
+    group: int = GROUP
+    rows: int = ROWS
+    every: int = 1
+    """Of how many completions one is compared."""
+    world: World | None = None
+    lower: float | None = None
+    """How many times as far from float32 as the model's own forward pass it may lie in a lower type; None: not asked there."""
+
+    def drawn(self, policy: Policy, make: Callable[..., Engine], remedy: str) -> list[Rollout]:
+        """The engine's answer.  Raises ConfigError if it refuses the model."""
+        try:
+            engine = make(replace(policy, context=self.context), max_rows=self.rows, world=self.world)
+            groups = engine.generate(self.prompts, group_size=self.group, sampling=self.sampling, seed=0)
+            return [rollout for group in groups for rollout in group]
+        except EngineError as error:
+            raise ConfigError(refusal(type(policy.model).__name__, self.path, str(error), remedy)) from error
+
+
+def _rounds(policy: Policy, conversations: bool, seed: int) -> list[Round]:
+    """Texts around every switch; truncated support; many rows behind prompts of one length; long; far on;
+    turns."""
+    rng, changes, numbers = np.random.default_rng(seed), switches(policy.model), itertools.count()
+
+    def prompt(size: int) -> Prompt:
+        return Prompt(id=str(next(numbers)), tokens=rng.integers(0, policy.vocabulary, size=size), text="", row={})
+
+    longest = min(policy.context, LONGEST, max(changes, default=10) + BEYOND)
+    near = min(policy.context, 2 * longest - BEYOND)  # twice the last change: windows wrap again
+    sizes = {1, 4, 9, *(at + step for at in changes for step in (-2, 1))}
+    prompts = [prompt(size) for size in sorted(size for size in sizes if 0 < size < longest)]
+    whole = Sampling(temperature=1.0, max_new_tokens=longest)
+    context = positions(policy.model, FAR + FEW)
+    far = [prompt(max(context - FEW, 1)) for _ in range(2)]
+    rounds = [
+        Round(prompts=prompts, sampling=whole, context=near, lower=LOWER_PART),
+        Round(prompts=prompts[-2:], sampling=replace(whole, top_k=5, max_new_tokens=4), context=near),
+        Round(prompts=[prompt(min(9, longest - 1)) for _ in range(3)], sampling=whole, context=near, group=8, rows=24, every=3),
+        Round(prompts=[prompt(2)], sampling=replace(whole, max_new_tokens=MANY), context=context),
+        Round(prompts=far, sampling=replace(whole, max_new_tokens=FEW), context=context, group=1, lower=LOWER_FAR),
+    ]
+    if conversations:
+        world = _Talkative(policy.vocabulary)
+        rounds.append(Round(prompts=prompts, sampling=whole, context=near, path=TURNS, world=world, lower=LOWER_PART))
+    return rounds
+
+
+def _compare_lower(policy: Policy, make: Callable[..., Engine], conversations: bool, remedy: str, dtype: str, seed: int) -> None:
+    """Raises ConfigError for a round that lies too far from float32 in every one of `DRAWS` draws: a near tie between two experts,
+    which rounding decides otherwise here than there, lies so in one."""
+    lower, family = lowered(policy, dtype), type(policy.model).__name__
+    for rounds in zip(*(_rounds(policy, conversations, seed + draw) for draw in range(DRAWS)), strict=True):
+        refused = list[ConfigError]()
+        for asked in rounds if rounds[0].lower is not None else ():
+            rollouts = asked.drawn(lower, make, remedy)
             trained = np.concatenate([rollout.trained for rollout in rollouts])
             exact, own = (np.concatenate([_truth(by, rollout) for rollout in rollouts])[trained] for by in (policy, lower))
             ours = np.concatenate([rollout.behavior_logp for rollout in rollouts])[trained]
-            compare_lower(family, path, f"in {dtype} log-probs lie", ours - exact, own - exact, remedy)
-    return tuple(sorted(lengths)), worst
+            try:
+                compare_lower(family, asked.path, f"in {dtype} log-probs lie", ours - exact, own - exact, remedy, asked.lower)
+                break
+            except ConfigError as error:
+                refused.append(error)
+        else:
+            if refused:
+                raise refused[0]
 
 
 @torch.no_grad()
@@ -152,11 +207,11 @@ def _truth(policy: Policy, rollout: Rollout) -> np.ndarray:
     with plain_attention(policy.model) as model, policy.precision():
         logits_NV = model(input_ids=ids[None], use_cache=False).logits[0, rollout.prompt.tokens.size - 1 :, : policy.vocabulary]
     logits_NV = logits_NV.double() / (rollout.sampling.temperature or 1.0)
-    found = []
-    for row, (token, logits_V) in enumerate(zip(rollout.tokens, logits_NV, strict=True)):
-        among = logits_V if rollout.support is None else logits_V[torch.from_numpy(rollout.support[row].astype(np.int64))]
-        found.append(float(logits_V[int(token)] - among.logsumexp(0)))
-    return np.array(found)
+    logp_NV = logits_NV.log_softmax(-1)
+    if rollout.support is not None:
+        among = [logits_V[torch.from_numpy(ids.astype(np.int64))] for ids, logits_V in zip(rollout.support, logits_NV, strict=True)]
+        logp_NV = logits_NV - torch.stack([logits.logsumexp(0) for logits in among])[:, None]
+    return logp_NV.gather(1, torch.from_numpy(rollout.tokens.astype(np.int64))[:, None])[:, 0].numpy()
 
 
 class _NoText:

@@ -1,0 +1,120 @@
+"""What the proof at load costs: processor seconds for the small copies of published models, and its share of a load at shape M.
+
+    python benchmarks/probe.py                # every published shape, then shape M
+    python benchmarks/probe.py --only gemma
+
+A load is `groupwise.models.loading.load_policy` and the engine's proof in a process of its own, imports and all: first with a cache
+of proofs that is empty, then with what the first one kept.  Processor seconds on one thread, medians of `--times`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from _machine import median, save, significant
+from _workload import SHAPES, model_folder
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+
+from groupwise.models import probe
+from groupwise.models.small_copy import small_model
+from groupwise.rollout.native.engine import NativeEngine
+from groupwise.rollout.probe import sampled
+
+PUBLISHED: dict[str, PretrainedConfig] = {
+    "Llama-3-8B": transformers.LlamaConfig(
+        hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336
+    ),
+    "Qwen2.5-7B": transformers.Qwen2Config(
+        hidden_size=3584, num_attention_heads=28, num_key_value_heads=4, intermediate_size=18944
+    ),
+    "Mistral-7B": transformers.MistralConfig(sliding_window=4096),
+    "Gemma-2-9B": transformers.Gemma2Config(hidden_size=3584, num_hidden_layers=42, num_attention_heads=16, num_key_value_heads=8),
+    "Phi-3-mini": transformers.Phi3Config(),
+    "Mixtral-8x7B": transformers.MixtralConfig(),
+    "gpt-oss-20b": transformers.GptOssConfig(num_hidden_layers=24),
+    "DeepSeek-V3": transformers.DeepseekV3Config(),
+}
+"""Models as they are published; what is not said is the family's own."""
+LOAD = """
+import sys, time
+from groupwise.config.settings import ModelSettings
+from groupwise.models.loading import load_policy
+from groupwise.rollout.native.engine import NativeEngine
+from groupwise.rollout.probe import prove_engine
+prove_engine(load_policy(ModelSettings(path=sys.argv[1])), NativeEngine)
+print(time.process_time())
+"""
+
+
+def proof_of(config: PretrainedConfig, dtype: str) -> Callable[[], None]:
+    """Everything that a run with these products is proven by, on a small copy that is made anew."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+    def run() -> None:
+        model = small_model(kind, config)
+        probe.prove(model, paths=("scoring", "training", "router"), dtype=dtype)
+        sampled(probe.wrapped(model, "shared"), NativeEngine, dtype=dtype)
+
+    return run
+
+
+def cpu_seconds(run: Callable[[], None], times: int) -> float:
+    """The median."""
+    found = []
+    for _ in range(times):
+        begin = time.process_time()
+        run()
+        found.append(time.process_time() - begin)
+    return median(found)
+
+
+def load_seconds(times: int) -> dict[str, float]:
+    """Processor seconds of loading shape M: nothing proven before, and proven before."""
+    with tempfile.TemporaryDirectory(prefix="groupwise-bench-") as scratch:
+        folder = model_folder(SHAPES["M"], Path(scratch))
+        found: dict[str, list[float]] = {"first": [], "again": []}
+        for number in range(times):
+            where = {"XDG_CACHE_HOME": str(Path(scratch) / f"cache{number}"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+            subprocess.run([sys.executable, "-c", "from groupwise.ops.kernels import absence; absence()"], env=os.environ | where)
+            for column in found.values():
+                answer = subprocess.run(
+                    [sys.executable, "-c", LOAD, str(folder)], env=os.environ | where, check=True, capture_output=True, text=True
+                )
+                column.append(float(answer.stdout.split()[-1]))
+    return {name: median(column) for name, column in found.items()}
+
+
+def main() -> None:
+    """See the module's text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=int, default=3, help="how often each is timed (default: 3)")
+    parser.add_argument("--only", default="", help="part of a published model's name; leaves shape M out")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    result: dict[str, dict[str, float]] = {}
+    for name, config in PUBLISHED.items():
+        if options.only.lower() not in name.lower():
+            continue
+        result[name] = {
+            dtype: significant(cpu_seconds(proof_of(config, dtype), options.times)) for dtype in ("float32", "bfloat16")
+        }
+        print(f"{name:14s}" + "".join(f"   {dtype} {seconds:5.2f} s" for dtype, seconds in result[name].items()), flush=True)
+    if not options.only:
+        seconds = load_seconds(options.times)
+        share = (seconds["first"] - seconds["again"]) / seconds["first"]
+        result["M"] = {name: significant(value) for name, value in (seconds | {"share": share}).items()}
+        print(f"load at M: {seconds['first']:.2f} s the first time, {seconds['again']:.2f} s from then on (the proof: {share:.0%})")
+        save("probe", {"seconds": result})
+
+
+if __name__ == "__main__":
+    main()
