@@ -19,10 +19,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import transformers
 from _machine import median, save, significant
 from _workload import SHAPES, model_folder
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    DeepseekV3Config,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
 
 from groupwise.models import probe
 from groupwise.models.small_copy import small_model
@@ -30,18 +41,14 @@ from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.probe import sampled
 
 PUBLISHED: dict[str, PretrainedConfig] = {
-    "Llama-3-8B": transformers.LlamaConfig(
-        hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336
-    ),
-    "Qwen2.5-7B": transformers.Qwen2Config(
-        hidden_size=3584, num_attention_heads=28, num_key_value_heads=4, intermediate_size=18944
-    ),
-    "Mistral-7B": transformers.MistralConfig(sliding_window=4096),
-    "Gemma-2-9B": transformers.Gemma2Config(hidden_size=3584, num_hidden_layers=42, num_attention_heads=16, num_key_value_heads=8),
-    "Phi-3-mini": transformers.Phi3Config(),
-    "Mixtral-8x7B": transformers.MixtralConfig(),
-    "gpt-oss-20b": transformers.GptOssConfig(num_hidden_layers=24),
-    "DeepSeek-V3": transformers.DeepseekV3Config(),
+    "Llama-3-8B": LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336),
+    "Qwen2.5-7B": Qwen2Config(hidden_size=3584, num_attention_heads=28, num_key_value_heads=4, intermediate_size=18944),
+    "Mistral-7B": MistralConfig(sliding_window=4096),
+    "Gemma-2-9B": Gemma2Config(hidden_size=3584, num_hidden_layers=42, num_attention_heads=16, num_key_value_heads=8),
+    "Phi-3-mini": Phi3Config(),
+    "Mixtral-8x7B": MixtralConfig(),
+    "gpt-oss-20b": GptOssConfig(num_hidden_layers=24),
+    "DeepSeek-V3": DeepseekV3Config(),
 }
 """Models as they are published; what is not said is the family's own."""
 LOAD = """
@@ -57,7 +64,7 @@ print(time.process_time())
 
 def proof_of(config: PretrainedConfig, dtype: str) -> Callable[[], None]:
     """Everything that a run with these products is proven by, on a small copy that is made anew."""
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # type: ignore[assignment]
 
     def run() -> None:
         model = small_model(kind, config)

@@ -363,8 +363,8 @@ refused: a near tie between two experts, which rounding decides otherwise, is so
 Nothing is dropped unless a recipe says so. With `model.dropout: true` updates drop units with the checkpoint's own probabilities;
 sampling, scoring and references do not. Masks belong to tokens: an update is the same however its samples are packed, cut into
 micro-batches or spread over processes, and after a resume. At load it is compared with the model's own training pass under the same
-masks, and that pass, with nothing dropped, with the evaluation pass. Refused in words are models that drop nothing, other random numbers (noise on a router's scores), the loss that balances
-experts, and rollouts of another engine or of older weights.
+masks, and that pass, with nothing dropped, with the evaluation pass. Refused in words are models that drop nothing, other random
+numbers (noise on a router's scores), the loss that balances experts, and rollouts of another engine or of older weights.
 
 The table says what a test found, without the library's own comparison, for a tiny random model of every architecture that
 transformers {transformers} knows. There, windows and chunks have {window} tokens, position encodings change at {window} or {twice},
