@@ -728,9 +728,11 @@ def _recompute(case: Case) -> tuple[Truth, Truth] | None:
 
 def _dropout(case: Case) -> tuple[Truth, Truth]:
     """With the masks of one update at work, by both; the model's training mode does nothing else than to drop units."""
+    answers = _dropped(case)
     still = truth(case.policy, case.samples, gradients=True, still=True)
     compare(type(case.policy.model).__name__, "training mode with nothing dropped", still, case.expected, dropout.REMEDY)
-    return _dropped(case)
+    case.policy.model.eval()
+    return answers
 
 
 def _dropped(case: Case) -> tuple[Truth, Truth]:
