@@ -105,7 +105,7 @@ class Meter:
 def settle(device: str) -> None:
     """Wait for a GPU."""
     if device != "cpu":
-        import torch  # not before `_workload.ours` has said with how many threads
+        import torch  # not before `_in_process.ours` has said with how many threads
 
         torch.cuda.synchronize()
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -184,17 +182,6 @@ def teacher_of(work: Workload) -> Workload:
     """A workload whose model is the teacher of a distillation: twice as wide, so with four times the weights per layer."""
     wider = {"hidden": 2 * work.hidden, "heads": 2 * work.heads, "kv_heads": work.kv_heads and 2 * work.kv_heads}
     return replace(work, **wider, inner=work.inner and 2 * work.inner, seed=work.seed + 1)
-
-
-def ours(work: Workload) -> Any:
-    """Our side of a workload in this process (`_ours.Ours`).  Call it before torch is imported: it says with how many threads."""
-    os.environ["OMP_NUM_THREADS"] = str(work.threads)
-    import torch
-    from _ours import Ours
-
-    torch.set_num_threads(work.threads)
-    with tempfile.TemporaryDirectory(prefix="groupwise-bench-") as scratch:
-        return Ours(work, model_folder(work, Path(scratch)))
 
 
 def text_of(ids: Sequence[int] | np.ndarray) -> str:

@@ -23,8 +23,9 @@ from functools import partial
 from statistics import median as middle
 from typing import Any
 
+from _in_process import ours
 from _machine import Meter, save, significant
-from _workload import Workload, add_options, ours, workload
+from _workload import Workload, add_options, workload
 
 
 def seconds(device: str, run: Callable[[], Any], repeats: int = 3) -> float:

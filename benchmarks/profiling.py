@@ -13,8 +13,9 @@ import argparse
 import json
 from dataclasses import asdict
 
+from _in_process import ours
 from _machine import median, save, significant
-from _workload import add_options, ours, workload
+from _workload import add_options, workload
 
 LEAST = 0.005
 """Operations with a smaller share are added up as `everything else`."""

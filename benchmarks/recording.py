@@ -15,8 +15,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from _in_process import ours
 from _machine import Meter, median, save, significant
-from _workload import add_options, ours, workload
+from _workload import add_options, workload
 
 
 def main() -> None:
