@@ -30,9 +30,10 @@ from groupwise.models.policy import Policy
 from groupwise.models.scratch import scratch_model
 from groupwise.records import Branch, Episode, Finish, Prompt, Rollout, Sample, Sampling, Scored, Turn
 
-# The same examples in every run, so that a failure is a failure everywhere. `--hypothesis-profile=search` looks for new ones; `few`
-# is for what is asked again under other circumstances.
+# The same examples in every run, so that a failure is a failure everywhere. `--hypothesis-seed=N` takes as many others,
+# `--hypothesis-profile=search` looks for new ones; `few` is for what is asked again under other circumstances.
 settings.register_profile("same", derandomize=True, max_examples=80, deadline=None, print_blob=True)
+settings.register_profile("seeded", settings.get_profile("same"), derandomize=False, database=None)
 settings.register_profile("search", max_examples=2000, deadline=None, print_blob=True)
 settings.register_profile("few", settings.get_profile("same"), max_examples=20)
 settings.load_profile("same")
@@ -40,6 +41,12 @@ settings.load_profile("same")
 # A shell ignores Ctrl-C for what it starts in the background, and children inherit that; the tests' children are to hear it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A profile whose examples are always the same would not hear of a seed."""
+    if config.getoption("--hypothesis-seed") is not None and config.getoption("--hypothesis-profile") is None:
+        settings.load_profile("seeded")
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
