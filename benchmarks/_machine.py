@@ -86,12 +86,12 @@ class Meter:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time what happens inside."""
-        settle(self.device)
+        synchronize(self.device)
         wall, cpu = time.perf_counter(), time.process_time()
         try:
             yield
         finally:
-            settle(self.device)
+            synchronize(self.device)
             self.wall[name] = self.wall.get(name, 0.0) + time.perf_counter() - wall
             self.cpu[name] = self.cpu.get(name, 0.0) + time.process_time() - cpu
 
@@ -102,8 +102,8 @@ class Meter:
         return found
 
 
-def settle(device: str) -> None:
-    """Wait for a GPU."""
+def synchronize(device: str) -> None:
+    """Wait until a GPU has finished what it was given; nothing on a CPU."""
     if device != "cpu":
         import torch  # not before `_in_process.ours` has said with how many threads
 

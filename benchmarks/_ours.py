@@ -233,11 +233,11 @@ class Ours:
         groups = with_reference(groups, self.reference, 1 << 20)
         return weigh(groups, self.algorithm.credit(groups), self.algorithm)
 
-    def _gradients(self, samples: list[Sample], loss: Any, **how: Any) -> tuple[float, list[np.ndarray]]:
+    def _gradients(self, samples: list[Sample], loss: Any, **options: Any) -> tuple[float, list[np.ndarray]]:
         seen = [np.zeros(sample.completion.size) for sample in samples]
         total = 0.0
-        how |= {"fill": self.policy.tiled, "device": self.policy.device}
-        for batch in pack(samples, positions(self.work, self.policy), **how):
+        options |= {"fill": self.policy.tiled, "device": self.policy.device}
+        for batch in pack(samples, positions(self.work, self.policy), **options):
             with self.policy.checkpointing(self.work.checkpointing), fused_modules(self.policy.model):
                 value, seen_M = loss(self.policy, batch=batch)
                 value.backward()

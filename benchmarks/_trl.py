@@ -167,11 +167,11 @@ def _grpo(work: Workload, folder: Path, scratch: Path, conductor: Conductor) -> 
             conductor.seen |= {"completions": ids, "rewards": reward([], [], ids, out)}
         return outputs
 
-    def timed_score(*inputs: Any, **how: Any) -> Any:
+    def timed_score(*inputs: Any, **keywords: Any) -> Any:
         if inside:
             with meter.phase("reference"):
-                return score(*inputs, **how)
-        outputs = score(*inputs, **how)
+                return score(*inputs, **keywords)
+        outputs = score(*inputs, **keywords)
         if conductor.checking:
             # The trainer has shuffled its rows since they were drawn.
             _, tokens, mask, _ = inputs[:4]
@@ -237,8 +237,8 @@ def _distill(work: Workload, folder: Path, scratch: Path, conductor: Conductor) 
 def _keep_loss(trainer: Trainer, conductor: Conductor) -> Trainer:
     training_step: Callable[..., torch.Tensor] = trainer.training_step
 
-    def kept(*inputs: Any, **how: Any) -> torch.Tensor:
-        loss = training_step(*inputs, **how)
+    def kept(*inputs: Any, **keywords: Any) -> torch.Tensor:
+        loss = training_step(*inputs, **keywords)
         conductor.seen["loss"] = float(loss)
         return loss
 

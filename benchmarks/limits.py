@@ -70,7 +70,7 @@ def ceilings(work: Workload, rows: int, few: int, parameters: int) -> dict[str, 
         x, w = randn(m, k, dtype=dtype), randn(n, k, dtype=dtype)
         return max(torchs(m, k, n), 2e-9 * m * k * n / timed(lambda: matmul.product(x, w.T)))
 
-    def slopes(m: int, k: int, n: int) -> float:
+    def weight_gradient(m: int, k: int, n: int) -> float:
         x, grad, total = randn(m, k, dtype=dtype), randn(m, n, dtype=dtype), torch.zeros(n, k, device=work.device)
         return 2e-9 * m * k * n / timed(lambda: matmul.add_product(total, grad.T, x, fresh=False))
 
@@ -87,7 +87,7 @@ def ceilings(work: Workload, rows: int, few: int, parameters: int) -> dict[str, 
     return {
         "gemm": product(rows, work.hidden, wide),
         "gemm_torch": torchs(rows, work.hidden, wide),
-        "gemm_weight_gradient": slopes(rows, work.hidden, wide),
+        "gemm_weight_gradient": weight_gradient(rows, work.hidden, wide),
         "gemm_head": product(min(rows, 512), work.hidden, work.vocab),
         "gemm_few_rows": packed(few, work.hidden, wide),
         "read": 1e-9 * numbers.nbytes / timed(lambda: numbers.sum()),

@@ -36,9 +36,9 @@ def main() -> None:
     meter = Meter(work.device)
 
     def metered(run: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any, **how: Any) -> Any:
+        def timed(*arguments: Any, **keywords: Any) -> Any:
             with meter.phase("columns"):
-                return run(*arguments, **how)
+                return run(*arguments, **keywords)
 
         return timed
 

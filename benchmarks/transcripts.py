@@ -157,14 +157,14 @@ def of_trl(folder: Path, rows: list[dict[str, Any]], scratch: Path) -> list[dict
     found: list[dict[str, Any]] = []
     generate, judge = trainer._generate, trainer._calculate_rewards
 
-    def seen(*given: Any, **how: Any) -> Any:
-        outputs = generate(*given, **how)
+    def seen(*given: Any, **keywords: Any) -> Any:
+        outputs = generate(*given, **keywords)
         columns = zip(*outputs[:3], strict=True)
         found.extend({"prompt": list(p), "ids": list(ids), "trained": [bool(x) for x in mask]} for p, ids, mask in columns)
         return outputs
 
-    def judged(*given: Any, **how: Any) -> Any:
-        rewards = judge(*given, **how)
+    def judged(*given: Any, **keywords: Any) -> Any:
+        rewards = judge(*given, **keywords)
         for one, reward in zip(found, rewards[:, 0].tolist(), strict=True):
             one["reward"] = reward
         return rewards

@@ -173,8 +173,8 @@ def scripted_world() -> Iterator[Callable[..., ScriptedWorld]]:
     """`scripted_world(...)`: see `ScriptedWorld`."""
     made: list[ScriptedWorld] = []
 
-    def make(**how: Any) -> ScriptedWorld:
-        made.append(ScriptedWorld(**how))
+    def make(**keywords: Any) -> ScriptedWorld:
+        made.append(ScriptedWorld(**keywords))
         return made[-1]
 
     yield make

@@ -150,8 +150,8 @@ class Backwards:
     def __init__(self, engine: NativeEngine) -> None:
         self.engine = engine
 
-    def generate(self, prompts: Sequence[Prompt], **how: object) -> Iterator[tuple[Rollout, ...]]:
-        yield from reversed(list(self.engine.generate(prompts, **how)))  # type: ignore[arg-type]
+    def generate(self, prompts: Sequence[Prompt], **keywords: object) -> Iterator[tuple[Rollout, ...]]:
+        yield from reversed(list(self.engine.generate(prompts, **keywords)))  # type: ignore[arg-type]
 
 
 def test_p39_completions_keep_their_prompt_whatever_order_they_come_in(tiny_policy: Callable) -> None:
@@ -161,8 +161,8 @@ def test_p39_completions_keep_their_prompt_whatever_order_they_come_in(tiny_poli
     found = []
     for which in (engine, Backwards(engine)):
         prompts = prompts_of(3, 8, 1, 5, 2)
-        how = {"rewards": RuleRewards(odd), "algorithm": algorithm, "group": group, "sampling": sampling}
-        groups, _ = GroupSampler(engine=which, draw=lambda k, given=prompts: given[:k], **how).collect()  # type: ignore[arg-type]
+        options = {"rewards": RuleRewards(odd), "algorithm": algorithm, "group": group, "sampling": sampling}
+        groups, _ = GroupSampler(engine=which, draw=lambda k, given=prompts: given[:k], **options).collect()  # type: ignore[arg-type]
         assert [scored.prompt.id for scored in groups] == [prompt.id for prompt in prompts]
         assert all(r.prompt is scored.prompt for scored in groups for r in scored.rollouts)
         found.append([r.tokens.tolist() for scored in groups for r in scored.rollouts])
@@ -233,14 +233,14 @@ def test_p63_rewards_are_computed_while_others_are_still_sampled(tiny_policy: Ca
         return odd(rollout)
 
     class Waiting:
-        def generate(self, prompts: Sequence[Prompt], **how: object) -> Iterator[tuple[Rollout, ...]]:
-            for number, group in enumerate(NativeEngine(tiny_policy(scale=2.0), max_rows=4).generate(prompts, **how)):  # type: ignore[arg-type]
+        def generate(self, prompts: Sequence[Prompt], **keywords: object) -> Iterator[tuple[Rollout, ...]]:
+            for number, group in enumerate(NativeEngine(tiny_policy(scale=2.0), max_rows=4).generate(prompts, **keywords)):  # type: ignore[arg-type]
                 assert number == 0 or asked.wait(20), "the first group's reward waits for the last group"
                 yield group
 
     group = GroupSettings(prompts_per_step=3, group_size=2)
-    how = {"group": group, "algorithm": resolve("grpo", group, 6), "sampling": Sampling(max_new_tokens=6)}
-    source = GroupSampler(engine=Waiting(), rewards=RuleRewards(rule), draw=lambda k: prompts_of(3, 4, 5)[:k], **how)  # type: ignore[arg-type]
+    options = {"group": group, "algorithm": resolve("grpo", group, 6), "sampling": Sampling(max_new_tokens=6)}
+    source = GroupSampler(engine=Waiting(), rewards=RuleRewards(rule), draw=lambda k: prompts_of(3, 4, 5)[:k], **options)  # type: ignore[arg-type]
     groups, drawn = source.collect()
     assert len(groups) == drawn == 3
 

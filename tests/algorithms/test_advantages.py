@@ -267,10 +267,10 @@ def test_maxrl_divides_by_what_the_group_reached(scored):
 def test_maxrl_is_the_gradient_of_the_mean_over_successes(scored):
     """2602.02710: the mean of the successes' scores, less the mean of all scores, which is 0 on average."""
     rng = np.random.default_rng(0)
-    reward, slopes = np.array([1.0, 0.0, 1.0, 0.0, 0.0]), rng.normal(size=5)
+    reward, gradients = np.array([1.0, 0.0, 1.0, 0.0, 0.0]), rng.normal(size=5)
     (found,) = credit.maxrl([scored(reward.tolist())])
-    estimate = np.mean([a[0] * slope for a, slope in zip(found, slopes, strict=True)])
-    assert estimate == pytest.approx(slopes[reward == 1].mean() - slopes.mean())
+    estimate = np.mean([a[0] * gradient for a, gradient in zip(found, gradients, strict=True)])
+    assert estimate == pytest.approx(gradients[reward == 1].mean() - gradients.mean())
 
 
 def test_the_batch_s_mean_is_a_baseline_without_siblings(scored):

@@ -130,15 +130,17 @@ def test_on_policy_every_surrogate_is_the_policy_gradient(random_terms, name):
     torch.testing.assert_close(terms.logp_M.grad, -terms.advantage_M)
 
 
-@pytest.mark.parametrize(("rho", "advantage", "slope"), [(1.3, 1, 0), (1.3, -1, 1.3), (0.7, 1, -0.7), (0.7, -1, 0), (1.1, 1, -1.1)])
-def test_clipping_stops_the_gradient_only_where_it_would_go_further(random_terms, rho, advantage, slope):
+@pytest.mark.parametrize(
+    ("rho", "advantage", "gradient"), [(1.3, 1, 0), (1.3, -1, 1.3), (0.7, 1, -0.7), (0.7, -1, 0), (1.1, 1, -1.1)]
+)
+def test_clipping_stops_the_gradient_only_where_it_would_go_further(random_terms, rho, advantage, gradient):
     terms = random_terms((1,))
     terms = replace(
         terms, logp_M=(terms.behavior_logp_M + math.log(rho)).requires_grad_(), advantage_M=torch.tensor([float(advantage)])
     )
     terms = replace(terms, log_ratio_M=terms.logp_M - terms.behavior_logp_M)
     losses.clipped(terms).sum().backward()
-    assert terms.logp_M.grad.item() == pytest.approx(slope)
+    assert terms.logp_M.grad.item() == pytest.approx(gradient)
 
 
 def test_cispo_caps_the_ratio_itself_and_keeps_the_gradient(random_terms):

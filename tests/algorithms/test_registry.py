@@ -189,8 +189,8 @@ def test_the_entropy_bonus_is_the_mean_over_tokens_for_every_preset():
     for row in ALGORITHMS.values():
         terms = terms_of()
         total = replace(row, entropy_bonus=0.01).total(terms, torch.ones(8, dtype=torch.float64), entropy_tokens=8)
-        (slope,) = torch.autograd.grad(total, terms.entropy_M)
-        torch.testing.assert_close(slope, torch.full((8,), -0.01 / 8, dtype=torch.float64))
+        (gradient,) = torch.autograd.grad(total, terms.entropy_M)
+        torch.testing.assert_close(gradient, torch.full((8,), -0.01 / 8, dtype=torch.float64))
 
 
 def test_p26_every_preset_stays_finite_with_a_gap_of_100_nats():
@@ -207,17 +207,17 @@ def test_p26_every_preset_stays_finite_with_a_gap_of_100_nats():
             )
             for kl in PARTS["kl"].values():
                 loss = replace(row, beta=0.04, kl=kl, kl_place="loss").loss(terms).sum()
-                (slope,) = torch.autograd.grad(loss, logp_M)
+                (gradient,) = torch.autograd.grad(loss, logp_M)
                 assert torch.isfinite(loss), (row.name, kl)
-                assert torch.isfinite(slope).all(), (row.name, kl)
+                assert torch.isfinite(gradient).all(), (row.name, kl)
 
 
 def test_dead_completions_have_no_gradient_exactly_when_they_are_skipped():
     for row in ALGORITHMS.values():
         assert row.skips_dead == (not row.needs_value and row.divergence is None)  # these learn from all of them
         terms = replace(terms_of(), advantage_M=torch.zeros(8, dtype=torch.float64))
-        (slope,) = torch.autograd.grad(row.loss(terms).sum(), terms.logp_M)
-        assert not slope.any()
+        (gradient,) = torch.autograd.grad(row.loss(terms).sum(), terms.logp_M)
+        assert not gradient.any()
     assert not replace(ALGORITHMS["grpo"], beta=0.04).skips_dead
     assert not replace(ALGORITHMS["grpo"], entropy_bonus=0.01).skips_dead
     assert replace(ALGORITHMS["rloo"], beta=0.04).skips_dead  # its KL is already in the advantages

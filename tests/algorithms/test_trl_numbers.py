@@ -173,8 +173,9 @@ def minillm_ours(case: dict[str, Any], own: bool = True) -> tuple[list[np.ndarra
     ids = torch.tensor(given["ids"])[:, :, None]
     q_RT, p_RT = (log.gather(-1, ids)[:, :, 0] for log in (log_q, log_p))
     group = group_of(cut(q_RT.detach().numpy(), lengths), [0.0] * len(lengths), teacher_logp=cut(p_RT.numpy(), lengths))
-    how: dict[str, Any] = {"gamma": case["settings"]["gamma"], "normalize": case["settings"]["length_normalization"], "own": own}
-    (advantage,) = credit.reverse_kl([group], **how)
+    chosen = case["settings"]
+    options: dict[str, Any] = {"gamma": chosen["gamma"], "normalize": chosen["length_normalization"], "own": own}
+    (advantage,) = credit.reverse_kl([group], **options)
     rows = log_q.shape[0]
     single = jsd(log_q.flatten(0, 1), log_p.flatten(0, 1), beta=1.0).view(rows, -1)
     return advantage, q_RT, single, student

@@ -249,6 +249,21 @@ def test_no_call_hides_its_arguments(name: str) -> None:
     assert not wrong, f"{name}: {wrong}"
 
 
+@pytest.mark.parametrize("folder", ["tests", "benchmarks"])
+def test_no_test_or_benchmark_passes_on_how(folder: str) -> None:
+    """`**how` says nothing; keywords that are passed on are called `**keywords`, or by what they are."""
+    wrong = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        if "rollout/native" in path.as_posix():  # their call sites are renamed with the native engine's tests
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            taken = isinstance(node, ast.arguments) and node.kwarg is not None and node.kwarg.arg == "how"
+            passed = isinstance(node, ast.keyword) and node.arg is None and ast.unparse(node.value) == "how"
+            if taken or passed:
+                wrong.append(f"{path.relative_to(ROOT)}: {ast.unparse(node)}")
+    assert not wrong, wrong
+
+
 def test_docstrings_name_what_there_is() -> None:
     """`folder/file.py`, `package/file` and `module.NAME` in backticks: a name that has moved would send a reader nowhere."""
     modules = {full.removesuffix(".__init__").rpartition(".")[2] for full in FILES}

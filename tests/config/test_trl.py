@@ -36,9 +36,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def read(text: str, name: str = "trl.yaml", **how: object) -> Imported:
+def read(text: str, name: str = "trl.yaml", **keywords: object) -> Imported:
     Path(name).write_text(text)
-    return import_trl(name, **how)  # type: ignore[arg-type]
+    return import_trl(name, **keywords)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- the table

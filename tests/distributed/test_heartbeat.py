@@ -1,4 +1,4 @@
-"""Signs of life: who is named, who is ended, and who is left alone."""
+"""Heartbeats: which process is named as lost, which is ended, and which is left alone."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[int |
 
 
 def beating(store: Memory, rank: int, stop: threading.Event) -> None:
-    """The signs of life of a process that is well."""
+    """The heartbeats of a process that is well."""
     store.kept |= {f"place/{rank}": FAR, f"pulse/{rank}": "0"}
 
     def beat() -> None:
@@ -95,7 +95,7 @@ def test_p07_the_silent_one_is_named_and_all_end(ended: Callable, stop: threadin
     assert said.startswith("rank 0: PeerError: rank 2 (process 77 on node-b) has sent no heartbeat for 0 s")
     assert said.endswith("; go on like this")
     assert store.kept["verdict"] == "2"
-    # The others follow, without a word of their own.
+    # The others follow, and print nothing themselves.
     code, more = ended(Watch(store, 1, 3, lambda: "", beat=0.02))
     assert (code, more) == (PeerError.exit_code, said)
 

@@ -365,19 +365,19 @@ def test_r36_nothing_outlives_a_run_that_is_killed(tmp_path: Path, forked: Any) 
 # ---- functions that exist only in this process -----------------------------------------------------------------------------------
 
 
-def _settings(function: str, **how: Any) -> Any:
+def _settings(function: str, **keywords: Any) -> Any:
     from groupwise.config.settings import RewardSettings
 
-    return RewardSettings(function=function, **how)
+    return RewardSettings(function=function, **keywords)
 
 
 @pytest.fixture
 def live() -> Iterator[Callable[..., Any]]:
-    """`live(function, **how)`: it alone as rewards."""
+    """`live(function, **keywords)`: it alone as rewards."""
     made = []
 
-    def make(function: Any, columns: tuple[str, ...] = (), **how: Any) -> Any:
-        made.append(build_rewards([LiveReward(function=function, **how)], columns=columns))
+    def make(function: Any, columns: tuple[str, ...] = (), **keywords: Any) -> Any:
+        made.append(build_rewards([LiveReward(function=function, **keywords)], columns=columns))
         return made[-1]
 
     yield make

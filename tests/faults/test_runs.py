@@ -56,9 +56,9 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def finish(path: Path, **how: Any) -> Path:
+def finish(path: Path, **keywords: Any) -> Path:
     """Train a recipe to its end."""
-    for _ in train(load_recipe(path), **how):
+    for _ in train(load_recipe(path), **keywords):
         pass
     return Path("runs") / path.stem
 
@@ -459,8 +459,8 @@ def test_a_job_that_cannot_be_put_together_leaves_no_worker(
     kept: list[Any] = []  # as a traceback that somebody holds on to keeps what was made
     make = prepare.build_rewards
 
-    def watched(*arguments: Any, **how: Any) -> Any:
-        kept.append(make(*arguments, **how))
+    def watched(*arguments: Any, **keywords: Any) -> Any:
+        kept.append(make(*arguments, **keywords))
         return kept[-1]
 
     def refused(*_: Any, **__: Any) -> Any:

@@ -46,10 +46,10 @@ def groups(scored_group: Callable) -> list[Scored]:
     ]
 
 
-def gradient(policy: Policy, algorithm: Algorithm, samples: Sequence[Sample], **how: object) -> dict[str, Tensor]:
+def gradient(policy: Policy, algorithm: Algorithm, samples: Sequence[Sample], **options: object) -> dict[str, Tensor]:
     policy.model.zero_grad()
     tokens = float(sum(np.count_nonzero(sample.weight) for sample in samples))
-    settings = {"budget": 10_000, "share": True} | how
+    settings = {"budget": 10_000, "share": True} | options
     critic = critic_on(policy, algorithm)
     if critic is not None:  # it has moved since it said what the samples hold
         with torch.no_grad():

@@ -332,7 +332,7 @@ class Truth:
 
 
 def log_probs(
-    model: PreTrainedModel, prompt: np.ndarray, completion: np.ndarray, vocabulary: int, **how: Any
+    model: PreTrainedModel, prompt: np.ndarray, completion: np.ndarray, vocabulary: int, **keywords: Any
 ) -> tuple[Tensor, Any]:
     """Of a completion's tokens (n,), by an ordinary forward pass over this text alone, differentiable; and what the pass gave.
 
@@ -342,7 +342,7 @@ def log_probs(
     if "dynamic" in str(getattr(model.config.get_text_config(), "rope_parameters", "")):
         model = _without_memory(model)
     ids = torch.from_numpy(np.concatenate([prompt, completion]))
-    outputs = model(input_ids=ids[None, :-1], use_cache=False, **how)
+    outputs = model(input_ids=ids[None, :-1], use_cache=False, **keywords)
     logp_TV = (outputs.logits[0, prompt.size - 1 :, :vocabulary] / TEMPERATURE).log_softmax(-1)
     return logp_TV.gather(1, ids[prompt.size :, None])[:, 0], outputs
 
@@ -366,8 +366,8 @@ def truth_of(model: PreTrainedModel, samples: Sequence[Sample], vocabulary: int)
     balanced = getattr(config, "output_router_logits", False) and bool(getattr(config, "router_aux_loss_coef", 0.0))
     found, loss, routers = [], torch.zeros(()), []
     for sample in samples:
-        how = {"output_router_logits": True} if balanced else {}
-        logp, outputs = log_probs(model, sample.prompt, sample.completion, vocabulary, **how)
+        options = {"output_router_logits": True} if balanced else {}
+        logp, outputs = log_probs(model, sample.prompt, sample.completion, vocabulary, **options)
         loss = loss - (torch.from_numpy(sample.weight) * logp).sum()
         found.append(logp.detach().numpy())
         if balanced:
@@ -502,8 +502,8 @@ class Case:
     def sampling(self, engine: Engine, prompts: Sequence[Prompt], group_size: int, most: int) -> float:
         """Largest difference of a sampled token's log-prob.   most: tokens of a completion."""
         worst = 0.0
-        how = Sampling(temperature=TEMPERATURE, max_new_tokens=most)
-        for group in engine.generate(prompts, group_size=group_size, sampling=how, seed=1):
+        drawing = Sampling(temperature=TEMPERATURE, max_new_tokens=most)
+        for group in engine.generate(prompts, group_size=group_size, sampling=drawing, seed=1):
             for rollout in group:
                 with torch.no_grad():
                     expected, _ = log_probs(self.model, rollout.prompt.tokens, rollout.tokens, self.policy.vocabulary)
@@ -649,9 +649,9 @@ def modes_of(name: str, uses: str) -> dict[str, str]:
     tokenizer, attention, found = make_tokenizer("arithmetic"), "shared" if uses == "packed" else uses, {}
     config = config_of(family, len(tokenizer) + 3, tokenizer.eos_token_id, **changes)
     with short_texts():
-        for mode, how in MODES.items():
+        for mode, options in MODES.items():
             try:
-                probing.prove(probing.stand_in(model_of(config)), attention=attention, **how)
+                probing.prove(probing.stand_in(model_of(config)), attention=attention, **options)
                 found[mode] = ""
             except GroupwiseError as error:
                 found[mode] = str(error)

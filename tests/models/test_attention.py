@@ -46,10 +46,10 @@ def one_by_one(policy: Policy, samples: list[Sample]) -> tuple[float, dict[str, 
     return total, gradients(policy)
 
 
-def packed(policy: Policy, samples: list[Sample], **how: object) -> tuple[float, dict[str, Tensor]]:
+def packed(policy: Policy, samples: list[Sample], **options: object) -> tuple[float, dict[str, Tensor]]:
     policy.model.zero_grad()
     total = 0.0
-    for batch in pack(samples, dtype=policy.dtype, **how):  # type: ignore[arg-type]
+    for batch in pack(samples, dtype=policy.dtype, **options):  # type: ignore[arg-type]
         rows = batch.trained_M
         hidden = policy.forward(batch).hidden_PD[rows]
         logp, entropy = reference_logprobs(hidden, policy.head, batch.target_P[rows], batch.temperature_P[rows])
@@ -64,12 +64,12 @@ def test_p33_packed_and_shared_equal_one_by_one(family: str, tiny_policy: Callab
     policy = tiny_policy(family)
     samples = random_samples()
     expected, expected_gradients = one_by_one(policy, samples)
-    for how in ({"budget": 10_000}, {"budget": 25}, {"budget": 10_000, "share": False, "fill": True}):
-        found, found_gradients = packed(policy, samples, **how)
+    for options in ({"budget": 10_000}, {"budget": 25}, {"budget": 10_000, "share": False, "fill": True}):
+        found, found_gradients = packed(policy, samples, **options)
         assert found == pytest.approx(expected, rel=1e-5)
         for name, expected_gradient in expected_gradients.items():
             scale = expected_gradient.abs().max()
-            assert (found_gradients[name] - expected_gradient).abs().max() <= 2e-5 * scale + 1e-7, (how, name)
+            assert (found_gradients[name] - expected_gradient).abs().max() <= 2e-5 * scale + 1e-7, (options, name)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -77,8 +77,8 @@ def test_float64_gradients_are_exact(family: str, tiny_policy: Callable, random_
     policy = tiny_policy(family, dtype=torch.float64)
     samples = random_samples(groups=4)
     _, expected = one_by_one(policy, samples)
-    for how in ({"budget": 10_000}, {"budget": 20}, {"budget": 1}, {"budget": 40, "share": False}):
-        _, found = packed(policy, samples, **how)
+    for options in ({"budget": 10_000}, {"budget": 20}, {"budget": 1}, {"budget": 40, "share": False}):
+        _, found = packed(policy, samples, **options)
         assert max(float((found[n] - expected[n]).abs().max() / expected[n].abs().max()) for n in expected) < 1e-10
 
 

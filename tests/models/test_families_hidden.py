@@ -38,13 +38,13 @@ class Narrowed(LlamaForCausalLM):
         super().__init__(config)
         narrow = self.window
 
-        def forward(attention: LlamaAttention, hidden_states: Tensor, **how: Any) -> Any:
+        def forward(attention: LlamaAttention, hidden_states: Tensor, **keywords: Any) -> Any:
             if not packed(attention):
                 place = torch.arange(hidden_states.shape[1])
                 distance = place[:, None] - place[None]
                 hidden = (distance < 0) | (distance >= narrow)
-                how["attention_mask"] = torch.zeros(hidden.shape).masked_fill(hidden, -1e30)[None, None]
-            return LlamaAttention.forward(attention, hidden_states, **how)
+                keywords["attention_mask"] = torch.zeros(hidden.shape).masked_fill(hidden, -1e30)[None, None]
+            return LlamaAttention.forward(attention, hidden_states, **keywords)
 
         for number in self.layers:
             attention = self.model.layers[number].self_attn
@@ -94,10 +94,10 @@ class Capacity(LlamaForCausalLM):
 class HidesAnId(LlamaForCausalLM):
     """Takes the id 7 for padding when no mask is given, and hides it."""
 
-    def forward(self, input_ids: Any = None, attention_mask: Any = None, **how: Any) -> Any:
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, **keywords: Any) -> Any:
         if attention_mask is None and not packed(self):
             attention_mask = (input_ids != 7).long()
-        return super().forward(input_ids=input_ids, attention_mask=attention_mask, **how)
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, **keywords)
 
 
 class HalfAGradient(LlamaForCausalLM):

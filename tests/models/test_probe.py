@@ -223,9 +223,9 @@ def test_the_loss_that_balances_experts_does_not_depend_on_how_a_step_is_cut(kin
     policy = make_policy(built(kind, config, num_experts_per_tok=2, moe_intermediate_size=32, **changes), TOKENIZER)
     samples = texts((3, 4), (3, 20), (12, 9), (12, 2), (5, 7))
     found = []
-    for how in ({"budget": 10_000}, {"budget": 25}, {"budget": 1}, {"budget": 60, "share": False, "fill": True}):
+    for options in ({"budget": 10_000}, {"budget": 25}, {"budget": 1}, {"budget": 60, "share": False, "fill": True}):
         total = 0.0
-        for batch in policy.balanced(pack(samples, **how)):  # type: ignore[arg-type]
+        for batch in policy.balanced(pack(samples, **options)):  # type: ignore[arg-type]
             loss = policy.forward(batch).router_loss
             loss.backward()  # type: ignore[union-attr]
             total += float(loss)

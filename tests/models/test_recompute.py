@@ -41,9 +41,9 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counts: Counter[str] = Counter()
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def count(*given: Any, **how: Any) -> Any:
+        def count(*given: Any, **keywords: Any) -> Any:
             counts[name] += 1
-            return function(*given, **how)
+            return function(*given, **keywords)
 
         return count
 
@@ -77,7 +77,7 @@ def test_what_the_backward_pass_does_not_read_is_not_computed_again(
     found = gradients(policy, batch, again=True, in_place=in_place)
     assert computed["mlp"] == LAYERS + LAYERS - 1, "all but the last are computed again"
     assert computed["last product"] == LAYERS, "whose last products nobody reads"
-    assert computed["sum in place"] == sums, "slopes are summed where they lie, computed again or not"
+    assert computed["sum in place"] == sums, "gradients are summed in place, whether activations are recomputed or not"
     assert found.keys() == expected.keys()
     for name in expected:
         assert torch.equal(found[name], expected[name]), name

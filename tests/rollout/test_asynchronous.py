@@ -52,11 +52,11 @@ class Apart:
     def set_version(self, version: int) -> None:
         self.version, self._copy = version, self.policy.frozen_copy()
 
-    def generate(self, prompts: Sequence[Prompt], **how: Any) -> Iterator[tuple[Rollout, ...]]:
+    def generate(self, prompts: Sequence[Prompt], **keywords: Any) -> Iterator[tuple[Rollout, ...]]:
         inner = NativeEngine(self._copy, max_rows=8)
         inner.set_version(self.version)
         self.begun.append((prompts[0].id, self.version))
-        for group in inner.generate(prompts, **how):
+        for group in inner.generate(prompts, **keywords):
             self.before_group(group[0].prompt.id)
             yield group
 

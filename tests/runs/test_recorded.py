@@ -46,9 +46,9 @@ def step(number: int, *, signal: bool = False) -> Step:
     )
 
 
-def fill(folder: Path, numbers: range, **how: bool) -> None:
+def fill(folder: Path, numbers: range, **keywords: bool) -> None:
     for number in numbers:
-        recorded.write(folder, step(number, **how), "a run")
+        recorded.write(folder, step(number, **keywords), "a run")
 
 
 def said(folder: Path) -> dict[int, list[str]]:
@@ -141,11 +141,11 @@ def test_no_crash_loses_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     left, real_replace, real_unlink = [at], os.replace, Path.unlink
 
     def dying(real):
-        def call(*given, **how):
+        def call(*given, **keywords):
             if left[0] == 0:
                 raise Killed
             left[0] -= 1
-            return real(*given, **how)
+            return real(*given, **keywords)
 
         return call
 

@@ -84,7 +84,7 @@ def flops_of_all(step: Step) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(
-    ("how", "signals", "recomputed", "passes"),
+    ("options", "signals", "recomputed", "passes"),
     [
         ({}, ("scored_logp",), 4, 1),
         ({"recompute": True, "updates": 3}, (), 12, 3),
@@ -92,11 +92,11 @@ def flops_of_all(step: Step) -> tuple[float, float]:
         ({"recompute": True, "threshold": True, "updates": 2}, ("scored_logp",), 4 + 16, 5),
     ],
 )
-def test_what_is_computed_again_is_spent_and_of_no_use(how: dict, signals: tuple[str, ...], recomputed: int, passes: int) -> None:
+def test_recomputed_work_counts_as_spent_not_useful(options: dict, signals: tuple[str, ...], recomputed: int, passes: int) -> None:
     step = step_of(group_of("a", 3, (2, 2), signals=signals), trained=(True,))
-    found = Meter(shape=SHAPE, ceiling=Ceiling(flops=1e6, bytes=1e6), **how).read(step)
+    found = Meter(shape=SHAPE, ceiling=Ceiling(flops=1e6, bytes=1e6), **options).read(step)
     prompt, update = flops_of_all(step)
-    useful = prompt + 2 * (2000 + 4 * 48 + 80) + how.get("updates", 1) * update
+    useful = prompt + 2 * (2000 + 4 * 48 + 80) + options.get("updates", 1) * update
     assert found.metrics["limit/recomputed"] == recomputed
     assert found.metrics["limit/useful"] == pytest.approx(useful / (useful + passes * update / 3), rel=1e-12)
 

@@ -156,9 +156,9 @@ class Mute:
     def set_version(self, version: int) -> None:
         self.engine.set_version(version)
 
-    def generate(self, prompts: Sequence[Prompt], **how: object) -> Iterator[tuple[Rollout, ...]]:
+    def generate(self, prompts: Sequence[Prompt], **keywords: object) -> Iterator[tuple[Rollout, ...]]:
         nothing = np.zeros(0, dtype=np.int64)
-        for group in self.engine.generate(prompts, **how):  # type: ignore[arg-type]
+        for group in self.engine.generate(prompts, **keywords):  # type: ignore[arg-type]
             empty = {"tokens": nothing, "behavior_logp": np.zeros(0), "trained": nothing.astype(bool), "version": nothing}
             yield (replace(group[0], finish=Finish.STOP, text="", **empty), *group[1:])
 

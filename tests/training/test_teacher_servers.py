@@ -107,9 +107,9 @@ def test_servers_say_what_the_checkpoint_says(tiny_policy: Callable, serve: Call
     groups = [unjudged(rollouts) for rollouts in drawn]
     one, two = serve(other), serve(other)
     hint = lambda prompt: np.array([7, 8])  # noqa: E731
-    for how in ({}, {"hint": hint}):
-        remote = Teacher(policy=policy, servers=greeted(policy, one, two), **how).before(groups)
-        here = Teacher(policy=other, **how).before(groups)
+    for options in ({}, {"hint": hint}):
+        remote = Teacher(policy=policy, servers=greeted(policy, one, two), **options).before(groups)
+        here = Teacher(policy=other, **options).before(groups)
         found, expected = with_teacher(groups, remote, 200), with_teacher(groups, here, 200)
         for ours, theirs in zip(found, expected, strict=True):
             for a, b in zip(ours.signals["teacher_logp"], theirs.signals["teacher_logp"], strict=True):

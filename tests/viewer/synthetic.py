@@ -127,7 +127,7 @@ def make_run(
     *,
     config: str = "objective: grpo\nsteps: 40\ngroup: {beta: 0.01}\n",
     evaluated: bool = True,
-    **how: object,
+    **keywords: object,
 ) -> Path:
     """A finished run folder of small steps."""
     folder.mkdir(parents=True)
@@ -137,7 +137,7 @@ def make_run(
     pieces = Vocabulary([*(bytes([byte]) for byte in range(256)), b"<|end|>"], frozenset({256}))
     (folder / runlog.TOKENS).write_bytes(vocabulary.to_bytes(pieces))
     for number in range(1, steps + 1):
-        add_step(folder, number, **how)
+        add_step(folder, number, **keywords)
     if evaluated:
         held = make_step(steps)
         recorded.write(folder / recorded.EVALUATIONS, Step(number=steps, metrics={}, groups=held.groups), folder.name)
@@ -195,9 +195,9 @@ def make_episodes(folder: Path, texts: Sequence[str] = ()) -> Path:
     return folder
 
 
-def add_step(folder: Path, number: int, **how: object) -> None:
+def add_step(folder: Path, number: int, **keywords: object) -> None:
     """One step more, as a run writes it: completions first, then the line."""
-    step = make_step(number, **how)  # type: ignore[arg-type]
+    step = make_step(number, **keywords)  # type: ignore[arg-type]
     recorded.write(folder / recorded.ROLLOUTS, step, folder.name)
     limit = {
         "limit/shared": 90.0,

@@ -317,12 +317,12 @@ class EngineSettings:
     servers: tuple[str, ...] = ()
     """vllm: addresses of running servers, e.g. `[http://127.0.0.1:8000]`."""
     colocated: bool = False
-    """vllm: in the trainer's process, in turn with training (both need one environment)."""
+    """vllm: in the trainer's process, alternating with training (both need one environment)."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """vllm: numbers of a server of its own; default: the policy's products'."""
     ahead: Count = 0
     """Sample for the next so many steps while this one is trained, and so with weights that are up to so many steps older.  Engines
-    other than vllm do it in turn with training, which saves no time."""
+    other than vllm do it synchronously, before each training step, which saves no time."""
     correct: CorrectionSettings | None = field(default_factory=CorrectionSettings)
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of an engine of your own."""

@@ -47,9 +47,9 @@ def serve(chat_tokenizer, end_id):
 
     def make(**options) -> Endpoint:
         lines = {None: Echo(Speech(chat_tokenizer, (end_id,))), "known": Echo(Speech(chat_tokenizer, (end_id,)))}
-        how = {"name": "m", "context": 512, "vocabulary": len(chat_tokenizer)} | options
+        settings = {"name": "m", "context": 512, "vocabulary": len(chat_tokenizer)} | options
         if (name := str(options)) not in made:
-            made[name] = Endpoint(lines.get, **how).start()
+            made[name] = Endpoint(lines.get, **settings).start()
         return made[name]
 
     yield make
@@ -59,11 +59,11 @@ def serve(chat_tokenizer, end_id):
 
 def ask(endpoint: Endpoint, method="POST", path="/v1/chat/completions", body=CHAT, headers=None) -> httpx.Response:
     url = f"http://127.0.0.1:{endpoint.port}{path}"
-    how = {"content": body, "headers": {"Content-Type": "application/json"} | (headers or {})}
+    request = {"content": body, "headers": {"Content-Type": "application/json"} | (headers or {})}
     if not isinstance(body, bytes):
-        how["content"] = json.dumps(body).encode()
-    how = how if method == "POST" else {"headers": headers}
-    return httpx.request(method, url, **how, timeout=WAIT, trust_env=False, verify=False)  # certificates take longest to read
+        request["content"] = json.dumps(body).encode()
+    request = request if method == "POST" else {"headers": headers}
+    return httpx.request(method, url, **request, timeout=WAIT, trust_env=False, verify=False)  # certificates take longest to read
 
 
 def raw(endpoint: Endpoint, text: bytes) -> bytes:

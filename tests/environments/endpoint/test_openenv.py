@@ -106,8 +106,8 @@ def test_a_server_that_refuses_and_hangs_up_before_it_is_asked_is_heard(server):
     first.reset({})
     connect = second._connect
 
-    def slow(*given, **how):
-        line = connect(*given, **how)
+    def slow(*given, **keywords):
+        line = connect(*given, **keywords)
         threading.Event().wait(0.5)  # the refusal and the end of the connection have come by now
         return line
 
