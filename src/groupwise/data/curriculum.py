@@ -53,7 +53,7 @@ class Curriculum(Order):
             self._solved[row] = self._solved.get(row, 0) + 1 if rate >= 1.0 else 0
 
     def take(self, k: int) -> list[tuple[int, int]]:
-        """See `Order`.  Where every row is retired, or a whole epoch would leave out all of them, what was learnt is forgotten."""
+        """The next `k` visits of rows that are not left out.  Where no row would be left, all pass rates are forgotten."""
         found: list[tuple[int, int]] = []
         missed = 0
         while len(found) < k:
@@ -74,13 +74,13 @@ class Curriculum(Order):
         return chance > 0.0 and bool(np.random.RandomState([self.seed & 0xFFFFFFFF, self.seed >> 32, epoch, row]).rand() < chance)
 
     def state(self) -> dict[str, Any]:
-        """See `Order`."""
+        """What a checkpoint stores: the order, pass rates and solved visits."""
         rates = {str(row): rate for row, rate in self._rates.items()}
         solved = {str(row): count for row, count in self._solved.items() if count}
         return {**super().state(), "skipped": self.skipped, "rates": rates, "solved": solved}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `Order`."""
+        """Continue where `state` was taken."""
         super().restore(state)
         self.skipped = int(state["skipped"])
         self._rates = {int(row): float(rate) for row, rate in state["rates"].items()}

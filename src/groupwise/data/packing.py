@@ -236,7 +236,7 @@ class _Stream:
                 self._annotate(sample)
 
     def sequences(self, samples: Sequence[Sample]) -> np.ndarray | None:
-        """See `Batch.sequence_P`; None if no sample is a part of an episode."""
+        """`Batch.sequence_P` (P,): positions of one episode have the same number; None if no sample is a part of an episode."""
         first: dict[tuple[str, int], int] = {}
         found = list(range(len(self.start)))
         for s, owner in enumerate(self.owner):

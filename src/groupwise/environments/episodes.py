@@ -61,7 +61,7 @@ class EpisodeWorld:
         self._begun, self._broken, self._lock = 0, 0, threading.Lock()
 
     def begin(self, prompt: Prompt, index: int, *, seed: int) -> Talk:
-        """See `World`.  Raises DataError for a row that names no environment, or whose prompt is no chat."""
+        """The episode of one completion.  Raises DataError for a row that names no environment, or whose prompt is no chat."""
         kind = kind_of(self.source, prompt.row, f"prompt {prompt.id}")
         with self._lock:
             self._begun += 1
@@ -78,7 +78,7 @@ class EpisodeWorld:
         log.warning("%s", said)
 
     def close(self) -> None:
-        """See `World`."""
+        """Close the source and end the threads."""
         self.source.close()
         self.threads.close()
 
@@ -143,17 +143,17 @@ class Talk:
         self._pending: Future[Reply] | None = None
 
     def open(self) -> Future[Reply]:
-        """See `Conversation`."""
+        """Reset the environment in a thread; its observation ends the prompt."""
         return self._begin(self._open)
 
     def answer(self, tokens: Sequence[int], finish: Finish, *, logp: Sequence[float], version: int) -> Future[Reply]:
-        """See `Conversation`."""
+        """Carry out the calls of the turn, or `step`, in a thread."""
         del logp, version
         own = list(tokens)
         return self._begin(lambda: self._answer(own, finish))
 
     def close(self, finish: Finish) -> Episode:
-        """See `Conversation`."""
+        """End the environment, and the episode as a record.  Kills what still runs where sampling was broken off."""
         if self._pending is not None and not self._pending.done():  # sampling was broken off
             self._environment.kill()
         elif self._ended is None:

@@ -95,7 +95,7 @@ class FunctionHarness:
         self._lock = threading.Lock()
 
     def start(self, errand: Errand, finished: Finished) -> Callable[[], None]:
-        """See `Harness`."""
+        """Call the function: an asynchronous one as a task of the event loop, any other in a thread."""
         given = {name: getattr(errand, name) for name in self._names}
         if self._asynchronous:
             task = asyncio.run_coroutine_threadsafe(self._run(given, finished), self._running())
@@ -131,7 +131,7 @@ class FunctionHarness:
             return self._loop
 
     def close(self) -> None:
-        """See `Harness`."""
+        """Stop the event loop."""
         with self._lock:
             loop, self._loop = self._loop, None
         if loop is not None:
@@ -153,7 +153,7 @@ class ProgramHarness:
         self._live: set[subprocess.Popen[bytes]] = set()
 
     def start(self, errand: Errand, finished: Finished) -> Callable[[], None]:
-        """See `Harness`."""
+        """Start the program and wait for its end in a thread."""
         told_of = {"OPENAI_BASE_URL": errand.base_url, "OPENAI_API_KEY": errand.api_key, "OPENAI_MODEL": errand.model}
         printed, errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 (closed by the thread below)
         process = subprocess.Popen(
@@ -198,7 +198,7 @@ class ProgramHarness:
             os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """See `Harness`."""
+        """Kill every program that runs."""
         with self._lock:
             live = list(self._live)
         for process in live:
@@ -218,7 +218,7 @@ class OutsideHarness:
         self._known: dict[str, Finished] = {}
 
     def start(self, errand: Errand, finished: Finished) -> Callable[[], None]:
-        """See `Harness`."""
+        """Queue the episode until a process claims it."""
         with self._lock:
             self._known[errand.id] = finished
         self._free.put(errand)
@@ -229,7 +229,7 @@ class OutsideHarness:
             self._known.pop(name, None)
 
     def claim(self, seconds: float) -> Mapping[str, Any] | None:
-        """See `Desk`."""
+        """The next queued episode, as JSON; None if none comes within so many seconds."""
         while True:
             try:
                 errand = self._free.get(timeout=seconds)
@@ -240,7 +240,7 @@ class OutsideHarness:
                     return json.loads(json.dumps(asdict(errand), default=str))
 
     def report(self, episode: str, reward: float | None, failure: str) -> None:
-        """See `Desk`."""
+        """Finish the episode with a reward or a failure.  Raises Refused for one that is over or unknown."""
         with self._lock:
             finished = self._known.pop(episode, None)
         if finished is None:
@@ -248,7 +248,7 @@ class OutsideHarness:
         finished(reward, failure)
 
     def close(self) -> None:
-        """See `Harness`."""
+        """Forget the episodes: later reports are refused."""
         with self._lock:
             self._known.clear()
 

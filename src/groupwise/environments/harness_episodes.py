@@ -92,14 +92,14 @@ class CapturedWorld:
         threading.Thread(target=self._watch, name="episodes", daemon=True).start()
 
     def begin(self, prompt: Prompt, index: int, *, seed: int) -> Captured:
-        """See `conversation.World`."""
+        """An episode; its harness starts when the engine opens it."""
         conversation = Captured(self, prompt, index, seed)
         with self._lock:
             self._live[conversation.id] = conversation
         return conversation
 
     def close(self) -> None:
-        """See `conversation.World`."""
+        """Break off every episode, then stop the endpoint."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -230,14 +230,14 @@ class Captured:
     # ---- for the engine ------------------------------------------------------------------------------------------------------
 
     def open(self) -> Future[Reply]:
-        """See `Conversation`."""
+        """Start the harness; done when it asks for its first turn."""
         with self._lock:
             first = self._next = Future()
         self.world.want(self)
         return first
 
     def answer(self, tokens: Sequence[int], finish: Finish, *, logp: Sequence[float], version: int) -> Future[Reply]:
-        """See `Conversation`."""
+        """Give the turn to the request that waits for it; done when the harness asks for its next one."""
         with self._lock:
             end = self._length + len(tokens)
             self._turns.append(_Turn(self._length, end, finish, time.monotonic()))
@@ -254,7 +254,7 @@ class Captured:
         return following
 
     def close(self, finish: Finish) -> Episode:
-        """See `Conversation`."""
+        """Break the harness off and refuse what it still asks for; the episode as a record."""
         with self._lock:
             self._closed = True
             self._over = self._over or finish
@@ -334,12 +334,12 @@ class Captured:
             self.end(None, Finish.DEADLINE, f"the harness took more than {self.world.limits.seconds:g} s")
 
     def ask(self, request: ChatRequest) -> Asking:
-        """See `Line`."""
+        """What the next turn is drawn behind.  Raises Refused for sampling that differs from the run's."""
         request.asked.check_against(self.world.limits.sampling)
         return self.memory.ask(request)
 
     def draw(self, context: np.ndarray, asked: Asked, asking: Asking | None = None) -> Future[Sequence[Drawn]]:
-        """See `Line`."""
+        """Queue the request for the engine.  Raises Refused for other sampling than the run's, or an episode that is over."""
         asked.check_against(self.world.limits.sampling)
         if asked.count > 1:
             raise Refused(f"n is {asked.count}: an episode has one next turn", param="n")
@@ -355,7 +355,7 @@ class Captured:
         return request.drawn
 
     def tell(self, request: ChatRequest, asking: Asking, drawn: Drawn) -> Told:
-        """See `Line`."""
+        """The turn as a message, with its calls noted for the record."""
         told = self.memory.tell(request, asking, drawn)
         with self._lock:
             turn = self._turns[drawn.turn]

@@ -69,7 +69,7 @@ class VerifiersHarness:
         return [{"prompt": task.data.prompt_text or self.name, "task": place} for place, task in enumerate(self._tasks)]
 
     def start(self, errand: Errand, finished: Finished) -> Callable[[], None]:
-        """See `harness.Harness`."""
+        """Play the task of the row on the event loop.  Raises ValueError for a row of another taskset."""
         place = errand.row.get("task")
         if not isinstance(place, int) or not 0 <= place < len(self._tasks):
             raise ValueError(
@@ -124,7 +124,7 @@ class VerifiersHarness:
             raise
 
     def close(self) -> None:
-        """See `harness.Harness`."""
+        """Stop verifiers' servers and the event loop."""
         with self._lock:
             loop, self._loop = self._loop, None
         if loop is not None and self._stop is not None and self._served is not None:

@@ -74,7 +74,7 @@ class ProcessPlace:
         self._end = weakref.finalize(self, _leave, channel, reap)
 
     def ask(self, request: tuple[Any, ...], seconds: float, answers: int = 1) -> Iterator[Any]:
-        """See `Place`."""
+        """Send the request to the process and yield its answers.  A process that is late is killed."""
         try:
             send(self._channel, pickle.dumps(request), time.monotonic() + FORK_SECONDS)
             for _ in range(answers):
@@ -90,7 +90,7 @@ class ProcessPlace:
             raise Lost("its process has ended") from None
 
     def leave(self) -> None:
-        """See `Place`."""
+        """Kill the process."""
         self._end()
 
 
@@ -202,7 +202,7 @@ class ThreadPlace:
         threading.Thread(target=self._serve, args=(instance,), name="groupwise-environment", daemon=True).start()
 
     def ask(self, request: tuple[Any, ...], seconds: float, answers: int = 1) -> Iterator[Any]:
-        """See `Place`."""
+        """Hand the request to the thread and yield its answers.  A thread that is late is left behind."""
         if self._gone:
             raise Lost("it has been ended")
         self._asked.put(request)
@@ -219,7 +219,7 @@ class ThreadPlace:
             yield value
 
     def leave(self) -> None:
-        """See `Place`."""
+        """Take no further answer; a thread that hangs cannot be ended."""
         if not self._gone:
             self._gone = True
             self._answers.put(("gone", None))
@@ -316,11 +316,11 @@ class Rooms:
             self._idle.append(place)
 
     def make(self, kind: Kind) -> Environment:
-        """See `Source`."""
+        """An environment that gets its process or thread when its episode begins."""
         return Housed(self, kind)
 
     def close(self) -> None:
-        """See `Source`."""
+        """End the worker process, its forks and idle threads."""
         with self._lock:
             idle, self._idle = self._idle, []
         if self._fork_server is not None:
@@ -338,14 +338,14 @@ class Housed:
         self._killed = False
 
     def reset(self, row: Mapping[str, Any], *, seed: int, seconds: float) -> str | None:
-        """See `Environment`."""
+        """Get a process or thread, and call `reset` there; None for tools alone."""
         if not self._kind.resets:
             return None
         self._take(self._rooms.place(self._kind.name, seed))
         return self._ask(("reset", dict(row), seed), seconds, "reset()")["observation"]
 
     def call(self, calls: Sequence[tuple[str, Mapping[str, Any]]], *, seconds: float) -> tuple[list[Result], Finish | None]:
-        """See `Environment`."""
+        """Carry the calls out in order.  Tools alone get a new process after one that was stopped; an environment ends with it."""
         results: list[Result] = []
         while len(results) < len(calls):
             if not self._kind.resets:
@@ -373,11 +373,11 @@ class Housed:
         return results, None
 
     def step(self, text: str, *, seconds: float) -> Stepped:
-        """See `Environment`."""
+        """Call `step` there."""
         return Stepped(**self._ask(("step", text), seconds, "step()"))
 
     def end(self, judged: bool, *, seconds: float) -> Ended:
-        """See `Environment`."""
+        """Ask for reward and attributes, then end the process or thread."""
         if self._place is None:
             return Ended()
         try:
@@ -386,7 +386,7 @@ class Housed:
             self.kill()
 
     def kill(self) -> None:
-        """See `Environment`."""
+        """End the process or thread, now or as soon as there is one."""
         self._killed = True
         if self._place is not None:
             self._place.leave()

@@ -200,7 +200,7 @@ class PackedAttention:
         return self.attention(query, key, value, scale)
 
     def sequence_lengths(self, position_T: Tensor) -> Tensor:
-        """See `Attend`."""
+        """Longest sequence that each position belongs to: its segment and the prompt before it (T,)."""
         layout, longest = self.layout, list(self.layout.length)
         for s, prefix in enumerate(layout.prefix):
             if prefix >= 0:

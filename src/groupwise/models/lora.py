@@ -49,7 +49,7 @@ class AdaptedPolicy(Policy):
         return bare(self)
 
     def merged(self) -> PreTrainedModel:
-        """See `Policy.merged`."""
+        """A copy of the model with the adapter merged into its weights."""
         return _merged(self.model)
 
     def save(self, folder: Path) -> None:
@@ -91,17 +91,17 @@ class BarePolicy(Policy):
 
     @property
     def device(self) -> torch.device:
-        """See `Policy`."""
+        """Where the policy computes."""
         return self.adapted.device
 
     @property
     def sharded(self) -> bool:
-        """See `Policy`."""
+        """True if the policy is sharded."""
         return self.adapted.sharded
 
     @property
     def backbone(self) -> Callable[..., Any]:
-        """See `Policy`; always with the adapter off."""
+        """The policy's, always with the adapter off."""
 
         def run(**inputs: Any) -> Any:
             with adapter_off(self.model):
@@ -110,17 +110,17 @@ class BarePolicy(Policy):
         return run
 
     def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
-        """See `Policy`."""
+        """The policy's, with the adapter off."""
         with adapter_off(self.model):
             return self.adapted.hidden(tokens_T, position_T, attend)
 
     def forward(self, batch: Batch) -> ForwardOutput:
-        """See `Policy`."""
+        """The policy's, with the adapter off and without a gradient."""
         with adapter_off(self.model), torch.no_grad():
             return self.adapted.forward(batch)
 
     def reshard(self) -> None:
-        """See `Policy`."""
+        """Free the gathered weights of the policy."""
         self.adapted.reshard()
 
 

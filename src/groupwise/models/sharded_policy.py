@@ -45,22 +45,22 @@ class ShardedPolicy(Policy):
 
     @property
     def device(self) -> torch.device:
-        """See `Policy`; parts may live in host memory, batches do not."""
+        """Where products are computed and batches lie; shards may lie in host memory."""
         return self.computes_on
 
     @property
     def sharded(self) -> bool:
-        """See `Policy`."""
+        """True."""
         return True
 
     @property
     def backbone(self) -> Callable[..., Any]:
-        """See `Policy`."""
+        """The backbone as FSDP wraps it."""
         return getattr(self.model, METHOD)
 
     @contextmanager
     def gathered(self) -> Iterator[Policy]:
-        """See `Policy`: every process holds all weights while inside."""
+        """Every process holds all weights while inside."""
         fsdp.reshard(self.model)
         places = _places(self.plain.model)
         try:
@@ -77,11 +77,11 @@ class ShardedPolicy(Policy):
                     module._parameters[key] = empty
 
     def reshard(self) -> None:
-        """See `Policy`."""
+        """Free the weights that FSDP has gathered."""
         fsdp.reshard(self.model)
 
     def frozen_copy(self) -> Policy:
-        """See `Policy`: every process copies its part."""
+        """Every process copies its shard."""
         if isinstance(self.plain, AdaptedPolicy):
             return bare(self)
         fsdp.reshard(self.model)
@@ -117,7 +117,7 @@ class ShardedPolicy(Policy):
                     setattr(module, name, buffer.to(self.device))
 
     def export(self, folder: Path) -> None:
-        """See `Policy`: whole tensors, every process writes its share of them."""
+        """Write whole tensors; every process writes its share of them."""
         if isinstance(self.plain, AdaptedPolicy):
             with self.gathered() as plain:  # its adapter is merged into weights that are whole
                 plain.export(folder)

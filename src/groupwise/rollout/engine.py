@@ -65,7 +65,7 @@ class InProcess:
     tolerance = math.inf
 
     def set_version(self, version: int) -> None:
-        """See `Engine`."""
+        """Note the version; the weights are the trainer's own, so nothing is sent."""
         self.version = version
 
     def close(self) -> None:

@@ -18,13 +18,13 @@ class GatheredEngine(InProcess):
         self.policy, self.inner = policy, make(policy.plain)
 
     def set_version(self, version: int) -> None:
-        """See `engine.Engine`."""
+        """Pass the version on to the engine inside."""
         self.version = version
         self.inner.set_version(version)
 
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int
     ) -> Iterator[tuple[Rollout, ...]]:
-        """See `engine.Engine`; every process must call it, also one that has no prompts."""
+        """Sample with gathered weights; every process must call it, also one that has no prompts."""
         with self.policy.gathered():
             yield from self.inner.generate(prompts, group_size=group_size, sampling=sampling, seed=seed)

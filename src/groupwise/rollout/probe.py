@@ -229,7 +229,7 @@ class _Talkative:
         self.vocabulary = vocabulary
 
     def begin(self, prompt: Prompt, index: int, *, seed: int) -> _Talk:
-        """See `World`."""
+        """A conversation whose observations are random tokens."""
         return _Talk(self.vocabulary, np.random.default_rng((prompt.tokens.size, index, seed)))
 
     def close(self) -> None:
@@ -245,17 +245,17 @@ class _Talk:
         self.tokens = 0
 
     def open(self) -> Future[Reply]:
-        """See `Conversation`."""
+        """No tokens before the first turn."""
         return self._said(0)
 
     def answer(self, tokens: Sequence[int], finish: Finish, *, logp: Sequence[float], version: int) -> Future[Reply]:
-        """See `Conversation`."""
+        """Up to four random tokens."""
         self.turns.append(Turn(begin=self.tokens, end=self.tokens + len(tokens), finish=finish))
         self.tokens += len(tokens)
         return self._said(int(self.rng.integers(0, 5)))
 
     def close(self, finish: Finish) -> Episode:
-        """See `Conversation`."""
+        """The turns as they were drawn."""
         return Episode(turns=tuple(self.turns))
 
     def _said(self, n: int) -> Future[Reply]:

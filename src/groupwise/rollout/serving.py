@@ -35,7 +35,7 @@ class _Engine(NativeEngine):
     """The native engine with a limit for each prompt."""
 
     def limit(self, prompt: Prompt, index: int, sampling: Sampling) -> int:
-        """See `NativeEngine.limit`."""
+        """Most tokens of a completion: the request's own limit, where it is lower."""
         return min(super().limit(prompt, index, sampling), int(prompt.row[LIMIT]))
 
 
@@ -68,16 +68,16 @@ class Serving:
         self._thread.start()
 
     def ask(self, request: ChatRequest) -> Asking:
-        """See `Line`."""
+        """What the next turn is drawn behind, from the messages alone: nothing is kept between requests."""
         return Memory(self.speech).ask(request)
 
     def tell(self, request: ChatRequest, asking: Asking, drawn: Drawn) -> Told:
-        """See `Line`."""
+        """The turn as a message; it is not kept."""
         # The ids of its calls differ from those of earlier turns.
         return self.speech.read(replace(drawn, turn=len(request.messages)), request, asking.thinking)
 
     def draw(self, context: np.ndarray, asked: Asked, asking: Asking | None = None) -> Future[Sequence[Drawn]]:
-        """See `Line`."""
+        """Queue a request; those with the same sampling are decoded together."""
         room = self.policy.context - context.size
         if room < 1:
             raise Refused(

@@ -56,7 +56,10 @@ class MixedEngine(InProcess):
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int
     ) -> Iterator[tuple[Rollout, ...]]:
-        """See `engine.Engine`."""
+        """Sample from the mixture of policy and teacher, in the order of the prompts.
+
+        Raises EngineError for truncated or greedy sampling.
+        """
         check_request(self.policy, prompts, group_size, sampling)
         check_request(self.teacher, prompts, group_size, sampling)
         if sampling.truncates or sampling.greedy:

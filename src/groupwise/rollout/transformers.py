@@ -60,7 +60,7 @@ class TransformersEngine(InProcess):
     def generate(
         self, prompts: Sequence[Prompt], *, group_size: int, sampling: Sampling, seed: int
     ) -> Iterator[tuple[Rollout, ...]]:
-        """See `engine.Engine`."""
+        """Sample by transformers' `generate`, shortest prompts first; a batch holds prompts of one length, so none is padded."""
         check_request(self.policy, prompts, group_size, sampling)
         if self.world is not None:
             yield from self._episodes(prompts, group_size, sampling, seed)

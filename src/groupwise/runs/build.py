@@ -113,7 +113,7 @@ class Job(Learner):
         return found if self.critic is None else found | {"critic": self.critic.optimizer.numbers()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """See `Learner`; also the weights of a critic and of a policy's former self."""
+        """`Learner.tensors`, and the weights of a critic and of a teacher that follows the policy."""
         found = Learner.tensors(self) | {f"teacher.{name}": parameter.detach() for name, parameter in self._taught_by_itself()}
         if self.critic is not None:
             found |= {f"critic.{name}": parameter.detach() for name, parameter in self.critic.module.named_parameters()}
@@ -127,7 +127,7 @@ class Job(Learner):
             yield from teacher.policy.model.named_parameters()
 
     def restore(self, numbers: Mapping[str, Any], read: Callable[[Mapping[str, Tensor]], None]) -> None:
-        """See `Learner`; also where the run stands in its data."""
+        """`Learner.restore`, of critic and teacher too, and where the run stands in its data."""
         Learner.restore(self, numbers, read)
         self.order.restore(numbers["order"])
         self.ahead.restore(numbers.get("ahead", ()))

@@ -374,7 +374,7 @@ class _Recorded(PrefetchedRollouts):
         self._groups = groups
 
     def take(self, step: int, last: int, source: GroupSampler) -> Collected:
-        """See `PrefetchedRollouts`."""
+        """The recorded groups of a step, without the signals that training computes again."""
         groups, drawn = self._groups(step)
         return [replace(group, signals={k: v for k, v in group.signals.items() if k not in COMPUTED}) for group in groups], drawn
 

@@ -343,26 +343,26 @@ class Unwritten:
         pass
 
     def write(self, step: Step) -> None:
-        """See `RunLog`."""
+        """Nothing."""
 
     def held_out(self, number: int, groups: Sequence[Scored]) -> None:
-        """See `RunLog`."""
+        """Nothing."""
 
     def tokens(self, tokenizer: Any) -> None:
-        """See `RunLog`."""
+        """Nothing."""
 
     def evaluated(self, step: int) -> bool:
-        """See `RunLog`."""
+        """True: nothing is to be made up for."""
         return True
 
     def amend(self, step: int, evaluation: Mapping[str, float]) -> None:
-        """See `RunLog`."""
+        """Nothing."""
 
     def sync(self) -> None:
-        """See `RunLog`."""
+        """Nothing."""
 
     def finish(self, step: int, summary: Mapping[str, float], model: Path) -> None:
-        """See `RunLog`."""
+        """Nothing."""
 
 
 def resolved(recipe: Recipe) -> Recipe:

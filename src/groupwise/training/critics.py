@@ -88,7 +88,7 @@ class Critic:
 
     @contextmanager
     def checkpointing(self, on: bool) -> Iterator[None]:
-        """See `Policy.checkpointing`, of a backbone of its own."""
+        """Recompute the activations of a backbone of its own while inside; a shared one is left to the policy."""
         with nullcontext() if self.shared else self.policy.checkpointing(on):
             yield
 
@@ -128,15 +128,15 @@ class Together:
 
     @property
     def taken(self) -> int:
-        """See `Optimizer`."""
+        """Optimizer steps that the policy has taken."""
         return self.policy.taken
 
     def clear(self) -> None:
-        """See `Optimizer`."""
+        """Forget the gradients of both."""
         self.policy.clear()
         self.critic.clear()
 
     def step(self) -> StepStats:
-        """See `Optimizer`."""
+        """One step of both; the policy's is reported."""
         self.critic.step()
         return self.policy.step()

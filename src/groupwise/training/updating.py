@@ -69,15 +69,15 @@ class Stepper(Protocol):
 
     @property
     def taken(self) -> int:
-        """See `Optimizer`; asked where units are dropped."""
+        """Optimizer steps taken so far; dropout draws by it."""
         ...
 
     def clear(self) -> None:
-        """See `Optimizer`."""
+        """Forget the gradients."""
         ...
 
     def step(self) -> StepStats:
-        """See `Optimizer`."""
+        """Take one optimizer step with the gradients that are there."""
         ...
 
 

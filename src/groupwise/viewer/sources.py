@@ -151,7 +151,7 @@ class Run:
         self._config: tuple[int, dict[str, Any]] = (-1, {})
 
     def state(self) -> dict[str, Any]:
-        """See `Source`."""
+        """Live while a process holds the run's lock, finished once the run has marked its end, else stopped."""
         steps = self.metrics().steps
         last = steps[-1] if len(steps) else 0
         done = runlog.finished(self.path)
@@ -170,15 +170,15 @@ class Run:
         return self._listed[kind][1]
 
     def steps(self, kind: str = TRAINING) -> list[int]:
-        """See `Source`."""
+        """Steps with recorded completions."""
         return list(self.places(kind))
 
     def table(self, step: int, columns: Sequence[str] | None = None, kind: str = TRAINING) -> pa.Table:
-        """See `Source`."""
+        """Read from the Parquet file of the step."""
         return self._read(step, kind, lambda file, group: _read(file, group, columns))
 
     def columns(self, step: int, kind: str = TRAINING) -> list[str]:
-        """See `Source`."""
+        """Columns of the Parquet file of the step."""
         return self._read(step, kind, lambda file, _: file.schema_arrow.names)
 
     def _read(self, step: int, kind: str, read: Callable[[pq.ParquetFile, int | None], Any]) -> Any:
@@ -200,11 +200,11 @@ class Run:
         raise AssertionError
 
     def metrics(self) -> Metrics:
-        """See `Source`."""
+        """The metrics so far; `metrics.jsonl` is read on."""
         return self._metrics.refresh()
 
     def config(self) -> dict[str, Any]:
-        """See `Source`."""
+        """From `config.yaml`; empty if it cannot be read."""
         path = self.path / runlog.CONFIG
         try:
             changed = path.stat().st_mtime_ns
@@ -216,7 +216,7 @@ class Run:
         return self._config[1]
 
     def environment(self) -> dict[str, Any]:
-        """See `Source`."""
+        """The last entry of `environment.json`, and how many starts there were; empty if it cannot be read."""
         try:
             attempts = json.loads((self.path / runlog.ENVIRONMENT).read_text(encoding="utf-8"))["attempts"]
             return {**attempts[-1], "starts": len(attempts)}
@@ -224,7 +224,7 @@ class Run:
             return {}
 
     def vocabulary(self) -> Vocabulary | None:
-        """See `Source`."""
+        """From `tokens.parquet`, else from a saved tokenizer."""
         with self._lock:
             if self._vocabulary is None:
                 places = (self.path / runlog.TOKENS, self.path / "final/tokenizer.json", self.path / "reference/tokenizer.json")
@@ -267,38 +267,38 @@ class File:
             metrics.values["completions/mean_length"].append(sum(lengths) / len(lengths))
 
     def state(self) -> dict[str, Any]:
-        """See `Source`."""
+        """`file`, and its largest step."""
         return {"state": "file", "last": max(self._steps, default=0), "planned": None}
 
     def steps(self, kind: str = TRAINING) -> list[int]:
-        """See `Source`."""
+        """The steps that its rows name."""
         return list(self._steps) if kind == TRAINING else []
 
     def table(self, step: int, columns: Sequence[str] | None = None, kind: str = TRAINING) -> pa.Table:
-        """See `Source`."""
+        """Rows of a step, kept in memory."""
         if kind != TRAINING or step not in self._steps:
             raise DataError(f"{self.name} holds no step {step}")
         table = self._steps[step]
         return table if columns is None else table.select([name for name in columns if name in table.column_names])
 
     def columns(self, step: int, kind: str = TRAINING) -> list[str]:
-        """See `Source`."""
+        """Columns of a step, absent ones of the file filled in."""
         return self.table(step, kind=kind).column_names
 
     def metrics(self) -> Metrics:
-        """See `Source`."""
+        """Mean reward and mean length in characters by step."""
         return self._metrics
 
     def config(self) -> dict[str, Any]:
-        """See `Source`."""
+        """Empty: a file holds no recipe."""
         return {}
 
     def environment(self) -> dict[str, Any]:
-        """See `Source`."""
+        """Empty: a file does not say where it was made."""
         return {}
 
     def vocabulary(self) -> Vocabulary | None:
-        """See `Source`."""
+        """None: texts of tokens are unknown."""
         return None
 
 

@@ -40,7 +40,7 @@ class Addition(Generated):
         check_share("told", self.told)
 
     def demonstrations(self, n: int, seed: int) -> list[Row]:
-        """See `Task`.  The same rows as with `told` 0, but for those whose demonstrators are told the answer."""
+        """`n` rows.  The same as with `told` 0, but for those whose demonstrators are told the answer."""
         rng = random.Random(f"told/{seed}")
         return [self._told(row) if rng.random() < self.told else row for row in super().demonstrations(n, seed)]
 

@@ -48,17 +48,17 @@ class Generated(ABC):
         """What a careless demonstrator writes for it."""
 
     def demonstrations(self, n: int, seed: int) -> list[Row]:
-        """See `Task`."""
+        """`n` drawn questions with completions; prompts may repeat."""
         rng = random.Random(f"demonstrations/{seed}")
         rows = islice(self._questions(rng, held_out=False), n)
         return [row | {"completion": self.completion(row, rng)} for row in rows]
 
     def prompts(self, n: int, seed: int) -> list[Row]:
-        """See `Task`."""
+        """At most `n` distinct prompts of the training side of the split."""
         return list(islice(_distinct(self._questions(random.Random(f"prompts/{seed}"), held_out=False)), n))
 
     def held_out(self, n: int) -> list[Row]:
-        """See `Task`."""
+        """At most `n` distinct prompts of the held-out side, always the same."""
         return list(islice(_distinct(self._questions(random.Random("held out"), held_out=True)), n))
 
     def _questions(self, rng: random.Random, *, held_out: bool) -> Iterator[Row]:

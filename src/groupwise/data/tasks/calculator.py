@@ -49,7 +49,7 @@ class Calculator(Generated):
         return f"<tool_call>{json.dumps({'name': 'calculate', 'arguments': {'expression': typed}})}</tool_call>"
 
     def demonstrations(self, n: int, seed: int) -> list[Row]:
-        """See `Task`."""
+        """`n` rows: direct answers, calls, and answers read off the result of a call."""
         rng, rows = random.Random(f"demonstrations/{seed}"), []
         for row in self._questions(rng, held_out=False):
             asked = {"role": "user", "content": row["prompt"]}

@@ -33,7 +33,7 @@ class Guessing:
         return f"a number from 0 to {self.highest}?"
 
     def demonstrations(self, n: int, seed: int) -> list[Row]:
-        """See `Task`."""
+        """`n` guesses, each with the game before it as its prompt."""
         rng, rows = random.Random(f"demonstrations/{seed}"), []
         while len(rows) < n:
             secret, low, high = rng.randint(0, self.highest), 0, self.highest
@@ -49,12 +49,12 @@ class Guessing:
         return rows[:n]
 
     def prompts(self, n: int, seed: int) -> list[Row]:
-        """See `Task`; every number comes up as often as the others, give or take one."""
+        """`n` rows; every number comes up as often as the others, give or take one."""
         rng, rows = random.Random(f"prompts/{seed}"), []
         while len(rows) < n:
             rows += rng.sample(self.held_out(self.highest + 1), self.highest + 1)
         return rows[:n]
 
     def held_out(self, n: int) -> list[Row]:
-        """See `Task`."""
+        """The first `n` numbers, each once."""
         return [{"prompt": self.question, "secret": secret} for secret in range(self.highest + 1)][:n]

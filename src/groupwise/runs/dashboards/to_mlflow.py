@@ -25,7 +25,7 @@ BEHIND = 50
 
 
 def begin(about: About) -> Board:
-    """See `base.Dashboard`."""
+    """Begin or continue a run; imports mlflow."""
     import mlflow  # type: ignore[reportMissingImports]
 
     return Board(mlflow, about)
@@ -69,19 +69,19 @@ class Board:
             return found.experiment_id
 
     def write(self, step: int, wall: float, values: Mapping[str, float]) -> None:
-        """See `base.Dashboard`."""
+        """Send the metrics in the background.  Raises what an earlier batch raised."""
         metrics = [self._mlflow.entities.Metric(_name(name), value, round(1000 * wall), step) for name, value in values.items()]
         self._sent.append(self._client.log_batch(self._run, metrics=metrics, synchronous=False))
         if len(self._sent) > BEHIND:
             self._sent.pop(0).wait()  # raises what went wrong with it
 
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """See `base.Dashboard`."""
+        """Log the group as a table of its own."""
         columns = {column: [row[column] for row in rows] for column in rows[0]}
         self._client.log_table(self._run, data=columns, artifact_file=f"groups/{step:06d}.json")
 
     def close(self, finished: bool) -> None:
-        """See `base.Dashboard`."""
+        """Wait for what is being sent, and end the run."""
         for sent in self._sent:
             sent.wait()
         self._client.set_terminated(self._run, "FINISHED" if finished else "KILLED")

@@ -12,7 +12,7 @@ REMEDY = "see that its folder can be written"
 
 
 def begin(about: About) -> Board:
-    """See `base.Dashboard`."""
+    """Open an event file in the run folder."""
     return Board(about)
 
 
@@ -33,14 +33,14 @@ class Board:
         self.address = f"tensorboard --logdir {folder}"
 
     def write(self, step: int, wall: float, values: Mapping[str, float]) -> None:
-        """See `base.Dashboard`."""
+        """Append the metrics to the event file."""
         summary = self._summary(value=[self._summary.Value(tag=name, simple_value=value) for name, value in values.items()])
         self._writer.add_event(self._event(step=step, wall_time=wall, summary=summary))
         self._writer.flush()
 
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """See `base.Dashboard`."""
+        """Nothing: it has no tables."""
 
     def close(self, finished: bool) -> None:
-        """See `base.Dashboard`."""
+        """Close the event file."""
         self._writer.close()

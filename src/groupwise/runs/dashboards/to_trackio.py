@@ -19,7 +19,7 @@ REMEDY = "see that TRACKIO_DIR can be written"
 
 
 def begin(about: About) -> Board:
-    """See `base.Dashboard`."""
+    """Begin or continue a run; imports trackio."""
     import trackio  # type: ignore[reportMissingImports]
 
     return Board(trackio, about)
@@ -45,16 +45,16 @@ class Board:
         self.address = f"trackio show --project {project}"
 
     def write(self, step: int, wall: float, values: Mapping[str, float]) -> None:
-        """See `base.Dashboard`."""
+        """Log the metrics."""
         self._run.log(dict(values), step=step)
 
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """See `base.Dashboard`."""
+        """Log the group as a table, its texts fenced."""
         data = [{name: fenced(value) if isinstance(value, str) else value for name, value in row.items()} for row in rows]
         self._run.log({"group": self._trackio.Table(data=data)}, step=step)
 
     def close(self, finished: bool) -> None:
-        """See `base.Dashboard`."""
+        """End the run."""
         with redirect_stdout(io.StringIO()):
             self._trackio.finish()  # the run's own method would be called, and print, once more at the end of the process
 

@@ -18,7 +18,7 @@ REMEDY = "log in (wandb login), or set WANDB_MODE=offline"
 
 
 def begin(about: About) -> Board:
-    """See `base.Dashboard`."""
+    """Begin or continue a run; imports wandb."""
     import wandb  # type: ignore[reportMissingImports]
 
     return Board(wandb, about)
@@ -55,15 +55,15 @@ class Board:
         self.address = url or f"wandb sync {Path(self._run.dir).parent}"
 
     def write(self, step: int, wall: float, values: Mapping[str, float]) -> None:
-        """See `base.Dashboard`."""
+        """Log the metrics with their step."""
         self._run.log({"step": step, **values})
 
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """See `base.Dashboard`."""
+        """Log the group as a table."""
         columns = list(rows[0])
         table = self._table(columns=columns, data=[[row[column] for column in columns] for row in rows])
         self._run.log({"step": step, "group": table})
 
     def close(self, finished: bool) -> None:
-        """See `base.Dashboard`."""
+        """End the run; its exit code is 1 if steps are left."""
         self._run.finish(exit_code=0 if finished else 1)
