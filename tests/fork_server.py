@@ -38,7 +38,8 @@ from typing import Any, NoReturn
 IMPORTED = (
     "groupwise.cli.commands.train",
     "groupwise.runs.run",
-    "groupwise.viewer",
+    "groupwise.viewer.report",
+    "groupwise.viewer.server",
     "datasets",
     "transformers.models.llama.modeling_llama",
     "torch.distributed.fsdp",

@@ -55,15 +55,15 @@ def imports(name: str, *, lazy: bool = True) -> tuple[str, ...]:
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.append(node.module)
-            if node.module == "groupwise" or f"{node.module}.{node.names[0].name}" in (f"groupwise.{name}" for name in FILES):
-                found += [f"{node.module}.{alias.name}" for alias in node.names]
+            if node.module.split(".")[0] == "groupwise":
+                found += [f"{node.module}.{alias.name}" for alias in node.names]  # each may be a module
     return tuple(found)
 
 
 def own_imports(name: str, *, lazy: bool = True) -> set[str]:
-    """The same, of this library's modules only, without `groupwise.`."""
+    """The same, of this library's modules only, by their keys in FILES: a package is its `__init__`."""
     found = (module.removeprefix("groupwise.") for module in imports(name, lazy=lazy) if module.startswith("groupwise."))
-    return {module for module in found if module in FILES or f"{module}.__init__" in FILES}
+    return {key for module in found for key in (module, f"{module}.__init__") if key in FILES}
 
 
 def functions(name: str) -> Iterator[tuple[str, ast.FunctionDef]]:

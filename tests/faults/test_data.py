@@ -81,6 +81,7 @@ def test_h15_a_template_that_cannot_be_used_is_an_error_with_the_row(
         load_data(DataSettings(path=rows({"prompt": "hello"}), chat=True), tokenizer, **SIZES)
     assert error.value.exit_code == 2
     tokenizer.chat_template = CHATML  # the next template is not harmed
+    monkeypatch.undo()
     data = load_data(DataSettings(path=rows({"prompt": "hello"}), chat=True), tokenizer, **SIZES)
     assert data.train[0].text == "<|user|>hello<|end|>\n<|assistant|>"
 

@@ -360,12 +360,25 @@ def test_r03_p63_a_call_out_of_time_says_nothing_and_a_second_one_ends_the_run(o
             rewards.score([group("4", "5")])
 
 
+LATE = """
+import asyncio, time
+async def hang():
+    for _ in range(100): await asyncio.sleep(0)
+    loop = asyncio.get_running_loop()
+    clock = loop.time
+    loop.time = lambda: clock() + 600.0
+    await asyncio.sleep(3600)
+"""
+"""`hang`: lets all others go first, then puts the loop's clock ten minutes on, and goes on hanging.  Nobody waits, and no call that
+needs a moment is late because the machine is busy."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["", "async "])
 def test_r03_p63_one_slow_completion_costs_no_other(one, group, prefix):
-    wait = "await asyncio.sleep(3600)" if prefix else "time.sleep(3600)"
-    code = f"import asyncio, time\n{prefix}def f(completion):\n    if completion == 'x': {wait}\n    return float(completion)"
-    with one(code, timeout=0.5) as rewards:
+    wait = "await hang()" if prefix else "time.sleep(3600)"
+    code = f"{LATE}\n{prefix}def f(completion):\n    if completion == 'x': {wait}\n    return float(completion)"
+    with one(code, timeout=60.0 if prefix else 5.0) as rewards:
         (scored,) = rewards.score([group("1", "x", "3")])
         assert scored.reward[[0, 2]].tolist() == [1.0, 3.0]
         assert np.isnan(scored.reward[1])
@@ -376,8 +389,8 @@ def test_r03_p63_one_slow_completion_costs_no_other(one, group, prefix):
 
 @pytest.mark.slow
 def test_r03_timeouts_that_are_few_never_end_the_run(one, group):
-    code = "import asyncio\nasync def f(completion):\n    if completion == 'x': await asyncio.sleep(3600)\n    return 1.0"
-    with one(code, timeout=0.2) as rewards:
+    code = f"{LATE}\nasync def f(completion):\n    if completion == 'x': await hang()\n    return 1.0"
+    with one(code, timeout=60.0) as rewards:
         for _ in range(3):
             (scored,) = rewards.score([group(*"123456789x")])
             assert np.isnan(scored.reward).tolist() == [False] * 9 + [True]

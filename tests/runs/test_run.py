@@ -25,7 +25,7 @@ from groupwise.errors import ConfigError, DataError, GroupwiseError
 from groupwise.runs import recorded
 from groupwise.runs.folder import choose_folder, read_step
 from groupwise.runs.run import Run, train, train_recipe
-from groupwise.viewer import export
+from groupwise.viewer.report import export
 
 TINY = {
     "seed": 3,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -270,6 +271,7 @@ def test_p3_a_server_whose_engine_stands_still_is_named(
 ) -> None:
     """The HTTP server goes on answering; the process that computes is stopped."""
     monkeypatch.setattr(request_pool, "STALLED", 4.0)
+    monkeypatch.setattr(request_pool, "STARTING", math.inf)  # it has computed before: who took it for a new one would wait for ever
     engine = VllmEngine(serving.policy, servers=[serving.url])
     draw(engine, prompts)
     table = subprocess.run(["ps", "-ww", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
@@ -280,13 +282,11 @@ def test_p3_a_server_whose_engine_stands_still_is_named(
 
     cores = [pid for pid, (_, name) in parents.items() if "EngineCore" in name and below(pid)]
     assert cores
-    begin = time.monotonic()
     try:
         for pid in cores:
             os.kill(pid, signal.SIGSTOP)
         with pytest.raises(PeerError, match=rf"{serving.url} answers, but has computed nothing for \d+ s: it hangs"):
             draw(engine, prompts, seed=9)
-        assert time.monotonic() - begin < 20
     finally:
         for pid in cores:
             os.kill(pid, signal.SIGCONT)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -12,6 +14,7 @@ import openai
 import pytest
 
 from groupwise.data.rendering import Chat, render_chats
+from groupwise.environments import harness_episodes
 from groupwise.environments.harness import FunctionHarness, OutsideHarness, ProgramHarness
 from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.records import Finish, Prompt, Sampling
@@ -311,7 +314,7 @@ def test_a_harness_that_never_returns_meets_its_deadline_and_others_finish(world
             held.wait()
         return 1
 
-    world, found = worlds(harness, seconds=1.0), {}
+    world, found = worlds(harness, seconds=8.0), {}
     threads = [threading.Thread(target=lambda i=i: found.update({i: play(world, a_prompt, says("a"), index=i)})) for i in range(4)]
     for thread in threads:
         thread.start()
@@ -323,16 +326,21 @@ def test_a_harness_that_never_returns_meets_its_deadline_and_others_finish(world
 
 
 @pytest.mark.slow
-def test_the_clock_stands_still_while_the_policy_writes(worlds, a_prompt, end_id):
+def test_the_clock_stands_still_while_the_policy_writes(worlds, a_prompt, end_id, monkeypatch):
+    ahead = 0.0
+    monkeypatch.setattr(harness_episodes, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead))
+
     def harness(base_url):
         client(base_url).chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
         return 1
 
     def slow(k):
-        threading.Event().wait(1.5)
+        nonlocal ahead
+        ahead += 3600.0
+        threading.Event().wait(1.0)  # longer than it takes to look at the clock
         return [end_id], Finish.EOS
 
-    assert play(worlds(harness, seconds=1.0), a_prompt, slow).finish is Finish.DONE
+    assert play(worlds(harness, seconds=60.0), a_prompt, slow).finish is Finish.DONE
 
 
 def test_async_harnesses_and_parallel_requests_of_one_episode(worlds, says, a_prompt):

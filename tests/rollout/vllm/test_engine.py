@@ -5,13 +5,16 @@ What vLLM itself does is tested with real servers in tests/vllm.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -53,6 +56,7 @@ class FakeServer:
         self.status: dict[str, int] = {}
         self.dies: set[str] = set()
         self.hung_up = threading.Event()
+        self._asked = threading.local()
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -71,6 +75,7 @@ class FakeServer:
             def answer(self) -> None:
                 path = self.path.split("?")[0]
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
+                fake._asked.by = self.connection
                 fake.calls.append(path)
                 fake.paused += [self.path.split("mode=")[1]] if path == "/pause" else []
                 if path in fake.dies:
@@ -79,13 +84,11 @@ class FakeServer:
                 status = fake.status.get(path, 200)
                 found = fake.do(path, body) if status == 200 else {"error": "no"}
                 text = (found if isinstance(found, str) else json.dumps(found)).encode()
-                try:
+                with contextlib.suppress(OSError):  # who asked has hung up
                     self.send_response(status)
                     self.send_header("Content-Length", str(len(text)))
                     self.end_headers()
                     self.wfile.write(text)
-                except OSError:
-                    fake.hung_up.set()
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True
@@ -110,6 +113,12 @@ class FakeServer:
                 self.hold(body)
                 return self.spoil({"choices": [self.choice(body, i) for i in range(body["sampling_params"]["n"])]})
         return {}
+
+    def until_hung_up(self) -> None:
+        """Let the one who asks wait, until he hangs up or a minute is over."""
+        readable, _, _ = select.select([self._asked.by], [], [], 60)
+        if readable and self._asked.by.recv(1, socket.MSG_PEEK) == b"":
+            self.hung_up.set()
 
     def meet(self, info: dict[str, Any]) -> None:
         store = dist.TCPStore(info["host"], info["port"], is_master=False, timeout=timedelta(seconds=10))
@@ -240,28 +249,44 @@ def test_a_group_is_handed_on_while_others_are_sampled(server, engine_of, prompt
     assert next(groups)[0].prompt is prompts[1]
 
 
+IN_FLIGHT = 4
+"""Requests for three completions each that are on their way to one of two servers of eight rows: one more than fits."""
+
+
 @pytest.mark.slow
 def test_several_servers_share_the_requests_and_the_slow_one_gets_fewer(server, engine_of, prompts_of) -> None:
-    slow = FakeServer()
-    slow.hold = lambda body: time.sleep(0.3)
+    """The slow one answers only when the other has had all requests that are not on their way to it; the other begins after it."""
+    slow, asked, rest = FakeServer(), threading.Event(), threading.Event()
+
+    def hold(body: dict[str, Any]) -> None:
+        assert asked.wait(60)
+        if len(server.requests) >= 20 - IN_FLIGHT:
+            rest.set()
+
+    slow.hold = lambda body: (asked.set(), rest.wait(60))[0]
+    server.hold = hold
     engine = engine_of(server, slow)
     assert len(draw(engine, prompts_of(*[4] * 20))) == 20
-    assert 1 <= len(slow.requests) < 10 < len(server.requests)
+    assert rest.is_set()
+    assert 1 <= len(slow.requests) <= IN_FLIGHT
+    assert len(server.requests) == 20 - len(slow.requests)
     assert server.weights.keys() == slow.weights.keys()
     slow.close()
 
 
 @pytest.mark.slow
 def test_who_leaves_early_hangs_up(server, engine_of, prompts_of) -> None:
-    server.hold = lambda body: None if len(body["token_ids"]) == 4 else time.sleep(0.5)
+    asked = threading.Event()
+    server.hold = lambda body: None if len(body["token_ids"]) == 4 else (asked.set(), server.until_hung_up())[1]
     groups = engine_of(server).generate(prompts_of(4, 5), group_size=2, sampling=SAMPLING, seed=0)
     next(groups)
+    assert asked.wait(60)
+    assert not server.hung_up.is_set()
     groups.close()
-    with socket.create_connection(("127.0.0.1", server.http.server_address[1])):
-        assert server.hung_up.wait(5) or True  # a small answer may fit into the socket's buffer before the server notices
+    assert server.hung_up.wait(30)
     alive = [thread for thread in threading.enumerate() if thread.name.startswith("rollout-request")]
     for thread in alive:
-        thread.join(5)
+        thread.join(60)
     assert not any(thread.is_alive() for thread in alive)
 
 
@@ -443,7 +468,7 @@ def test_p5_a_token_of_no_version_that_it_can_have_is_refused(spans, server, eng
 @pytest.mark.slow
 def test_closing_the_engine_ends_what_another_thread_samples(server, engine_of, prompts_of) -> None:
     engine, asked, said = engine_of(server, in_flight=True), threading.Event(), []
-    server.hold = lambda body: (asked.set(), time.sleep(3))[1]
+    server.hold = lambda body: (asked.set(), server.until_hung_up())[1]
 
     def sample() -> None:
         with pytest.raises(EngineError, match="the engine was closed") as found:
@@ -452,9 +477,9 @@ def test_closing_the_engine_ends_what_another_thread_samples(server, engine_of, 
 
     thread = threading.Thread(target=sample)
     thread.start()
-    assert asked.wait(10)
+    assert asked.wait(60)
     engine.close()
-    thread.join(2)
+    thread.join(30)  # half as long as the server would take
     assert said
 
 
@@ -595,11 +620,11 @@ def test_p3_a_server_that_falls_silent_is_named(engine_of, server, prompts_of, m
 
     def fall_silent(body: dict[str, Any]) -> None:
         silent.set()
-        time.sleep(5)
+        server.until_hung_up()
 
     answer = server.do
     server.hold = fall_silent
-    server.do = lambda path, body: time.sleep(5) if silent.is_set() else answer(path, body)  # type: ignore[method-assign]
+    server.do = lambda path, body: server.until_hung_up() if silent.is_set() else answer(path, body)  # type: ignore[method-assign]
     with pytest.raises(PeerError, match=r"has given no answer for 0 s .GET /health"):
         draw(engine, prompts_of(4))
 
@@ -608,7 +633,7 @@ def test_p3_a_server_that_falls_silent_is_named(engine_of, server, prompts_of, m
 def test_p3_a_server_that_answers_but_computes_nothing_is_named(engine_of, server, prompts_of, monkeypatch) -> None:
     monkeypatch.setattr(request_pool, "STALLED", 0.5)
     monkeypatch.setattr(request_pool, "POLL", 0.1)
-    server.hold = lambda body: time.sleep(3)
+    server.hold = lambda body: server.until_hung_up()
     with pytest.raises(PeerError, match=rf"{server.url} answers, but has computed nothing for \d+ s: it hangs"):
         draw(engine_of(server), prompts_of(4))
 
@@ -617,17 +642,23 @@ def test_p3_a_server_that_answers_but_computes_nothing_is_named(engine_of, serve
 @pytest.mark.parametrize("why", ["it computes", "it compiles", "it takes weights"])
 def test_p3_a_server_that_is_slow_is_waited_for(why: str, engine_of, server, prompts_of, monkeypatch) -> None:
     """As long as its tokens grow in number; until its very first one; and while it may not compute."""
-    monkeypatch.setattr(request_pool, "STALLED", 0.4)
-    monkeypatch.setattr(request_pool, "POLL", 0.1)
+    now = 0.0
+    monkeypatch.setattr(request_pool, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(request_pool, "POLL", 0.02)
     engine = engine_of(server)
     engine.set_version(0)
     engine._sending = why == "it takes weights"
     server.computed = 0.0 if why == "it compiles" else 5.0
 
     def work(_: dict[str, Any]) -> None:
-        for _ in range(15):
-            time.sleep(0.1)
+        """Five times as long as a server may stand still, and looked at each time the clock has gone on."""
+        nonlocal now
+        for _ in range(20):
             server.computed += why == "it computes"
+            now += request_pool.STALLED / 4
+            looks = server.calls.count("/metrics") + 2
+            while server.calls.count("/metrics") < looks:
+                time.sleep(0.005)
 
     server.hold = work
     assert len(draw(engine, prompts_of(4))) == 1
@@ -638,7 +669,7 @@ def test_a_server_that_counts_nothing_is_refused(engine_of, server, prompts_of, 
     monkeypatch.setattr(request_pool, "POLL", 0.1)
     answer = server.do
     server.do = lambda path, body: "" if path == "/metrics" else answer(path, body)  # type: ignore[method-assign]
-    server.hold = lambda body: time.sleep(1)
+    server.hold = lambda body: server.until_hung_up()
     with pytest.raises(EngineError, match="does not say what it computes: start it without --disable-log-stats"):
         draw(engine_of(server), prompts_of(4))
 

@@ -73,7 +73,7 @@ def run(given: argparse.Namespace) -> int:
 
 def report(folder: Path) -> None:
     """Write the one page that stands in the folder of every finished run."""
-    from groupwise.viewer import export
+    from groupwise.viewer.report import export
 
     try:
         export([folder], folder / REPORT)

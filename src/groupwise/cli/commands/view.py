@@ -25,7 +25,8 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Export, or serve until Ctrl-C."""
-    from groupwise.viewer import export, serve
+    from groupwise.viewer.report import export
+    from groupwise.viewer.server import serve
 
     if given.export is not None:
         print(export(given.paths, given.export))

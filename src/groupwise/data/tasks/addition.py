@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from groupwise.data.tasks import scratchpads
 from groupwise.data.tasks.base import Generated, Row, check_count, check_share
+from groupwise.data.tasks.scratchpads import add
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Addition(Generated):
         if rng.random() < self.blurt:
             return f"\\boxed{{{row['answer']}}}"
         a, b = (int(part) for part in row["prompt"].split("+"))
-        text, total = scratchpads.add(a, b, lambda: rng.random() < self.slip)
+        text, total = add(a, b, lambda: rng.random() < self.slip)
         return f"<think>{text}</think>\\boxed{{{total}}}"
 
 
@@ -95,6 +95,6 @@ class Sums(Generated):
         total, *others = (int(part) for part in row["prompt"].split("+"))
         steps = []
         for i, number in enumerate(others):
-            text, total = scratchpads.add(total, number, lambda: rng.random() < self.slip)
+            text, total = add(total, number, lambda: rng.random() < self.slip)
             steps.append(text if i == len(others) - 1 else f"{text}>{total}")
         return f"<think>{';'.join(steps)}</think>\\boxed{{{total}}}"
