@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
-WORKERS ?= 2
+# One more than the cores of a small machine: some tests wait for a process, a browser or a deadline.
+WORKERS ?= 3
 # One thread per worker: workers with a thread pool each would fight over the same cores.  The few tests that ask for more
 # threads do not let them spin while they wait: beside a busy neighbour that costs ten times what it saves.
 TEST   := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
