@@ -140,7 +140,7 @@ def test_decoupled_against_a_loop(scored):
         assert ours == pytest.approx(theirs, abs=1e-9)
 
 
-def test_decoupled_sees_what_the_sum_hides(scored):
+def test_decoupled_normalises_each_reward_before_the_sum(scored):
     """(1, 0) and (0, 1) have the same sum; a function that is rarely right counts more."""
     group = scored([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]])
     assert credit.is_dead(credit.standardized([group])[0])

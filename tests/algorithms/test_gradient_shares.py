@@ -38,6 +38,6 @@ def test_no_gradient_and_no_clip_range() -> None:
     assert account([]).groups == ()
 
 
-def test_it_needs_no_torch() -> None:
+def test_gradient_shares_import_no_torch() -> None:
     code = "import sys, groupwise.algorithms.gradient_shares; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"

@@ -18,7 +18,7 @@ def weigh(name, tokens, prompts):
 
 @pytest.mark.parametrize("name", NAMES)
 @given(step=STEP)
-def test_against_the_table(name, step):
+def test_weights_equal_the_formulas_of_the_table(name, step):
     tokens, prompts = zip(*step, strict=True)
     count, total = len(tokens), sum(tokens)
     for i, (n, prompt) in enumerate(step):
@@ -37,7 +37,7 @@ def test_against_the_table(name, step):
 
 
 @given(step=STEP)
-def test_sums(step):
+def test_weights_sum_to_what_each_normalisation_promises(step):
     """The weights of all tokens add up to the share of what has tokens at all."""
     tokens, prompts = map(np.array, zip(*step, strict=True))
     total = lambda name: float(weigh(name, tokens, prompts) @ tokens)  # noqa: E731

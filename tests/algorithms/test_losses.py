@@ -280,7 +280,7 @@ def test_entropy_threshold_is_torch_quantile(values, quantile):
     torch.testing.assert_close(losses.entropy_threshold(entropy_N, quantile), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_high_entropy_keeps_the_forking_tokens(random_terms):
+def test_the_entropy_mask_keeps_the_tokens_above_its_quantile(random_terms):
     entropy_M = torch.tensor([0.1, 0.9, 0.5, 0.3, 0.7, 0.2, 0.4, 0.8])
     threshold = losses.entropy_threshold(entropy_M, 0.75)
     terms = random_terms((8,), entropy_M=entropy_M, entropy_threshold=threshold)

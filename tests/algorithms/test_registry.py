@@ -63,7 +63,7 @@ PAPER = {
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_each_row_is_its_paper(name):
+def test_each_preset_has_the_parts_its_paper_names(name):
     row = ALGORITHMS[name]
     assert (describe(row.credit).split("(")[0], describe(row.ratio), describe(row.surrogate), describe(row.weights)) == PAPER[name]
     assert row.name == name
@@ -103,7 +103,7 @@ def test_token_level_is_what_a_fused_head_may_use():
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_token_level_losses_can_be_taken_on_any_part(name):
+def test_token_level_losses_add_up_over_chunks(name):
     """Loss and gradient of the whole micro-batch against chunks of 3 tokens that cut through completions."""
     row = replace(ALGORITHMS[name], beta=0.1, kl_place="loss", entropy_bonus=0.01, entropy_quantile=0.3)
     whole = terms_of(entropy_threshold=torch.tensor(0.4, dtype=torch.float64))

@@ -184,7 +184,7 @@ def test_an_environment_answers_what_an_engine_samples(outside: str) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_with_its_key(change: dict, said: str, outside: str) -> None:
+def test_an_extension_that_does_not_fit_is_refused_with_its_key(change: dict, said: str, outside: str) -> None:
     named = json.loads(json.dumps(change).replace("{}", outside))
     recipe = make_recipe(keys(outside) | named)
     with pytest.raises(ConfigError, match=said):

@@ -79,14 +79,14 @@ def functions(name: str) -> Iterator[tuple[str, ast.FunctionDef]]:
     yield from walk(f"{name}.", TREES[name].body)
 
 
-def test_the_root_holds_four_files_and_the_rooms() -> None:
+def test_the_root_holds_four_files_and_the_packages() -> None:
     flat = {name for name in FILES if "." not in name}
     assert flat == {"__init__", "__main__", "errors", "records"}
     assert {part_of(name) for name in FILES} <= set(ROOMS), "a package without a place in the order"
 
 
 @pytest.mark.parametrize("room", [room for room in ROOMS if (SOURCE / room).is_dir()])
-def test_a_room_says_what_it_is_for(room: str) -> None:
+def test_a_package_says_what_it_is_for(room: str) -> None:
     """In its `__init__`: what it is for, what comes in, what goes out."""
     said = ast.get_docstring(TREES[f"{room}.__init__"]) or ""
     assert "In: " in said and "Out: " in said, f"{room}/__init__.py says not what comes in and goes out"

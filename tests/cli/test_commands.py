@@ -405,7 +405,7 @@ def test_overrides_may_stand_behind_options() -> None:
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else "",
 )
-def test_a_slip_gets_the_nearest_right_word(typed: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_word_gets_the_nearest_right_one(typed: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         commands.main(typed)
     assert end.value.code == 2
@@ -426,7 +426,7 @@ def test_a_slip_gets_the_nearest_right_word(typed: list[str], meant: str, capsys
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else "",
 )
-def test_a_slip_in_a_value_gets_the_nearest_right_one(typed: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_value_gets_the_nearest_right_one(typed: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main(typed) == 2
     assert meant in capsys.readouterr().err
 
@@ -436,9 +436,7 @@ def test_a_slip_in_a_value_gets_the_nearest_right_one(typed: list[str], meant: s
     [["eval"], ["chat"], ["view"], ["check"], ["score"], ["explain"], ["replay", "--step", "1"], ["runs"]],
     ids=" ".join,
 )
-def test_a_slip_in_the_name_of_a_run_gets_the_nearest_run(
-    typed: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_misspelt_run_name_gets_the_nearest_run(typed: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "runs" / "mine").mkdir(parents=True)
     assert commands.main([typed[0], "runs/mien", *typed[1:]]) == 2
     assert "did you mean runs/mine?" in capsys.readouterr().err
@@ -452,7 +450,7 @@ def test_a_run_that_is_not_there_is_said_to_be_missing(typed: str, folder: Path,
     assert re.search("no such folder|there is no|is neither|is no run", capsys.readouterr().err)
 
 
-def test_a_slip_in_the_name_of_a_recipe_gets_the_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_recipe_name_gets_the_nearest_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main(["train", "r.yml"]) == 2
     assert "did you mean r.yaml?" in capsys.readouterr().err
 

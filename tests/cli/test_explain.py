@@ -76,7 +76,7 @@ def test_a_dead_group_moves_nothing() -> None:
     assert all((seen.gradient == 0).all() and np.allclose(seen.ratio, 1, rtol=0, atol=1e-12) for seen in example.passes)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_arguments_that_do_not_fit_together_are_refused() -> None:
     for wrong, said in [
         ({"rewards": [1.0]}, "group_size must be at least 2"),
         ({"lengths": [1, 2]}, "3 rewards need as many lengths"),

@@ -30,13 +30,13 @@ RUN = "runs/demo/grpo"
 @pytest.mark.parametrize(
     "inside", ["", "final", "checkpoints", "checkpoints/000002", "checkpoints/000002/policy", "rollouts", "config.yaml"]
 )
-def test_the_run_of_whatever_lies_inside(there: Path, inside: str) -> None:
+def test_any_path_inside_a_run_names_that_run(there: Path, inside: str) -> None:
     found = origin_of(Path(RUN) / inside)
     assert found is not None
     assert (found.folder.resolve(), found.recipe.data.template, found.step) == (there / RUN, "Q: {prompt} A:", 3)
 
 
-def test_of_several_stages_the_last_one_is_meant_and_of_nothing_none(there: Path, tmp_path: Path) -> None:
+def test_a_path_of_several_stages_means_the_last_one(there: Path, tmp_path: Path) -> None:
     assert origin_of("runs/demo").folder == Path(RUN)  # type: ignore[union-attr]
     assert origin_of("runs") is None and origin_of("nosuch") is None and origin_of(tmp_path) is None
     (tmp_path / "config.yaml").write_text("window: {width: 3}\n")  # somebody else's
@@ -63,7 +63,7 @@ def test_eval_says_what_the_run_said(there: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.slow
-def test_what_is_said_takes_the_place_of_the_runs(there: Path) -> None:
+def test_options_given_replace_those_of_the_run(there: Path) -> None:
     rows = [{"question": "7+7=", "answer": "14"}, {"question": "9+9=", "answer": "18"}]
     Path("other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = evaluate(RUN, data="other.jsonl", k=3, max_new_tokens=2, rewards="accuracy", seed=4)
@@ -75,7 +75,7 @@ def test_what_is_said_takes_the_place_of_the_runs(there: Path) -> None:
     assert [answer.prompt.text for answer in asked] == ["7+7="]
 
 
-def test_of_a_run_that_has_not_finished_it_is_said_which_model_it_was(
+def test_an_unfinished_run_names_the_checkpoint_that_was_used(
     there: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     half = tmp_path / "half"
@@ -90,7 +90,9 @@ def test_of_a_run_that_has_not_finished_it_is_said_which_model_it_was(
     assert f"{half} is a run without recorded completions" in capsys.readouterr().err
 
 
-def test_what_nothing_says_is_asked_for(there: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_neither_run_nor_user_gives_are_asked_for(
+    there: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(there / RUN / "final", tmp_path / "model")
     assert main(["eval", str(tmp_path / "model")]) == 2
     assert "give --data FILE or --task NAME" in capsys.readouterr().err
@@ -130,7 +132,7 @@ def test_score_says_which_steps_it_reads(there: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("text", ["", "x", "3-1", "1-", "-1", "1;2"])
-def test_steps_are_written_so(text: str) -> None:
+def test_malformed_ranges_of_steps_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--steps is written"):
         steps_of(text)
 

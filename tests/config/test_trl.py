@@ -726,9 +726,7 @@ accelerate launch --config_file zero3.yaml --num_processes 4 grpo_math.py --mode
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*PUBLIC, "shell"])
-def test_they_are_planned_and_trained_with_a_model_and_data_of_ones_own(
-    name: str, tiny: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_imported_recipes_are_planned_and_trained(name: str, tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Every key as imported, but for the model, the data, the device's sampler and how much of it is done."""
     text, kind, _ = PUBLIC.get(name, (SHELL, "GRPOConfig", {}))
     file = "run.sh" if name == "shell" else "config.py" if f"{kind}(" in text else "config.yaml"

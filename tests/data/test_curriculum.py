@@ -51,7 +51,7 @@ def test_without_anything_learnt_it_is_the_plain_order() -> None:
     assert Curriculum(7, seed=3, retire=1, strength=1.0).take(30) == Order(7, seed=3).take(30)
 
 
-def test_where_all_are_retired_all_return() -> None:
+def test_when_every_row_is_retired_all_return() -> None:
     order = Curriculum(3, seed=0, retire=1)
     for row in range(3):
         order.learn(row, 1.0)
@@ -59,7 +59,7 @@ def test_where_all_are_retired_all_return() -> None:
     assert order.retired == 0
 
 
-def test_it_goes_on_where_its_state_was_taken() -> None:
+def test_a_curriculum_continues_from_its_saved_state() -> None:
     def watched(order: Curriculum, k: int) -> list[tuple[int, int]]:
         found = []
         for _ in range(k):
@@ -78,7 +78,7 @@ def test_it_goes_on_where_its_state_was_taken() -> None:
     assert resumed.state() == straight.state()
 
 
-def test_what_is_thrown_away_is_counted_and_learnt_from(scored_group: Callable) -> None:
+def test_groups_that_refill_drops_are_counted_and_learnt_from(scored_group: Callable) -> None:
     prompts = [Prompt(id=str(row), tokens=np.array([5]), text="") for row in range(3)]
     visits = Visits(prompts, Curriculum(3, seed=0, retire=1))
     dead, live = scored_group([1.0, 1.0], [2, 3], id="0/1"), scored_group([1.0, 0.0], [4, 4], id="0/2")

@@ -140,7 +140,7 @@ def test_trap_4_the_matrix_of_templates(named):
     assert all(proof.why for proof in proofs if proof.verdict != "append")
 
 
-def test_what_the_rewriting_is_said():
+def test_proof_says_what_the_template_rewrites():
     _, _, _, last = turns_of(OWN["forgets"]).prove()
     assert str(last).startswith("user after reasoning: rewrites (") and "<think>" in last.why and " becomes " in last.why
     (_, _, answer, _) = turns_of(OWN["channels"]).prove()

@@ -55,7 +55,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert (list(found.pieces), found.special) == (list(known.pieces), known.special)
 
 
-def test_what_is_no_vocabulary_is_named(tmp_path: Path) -> None:
+def test_a_file_without_a_vocabulary_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="without a vocabulary"):
         vocabulary.read(tmp_path / "tokenizer.json")

@@ -119,7 +119,7 @@ def test_p08_a_silent_process_in_reach_is_ended_but_no_other_with_its_number(sam
         process.kill()
 
 
-def test_who_has_left_is_not_missed(ended: Callable, stop: threading.Event) -> None:
+def test_a_process_that_left_is_not_reported_as_lost(ended: Callable, stop: threading.Event) -> None:
     store = Memory()
     beating(store, 1, stop)
     first = Watch(store, 0, 2, lambda: "", beat=0.02)
@@ -130,7 +130,7 @@ def test_who_has_left_is_not_missed(ended: Callable, stop: threading.Event) -> N
     assert store.kept["pulse/0"] == "gone"
 
 
-def test_after_a_pause_of_its_own_a_process_accuses_nobody(ended: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_was_paused_itself_names_no_other_as_lost(ended: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """A laptop that slept, a process that was stopped and goes on: everybody else's counter looks old."""
     store, clock = Memory(), [0.0]
     store.kept |= {"place/1": FAR, "pulse/1": "5"}

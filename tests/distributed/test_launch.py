@@ -42,7 +42,7 @@ def test_torchrun_and_the_command_take_these_arguments(words: list[str]) -> None
     assert commands._parse(given.training_script_args).command == "train"
 
 
-def test_the_page_has_all_of_them() -> None:
+def test_the_launch_commands_of_the_page_are_all_found() -> None:
     assert len(list(launched())) == 6
     assert sum(block.startswith("#!/bin/bash\n#SBATCH") for block in BLOCKS) == 1
 

@@ -109,7 +109,7 @@ LEARNERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", LEARNERS)
-def test_critics_and_teachers_are_spread_saved_and_moved(
+def test_critics_and_teachers_are_sharded_saved_and_resumed(
     kind: str, recipe: Callable, ranks: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Interrupted equals straight to the bit, and one process to rounding."""
@@ -134,7 +134,7 @@ def test_critics_and_teachers_are_spread_saved_and_moved(
 
 
 @pytest.mark.parametrize("kind", ["critic", "teacher"])
-def test_models_of_several_sizes_are_spread_alike(kind: str, recipe: Callable, ranks: Callable, tmp_path: Path) -> None:
+def test_models_of_several_sizes_are_sharded_the_same_way(kind: str, recipe: Callable, ranks: Callable, tmp_path: Path) -> None:
     """Else `auto` would spread the large teacher of a small policy: a pass would wait for one that no other process makes."""
     large = {"scratch": {"hidden": 64, "layers": 2, "heads": 4, "context": 96, "tokenizer": "arithmetic"}}
     changes = json.loads(json.dumps(LEARNERS[kind]).replace("runs/", f"{tmp_path}/runs/"))

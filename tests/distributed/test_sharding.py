@@ -97,7 +97,7 @@ def test_a_checkpoint_that_transformers_fuses_is_read_whole_and_spread(folder: C
 
 
 @pytest.mark.slow
-def test_copies_and_host_memory_hold_what_they_say(folder: Callable, ranks: Callable) -> None:
+def test_offloaded_shards_of_two_hold_half_of_the_weights(folder: Callable, ranks: Callable) -> None:
     path = folder("llama")
     for one in ranks(4).run("loaded", folder=str(path), mode={"name": "zero3", "shards": 2, "offload": True}):
         assert bytes_of(path) * 0.49 < one["own"] < bytes_of(path) * 0.51

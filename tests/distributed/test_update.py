@@ -58,7 +58,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: floa
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_the_plans_hold_what_makes_it_hard(plan: str) -> None:
+def test_the_test_plans_cover_the_hard_cases(plan: str) -> None:
     """Else the test below would compare easier runs than it says."""
     found = alone(plan)
     steps = found["steps"]

@@ -194,7 +194,7 @@ def test_docstrings_of_any_form(documentation: str) -> None:
         (tool(int, WRITTEN.replace("taken.", "taken (choices: [1, )")), "cannot be described: JSONDecodeError"),
     ],
 )
-def test_what_is_missing_is_said(function: Callable[..., Any], message: str) -> None:
+def test_a_missing_hint_or_description_is_named(function: Callable[..., Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         schema_of(function, "it")
 

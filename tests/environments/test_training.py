@@ -156,7 +156,7 @@ def test_rewards_get_messages_states_and_the_environments_own(tmp_path: Path, mo
         ({"tools": ["a:f"]}, {"rewards": [{"function": "environment"}]}, "needs environment.factory"),
     ],
 )
-def test_what_is_wrong_with_the_section_is_said(environment: Any, more: Any, message: str) -> None:
+def test_mistakes_in_the_environment_section_are_named(environment: Any, more: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_recipe(GAME | {"environment": environment, "rewards": [{"function": "exact"}]} | more)
 
@@ -267,6 +267,6 @@ def test_a_reasoning_gym_data_set_trains_and_its_scorer_is_looked_at(tmp_path: P
     assert found["scorer"].good, found["scorer"].says
 
 
-def test_settings_have_a_view_of_whether_somebody_answers() -> None:
+def test_settings_know_whether_an_environment_answers() -> None:
     assert not EnvironmentSettings(reasoning_gym="chain_sum").talks
     assert EnvironmentSettings(tools=("a:f",)).talks

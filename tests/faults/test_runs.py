@@ -621,7 +621,7 @@ def test_c9b_reward_code_that_changed_is_noticed(
 
 
 @pytest.mark.slow
-def test_nothing_is_asked_before_the_first_checkpoint(recipe: Callable, tmp_path: Path) -> None:
+def test_changed_inputs_are_accepted_before_the_first_checkpoint(recipe: Callable, tmp_path: Path) -> None:
     """What was taken without being saved is taken again: nothing is mixed."""
     (tmp_path / "p.jsonl").write_text(pairs(8))
     path = recipe("r", data={"path": "p.jsonl", "task": None}, group={"prompts_per_step": 2, "group_size": 2}, steps=1)

@@ -41,19 +41,19 @@ def everything(folder: Path) -> bytes:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_of_secrets(name: str) -> None:
+def test_names_of_secrets_are_redacted(name: str) -> None:
     assert secret_name(name)
     assert "VALUE" not in json.dumps(redacted({"args": {name: ["VALUE", {"inner": "VALUE"}]}, "x": {name: {"user": "VALUE"}}}))
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_names_of_other_things(name: str) -> None:
+def test_names_that_are_not_secrets_are_kept(name: str) -> None:
     assert not secret_name(name)
     assert redacted({name: "text", "n": {name: 3}}) == {name: "text", "n": {name: 3}}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_shapes_of_secrets(shape: str) -> None:
+def test_values_that_look_like_secrets_are_redacted(shape: str) -> None:
     kept = shape.removeprefix("Bearer ").replace("-----", "").split("\n")[-2 if "\n" in shape else 0]
     assert kept not in scrubbed(f"it was {shape}, they say")
     assert kept not in json.dumps(redacted({"note": [f"a {shape} b"]}))

@@ -124,7 +124,7 @@ VARIANTS: dict[str, GroupSettings] = {
         for turn, (family, dtype) in enumerate(itertools.product(("gpt2", "llama"), TOLERANCE))
     ],
 )
-def test_the_cut_the_order_and_the_layout_change_nothing(
+def test_micro_batches_order_and_layout_do_not_change_the_gradient(
     preset: str, variant: str, family: str, dtype: torch.dtype, policies: dict, groups: list[Scored]
 ) -> None:
     """P1, P2, P3: micro-batch size; packing order; shared or repeated prompts; filler."""
@@ -145,7 +145,7 @@ def test_the_cut_the_order_and_the_layout_change_nothing(
 
 
 @pytest.mark.parametrize("preset", [name for name, row in ALGORITHMS.items() if row.skips_dead])
-def test_skipping_what_has_no_advantage_is_exact(preset: str, policies: dict, groups: list[Scored]) -> None:
+def test_skipping_samples_without_advantage_changes_no_gradient(preset: str, policies: dict, groups: list[Scored]) -> None:
     """P61: the constant group costs nothing and stays in the denominators."""
     policy = policies["llama", torch.float64]
     algorithm = resolve(preset, VARIANTS["plain"], max_new_tokens=12)

@@ -320,7 +320,7 @@ class DropsByAnotherName(DropsInPlace):
 
 
 @pytest.mark.parametrize("kind", [DropsInPlace, DropsByAnotherName])
-def test_other_spellings_drop_the_same(kind: type[PreTrainedModel]) -> None:
+def test_every_spelling_of_dropout_drops_the_same_units(kind: type[PreTrainedModel]) -> None:
     def gradient(kind: type[PreTrainedModel], **fields: Any) -> dict[str, Tensor]:
         torch.manual_seed(0)
         model = kind(GPT2Config(**FAMILIES["gpt2"][2] | {"attn_pdrop": 0.0, "embd_pdrop": 0.0} | fields)).eval()

@@ -85,7 +85,7 @@ def test_the_table_holds_every_architecture() -> None:
 
 
 @pytest.mark.parametrize("name", families.NAMED)
-def test_what_most_people_train_is_proven_on_every_path(name: str) -> None:
+def test_common_families_are_proven_on_every_path(name: str) -> None:
     row = ROWS[name]
     assert row.uses == "packed"
     assert {"scoring", "gradients", "checkpointing", "native"} <= set(row.paths)
@@ -107,7 +107,7 @@ def test_wide_heads_and_long_texts_too(family: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(families.NOT_BUILT))
-def test_what_cannot_be_built_raises(name: str) -> None:
+def test_a_family_that_cannot_be_built_is_an_error(name: str) -> None:
     with pytest.raises((ImportError, AttributeError, ValueError, StrictDataclassClassValidationError)):
         families.log_probs(families.model_of(families.config_of(name, 64, 1)), *families.TEXT, 60)
 
@@ -121,7 +121,7 @@ def test_what_cannot_be_built_raises(name: str) -> None:
         ("llama", "neighbour"),
     ],
 )
-def test_the_comparison_itself_notices(family: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_family_comparison_finds_planted_differences(family: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the library's own probe off: what is compared here depends on nothing that it believes."""
     right = PackedAttention.__call__
 

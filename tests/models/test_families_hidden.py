@@ -122,12 +122,12 @@ def loaded(kind: Callable[[LlamaConfig], LlamaForCausalLM]) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [DeepWindow, FarWindow, FartherWindow, LongPass, Capacity, HidesAnId, HalfAGradient])
-def test_faults_out_of_sight_are_found_at_load(kind: type[LlamaForCausalLM]) -> None:
+def test_faults_in_hidden_overrides_are_found_at_load(kind: type[LlamaForCausalLM]) -> None:
     with pytest.raises(ConfigError, match=f"^{kind.__name__} "):
         loaded(kind)
 
 
-def test_a_class_that_only_listens_is_loaded() -> None:
+def test_a_subclass_that_changes_no_result_is_loaded() -> None:
     class Listens(LlamaForCausalLM):
         """Does what a Llama does."""
 

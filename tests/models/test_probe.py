@@ -10,8 +10,9 @@ D3      dropout in layers that are computed again (OPT, BioGPT): test_nothing_is
 D5      the loss that balances experts: test_the_loss_that_balances_experts_does_not_depend_on_how_a_step_is_cut
 D6      views that are changed in place, without the kernels: test_fused.py, test_who_listens_to_a_norm_hears_it
 D7      hh_rlhf as published: tests/faults/test_data.py, marked D7, and tests/data/test_preference_formats.py
-D8      untidy ends: test_families_that_ended_untidily_are_right, test_a_family_that_works_on_its_masks_is_refused_in_words; the
-        length cap's warning: tests/runs/test_progress.py, test_more_than_half_of_the_completions_cut_off_is_said
+D8      untidy ends: test_families_that_left_a_bad_state_are_proven_correct,
+        test_a_family_that_works_on_its_masks_is_refused_in_words; the length cap's warning: tests/runs/test_progress.py,
+        test_more_than_half_of_the_completions_cut_off_is_said
 D9      the off-policy mask where the sampler is not the trainer: tests/training/test_correction.py,
         test_the_off_policy_mask_compares_with_the_engine_that_sampled
 """
@@ -254,7 +255,7 @@ UNTIDY = {
 
 
 @pytest.mark.parametrize("family", UNTIDY)
-def test_families_that_ended_untidily_are_right(family: str) -> None:
+def test_families_that_left_a_bad_state_are_proven_correct(family: str) -> None:
     kind, config, changes = UNTIDY[family]
     policy = make_policy(built(kind, config, **changes), TOKENIZER)
     samples = texts((3, 4), (3, 20), (12, 9), (12, 2))
@@ -609,7 +610,7 @@ def test_a_fault_of_the_weights_alone_is_found_in_the_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_what_is_not_a_number_is_no_small_difference(place: int) -> None:
+def test_nan_is_not_a_small_difference(place: int) -> None:
     right = probe.Truth([np.zeros(3) for _ in range(3)], {"a": torch.ones(2)})
     wrong = probe.Truth([np.zeros(3) for _ in range(3)], {"a": torch.ones(2)})
     wrong.logp[place][1] = np.nan
@@ -751,7 +752,7 @@ def test_a_proof_is_kept_for_the_same_code_and_configuration(monkeypatch: pytest
     assert probe.proven_before(model, ("a",), run) == proof and len(asked) == 4, "a broken file is no proof"
 
 
-def test_the_line_says_what_was_compared(tiny_policy: Callable) -> None:
+def test_the_plan_line_says_what_was_compared(tiny_policy: Callable) -> None:
     line = prove(built(MistralForCausalLM, MistralConfig, sliding_window=8)).line
     assert line.startswith("MistralForCausalLM: scoring, training, recompute, adapter, sampling equal its own forward pass at ")
     assert ", across 8 (log-probs to" in line

@@ -58,7 +58,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 @pytest.mark.parametrize("dtype", ["float32", "autocast"])
 @pytest.mark.parametrize("hidden", [32, 128])  # heads of 8 numbers, and of 32, as the compiled kernels take them
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3"])
-def test_what_the_backward_pass_does_not_read_is_not_computed_again(
+def test_products_that_backward_does_not_read_are_not_recomputed(
     family: str,
     hidden: int,
     dtype: Any,

@@ -151,7 +151,9 @@ def test_pooling_is_recorded(scorer: Callable[..., Policy], pooling: str, tmp_pa
     assert load_scorer(ModelSettings(path=str(tmp_path))).model.config.pooling == pooling
 
 
-def test_somebody_elses_models(tiny_policy: Callable[..., Policy], answers: list[Answer], tmp_path: Path) -> None:
+def test_scorers_saved_by_transformers_score_the_same(
+    tiny_policy: Callable[..., Policy], answers: list[Answer], tmp_path: Path
+) -> None:
     causal = tiny_policy("llama")
     config = causal.model.config
     config.num_labels = 1

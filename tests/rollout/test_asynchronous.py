@@ -132,7 +132,7 @@ def test_sampling_goes_on_while_a_step_is_trained(run: Callable) -> None:
     assert sorted(engine.begun) == [("0/0", 0), ("0/2", 0), ("0/4", 1), ("0/6", 2)]
 
 
-def test_what_goes_wrong_beside_is_raised_where_it_is_wanted(run: Callable) -> None:
+def test_an_error_of_the_sampling_thread_is_raised_by_the_next_take(run: Callable) -> None:
     def fail(name: str) -> None:
         if name == "0/4":
             raise EngineError("the server is gone")
@@ -234,7 +234,7 @@ def test_p45_straight_equals_interrupted_at_every_step_with_rollouts_ahead(ahead
 
 
 @pytest.mark.slow
-def test_ahead_of_nothing_is_the_synchronous_run(recipe: Callable) -> None:
+def test_ahead_of_zero_steps_is_the_synchronous_run(recipe: Callable) -> None:
     plain, zero = recipe("plain", steps=3), recipe("zero", steps=3, rollout=rollout_of("native", ahead=0))
     for path in (plain, zero):
         for _ in train(load_recipe(path)):
@@ -308,7 +308,7 @@ def test_kept_groups_come_back_as_they_were(sampling: Sampling, tiny_policy: Cal
         ({"name": "native", "correct": {"high": 3}}, "there is nothing to correct, unless it is ahead"),
     ],
 )
-def test_what_cannot_be_is_refused(engine: dict[str, Any], says: str, recipe: Callable) -> None:
+def test_settings_that_asynchronous_sampling_cannot_serve_are_refused(engine: dict[str, Any], says: str, recipe: Callable) -> None:
     with pytest.raises(ConfigError, match=says):
         load_recipe(recipe("wrong", rollout={"max_new_tokens": 12, "engine": engine}))
 

@@ -72,7 +72,7 @@ def test_limits_of_a_batch_are_each_ones_own(served):
     assert all(len(choice["token_ids"]) == n for n, choice in enumerate(found, 1) if choice["finish_reason"] == "length")
 
 
-def test_what_does_not_fit_is_refused(served):
+def test_requests_that_cannot_be_served_are_refused(served):
     root = served.endpoint.url
     for body, code in (
         ({"token_ids": [5] * 64}, "context_length_exceeded"),
@@ -129,7 +129,7 @@ def test_a_checkpoint_is_served_by_the_command(tiny_policy, forked, tmp_path):
 
 
 @pytest.mark.parametrize(("more", "said"), [(["--host", "0.0.0.0"], "token"), (["--cache", "1G"], "vLLM"), (["--", "--x"], "vLLM")])
-def test_what_the_command_refuses(tiny_policy, tmp_path, more, said, monkeypatch, capsys):
+def test_the_serve_command_refuses_bad_arguments(tiny_policy, tmp_path, more, said, monkeypatch, capsys):
     from groupwise.cli.commands import main
 
     monkeypatch.delenv("GROUPWISE_TOKEN", raising=False)

@@ -619,7 +619,7 @@ def test_the_notebook_runs_twice_in_one_process(capsys: pytest.CaptureFixture[st
     assert said[0].splitlines()[-2:] == said[1].splitlines()[-2:]
 
 
-def test_what_was_given_is_named() -> None:
+def test_errors_name_what_was_given() -> None:
     wrong: list[tuple[Callable[[], object], str]] = [
         (lambda: gw.train(3), "got an int: 3"),  # type: ignore[arg-type]
         (lambda: gw.train({"objective": "grpo"}), r"train\(\*\*mapping\)"),  # type: ignore[arg-type]

@@ -259,7 +259,7 @@ def test_a_reward_model_cannot_be_the_policy(recipe: str, tmp_path: Path, tiny_p
         list(train(replace(stage, model=replace(stage.model, path=str(tmp_path / "reward"), scratch=None))))
 
 
-def test_what_is_watched_is_not_what_is_reported(recipe: str, tmp_path: Path) -> None:
+def test_the_validation_part_is_not_the_part_reported_at_the_end(recipe: str, tmp_path: Path) -> None:
     """Three parts: evaluation while training reads `validation`, the figures at the end and in the card are of `test`."""
     stage = stages_of(recipe, "data.eval_fraction={test: 0.3, validation: 0.2}")["reward"]
     stage = replace(stage, model=stages_of(recipe)["sft"].model, eval=replace(stage.eval, every=1, batches=None))
@@ -286,6 +286,6 @@ def test_what_is_watched_is_not_what_is_reported(recipe: str, tmp_path: Path) ->
         ),
     ],
 )
-def test_recipes_that_cannot_be_are_refused(recipe: str, override: str, message: str) -> None:
+def test_impossible_preference_recipes_are_refused(recipe: str, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         stages_of(recipe, override)

@@ -159,7 +159,7 @@ def test_health_flags() -> None:
 COLLAPSED = {"frac_reward_zero_std": 1.0, "entropy": 0.001, "completions/duplicates": 1.0, "completions/clipped_ratio": 0.0}
 
 
-def test_success_is_no_collapse() -> None:
+def test_solved_groups_raise_no_collapse_warning() -> None:
     solved = flags([COLLAPSED | {"groups/solved": 0.87, "groups/failed": 0.0}])
     assert solved == ["87 % of the groups are solved: make the prompts harder, or stop here"]
     lost = flags([COLLAPSED | {"groups/solved": 0.0, "groups/failed": 1.0}])

@@ -173,7 +173,7 @@ def test_what_is_missing_or_damaged_is_named(run: Path, tmp_path: Path) -> None:
         replay(run, 2)
 
 
-def test_weights_that_cannot_be_had_are_said_so(run: Path) -> None:
+def test_unreachable_weights_are_named_with_the_reason(run: Path) -> None:
     file = run / "checkpoints" / "000004" / "policy" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4] + b"oops")
     found = replay(run, 5)

@@ -241,7 +241,7 @@ def test_c7_ended_at_random_times_it_comes_to_the_same_bits(ahead: int, recipe: 
 
 
 @pytest.mark.slow
-def test_the_last_evaluation_is_made_up_for(recipe: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_that_a_signal_broke_off_is_made_on_resume(recipe: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     path, calls = recipe("run", eval={"k": 2, "at_start": False}), [0]
     with monkeypatch.context() as patch:
         each(evaluate, "_complete", lambda: signal.raise_signal(signal.SIGTERM), patch)
@@ -319,7 +319,7 @@ def test_a_launchers_second_signal_does_not_disturb_the_end_and_one_that_was_dro
             due()
 
 
-def test_who_was_told_and_has_lost_the_others_ends_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signalled_process_that_lost_its_peers_still_ends_by_the_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(_: object) -> list[int]:
         raise PeerError("gloo: connection closed")
 

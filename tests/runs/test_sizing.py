@@ -30,7 +30,7 @@ def shape(**changes: Any) -> Shape:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_what_lies_outside_of_the_blocks(family: str, tied: bool, tiny_policy: Callable[..., Policy]) -> None:
+def test_embeddings_and_head_are_counted_outside_of_the_blocks(family: str, tied: bool, tiny_policy: Callable[..., Policy]) -> None:
     model = tiny_policy(family).model
     count = sum(parameter.numel() for parameter in model.parameters())
     outside = count - sum(parameter.numel() for layer in model.model.layers for parameter in layer.parameters())
@@ -58,7 +58,7 @@ def test_parts_add_up_to_the_whole() -> None:
     )
 
 
-def test_work_is_shared_out() -> None:
+def test_prompts_are_dealt_out_evenly_to_processes() -> None:
     assert prompts_of(LOAD, 64) == [("ranks 0-63", 2)]
     assert prompts_of(LOAD, 3) == [("ranks 0-1", 43), ("rank 2", 42)]
     one, many = (rank(shape(), LOAD, world=n, sharded="zero3", shards=n, prompts=128 // n) for n in (1, 64))
@@ -81,7 +81,7 @@ def test_work_is_shared_out() -> None:
     assert less.memory.activations < kept.memory.activations / 5
 
 
-def test_what_is_sent_by_hand() -> None:
+def test_bytes_sent_equal_a_calculation_by_hand() -> None:
     found, inside = shape(), 7 / 8
     whole = found.parameters
     assert traffic(found, sharded="ddp", world=8, shards=8)["update"].others == 2 * inside * whole * 4

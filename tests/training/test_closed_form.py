@@ -33,7 +33,9 @@ SETTINGS = {
 @pytest.mark.parametrize(
     "name", [name for name in SETTINGS if not (ALGORITHMS[name].needs_value or ALGORITHMS[name].needs_teacher)]
 )
-def test_it_is_autograds(name: str, tiny_policy: Callable[..., Policy], scored_group: Callable[..., Scored]) -> None:
+def test_the_closed_form_gradient_equals_autograd(
+    name: str, tiny_policy: Callable[..., Policy], scored_group: Callable[..., Scored]
+) -> None:
     policy, other = tiny_policy(dtype=torch.float64, scale=3.0), tiny_policy(dtype=torch.float64, scale=3.0, seed=1)
     algorithm = resolve(name, GroupSettings(group_size=3, **SETTINGS[name]), 16)  # type: ignore[arg-type]
     groups = [
@@ -74,7 +76,7 @@ def test_it_is_autograds(name: str, tiny_policy: Callable[..., Policy], scored_g
     assert total > 0
 
 
-def test_a_correction_reaches_it(scored_group: Callable[..., Scored]) -> None:
+def test_the_closed_form_includes_the_correction(scored_group: Callable[..., Scored]) -> None:
     """With one, the ratio is to the trainer's own log-prob, and the sampler's gives the weight."""
     algorithm = corrected(resolve("grpo", GroupSettings(group_size=2), 8), CorrectionSettings(high=2.0))
     groups = [scored_group([1.0, 0.0], [2, 3])]
@@ -87,7 +89,7 @@ def test_a_correction_reaches_it(scored_group: Callable[..., Scored]) -> None:
         np.testing.assert_allclose(found.gradient[key], -1.5 * sample.weight * sample.advantage, rtol=1e-9)
 
 
-def test_what_was_not_recorded_is_said(scored_group: Callable[..., Scored]) -> None:
+def test_missing_log_probs_and_entropies_are_named(scored_group: Callable[..., Scored]) -> None:
     group = GroupSettings(group_size=2, entropy_bonus=0.1)
     groups = [scored_group([1.0, 0.0], [2, 3])]
     plain, bonus = resolve("grpo", GroupSettings(group_size=2), 8), resolve("grpo", group, 8)

@@ -169,7 +169,7 @@ def test_re_tokenisation(policy: Policy) -> None:
     assert "one BOS more" in str(diagnosis)
 
 
-def test_what_no_cause_explains_has_no_name(policy: Policy) -> None:
+def test_an_unexplained_difference_has_no_cause(policy: Policy) -> None:
     rng = np.random.default_rng(0)
     rollouts = drawn(policy)
     diagnosis = found(policy, told(rollouts, [r.behavior_logp + rng.normal(size=len(r)) for r in rollouts]))

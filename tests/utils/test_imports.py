@@ -27,7 +27,7 @@ def test_nothing_is_collected_while_importing_and_what_is_there_stays(monkeypatc
     assert gc.isenabled() and gc.get_freeze_count() > 1000
 
 
-def test_where_nothing_is_imported_nothing_is_frozen() -> None:
+def test_without_an_import_no_object_is_frozen() -> None:
     gc.unfreeze()
     with uncollected():
         pass

@@ -77,7 +77,7 @@ def test_shares_of_the_gradient_sum_to_one_and_are_0_where_clipped(pages: Pages)
     assert all(share == 0.0 for share, clipped in cut if clipped == 1.0)
 
 
-def test_what_was_not_recorded_is_not_made_up() -> None:
+def test_quantities_that_were_not_recorded_have_no_column() -> None:
     row = {"completion_ids": [1, 2], "behavior_logp": [-1.0, -2.0], "trained": [True, True], "version": [0, 0]}
     assert set(token_columns(row)) == {"logp", "behavior", "version"}
 
@@ -393,7 +393,7 @@ def test_the_gradient_is_shown_only_where_its_formula_is_right() -> None:
         assert groups.clip_of({**right, **change}) is None, change
 
 
-def test_the_objectives_of_that_formula_are_those_of_the_table() -> None:
+def test_clip_of_knows_every_objective_with_the_clipped_surrogate() -> None:
     from groupwise.algorithms import losses
     from groupwise.algorithms.registry import ALGORITHMS
 

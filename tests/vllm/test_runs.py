@@ -171,7 +171,7 @@ def test_p2_a_server_that_is_lost_while_it_samples_ends_the_run_with_its_name(
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_rollouts_ahead_of_training(
+def test_sampling_ahead_trains_on_the_versions_it_names(
     processes: int, recipe: Callable[..., str], start: Callable[..., subprocess.Popen[str]]
 ) -> None:
     """None is older than a step, what the newest weights drew agrees to 1e-4, and a run that is told to end skips no prompt."""

@@ -63,7 +63,7 @@ def distance(made: object, teacher: Policy) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-def test_distillation_comes_nearer_than_imitation_of_as_many_tokens(seed: int, world: Callable) -> None:
+def test_distillation_beats_imitation_on_as_many_tokens(seed: int, world: Callable) -> None:
     """Forward and reverse KL on the student's own completions against SFT on the teacher's, with more tokens and as many steps.
 
     A distribution says more than one token drawn from it, and a student's own mistakes more than a teacher's text.

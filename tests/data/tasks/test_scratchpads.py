@@ -97,7 +97,7 @@ def test_whole_expressions_arrive_at_their_value(a, first, b, second, c):
             assert done[1] == evaluate(parse(text))
 
 
-def test_what_has_no_written_method():
+def test_expressions_without_a_written_method_give_none():
     assert work(parse("7")) is None
     assert work(parse("10/3")) is None
     assert work(parse("5/0")) is None

@@ -156,7 +156,7 @@ def test_preferences_are_told_neither_by_length_nor_by_words():
     assert accuracy[0.0] > 0.95 and abs(accuracy[1.0] - 0.5) < 0.1 and 0.65 < accuracy[0.5] < 0.85
 
 
-def test_what_is_true_of_the_sides_of_a_pair():
+def test_the_sides_of_a_pair_differ_in_tone_or_in_being_right():
     rows = Preferences().pairs(400, seed=0)
     truth = {}
     for side in ("chosen", "rejected"):

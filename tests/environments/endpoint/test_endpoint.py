@@ -75,7 +75,7 @@ def raw(endpoint: Endpoint, text: bytes) -> bytes:
         return found
 
 
-def test_what_is_served(serve):
+def test_the_routes_answer_in_their_forms(serve):
     endpoint = serve()
     assert ask(endpoint, "GET", "/health").json() == {}
     assert ask(endpoint, "GET", "/v1/models").json()["data"][0]["max_model_len"] == 512
@@ -155,7 +155,7 @@ def test_the_token_is_asked_for_everywhere(serve):
         (CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
     ],
 )
-def test_what_cannot_be_read_is_said(serve, body, said):
+def test_requests_that_cannot_be_parsed_are_refused(serve, body, said):
     found = ask(serve(), body=body)
     assert found.status_code == 400
     assert said in found.json()["error"]["message"]
@@ -203,7 +203,7 @@ def test_large_bodies_are_not_read(serve):
     assert ask(endpoint, "GET", "/health").status_code == 200
 
 
-def test_addresses_and_methods_that_there_are_not(serve):
+def test_unknown_addresses_and_methods_are_refused(serve):
     endpoint = serve()
     for path in ("/", "/v1", "/v1/completions", "/episodes/known", "/episodes/known/v2", "/../etc/passwd", "/health/"):
         assert ask(endpoint, path=path).status_code == 404, path

@@ -101,7 +101,7 @@ def test_a_session_is_waited_for(server):
     second.close()
 
 
-def test_a_server_that_refuses_and_hangs_up_before_it_is_asked_is_heard(server):
+def test_a_refusal_sent_before_the_first_request_is_read(server):
     first, second = OpenEnv(server.url), OpenEnv(server.url, seconds=0.2)
     first.reset({})
     connect = second._connect
@@ -117,7 +117,7 @@ def test_a_server_that_refuses_and_hangs_up_before_it_is_asked_is_heard(server):
     first.close()
 
 
-def test_what_cannot_be_reached_or_understood(server):
+def test_unreachable_servers_and_bad_messages_are_errors(server):
     with pytest.raises(ConfigError, match="ws://host:port"):
         OpenEnv("http://127.0.0.1:1")
     with pytest.raises(EnvironmentFailure, match="reset failed"):

@@ -190,7 +190,7 @@ def test_closing_ends_one_that_was_stopped(stand_in, own, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_its_input_ends_when_whoever_started_it_is_gone(stand_in, forked, tmp_path: Path) -> None:
+def test_the_server_ends_when_its_parent_is_gone(stand_in, forked, tmp_path: Path) -> None:
     """The plug-in ends the server when its input does; a trainer that is killed closes it without doing anything."""
     stand_in(f"cat > /dev/null; echo over > {tmp_path}/over")
     script = (
