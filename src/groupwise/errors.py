@@ -7,8 +7,10 @@ from __future__ import annotations
 
 
 class Ended(BaseException):
-    """SIGTERM ended the run.  Nobody's error, so that none of those who catch errors takes it for one (a reward function that calls
-    `sys.exit` has failed; one that is running when SIGTERM comes has not).  The last whole step is saved.
+    """SIGTERM ended the run; the last whole step is saved.
+
+    It is a BaseException, so that `except Exception` does not catch it: a reward function that calls `sys.exit` has failed, one
+    that is running when SIGTERM comes has not.
     """
 
     exit_code = 143

@@ -125,7 +125,7 @@ def test_a_dry_run_for_64_processes_needs_neither_them_nor_weights(planned: Call
     other = ("--model-config", str(tmp_path / "config.json"), "model.dtype=bfloat16")
     code, text = planned("--dry-run", "--world", "64", *other, "parallel={name: zero3, shards: 8}")
     assert code == 0
-    assert "processes 64, weights, gradients and optimizer state spread over 8 (zero3), 8 copies" in text
+    assert "processes 64, weights, gradients and optimizer state sharded over 8 (zero3), 8 copies" in text
     assert "ranks 0-35 2 x 8 completions, at most 512 tokens" in text
     assert "ranks 36-63 1 x 8 completions, at most 256 tokens" in text
     for part in (

@@ -84,7 +84,7 @@ def _kind_of(given: Mapping[str, Any], file: Path) -> str:
         processes = given.get("num_processes")
         start = f" and start it with `groupwise train RECIPE --nproc {processes}`" if isinstance(processes, int) else ""
         raise ConfigError(
-            f"{file} says how the weights are spread over processes, not what is trained: import the arguments of the trainer, "
+            f"{file} says how the weights are sharded, not what is trained: import the arguments of the trainer, "
             f"write `parallel: {parallel_of(given)}` into the recipe{start}"
         )
     for kind, names in TELLING.items():

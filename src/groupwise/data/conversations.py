@@ -1,8 +1,8 @@
-"""A whole conversation as the chat template writes it, in which what the policy wrote keeps the ids that were sampled.
+"""A whole conversation as the chat template writes it, in which the policy's text keeps the ids that were sampled.
 
-Where a template writes the past otherwise once a conversation continues (it drops old reasoning, closes turns otherwise, writes
-arguments in its own way), the next turn can be drawn behind what it writes, as it will be at inference.  The words of the policy
-that stand there keep their ids; only what the template or the world wrote is encoded, and what the template changed.
+Some templates write earlier turns in another form once a conversation continues: they drop old reasoning, close turns otherwise,
+format arguments.  The next turn can then be drawn after that form, as it will be at inference.  Text of the policy that is still in
+it keeps its ids; only what the template or the environment wrote is encoded, and what the template changed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """Text of the rendering that is the policy's, letter by letter."""
+    """A part of the rendering that is, character by character, text of the policy."""
 
     begin: int
     end: int
@@ -51,8 +51,8 @@ def rewritten(
 ) -> tuple[np.ndarray, str]:
     """int64 ids that the next turn is drawn behind, and their text.
 
-    template: with `control_tokens: plain`.   opening: the prompt's messages.   said: what followed, in order; it ends with
-    what the world said.   Raises DataError if the template refuses the conversation.
+    template: with `control_tokens: plain`.   opening: the prompt's messages.   said: what followed, in order, with the
+    environment's messages at the end.   Raises DataError if the template refuses the conversation.
     """
     messages = [
         *(_shielded(template, message) for message in opening),

@@ -1,6 +1,6 @@
-"""Which prompts are worth another visit: those that are always solved are retired, those that are mostly solved come less often.
+"""Which prompts are visited again: those that are always solved are retired, those that are mostly solved come less often.
 
-A prompt's pass rate is the share of the completions of its last group that are right: to which the first reward function gave 1.
+A prompt's pass rate is the share of its last group's completions to which the first reward function gave 1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RIGHT = 1.0 - 1e-9
 
 
 class Curriculum(Order):
-    """An order that leaves rows out, by what was seen of them.
+    """An order of visits that leaves rows out by their pass rates.
 
     >>> order = Curriculum(3, seed=0, retire=1)
     >>> rows = [row for _, row in order.take(3)]
@@ -29,7 +29,7 @@ class Curriculum(Order):
     """
 
     def __init__(self, n: int, seed: int, shuffle: bool = True, *, retire: int = 0, strength: float = 0.0) -> None:
-        """retire: visits in a row with a pass rate of 1 behind which a row never comes again; 0: none does.
+        """retire: after this many visits in a row with a pass rate of 1 a row is never visited again; 0: no row is retired.
 
         strength: a row with pass rate p is left out of an epoch with probability `strength x p`.
         """
@@ -47,7 +47,7 @@ class Curriculum(Order):
         return sum(self.retire > 0 and solved >= self.retire for solved in self._solved.values())
 
     def learn(self, row: int, rate: float) -> None:
-        """Take note of a visit's pass rate; NaN says nothing."""
+        """Record the pass rate of a visit; NaN (no verdict) changes nothing."""
         if not np.isnan(rate):
             self._rates[row] = rate
             self._solved[row] = self._solved.get(row, 0) + 1 if rate >= 1.0 else 0
@@ -88,10 +88,10 @@ class Curriculum(Order):
 
 
 class Visits:
-    """Draws prompts in an order, and takes note of what became of them: of those, too, that are thrown away (`refill`)."""
+    """Draws prompts in an order, and records the pass rates of their groups, also of groups that `refill` drops."""
 
     def __init__(self, prompts: Sequence[Prompt], order: Order, *, ahead: bool = False) -> None:
-        """ahead: rollouts may be begun before the step that they are for."""
+        """ahead: rollouts may begin before the step that they belong to."""
         self.prompts, self.order, self.ahead = prompts, order, ahead
         self._rows = {prompt.id: row for row, prompt in enumerate(prompts)}
         self._sampled = 0
@@ -101,7 +101,7 @@ class Visits:
         return [visit(self.prompts[row], epoch) for epoch, row in self.order.take(k)]
 
     def seen(self, groups: Sequence[Scored]) -> None:
-        """Scored groups of prompts that were drawn."""
+        """Record the pass rates of scored groups."""
         for group in groups:
             self._sampled += sum(len(rollout) for rollout in group.rollouts)
             if isinstance(self.order, Curriculum) and group.names:
@@ -113,7 +113,7 @@ class Visits:
     def account(self, kept: Sequence[Scored]) -> dict[str, float]:
         """Metrics of a step that keeps some of the groups that were sampled for it.
 
-        Where rollouts run ahead, groups of later steps have been seen too: there nothing is said of what was thrown away.
+        Where rollouts run ahead, groups of later steps have been recorded too, so the dropped ones are not counted.
         """
         tokens = sum(len(rollout) for group in kept for rollout in group.rollouts)
         discarded, self._sampled = self._sampled - tokens, 0

@@ -34,7 +34,7 @@ Item = TypeVar("Item", Prompt, Demonstration, Pair, Solution)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Data(Generic[Item]):
-    """What a loop draws from, what it is judged on, and what became of the rows."""
+    """Training rows, held-out rows, and a report of what was kept and dropped."""
 
     train: tuple[Item, ...]
     held_out: tuple[Item, ...]

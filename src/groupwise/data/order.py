@@ -1,4 +1,4 @@
-"""The order in which rows are visited: seeded, another one each epoch, and resumable at any place."""
+"""The order in which rows are visited: seeded, shuffled anew each epoch, and resumable at any point."""
 
 from __future__ import annotations
 

@@ -30,8 +30,9 @@ from groupwise.records import Batch, Layout, Sample
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Samples that are packed next to each other and share one prompt, and the positions they take.  Of an episode all parts are
-    there, which may have further prompts."""
+    """Samples that are packed next to each other and share one prompt, and the positions they take.
+
+    A unit holds all parts of an episode; parts behind a branch bring prompts of their own."""
 
     members: tuple[int, ...]
     positions: int
@@ -54,9 +55,9 @@ def pack(
 ) -> list[Batch]:
     """Pack samples into batches of at most `budget` positions (a single longer sample gets a batch of its own).
 
-    Samples of which nothing is asked (every weight 0) take no position.  `share=False` repeats the prompt before every
-    completion; `alike` lets only those samples share a prompt of which it says the same; `whole_groups` never cuts a group; `fill`
-    rounds P up with filler (`ops/onednn_shapes.py`).  How samples are packed cannot change an update: weights were fixed before.
+    Samples whose weights are all 0 take no position.  `share=False` repeats the prompt before every completion; with `alike` only
+    samples for which it returns the same value share a prompt; `whole_groups` never cuts a group; `fill` rounds P up with filler
+    (`ops/onednn_shapes.py`).  How samples are packed cannot change an update: weights were fixed before.
 
     world: of several processes, which all pack the same samples, each gets its own part, balanced by positions.
     even: every process gets the same number of batches, the last ones a single position of filler where there is no more.

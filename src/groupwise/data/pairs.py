@@ -30,7 +30,7 @@ class Pair:
     rejected: np.ndarray
     """int64 (n',), EOS last."""
     margin: float = 0.0
-    """How much better the chosen one is, in units of the score, where the data have a column `margin`."""
+    """By how much the score of the chosen completion should exceed the other's; from the column `margin`, if the data have it."""
 
     def __post_init__(self) -> None:
         assert self.prompt.dtype == self.chosen.dtype == self.rejected.dtype == np.int64

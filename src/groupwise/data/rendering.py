@@ -1,7 +1,8 @@
-"""Chat templates are programs that come with a checkpoint.  They run in a process of their own (`template_worker`), with
-transformers' renderer and sandbox, on a budget: one that never ends, or eats all memory, becomes an error and not a run that hangs.
+"""Rendering chat templates, which are programs that come with a checkpoint, in a process of their own (`template_worker`).
 
-The process starts with the first conversation (0.6 s) and is kept; a conversation then costs about as much as it does at home.
+They run in transformers' renderer and sandbox with limits of time and memory: a template that never ends, or takes all memory,
+becomes an error instead of a run that hangs.  The process starts with the first conversation (0.6 s) and is kept; a conversation
+then costs about as much as rendering it in this process.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why the template has no text for a conversation."""
+    """The reason for which a template refused a conversation."""
 
     where: str
     why: str

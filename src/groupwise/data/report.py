@@ -1,4 +1,4 @@
-"""What became of the rows: nothing is left out without being counted."""
+"""How many rows were read, kept and dropped, with a reason for each dropped one."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Report:
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Rows left out, by reason."""
     noted: Mapping[str, int] = field(default_factory=dict)
-    """Rows kept although something is to be known about them, by what it is."""
+    """Kept rows with a remark (`duplicate`, `truncated ...`), counted by the remark."""
     first: Mapping[str, str] = field(default_factory=dict)
-    """The first row of a reason or of a remark, where that helps to find it."""
+    """Where the first row with a reason or a remark stands, where that is known."""
     warnings: tuple[str, ...] = ()
-    """What to look at before training."""
+    """Warnings, shown before training."""
     mean_tokens: float = 0.0
     max_tokens: int = 0
 
@@ -59,7 +59,7 @@ class Tally:
         self._warnings: list[str] = []
 
     def drop(self, reason: str, *, first: str | None = None) -> None:
-        """A row that is left out.  first: where it is, or what is wrong with it; shown of the first row with this reason."""
+        """Count a row that is left out.  first: where it is, or what is wrong with it; kept for the first row with this reason."""
         self._dropped[reason] += 1
         if first is not None:
             self._first.setdefault(reason, first)
@@ -71,7 +71,7 @@ class Tally:
             self._first.setdefault(remark, first)
 
     def warn(self, text: str) -> None:
-        """Something to be said before training."""
+        """Add a warning, shown before training."""
         self._warnings.append(text)
 
     def count(self, reason: str) -> int:

@@ -1,4 +1,4 @@
-"""Steps as tables: what a run's Parquet files hold, and what travels between processes.  The one format's writer and its reader.
+"""Steps as tables, written and read: the format of a run's Parquet files, and of groups sent between processes.
 
 Importing this file does not import torch.
 """

@@ -25,9 +25,9 @@ class LeftOut:
     """A row that is not used."""
 
     reason: str
-    """As it is counted."""
+    """The reason, as the report counts it."""
     where: str
-    """Which it is, or what is wrong with it."""
+    """Where the row is, or what is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +294,7 @@ def _read_parquet(file: Path, name: str) -> Rows:
 
 
 def fingerprint(path: str, split: str = "train") -> dict[str, Any]:
-    """What stands for the content of `read_rows(path, split)`: size and xxh3-128 of a file, the fingerprint of a hub's data set.
+    """A digest of the content of `read_rows(path, split)`: size and xxh3-128 of a file, the fingerprint of a hub data set.
 
     Raises DataError, OSError.
     """

@@ -77,7 +77,7 @@ def _answer(render: Any, chat: Mapping[str, Any], request: Mapping[str, Any]) ->
 
 
 def _kernel_limit(seconds: float) -> None:
-    """The kernel ends this process after so much more processor time: for what Python's own timer cannot interrupt."""
+    """Have the kernel end this process after so many more seconds of processor time, which Python's timer cannot always do."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + seconds) + 1, hard))

@@ -46,7 +46,7 @@ ALPACA = """Below is an instruction that describes a task{with_input}. Write a r
 
 @dataclass(frozen=True, kw_only=True)
 class Wording:
-    """What rows ask, before any tokenizer.
+    """How a row becomes a prompt (a string or messages), before any tokenizer.
 
     >>> Wording(format="Reverse: {word}").content({"word": "abc"})
     'Reverse: abc'
@@ -159,7 +159,7 @@ class Template(Wording):
     def try_ask(
         self, contents: Sequence[Content], wheres: Sequence[str], rows: Sequence[Mapping[str, Any]] | None = None
     ) -> list[Question | Refusal]:
-        """The same, with what the chat template says of messages that it refuses in the place of their question."""
+        """`ask`, but messages that the chat template refuses give a `Refusal` instead of an error."""
         control = [self.control_in(content) for content in contents]
         shown = [self._marked(content) if found else content for content, found in zip(contents, control, strict=True)]
         tools = [self._tools_of(row) for row in rows or [{}] * len(contents)]
@@ -197,7 +197,7 @@ class Template(Wording):
     def try_complete(
         self, questions: Sequence[Question], answers: Sequence[Content], eos_ids: Sequence[int]
     ) -> list[Completion | Refusal]:
-        """The same, with what the chat template says of conversations that it refuses in the place of their completion."""
+        """`complete`, but conversations that the chat template refuses give a `Refusal` instead of an error."""
         spoken = [answer if isinstance(answer, str) else str(answer[-1]["content"] or "") for answer in answers]
         whole = self._rendered([self._answered(question, text) for question, text in zip(questions, spoken, strict=True)])
         joint = self._encode_some(whole, [question.plain for question in questions])
@@ -246,8 +246,7 @@ class Template(Wording):
     def control_in(self, content: Content) -> tuple[str, ...]:
         """The special tokens whose text stands in the messages that a row brings, once each, in their order.
 
-        Strings that no chat template wraps are taken at their word, and so are the assistant's messages: both may hold the
-        model's own format on purpose.
+        Plain strings and the assistant's messages are not searched: both may hold the model's own format on purpose.
         """
         if isinstance(content, str):
             return ()
@@ -405,7 +404,7 @@ def _unmarked(text: str) -> str:
 
 
 def is_blank(content: Content) -> bool:
-    """True if nothing is asked: an empty or white string, or a last message without text."""
+    """True for an empty prompt: a string of white space, or messages whose last one has no text."""
     if isinstance(content, str):
         return not content.strip()
     spoken = [message for message in content if message["role"] != "system"]

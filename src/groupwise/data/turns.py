@@ -1,13 +1,13 @@
 """The next turn of a conversation, as token ids to append: what the policy wrote is never tokenised again.
 
-A stream is the prompt's ids, the ids that the policy sampled, the ids of what the world answered, what the policy sampled next,
-and so on.  What the world answered comes from the chat template as a *suffix*: a dummy conversation, in which the assistant's turn
-holds a mark, is rendered with the new messages behind it; what stands behind the mark and behind the token that ends the turn is
-appended.  So the separator behind EOS and the next generation prompt are the template's, whatever it does to earlier turns.
+A stream is the prompt's ids, the ids that the policy sampled, the ids of the environment's answer, what the policy sampled next,
+and so on.  The answer comes from the chat template as a *suffix*: a dummy conversation, whose assistant turn is a mark, is rendered
+with the new messages after it; the text after the mark and after the token that ends the turn is appended.  So the separator after
+EOS and the next generation prompt are the template's, whatever it does to earlier turns.
 
-Whether the stream then is what the template would write of the whole conversation is a property of the template: `prove` tries it.
-A template `append`s, or it `rewrites` the past (drops old reasoning, adds an empty think block, ends old turns otherwise): the
-stream keeps what was sampled, which is then not what the template shows at inference.
+Whether the stream equals what the template would write of the whole conversation depends on the template: `prove` tests it.  A
+template `append`s, or it `rewrites` the past (drops old reasoning, adds an empty think block, ends old turns otherwise).  In the
+second case the stream keeps what was sampled, which differs from what the template shows at inference.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The text of every token id, as bytes: what one needs to show a completion token by token, without a tokenizer.
+"""The text of every token id, as bytes, with which a completion is shown token by token without a tokenizer.
 
 A token of a byte-level vocabulary may be a part of a character, so a piece is bytes; `Vocabulary.texts` puts them together.
 
@@ -25,7 +25,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Pieces by id."""
+    """The bytes of every token by its id, and which tokens are special."""
 
     pieces: Sequence[bytes | None]
     """None: no token has this id."""

@@ -1,4 +1,4 @@
-"""FSDP2: weights, gradients and optimizer state of a model that are spread over the processes, block by block.
+"""FSDP2: weights, gradients and optimizer state of a model, sharded over the processes block by block.
 
 `models/sharded_policy.py` says which blocks of a policy, and makes it whole again to sample and to be saved.
 """
@@ -27,7 +27,7 @@ from groupwise.distributed import comm
 from groupwise.errors import ConfigError
 
 SHARDED_FROM = 1_000_000_000
-"""Parameters from which `parallel: auto` spreads a model over processes."""
+"""Parameters from which `parallel: auto` shards a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class ShardingConfig:
 
     @property
     def sharded(self) -> bool:
-        """True if weights are spread, once that is decided."""
+        """True if weights are sharded, once that is decided."""
         return self.name != "ddp"
 
 
@@ -109,13 +109,13 @@ def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that is spread over the processes (all must call it); another tensor as it is."""
+    """All of a sharded tensor, gathered (every process must call it); another tensor as it is."""
     with comm.peers():
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def own(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor that is spread over the processes, in the same memory; another tensor as it is."""
+    """This process's shard of a sharded tensor, in the same memory; another tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,4 +1,4 @@
-"""Tensors that are spread over processes, in files: written by all at once, read by any number (torch.distributed.checkpoint).
+"""Sharded tensors in files: written by all processes at once, read by any number of them (torch.distributed.checkpoint).
 
 Its index, `.metadata`, is a pickle.  It is read by an unpickler that knows the index's own classes and nothing else, and only from
 a checkpoint whose every byte was found to be what was written (`checkpoint.latest`).  Tensors are read with `weights_only`.

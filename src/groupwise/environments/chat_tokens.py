@@ -1,8 +1,8 @@
 """Chat messages to token ids and back, for clients that repeat the whole conversation with every request.
 
-What the policy wrote is never tokenised again: an assistant's message that a client repeats is recognised, and the ids that were
-sampled stand in its place; what the world said since is appended as the chat template's suffix (`data.turns`).  A conversation that
-repeats nothing, or changes what it repeats, is rendered from where it differs.
+What the policy wrote is never tokenised again: an assistant's message that a client repeats is recognised and replaced by the ids
+that were sampled; the messages since then are appended as the chat template's suffix (`data.turns`).  A conversation that repeats
+nothing, or changes what it repeats, is rendered from where it differs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SETTINGS = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Asking:
-    """A request as token ids."""
+    """A chat request as the token ids that its turn is drawn behind."""
 
     context: np.ndarray
     """int64 (c,): what the next turn is drawn behind."""
@@ -48,7 +48,7 @@ class Asking:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A turn as a client gets it."""
+    """A turn of the policy as the message that a client gets."""
 
     message: Mapping[str, Any]
     """With arguments of calls as JSON text, as OpenAI has them."""

@@ -1,8 +1,8 @@
-"""What stands between an engine and a world: the engine draws turns, the world answers them.
+"""The protocols between an engine, which draws the policy's turns, and environments, which answer them.
 
-An engine that was given a `World` asks it for a `Conversation` per completion.  It waits for `open`, draws a turn, hands it to
-`answer`, and gives the row to another completion until the reply is there; then it appends the reply's ids, which the policy did
-not write, and draws the next turn.  Nothing is decoded and encoded again on the way.
+An engine that is given a `World` asks it for a `Conversation` per completion.  It waits for `open`, draws a turn, passes it to
+`answer`, and decodes another completion until the reply is there; then it appends the reply's ids, which the policy did not write,
+and draws the next turn.  Nothing is decoded and encoded again on the way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from groupwise.records import Episode, Finish, Prompt
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reply:
-    """What the world says to a turn, or before the first one."""
+    """The environment's answer to a turn, or its text before the first one."""
 
     tokens: np.ndarray
     """int64 (n,): ids to append before the next turn; empty where the episode is over, and usually before the first turn."""
@@ -50,13 +50,15 @@ class Conversation(Protocol):
         ...
 
     def close(self, finish: Finish) -> Episode:
-        """The episode is over, for this reason; also when it is not its own: no room for a reply (LENGTH).  Its environment is
-        closed.  Called once for every conversation that was begun, also when sampling is broken off."""
+        """End the episode and close its environment; the record of what happened in it.
+
+        finish: why it is over: the conversation's own reason, or LENGTH where there is no room for a reply.  Called once for every
+        conversation that was begun, also when sampling is interrupted."""
         ...
 
 
 class World(Protocol):
-    """Makes conversations.  It may be used by several threads at once."""
+    """The episodes of a run: makes a `Conversation` for each completion.  It may be used by several threads at once."""
 
     def begin(self, prompt: Prompt, index: int, *, seed: int) -> Conversation:
         """The episode of one completion; `index`: its place in the prompt's group.   seed: of the sampling."""

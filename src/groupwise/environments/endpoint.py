@@ -65,7 +65,7 @@ LONGEST = 2048
 
 
 class Line(Protocol):
-    """Where the requests of one episode, or of none, are answered."""
+    """Answers the requests of one episode, or those that belong to none."""
 
     speech: Speech
 
@@ -83,10 +83,10 @@ class Line(Protocol):
 
 
 class Desk(Protocol):
-    """Who gives work to harnesses in processes of their own, and hears what came of it."""
+    """The queue from which harnesses in other processes take episodes, and to which they report the end."""
 
     def claim(self, seconds: float) -> Mapping[str, Any] | None:
-        """The next episode, as JSON; None if there is none within so many seconds.  Raises Refused where none are given away."""
+        """The next episode, as JSON; None if there is none within so many seconds.  Raises Refused where the run queues none."""
         ...
 
     def report(self, episode: str, reward: float | None, failure: str) -> None:
@@ -113,7 +113,7 @@ class Endpoint(ThreadingHTTPServer):
         token: str | None = None,
         desk: Desk | None = None,
     ) -> None:
-        """find: who answers an episode's requests (None: those of no episode), or None.   name: of the model.   context: most
+        """find: returns the `Line` of an episode id (None: requests of no episode), or None.   name: of the model.   context: most
         tokens of a sequence.   port: 0 takes a free one.   token: that requests must bring, needed where others reach the address.
 
         Raises ConfigError for a port that is taken, and for an address that others reach without a token.
@@ -192,7 +192,7 @@ def is_loopback(host: str) -> bool:
 
 
 class _Gone(Exception):
-    """The client has hung up."""
+    """Raised where the client has closed its connection."""
 
 
 class _Handler(BaseHTTPRequestHandler):

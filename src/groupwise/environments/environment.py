@@ -1,6 +1,6 @@
-"""What an environment is to the episodes that are held in it: the seam for tools, classes of one's own, and adapters to others'.
+"""The protocols of environments: for tools, classes of your own, and adapters to environments of other libraries.
 
-An adapter to somebody else's environments is a `Source`.  Everything here may block: it is called from threads of the world's.
+An adapter to another library's environments is a `Source`.  Everything here may block: it is called from threads of the episodes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from groupwise.records import Finish
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """One kind of environment: what the policy can do in it, and what it gives."""
+    """One kind of environment: its tools, whether it has `reset` and `step`, and whether it gives rewards."""
 
     name: str
     """The value of the column `environment` that asks for it; empty where there is only one."""
@@ -33,7 +33,7 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What came of one call."""
+    """The result of one tool call."""
 
     text: str
     """What the policy is told."""
@@ -44,7 +44,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stepped:
-    """What an environment answered to a turn."""
+    """An environment's answer to a turn."""
 
     observation: str
     reward: float | None = None
@@ -53,7 +53,7 @@ class Stepped:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """What remains of an environment."""
+    """The reward and the attributes of an environment whose episode is over."""
 
     reward: float | None = None
     state: Mapping[str, Any] | None = None
@@ -61,7 +61,7 @@ class Ended:
 
 
 class Broken(Exception):
-    """The environment cannot go on.  Of a failure that is no answer to the policy `finish` is ERROR, of a deadline DEADLINE."""
+    """Raised where an environment cannot continue.  `finish`: DEADLINE if it ran out of time, ERROR for any other failure."""
 
     def __init__(self, why: str, finish: Finish = Finish.ERROR) -> None:
         super().__init__(why)
@@ -94,7 +94,7 @@ class Environment(Protocol):
         ...
 
     def kill(self) -> None:
-        """Let go of everything at once, whatever it is doing."""
+        """End everything at once, whatever it is doing."""
         ...
 
 

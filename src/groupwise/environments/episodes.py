@@ -1,9 +1,9 @@
-"""Episodes: what the policy wrote goes to tools and environments, and what they say comes back as ids of the next turn.
+"""Episodes: the policy's turns go to tools and environments, and their answers come back as token ids before the next turn.
 
-A turn with calls gets their results; in an environment with `step` any other turn goes there; else such a turn ends the episode.
-Nothing that the policy wrote is tokenised again: the next turn's ids are the chat template's suffix (`data/turns.py`), or, where
-the template writes the past otherwise and the recipe says `split`, a context in which the policy's words keep their ids
-(`data/conversations.py`).
+A turn with tool calls gets their results; in an environment with `step` any other turn goes there; else such a turn ends the
+episode.  Nothing that the policy wrote is tokenised again: an answer's ids are the chat template's suffix (`data/turns.py`), or,
+where the template rewrites earlier turns and the recipe says `split`, the next turn is drawn behind a context in which the policy's
+text keeps its ids (`data/conversations.py`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class EpisodeWorld:
         return Talk(self, prompt, kind, zlib.crc32(f"{seed}/{prompt.id}".encode()))
 
     def broken(self, why: str) -> None:
-        """An episode whose environment failed.  Raises EnvironmentFailure if they are too many."""
+        """Count an episode whose environment failed.  Raises EnvironmentFailure if there are too many."""
         with self._lock:
             self._broken += 1
             said = f"{self._broken} of {self._begun} episodes were broken off because their environment failed; the last: {why}"
@@ -111,7 +111,7 @@ def call_form(template: Template) -> CallForm:
 
 @dataclass(frozen=True, slots=True)
 class _Carried:
-    """A call of a turn with what came of it."""
+    """A call of a turn with its result."""
 
     call: Call | BrokenCall
     result: Result
@@ -257,7 +257,7 @@ class Talk:
         return self._continue(tokens[-1] if tokens else -1, answers)
 
     def _continue(self, last: int, answers: Sequence[Mapping[str, Any]]) -> Reply:
-        """The next turn, behind what was said."""
+        """The reply after which the next turn is drawn."""
         world, turns = self._world, self._world.turns[self._kind.name]
         self._messages += answers
         self._written += answers
@@ -275,7 +275,7 @@ class Talk:
         return Reply(NOTHING, context=self._context)
 
     def _rewritten(self, turns: Turns) -> tuple[np.ndarray, str] | None:
-        """What the template writes of the whole conversation; None where it is not asked, or has no words for what was said."""
+        """The whole conversation as the template writes it; None without `split`, or where the template refuses it."""
         if self._world.settings.past == "keep":
             return None
         try:
@@ -324,7 +324,7 @@ class Talk:
         return said, Written(tuple(tokens), ended, _message(said))
 
     def _carry_out(self, calls: Sequence[Call | BrokenCall]) -> tuple[list[_Carried], Finish | None]:
-        """What came of each call, in their order, and why the episode cannot go on, if it cannot."""
+        """The result of each call, in their order, and why the episode cannot continue, if it cannot."""
         refused = {place: self._refusal(call) for place, call in enumerate(calls)}
         wanted = [call for place, call in enumerate(calls) if refused[place] is None and isinstance(call, Call)]
         results, over = self._environment.call([(call.name, call.arguments) for call in wanted], seconds=self._left)

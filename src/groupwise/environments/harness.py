@@ -35,7 +35,7 @@ KEPT = 1 << 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Errand:
-    """What a harness is told of its episode."""
+    """An episode as a harness gets it: the data row, and where to ask for the policy's turns."""
 
     id: str
     row: Mapping[str, Any]
@@ -50,7 +50,7 @@ class Errand:
 
 
 class Harness(Protocol):
-    """Runs a harness for each episode.  It may be used by several threads at once."""
+    """Runs a program or function that drives an episode, one for each.  It may be used by several threads at once."""
 
     desk: Desk | None
     """Where processes that somebody else has started ask for episodes."""
@@ -254,11 +254,11 @@ class OutsideHarness:
 
 
 def void(_: object) -> None:
-    """Nothing."""
+    """Discard a value."""
 
 
 def reward_of(found: Any) -> float | None:
-    """The reward that a harness returned.  Raises TypeError for what is none."""
+    """The reward that a harness returned, as a float or None.  Raises TypeError for anything that is not a number."""
     if found is None:
         return None
     if isinstance(found, int | float) or hasattr(found, "__float__"):  # numpy's and torch's numbers too

@@ -1,8 +1,8 @@
-"""Episodes that somebody else drives: a harness asks the endpoint for the policy's turns, and its requests become a conversation.
+"""Episodes that a harness drives: it asks the endpoint for the policy's turns, and its requests become a conversation.
 
-For an engine this is a world like any other.  `open` and `answer` are done when the harness asks for its next turn.  What it asks
-for is appended to the stream where it begins with the stream's ids, exactly; where it does not, it begins a branch: the harness
-changed or dropped the past, or several agents share the episode.  The episode is over when the harness has ended.
+The engine uses it like any other `World`; `open` and `answer` are done when the harness asks for its next turn.  A request whose
+ids begin with exactly the ids of the stream continues the stream.  Any other begins a branch: the harness changed or dropped the
+past, or several agents share the episode.  The episode is over when the harness has ended.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ EMPTY = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What the episodes of a run may take."""
+    """Limits of the episodes of a run: sampling, tokens, turns, seconds, and how many run at once."""
 
     sampling: Sampling
     """How the run draws; requests that ask for something else are refused."""
@@ -114,7 +114,7 @@ class CapturedWorld:
     # ---- for conversations ---------------------------------------------------------------------------------------------------
 
     def want(self, conversation: Captured) -> None:
-        """Start its harness, now or when there is room."""
+        """Start the harness of a conversation, now or when fewer than the limit run."""
         with self._lock:
             self._queue.append(conversation)
         self._start_waiting()
@@ -129,12 +129,12 @@ class CapturedWorld:
         self._start_waiting()
 
     def forget(self, conversation: Captured) -> None:
-        """It is closed: nobody may ask for it any more."""
+        """Remove a closed conversation: requests for it are refused from now on."""
         with self._lock:
             self._live.pop(conversation.id, None)
 
     def hopeless(self) -> bool:
-        """True if so many episodes have failed, and none succeeded, that there is no use in going on."""
+        """True if so many episodes have failed, and none succeeded, that the run has to end."""
         with self._lock:
             return self._failed >= HOPELESS and not self._succeeded
 
@@ -198,7 +198,7 @@ class _Turn:
 class Captured:
     """One episode; implements `conversation.Conversation` for the engine and `endpoint.Line` for the harness's requests.
 
-    A conversation with its own threads on both sides: what changes it holds its lock, and futures are resolved outside of it.
+    Threads of the engine and of the endpoint use it at once: changes are made under its lock, futures are resolved outside of it.
     """
 
     def __init__(self, world: CapturedWorld, prompt: Prompt, index: int, seed: int) -> None:
@@ -372,7 +372,7 @@ class Captured:
     # ---- inside; the lock is held --------------------------------------------------------------------------------------------
 
     def _advance(self) -> tuple[Future[Reply], Reply | EnvironmentFailure] | None:
-        """What the engine's future becomes, if it is time."""
+        """The engine's future and what to resolve it with; None while there is nothing to continue with."""
         if self._next is None:
             return None
         reply: Reply | EnvironmentFailure | None = None
@@ -398,7 +398,7 @@ class Captured:
         return following, reply
 
     def _reply(self, request: _Request) -> Reply:
-        """What the engine continues with.  Raises Refused where there is no room."""
+        """The reply with which the engine continues for a request.  Raises Refused where there is no room for a turn."""
         context, stream, limits = request.context, self._stream, self.world.limits
         first = not self._turns
         follows = context.size >= stream.size and np.array_equal(context[: stream.size], stream)
@@ -431,7 +431,7 @@ class Captured:
         return min(limits.sampling.max_new_tokens - self._length - new, limits.context - size)
 
     def _hear(self, request: _Request, new: np.ndarray) -> None:
-        """Write down what the world has said to a turn."""
+        """Record the messages that answered the last turn."""
         asking = request.asking
         which = len(self._turns) - 1 if asking is None else asking.after
         if which is None or which < 0:
@@ -473,7 +473,7 @@ class Captured:
                 request.drawn.set_exception(self._refusal())
 
     def _break_off(self, failure: str | None) -> None:
-        """The harness is not wanted any more; its place goes to another one."""
+        """Stop the harness; the next one that waits may start."""
         with self._lock:
             ran, self._ran = self._ran, False
             stop = self._stop

@@ -1,4 +1,4 @@
-"""Reasoning Gym's procedural data sets: rows to learn from, and their scorers, which are looked at before they are believed.
+"""Reasoning Gym's procedural data sets: rows to learn from, and their scorers, which are tested before a run uses them.
 
 Some scorers raise for what is no answer, some give full marks to a text that says that it does not know, and some data sets have
 no answer to compare with.  An entry whose scorer gives full marks for `I do not know.` is left out.
@@ -29,7 +29,7 @@ FULL = 1.0 - 1e-9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Health:
-    """What scorers did on some entries."""
+    """Counts of entries whose scorer misbehaved in the test."""
 
     entries: int
     raised: int
@@ -43,7 +43,7 @@ class Health:
 
     @property
     def suspicious(self) -> int:
-        """Entries about which there is something to know."""
+        """Entries with any of these faults."""
         return self.raised + self.gullible + self.answerless + self.unearned
 
     def __str__(self) -> str:

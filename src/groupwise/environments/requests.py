@@ -1,4 +1,4 @@
-"""What clients of the endpoint ask for, read from JSON and checked: nothing that changes what is drawn is ignored.
+"""Requests of the endpoint's clients, read from JSON and checked: a parameter that changes what is drawn is never ignored.
 
 Two forms: token ids (`POST /inference/v1/generate`, vLLM's) and chat messages (`POST /v1/chat/completions`, OpenAI's).
 """
@@ -73,7 +73,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """How a client wants completions to be drawn; None: as the server does it anyway."""
+    """The sampling parameters of a request; None: as the server samples."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -86,7 +86,7 @@ class Asked:
     """Completions."""
 
     def sampling(self, most: int) -> Sampling:
-        """The same as a record; what is not said is neutral.  most: tokens where it names no limit."""
+        """The same as a `Sampling`; parameters left out have no effect.  most: tokens of a completion without a limit."""
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=self.top_k or 0,

@@ -1,4 +1,4 @@
-"""Threads that wait for tools: as many as there is to wait for, and none that holds up the program's end."""
+"""Daemon threads that wait for tools: one for each call that runs; none delays the end of the program."""
 
 from __future__ import annotations
 

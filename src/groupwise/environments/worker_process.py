@@ -1,4 +1,4 @@
-"""What happens where tools and environments live: in a worker process (`workers.py`), or in a thread of this one.
+"""Tools and environments on the side where they run: in a worker process (`workers.py`), or in a thread of this one.
 
 It imports little: every worker process starts with it.  Requests come as tuples, answers are plain values that JSON holds.
 """
@@ -30,11 +30,11 @@ STATE_BYTES = 65_536
 
 
 class Missing(Exception):
-    """What `reset` asks for and the data do not have."""
+    """Raised where `reset` asks for a column that the data do not have."""
 
 
 class Instance:
-    """Tools, and perhaps one environment: all that answers the policy in one episode."""
+    """Tools, and perhaps one environment, that answer the policy in one episode."""
 
     def __init__(
         self, tools: Mapping[str, Callable[..., Any]], factory: Callable[..., Any] | None, args: Mapping[str, Any]

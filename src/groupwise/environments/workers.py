@@ -1,8 +1,8 @@
-"""Where tools and environments run: forks of a worker process, each of which can be killed alone, or threads of this process.
+"""Running tools and environments: in forks of a worker process, each of which can be killed alone, or in threads of this process.
 
 A worker process imports the files once (`worker_process.fork_server`).  Every environment gets a fork of it, in about a
-millisecond, with the memory of its own that a fork has: what one episode changes, no other sees.  Functions that are tools have no
-episode: a fork is kept for the next calls, as long as nothing had to be stopped in it.
+millisecond, with memory of its own: what one episode changes, no other sees.  Tools that are functions have no state of an episode:
+their fork is kept for the next calls, as long as nothing had to be stopped in it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ GRACE = 2.0
 
 
 class Lost(Exception):
-    """A place that is no more; `late` if a deadline passed there."""
+    """Raised where an instance's process or thread has ended, or was ended; `late` if because a deadline passed."""
 
     def __init__(self, why: str, *, late: bool = False) -> None:
         super().__init__(why)
@@ -47,7 +47,7 @@ class Lost(Exception):
 
 
 class Raised(Exception):
-    """An exception there, in words (`worker_process.told`)."""
+    """Raised for an exception in an instance's process or thread, in words (`worker_process.told`)."""
 
     def __init__(self, said: Mapping[str, str]) -> None:
         super().__init__(f"{said['kind']}: {said['error']}" + (f" ({said['where']})" if said["where"] else ""))
@@ -55,14 +55,14 @@ class Raised(Exception):
 
 
 class Place(Protocol):
-    """Where an `Instance` lives."""
+    """The process or thread that an `Instance` runs in."""
 
     def ask(self, request: tuple[Any, ...], seconds: float, answers: int = 1) -> Iterator[Any]:
-        """Its answers, each within so many seconds of the one before.  Raises Lost, Raised."""
+        """Send a request and yield its answers, each within `seconds` of the one before.  Raises Lost, Raised."""
         ...
 
     def leave(self) -> None:
-        """End it, whatever it does; harmless if called again."""
+        """End it, whatever it is doing; harmless if called again."""
         ...
 
 
@@ -120,7 +120,7 @@ class ForkServer:
             self._started()
 
     def fork(self, name: str, seed: int) -> ProcessPlace:
-        """A place of its own for the environment `name` (empty: tools alone).  Raises EnvironmentFailure, ConfigError."""
+        """Fork a process for the environment `name` (empty: tools alone).  Raises EnvironmentFailure, ConfigError."""
         deadline = time.monotonic() + FORK_SECONDS
         with self._lock:
             worker = self._started()
@@ -298,20 +298,20 @@ class Rooms:
         )
 
     def place(self, name: str, seed: int) -> Place:
-        """A new place for an environment, or (empty name, no factory) for tools alone."""
+        """A new process or thread for an environment, or (empty name, no factory) for tools alone."""
         if self._fork_server is not None:
             return self._fork_server.fork(name, seed)
         return ThreadPlace(Instance(self._functions, self._factories.get(name), self._args if name in self._factories else {}))
 
     def borrow(self) -> Place:
-        """A place for calls of functions."""
+        """A process or thread for calls of functions: one that is idle, else a new one."""
         with self._lock:
             if self._idle:
                 return self._idle.pop()
         return self.place("", 0)
 
     def give_back(self, place: Place) -> None:
-        """It has answered everything: others may use it."""
+        """Keep a process or thread that has answered everything for the next calls."""
         with self._lock:
             self._idle.append(place)
 
@@ -330,7 +330,7 @@ class Rooms:
 
 
 class Housed:
-    """An `Environment` that lives in a place."""
+    """An `Environment` that runs in a process or thread of its own."""
 
     def __init__(self, rooms: Rooms, kind: Kind) -> None:
         self._rooms, self._kind = rooms, kind
@@ -411,7 +411,7 @@ class Housed:
 
 
 def error_text(why: str) -> str:
-    """What the policy is told of a call that gave no result.
+    """The text that the policy gets for a call that gave no result.
 
     >>> error_text("no such tool")
     '{"error": "no such tool"}'

@@ -1,4 +1,4 @@
-"""A policy whose weights are spread over processes, and how it becomes whole again to sample and to be saved.
+"""A policy whose weights are sharded over processes, and how they are gathered again to sample and to be saved.
 
 The sharded model computes packed batches like any other.  To sample through it would gather every block for every token, so the
 weights are gathered once per rollout into `plain`: the same modules, whose parameters hold numbers only in the meantime.  All that
@@ -36,7 +36,7 @@ SINGLE_FILE = 1 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ShardedPolicy(Policy):
-    """A policy spread over all processes; `gathered` and the passes over batches are for all of them together."""
+    """A policy sharded over all processes; every process must call `gathered` and make the same passes over batches."""
 
     plain: Policy
     """The same modules; their parameters have no numbers outside of `gathered`."""

@@ -1,4 +1,4 @@
-"""Several reward functions as one: built from a recipe before any model is loaded, then groups in, scored groups out.
+"""All reward functions of a recipe together: built before any model is loaded; groups in, scored groups out.
 
 G completions of a prompt   K reward functions   N completions of a step
 """
@@ -147,7 +147,7 @@ def _signature(described: Mapping[str, Any]) -> Signature:
 
 
 class Judge(Protocol):
-    """What the loops and the evaluation ask of rewards.  `Rewards` is one; a loop of one's own may bring another."""
+    """The rewards that loops and evaluation need.  `Rewards` implements it; a loop of your own may bring another."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -228,7 +228,7 @@ class Rewards:
         self.close()
 
     def close(self) -> None:
-        """Kill the workers; a call that another thread waits for has failed."""
+        """Kill the workers; a call that another thread is waiting for fails."""
         alone = self._lock.acquire(blocking=False)
         for host in self._hosts.values():
             host.kill() if alone else host.end()
@@ -310,7 +310,7 @@ class Rewards:
         return {metric: float(np.mean(values)) for metric, values in metrics.items()}, columns
 
     def _outcomes(self, batch: Completions) -> list[Outcome | None]:
-        """How each call ended; None where it was ended because another had failed."""
+        """How each call ended; None for a call that was stopped because another one had failed."""
         units = {reward.name: _unit(reward, batch, self.state) for reward in self._rewards if reward.function is None}
         by_host: dict[Host, list[str]] = {}
         for name in units:
@@ -412,9 +412,9 @@ class Rewards:
 
 
 def spoken(rollout: Rollout) -> str:
-    """A completion's text for rewards that read one text: of several turns the policy's last, with its reasoning.
+    """The text of a completion for rewards that read one text: of several turns the policy's last one, with its reasoning.
 
-    What the world said is not the policy's: an answer that stands in a tool's result has not been given.
+    Text of tools and environments is left out: an answer that stands only in a tool's result was not given by the policy.
     """
     if rollout.episode is None:
         return rollout.text
@@ -432,12 +432,12 @@ def _state(episode: Episode | None) -> EnvironmentState | None:
 
 
 def no_rewards() -> Rewards:
-    """Of a run that learns from a teacher: no function, no reward."""
+    """The rewards of a run that learns from a teacher: no function, and no reward for any completion."""
     return Rewards((), (), {})
 
 
 def unjudged(group: Sequence[Rollout]) -> Scored:
-    """A group that no reward function has looked at."""
+    """A group of rollouts as a `Scored` record without rewards."""
     return Scored(rollouts=tuple(group), names=(), rewards=np.zeros((len(group), 0)), reward=np.full(len(group), np.nan))
 
 

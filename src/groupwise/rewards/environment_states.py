@@ -1,4 +1,4 @@
-"""What is left of an environment when its episode is over, as reward functions see it."""
+"""The attributes of an environment after its episode is over, as reward functions see them."""
 
 from __future__ import annotations
 

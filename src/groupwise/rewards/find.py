@@ -1,4 +1,4 @@
-"""A reward function found by its name, with a signature that the data can satisfy, and what it will be given.
+"""Reward functions by name: imported, their signatures compared with the data's columns, and the arguments of a call.
 
 N completions of a step, in order, whatever their groups
 """
@@ -48,7 +48,7 @@ SINGULAR = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completions:
-    """What reward functions look at: N completions with everything that they may ask for, one entry per completion."""
+    """The arguments of reward functions: N completions with every column that they may ask for, one entry per completion."""
 
     labels: Sequence[str]
     """Name each completion in messages: `prompt id#index`."""
@@ -65,9 +65,9 @@ class Completions:
     """Of `completion_ids` those that the policy wrote: what built-in functions count."""
     finish_reasons: Sequence[str] | None = None
     environments: Sequence[Any] | None = None
-    """What is left of each completion's environment: `EnvironmentState`, None where it had none."""
+    """The final `EnvironmentState` of each completion; None where it had no environment."""
     environment_rewards: Sequence[float | None] | None = None
-    """What the environment itself gave."""
+    """The rewards that environments gave."""
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -89,12 +89,12 @@ class Signature:
     """True: it returns step rewards (see `step_rewards.py`)."""
 
     def as_dict(self) -> dict[str, Any]:
-        """As it travels from a worker."""
+        """As JSON, to be sent from a worker process."""
         return asdict(self)
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Signature:
-        """From what `as_dict` became on its way."""
+        """The signature that `as_dict` wrote."""
         found: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in told.items()}
         return cls(**found)
 

@@ -1,7 +1,7 @@
-"""Where reward functions live: found by name, described, called, and what they returned checked.  Runs in a worker process.
+"""The worker process's part of reward functions: it imports, describes and calls them, and checks what they returned.
 
-A function is called on the main thread, with copies of its own of everything it is given, one per completion: what it does to them
-changes neither the data, nor what is recorded, nor what another completion sees.
+A function is called on the main thread, with its own copy of every argument for each completion: changing one alters neither the
+data, nor the record, nor the arguments of another completion.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a reward function returned, checked; and what to say of one that did not return."""
+"""Checks of what a reward function returned, and the message about a call that did not return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reward functions are told of the run, and what they tell beside their rewards.
+"""The state of the run that reward functions can read, and the metrics and columns that they can log.
 
 The names are TRL's: `trainer_state`, `log_metric`, `log_extra`.  A function asks for them by name.  It may run in another
 process: what it logs comes back with its rewards.
@@ -27,7 +27,7 @@ class TrainerState:
 
 
 class Notes:
-    """What one call logs.
+    """The metrics and columns that one call of a reward function logs.
 
     >>> notes = Notes(2)
     >>> notes.log_metric("parsed", 0.5)
@@ -74,7 +74,7 @@ class Notes:
         return {name: every[name] for name in asked}
 
     def told(self) -> dict[str, Any]:
-        """As it travels from a worker; empty if nothing was logged."""
+        """As JSON, to be sent from a worker process; empty if nothing was logged."""
         return {"metrics": self.metrics, "columns": self.columns} if self.metrics or self.columns else {}
 
 
@@ -90,7 +90,8 @@ def _plain(value: Any) -> Any:
 
 
 def joined(told: Sequence[Mapping[str, Any]], counts: Sequence[int]) -> dict[str, Any]:
-    """What several calls logged, as of one; a completion of whose call nothing is known has None.   counts: completions of each.
+    """The logs of several calls joined into one; completions of a call that logged nothing have None.   counts: completions of
+    each.
 
     >>> joined([{"metrics": {"a": [1.0]}, "columns": {}}, {}, {"metrics": {"a": [0.0]}, "columns": {"b": [7]}}], [1, 1, 1])
     {'metrics': {'a': [1.0, 0.0]}, 'columns': {'b': [None, None, 7]}}

@@ -79,14 +79,14 @@ class Host:
         self.worker = None
 
     def end(self) -> None:
-        """Have it killed while another thread waits for it."""
+        """Have the worker killed; a thread that waits for it sees its end."""
         worker = self.worker
         if worker is not None and self._owner == os.getpid():
             worker.end()
 
 
 class Answers:
-    """What functions answered, message by message (`functions.Functions`), until each call has an outcome."""
+    """Collects the messages of a worker (`functions.Functions`) until each call has an outcome."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = tuple(units)
@@ -103,7 +103,7 @@ class Answers:
 
     @property
     def failed(self) -> bool:
-        """True if something ended in a way that no other call makes good."""
+        """True if a call failed in a way that ends the run."""
         return any(
             o is not None and (o.failure in ("error", "died") or (o.failure == "timeout" and unit.timeout is None))
             for o, unit in zip(self.outcomes, self.units, strict=True)
@@ -130,7 +130,10 @@ class Answers:
             )
 
     def late(self, n: int) -> None:
-        """Unit n was ended: of a function of one completion the call that ran says nothing, of another there is no result."""
+        """Record that unit n was killed at its deadline.
+
+        A function of one completion loses the call that was running, any other function all results.
+        """
         unit = self.units[n]
         self._seconds[n] += timeouts.time_limit(unit)
         if unit.single and unit.timeout is not None and not unit.asynchronous:
@@ -181,7 +184,7 @@ class Task(Answers):
             self._wait()
 
     def expire(self) -> None:
-        """Nothing came in time: kill, and go on with the rest."""
+        """The deadline has passed: kill the worker and continue with the remaining calls."""
         self.host.kill()
         running = self._running(self._sent)
         for n in running if self.units[running[0]].asynchronous else running[:1]:
@@ -201,7 +204,7 @@ class Task(Answers):
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Its death is how the call ended."""
+        """While inside, the death of the worker is recorded as the outcome of the call."""
         try:
             yield
         except (WorkerGone, Failed) as end:

@@ -1,8 +1,8 @@
-"""Life of a worker process, from inside: one process that serves calls on its main thread, and one above it that ends it.
+"""The code of a worker process: a worker that serves calls on its main thread, and a supervisor above it that ends it.
 
-The one above (the supervisor) runs nobody's code.  It waits until the worker ends or the parent lets go of the lifeline (by
-closing it, or by any kind of death), then kills the worker and everything that descends from it, also what has made itself a
-session of its own, and ends as the worker ended.  Only Linux can adopt orphans; elsewhere the worker's process group is killed.
+The supervisor runs no user code.  It waits until the worker ends or the parent closes the lifeline (which every death of the parent
+does), then kills the worker and all its descendants, also those in sessions of their own, and exits with the worker's status.  Only
+Linux can adopt orphans; elsewhere the worker's process group is killed.
 
 This file imports little: it is what every worker starts with.
 """

@@ -1,11 +1,11 @@
-"""The one place that waits for code that may never return: worker processes that are killed on time.
+"""Worker processes for code that may never return: each call has a deadline, at which its process is killed.
 
-A worker is a fresh Python process that talks over a socket: it inherits no thread, no GPU handle and no lock, works from any
-thread of the parent, needs no `if __name__ == "__main__"` in the user's script, and dies by SIGKILL, together with everything that
-it started.  What it runs, it runs on its main thread, where signals and `signal.alarm` work.  It does not hear the terminal's
-Ctrl-C, and it ends when its parent ends, however that happens (`worker_process.py`).  Requests travel as pickles towards the worker
-only; answers come back as JSON, so that nothing a worker says can run code in the parent.  It is no sandbox: what it runs has the
-user's rights, files and network.
+A worker is a fresh Python process that is spoken to over a socket: it inherits no thread, no GPU handle and no lock, can be used
+from any thread of the parent, needs no `if __name__ == "__main__"` in the user's script, and is ended by SIGKILL, together with
+everything that it started.  It calls functions on its main thread, where signals and `signal.alarm` work.  It ignores the
+terminal's Ctrl-C, and it ends when its parent ends, however that happens (`worker_process.py`).  Requests go to the worker as
+pickles; answers come back as JSON, so that no answer can run code in the parent.  It is no sandbox: its code has the user's rights,
+files and network.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Outcome:
 
 
 class WorkerGone(Exception):
-    """A worker that has ended, by itself or at a deadline; `outcome` says how."""
+    """Raised where a worker has ended, by itself or at a deadline; `outcome` says how."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome.message)
@@ -215,7 +215,7 @@ def _terminate(owner: int, process: Any, lifeline: socket.socket, channel: socke
 
 
 class Failed(Exception):
-    """What a worker's function raised; `outcome` says it in words.  The worker lives on."""
+    """Raised where a worker's function raised; `outcome` says what.  The worker itself continues."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome.message)
@@ -289,7 +289,7 @@ class _Forked:
 
 
 class Starts:
-    """Wall-clock seconds in which calls waited for workers of pools to start: the first call's, and no part of what it took."""
+    """Wall-clock seconds that calls have waited for workers of pools to start; they are no part of a call's own time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Sampling with a policy whose weights are spread over processes: they are gathered once per rollout."""
+"""Sampling with a sharded policy: its weights are gathered once per rollout."""
 
 from __future__ import annotations
 

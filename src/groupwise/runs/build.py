@@ -47,7 +47,7 @@ Place = tuple[Mapping[str, Any], tuple[PendingRollout, ...]]
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Learner:
-    """What a step changes, and what it is held against."""
+    """What an optimizer step changes (policy, optimizer), and the reference that its KL is taken to."""
 
     recipe: Recipe
     policy: Policy
@@ -55,7 +55,7 @@ class Learner:
     reference: Policy | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """The optimizer's tensors, and the weights of a reference that moves; as they are held, spread or whole."""
+        """The optimizer's tensors, and the weights of a reference that moves; as this process holds them, sharded or whole."""
         moved = self.reference is not None and self.recipe.group.reference_refresh > 0
         reference = dict(self.reference.model.named_parameters()) if moved and self.reference is not None else {}
         return self.optimizer.tensors() | {f"reference.{name}": parameter.detach() for name, parameter in reference.items()}

@@ -272,7 +272,7 @@ def load(path: Path, *, verify: bool = True) -> dict[str, Any]:
 
 
 def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:
-    """Fill tensors from those of a checkpoint, by name; of a tensor that is spread over processes this one's part.
+    """Fill tensors from those of a checkpoint, by name; of a sharded tensor this process's shard.
 
     Of many processes each reads what it needs.  Raises CheckpointError if one is missing or has another shape.
     """

@@ -43,9 +43,9 @@ class Memory:
     rewards: int = 0
     """Weights of reward models, and their activations while they score."""
     gathered: int = 0
-    """Of weights that are spread over processes: those that are whole while they train, and a gradient before it is summed."""
+    """Of sharded weights: the blocks that are gathered in training, and a gradient before it is reduced."""
     whole: int = 0
-    """Of weights that are spread over processes: all of them, while they sample."""
+    """Of sharded weights: all of them, gathered while completions are sampled."""
     host: int = 0
     """In the memory of the host instead."""
     prepared: int = 0

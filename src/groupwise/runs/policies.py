@@ -34,7 +34,7 @@ from groupwise.training.teachers import Demonstrations, Teacher
 def shared_out(recipe: Recipe, blueprint: Blueprint) -> Recipe:
     """The recipe with `parallel: auto` decided for all models of the run together, by the largest.
 
-    Processes must make the same passes through each: those of a teacher that is spread are as many as the policy's micro-batches.
+    Processes must make the same passes through each: a sharded teacher makes as many as the policy has micro-batches.
     """
     if comm.world().size == 1:
         return recipe
@@ -94,13 +94,13 @@ def reference_of(recipe: Recipe, policy: Policy, folder: Path | None) -> Policy:
 def critic_of(recipe: Recipe, policy: Policy, updates: int) -> Critic:
     """The critic that `Recipe.critic` describes, new or from its checkpoint.   updates: optimizer steps of the run.
 
-    Raises ConfigError if its model has other tokens than the policy, or if its head would lie beside weights that are spread.
+    Raises ConfigError if its model has other tokens than the policy, or if its head would stand on a sharded backbone.
     """
     settings = recipe.critic
     if settings.path is None:
         if policy.sharded:
             raise ConfigError(
-                "critic.path: the weights are spread over processes, and a head on the policy's backbone is not: give the critic a "
+                "critic.path: the weights are sharded, and a head on the policy's backbone is not: give the critic a "
                 "backbone of its own (critic.path), or set parallel: ddp"
             )
         return Critic.on(policy, settings, recipe.optimizer, updates)

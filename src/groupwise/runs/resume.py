@@ -1,7 +1,7 @@
-"""Resuming a run: it goes on from its newest checkpoint that is whole, to the bit.
+"""Resuming a run from its newest checkpoint that is whole; the resumed run equals an uninterrupted one bit for bit.
 
-What a checkpoint holds is `checkpoint.py`'s.  That the recipe is still the run's is asked where its folder is chosen
-(`folder.choose_folder`), that its data, rewards and models are, by `inputs.check_inputs`.
+`checkpoint.py` says what a checkpoint holds.  `folder.choose_folder` compares the recipe with the run's, and `inputs.check_inputs`
+its data, rewards and models.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ REFERENCE = "reference"
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Where a run goes on: its newest checkpoint that is whole; None if it has saved none.  Raises CheckpointError, StorageError.
+    """The newest checkpoint that is whole; None if the run has saved none.  Raises CheckpointError, StorageError.
 
-    A model whose export was interrupted is put in order first.
+    An export of the final model that was interrupted is completed or taken back first.
     """
     with files.storing(folder, "the run"):
         for name in (FINAL, REFERENCE):
@@ -34,7 +34,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def resumed_job(recipe: Recipe, folder: Path, newest: Path | None) -> Job:
-    """The job of a run as its newest checkpoint left it, whose bytes have just been verified; a new one if that is None."""
+    """The job of a run at its newest checkpoint, whose bytes have just been verified; a new job if that is None."""
     job = make_job(recipe, resume=None if newest is None else newest / "policy", reference=folder / REFERENCE)
     if newest is None:
         return job
@@ -47,7 +47,7 @@ def resumed_job(recipe: Recipe, folder: Path, newest: Path | None) -> Job:
 
 
 def reader(path: Path) -> Callable[[Mapping[str, Tensor]], None]:
-    """Fills tensors, whole or spread, by name, from a checkpoint that was found to be whole, whoever wrote it."""
+    """A function that fills tensors by name, sharded or not, from a verified checkpoint, however many processes wrote it."""
     folder = path / "trainer" / sharded_checkpoint.SHARDS
     if folder.is_dir():
         return lambda into: sharded_checkpoint.read(folder, into)

@@ -191,7 +191,7 @@ class Run:
                         raise told
                     yield step
                     end_if_told()
-            except (KeyboardInterrupt, Ended):  # the others may have ended already; spread weights are told all at once
+            except (KeyboardInterrupt, Ended):  # the others may have ended already; with sharded weights all end together
                 self._save(alone=not job.policy.sharded)
                 self.saver.wait()
                 raise
@@ -235,7 +235,7 @@ class Run:
         return step == self.job.steps or bool(self.recipe.eval.every and step % self.recipe.eval.every == 0)
 
     def _make_up(self, log: RunLog | Unwritten) -> None:
-        """The evaluation behind the step that the run resumed with, if a signal or an error broke it off."""
+        """Evaluate after the step that the run resumed with, if a signal or an error interrupted that evaluation."""
         if self.done and self._due(self.done) and comm.from_first(lambda: not log.evaluated(self.done)):
             self.after = self.job.judge(self.done == self.job.steps)
             if (found := self.after) is not None:
@@ -245,8 +245,8 @@ class Run:
     def _keep(self, error: Exception) -> None:
         """Save the last whole step before an error ends the run.
 
-        Of several processes the first one can do so by itself, unless weights are spread: those take all processes, who are there
-        only if the error is one that all of them raise.
+        The first process can do so by itself, unless the weights are sharded: those need all processes, which take part only if the
+        error is one that all of them raise.
         """
         everywhere = getattr(error, "everywhere", False)
         if self.job.policy.sharded and not everywhere and comm.world().size > 1:
@@ -270,7 +270,7 @@ class Run:
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        """Something is being written: a signal waits."""
+        """While inside, signals wait: something is being written."""
         self._writing = True
         try:
             yield
@@ -278,7 +278,7 @@ class Run:
             self._writing = False
 
     def _judged(self, step: Step, last: bool) -> tuple[Step, BaseException | None]:
-        """The step with its evaluation; without it, and what broke it off: the step itself is whole and will be saved."""
+        """The step with its evaluation, and None; if the evaluation failed, the step without one (it is saved), and the error."""
         self._judging = True
         try:
             self.after = self.job.judge(last)
@@ -286,7 +286,7 @@ class Run:
             return step, told
         except (GroupwiseError, OSError) as failed:
             if self.job.policy.sharded and comm.world().size > 1 and not getattr(failed, "everywhere", False):
-                raise  # spread weights could not be saved; whole ones the first process saves by itself
+                raise  # sharded weights could not be saved; whole ones the first process saves by itself
             return step, failed
         finally:
             self._judging = False

@@ -1,9 +1,9 @@
-"""The checkpoints of a run: whole weights are written by the first process, at once; those of a sharded policy by all processes, in
-the background, while training continues.
+"""Saving the checkpoints of a run: a policy that each process holds whole is written by the first process, at once; a sharded one
+by all processes, in the background, while training continues.
 
-For the latter every process copies what it holds of the optimizer, and its share of the policy's tensors, to host memory.  A thread
-of its own then writes both, all threads check what they wrote against the disk, and the first gives the checkpoint its seal and its
-name.  Until then the one before is the last.
+For a sharded policy every process copies its shard of the optimizer state, and its share of the policy's tensors, to host memory.
+A thread then writes both and compares them with what is on the disk.  When all have done so, the first process seals and renames
+the checkpoint; until then the one before is the newest.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Saver:
     def save(self, step: int, state: Mapping[str, Any], *, alone: bool = False) -> None:
         """Save the job as it is now, with `state` beside it; returns when what is saved may change again.
 
-        alone: the others may be lost; whole weights are written without a word to them, spread ones cannot be.
+        alone: other processes may be lost: nothing is exchanged with them, so a sharded policy cannot be saved.
         Raises StorageError on all processes, if not now then at the next call or in `wait`.
         """
         self.wait()
@@ -110,7 +110,7 @@ class Saver:
 
 
 def _together(work: Callable[[], Found]) -> list[Found]:
-    """Every process's result; what went wrong on one goes wrong on all."""
+    """Every process's result; a failure on one is raised on all."""
     found, wrong = [], None
     try:
         found = [work()]
@@ -124,6 +124,6 @@ def _together(work: Callable[[], Found]) -> list[Found]:
 
 
 def set_failure_hint(newest: Path | None) -> None:
-    """Tell what a run that fails from now on leaves."""
+    """Note the newest checkpoint, which the message of a later failure names."""
     saved = f"the last checkpoint is {newest}; the same command continues from there" if newest is not None else None
     comm.set_failure_hint(saved or "nothing was saved yet (save.every): the same command begins anew")

@@ -1,9 +1,8 @@
-"""Ctrl-C and SIGTERM while a run continues: it saves its last whole step and ends; at once where that can be saved, else after the
-step.
+"""Ctrl-C and SIGTERM during a run: it saves its last whole step and ends, at once where that is possible, else after the step.
 
-A signal is acted on in the middle of sampling, scoring or a backward pass, which may take minutes; it waits only while weights
-change, or something is written.  Of several processes that hold whole weights each ends by itself and the first one saves; spread
-weights can only be saved by all together, so they all end after the same step.
+A signal interrupts sampling, scoring and backward passes, which may take minutes; it waits only while weights change, or something
+is written.  Processes that each hold all weights end one by one, and the first of them saves.  Sharded weights can only be saved by
+all processes together, so these end after the same step.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ TWICE = 2.0
 """Seconds after which a further signal is meant as one: launchers pass on what the processes were sent, too."""
 
 _open: list[Callable[[int, object], None]] = []
-"""What hears signals, one for each run that goes on; they may end in any order."""
+"""Signal handlers, one for each run in this process; runs may end in any order."""
 _before: dict[int, Any] = {}
-"""The handlers that come back when the last run ends."""
+"""The handlers from before the first run, put back when the last one ends."""
 
 
 def _hear(number: int, frame: object) -> None:
-    """The run that began last is told."""
+    """Pass a signal on to the run that began last."""
     _open[-1](number, frame)
 
 

@@ -247,7 +247,8 @@ def prompts_of(load: Load, world: int) -> list[tuple[str, int]]:
 def rank_lines(shape: Shape, load: Load, *, world: int, sharded: str, shards: int, offload: bool, device: Device | None) -> Lines:
     """What every process holds and does, as it is printed; how long that takes on a `device`."""
     copies = world // shards
-    held = "all weights on each" if sharded == "ddp" else f"weights, gradients and optimizer state spread over {shards} ({sharded})"
+    parts = f"weights, gradients and optimizer state sharded over {shards} ({sharded})"
+    held = "all weights on each" if sharded == "ddp" else parts
     held += f", {copies} copies" if sharded != "ddp" and copies > 1 else ""
     held += ", in host memory" if offload else ""
     lines = [("processes", f"{world}, {held}; gradients are summed")]

@@ -147,13 +147,13 @@ class Optimizer:
         return [name for name, _ in zip(found, range(5), strict=False)]
 
     def numbers(self) -> dict[str, Any]:
-        """What the next bit depends on beside `tensors` and the weights."""
+        """The scalar part of the state dict: all of the optimizer's state that is not in `tensors`."""
         steps = next(iter(self.adamw.state.values()))["step"] if self.adamw.state else 0
         found = {"taken": self.taken, "nonfinite": self.nonfinite, "adam_steps": int(steps)}
         return found | ({"entropy_bonus": self.entropy_bonus} if self.entropy_bonus else {})
 
     def tensors(self) -> dict[str, Tensor]:
-        """Moments and float32 masters by name, themselves, spread as their parameters are; no moments before the first step."""
+        """Moments and float32 masters by name (no copies), sharded as their parameters are; no moments before the first step."""
         found = {f"master.{name}": master.detach() for name, master in self._named() if self.lower}
         for name, master in self._named() if self.adamw.state else ():
             found |= {f"{kind}.{name}": self.adamw.state[master][kind] for kind in ("exp_avg", "exp_avg_sq")}
