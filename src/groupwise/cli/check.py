@@ -1,6 +1,6 @@
-"""`groupwise check`: is what we sample what we score?  A minute of real sampling and scoring before hours of it.
+"""`groupwise check`: are sampled and scored log-probs equal?  A minute of real sampling and scoring before hours of it.
 
-Every check looks at the user's own model, tokenizer, data and rewards, says what it found, and what to do if that is not right.
+Every check looks at the user's own model, tokenizer, data and rewards, reports a result, and what to do if it is wrong.
 
 G completions of a prompt
 """

@@ -1,7 +1,7 @@
 """Objects of the running program where a recipe has names: a loaded model, rows in memory, a function.
 
-A recipe names things, because it is written down.  `Live` is a name that also holds the thing it names.  What is written is the
-name alone; read back from a file it is a plain string, and whoever needs the object says that it is missing.
+A recipe is a file, so it holds names only.  `Live` is a name that also holds its object.  Only the name is written to a file; read
+back it is a plain string, and the code that needs the object raises an error that it is missing.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Live(str):
         return found
 
     def __deepcopy__(self, memo: object) -> Self:
-        """Itself: copies of a recipe share its objects."""
+        """The same object: copies of a recipe share what its names hold."""
         return self
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        """What travels to another process is the name."""
+        """Pickle the name alone, without its object."""
         return str, (str(self),)
 
 

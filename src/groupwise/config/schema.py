@@ -1,4 +1,4 @@
-"""What can be set: every key of a recipe with its meaning, type, range, default and TRL's name for it.
+"""The settings of a recipe: every key with its meaning, type, range, default and TRL's name for it.
 
 Nothing is written down twice: keys, types, ranges and defaults come from the dataclasses in `settings.py`, meanings from the text
 below each field there, TRL's names from `trl.py`.

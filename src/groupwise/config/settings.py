@@ -401,7 +401,7 @@ class EnvironmentSettings:
 
     @property
     def talks(self) -> bool:
-        """True if there is somebody to answer the policy, who is asked by us."""
+        """True if tools or an environment answer the policy's turns, called by Groupwise."""
         return bool(self.tools) or self.factory is not None or self.openenv is not None
 
     @property

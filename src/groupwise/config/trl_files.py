@@ -1,4 +1,4 @@
-"""What a file says to TRL: the class of its configuration and the arguments, read without running anything.
+"""Files of TRL users: the class of the configuration and its arguments, read without running anything.
 
 YAML, JSON, a Python script that makes a configuration, or a shell script that starts TRL.  A script is read as text: of its keyword
 arguments those that are written out are known, or that are names of such values.
@@ -320,7 +320,7 @@ class RewardModel(str):
 
 
 class Unguarded(Function):
-    """Of a script that trains when it is imported."""
+    """The name of a function of a script that trains when it is imported."""
 
 
 def _trains_when_imported(tree: ast.Module) -> bool:

@@ -1,4 +1,4 @@
-"""A trained model on held-out prompts: a run says itself what it was held against, any other model is told.
+"""Evaluation of a trained model on held-out prompts: a run knows its data and rewards, for any other model they are given.
 
 gw.evaluate("runs/mine")                                         # as the run evaluated itself
 gw.evaluate("my/model", data="test.jsonl", rewards="accuracy")   # another model, on rows of a file
@@ -43,11 +43,11 @@ LENGTH, SAMPLES, ROWS = 256, 8, 256
 
 @dataclass(frozen=True, slots=True)
 class EvalReport:
-    """An evaluation, for people and for programs."""
+    """The results of an evaluation, as text and as JSON."""
 
     checkpoint: str
     about: str
-    """What was asked and how: data, rewards, length, and what of it the run said."""
+    """Data, rewards and length of the evaluation, and which of these the run gave."""
     evaluation: Evaluation
 
     def render(self) -> str:

@@ -341,7 +341,7 @@ def _ended(folder: Path) -> Mapping[str, Any]:
 
 
 def unfinished(folder: Path) -> str | None:
-    """What is wrong with the model of a run that says it has finished, the file named; None if it is there as it was written.
+    """What is wrong with the final model of a finished run, the file named; None if every file is there as it was written.
 
     Weights are compared byte by byte; of the rest, which people edit (a card, a template), it is enough that it is there.
     """

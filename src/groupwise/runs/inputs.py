@@ -1,7 +1,7 @@
-"""What a run is made of beside its recipe: the content of its data, of its reward functions and of the models of earlier stages.
+"""The inputs of a run beside its recipe: the content of its data, of its reward functions and of the models of earlier stages.
 
-A recipe names files, and a file can change while its name stays.  Their content is kept in the run folder (`inputs.json`) when a
-run begins; a resumed run that finds another content refuses to mix the two, unless it is told to go on.
+A recipe names files, and a file can change while its name stays.  Digests of their content are written to the run folder
+(`inputs.json`) when a run begins; a resumed run whose inputs have changed is refused unless the changes are accepted.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _stage(path: str) -> dict[str, Any] | None:
 
 
 def _live_code(function: str) -> dict[str, Any] | None:
-    """What a function of the program that is running does, as far as its own instructions say."""
+    """A digest of the bytecode of a function of the running program."""
     if not isinstance(function, Live):
         return None
     value = function.value

@@ -1,4 +1,4 @@
-"""A trained policy in Python: load it, let it write, ask how likely a completion is.
+"""A trained policy in Python: load it, sample completions from it, and get their log-probs.
 
     policy = gw.load_policy("runs/mine")
     policy.generate("2+2=")             # 'the completion'
@@ -50,7 +50,7 @@ LENGTH = 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LoadedPolicy(Policy):
-    """A `Policy` with a way to ask it."""
+    """A `Policy` with `generate` and `score` for texts, rows and chat messages."""
 
     chat: bool = False
     """Strings are messages of the user, and the chat template is applied."""

@@ -1,4 +1,4 @@
-"""The model card of a finished run: what it was made from, how, and what it can do.  Nothing that was not measured."""
+"""The model card of a finished run: base, data, method and the figures that were measured."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONGEST = 20
 
 
 def base_of(recipe: Recipe) -> tuple[str, tuple[str, ...]]:
-    """The model that nobody of ours has trained, and the runs that lie between, the oldest first.
+    """The base model, which no run has trained, and the runs between it and this one, the oldest first.
 
     A hub name, a folder, the name of an object, or `random weights (FAMILY)`.
     """

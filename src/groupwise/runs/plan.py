@@ -1,6 +1,6 @@
-"""What a run will do, in numbers, before it does it: prompts, completions, updates, epochs, memory.
+"""The plan of a run in numbers, before it starts: prompts, completions, updates, epochs, memory.
 
-Everything a user does not say is derived here and shown; a recipe that would train nothing is refused here, before step 1.
+What a recipe does not set is derived here and shown; a recipe that would train nothing is refused here, before step 1.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Memory:
 
     @property
     def held(self) -> int:
-        """Bytes that are there all the time."""
+        """Bytes that are held all the time."""
         return self.weights + self.optimizer + self.reference + self.rewards
 
     @property

@@ -1,4 +1,4 @@
-"""What each process of a run holds of a policy: all of it, or a part that it alone reads."""
+"""The policies of a run as each process holds them: whole, or a shard."""
 
 from __future__ import annotations
 

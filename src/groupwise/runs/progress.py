@@ -1,4 +1,4 @@
-"""What a run says to the terminal: the plan, one live line, the summary with its warnings.
+"""A run's output in the terminal: the plan, one live line, the summary with its warnings.
 
 Reward, signal, KL and entropy come first and the loss not at all: a policy-gradient loss says nothing about progress.  Without a
 terminal (a log file, a pipe) every step is a line of its own, which is never wrapped.  Whatever a model wrote is shown with its
@@ -83,7 +83,7 @@ LOSS = Column("loss", "loss", _number)
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A sign that somebody should look: a metric beyond a bound, and what to do."""
+    """A warning: a metric beyond a bound, and what to do about it."""
 
     metric: str
     wrong: Callable[[float], bool]
@@ -132,7 +132,7 @@ RECENT = 10
 
 
 def flags(history: Sequence[Mapping[str, float]]) -> list[str]:
-    """What the last steps call for, one line each; empty when there is nothing to say.
+    """The warnings that the last steps raise, one line each; empty if there are none.
 
     history: metrics of each step, oldest first.
 

@@ -1,4 +1,4 @@
-"""Which run made what lies at a path, and how that run asked and judged: its recipe, read from its `config.yaml`.
+"""The run that a path belongs to, and its recipe, read from its `config.yaml`: how its prompts, rewards and data were.
 
 Importing this file does not import torch.
 """

@@ -1,4 +1,4 @@
-"""Preference pairs out of what a run recorded: the file that the next reward model of an iteration learns from."""
+"""Preference pairs made from a run's recorded completions: the file that the next reward model of an iteration learns from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recorded step again, from its run folder alone: the same numbers, or what another algorithm makes of the same completions.
+"""Replaying a recorded step from its run folder alone: the same numbers again, or another algorithm on the same completions.
 
 Without a model: rewards -> advantages -> weights -> loss and its gradient with respect to every log-prob.  With the weights before
 the step, which come from the newest checkpoint before it and the recorded steps between: everything that the step computed, by the
@@ -75,7 +75,7 @@ class Figure:
     difference: float
     """The largest |difference|; NaN if one is a number and the other is not."""
     limit: float
-    """What it may be."""
+    """The largest difference that is allowed."""
 
     @property
     def same(self) -> bool:
@@ -85,7 +85,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Outcome:
-    """What a configuration makes of recorded completions."""
+    """A step on recorded completions, by one configuration."""
 
     recipe: Recipe
     algorithm: Algorithm
@@ -523,7 +523,7 @@ def _closed_figures(recorded: Step, again: Outcome, apart: str | None) -> Iterat
 
 
 def _figures(folder: Path, recorded: Step, again: Outcome, apart: str | None) -> Iterator[Figure]:
-    """All that a model is needed for."""
+    """The figures that need a model."""
     step, learner = again.step, again.learner
     assert step is not None and learner is not None
     low = learner.policy.autocast or learner.policy.dtype == torch.bfloat16

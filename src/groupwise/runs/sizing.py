@@ -1,4 +1,4 @@
-"""What each of many processes would hold, compute and send: the plan of a run that nobody has started.
+"""Memory, compute and traffic of each of many processes: the plan of a run without starting it.
 
 Memory and traffic follow from shapes; seconds also from a `Device` and from how much of its limits is reached, which is assumed.
 Lengths are the longest that a recipe allows, so tokens and seconds are upper bounds.
@@ -17,7 +17,7 @@ from groupwise.runs.plan import Lines, Memory, memory, memory_lines, size
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """Limits of what one process computes on, and the part of them that is reached."""
+    """Peak speeds of one process's device, and the share of them that is assumed to be reached."""
 
     name: str
     flops: float
@@ -47,7 +47,7 @@ H100 = Device(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """What a run asks of all processes in one step."""
+    """The work of one step over all processes."""
 
     prompts: int
     """Of a data-set objective: rows."""
@@ -91,12 +91,12 @@ class Sent:
     """To those that hold the same part of other copies."""
 
     def times(self, count: float) -> Sent:
-        """So often."""
+        """The bytes of `count` such exchanges."""
         return Sent(copy=self.copy * count, others=self.others * count)
 
     @property
     def all(self) -> float:
-        """Together."""
+        """All bytes, of both kinds."""
         return self.copy + self.others
 
 
@@ -111,7 +111,7 @@ class Phase:
     sent: Sent
 
     def seconds(self, device: Device, shards: int, world: int) -> float:
-        """Nothing is assumed to overlap but computing and reading."""
+        """Seconds of the phase; only computing and reading are assumed to overlap."""
         work = max(self.flops / (device.flops * device.reached), self.read / (device.bandwidth * device.streamed))
         copy = device.inside if shards <= device.node else device.between
         others = device.inside if world <= device.node else device.between

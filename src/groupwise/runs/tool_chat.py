@@ -31,7 +31,7 @@ class Answered:
     def of(
         cls, policy: LoadedPolicy, origin: Origin | None, environment: Mapping[str, Any] | None, length: int, ends: ExitStack
     ) -> Answered | None:
-        """None where nobody answers: no environment, or one that asks by itself."""
+        """A policy with its environment; None without an environment, or where a harness drives the episodes."""
         settings = environment_of(environment or {})
         if environment is None and origin is not None and not origin.recipe.environment.factory:  # a game is no conversation
             settings = origin.recipe.environment
@@ -49,7 +49,7 @@ class Answered:
         return cls(policy, NativeEngine(policy, max_rows=1, world=world), template, length)
 
     def turn(self, messages: Sequence[Mapping[str, Any]], temperature: float, seed: int) -> Rollout:
-        """What the policy and its environment say to the conversation so far."""
+        """One episode after the messages: turns of the policy and answers of its environment."""
         told = [dict(message) for message in messages]
         (question,) = self.template.ask([told], ["the conversation"])
         prompt = Prompt(id="chat", tokens=question.tokens, text=question.text, row={"prompt": told})

@@ -1,4 +1,4 @@
-"""What a pair's two texts give away without a language model: the rules that a reward model has to beat.
+"""Simple rules that tell a pair's better text without a language model: what a reward model has to beat.
 
 R pairs   W words
 """
@@ -32,7 +32,7 @@ Texts = Sequence[tuple[str, str]]
 
 
 def texts_of(policy: Policy, pairs: Sequence[Pair]) -> Texts:
-    """What the pairs' completions say."""
+    """The completions of pairs as texts."""
     return [(policy.decode(pair.chosen.tolist()), policy.decode(pair.rejected.tolist())) for pair in pairs]
 
 

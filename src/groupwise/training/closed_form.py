@@ -1,7 +1,7 @@
-"""The loss of an optimizer step and its gradient with respect to every log-prob, from numbers per token: no model is needed.
+"""The loss of an optimizer step and its gradient with respect to every log-prob, computed from recorded log-probs without a model.
 
-The loss is the one that training differentiates (`online.batch_loss`); what is missing is only what lies between log-probs and
-weights.  Computed in float64.
+The loss is the one that training differentiates (`online.batch_loss`); only the gradient of the log-probs with respect to the
+weights is left out.  Computed in float64.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ClosedForm:
 
     @property
     def scale(self) -> float:
-        """Sum of all |gradients|, and the loss: what rounding errors of the loss are in proportion to."""
+        """|loss| + the sum of all |gradients|: rounding errors of the loss are proportional to it."""
         return abs(self.loss) + float(sum(np.abs(values).sum() for values in self.gradient.values()))
 
 

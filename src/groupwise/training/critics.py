@@ -1,8 +1,8 @@
-"""Critics: what a state is worth, for credits that ask for it (`gae`).
+"""Critics: value functions for credits that need one (`gae`).
 
-A critic is a number per state, read off hidden states: of the policy's own backbone, which then learns from both losses in one
-backward pass, or of a backbone of its own, whose scores are those of a reward model (`models/reward_head.py`).  V of token t is
-read where the policy predicts token t, before that token is there: at the same row of the packed stream.
+A critic computes V, one number per state, from hidden states: either of the policy's backbone, which then learns from both losses
+in one backward pass, or of a backbone of its own with a score head, as reward models have (`models/reward_head.py`).  V of token t
+is computed at the position that predicts token t, the same row of the packed stream.
 
 M trained positions of a batch   D width
 """
@@ -38,14 +38,14 @@ class Critic:
     head: nn.Module
     """D -> 1."""
     optimizer: Optimizer
-    """Of all that is not the policy's."""
+    """Of the critic's own parameters: its head, and a backbone of its own."""
     settings: CriticSettings
     shared: bool
     """True if it reads the policy's own hidden states."""
 
     @classmethod
     def on(cls, policy: Policy, settings: CriticSettings, optimizer: OptimizerSettings, updates: int) -> Critic:
-        """A new head on the policy's backbone; it says 0 until it has learnt something.   updates: of the run, for the schedule."""
+        """A new head on the policy's backbone; its values are 0 at first.   updates: of the run, for the schedule."""
         width, precision = policy.head.weight_VD.shape[1], torch.promote_types(policy.dtype, torch.float32)
         head = nn.Linear(width, 1, device=policy.device, dtype=precision)
         nn.init.zeros_(head.weight)
@@ -62,7 +62,7 @@ class Critic:
 
     @property
     def module(self) -> nn.Module:
-        """All that is not the policy's."""
+        """The critic's own modules: its head, and a backbone of its own."""
         return self.head if self.shared else self.policy.model
 
     def values(self, hidden_MD: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def _alone(critic: Critic, policy: Policy, batch: Batch) -> tuple[Tensor, Tensor
 
 
 def with_values(groups: Sequence[Scored], critic: Critic | None, algorithm: Algorithm, budget: int) -> list[Scored]:
-    """Add the signals `value`, what the critic says now, and `return`, what it should have said.  No critic: unchanged."""
+    """Add the signals `value`, the critic's present value, and `return`, its regression target.  No critic: unchanged."""
     if critic is None:
         return list(groups)
     samples = [sample for group in groups for rollout in group.rollouts for sample in samples_of(rollout)]

@@ -22,7 +22,7 @@ from groupwise.utils.statistics import Estimate, mean, proportion
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """What a policy does on held-out prompts."""
+    """Results of a policy on held-out prompts."""
 
     prompts: int
     k: int
@@ -39,7 +39,7 @@ class Evaluation:
     truncated: float
     """Share of samples that hit the length limit."""
     by_function: Mapping[str, Estimate]
-    """Mean of each reward function over the sampled completions; those of weight 0 are there to be looked at."""
+    """Mean of each reward function over the sampled completions, also of functions with weight 0."""
     by_column: Mapping[str, Mapping[str, float]]
     """Greedy accuracy by the values of the data's breakdown columns (`operator`, `seen` ...)."""
     groups: tuple[Scored, ...] = ()

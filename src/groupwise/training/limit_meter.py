@@ -1,4 +1,4 @@
-"""The limit meter: how much of a step's work was of use, and how long an ideal step on this machine would take.
+"""The limit meter: which share of a step's work was useful, and how long an ideal step would take on this machine.
 
 Of a step with groups g, whose prompts have m tokens and whose completions i have n tokens, w of them written by the policy:
 
@@ -60,7 +60,7 @@ COPIED = {"cpu": 64 << 20, "cuda": 1 << 30}
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """The most that a machine was measured to do."""
+    """The highest speeds that were measured on a machine."""
 
     flops: float
     """Per second, in matrix products of the model's type."""

@@ -1,4 +1,4 @@
-"""Every metric that a run writes, by name: unit, formula, meaning, and where it should lie.
+"""Every metric that a run writes, by name: unit, formula, meaning, and its usual range.
 
 `docs/metrics.md` is made from this table, and tests hold every key of a real `metrics.jsonl` against it.  A new metric needs a row
 here.

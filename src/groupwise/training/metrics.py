@@ -1,4 +1,4 @@
-"""What a reinforcement-learning step is worth saying in numbers.  Reads the records; changes nothing.
+"""The metrics of a reinforcement-learning step, computed from its records; nothing is changed.
 
 Names that users know from TRL keep their meaning: `reward`, `reward_std`, `frac_reward_zero_std`, `completions/mean_length`,
 `completions/clipped_ratio`, `entropy`, `kl`.  A quantity that was not computed has no key.
@@ -61,7 +61,7 @@ def measure(
 
 
 def reward_metrics(groups: Sequence[Scored], drawn: int) -> dict[str, float]:
-    """Mean rewards, their spread within groups, and the share of prompts drawn that can teach nothing."""
+    """Mean rewards, their standard deviation within groups, and the share of drawn prompts whose completions are scored alike."""
     rewards = np.concatenate([group.reward for group in groups])
     spreads = [float(np.nanstd(group.reward, ddof=1)) for group in groups if np.count_nonzero(~np.isnan(group.reward)) > 1]
     live = sum(not group.dead for group in groups)
@@ -131,8 +131,8 @@ def logged_metrics(groups: Sequence[Scored]) -> dict[str, float]:
 
 
 def episode_metrics(groups: Sequence[Scored]) -> dict[str, float]:
-    """What episodes were like, means over episodes where nothing else is said: turns, places where the past was rewritten, calls of
-    tools and the share of them that failed, by kind, the shares that a limit ended and that failed, and tokens of the answers.
+    """Metrics of episodes, means over episodes unless the name says otherwise: turns, branches, tool calls and the share of them
+    that failed, by kind, the shares of episodes that a limit ended and that failed, and tokens of the answers.
 
     Empty where there are none.
     """
@@ -157,7 +157,7 @@ def episode_metrics(groups: Sequence[Scored]) -> dict[str, float]:
 
 
 def staleness_metrics(groups: Sequence[Scored], version: int) -> dict[str, float]:
-    """How old, in optimizer steps, the tokens are that weights of `version` train on, and how many versions drew a completion.
+    """Age, in optimizer steps, of the tokens that weights of `version` train on, and how many versions drew a completion.
 
     Empty if all are new, as they are unless rollouts run ahead of training.
     """
@@ -214,7 +214,7 @@ Seen = Sequence[tuple[Sample, np.ndarray]]
 
 
 def _rollouts(updates: Sequence[Update]) -> list[tuple[Sample, np.ndarray]]:
-    """What updates saw of rollouts; demonstrations, which nobody sampled, are left out."""
+    """Samples of rollouts with the log-probs that updates saw; demonstrations are left out."""
     return joined(pair for one in updates for pair in zip(one.samples, one.seen, strict=True) if pair[0].index >= 0)
 
 
@@ -254,7 +254,7 @@ def kl_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
 def token_columns(
     groups: Sequence[Scored], updates: Sequence[Update], algorithm: Algorithm, *, minibatches: int
 ) -> dict[str, list[list[np.ndarray]]]:
-    """What the updates of a step did to every token, for the record: the columns of `Step`.
+    """The columns of `Step` with numbers per token: weight, entropy, clipped share, log-prob at the last update.
 
     `clipped` is the share of the updates that trained a token in which its ratio, at the algorithm's level, was beyond the clip
     range on the side that its advantage pushes it to: what `clip/low` and `clip/high` count.  `last_logp` is left out where

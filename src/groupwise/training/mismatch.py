@@ -1,8 +1,8 @@
-"""Why what was sampled is not what is scored: the mismatch meter.
+"""The mismatch meter: why the sampler's log-probs differ from the scorer's.
 
-A few sequences are computed once more, alone, in float32, by the model's own forward pass.  Whichever of sampler and scorer is away
-from that is taken for the faulty one.  Then one cause at a time is switched on, and the first that explains 90 % of the
-difference is named.
+A few sequences are computed again, one at a time, in float32, by the model's own forward pass.  The one of sampler and scorer that
+is farther from it is taken for the faulty one.  Then one possible cause at a time is applied to the float32 computation, and the
+first that explains 90 % of the difference is named.
 
 n tokens of a completion   V vocabulary
 """
@@ -41,7 +41,7 @@ Columns = list[np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Something that was switched, and how much of the difference it explains."""
+    """A possible cause that was tried, and how much of the difference it explains."""
 
     name: str
     says: str
@@ -51,7 +51,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Where sampler and scorer part."""
+    """The result of the mismatch meter: which side differs from float32, by how much, and why."""
 
     side: str
     """`sampler` or `scorer`: which is farther from one sequence at a time in float32."""

@@ -28,12 +28,12 @@ def language_model(recipe: Recipe, blueprint: Blueprint) -> Policy:
 
 
 def scorer(recipe: Recipe, blueprint: Blueprint, pooling: Pooling) -> Policy:
-    """The same of a model with a score head."""
+    """A model with a score head to train, with a new adapter where the recipe asks for one."""
     return adapted(recipe, make_scorer(blueprint, recipe.model, pooling=pooling, seed=recipe.seed))
 
 
 def adapted(recipe: Recipe, policy: Policy) -> Policy:
-    """The policy with what is trained of it, itself or an adapter, and what updates drop."""
+    """The policy with its adapter and its dropout, where the recipe asks for them."""
     settings = recipe.model
     policy = replace(policy, dropout=recipe.seed if settings.dropout else None)
     return policy if settings.lora is None else adapt(policy, settings.lora, base=str(settings.path), seed=recipe.seed)

@@ -1,7 +1,7 @@
 """The data-set loop: rows -> samples with weights -> packed updates -> a `Step`.  Instruction tuning, and all else from rows.
 
-An objective says how rows become samples, what the loss of a packed batch is, and what to measure; the loop does not know which
-it is.  `SFT` is here; objectives with heads or pairs have files of their own.
+An objective says how rows become samples, what the loss of a packed batch is, and what to measure; the loop is the same for all.
+`SFT` is here; objectives with heads or pairs have files of their own.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Objective(Generic[Row]):
     """The rows of one optimizer step -> their samples, weights final."""
     loss: BatchLoss
     measure: Callable[[Sequence[Row], Assessment], Mapping[str, float]]
-    """What is worth logging of an update, and of validation."""
+    """(rows, numbers of an update or of validation) -> metrics for the log."""
     examine: Callable[[Sequence[Row], Assessment], Mapping[str, float]] = lambda rows, found: {}
-    """What validation measures beside."""
+    """(rows, numbers of validation) -> further metrics of validation alone."""
     headlines: Mapping[str, str] = field(default_factory=lambda: {"held-out loss": "loss"})
     """Label -> metric, for people; a metric's `/half_width` is shown with it."""
     whole_groups: bool = False
@@ -46,7 +46,7 @@ class Objective(Generic[Row]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Validation:
-    """What an objective says of held-out rows: the training loss, in its own units, and what else it measures."""
+    """An objective's results on held-out rows: the training loss, in its own units, and its further measures."""
 
     rows: int
     figures: Mapping[str, float]

@@ -1,7 +1,7 @@
 """The reinforcement-learning loop: prompts -> rollouts -> rewards -> credit -> weights -> packed updates -> a `Step`.
 
 `train_online` is the whole algorithm on one screen; every stage it calls is an ordinary function that a loop of your own can call
-too.  It logs nothing, saves nothing and stops for nobody: it yields a `Step` after every rollout, and the caller does the rest.
+too.  It logs and saves nothing: it yields a `Step` after every rollout, and the caller logs, saves and stops.
 
 R completions of an optimizer step   N their trained tokens   M trained positions of a micro-batch
 """
@@ -153,9 +153,9 @@ def with_reference(groups: Sequence[Scored], reference: Policy | None, budget: i
 
 
 def with_scores(groups: Sequence[Scored], policy: Policy, budget: int) -> list[Scored]:
-    """Add the signal `scored_logp`: the log-probs of the policy that is about to be trained, where another engine has sampled.
+    """Add the signal `scored_logp`: the log-probs of the policy before its first update, where another engine has sampled.
 
-    Needed from the second update on; until the first one the policy itself can say them on the way.
+    Needed from the second update on; the first update computes them in its own forward pass.
     """
     return _with_logp(groups, "scored_logp", policy, budget)
 
@@ -364,7 +364,7 @@ def behavior(algorithm: Algorithm, batch: Batch, rows_C: Tensor, logp_C: Tensor)
 
 
 def follow(number: int, group: GroupSettings, policy: Policy, reference: Policy | None, teacher: Teacher | None) -> None:
-    """After step `number`: what follows the policy moves, a reference every so many steps, a teacher after each."""
+    """After step `number`: move the reference, if it is due, and a teacher that follows the policy."""
     if reference is not None and group.reference_refresh and number % group.reference_refresh == 0:
         refresh(reference, policy, group.reference_mix)
     if teacher is not None and teacher.ema and teacher.policy.model is not policy.model:

@@ -90,7 +90,7 @@ def reward_loss(policy: Policy, batch: Batch, *, centering: float, lm: bool) -> 
 
 
 def pooled(found: Assessment) -> np.ndarray:
-    """The score of every sample."""
+    """The pooled score of every sample: the sum over its tokens of pooling weight x number."""
     return np.array([float(sample.extra["pool"] @ seen) for sample, seen in zip(found.samples, found.seen, strict=True)])
 
 
@@ -99,7 +99,7 @@ def pooled(found: Assessment) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Anchored:
-    """A pair with its tokens' log-probs under the reference, which never change and are computed once."""
+    """A pair with its tokens' log-probs under the reference, computed once because the reference is frozen."""
 
     pair: Pair
     chosen_logp: np.ndarray
@@ -225,7 +225,7 @@ def compared(chosen_R: np.ndarray, rejected_R: np.ndarray) -> dict[str, float]:
 
 
 def examined(chosen_R: np.ndarray, rejected_R: np.ndarray, rows: Sequence[Pair]) -> dict[str, float]:
-    """The accuracy's 95 % interval, accuracy by which side is longer, and how probabilities and frequencies agree."""
+    """The 95 % interval of pair accuracy, accuracy by which side is longer, and the calibration of the probabilities."""
     gap_R = chosen_R - rejected_R
     longer_R = np.sign([row.chosen.size - row.rejected.size for row in rows])
     found = {"accuracy/half_width": proportion(_accuracy(gap_R) * gap_R.size, gap_R.size).half}

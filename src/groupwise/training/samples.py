@@ -1,4 +1,4 @@
-"""Rollouts become samples: what the policy is trained on, every token with its weight, and none that it did not write."""
+"""Rollouts become samples: the sequences that the policy is trained on, with a weight per token (0 for tokens it did not write)."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _sample(
 
 
 def stretches(rollout: Rollout) -> list[tuple[int, int, np.ndarray]]:
-    """Which tokens were drawn behind the same ids: (from, behind the last, the ids that stand before the first)."""
+    """Stretches of tokens drawn behind one context: (first, one after the last, the ids before the first)."""
     branches = () if rollout.episode is None else rollout.episode.branches
     begins = [0, *(branch.begin for branch in branches), len(rollout)]
     contexts = [rollout.prompt.tokens, *(branch.context for branch in branches)]
@@ -114,7 +114,7 @@ def stretches(rollout: Rollout) -> list[tuple[int, int, np.ndarray]]:
 
 
 def unbranched(rollout: Rollout) -> list[Rollout]:
-    """Its stretches as rollouts of their own, each with what it was drawn behind for a prompt.  Their finish says nothing."""
+    """Each stretch of a rollout as a rollout whose prompt is its context.  Their `finish` has no meaning."""
     if rollout.episode is None or not rollout.episode.branches:
         return [rollout]
     return [
@@ -166,7 +166,7 @@ Pair = tuple[Sample, np.ndarray]
 def joined(found: Iterable[Pair]) -> list[Pair]:
     """The parts of episodes put together: one sample for each completion, with the columns of all its tokens, and its numbers.
 
-    The prompt of such a sample is that of its first part: it is there to be read, and not to be packed.
+    Such a sample has the prompt of its first part; it is for reading and must not be packed.
     """
     blocks: list[list[Pair]] = []
     for sample, values in found:

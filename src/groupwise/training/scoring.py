@@ -19,7 +19,7 @@ from groupwise.training.samples import joined, samples_of
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Per sample and token (n_i,), nats; 0 where nothing was asked (weight 0)."""
+    """Log-probs and entropies per sample and token (n_i,), nats; 0 for tokens with weight 0."""
 
     logp: list[np.ndarray]
     entropy: list[np.ndarray]
@@ -31,7 +31,7 @@ def support_of(batch: Batch) -> PositionSupport | None:
 
 
 def batches_of(policy: Policy, samples: Sequence[Sample], budget: int, *, whole_groups: bool = False) -> list[Batch]:
-    """This process's part of samples that all processes have, packed as the policy takes them; see `packing.pack`."""
+    """Batches of this process's part of the samples, which all processes hold, packed as the policy needs; see `packing.pack`."""
     return policy.packed(samples, budget, whole_groups=whole_groups, world=comm.world(), even=policy.sharded)
 
 

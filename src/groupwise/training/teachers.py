@@ -77,7 +77,7 @@ class Demonstrations:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Teacher:
-    """Who teaches."""
+    """A teacher: its model or servers, its hint, and how it follows the policy."""
 
     policy: Policy
     hint: Callable[[Prompt], np.ndarray] | None = None
@@ -86,9 +86,9 @@ class Teacher:
     """Share of the policy that moves into the teacher after every step."""
     demonstrations: Demonstrations | None = None
     servers: ScoringServers | None = None
-    """Who is asked instead of `policy`, which is then the one that learns: for its log-probs of what was drawn, and for no more."""
+    """Servers that give the teacher's log-probs of the drawn tokens; `policy` is then the one that learns."""
     hints: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """By group, what it reads before the policy's prompts."""
+    """The hint's ids by group, which it reads before the policy's prompts."""
 
     def before(self, groups: Sequence[Scored]) -> Teacher:
         """The teacher as it reads these groups.  Raises ConfigError if a hint leaves no room for a completion."""

@@ -43,7 +43,7 @@ BatchLoss = Callable[[Policy, Batch], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Assessment:
-    """What a loss says of samples."""
+    """A loss over samples, and its numbers per token."""
 
     samples: list[Sample]
     seen: list[np.ndarray]
@@ -57,7 +57,7 @@ class Assessment:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Update(Assessment):
-    """One optimizer step: what was trained and what was seen on the way."""
+    """One optimizer step: the samples, their log-probs before it, and its statistics."""
 
     stats: StepStats
     budget: int
@@ -65,7 +65,7 @@ class Update(Assessment):
 
 
 class Stepper(Protocol):
-    """What a step needs of an optimizer."""
+    """The part of an optimizer that a step uses."""
 
     @property
     def taken(self) -> int:
@@ -126,7 +126,7 @@ def update(
 
 
 def _out_of_memory(error: RuntimeError) -> bool:
-    """CUDA has a type for it; the CPU's allocator only a message."""
+    """True if an error says that memory does not suffice: CUDA has a type for it, the CPU's allocator only a message."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
@@ -139,7 +139,7 @@ def assess(policy: Policy, loss: BatchLoss, samples: Sequence[Sample], *, budget
 def _visit(
     policy: Policy, loss: BatchLoss, samples: Sequence[Sample], budget: int, whole_groups: bool, optimizer: Stepper | None
 ) -> Assessment:
-    """Every process visits its part of the samples and learns what the others found.
+    """Every process computes its part of the samples; the results are gathered on all.
 
     optimizer: whose gradients are taken; None: no gradient is.
     """

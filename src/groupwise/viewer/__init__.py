@@ -1,4 +1,4 @@
-"""The run viewer: what the model says, token by token, beside how the run stands.
+"""The run viewer: completions token by token, beside the metrics of the run.
 
 In: run folders, also while they are written, and any Parquet or JSONL file of completions. Out: a local web application
 (`serve`), or one self-contained page (`export`). It writes nothing but the page it is asked for, and never imports torch.

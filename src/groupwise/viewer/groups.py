@@ -53,7 +53,7 @@ def reward_names(columns: Sequence[str]) -> list[str]:
 
 
 def key_of(prompt: str) -> str:
-    """What a prompt is recognised by in other steps and runs."""
+    """The key by which a prompt is found in other steps and runs."""
     return hashlib.blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 

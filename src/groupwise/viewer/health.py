@@ -1,6 +1,6 @@
-"""How a run stands: its flags in plain words, and the few figures that say most.
+"""The health of a run: its warnings in plain words, and the few figures that say most.
 
-When a flag is raised says `progress.raised`; here stands what a reader who does not know the metric is told.
+`progress.raised` decides when a warning is raised; the texts here explain it to readers who do not know the metric.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from groupwise.runs.progress import RECENT, SHARES, raised
 
 
 class Words(NamedTuple):
-    """What is wrong, what it means, what to do."""
+    """The text of a warning: what is wrong, what it means, what to do."""
 
     title: str
     meaning: str
@@ -91,7 +91,7 @@ FIGURES = (
 
 
 def flags(history: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
-    """The signs of ill health in the last steps, in plain words; empty when all is well.
+    """The warnings of the last steps in plain words; empty if there are none.
 
     >>> flags([{"frac_reward_zero_std": 0.9, "entropy": 0.5}])[0]["title"]
     'Most groups teach nothing'
@@ -127,7 +127,7 @@ WITHIN = "time/waiting/"
 
 
 def work(history: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
-    """Where a step goes, on average over the last ones: tokens by what became of them, seconds by phase beside the ideal step's.
+    """The work of a step, on average over the last ones: tokens by use, and seconds by phase beside those of an ideal step.
 
     `share` of a phase is of the whole step; of the ideal it is what an ideal step would take of this one.
 

@@ -59,7 +59,7 @@ class Pages:
             index.start()
 
     def stop(self) -> None:
-        """End that."""
+        """Stop the index."""
         for index in self.indexes:
             index.stop()
 
@@ -70,7 +70,7 @@ class Pages:
         return {"runs": [self._run(i) for i in range(len(self.sources))]}
 
     def pulse(self, _: Parameters) -> Json:
-        """What may have changed: asked again and again while a run is live."""
+        """What may have changed; the application polls it while a run is live."""
         return {"runs": [self._run(i) for i in range(len(self.sources))]}
 
     def _run(self, i: int) -> Json:

@@ -1,4 +1,4 @@
-"""Questions that one asks of a run: where is it said, why did the reward move, is the reward being cheated, what differs.
+"""Questions about a run: which completions hold a text, why the reward moved, whether it is being hacked, how two steps differ.
 
 Every answer names completions by step, group and index, so that whatever is claimed is one click away from what was written.
 """
@@ -337,7 +337,7 @@ def _grams(text: str) -> set[str]:
 
 
 def lenses(source: Source, first: int, last: int) -> Json:
-    """What tells that a reward is being cheated, over a stretch of steps.
+    """Signs of reward hacking over a stretch of steps.
 
     `points`: reward, length, repetition and every function of a sample of completions, with their places.
     `conflicts`: pairs of functions of which one is satisfied (above its middle) where the other is not, and where.

@@ -1,4 +1,4 @@
-"""Where completions come from: run folders, and files of completions that anything may have written.
+"""The sources of completions: run folders, and files of completions written by any program.
 
 Both are read the same way: steps, each a table with one row per completion and the columns of `rollout_table.table_of`, as far as
 they are known.  Whatever is read was written by others, perhaps by a model: it is never executed, and a bad part is left out.
@@ -34,7 +34,7 @@ LARGEST_JSONL = 512 << 20
 
 
 class Source(Protocol):
-    """Something with completions in it."""
+    """A run folder or file with completions."""
 
     name: str
     path: Path

@@ -1,4 +1,4 @@
-"""The command `groupwise`: which commands there are, what becomes of what is typed, and how a command ends.
+"""The command `groupwise`: its subcommands, the parsing of arguments, and exit codes.
 
 Each command has a file here, with its arguments, two examples and what it does.  Only the file of the command that was typed is
 imported, and everything heavy inside of its `run`: `--help`, `config`, `recipes`, `runs` and the refusal of a bad recipe take a
@@ -99,10 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def command() -> NoReturn:
     """The command as a process: `main`, and the end of the process at once, without taking Python down first.
 
-    While it is taken down, a library's thread that asks for the interpreter aborts the process ("terminate called without an active
-    exception"): gloo's, as it lets go of what the last exchange sent, did so in one of thirty runs on a busy machine, after all
-    work was done.  What is due at an exit is done as ever: threads that are no daemons are waited for, `atexit` is heard, output is
-    flushed.
+    At interpreter shutdown, a library's thread that asks for the interpreter aborts the process ("terminate called without an
+    active exception"): gloo's did so in one of thirty runs on a busy machine, after all work was done, while it freed the buffers
+    of the last exchange.  The other steps of an exit are done here: threads that are no daemons are waited for, `atexit` functions
+    are called, output is flushed.
     """
     status: Any = 1
     try:
