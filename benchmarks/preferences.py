@@ -31,7 +31,7 @@ from _machine import save
 from groupwise.config.recipes import load_stages
 from groupwise.config.settings import Recipe
 from groupwise.data.load import load_pairs
-from groupwise.data.sources import Rows, read_rows
+from groupwise.data.sources import SourceRows, read_rows
 from groupwise.data.split import hash_share
 from groupwise.data.templates import Wording
 from groupwise.runs.build import Job, make_job
@@ -42,7 +42,7 @@ from groupwise.training.updating import assess
 RULE = "bag of words"
 
 
-def halves(rows: Rows, recipe: Recipe, fold: int, folds: int, folder: Path) -> list[str]:
+def halves(rows: SourceRows, recipe: Recipe, fold: int, folds: int, folder: Path) -> list[str]:
     """Write the rows of a fold and the others to files: the overrides that name them."""
     wording = Wording.of(recipe.data)
     keys = [wording.key(wording.content(row, rows.where(i))) for i, row in enumerate(rows)]

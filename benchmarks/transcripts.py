@@ -98,7 +98,7 @@ def main() -> None:
         folder = memorised(Path(scratch) / "model", learnt, [shop.add, shop.price])
         theirs, ours = of_trl(folder, rows, Path(scratch)), of_groupwise(folder, rows, Path(scratch))
     lines = [
-        "| episode | tokens of the policy | tokens of the world | prompt | ids | trained | reward |",
+        "| episode | tokens of the policy | tokens of the answers | prompt | ids | trained | reward |",
         "|---|---|---|---|---|---|---|",
     ]
     found = []

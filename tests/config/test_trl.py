@@ -86,7 +86,7 @@ def test_the_defaults_that_are_carried_over_are_trls() -> None:
 
 
 def test_batches_steps_and_schedules_are_multiplied_out() -> None:
-    found = read("""
+    imported = read("""
 num_generations: 4
 per_device_train_batch_size: 4
 gradient_accumulation_steps: 2
@@ -100,7 +100,7 @@ eval_steps: 0.5
 dataset_name: rows.jsonl
 model_name_or_path: some/model
 """, devices=2)  # fmt: skip
-    tree = found.tree()
+    tree = imported.tree()
     # a rollout: 4 x 2 devices x 4 = 32 completions, 8 prompts; a pass over it: 4 / 2 = 2 optimizer steps; two passes
     assert tree["group"] == {"group_size": 4, "prompts_per_step": 8, "minibatches": 2, "updates_per_rollout": 2}
     assert tree["steps"] == 25
@@ -149,21 +149,23 @@ model_name_or_path: some/model
     ],
 )  # fmt: skip
 def test_single_arguments(text: str, expected: dict[str, object]) -> None:
-    found = read(f"num_generations: 8\nmodel_name_or_path: m/m\ndataset_name: d\nmax_steps: 10\nreward_funcs: accuracy\n{text}\n")
+    imported = read(
+        f"num_generations: 8\nmodel_name_or_path: m/m\ndataset_name: d\nmax_steps: 10\nreward_funcs: accuracy\n{text}\n"
+    )
     for key, value in expected.items():
-        got = found.keys.get(key)
+        got = imported.keys.get(key)
         assert got == (pytest.approx(value) if isinstance(value, float) else value), key
 
 
 def test_what_cannot_be_carried_over_is_said() -> None:
-    found = read(
+    imported = read(
         "num_generations: 8\nrepetition_penalty: 1.1\nload_in_4bit: true\npacking: true\nlogging_steps: 5\nlerning_rate: 1\n"
     )
-    fates = {line.name: line.fate for line in found.lines}
+    fates = {line.name: line.fate for line in imported.lines}
     assert fates == {"num_generations": "same", "repetition_penalty": "missing", "load_in_4bit": "missing", "packing": "unneeded",
                      "logging_steps": "unneeded", "lerning_rate": None}  # fmt: skip
-    assert "did you mean learning_rate?" in found.render()
-    assert [one.partition(":")[0] for one in found.needed] == ["model.path", "data.path", "steps", "rewards"]
+    assert "did you mean learning_rate?" in imported.render()
+    assert [one.partition(":")[0] for one in imported.needed] == ["model.path", "data.path", "steps", "rewards"]
     assert read("num_generations: 8\nrepetition_penalty: 1.0\nload_in_4bit: false\n").by_fate().keys() == {
         "carried over",
         "not needed",
@@ -209,15 +211,15 @@ trainer = GRPOTrainer(
 
 
 def test_a_script_is_read_and_never_run() -> None:
-    found = read(SCRIPT, "train.py")
-    assert found.keys["name"] == "run-7"
-    assert (found.keys["optimizer.lr"], found.keys["rollout.max_new_tokens"], found.keys["steps"]) == (5e-6, 768, 50)
-    assert found.keys["model.path"] == "Qwen/Qwen2-0.5B-Instruct" and found.keys["model.dtype"] == "bfloat16"
-    assert found.keys["model.lora"] == {"rank": 8, "alpha": 16, "targets": "all-linear"}
-    assert found.keys["data.path"] == "trl-lib/tldr" and found.keys["save.report_to"] == ["tensorboard"]
-    assert found.keys["rewards"] == [{"function": "rewards.py:short"}, {"function": "accuracy"}]
-    assert any("move short into rewards.py: train.py would train when it is imported" in text for text in found.needed)
-    unread = {line.name: line.value for line in found.lines if line.fate is None}
+    imported = read(SCRIPT, "train.py")
+    assert imported.keys["name"] == "run-7"
+    assert (imported.keys["optimizer.lr"], imported.keys["rollout.max_new_tokens"], imported.keys["steps"]) == (5e-6, 768, 50)
+    assert imported.keys["model.path"] == "Qwen/Qwen2-0.5B-Instruct" and imported.keys["model.dtype"] == "bfloat16"
+    assert imported.keys["model.lora"] == {"rank": 8, "alpha": 16, "targets": "all-linear"}
+    assert imported.keys["data.path"] == "trl-lib/tldr" and imported.keys["save.report_to"] == ["tensorboard"]
+    assert imported.keys["rewards"] == [{"function": "rewards.py:short"}, {"function": "accuracy"}]
+    assert any("move short into rewards.py: train.py would train when it is imported" in text for text in imported.needed)
+    unread = {line.name: line.value for line in imported.lines if line.fate is None}
     assert unread == {"per_device_train_batch_size": "int(os.environ['B'])", "**": "more"}
 
 
@@ -225,9 +227,9 @@ def test_functions_of_a_script_that_trains_only_as_a_program_stay_in_it() -> Non
     for guarded in ("def main():\n", "if __name__ == '__main__':\n"):
         head, call = SCRIPT.split("trainer = ")
         call = "".join(f"    {line}\n" for line in f"trainer = {call}trainer.train()".splitlines())
-        found = read(head + guarded + call, "train.py")
-        assert found.keys["rewards"][0] == {"function": "train.py:short"}
-        assert not [text for text in found.needed if "would train" in text]
+        imported = read(head + guarded + call, "train.py")
+        assert imported.keys["rewards"][0] == {"function": "train.py:short"}
+        assert not [text for text in imported.needed if "would train" in text]
 
 
 @pytest.mark.parametrize(
@@ -242,10 +244,10 @@ def test_functions_of_a_script_that_trains_only_as_a_program_stay_in_it() -> Non
 )
 def test_rows_in_files_are_the_files(told: str, path: str | None) -> None:
     """`load_dataset("json", ...)` names a format; the file is in `data_files`."""
-    found = read('FILE = "named.jsonl"\n' + SCRIPT.replace('"trl-lib/tldr", split="train"', told), "train.py")
-    assert found.keys.get("data.path") == path
-    assert "data.split" not in found.keys
-    assert any(text.startswith("data.path") for text in found.needed) == (path is None)
+    imported = read('FILE = "named.jsonl"\n' + SCRIPT.replace('"trl-lib/tldr", split="train"', told), "train.py")
+    assert imported.keys.get("data.path") == path
+    assert "data.split" not in imported.keys
+    assert any(text.startswith("data.path") for text in imported.needed) == (path is None)
 
 
 @pytest.mark.parametrize(
@@ -280,8 +282,8 @@ accelerate launch \
     "rest", ["2>&1 | tee train.log", "> out.log &", "&", "&& echo done", "; rm -f x", "|| exit 1", "2> errors.log"]
 )
 def test_what_the_shell_does_with_a_command_is_no_argument(rest: str) -> None:
-    found = read(f"trl grpo --max_steps 3 --beta 0.04 --seed 42 {rest}\n", "run.sh").keys
-    assert (found["steps"], found["group.beta"], found["seed"]) == (3, 0.04, 42)
+    imported = read(f"trl grpo --max_steps 3 --beta 0.04 --seed 42 {rest}\n", "run.sh").keys
+    assert (imported["steps"], imported["group.beta"], imported["seed"]) == (3, 0.04, 42)
     assert (
         read(f"trl grpo --max_steps 3 --reward_funcs a.b {rest}\n", "run.sh").keys["rewards"]
         == (read("trl grpo --max_steps 3 --reward_funcs a.b\n", "run.sh").keys["rewards"])
@@ -295,14 +297,18 @@ def test_a_value_of_another_type_is_refused_in_words() -> None:
 
 def test_a_shell_script_is_read_for_the_command_that_starts_trl() -> None:
     Path("more.yaml").write_text("per_device_train_batch_size: 4\nlearning_rate: 3.0e-6\nmax_steps: 7\ndataset_name: d/d\n")
-    found = read(COMMAND, "run.sh")
-    assert found.kind == "GRPOConfig"
-    assert (found.keys["model.path"], found.keys["optimizer.lr"], found.keys["steps"]) == ("Qwen/Qwen2.5-Math-1.5B", 1e-6, 7)
-    assert found.keys["rollout.max_new_tokens"] == 1024 and found.keys["model.lora"]["targets"] == ["q_proj", "v_proj"]
-    assert found.keys["group.prompts_per_step"] == 2  # 4 on each of 4 devices are 16 completions, 8 a prompt
-    assert found.keys["parallel"] == "zero3"
-    assert found.keys["rewards"] == [{"function": "accuracy"}, {"function": "my.lib:short"}]
-    assert [(line.name, line.value) for line in found.lines if line.fate is None] == [("output_dir", "$OUT/x")]
+    imported = read(COMMAND, "run.sh")
+    assert imported.kind == "GRPOConfig"
+    assert (imported.keys["model.path"], imported.keys["optimizer.lr"], imported.keys["steps"]) == (
+        "Qwen/Qwen2.5-Math-1.5B",
+        1e-6,
+        7,
+    )
+    assert imported.keys["rollout.max_new_tokens"] == 1024 and imported.keys["model.lora"]["targets"] == ["q_proj", "v_proj"]
+    assert imported.keys["group.prompts_per_step"] == 2  # 4 on each of 4 devices are 16 completions, 8 a prompt
+    assert imported.keys["parallel"] == "zero3"
+    assert imported.keys["rewards"] == [{"function": "accuracy"}, {"function": "my.lib:short"}]
+    assert [(line.name, line.value) for line in imported.lines if line.fate is None] == [("output_dir", "$OUT/x")]
     assert read("trl rloo --max_steps 3 --reward_model_name_or_path a/judge\n", "b.sh").keys["rewards"] == [
         {"function": "model", "args": {"path": "a/judge"}}
     ]
@@ -338,13 +344,13 @@ def test_a_script_whose_arguments_come_from_its_command_line_says_so() -> None:
 def test_rloo_is_rloo() -> None:
     """The KL is in the reward, two completions and beta 0.05 are TRL's defaults, and its clipping is ours."""
     given = "model_name_or_path: m/m\ndataset_name: d\nmax_steps: 10\nreward_funcs: accuracy\n"
-    found = read(f"{given}normalize_advantages: true\nreward_clip_range: [-1, 1]\nepsilon_high: 0.3\n")
-    assert found.kind == "RLOOConfig"
-    assert (found.keys["objective"], found.keys["group.beta"], found.keys["group.group_size"]) == ("rloo", 0.05, 2)
-    assert found.keys["group.credit"] == {"name": "leave_one_out", "scale": "batch"}
-    assert found.keys["group.surrogate"] == {"name": "clipped", "low": 0.2, "high": 0.3}
-    assert "group.kl" not in found.keys
-    assert [line.name for line in found.lines if line.fate == "missing"] == ["reward_clip_range"]
+    imported = read(f"{given}normalize_advantages: true\nreward_clip_range: [-1, 1]\nepsilon_high: 0.3\n")
+    assert imported.kind == "RLOOConfig"
+    assert (imported.keys["objective"], imported.keys["group.beta"], imported.keys["group.group_size"]) == ("rloo", 0.05, 2)
+    assert imported.keys["group.credit"] == {"name": "leave_one_out", "scale": "batch"}
+    assert imported.keys["group.surrogate"] == {"name": "clipped", "low": 0.2, "high": 0.3}
+    assert "group.kl" not in imported.keys
+    assert [line.name for line in imported.lines if line.fate == "missing"] == ["reward_clip_range"]
     assert "group.surrogate" not in read(given, kind="RLOOConfig").keys
 
 
@@ -353,16 +359,16 @@ def test_a_model_that_a_script_loads_is_its_path() -> None:
         "net = AutoModelForCausalLM.from_pretrained(NAME, torch_dtype=torch.bfloat16, quantization_config=Q(), device_map=None)"
     )
     script = f'NAME = "a/model"\n{loaded}.to("cuda")\nrows = load_dataset("d/d", "main")["train"]\n'
-    found = read(f"{script}DPOTrainer(net, args=DPOConfig(beta=0.2), train_dataset=rows)\n", "dpo.py")
-    assert (found.keys["model.path"], found.keys["model.dtype"], found.keys["data.path"]) == ("a/model", "bfloat16", "d/d")
-    assert {line.name for line in found.lines if line.fate == "missing"} == {"quantization_config", "dataset_config"}
-    assert "model.path" not in " ".join(found.needed)
+    imported = read(f"{script}DPOTrainer(net, args=DPOConfig(beta=0.2), train_dataset=rows)\n", "dpo.py")
+    assert (imported.keys["model.path"], imported.keys["model.dtype"], imported.keys["data.path"]) == ("a/model", "bfloat16", "d/d")
+    assert {line.name for line in imported.lines if line.fate == "missing"} == {"quantization_config", "dataset_config"}
+    assert "model.path" not in " ".join(imported.needed)
     made = "rows = load_dataset('d/d').map(f)\nGRPOTrainer('a/model', 'a/judge', args=GRPOConfig(), train_dataset=rows)\n"
-    found = read(made, "grpo.py")
-    assert found.keys["rewards"] == [{"function": "model", "args": {"path": "a/judge"}}]
-    assert found.keys["model.path"] == "a/model"
-    assert [line.name for line in found.lines if line.fate is None] == ["train_dataset"]
-    assert "dataset.to_json" in found.render()
+    imported = read(made, "grpo.py")
+    assert imported.keys["rewards"] == [{"function": "model", "args": {"path": "a/judge"}}]
+    assert imported.keys["model.path"] == "a/model"
+    assert [line.name for line in imported.lines if line.fate is None] == ["train_dataset"]
+    assert "dataset.to_json" in imported.render()
 
 
 # ---------------------------------------------------------------- public configurations, by their keys and values
@@ -658,22 +664,22 @@ trainer = GRPOTrainer(model="Qwen/Qwen2-0.5B-Instruct", reward_funcs=reward_len,
 def test_public_configurations_become_recipes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text, kind, expected = PUBLIC[name]
     script = kind + "(" in text
-    found = read(text, "config.py" if script else "config.yaml")
-    assert found.kind == kind
-    given = yaml.safe_load(text) if not script else {line.name for line in found.lines}
-    assert {line.name for line in found.lines} == set(given)
+    imported = read(text, "config.py" if script else "config.yaml")
+    assert imported.kind == kind
+    given = yaml.safe_load(text) if not script else {line.name for line in imported.lines}
+    assert {line.name for line in imported.lines} == set(given)
     for key, value in expected.items():
-        assert found.keys.get(key) == (pytest.approx(value) if isinstance(value, float) else value), key
+        assert imported.keys.get(key) == (pytest.approx(value) if isinstance(value, float) else value), key
     # The recipe is whole once the rest is said: models, data and functions of our own in the place of the published ones.
     Path("rows.jsonl").write_text("{}\n")
     for file in {"rewards.py", "config.py"}:
         Path(file).touch()
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    Path("recipe.yaml").write_text(found.render())
+    Path("recipe.yaml").write_text(imported.render())
     said = ["data.path=rows.jsonl", "data.eval_path=null", "model.path=some/model"]
-    said += ["steps=100"] if "steps" not in found.keys and "epochs" not in found.keys else []
-    said += ["rewards=[{function: accuracy}]"] if kind in ("GRPOConfig", "RLOOConfig") and "rewards" not in found.keys else []
-    said += ["rollout.engine=native"] if "rollout.engine" in found.keys else []
+    said += ["steps=100"] if "steps" not in imported.keys and "epochs" not in imported.keys else []
+    said += ["rewards=[{function: accuracy}]"] if kind in ("GRPOConfig", "RLOOConfig") and "rewards" not in imported.keys else []
+    said += ["rollout.engine=native"] if "rollout.engine" in imported.keys else []
     recipe = load_recipe("recipe.yaml", said)
     for key, value in expected.items():
         here: object = recipe
@@ -731,21 +737,21 @@ def test_imported_recipes_are_planned_and_trained(name: str, tiny: Path, capfd: 
     text, kind, _ = PUBLIC.get(name, (SHELL, "GRPOConfig", {}))
     file = "run.sh" if name == "shell" else "config.py" if f"{kind}(" in text else "config.yaml"
     Path("zero3.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3}\nnum_processes: 4\n")
-    found = read(text, file)
-    Path("recipe.yaml").write_text(found.render())
+    imported = read(text, file)
+    Path("recipe.yaml").write_text(imported.render())
     for rows, numbers in (("rows.jsonl", range(40)), ("held_out.jsonl", range(40, 44))):
         Path(rows).write_text("".join(json.dumps(ROWS[kind](n)) + "\n" for n in numbers))
     functions = "".join(re.findall(r"^def reward_.*(?:\n .*)*\n", text, flags=re.MULTILINE))
     Path("rewards.py").write_text(functions)
     online = kind in ("GRPOConfig", "RLOOConfig")
     said = [f"model.path={tiny}", "data.path=rows.jsonl", "steps=2"]
-    said += [f"{key}=null" for key in ("data.subset", "data.split", "data.eval_split") if key in found.keys]
-    said += ["data.eval_path=held_out.jsonl"] if "data.eval_path" in found.keys else []
+    said += [f"{key}=null" for key in ("data.subset", "data.split", "data.eval_split") if key in imported.keys]
+    said += ["data.eval_path=held_out.jsonl"] if "data.eval_path" in imported.keys else []
     said += ["rollout.max_new_tokens=8", "group.prompts_per_step=2"] if online else ["batch_size=4"]
-    said += ["rollout.engine=native"] if "rollout.engine" in found.keys else []
-    said += ["optimizer.warmup_steps=1"] if "optimizer.warmup_steps" in found.keys else []
-    said += ["save.report_to=[]"] if "save.report_to" in found.keys else []
-    if online and any(text.startswith("rewards") for text in found.needed) and not functions:
+    said += ["rollout.engine=native"] if "rollout.engine" in imported.keys else []
+    said += ["optimizer.warmup_steps=1"] if "optimizer.warmup_steps" in imported.keys else []
+    said += ["save.report_to=[]"] if "save.report_to" in imported.keys else []
+    if online and any(text.startswith("rewards") for text in imported.needed) and not functions:
         said += ["rewards=[{function: accuracy}]"]
     assert main(["train", "recipe.yaml", *said, "--dry-run"]) == 0, capfd.readouterr().err
     assert main(["train", "recipe.yaml", *said, "--quiet"]) == 0, capfd.readouterr().err

@@ -3,14 +3,16 @@ import pytest
 
 from groupwise.data.demonstrations import encode_demonstrations
 from groupwise.data.prompts import encode_prompts
-from groupwise.data.sources import Rows
+from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Template
 from groupwise.errors import DataError
 
 
 def demonstrations(tokenizer, rows, context=200, chat=False, template=None, **options):
     wording = Template(tokenizer=tokenizer, chat=chat, format=template)
-    return encode_demonstrations(Rows("f.jsonl", rows), wording, context=context, eos_ids=(tokenizer.eos_token_id,), **options)
+    return encode_demonstrations(
+        SourceRows("f.jsonl", rows), wording, context=context, eos_ids=(tokenizer.eos_token_id,), **options
+    )
 
 
 def texts(tokenizer, demonstration):
@@ -35,7 +37,7 @@ def test_three_forms_of_rows_give_the_same_demonstration(tokenizer):
 def test_the_prompt_of_a_demonstration_has_the_ids_that_generation_starts_from(tokenizer):
     rows = [{"prompt": "1+2", "completion": r"<think>1+2=3</think>\boxed{3}"}]
     (one,), _ = demonstrations(tokenizer, rows, chat=True)
-    (prompt,), _ = encode_prompts(Rows("f", rows), Template(tokenizer=tokenizer, chat=True), max_tokens=99)
+    (prompt,), _ = encode_prompts(SourceRows("f", rows), Template(tokenizer=tokenizer, chat=True), max_tokens=99)
     assert np.array_equal(one.prompt, prompt.tokens)
     assert one.completion.tolist().count(tokenizer.eos_token_id) == 1
     assert one.completion[-1] == tokenizer.eos_token_id

@@ -2,14 +2,14 @@ import numpy as np
 import pytest
 
 from groupwise.data.pairs import Pair, encode_pairs
-from groupwise.data.sources import Rows
+from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Template
 from groupwise.errors import ConfigError, DataError
 
 
 def pairs(tokenizer, rows, context=200, chat=True, **options):
     template = Template(tokenizer=tokenizer, chat=chat)
-    return encode_pairs(Rows("f.json", rows), template, context=context, eos_ids=(tokenizer.eos_token_id,), **options)
+    return encode_pairs(SourceRows("f.json", rows), template, context=context, eos_ids=(tokenizer.eos_token_id,), **options)
 
 
 def test_every_form_of_a_pair_gives_the_same_ids(tokenizer):

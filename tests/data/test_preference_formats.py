@@ -6,7 +6,7 @@ from groupwise.config.settings import DataSettings
 from groupwise.data.load import load_pairs, load_texts
 from groupwise.data.pairs import encode_pairs
 from groupwise.data.preference_formats import as_pairs
-from groupwise.data.sources import Rows
+from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Template, Wording
 from groupwise.data.tokenizers import byte_tokenizer
 from groupwise.errors import ConfigError, DataError
@@ -19,7 +19,7 @@ CHAT = "<|user|>1+2<|end|><|assistant|>"
 def told(rows, *, chat=True, format=None, context=2000):
     """(prompt, chosen, rejected) of each pair as text, and the report."""
     template = Template(tokenizer=TOKENIZER, chat=chat, format=format)
-    pairs, report = encode_pairs(Rows("f.jsonl", rows), template, context=context, eos_ids=(TOKENIZER.eos_token_id,))
+    pairs, report = encode_pairs(SourceRows("f.jsonl", rows), template, context=context, eos_ids=(TOKENIZER.eos_token_id,))
     return [tuple(TOKENIZER.decode(side) for side in (pair.prompt, pair.chosen, pair.rejected)) for pair in pairs], report
 
 
@@ -206,7 +206,7 @@ def test_messages_that_the_chat_template_refuses_are_counted():
     twice = [*ASKED, *ASKED]
     rows = [{"prompt": ASKED, "chosen": "3", "rejected": "4"}, {"prompt": twice, "chosen": "3", "rejected": "4"}]
     template = Template(tokenizer=tokenizer, chat=True)
-    pairs, report = encode_pairs(Rows("f.jsonl", rows), template, context=99, eos_ids=(tokenizer.eos_token_id,))
+    pairs, report = encode_pairs(SourceRows("f.jsonl", rows), template, context=99, eos_ids=(tokenizer.eos_token_id,))
     assert len(pairs) == 1 and report.dropped == {"refused by the chat template": 1}
     assert "f.jsonl row 2: the chat template refuses these messages: roles must alternate" in str(report)
 
@@ -220,7 +220,7 @@ def test_a_format_makes_the_prompt_from_other_columns():
 
 def test_reading_twice_changes_nothing():
     for row in (HH, {"context": ASKED, "response1": "3", "response2": "No.", "overall_preference": -2}):
-        once = as_pairs(Rows("f", [row]), Wording(chat=True))
+        once = as_pairs(SourceRows("f", [row]), Wording(chat=True))
         twice = as_pairs(once, Wording(chat=True))
         assert list(once) == list(twice)
 

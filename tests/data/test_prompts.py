@@ -2,13 +2,13 @@ import numpy as np
 import pytest
 
 from groupwise.data.prompts import encode_prompts, prompt_limit, visit
-from groupwise.data.sources import Rows
+from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Template
 from groupwise.errors import DataError
 
 
 def rows_of(*prompts):
-    return Rows("f.jsonl", [{"prompt": prompt, "answer": "7"} for prompt in prompts])
+    return SourceRows("f.jsonl", [{"prompt": prompt, "answer": "7"} for prompt in prompts])
 
 
 def test_prompts_carry_their_row_text_and_ids(tokenizer):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.data.sources import Rows
+from groupwise.data.sources import SourceRows
 from groupwise.data.step_labels import encode_solutions
 from groupwise.data.templates import Template
 from groupwise.data.tokenizers import arithmetic_tokenizer
@@ -18,7 +18,7 @@ EOS = int(TOKENIZER.eos_token_id)
 
 
 def encode(*rows: dict[str, Any], context: int = 64) -> Any:
-    return encode_solutions(Rows("rows", list(rows)), Template(tokenizer=TOKENIZER), context=context, eos_ids=(EOS,))
+    return encode_solutions(SourceRows("rows", list(rows)), Template(tokenizer=TOKENIZER), context=context, eos_ids=(EOS,))
 
 
 def test_steps_end_where_the_policy_would_end_them() -> None:

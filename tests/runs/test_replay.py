@@ -50,30 +50,30 @@ def run(kept: Path, tmp_path: Path) -> Path:
 def test_runs_of_many_kinds_are_replayed_bit_for_bit(case: str, tmp_path: Path) -> None:
     """The other kinds, and more steps of each: `python tests/runs/replay_runs.py`."""
     folder = recorded(tmp_path, case, **CASES[case])
-    found = [replay(folder, number) for number in (1, 3)]
-    assert [wrong(one) for one in found] == [[], []]
-    assert any(one.recorded.metrics["grad_norm"] > 0 for one in found), "nothing was trained"
+    replayed = [replay(folder, number) for number in (1, 3)]
+    assert [wrong(one) for one in replayed] == [[], []]
+    assert any(one.recorded.metrics["grad_norm"] > 0 for one in replayed), "nothing was trained"
 
 
 @pytest.mark.slow
 def test_each_step_is_replayed_from_wherever_its_weights_can_be_had(run: Path) -> None:
     """Checkpoints 4 and 5 are there; the folder was moved, and the data are asked for by nobody."""
-    found = {number: replay(run, number) for number in (1, 3, 5)}
-    assert [found[number].begun for number in found] == [0, 0, 4]
-    for number in found:
-        assert wrong(found[number]) == []
-    compared_ = {figure.name for figure in found[5].figures}
+    replayed = {number: replay(run, number) for number in (1, 3, 5)}
+    assert [replayed[number].begun for number in replayed] == [0, 0, 4]
+    for number in replayed:
+        assert wrong(replayed[number]) == []
+    compared_ = {figure.name for figure in replayed[5].figures}
     assert {"weights after the step", "optimizer after the step"} <= compared_
-    assert "weights after the step" not in {figure.name for figure in found[3].figures}
+    assert "weights after the step" not in {figure.name for figure in replayed[3].figures}
 
 
 def test_without_a_model_the_loss_and_its_gradient_are_the_runs(run: Path) -> None:
     shutil.rmtree(run / "checkpoints")
-    found = replay(run, 4, model=False)
-    assert found.same
-    assert found.begun is None
-    assert [figure.name for figure in found.figures] == ["rewards, added up", "advantages", "loss, closed form"]
-    assert found.again.accounting.total > 0.1
+    replayed = replay(run, 4, model=False)
+    assert replayed.same
+    assert replayed.begun is None
+    assert [figure.name for figure in replayed.figures] == ["rewards, added up", "advantages", "loss, closed form"]
+    assert replayed.again.accounting.total > 0.1
 
 
 def learnt(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -84,7 +84,7 @@ def learnt(metrics: Mapping[str, float]) -> dict[str, float]:
 def test_another_algorithm_does_what_training_with_it_does(kept: Path, tmp_path: Path) -> None:
     """The other run takes its step from the same checkpoint: same weights, seed and data order, so the same completions."""
     changes = ["objective=dr_grpo", "group.surrogate.high=0.28", "group.minibatches=3", "optimizer.lr=0.003"]
-    found = replay(kept, 5, changes)
+    replayed = replay(kept, 5, changes)
     other = tmp_path / "other"
     shutil.copytree(kept / "checkpoints" / "000004", other / "checkpoints" / "000004")
     tree = yaml.safe_load((kept / "config.yaml").read_text())
@@ -93,16 +93,16 @@ def test_another_algorithm_does_what_training_with_it_does(kept: Path, tmp_path:
     tree["optimizer"] |= {"lr": 0.003}
     (tmp_path / "other.yaml").write_text(yaml.safe_dump(tree))
     (taken,) = train(load_recipe(tmp_path / "other.yaml"))
-    assert found.changed is not None
-    assert found.changed.step is not None
-    assert found.changed.learner is not None
-    assert [r.text for g in taken.groups for r in g.rollouts] == [r.text for g in found.recorded.groups for r in g.rollouts]
-    assert learnt(found.changed.step.metrics) == learnt(taken.metrics)
-    assert taken.metrics["grad_norm"] != found.recorded.metrics["grad_norm"], "the change changes nothing"
+    assert replayed.changed is not None
+    assert replayed.changed.step is not None
+    assert replayed.changed.learner is not None
+    assert [r.text for g in taken.groups for r in g.rollouts] == [r.text for g in replayed.recorded.groups for r in g.rollouts]
+    assert learnt(replayed.changed.step.metrics) == learnt(taken.metrics)
+    assert taken.metrics["grad_norm"] != replayed.recorded.metrics["grad_norm"], "the change changes nothing"
     weights = load_file(other / "final" / "model.safetensors")
-    mine = dict(found.changed.learner.policy.model.named_parameters())
+    mine = dict(replayed.changed.learner.policy.model.named_parameters())
     assert all(np.array_equal(weights[name].numpy(), mine[name].detach().numpy()) for name in weights)
-    assert found.same, "the recorded configuration is replayed beside it"
+    assert replayed.same, "the recorded configuration is replayed beside it"
 
 
 @pytest.mark.slow
@@ -121,14 +121,14 @@ def test_a_change_behind_steps_without_a_checkpoint_takes_them_as_they_were(run:
 
 
 def test_what_a_change_does_to_every_token(run: Path) -> None:
-    found = replay(run, 4, ["rewards.0.weight=-1", "rewards.1.weight=-0.5"], model=False)
-    assert found.changed is not None
-    flips = pushes(found.again, found.changed)
-    pushed = sum(int(np.count_nonzero(column)) for group in found.again.column("gradient") for column in group)
+    replayed = replay(run, 4, ["rewards.0.weight=-1", "rewards.1.weight=-0.5"], model=False)
+    assert replayed.changed is not None
+    flips = pushes(replayed.again, replayed.changed)
+    pushed = sum(int(np.count_nonzero(column)) for group in replayed.again.column("gradient") for column in group)
     assert pushed > 0
     assert flips["pushed the other way"] == pushed, "rewards of the opposite sign push everything the other way"
-    assert sum(flips.values()) == sum(len(r) for g in found.recorded.groups for r in g.rollouts)
-    assert compared(found.again, found.changed).keys() == {"mean |advantage|", "loss, first pass", "sum of |dLoss/dlog-prob|"}
+    assert sum(flips.values()) == sum(len(r) for g in replayed.recorded.groups for r in g.rollouts)
+    assert compared(replayed.again, replayed.changed).keys() == {"mean |advantage|", "loss, first pass", "sum of |dLoss/dlog-prob|"}
 
 
 def test_numbers_that_were_altered_are_found(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,8 +140,8 @@ def test_numbers_that_were_altered_are_found(run: Path, capsys: pytest.CaptureFi
     assert commands.main(["replay", str(run), "--step", "5", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["same"] is True
     rewrite(run, 4, lambda table: table.set_column(*place(table, "reward"), pa.array([1.0] * len(table))))
-    found = replay(run, 4, model=False)
-    assert {figure.name for figure in found.figures if not figure.same} >= {"rewards, added up", "advantages"}
+    replayed = replay(run, 4, model=False)
+    assert {figure.name for figure in replayed.figures if not figure.same} >= {"rewards, added up", "advantages"}
 
 
 def place(table: pa.Table, name: str) -> tuple[int, str]:
@@ -176,14 +176,14 @@ def test_what_is_missing_or_damaged_is_named(run: Path, tmp_path: Path) -> None:
 def test_unreachable_weights_are_named_with_the_reason(run: Path) -> None:
     file = run / "checkpoints" / "000004" / "policy" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4] + b"oops")
-    found = replay(run, 5)
-    assert found.begun == 0
-    assert found.same
-    assert "checkpoint 4 is damaged: policy/model.safetensors is not what was written" in found.notes[0]
+    replayed = replay(run, 5)
+    assert replayed.begun == 0
+    assert replayed.same
+    assert "checkpoint 4 is damaged: policy/model.safetensors is not what was written" in replayed.notes[0]
     (run / "rollouts" / "000002.parquet").unlink()
-    found = replay(run, 5)
-    assert found.begun is None
-    assert "completions of step 2 are not in" in found.notes[0]
+    replayed = replay(run, 5)
+    assert replayed.begun is None
+    assert "completions of step 2 are not in" in replayed.notes[0]
     with pytest.raises(CheckpointError, match="needs log-probs of a reference"):
         replay(run, 5, ["group.beta=0.1"])
     assert "farther than --reach 1" in replay(run, 4, reach=1).notes[0]
@@ -215,10 +215,10 @@ def test_another_machine_is_told_apart(run: Path) -> None:
     lines = read_metrics(run)
     lines[4]["grad_norm"] *= 1 + 1e-6
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = replay(run, 5)
-    assert found.apart is not None
-    assert "torch 2.1.0 then" in found.apart
-    assert found.same, "rounding elsewhere is no difference"
+    replayed = replay(run, 5)
+    assert replayed.apart is not None
+    assert "torch 2.1.0 then" in replayed.apart
+    assert replayed.same, "rounding elsewhere is no difference"
     lines[4]["grad_norm"] *= 1.1
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert [figure.name for figure in replay(run, 5).figures if not figure.same] == ["grad_norm"]
@@ -239,12 +239,12 @@ def test_a_step_whose_sampler_was_wrong_is_diagnosed(run: Path) -> None:
         return table.set_column(*place(table, "behavior_logp"), pa.array(column, pa.list_(pa.float32())))
 
     rewrite(run, 5, shifted)
-    found = replay(run, 5)
-    assert not found.same
-    assert found.mismatch is not None
-    assert "the sampler's log-probs" in found.mismatch
-    assert "shifted index explains" in found.mismatch
-    assert "each token has the log-prob of the one before it" in found.mismatch
+    replayed = replay(run, 5)
+    assert not replayed.same
+    assert replayed.mismatch is not None
+    assert "the sampler's log-probs" in replayed.mismatch
+    assert "shifted index explains" in replayed.mismatch
+    assert "each token has the log-prob of the one before it" in replayed.mismatch
     shutil.rmtree(run / "checkpoints" / "000004")
     assert "only a checkpoint of step 4 can tell" in (replay(run, 5).mismatch or "")
 
@@ -257,6 +257,6 @@ def test_a_step_that_old_weights_have_sampled_is_diagnosed(run: Path) -> None:
     stale = score(begun, [sample_of(rollout) for rollout in rollouts], budget=1000).logp
     values = pa.array([logp.tolist() for logp in stale], pa.list_(pa.float32()))
     rewrite(run, 5, lambda table: table.set_column(*place(table, "behavior_logp"), values))
-    found = replay(run, 5).mismatch or ""
-    assert "stale weights explains" in found
-    assert "those that the run began with" in found
+    replayed = replay(run, 5).mismatch or ""
+    assert "stale weights explains" in replayed
+    assert "those that the run began with" in replayed

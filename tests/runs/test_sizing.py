@@ -1,4 +1,4 @@
-"""The plan of a run that nobody has started: memory, work and traffic by formula, against what is counted."""
+"""The plan of a run without starting it: memory, work and traffic by formula, against what is counted."""
 
 from __future__ import annotations
 

@@ -25,10 +25,10 @@ from groupwise.viewer.sources import open_source, open_sources
 
 
 def pages_of(*paths: Path) -> Pages:
-    found = Pages(open_sources(paths))
-    for index in found.indexes:
+    pages = Pages(open_sources(paths))
+    for index in pages.indexes:
         index.refresh()
-    return found
+    return pages
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +47,11 @@ def test_the_newest_step_opens_on_its_most_informative_group(pages: Pages, made:
 
 def test_a_group_holds_every_token_with_its_numbers(pages: Pages, made: Any) -> None:
     written = made.make_step(7)
-    found = pages.answer("group", {"run": "0", "step": "7", "group": "1"})
+    shown = pages.answer("group", {"run": "0", "step": "7", "group": "1"})
     group = written.groups[1]
-    assert found["prompt"] == group.prompt.text
-    assert found["row"] == dict(group.prompt.row)
-    for i, completion in enumerate(found["completions"]):
+    assert shown["prompt"] == group.prompt.text
+    assert shown["row"] == dict(group.prompt.row)
+    for i, completion in enumerate(shown["completions"]):
         rollout = group.rollouts[i]
         assert "".join(completion["tokens"][:-1]) == rollout.text
         assert completion["tokens"][-1] == "<|end|>"
@@ -65,12 +65,12 @@ def test_a_group_holds_every_token_with_its_numbers(pages: Pages, made: Any) -> 
         np.testing.assert_allclose(columns["mismatch"], 1e-4, atol=1e-6)
         np.testing.assert_allclose(columns["entropy"], written.columns["entropy"][1][i], rtol=1e-3)
         assert columns["version"] == [7] * len(rollout)
-    assert set(found["quantities"]) == {"push", "logp", "entropy", "kl", "mismatch", "gradient", "version"}
+    assert set(shown["quantities"]) == {"push", "logp", "entropy", "kl", "mismatch", "gradient", "version"}
 
 
 def test_shares_of_the_gradient_sum_to_one_and_are_0_where_clipped(pages: Pages) -> None:
-    found = pages.answer("group", {"run": "0", "step": "7", "group": "1"})
-    parts = [completion["columns"] for completion in found["completions"]]
+    shown = pages.answer("group", {"run": "0", "step": "7", "group": "1"})
+    parts = [completion["columns"] for completion in shown["completions"]]
     assert sum(sum(columns["gradient"]) for columns in parts) == pytest.approx(1.0, rel=1e-2)
     cut = [(share, clipped) for columns in parts for share, clipped in zip(columns["gradient"], columns["clipped"], strict=True)]
     assert any(clipped for _, clipped in cut)
@@ -116,12 +116,12 @@ def test_the_shares_of_the_gradient_are_those_of_autograd(made: Any) -> None:
 
 def test_long_completions_come_in_parts_that_fit_together(made: Any, tmp_path: Path) -> None:
     text = "".join(chr(97 + i % 26) for i in range(5000))
-    found = pages_of(made.make_run(tmp_path / "long", 1, texts=[text]))
-    first = found.answer("group", {"run": "0", "step": "1", "group": "1"})["completions"][0]
+    opened = pages_of(made.make_run(tmp_path / "long", 1, texts=[text]))
+    first = opened.answer("group", {"run": "0", "step": "1", "group": "1"})["completions"][0]
     said, ids = list(first["tokens"]), list(first["ids"])
     assert len(said) < 5000
     while len(said) < first["length"]:
-        more = found.answer("more", {"run": "0", "step": "1", "group": "1", "index": "0", "begin": str(len(said))})
+        more = opened.answer("more", {"run": "0", "step": "1", "group": "1", "index": "0", "begin": str(len(said))})
         said += more["tokens"]
         ids += more["ids"]
     assert "".join(said) == text + "<|end|>"
@@ -130,12 +130,12 @@ def test_long_completions_come_in_parts_that_fit_together(made: Any, tmp_path: P
 
 def test_curves_are_the_metrics_and_long_runs_are_thinned(run_folder: Path) -> None:
     lines = runlog.read_metrics(run_folder)
-    found = Pages(open_sources([run_folder])).answer("curves", {"run": "0"})
-    assert found["steps"] == [line["step"] for line in lines]
-    np.testing.assert_allclose(found["values"]["reward"], [line["reward"] for line in lines], rtol=1e-5)
-    assert found["values"]["kl"][0] is None
-    assert found["tokens"][-1] == 4000
-    assert found["seconds"][:2] == [0.0, 10.0]
+    shown = Pages(open_sources([run_folder])).answer("curves", {"run": "0"})
+    assert shown["steps"] == [line["step"] for line in lines]
+    np.testing.assert_allclose(shown["values"]["reward"], [line["reward"] for line in lines], rtol=1e-5)
+    assert shown["values"]["kl"][0] is None
+    assert shown["tokens"][-1] == 4000
+    assert shown["seconds"][:2] == [0.0, 10.0]
     few = Pages(open_sources([run_folder]), points=10).answer("curves", {"run": "0", "names": "reward"})
     assert list(few["values"]) == ["reward"]
     assert few["steps"] == list(range(4, 41, 4))
@@ -160,19 +160,19 @@ def test_metrics_follow_a_file_that_grows_and_one_that_is_replaced(made: Any, tm
 
 def test_a_step_that_a_run_packs_meanwhile_is_found(made: Any, tmp_path: Path) -> None:
     folder = made.make_run(tmp_path / "packing", 8)
-    found = pages_of(folder)
-    before = found.answer("group", {"run": "0", "step": "2", "group": "1"})
+    opened = pages_of(folder)
+    before = opened.answer("group", {"run": "0", "step": "2", "group": "1"})
     recorded.pack(folder / recorded.ROLLOUTS, 4)
-    assert found.answer("group", {"run": "0", "step": "2", "group": "1"}) == before
+    assert opened.answer("group", {"run": "0", "step": "2", "group": "1"}) == before
 
 
 def test_a_resumed_run_takes_steps_away(made: Any, tmp_path: Path) -> None:
     folder = made.make_run(tmp_path / "resumed", 6)
-    found = pages_of(folder)
+    opened = pages_of(folder)
     recorded.cut(folder / recorded.ROLLOUTS, 3)
-    found.indexes[0].refresh()
-    assert found.indexes[0].read == 3
-    assert found.answer("step", {"run": "0"})["step"] == 3
+    opened.indexes[0].refresh()
+    assert opened.indexes[0].read == 3
+    assert opened.answer("step", {"run": "0"})["step"] == 3
 
 
 def test_a_prompt_through_training_is_every_visit_in_order(pages: Pages, made: Any) -> None:
@@ -185,13 +185,13 @@ def test_a_prompt_through_training_is_every_visit_in_order(pages: Pages, made: A
 
 
 def search(pages: Pages, **asked: Any) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    matches: list[dict[str, Any]] = []
     cursor: Any = ""
     while cursor is not None:
         answer = pages.answer("search", {"run": "0", "cursor": str(cursor), **{key: str(value) for key, value in asked.items()}})
-        found += answer["found"]
+        matches += answer["found"]
         cursor = answer["next"]
-    return found
+    return matches
 
 
 @pytest.mark.slow
@@ -224,43 +224,43 @@ def test_a_search_answers_in_time_and_says_where_to_go_on(pages: Pages, made: An
 
 def test_why_names_what_changed(pages: Pages) -> None:
     """From step 21 on the made-up completions say `therefore` instead of `so`, and rewards rise all the time."""
-    found = pages.answer("why", {"run": "0", "before0": "11", "before1": "20", "after0": "21", "after1": "30"})
-    phrases = {phrase["phrase"]: phrase for phrase in found["phrases"]}
+    shown = pages.answer("why", {"run": "0", "before0": "11", "before1": "20", "after0": "21", "after1": "30"})
+    phrases = {phrase["phrase"]: phrase for phrase in shown["phrases"]}
     assert phrases["therefore"]["before"] == 0.0
     assert phrases["therefore"]["after"] == 1.0
-    assert found["reward"][1] > found["reward"][0]
-    assert {row["name"] for row in found["functions"]} == {"accuracy", "format"}
-    assert {row["name"] for row in found["features"]} == {"length", "lines", "digits", "repetition"}
+    assert shown["reward"][1] > shown["reward"][0]
+    assert {row["name"] for row in shown["functions"]} == {"accuracy", "format"}
+    assert {row["name"] for row in shown["features"]} == {"length", "lines", "digits", "repetition"}
 
 
 def test_why_finds_the_largest_move_itself(made: Any, tmp_path: Path) -> None:
     folder = made.make_run(tmp_path / "jumping", 12)
     lines = [{"step": n, "reward": 0.1 if n < 7 else 0.9} for n in range(1, 13)]
     (folder / runlog.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = pages_of(folder).answer("why", {"run": "0"})
-    assert found["before"] == [4, 6]
-    assert found["after"] == [7, 9]
+    shown = pages_of(folder).answer("why", {"run": "0"})
+    assert shown["before"] == [4, 6]
+    assert shown["after"] == [7, 9]
 
 
 def test_lenses_show_conflicts_and_duplicates(pages: Pages) -> None:
-    found = pages.answer("lenses", {"run": "0", "first": "1", "last": "10"})
-    points = found["points"]
+    shown = pages.answer("lenses", {"run": "0", "first": "1", "last": "10"})
+    points = shown["points"]
     source = pages.sources[0]
-    for conflict in found["conflicts"]:
+    for conflict in shown["conflicts"]:
         for step, group, index in conflict["places"]:
             rows = source.table(step).to_pylist()
             row = next(row for row in rows if (row["group"], row["index"]) == (group, index))
             assert row[f"rewards/{conflict['high']}"] == 1.0
             assert row[f"rewards/{conflict['low']}"] == 0.0
-    assert found["conflicts"]
+    assert shown["conflicts"]
     assert len(points["reward"]) == len(points["length"]) == 120
 
 
 def test_compare_pairs_groups_by_their_prompt(run_folder: Path, other_folder: Path) -> None:
     pages = pages_of(run_folder, other_folder)
-    found = pages.answer("compare", {"run": "0", "other": "1", "step": "5", "with": "5"})
-    assert len(found["pairs"]) == 3, "the same prompts at the same step"
-    moved = [abs(pair["right"]["mean"] - pair["left"]["mean"]) for pair in found["pairs"]]
+    shown = pages.answer("compare", {"run": "0", "other": "1", "step": "5", "with": "5"})
+    assert len(shown["pairs"]) == 3, "the same prompts at the same step"
+    moved = [abs(pair["right"]["mean"] - pair["left"]["mean"]) for pair in shown["pairs"]]
     assert moved == sorted(moved, reverse=True)
     within = pages.answer("compare", {"run": "0", "with": "40"})
     assert within["near"]
@@ -270,9 +270,9 @@ def test_compare_pairs_groups_by_their_prompt(run_folder: Path, other_folder: Pa
 
 def test_every_flag_of_a_run_has_its_words() -> None:
     assert {flag.metric for flag in FLAGS} == set(health.WORDS)
-    found = health.flags([{"completions/clipped_ratio": 0.9, "reward": math.nan}])
-    assert found[0]["meaning"].startswith("90%")
-    assert [flag["metric"] for flag in found] == ["completions/clipped_ratio", "reward"]
+    raised = health.flags([{"completions/clipped_ratio": 0.9, "reward": math.nan}])
+    assert raised[0]["meaning"].startswith("90%")
+    assert [flag["metric"] for flag in raised] == ["completions/clipped_ratio", "reward"]
     assert health.flags([{"entropy": 1.0}]) == []
 
 
@@ -406,8 +406,8 @@ def test_clip_of_knows_every_objective_with_the_clipped_surrogate() -> None:
 
 
 def test_a_run_of_another_surrogate_has_no_gradient_until_it_is_replayed(made: Any, tmp_path: Path) -> None:
-    found = pages_of(made.make_run(tmp_path / "gspo", 2, config="objective: gspo\nsteps: 2\n"))
-    group = found.answer("group", {"run": "0", "step": "2", "group": "1"})
+    opened = pages_of(made.make_run(tmp_path / "gspo", 2, config="objective: gspo\nsteps: 2\n"))
+    group = opened.answer("group", {"run": "0", "step": "2", "group": "1"})
     assert "gradient" not in group["quantities"]
     assert all("gradient" not in completion["columns"] for completion in group["completions"])
 
@@ -439,11 +439,11 @@ def test_a_replay_changes_nothing_but_what_is_listed(pages: Pages, change: str, 
 def test_a_recipe_with_code_of_its_own_is_not_replayed(
     made: Any, tmp_path: Path, config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = pages_of(made.make_run(tmp_path / "own", 2, config=config))
+    opened = pages_of(made.make_run(tmp_path / "own", 2, config=config))
     monkeypatch.setattr(replays.subprocess, "run", lambda *_, **__: pytest.fail("something was started"))
-    assert found.answer("runs", {})["runs"][0]["replay"] is None
+    assert opened.answer("runs", {})["runs"][0]["replay"] is None
     with pytest.raises(DataError, match="names code of the run's own"):
-        found.answer("replay", {"run": "0", "step": "2", "group": "1"})
+        opened.answer("replay", {"run": "0", "step": "2", "group": "1"})
 
 
 @pytest.fixture
@@ -457,11 +457,11 @@ def started_at_once(forked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_replayed_group_holds_the_closed_form_of_the_recorded_and_the_changed(trained: Path) -> None:
     from groupwise.runs.replay import replay
 
-    found = pages_of(trained)
-    place = found.answer("step", {"run": "0", "step": "2"})["groups"][0]["group"]
+    opened = pages_of(trained)
+    place = opened.answer("step", {"run": "0", "step": "2"})["groups"][0]["group"]
     asked = {"run": "0", "step": "2", "group": str(place)}
-    plain = found.answer("replay", asked)
-    changed = found.answer("replay", {**asked, "set": "objective=dr_grpo;group.surrogate.high=0.3"})
+    plain = opened.answer("replay", asked)
+    changed = opened.answer("replay", {**asked, "set": "objective=dr_grpo;group.surrogate.high=0.3"})
     expected = replay(trained, 2, ["objective=dr_grpo", "group.surrogate.high=0.3"], model=False)
     assert expected.changed is not None
     for answer, outcome in ((plain, expected.again), (changed, expected.changed)):
@@ -477,12 +477,12 @@ def test_a_replayed_group_holds_the_closed_form_of_the_recorded_and_the_changed(
     np.testing.assert_allclose(one["change"], np.array(one["replay"]) - np.array(one["recorded"]), atol=2e-4)
     assert plain["completions"][0]["change"] is None
     # What the page shows without a replay is the size of the same: weight x |advantage| x ratio as the last update saw it.
-    shown = found.answer("group", asked)
+    shown = opened.answer("group", asked)
     for completion, own in zip(plain["completions"], shown["completions"], strict=True):
         np.testing.assert_allclose(np.abs(completion["replay"]), own["columns"]["gradient"], atol=2e-4)
-    kept = len(found.replays._kept)
-    found.answer("replay", asked)
-    assert len(found.replays._kept) == kept, "from memory"
+    kept = len(opened.replays._kept)
+    opened.answer("replay", asked)
+    assert len(opened.replays._kept) == kept, "from memory"
 
 
 @pytest.mark.slow
@@ -498,8 +498,8 @@ def test_what_the_recipe_refuses_is_said(trained: Path) -> None:
 
 
 def test_an_episode_is_shown_turn_by_turn(made: Any, tmp_path: Path) -> None:
-    found = pages_of(made.make_episodes(tmp_path / "episodes"))
-    one, other = found.answer("group", {"run": "0", "step": "1", "group": "0"})["completions"]
+    opened = pages_of(made.make_episodes(tmp_path / "episodes"))
+    one, other = opened.answer("group", {"run": "0", "step": "1", "group": "0"})["completions"]
     turns = one["episode"]["turns"]
     texts = ["".join(one["tokens"][turn["begin"] : turn["end"]]) for turn in turns]
     assert texts == ["call add and divide", "the answer is 4"]
@@ -515,8 +515,8 @@ def test_an_episode_is_shown_turn_by_turn(made: Any, tmp_path: Path) -> None:
 
 
 def test_long_texts_of_an_episode_are_cut(made: Any, tmp_path: Path) -> None:
-    found = pages_of(made.make_episodes(tmp_path / "long", texts=["x" * 50_000]))
-    turn = found.answer("group", {"run": "0", "step": "1", "group": "0"})["completions"][0]["episode"]["turns"][0]
+    opened = pages_of(made.make_episodes(tmp_path / "long", texts=["x" * 50_000]))
+    turn = opened.answer("group", {"run": "0", "step": "1", "group": "0"})["completions"][0]["episode"]["turns"][0]
     assert len(turn["answer"]) == len(turn["calls"][0]["result"]) == 6000
 
 
@@ -524,5 +524,5 @@ def test_long_texts_of_an_episode_are_cut(made: Any, tmp_path: Path) -> None:
 def test_the_large_run_of_the_benchmark_is_a_run(made: Any, tmp_path: Path) -> None:
     """`benchmarks/viewer.py` makes one of 640,000 completions; its files have the columns that a run writes today."""
     pages = pages_of(made.make_large(tmp_path / "large", 201, groups=2, size=3, tokens=5))
-    found = pages.answer("group", {"run": "0", "step": "150", "group": "1"})
-    assert len(found["completions"]) == 3
+    shown = pages.answer("group", {"run": "0", "step": "150", "group": "1"})
+    assert len(shown["completions"]) == 3

@@ -301,8 +301,8 @@ def _endings(recipe: Recipe, job: Job, prompts: Sequence[Prompt], rollouts: Sequ
     return Finding("endings", True, says)
 
 
-def _agree(name: str, found: Sequence[np.ndarray], expected: Sequence[np.ndarray], limit: float, says: str, what: str) -> Finding:
-    gaps = np.concatenate([np.abs(a - b) for a, b in zip(found, expected, strict=False)] or [np.zeros(1)])
+def _agree(name: str, scored: Sequence[np.ndarray], expected: Sequence[np.ndarray], limit: float, says: str, what: str) -> Finding:
+    gaps = np.concatenate([np.abs(a - b) for a, b in zip(scored, expected, strict=False)] or [np.zeros(1)])
     gap = float(gaps.max(initial=0.0))
     if gap <= limit:
         return Finding(name, True, f"{says} (largest difference {gap:.1e} nats over {gaps.size} tokens)")

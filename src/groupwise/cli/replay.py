@@ -47,40 +47,41 @@ def replay_step(
     reach: recorded steps to train again, at most; default REACH.
     tokens: the JSON holds the gradient with respect to every log-prob too.
     """
-    found = replay(folder, number, changes, model=model, reach=REACH if reach is None else reach)
+    replayed = replay(folder, number, changes, model=model, reach=REACH if reach is None else reach)
     if not as_json:
-        print(escaped(render(found)))
+        print(escaped(render(replayed)))
     elif tokens:
-        print(json.dumps({**as_dict(found), "tokens": token_gradients(found)}, allow_nan=False))
+        print(json.dumps({**as_dict(replayed), "tokens": token_gradients(replayed)}, allow_nan=False))
     else:
-        print(json.dumps(as_dict(found), indent=1, allow_nan=False))
-    return 0 if found.same else 1
+        print(json.dumps(as_dict(replayed), indent=1, allow_nan=False))
+    return 0 if replayed.same else 1
 
 
-def render(found: Replay) -> str:
+def render(replayed: Replay) -> str:
     """A replay in words and tables."""
-    groups = found.recorded.groups
+    groups = replayed.recorded.groups
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     tokens = sum(int(rollout.trained.sum()) for rollout in rollouts)
-    lines = [f"step {found.number} of {found.folder}: {len(rollouts)} completions of {len(groups)} prompts, {tokens} tokens"]
-    lines.append(algorithm_line(found.again.algorithm))
-    if found.begun is None:
+    lines = [f"step {replayed.number} of {replayed.folder}: {len(rollouts)} completions of {len(groups)} prompts, {tokens} tokens"]
+    lines.append(algorithm_line(replayed.again.algorithm))
+    if replayed.begun is None:
         lines.append("without a model: from the recorded log-probs")
     else:
-        begin = f"checkpoint {found.begun}" if found.begun else "the model that the run began with"
-        way = found.number - 1 - found.begun
+        begin = f"checkpoint {replayed.begun}" if replayed.begun else "the model that the run began with"
+        way = replayed.number - 1 - replayed.begun
         lines.append(f"from {begin}" + (f", by way of {way} recorded step{'s' * (way > 1)}" if way else ""))
-    lines.append("compared bit for bit" if found.apart is None else f"compared within a tolerance: {found.apart}")
-    lines += ["", *_table(["", "recorded", "replayed", "largest difference"], [_row(figure) for figure in _shown(found.figures)])]
-    others = len(found.figures) - len(_shown(found.figures))
+    lines.append("compared bit for bit" if replayed.apart is None else f"compared within a tolerance: {replayed.apart}")
+    shown = _shown(replayed.figures)
+    lines += ["", *_table(["", "recorded", "replayed", "largest difference"], [_row(figure) for figure in shown])]
+    others = len(replayed.figures) - len(shown)
     if others:
         lines.append(f"{others} other metrics are the same")
-    lines += ["", *_gradient("gradient by log-prob", found.again)]
-    if found.changed is not None:
-        lines += ["", *_changed(found.again, found.changed)]
-    lines += ["", *(f"not computed: {note}" for note in found.notes)] if found.notes else []
-    lines += ["", found.mismatch] if found.mismatch is not None else []
-    wrong = [figure.name for figure in found.figures if not figure.same]
+    lines += ["", *_gradient("gradient by log-prob", replayed.again)]
+    if replayed.changed is not None:
+        lines += ["", *_changed(replayed.again, replayed.changed)]
+    lines += ["", *(f"not computed: {note}" for note in replayed.notes)] if replayed.notes else []
+    lines += ["", replayed.mismatch] if replayed.mismatch is not None else []
+    wrong = [figure.name for figure in replayed.figures if not figure.same]
     lines += ["", f"NOT the same: {', '.join(wrong)}" if wrong else "the same"]
     return "\n".join(lines)
 
@@ -99,10 +100,10 @@ def _gradient(title: str, outcome: Outcome) -> list[str]:
     """Where an outcome's gradient comes from."""
     if not outcome.parts:
         return []
-    found = outcome.accounting
-    lines = [f"{title}: sum of |dLoss/dlog-prob| {_number(found.total)}, {found.raised:.0%} of it makes tokens likelier"]
-    lines += _cut("sides of the clip range", found.sides) + _cut("tokens of the completion", found.lengths)
-    for what, parts in (("groups", found.groups), ("completions", found.completions)):
+    cuts = outcome.accounting
+    lines = [f"{title}: sum of |dLoss/dlog-prob| {_number(cuts.total)}, {cuts.raised:.0%} of it makes tokens likelier"]
+    lines += _cut("sides of the clip range", cuts.sides) + _cut("tokens of the completion", cuts.lengths)
+    for what, parts in (("groups", cuts.groups), ("completions", cuts.completions)):
         lines += _cut(f"largest {what}", sorted(parts, key=lambda part: -part.share)[:MOST])
     return lines
 
@@ -128,19 +129,19 @@ def _changed(again: Outcome, changed: Outcome) -> list[str]:
 
 def compared(again: Outcome, changed: Outcome) -> dict[str, tuple[float, float]]:
     """What both make of the completions, by name: loss and gradient, and where there was a model the metrics that differ."""
-    found = {"mean |advantage|": (_size(again.advantages), _size(changed.advantages))}
+    figures = {"mean |advantage|": (_size(again.advantages), _size(changed.advantages))}
     if again.parts and changed.parts:
-        found["loss, first pass"] = (again.loss, changed.loss)
-        found["sum of |dLoss/dlog-prob|"] = (again.accounting.total, changed.accounting.total)
+        figures["loss, first pass"] = (again.loss, changed.loss)
+        figures["sum of |dLoss/dlog-prob|"] = (again.accounting.total, changed.accounting.total)
     if again.step is not None and changed.step is not None:
         one, other = again.step.metrics, changed.step.metrics
         for name in one.keys() | other.keys():
             pair = one.get(name, math.nan), other.get(name, math.nan)
             if pair[0] != pair[1] and not all(map(math.isnan, pair)) and not name.startswith(TIMES):
-                found[name] = pair
-        names = list(found)[:3] + sorted(list(found)[3:])
-        found = {name: found[name] for name in names}
-    return found
+                figures[name] = pair
+        names = list(figures)[:3] + sorted(list(figures)[3:])
+        figures = {name: figures[name] for name in names}
+    return figures
 
 
 def pushes(again: Outcome, changed: Outcome, *, last: bool = False) -> dict[str, int]:
@@ -183,34 +184,34 @@ def _table(head: list[str], rows: Sequence[list[str]]) -> list[str]:
 # ---------------------------------------------------------------- as JSON
 
 
-def as_dict(found: Replay) -> dict[str, Any]:
+def as_dict(result: Replay) -> dict[str, Any]:
     """A replay as what JSON knows; numbers that are not finite are null."""
     return {
-        "run": str(found.folder),
-        "step": found.number,
-        "same": found.same,
-        "begun": found.begun,
-        "apart": found.apart,
+        "run": str(result.folder),
+        "step": result.number,
+        "same": result.same,
+        "begun": result.begun,
+        "apart": result.apart,
         "figures": [
             {"name": f.name, "recorded": _json(f.recorded), "replayed": _json(f.replayed), "difference": _json(f.difference),
              "limit": f.limit, "same": f.same}
-            for f in found.figures
+            for f in result.figures
         ],
-        "recorded": _outcome(found.again),
-        "changed": None if found.changed is None else _outcome(found.changed),
-        "pushes": _pushes(found),
-        "pass": "last" if found.again.last else "first",
-        "mismatch": found.mismatch,
-        "notes": found.notes,
+        "recorded": _outcome(result.again),
+        "changed": None if result.changed is None else _outcome(result.changed),
+        "pushes": _pushes(result),
+        "pass": "last" if result.again.last else "first",
+        "mismatch": result.mismatch,
+        "notes": result.notes,
     }  # fmt: skip
 
 
-def _pushes(found: Replay) -> dict[str, int] | None:
-    known = found.changed is not None and found.changed.parts and found.again.parts
-    return pushes(found.again, found.changed, last=True) if known and found.changed is not None else None
+def _pushes(replayed: Replay) -> dict[str, int] | None:
+    known = replayed.changed is not None and replayed.changed.parts and replayed.again.parts
+    return pushes(replayed.again, replayed.changed, last=True) if known and replayed.changed is not None else None
 
 
-def token_gradients(found: Replay) -> list[list[dict[str, Any]]]:
+def token_gradients(replayed: Replay) -> list[list[dict[str, Any]]]:
     """Of each group and completion: dLoss/dlog-prob of its tokens in the last pass, recorded and changed; null if there is none.
 
     0 at the tokens of completions that were not trained.
@@ -218,7 +219,7 @@ def token_gradients(found: Replay) -> list[list[dict[str, Any]]]:
 
     def columns(outcome: Outcome | None) -> list[list[list[float] | None]]:
         if outcome is None or not outcome.parts:
-            return [[None] * len(group.rollouts) for group in found.recorded.groups]
+            return [[None] * len(group.rollouts) for group in replayed.recorded.groups]
         return [
             [
                 [float(f"{value:.6g}") for value in _padded(column, rollout)]
@@ -227,7 +228,7 @@ def token_gradients(found: Replay) -> list[list[dict[str, Any]]]:
             for row, group in zip(outcome.column("gradient", last=True), outcome.groups, strict=True)
         ]
 
-    both = zip(found.recorded.groups, columns(found.again), columns(found.changed), strict=True)
+    both = zip(replayed.recorded.groups, columns(replayed.again), columns(replayed.changed), strict=True)
     return [
         [
             {"index": rollout.index, "recorded": one, "changed": other}
@@ -247,10 +248,10 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _accounting(found: Accounting) -> dict[str, Any]:
-    cuts = {name: getattr(found, name) for name in ("groups", "completions", "lengths", "sides")}
+def _accounting(accounting: Accounting) -> dict[str, Any]:
+    cuts = {name: getattr(accounting, name) for name in ("groups", "completions", "lengths", "sides")}
     parts = {name: {p.name: {"tokens": p.tokens, "silent": p.silent, "share": p.share} for p in cut} for name, cut in cuts.items()}
-    return {"total": found.total, "raised": found.raised, **parts}
+    return {"total": accounting.total, "raised": accounting.raised, **parts}
 
 
 def _json(value: float) -> float | None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from groupwise.config.settings import RewardSettings
-from groupwise.data.sources import Rows, read_rows
+from groupwise.data.sources import SourceRows, read_rows
 from groupwise.errors import ConfigError, DataError
 from groupwise.rewards.compose import as_messages, build_rewards, combine
 from groupwise.rewards.find import Completions
@@ -156,7 +156,7 @@ def _summary(name: str, column: np.ndarray) -> list[str]:
     return [f"{visible(name, 60)}: {stats}", *bars]
 
 
-def _rows(path: Path, steps: Sequence[range] | None) -> tuple[Rows, str]:
+def _rows(path: Path, steps: Sequence[range] | None) -> tuple[SourceRows, str]:
     """Rows of a file; of a run folder, or of one of its recorded steps, the completions as they were sampled.  And what was read.
 
     Raises ConfigError for steps of what is no run, or that it did not record.
@@ -175,14 +175,14 @@ def _rows(path: Path, steps: Sequence[range] | None) -> tuple[Rows, str]:
     all_of = f"recorded are {len(have)} steps from {min(have)} to {max(have)}"
     if not chosen:
         raise ConfigError(f"{folder.parent} has no such step; {all_of}")
-    tables = [Rows(name=str(have[step].path), rows=recorded.table(folder, step).to_pylist()) for step in chosen]
+    tables = [SourceRows(name=str(have[step].path), rows=recorded.table(folder, step).to_pylist()) for step in chosen]
     rows = [row for found in tables for row in found]
     name = tables[0].name if len(tables) == 1 else str(folder)
     which = f"step {chosen[0]}" if len(chosen) == 1 else f"{len(chosen)} steps from {chosen[0]} to {chosen[-1]}"
-    return _recorded(Rows(name=name, rows=rows)), f"{folder.parent}, {which} ({all_of}; --steps chooses)"
+    return _recorded(SourceRows(name=name, rows=rows)), f"{folder.parent}, {which} ({all_of}; --steps chooses)"
 
 
-def _recorded(rows: Rows) -> Rows:
+def _recorded(rows: SourceRows) -> SourceRows:
     """A run's record as rows: the data row's columns, and what was asked and answered under the usual names."""
     named = [
         {

@@ -96,14 +96,14 @@ class Imported:
 
     def tree(self) -> dict[str, Any]:
         """The recipe as nested mappings."""
-        found: dict[str, Any] = {}
+        root: dict[str, Any] = {}
         for key, value in self.keys.items():
             *sections, last = key.split(".")
-            here = found
+            here = root
             for section in sections:
                 here = here.setdefault(section, {})
             here[last] = value
-        return found
+        return root
 
     def by_fate(self) -> dict[str, list[Line]]:
         """The lines by what became of them, in words."""
@@ -112,12 +112,12 @@ class Imported:
 
     def summary(self) -> str:
         """How many lines came to what, and each line that is lost or means something else."""
-        found = self.by_fate()
+        fates = self.by_fate()
         lines = [
-            f"{self.source}: {self.kind}, {len(self.lines)} arguments: " + ", ".join(f"{len(v)} {k}" for k, v in found.items())
+            f"{self.source}: {self.kind}, {len(self.lines)} arguments: " + ", ".join(f"{len(v)} {k}" for k, v in fates.items())
         ]
         for title in (FATES["changed"], FATES["missing"], "not read"):
-            lines += [f"  {title}: {line}" for line in found.get(title, ())]
+            lines += [f"  {title}: {line}" for line in fates.get(title, ())]
         return "\n".join([*lines, *(f"  still to say: {one}" for one in self.needed)])
 
     def render(self) -> str:
@@ -157,10 +157,10 @@ def import_trl(path: str | Path, *, devices: int = 1, kind: str | None = None) -
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
     try:
-        found, given, unread = read_arguments(text, file, kind)
+        name, given, unread = read_arguments(text, file, kind)
         if isinstance(processes := given.get("num_processes"), int) and processes > 0 and file.suffix in SHELL_SCRIPTS:
             devices = processes
-        return _Translation(source=str(file), kind=found, given=given, devices=devices).made(unread)
+        return _Translation(source=str(file), kind=name, given=given, devices=devices).made(unread)
     except (TypeError, ValueError, ArithmeticError, RecursionError) as error:  # a value of another type than TRL has there
         raise ConfigError(f"{file}: a value in it is none that TRL takes ({type(error).__name__}: {error})") from error
 
@@ -237,17 +237,17 @@ class _Translation:
     def _line(self, name: str, value: Any) -> Line:
         if name in self.notes:
             return Line(name, value, *self.notes[name])
-        found = TABLE.get(name)
-        if found is None:
+        argument = TABLE.get(name)
+        if argument is None:
             near = closest(name, list(TABLE))
             return Line(name, value, None, f"no argument of TRL 1.16{near}")
-        if found.fate == "missing" and value in (None, False, 0, 0.0, "no", ""):
+        if argument.fate == "missing" and value in (None, False, 0, 0.0, "no", ""):
             return Line(name, value, "unneeded", "it is off")
-        if found.key is None or found.fate == "missing":
-            return Line(name, value, found.fate, found.says)
+        if argument.key is None or argument.fate == "missing":
+            return Line(name, value, argument.fate, argument.says)
         keys = self.written.get(name, [])
         written = ", ".join(f"{key}: {short(_flow(self.keys[key]))}" for key in dict.fromkeys(keys))
-        return Line(name, value, found.fate, written or f"{found.key}: nothing to write, it is so here")
+        return Line(name, value, argument.fate, written or f"{argument.key}: nothing to write, it is so here")
 
     # ------------------------------------------------------------ parts
 
@@ -306,16 +306,16 @@ class _Translation:
         self._spread()
 
     def _spread(self) -> None:
-        found = next((name for name in ("deepspeed", "fsdp", "config_file") if self.given.get(name)), None)
-        if found is None:
+        option = next((name for name in ("deepspeed", "fsdp", "config_file") if self.given.get(name)), None)
+        if option is None:
             return
-        given = self.given[found]
+        given = self.given[option]
         if isinstance(given, str):
             for file in (Path(self.source).parent / given, Path(given)):
                 if file.is_file():
                     given = mapping_of(file.read_text(encoding="utf-8"), file)
                     break
-        self.put("parallel", parallel_of({found: given}), found)
+        self.put("parallel", parallel_of({option: given}), option)
 
     def _data(self) -> None:
         name = self.given.get("dataset_name")

@@ -146,7 +146,7 @@ Anchor = tuple[int, int, int, int]
 
 
 def _stretches(
-    found: str, turns: Turns, messages: Sequence[Mapping[str, Any]], own: Mapping[int, int], texts: Sequence[_Text]
+    rendering: str, turns: Turns, messages: Sequence[Mapping[str, Any]], own: Mapping[int, int], texts: Sequence[_Text]
 ) -> list[_Stretch]:
     """Where in the rendering the policy's own words stand.   own: of a message its turn, for the policy's.
 
@@ -167,24 +167,25 @@ def _stretches(
     (skeleton,) = render_chats(turns.tokenizer, [chat])
     if isinstance(skeleton, Refusal):
         return []
-    anchors, literals = _aligned(found, re.split(f"({'|'.join(marks)})", skeleton), marks, texts)
-    anchors += _calls(found, literals, [turn for number, turn in own.items() if messages[number].get("tool_calls")], texts, anchors)
+    anchors, literals = _aligned(rendering, re.split(f"({'|'.join(marks)})", skeleton), marks, texts)
+    calling = [turn for number, turn in own.items() if messages[number].get("tool_calls")]
+    anchors += _calls(rendering, literals, calling, texts, anchors)
     stretches: list[_Stretch] = []
     for begin, end, turn, place in sorted(anchors):
         floor = stretches[-1].end if stretches else 0
         if begin < floor:
             continue
         text = texts[turn].text
-        while begin > floor and place > 0 and found[begin - 1] == text[place - 1]:
+        while begin > floor and place > 0 and rendering[begin - 1] == text[place - 1]:
             begin, place = begin - 1, place - 1
-        while end < len(found) and place + end - begin < len(text) and found[end] == text[place + end - begin]:
+        while end < len(rendering) and place + end - begin < len(text) and rendering[end] == text[place + end - begin]:
             end += 1
         stretches.append(_Stretch(begin, end, turn, place))
     return stretches
 
 
 def _aligned(
-    found: str, pieces: Sequence[str], marks: Mapping[str, _Mark], texts: Sequence[_Text]
+    rendering: str, pieces: Sequence[str], marks: Mapping[str, _Mark], texts: Sequence[_Text]
 ) -> tuple[list[Anchor], list[tuple[int, int]]]:
     """The parts of turns that the template writes letter by letter, perhaps without white space around them; and what it writes
     between all parts, as begin and end."""
@@ -194,13 +195,13 @@ def _aligned(
     for piece, behind in zip(pieces, [*pieces[1:], ""], strict=True):
         mark = marks.get(piece)
         if mark is None:
-            begin = at if found.startswith(piece, at) else found.find(piece, at)
+            begin = at if rendering.startswith(piece, at) else rendering.find(piece, at)
             if begin < 0:
                 break  # what stands here depends on what the marks stand for: places behind are not known
             at = begin + len(piece)
             literals.append((begin, at))
             continue
-        form = next((one for one in _forms(mark.text) if found.startswith(one + behind, at)), "")
+        form = next((one for one in _forms(mark.text) if rendering.startswith(one + behind, at)), "")
         if mark.turn is not None and form and (place := texts[mark.turn].text.find(form, mark.after)) >= 0:
             anchors.append((at, at + len(form), mark.turn, place))
         at += len(form)
@@ -220,7 +221,7 @@ _SECTIONS = (
 
 
 def _calls(
-    found: str, literals: Sequence[tuple[int, int]], calling: Sequence[int], texts: Sequence[_Text], anchors: Sequence[Anchor]
+    rendering: str, literals: Sequence[tuple[int, int]], calling: Sequence[int], texts: Sequence[_Text], anchors: Sequence[Anchor]
 ) -> list[Anchor]:
     """Calls that the template writes letter by letter as the policy did, in the order of the turns."""
     calls: list[Anchor] = []
@@ -229,9 +230,9 @@ def _calls(
         whole = (text.strip(), text.find(text.strip()))
         sections = [(one[0], one.start()) for pattern in _SECTIONS if (one := pattern.search(text)) is not None]
         floor = max((end for _, end, other, _ in (*anchors, *calls) if other <= turn), default=0)
-        ceiling = min((begin for begin, _, other, _ in anchors if other > turn), default=len(found))
+        ceiling = min((begin for begin, _, other, _ in anchors if other > turn), default=len(rendering))
         for section, place in (whole, *sections):
-            spots = (found.find(section, max(begin, floor), min(end, ceiling)) for begin, end in literals)
+            spots = (rendering.find(section, max(begin, floor), min(end, ceiling)) for begin, end in literals)
             at = next((spot for spot in spots if spot >= 0), -1) if section else -1
             if at >= 0:
                 calls.append((at, at + len(section), turn, place))

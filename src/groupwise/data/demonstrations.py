@@ -10,7 +10,7 @@ import numpy as np
 
 from groupwise.data.prompts import UNKNOWN, TooLong, ask_rows, cut_left
 from groupwise.data.report import Report, Tally
-from groupwise.data.sources import Rows, missing_column
+from groupwise.data.sources import SourceRows, missing_column
 from groupwise.data.templates import Content, Question, Template, is_blank
 from groupwise.errors import DataError
 
@@ -39,7 +39,7 @@ class Demonstration:
 
 
 def encode_demonstrations(
-    rows: Rows, template: Template, *, context: int, eos_ids: Sequence[int], too_long: TooLong = "drop"
+    rows: SourceRows, template: Template, *, context: int, eos_ids: Sequence[int], too_long: TooLong = "drop"
 ) -> tuple[list[Demonstration], Report]:
     """Demonstrations of rows with `completion`, with `messages` whose last turn is the assistant's, or with Alpaca's `output`.
 

@@ -12,7 +12,7 @@ from groupwise.data.pairs import Pair, encode_pairs
 from groupwise.data.preference_formats import as_pairs
 from groupwise.data.prompts import encode_prompts, prompt_limit, visit
 from groupwise.data.report import Report
-from groupwise.data.sources import Rows, read_rows
+from groupwise.data.sources import SourceRows, read_rows
 from groupwise.data.split import part_of
 from groupwise.data.step_labels import Solution, encode_solutions
 from groupwise.data.tasks import make_task
@@ -81,7 +81,7 @@ def load_data(
     if not train and settings.task is not None:
         settings = replace(settings, limit=1)  # what a task holds out does not depend on how much else it generates
 
-    def encode(rows: Rows) -> tuple[list[Prompt], Report]:
+    def encode(rows: SourceRows) -> tuple[list[Prompt], Report]:
         return encode_prompts(rows, template, max_tokens=limit, too_long=settings.too_long)
 
     data = _load(settings, template, encode, "prompts", seed, train=train)
@@ -107,7 +107,7 @@ def load_demonstrations(
     """
     template = Template.build(settings, tokenizer, tools)
 
-    def encode(rows: Rows) -> tuple[list[Demonstration], Report]:
+    def encode(rows: SourceRows) -> tuple[list[Demonstration], Report]:
         return encode_demonstrations(rows, template, context=context, eos_ids=eos_ids, too_long=settings.too_long)
 
     return _load(settings, template, encode, "demonstrations", seed)
@@ -119,7 +119,7 @@ def load_pairs(
     """Preference pairs for a reward model or DPO.  Raises DataError or ConfigError as `load_data`, and for a task without pairs."""
     template = Template.build(settings, tokenizer)
 
-    def encode(rows: Rows) -> tuple[list[Pair], Report]:
+    def encode(rows: SourceRows) -> tuple[list[Pair], Report]:
         return encode_pairs(rows, template, context=context, eos_ids=eos_ids, too_long=settings.too_long)
 
     return _load(settings, template, encode, "pairs", seed, read=lambda rows: as_pairs(rows, template))
@@ -133,7 +133,7 @@ def load_solutions(
         raise ConfigError(f"the task {settings.task!r} has no labelled steps: give data.path with completions and labels columns")
     template = Template.build(settings, tokenizer)
 
-    def encode(rows: Rows) -> tuple[list[Solution], Report]:
+    def encode(rows: SourceRows) -> tuple[list[Solution], Report]:
         return encode_solutions(rows, template, context=context, eos_ids=eos_ids, too_long=settings.too_long)
 
     return _load(settings, template, encode, "solutions", seed=0)
@@ -154,10 +154,10 @@ def load_texts(settings: DataSettings, seed: int) -> Iterator[str]:
 def _load(
     settings: DataSettings,
     template: Template,
-    encode: Callable[[Rows], tuple[list[Item], Report]],
+    encode: Callable[[SourceRows], tuple[list[Item], Report]],
     kind: str,
     seed: int,
-    read: Callable[[Rows], Rows] = lambda rows: rows,
+    read: Callable[[SourceRows], SourceRows] = lambda rows: rows,
     train: bool = True,
 ) -> Data[Item]:
     rows, held_out = _sources(settings, kind, seed)
@@ -192,7 +192,7 @@ def _load(
     )
 
 
-def _sources(settings: DataSettings, kind: str, seed: int) -> tuple[Rows, Rows | None]:
+def _sources(settings: DataSettings, kind: str, seed: int) -> tuple[SourceRows, SourceRows | None]:
     """Training rows, and held-out rows where the settings name them."""
     if (settings.path is None) == (settings.task is None):
         raise ConfigError("data needs exactly one of path (a file or hub name) and task (a built-in task)")
@@ -209,20 +209,20 @@ def _sources(settings: DataSettings, kind: str, seed: int) -> tuple[Rows, Rows |
     task = make_task(str(settings.task), settings.task_args)
     count = settings.limit or TASK_ROWS
     if kind == "demonstrations":
-        return Rows(f"task {settings.task}", task.demonstrations(count, seed)), held_out
+        return SourceRows(f"task {settings.task}", task.demonstrations(count, seed)), held_out
     if kind == "pairs":
         if not isinstance(task, Paired):
             given = "data.task: preferences, or data.path with chosen and rejected columns"
             raise ConfigError(f"the task {settings.task!r} has no preference pairs: give {given}")
         if held_out is None:
-            held_out = Rows(f"task {settings.task}, held out", task.held_out_pairs(settings.eval_limit or TASK_HELD_OUT))
-        return Rows(f"task {settings.task}", task.pairs(count, seed)), held_out
+            held_out = SourceRows(f"task {settings.task}, held out", task.held_out_pairs(settings.eval_limit or TASK_HELD_OUT))
+        return SourceRows(f"task {settings.task}", task.pairs(count, seed)), held_out
     if held_out is None:
-        held_out = Rows(f"task {settings.task}, held out", task.held_out(settings.eval_limit or TASK_HELD_OUT))
-    return Rows(f"task {settings.task}", task.prompts(count, seed)), held_out
+        held_out = SourceRows(f"task {settings.task}, held out", task.held_out(settings.eval_limit or TASK_HELD_OUT))
+    return SourceRows(f"task {settings.task}", task.prompts(count, seed)), held_out
 
 
-def _split(rows: Rows, wording: Wording, fractions: Mapping[str, float]) -> dict[str, Rows]:
+def _split(rows: SourceRows, wording: Wording, fractions: Mapping[str, float]) -> dict[str, SourceRows]:
     """Rows by part, `train` among them, by a hash of each row's prompt."""
     parts = [part_of(_key(wording, row, rows.where(i)), fractions) for i, row in enumerate(rows)]
     found = {name: rows.subset([i for i, part in enumerate(parts) if part == name]) for name in ("train", *fractions)}
@@ -231,7 +231,7 @@ def _split(rows: Rows, wording: Wording, fractions: Mapping[str, float]) -> dict
     return {name: replace(part, name=f"{rows.name}, {titles[name]}") if name in titles else part for name, part in found.items()}
 
 
-def _without(rows: Rows, held_out: Rows, wording: Wording) -> tuple[Rows, int]:
+def _without(rows: SourceRows, held_out: SourceRows, wording: Wording) -> tuple[SourceRows, int]:
     """Rows whose prompts are not held out, and how many others there were."""
     hidden = {_key(wording, row, held_out.where(i)) for i, row in enumerate(held_out)}
     kept = rows.subset([i for i, row in enumerate(rows) if _key(wording, row, rows.where(i)) not in hidden])

@@ -13,7 +13,7 @@ from groupwise.data.preference_formats import UNREADABLE, as_pairs
 from groupwise.data.prompts import REFUSED, UNKNOWN, TooLong, ask_rows
 from groupwise.data.rendering import Refusal
 from groupwise.data.report import Report, Tally
-from groupwise.data.sources import Rows
+from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Template, is_blank
 from groupwise.errors import DataError
 
@@ -42,7 +42,7 @@ class Pair:
 
 
 def encode_pairs(
-    rows: Rows, template: Template, *, context: int, eos_ids: Sequence[int], too_long: TooLong = "drop"
+    rows: SourceRows, template: Template, *, context: int, eos_ids: Sequence[int], too_long: TooLong = "drop"
 ) -> tuple[list[Pair], Report]:
     """Pairs of rows with `chosen` and `rejected` (strings or messages) and a prompt in any form that prompts may have.
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from groupwise.data.sources import LeftOut, Rows, missing_column
+from groupwise.data.sources import LeftOut, SourceRows, missing_column
 from groupwise.data.templates import Wording
 from groupwise.errors import DataError
 
@@ -45,11 +45,11 @@ class Form:
 
     columns: tuple[str, ...]
     """What it needs, the prompt aside."""
-    read: Callable[[Rows, bool], Found]
+    read: Callable[[SourceRows, bool], Found]
     """(rows, whether prompts become messages) -> pairs."""
 
 
-def as_pairs(rows: Rows, wording: Wording) -> Rows:
+def as_pairs(rows: SourceRows, wording: Wording) -> SourceRows:
     """The pairs of a source, each with a prompt that `wording` can read.  Rows that hold none are in `left_out`, with the reason.
 
     Where `wording.chat` says so, strings that hold several turns become messages.
@@ -74,7 +74,7 @@ def as_pairs(rows: Rows, wording: Wording) -> Rows:
     return replace(rows.subset(places), rows=pairs, left_out=tuple(left_out))
 
 
-def _form_of(rows: Rows, columns: set[str]) -> Form:
+def _form_of(rows: SourceRows, columns: set[str]) -> Form:
     """The form whose columns are all there, else the error of the one that comes closest."""
     for form in FORMS:
         if columns.issuperset(form.columns):
@@ -84,7 +84,7 @@ def _form_of(rows: Rows, columns: set[str]) -> Form:
     raise DataError(missing_column(absent, rows[0], rows.where(0)))
 
 
-def _holds_its_prompt(rows: Rows) -> bool:
+def _holds_its_prompt(rows: SourceRows) -> bool:
     """True if some `chosen` is a conversation: messages, or a string with turns."""
     return any(isinstance(row.get("chosen"), list) or _turns_of(row.get("chosen")) for row in rows)
 
@@ -92,8 +92,8 @@ def _holds_its_prompt(rows: Rows) -> bool:
 # ---- one row, one pair -------------------------------------------------------------------------------------------------------
 
 
-def _each(read: Callable[[Row, str, bool], Row | LeftOut], columns: Sequence[str]) -> Callable[[Rows, bool], Found]:
-    def of(rows: Rows, chat: bool) -> Iterator[tuple[int, Row | LeftOut]]:
+def _each(read: Callable[[Row, str, bool], Row | LeftOut], columns: Sequence[str]) -> Callable[[SourceRows, bool], Found]:
+    def of(rows: SourceRows, chat: bool) -> Iterator[tuple[int, Row | LeftOut]]:
         for i, row in enumerate(rows):
             absent = next((column for column in columns if column not in row), None)
             if absent is not None:
@@ -193,7 +193,7 @@ def _asked(prompt: object, chat: bool) -> object:
 # ---- several rows, one pair --------------------------------------------------------------------------------------------------
 
 
-def _rated(rows: Rows, chat: bool) -> Found:
+def _rated(rows: SourceRows, chat: bool) -> Found:
     """Of neighbouring rows with the same prompt, the most and the least helpful."""
     for _, group in groupby(range(len(rows)), key=lambda i: _key(rows[i].get("prompt"))):
         places = list(group)
@@ -211,7 +211,7 @@ def _rated(rows: Rows, chat: bool) -> Found:
         yield from ((i, LeftOut("between the best and the worst of a prompt", rows.where(i))) for i in rated[2:])
 
 
-def _labelled(rows: Rows, _chat: bool) -> Found:
+def _labelled(rows: SourceRows, _chat: bool) -> Found:
     """The first good completion of a prompt with its first bad one, the second with the second, and so on."""
     waiting: dict[str, tuple[list[int], list[int]]] = {}
     for i, row in enumerate(rows):

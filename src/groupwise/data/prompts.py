@@ -10,7 +10,7 @@ import numpy as np
 
 from groupwise.data.rendering import Refusal
 from groupwise.data.report import Report, Tally
-from groupwise.data.sources import Rows, printable
+from groupwise.data.sources import SourceRows, printable
 from groupwise.data.templates import Question, Template, is_blank
 from groupwise.errors import DataError
 from groupwise.records import Prompt
@@ -40,7 +40,9 @@ def prompt_limit(context: int, max_new_tokens: int, max_prompt_tokens: int | Non
     return room if max_prompt_tokens is None else max_prompt_tokens
 
 
-def encode_prompts(rows: Rows, template: Template, *, max_tokens: int, too_long: TooLong = "drop") -> tuple[list[Prompt], Report]:
+def encode_prompts(
+    rows: SourceRows, template: Template, *, max_tokens: int, too_long: TooLong = "drop"
+) -> tuple[list[Prompt], Report]:
     """Prompts of the rows that have one.  A prompt's id is its row's number from 0.
 
     Dropped and counted: empty prompts, prompts with characters that the tokenizer does not know, too long ones (unless
@@ -72,7 +74,7 @@ def visit(prompt: Prompt, epoch: int | str) -> Prompt:
     return replace(prompt, id=f"{epoch}/{prompt.id}")
 
 
-def ask_rows(rows: Rows, template: Template, tally: Tally, *, lenient: bool = False) -> list[tuple[int, Question]]:
+def ask_rows(rows: SourceRows, template: Template, tally: Tally, *, lenient: bool = False) -> list[tuple[int, Question]]:
     """(row number, question) of the rows that ask something the tokenizer can write; the others are counted in `tally`.
 
     lenient: a row whose messages the chat template refuses is counted too, and no error.

@@ -31,7 +31,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows(Sequence[Mapping[str, Any]]):
+class SourceRows(Sequence[Mapping[str, Any]]):
     """Rows of one source.  `where(i)` names row i as its owner would look for it: file and line, or data set and row."""
 
     name: str
@@ -60,15 +60,15 @@ class Rows(Sequence[Mapping[str, Any]]):
         """For messages: `train.jsonl line 17`."""
         return f"{self.name} {self.unit} {self.numbers[i]}"
 
-    def first(self, n: int | None) -> Rows:
+    def first(self, n: int | None) -> SourceRows:
         """The first `n` rows; all if None."""
         return replace(self, rows=self.rows[:n], numbers=self.numbers[:n])
 
-    def subset(self, places: Sequence[int]) -> Rows:
+    def subset(self, places: Sequence[int]) -> SourceRows:
         """The rows at `places`, under the names they had."""
         return replace(self, rows=[self.rows[i] for i in places], numbers=[self.numbers[i] for i in places], left_out=())
 
-    def renamed(self, columns: Mapping[str, str]) -> Rows:
+    def renamed(self, columns: Mapping[str, str]) -> SourceRows:
         """Columns under our names (`{ours: yours}`), all at once, so that two can be exchanged.
 
         Raises DataError if a row has no such column.
@@ -91,7 +91,7 @@ def missing_column(name: str, row: Mapping[str, Any], where: str, ours: str | No
     return f"{where}: no column {name!r}; there are: {there} (data.columns renames: {{{ours or name}: YOURS}})"
 
 
-def read_rows(path: str, split: str = "train") -> Rows:
+def read_rows(path: str, split: str = "train") -> SourceRows:
     """Rows of a JSONL, JSON or Parquet file, or of a hub data set: `owner/name`, or `owner/name:config`.
 
     A name that looks like a path is never looked up on the hub.  Rows in memory are a `Live` name (see `live_rows`).
@@ -151,7 +151,7 @@ def live_rows(given: object, name: str) -> Live:
         except (TypeError, ValueError) as error:
             raise DataError(f"{where}: {error}") from None
     count = f"{len(given):,} row" + ("s" if len(given) > 1 else "")
-    return Live(f"{count} ({short_digest(written)})", Rows(name, given))
+    return Live(f"{count} ({short_digest(written)})", SourceRows(name, given))
 
 
 def kind_of(value: object) -> str:
@@ -184,7 +184,7 @@ def _neighbours(file: Path) -> str:
     return f" (in that folder: {', '.join(near[:5])})" if near else ""
 
 
-def _read_jsonl(file: Path, name: str) -> Rows:
+def _read_jsonl(file: Path, name: str) -> SourceRows:
     rows, lines = [], []
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
@@ -192,7 +192,7 @@ def _read_jsonl(file: Path, name: str) -> Rows:
                 continue
             rows.append(_parse_line(line, f"{name} line {number}"))
             lines.append(number)
-    return Rows(name, rows, lines, unit="line")
+    return SourceRows(name, rows, lines, unit="line")
 
 
 def _parse_line(line: bytes, where: str) -> Mapping[str, Any]:
@@ -258,7 +258,7 @@ def _refuse_lone_surrogates(text: str, row: object, where: str) -> None:
         raise DataError(f"{where}: half of a character, {half}, stands alone: mend the text, for example by removing it") from None
 
 
-def _read_json(file: Path, name: str) -> Rows:
+def _read_json(file: Path, name: str) -> SourceRows:
     text = _decode(file.read_bytes(), name)
     try:
         rows = json.loads(text)
@@ -278,15 +278,15 @@ def _read_json(file: Path, name: str) -> Rows:
             raise DataError(f"{name} row {i + 1}: a row is a JSON object, this is {_kind(row)}")
         _refuse_depth(row, f"{name} row {i + 1}")
         _refuse_lone_surrogates(text, row, f"{name} row {i + 1}")
-    return Rows(name, rows)
+    return SourceRows(name, rows)
 
 
-def _read_parquet(file: Path, name: str) -> Rows:
+def _read_parquet(file: Path, name: str) -> SourceRows:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        return Rows(name, pyarrow.parquet.read_table(file).to_pylist())
+        return SourceRows(name, pyarrow.parquet.read_table(file).to_pylist())
     except (pyarrow.ArrowInvalid, OSError) as error:
         with file.open("rb") as stream:
             start = stream.read(8)
@@ -316,11 +316,11 @@ def _load_hub(name: str, split: str) -> Any:
         raise DataError(f"cannot load {name!r} (split {split!r}) from the hub, and no such file is here: {reason}") from error
 
 
-def _read_hub(name: str, split: str) -> Rows:
+def _read_hub(name: str, split: str) -> SourceRows:
     loaded = _load_hub(name, split)
     if not len(loaded):
         raise DataError(f"{name} (split {split}) holds no rows")
-    return Rows(name, loaded.to_list())
+    return SourceRows(name, loaded.to_list())
 
 
 def printable(text: object) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from groupwise.data.demonstrations import fit_prompt
 from groupwise.data.prompts import UNKNOWN, TooLong, ask_rows
 from groupwise.data.report import Report, Tally
-from groupwise.data.sources import Rows, missing_column
+from groupwise.data.sources import SourceRows, missing_column
 from groupwise.data.templates import Template
 from groupwise.errors import DataError
 
@@ -42,7 +42,7 @@ class Solution:
 
 
 def encode_solutions(
-    rows: Rows, template: Template, *, context: int, eos_ids: Sequence[int], too_long: TooLong = "drop"
+    rows: SourceRows, template: Template, *, context: int, eos_ids: Sequence[int], too_long: TooLong = "drop"
 ) -> tuple[list[Solution], Report]:
     """Solutions of rows with `completions` (the steps, strings) and `labels` (true or false, or a probability, for each).
 

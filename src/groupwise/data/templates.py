@@ -362,11 +362,11 @@ class Completion:
 Found = TypeVar("Found", str, Question, Completion)
 
 
-def _accepted(found: Found | Refusal) -> Found:
+def _accepted(answer: Found | Refusal) -> Found:
     """What was found.  Raises DataError for a refusal."""
-    if isinstance(found, Refusal):
-        raise DataError(str(found))
-    return found
+    if isinstance(answer, Refusal):
+        raise DataError(str(answer))
+    return answer
 
 
 def _prompt_chat(content: Content, where: str, tools: Schemas | None = None) -> str | Chat:

@@ -20,7 +20,7 @@ import numpy as np
 from groupwise.data.rendering import Chat, Refusal, render_chats
 from groupwise.data.templates import CLOSE, OPEN, Template
 from groupwise.data.turns import Turns
-from groupwise.environments.requests import ChatRequest, Drawn, Refused, message_key
+from groupwise.environments.requests import ChatRequest, Refused, SampledTokens, message_key
 from groupwise.environments.tool_calls import BrokenCall, Call, Said, form_of, read_turn, split_thinking
 from groupwise.errors import DataError
 from groupwise.records import Finish
@@ -104,7 +104,7 @@ class Speech:
         with self.lock:
             return str(self.tokenizer.decode(list(map(int, tokens)), skip_special_tokens=not special))
 
-    def read(self, drawn: Drawn, request: ChatRequest, thinking: bool) -> Told:
+    def read(self, drawn: SampledTokens, request: ChatRequest, thinking: bool) -> Told:
         """A turn as a message.  Calls that cannot be read stay text."""
         form = form_of(_default(self.tokenizer.chat_template))
         if not request.tools and form != "channels":
@@ -180,7 +180,7 @@ class Memory:
         tokens, text = self.speech.render(request)
         return Asking(tokens, _thinks(text), request.messages, None)
 
-    def tell(self, request: ChatRequest, asking: Asking, drawn: Drawn) -> Told:
+    def tell(self, request: ChatRequest, asking: Asking, drawn: SampledTokens) -> Told:
         """The turn as a message, which is from now on recognised."""
         told = self.speech.read(drawn, request, asking.thinking)
         ids = np.concatenate([asking.context, np.asarray(drawn.tokens, dtype=np.int64)])

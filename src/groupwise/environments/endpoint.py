@@ -40,8 +40,8 @@ from groupwise.environments.chat_tokens import Asking, Speech, Told
 from groupwise.environments.requests import (
     Asked,
     ChatRequest,
-    Drawn,
     Refused,
+    SampledTokens,
     read_chat_request,
     read_token_request,
     token_answer,
@@ -73,11 +73,11 @@ class Line(Protocol):
         """What a chat request's turn is drawn behind.  Raises Refused."""
         ...
 
-    def draw(self, context: np.ndarray, asked: Asked, asking: Asking | None = None) -> Future[Sequence[Drawn]]:
+    def draw(self, context: np.ndarray, asked: Asked, asking: Asking | None = None) -> Future[Sequence[SampledTokens]]:
         """Completions behind ids; they may fail with Refused.  asking: of a chat request.  Raises Refused."""
         ...
 
-    def tell(self, request: ChatRequest, asking: Asking, drawn: Drawn) -> Told:
+    def tell(self, request: ChatRequest, asking: Asking, drawn: SampledTokens) -> Told:
         """A turn as a message."""
         ...
 
@@ -351,7 +351,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refused(f"there is no such episode: {where}", HTTPStatus.NOT_FOUND, code="episode_over")
         return line
 
-    def _wait(self, drawn: Future[Sequence[Drawn]]) -> Sequence[Drawn]:
+    def _wait(self, drawn: Future[Sequence[SampledTokens]]) -> Sequence[SampledTokens]:
         """What is being drawn.  Raises _Gone if the client hangs up before that; what nobody waits for is not begun."""
         while True:
             try:
@@ -417,7 +417,7 @@ def _no_number(name: str) -> Any:
     raise ValueError(f"{name} is no number in JSON")
 
 
-def chat_answer(request: ChatRequest, asking: Asking, drawn: Drawn, told: Told, speech: Speech) -> dict[str, Any]:
+def chat_answer(request: ChatRequest, asking: Asking, drawn: SampledTokens, told: Told, speech: Speech) -> dict[str, Any]:
     """What `POST /v1/chat/completions` answers."""
     choice: dict[str, Any] = {"index": 0, "message": dict(told.message), "finish_reason": told.finish_reason, "logprobs": None}
     if request.logprobs:

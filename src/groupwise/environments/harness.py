@@ -257,16 +257,16 @@ def void(_: object) -> None:
     """Discard a value."""
 
 
-def reward_of(found: Any) -> float | None:
+def reward_of(returned: Any) -> float | None:
     """The reward that a harness returned, as a float or None.  Raises TypeError for anything that is not a number."""
-    if found is None:
+    if returned is None:
         return None
-    if isinstance(found, int | float) or hasattr(found, "__float__"):  # numpy's and torch's numbers too
-        reward = float(found)
+    if isinstance(returned, int | float) or hasattr(returned, "__float__"):  # numpy's and torch's numbers too
+        reward = float(returned)
         if math.isnan(reward):
             raise TypeError("the reward is NaN: return None where none can be given")
         return reward
-    raise TypeError(f"a harness returns its reward, a number or None; got {found!r:.80} ({type(found).__name__})")
+    raise TypeError(f"a harness returns its reward, a number or None; got {returned!r:.80} ({type(returned).__name__})")
 
 
 def _described(error: BaseException) -> str:

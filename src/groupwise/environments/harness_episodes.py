@@ -25,7 +25,7 @@ from groupwise.environments.chat_tokens import Asking, Memory, Speech, Told
 from groupwise.environments.conversation import Reply
 from groupwise.environments.endpoint import Endpoint
 from groupwise.environments.harness import Errand, Harness
-from groupwise.environments.requests import Asked, ChatRequest, Drawn, Refused
+from groupwise.environments.requests import Asked, ChatRequest, Refused, SampledTokens
 from groupwise.environments.tool_calls import Call
 from groupwise.errors import EnvironmentFailure
 from groupwise.records import Branch, Episode, Finish, Prompt, Sampling, ToolCall, Turn
@@ -171,7 +171,7 @@ class _Request:
     context: np.ndarray
     asked: Asked
     asking: Asking | None
-    drawn: Future[Sequence[Drawn]] = field(default_factory=Future)
+    drawn: Future[Sequence[SampledTokens]] = field(default_factory=Future)
 
 
 @dataclass(slots=True, eq=False)
@@ -245,7 +245,7 @@ class Captured:
             request, self._drawing = self._drawing, None
             if not self._waiting:
                 self._since = time.monotonic()
-            drawn = Drawn(list(tokens), list(logp), finish, version, len(self._turns) - 1)
+            drawn = SampledTokens(list(tokens), list(logp), finish, version, len(self._turns) - 1)
             following = self._next = Future()
             resolved = self._advance()
         if request is not None:
@@ -338,7 +338,7 @@ class Captured:
         request.asked.check_against(self.world.limits.sampling)
         return self.memory.ask(request)
 
-    def draw(self, context: np.ndarray, asked: Asked, asking: Asking | None = None) -> Future[Sequence[Drawn]]:
+    def draw(self, context: np.ndarray, asked: Asked, asking: Asking | None = None) -> Future[Sequence[SampledTokens]]:
         """Queue the request for the engine.  Raises Refused for other sampling than the run's, or an episode that is over."""
         asked.check_against(self.world.limits.sampling)
         if asked.count > 1:
@@ -354,7 +354,7 @@ class Captured:
         _resolve(resolved)
         return request.drawn
 
-    def tell(self, request: ChatRequest, asking: Asking, drawn: Drawn) -> Told:
+    def tell(self, request: ChatRequest, asking: Asking, drawn: SampledTokens) -> Told:
         """The turn as a message, with its calls noted for the record."""
         told = self.memory.tell(request, asking, drawn)
         with self._lock:

@@ -148,7 +148,7 @@ class ChatRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledTokens:
     """A completion, or a turn of an episode, as it was sampled."""
 
     tokens: Sequence[int]
@@ -201,7 +201,7 @@ def read_token_request(body: Mapping[str, Any], *, vocabulary: int, eos_ids: Seq
     return TokenRequest(np.asarray(ids, dtype=np.int64), _asked(drawn, drawn.get("max_tokens"), "max_tokens"))
 
 
-def token_answer(name: str, found: Sequence[Drawn]) -> dict[str, Any]:
+def token_answer(name: str, completions: Sequence[SampledTokens]) -> dict[str, Any]:
     """What `POST /inference/v1/generate` answers.  name: of the request."""
     return {
         "request_id": name,
@@ -219,7 +219,7 @@ def token_answer(name: str, found: Sequence[Drawn]) -> dict[str, Any]:
                 },
                 "weight_versions": [{"version": str(one.version), "start": 0, "end": len(one.tokens)}],
             }
-            for index, one in enumerate(found)
+            for index, one in enumerate(completions)
         ],
     }
 

@@ -64,23 +64,23 @@ class Instance:
         from groupwise.environments.schemas import name_of, schema_of
 
         functions = list(self._functions.items())
-        found: dict[str, Any] = {"steps": False, "rewarded": False, "class": name}
+        facts: dict[str, Any] = {"steps": False, "rewarded": False, "class": name}
         if self._factory is not None:
             made = self._make()
-            found |= {"class": type(made).__name__, "rewarded": callable(getattr(made, "get_reward", None))}
+            facts |= {"class": type(made).__name__, "rewarded": callable(getattr(made, "get_reward", None))}
             for method in ("reset",) if interface != "step" else ("reset", "step"):
                 if not callable(getattr(made, method, None)):
                     raise ConfigError(f"the environment {name!r} ({type(made).__name__}) has no method {method}()")
-            found["steps"] = interface == "step" or (interface is None and callable(getattr(made, "step", None)))
-            found["rewarded"] |= found["steps"]
-            found["resets"], found["resets_all"] = _parameters(made.reset)
-            functions += [] if found["steps"] else [(tool, getattr(made, tool)) for tool in _methods(made, interface)]
+            facts["steps"] = interface == "step" or (interface is None and callable(getattr(made, "step", None)))
+            facts["rewarded"] |= facts["steps"]
+            facts["resets"], facts["resets_all"] = _parameters(made.reset)
+            functions += [] if facts["steps"] else [(tool, getattr(made, tool)) for tool in _methods(made, interface)]
             self.end(False)
         schemas = [schema_of(function, tool) for tool, function in functions]
         names = [name_of(schema) for schema in schemas]
         if twice := next((one for one in names if names.count(one) > 1), None):
             raise ConfigError(f"two tools are called {twice!r}; the policy tells them apart by name")
-        return found | {"tools": schemas, "asynchronous": [tool for tool, function in functions if asynchronous(function)]}
+        return facts | {"tools": schemas, "asynchronous": [tool for tool, function in functions if asynchronous(function)]}
 
     def reset(self, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """Make the environment and begin its episode; `observation` is None where it says nothing."""
@@ -95,10 +95,10 @@ class Instance:
         for key, parameter in inspect.signature(self._object.reset).parameters.items():
             if key not in given and parameter.default is parameter.empty and parameter.kind in _NAMED:
                 raise Missing(f"reset() asks for {key!r}, which the data do not have; columns: {', '.join(row) or 'none'}")
-        found = self._awaited(self._object.reset(**given))
-        if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping):  # Gymnasium's
-            found = found[0]
-        return {"observation": as_text(found)}
+        observation = self._awaited(self._object.reset(**given))
+        if isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], Mapping):  # Gymnasium's
+            observation = observation[0]
+        return {"observation": as_text(observation)}
 
     def call(self, calls: Sequence[tuple[str, Mapping[str, Any]]], seconds: float) -> Iterator[dict[str, Any]]:
         """Carry calls out, in their order; neighbours that are asynchronous go on side by side, each for at most `seconds`."""
@@ -118,29 +118,29 @@ class Instance:
 
     def step(self, text: str) -> dict[str, Any]:
         """The environment's answer to what the policy wrote: observation, reward, whether the episode is over."""
-        found = self._awaited(self._object.step(text))
-        if not isinstance(found, tuple) or len(found) not in (3, 5):
-            kind = f"a tuple of {len(found)}" if isinstance(found, tuple) else type(found).__name__
+        stepped = self._awaited(self._object.step(text))
+        if not isinstance(stepped, tuple) or len(stepped) not in (3, 5):
+            kind = f"a tuple of {len(stepped)}" if isinstance(stepped, tuple) else type(stepped).__name__
             raise EnvironmentFailure(
                 f"step() returned {kind}, expected (observation, reward, done) or Gymnasium's "
                 "(observation, reward, terminated, truncated, info)"
             )
-        done = bool(found[2]) or (len(found) == 5 and bool(found[3]))
-        return {"observation": as_text(found[0]) or "", "reward": _number(found[1], "step()"), "done": done}
+        done = bool(stepped[2]) or (len(stepped) == 5 and bool(stepped[3]))
+        return {"observation": as_text(stepped[0]) or "", "reward": _number(stepped[1], "step()"), "done": done}
 
     def end(self, judged: bool) -> dict[str, Any]:
         """Close the environment.  judged: give its reward and its public attributes too."""
         made, self._object = self._object, None
-        found: dict[str, Any] = {"reward": None, "state": None}
+        ended: dict[str, Any] = {"reward": None, "state": None}
         try:
             if judged and made is not None:
                 if callable(getattr(made, "get_reward", None)):
-                    found["reward"] = _number(self._awaited(made.get_reward()), "get_reward()")
-                found["state"] = attributes_of(made)
+                    ended["reward"] = _number(self._awaited(made.get_reward()), "get_reward()")
+                ended["state"] = attributes_of(made)
         finally:
             if callable(close := getattr(made, "close", None)):
                 self._awaited(close())
-        return found
+        return ended
 
     # ---- inside --------------------------------------------------------------------------------------------------------------
 
@@ -197,8 +197,8 @@ def _parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
 def _methods(made: Any, interface: str | None) -> list[str]:
     """Public methods of an environment's class that are tools.  Properties are not evaluated."""
     own = [name for name in OWN if name != "step" or interface != "tools"]
-    found = inspect.getmembers(type(made), predicate=inspect.isfunction)
-    return [name for name, _ in found if not name.startswith("_") and name not in own]
+    members = inspect.getmembers(type(made), predicate=inspect.isfunction)
+    return [name for name, _ in members if not name.startswith("_") and name not in own]
 
 
 def as_text(value: Any) -> str | None:
@@ -223,15 +223,15 @@ def result_text(value: Any) -> str:
 
 def attributes_of(made: Any) -> dict[str, Any]:
     """The public attributes of an object whose values JSON holds."""
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for name, value in list(getattr(made, "__dict__", {}).items()):
         if name.startswith("_"):
             continue
         with contextlib.suppress(TypeError, ValueError, RecursionError):
             text = json.dumps(value, allow_nan=False)
             if len(text) <= STATE_BYTES:
-                found[name] = json.loads(text)
-    return found
+                attributes[name] = json.loads(text)
+    return attributes
 
 
 def _number(value: Any, whose: str) -> float | None:

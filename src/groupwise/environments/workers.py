@@ -286,15 +286,15 @@ class Rooms:
         finally:
             place.leave()
 
-    def _kind(self, name: str, found: Mapping[str, Any]) -> Kind:
-        self.asynchronous |= set(found["asynchronous"])
+    def _kind(self, name: str, facts: Mapping[str, Any]) -> Kind:
+        self.asynchronous |= set(facts["asynchronous"])
         return Kind(
             name=name,
-            title=found["class"],
-            schemas=tuple(found["tools"]),
-            steps=found["steps"],
-            resets="resets" in found,
-            rewarded=found["rewarded"],
+            title=facts["class"],
+            schemas=tuple(facts["tools"]),
+            steps=facts["steps"],
+            resets="resets" in facts,
+            rewarded=facts["rewarded"],
         )
 
     def place(self, name: str, seed: int) -> Place:

@@ -318,13 +318,13 @@ def positions(model: PreTrainedModel, most: int = LONGEST) -> int:
 
 def switches(model: PreTrainedModel) -> tuple[int, ...]:
     """Lengths above which the model computes otherwise: windows and chunks of its masks, frequencies, steps of a temperature."""
-    found = {at for at, _ in rope.switches(model)}
+    sizes = {at for at, _ in rope.switches(model)}
     for module in model.modules():
         reach: Reach = vars(module).get(ATTRIBUTE, Reach())
-        found |= {reach.window, reach.chunk}
+        sizes |= {reach.window, reach.chunk}
     text: Any = model.config.get_text_config()
-    found |= {getattr(text, key, None) for key in ("floor_scale", "original_max_position_embeddings")}
-    return tuple(sorted(size for size in found if size))
+    sizes |= {getattr(text, key, None) for key in ("floor_scale", "original_max_position_embeddings")}
+    return tuple(sorted(size for size in sizes if size))
 
 
 def samples_across(switches: Sequence[int], longest: int, vocabulary: int, seed: int = 0) -> list[Sample]:
@@ -379,7 +379,7 @@ def truth(policy: Policy, samples: Sequence[Sample], *, gradients: bool, drops: 
     """
     model = policy.model.train(drops or still)
     model.zero_grad(set_to_none=True)
-    found = []
+    logps = []
     eager = still or (drops and policy.attention != "single")
     with plain_attention(model, eager=eager), torch.enable_grad() if gradients else torch.no_grad():
         for place, sample in enumerate(samples):
@@ -392,8 +392,8 @@ def truth(policy: Policy, samples: Sequence[Sample], *, gradients: bool, drops: 
             if gradients:
                 weight_N = torch.from_numpy(sample.weight).to(logp_N)
                 (weight_N * logp_N.square()).sum().backward()
-            found.append(logp_N.detach().double().cpu().numpy())
-    return Truth(found, taken(model) if gradients else {})
+            logps.append(logp_N.detach().double().cpu().numpy())
+    return Truth(logps, taken(model) if gradients else {})
 
 
 def _dropping(policy: Policy, samples: Sequence[Sample], place: int) -> AbstractContextManager[Any]:
@@ -412,15 +412,15 @@ UPDATE = {"seed": 0, "update": 0}
 
 def taken(model: PreTrainedModel) -> dict[str, Tensor]:
     """The gradients of a model, which are taken away from it."""
-    found = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    return found
+    return gradients
 
 
 def by_policy(policy: Policy, samples: Sequence[Sample], *, gradients: bool, drops: bool = False) -> Truth:
     """The same as a run computes it: packed, fused, gradients summed in place.   drops: as in an update that drops units."""
     policy.model.zero_grad(set_to_none=True)
-    found = [np.zeros(sample.completion.size) for sample in samples]
+    logps = [np.zeros(sample.completion.size) for sample in samples]
     with (
         torch.enable_grad() if gradients else torch.no_grad(),
         fused_modules(policy.model, keep=not policy.sharded),
@@ -438,8 +438,8 @@ def by_policy(policy: Policy, samples: Sequence[Sample], *, gradients: bool, dro
             logp_P = logp_M.new_zeros(batch.layout.total)
             logp_P[rows_M] = logp_M.detach()
             for index, values in unpack(batch, logp_P, samples):
-                found[index] = values.astype(np.float64)
-    return Truth(found, taken(policy.model) if gradients else {})
+                logps[index] = values.astype(np.float64)
+    return Truth(logps, taken(policy.model) if gradients else {})
 
 
 def _packed(policy: Policy, samples: Sequence[Sample]) -> list[Batch]:
@@ -462,18 +462,18 @@ MENDED = (LOWER_REMEDY, BALANCE, dropout.REMEDY, REMEDIES["recompute"], REMEDIES
 """Remedies of what a run may do without."""
 
 
-def compare(family: str, path: str, found: Truth, expected: Truth, remedy: str) -> float:
+def compare(family: str, path: str, measured: Truth, expected: Truth, remedy: str) -> float:
     """The largest difference of a log-prob.  Raises ConfigError if it, or a gradient's, is too large, or not finite."""
     check_finite_truth(family, expected)
-    sizes = [float(np.abs(ours - theirs).max()) for ours, theirs in zip(found.logp, expected.logp, strict=True)]
+    sizes = [float(np.abs(ours - theirs).max()) for ours, theirs in zip(measured.logp, expected.logp, strict=True)]
     place = int(np.argmax(sizes))  # of NaN the first
     if not sizes[place] <= VALUES:
-        said = f"a log-prob of a completion of {found.logp[place].size} tokens {apart(sizes[place], 'nats')}"
+        said = f"a log-prob of a completion of {measured.logp[place].size} tokens {apart(sizes[place], 'nats')}"
         raise ConfigError(refusal(family, path, said, remedy))
-    if lost := expected.gradient.keys() - found.gradient.keys():
+    if lost := expected.gradient.keys() - measured.gradient.keys():
         raise ConfigError(refusal(family, path, f"{min(lost)} gets no gradient", remedy))
     size, none = max((float(gradient.norm()) for gradient in expected.gradient.values()), default=0.0), torch.zeros(())
-    for name, ours in found.gradient.items():
+    for name, ours in measured.gradient.items():
         theirs = expected.gradient.get(name, none)
         difference = float((ours - theirs).norm()) / (float(theirs.norm()) + 1e-3 * size)
         if not difference <= GRADIENTS:
@@ -536,16 +536,16 @@ def prove(
     proven, worst = [], 0.0
     if paths:
         far = far_samples(policy, FAR)
-        found, expected = (ask(policy, far, gradients=False) for ask in (by_policy, truth))
-        worst = compare(family, "scoring", found, expected, remedies["scoring"])
+        computed, expected = (ask(policy, far, gradients=False) for ask in (by_policy, truth))
+        worst = compare(family, "scoring", computed, expected, remedies["scoring"])
         if dtype != "float32":
             prove_lower(policy, dtype, case)
             proven.append(dtype)
         samples = [*samples, *far]
     for path in paths:
-        found = _PATHS[path](case)
-        if found is not None:
-            worst = max(worst, compare(family, path, *found, remedies[path]))
+        computed = _PATHS[path](case)
+        if computed is not None:
+            worst = max(worst, compare(family, path, *computed, remedies[path]))
             proven.append(path)
     model.eval()
     return Proof(
@@ -611,12 +611,12 @@ def _prove_lower(policy: Policy, lower: Policy, dtype: str, near: Case, seed: in
         own, ours = (ask(lower, case.samples, gradients=gradients) for ask in (truth, by_policy))
         if gradients:
             _compare_lower_gradients(family, dtype, ours.gradient, own.gradient, case.expected.gradient)
-        for exact, theirs, found in zip(case.expected.logp, own.logp, ours.logp, strict=True):
-            errors.append((found - exact, theirs - exact))
+        for exact, theirs, lowered in zip(case.expected.logp, own.logp, ours.logp, strict=True):
+            errors.append((lowered - exact, theirs - exact))
             for at in range(0, exact.size - STRETCH + 1, STRETCH):
                 what = f"in {dtype} log-probs of tokens {at} to {at + STRETCH} lie"
                 part = slice(at, at + STRETCH)
-                compare_lower(family, "scoring", what, (found - exact)[part], (theirs - exact)[part], LOWER_REMEDY)
+                compare_lower(family, "scoring", what, (lowered - exact)[part], (theirs - exact)[part], LOWER_REMEDY)
         if gradients:  # all short texts together: among the many tokens of the long one they would not be seen
             ours_N, own_N = (np.concatenate(each) for each in zip(*errors, strict=True))
             compare_lower(family, "scoring", f"in {dtype} log-probs of short texts lie", ours_N, own_N, LOWER_REMEDY, LOWER_SHORT)
@@ -629,9 +629,9 @@ def compare_lower(
 ) -> None:
     """Hold differences from float32 against those of the model's own pass, in nats.  Raises ConfigError if ours are larger than
     `bound` times these."""
-    found, theirs = (float(np.median(np.abs(errors))) for errors in (ours, own))
-    if not found <= bound * theirs + ROUNDED:
-        raise ConfigError(refusal(family, path, f"{what} {found:.2g} nats from float32, its own {theirs:.2g}", remedy))
+    error, theirs = (float(np.median(np.abs(errors))) for errors in (ours, own))
+    if not error <= bound * theirs + ROUNDED:
+        raise ConfigError(refusal(family, path, f"{what} {error:.2g} nats from float32, its own {theirs:.2g}", remedy))
 
 
 def _compare_lower_gradients(
@@ -709,13 +709,13 @@ def _router(case: Case) -> tuple[Truth, Truth] | None:
     own = case.policy.forward(batch).router_loss
     assert isinstance(own, Tensor)
     own.backward()
-    found = Truth([own.detach().numpy()[None]], taken(model))
+    computed = Truth([own.detach().numpy()[None]], taken(model))
     with plain_attention(model):
         loss = getattr(model(input_ids=batch.tokens_P[None], use_cache=False, output_router_logits=True), "aux_loss", None)
     if loss is None:
         raise ConfigError(f"{type(model).__name__} has no loss that balances experts; {BALANCE}")
     (case.policy.router_coefficient * loss).backward()
-    return found, Truth([(case.policy.router_coefficient * loss).detach().numpy()[None]], taken(model))
+    return computed, Truth([(case.policy.router_coefficient * loss).detach().numpy()[None]], taken(model))
 
 
 def _recompute(case: Case) -> tuple[Truth, Truth] | None:
@@ -744,9 +744,9 @@ def _dropped(case: Case) -> tuple[Truth, Truth]:
             f"model.dropout: {type(policy.model).__name__} drops nothing with this configuration: write probabilities into its "
             "config.json (attention_dropout, say), or set model.dropout to false"
         )
-    found = by_policy(policy, case.samples, gradients=True, drops=True)
+    computed = by_policy(policy, case.samples, gradients=True, drops=True)
     policy.model.eval()
-    return found, expected
+    return computed, expected
 
 
 def _dropout_recomputed(case: Case) -> tuple[Truth, Truth] | None:
@@ -778,19 +778,19 @@ def _adapter(case: Case) -> tuple[Truth, Truth] | None:
                 parameter.normal_(0.0, 0.3)
     off = by_policy(adapted.frozen_copy(), samples, gradients=False)
     expected = truth(adapted, samples, gradients=True)
-    found = by_policy(adapted, samples, gradients=True)
+    computed = by_policy(adapted, samples, gradients=True)
     base = Truth(case.expected.logp[: len(samples)], {})
-    return Truth([*found.logp, *off.logp], found.gradient), Truth([*expected.logp, *base.logp], expected.gradient)
+    return Truth([*computed.logp, *off.logp], computed.gradient), Truth([*expected.logp, *base.logp], expected.gradient)
 
 
 def _linear_names(model: PreTrainedModel, *, inside: bool, outside: bool) -> tuple[str, ...]:
     """Names that linear layers have inside and outside of attention and not elsewhere; the output head is none of them."""
-    output, found = model.get_output_embeddings(), {True: set[str](), False: set[str]()}
+    output, names = model.get_output_embeddings(), {True: set[str](), False: set[str]()}
     for name, module in model.named_modules():
         if type(module) in (nn.Linear, Conv1D) and module is not output:
-            found["att" in name].add(name.rpartition(".")[2])
-    chosen = (found[True] if inside else set()) | (found[False] if outside else set())
-    return tuple(sorted(chosen - (set() if inside and outside else found[not inside])))
+            names["att" in name].add(name.rpartition(".")[2])
+    chosen = (names[True] if inside else set()) | (names[False] if outside else set())
+    return tuple(sorted(chosen - (set() if inside and outside else names[not inside])))
 
 
 _PATHS: dict[str, Callable[[Case], tuple[Truth, Truth] | None]] = {

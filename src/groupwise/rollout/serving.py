@@ -19,7 +19,7 @@ import numpy as np
 from groupwise.config.settings import ModelSettings
 from groupwise.environments.chat_tokens import Asking, Memory, Speech, Told
 from groupwise.environments.endpoint import Endpoint
-from groupwise.environments.requests import Asked, ChatRequest, Drawn, Refused
+from groupwise.environments.requests import Asked, ChatRequest, Refused, SampledTokens
 from groupwise.errors import EngineError
 from groupwise.models.loading import load_policy
 from groupwise.models.policy import Policy
@@ -47,7 +47,7 @@ class _Waiting:
     sampling: Sampling
     count: int
     seed: int
-    drawn: Future[Sequence[Drawn]] = field(default_factory=Future)
+    drawn: Future[Sequence[SampledTokens]] = field(default_factory=Future)
 
     @property
     def kind(self) -> tuple[Sampling, int, int]:
@@ -71,12 +71,12 @@ class Serving:
         """What the next turn is drawn behind, from the messages alone: nothing is kept between requests."""
         return Memory(self.speech).ask(request)
 
-    def tell(self, request: ChatRequest, asking: Asking, drawn: Drawn) -> Told:
+    def tell(self, request: ChatRequest, asking: Asking, drawn: SampledTokens) -> Told:
         """The turn as a message; it is not kept."""
         # The ids of its calls differ from those of earlier turns.
         return self.speech.read(replace(drawn, turn=len(request.messages)), request, asking.thinking)
 
-    def draw(self, context: np.ndarray, asked: Asked, asking: Asking | None = None) -> Future[Sequence[Drawn]]:
+    def draw(self, context: np.ndarray, asked: Asked, asking: Asking | None = None) -> Future[Sequence[SampledTokens]]:
         """Queue a request; those with the same sampling are decoded together."""
         room = self.policy.context - context.size
         if room < 1:
@@ -136,9 +136,9 @@ class Serving:
                 one.drawn.set_exception(refused)
 
 
-def _drawn(rollout: Rollout) -> Drawn:
+def _drawn(rollout: Rollout) -> SampledTokens:
     version = int(rollout.version[-1]) if len(rollout) else 0
-    return Drawn(rollout.tokens.tolist(), rollout.behavior_logp.tolist(), rollout.finish, version)
+    return SampledTokens(rollout.tokens.tolist(), rollout.behavior_logp.tolist(), rollout.finish, version)
 
 
 class Served:

@@ -83,13 +83,13 @@ def anew(stages: Mapping[str, Recipe]) -> dict[str, Recipe]:
 
     They move together, so that a later one still builds on the earlier ones' models.
     """
-    number, found = 1, dict(stages)
-    while any((run_folder(recipe) / CONFIG).exists() for recipe in found.values()):
+    number, renamed = 1, dict(stages)
+    while any((run_folder(recipe) / CONFIG).exists() for recipe in renamed.values()):
         number += 1
         for stage, recipe in stages.items():
             root = recipe.name.removesuffix(f"/{stage}")
-            found[stage] = replace(recipe, name=f"{root}-{number}{recipe.name[len(root) :]}")
-    return found
+            renamed[stage] = replace(recipe, name=f"{root}-{number}{recipe.name[len(root) :]}")
+    return renamed
 
 
 def choose_folder(recipe: Recipe) -> Path:
@@ -183,10 +183,10 @@ class Lock:
 
 def _holder(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        holder = json.loads(text)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return holder if isinstance(holder, dict) else {}
 
 
 def _alive(holder: Mapping[str, Any]) -> bool:
@@ -304,12 +304,12 @@ class RunLog:
 
     def finish(self, step: int, summary: Mapping[str, Any] | None = None, model: Path | None = None) -> None:
         """Mark the run as finished after `step` steps.   model: folder of what came of it, whose files are listed."""
-        found: dict[str, Any] = {"step": step, "time": time.time(), **(summary or {})}
+        ended: dict[str, Any] = {"step": step, "time": time.time(), **(summary or {})}
         with files.storing(self.folder / DONE, "the end of the run"):
             if model is not None:
                 names = sorted(path.name for path in model.iterdir() if path.is_file())
-                found["model"] = {"folder": model.name, "files": {name: files.fingerprint(model / name) for name in names}}
-            files.write(self.folder / DONE, json.dumps(jsonable(found), indent=1).encode())
+                ended["model"] = {"folder": model.name, "files": {name: files.fingerprint(model / name) for name in names}}
+            files.write(self.folder / DONE, json.dumps(jsonable(ended), indent=1).encode())
         self._finished = True
 
     def close(self) -> None:
@@ -327,17 +327,17 @@ class RunLog:
 
 def finished(folder: Path) -> int | None:
     """The step after which a run finished, or None."""
-    found = _ended(folder).get("step")
-    return found if isinstance(found, int) else None
+    step = _ended(folder).get("step")
+    return step if isinstance(step, int) else None
 
 
 def _ended(folder: Path) -> Mapping[str, Any]:
     """What `RunLog.finish` wrote; empty if it did not, or if that is damaged."""
     try:
-        found = json.loads((Path(folder) / DONE).read_text(encoding="utf-8"))
+        ended = json.loads((Path(folder) / DONE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return ended if isinstance(ended, dict) else {}
 
 
 def unfinished(folder: Path) -> str | None:
@@ -368,7 +368,7 @@ def model_digest(folder: Path) -> str | None:
     named = model.get("files") if isinstance(model, dict) else None
     if not isinstance(named, dict):
         return None
-    return " ".join(str(found.get("xxh3_128")) for name, found in sorted(named.items()) if name.endswith(".safetensors"))
+    return " ".join(str(entry.get("xxh3_128")) for name, entry in sorted(named.items()) if name.endswith(".safetensors"))
 
 
 def _evaluated(evaluation: Mapping[str, float]) -> dict[str, float]:
@@ -402,7 +402,7 @@ def environment() -> dict[str, Any]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = None
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "time": time.time(),
         "command": redacted_command(sys.argv),
         "versions": versions,
@@ -413,13 +413,13 @@ def environment() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
     if (torch := sys.modules.get("torch")) is not None:  # only if the run uses it: importing it here would cost seconds
-        found["torch_threads"] = torch.get_num_threads()
-        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        if not found["gpus"]:
+        facts["torch_threads"] = torch.get_num_threads()
+        facts["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if not facts["gpus"]:
             from groupwise.ops.kernels import absence
 
-            found["kernels"] = absence() or "compiled"
-    return found
+            facts["kernels"] = absence() or "compiled"
+    return facts
 
 
 def _cpu() -> str:
@@ -455,7 +455,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except FileNotFoundError:
         return []
-    found = []
+    entries = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
             values = json.loads(line)
@@ -465,8 +465,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
             if number == len(lines) - 1:
                 break
             raise DataError(f"{path}:{number}: not a line of metrics ({error}): {line[:60]!r}") from error
-        found.append({name: _number(value) for name, value in values.items()})
-    return found
+        entries.append({name: _number(value) for name, value in values.items()})
+    return entries
 
 
 def _number(value: Any) -> Any:

@@ -166,19 +166,19 @@ def scoring_memory(shape: Shape, microbatch: int) -> int:
     return shape.parameters * shape.bytes_per_weight + microbatch * max(attention, gated) * shape.bytes_per_product
 
 
-def memory_lines(found: Memory) -> Lines:
+def memory_lines(need: Memory) -> Lines:
     """The memory plan as it is printed."""
-    parts = [("weights", found.weights), ("gradients", found.gradients), ("optimizer", found.optimizer)]
-    parts += [("reference", found.reference)] if found.reference else []
-    parts += [("other models", found.rewards)] if found.rewards else []
-    parts += [("gathered while training", found.gathered)] if found.gathered else []
-    parts += [("activations", found.activations)]
-    parts += [("whole weights while sampling", found.whole)] if found.whole else []
-    parts += [("prepared weights while sampling", found.prepared)] if found.prepared else []
-    parts += [("keys and values", found.cache)] if found.cache else []
-    parts += [("allocator fragmentation", found.fragmentation)]
-    parts += [("in host memory", found.host)] if found.host else []
-    return [("memory", f"about {size(found.peak)} at the peak ({', '.join(f'{name} {size(n)}' for name, n in parts)})")]
+    parts = [("weights", need.weights), ("gradients", need.gradients), ("optimizer", need.optimizer)]
+    parts += [("reference", need.reference)] if need.reference else []
+    parts += [("other models", need.rewards)] if need.rewards else []
+    parts += [("gathered while training", need.gathered)] if need.gathered else []
+    parts += [("activations", need.activations)]
+    parts += [("whole weights while sampling", need.whole)] if need.whole else []
+    parts += [("prepared weights while sampling", need.prepared)] if need.prepared else []
+    parts += [("keys and values", need.cache)] if need.cache else []
+    parts += [("allocator fragmentation", need.fragmentation)]
+    parts += [("in host memory", need.host)] if need.host else []
+    return [("memory", f"about {size(need.peak)} at the peak ({', '.join(f'{name} {size(n)}' for name, n in parts)})")]
 
 
 def online_plan(recipe: Recipe, rows: int, held_out: int, validation: int = 0) -> Lines:

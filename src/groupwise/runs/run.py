@@ -538,10 +538,10 @@ def _closing_table(outcomes: Mapping[str, Outcome], recipe: Recipe, console: Con
         console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _part(label: str, found: Judged, last: Judged | None) -> list[str]:
+def _part(label: str, judged: Judged, last: Judged | None) -> list[str]:
     """Which of the held-out prompts a row is about, where `eval.prompts` makes them fewer than those of the last row."""
-    if isinstance(found, Evaluation) and isinstance(last, Evaluation) and found.prompts < last.prompts:
-        return [f"{label}: the first {found.prompts:,} of {last.prompts:,} prompts"]
+    if isinstance(judged, Evaluation) and isinstance(last, Evaluation) and judged.prompts < last.prompts:
+        return [f"{label}: the first {judged.prompts:,} of {last.prompts:,} prompts"]
     return []
 
 

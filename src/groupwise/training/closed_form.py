@@ -80,10 +80,12 @@ def closed_form(algorithm: Algorithm, samples: Sequence[Sample], logp: Tokens, e
     return ClosedForm(loss=loss, gradient=_of_completions(columns, gradient, 0.0), ratio=_of_completions(columns, ratio, 1.0))
 
 
-def _of_completions(samples: Sequence[Sample], found: Mapping[int, np.ndarray], empty: float) -> dict[tuple[str, int], np.ndarray]:
+def _of_completions(
+    samples: Sequence[Sample], by_sample: Mapping[int, np.ndarray], empty: float
+) -> dict[tuple[str, int], np.ndarray]:
     """Numbers by sample as those of completions; `empty` where a part of one has none, because nothing of it is trained."""
-    complete = [(sample, found.get(i, np.full(sample.completion.size, empty))) for i, sample in enumerate(samples)]
-    known = {(sample.group, sample.index) for i, sample in enumerate(samples) if i in found}
+    complete = [(sample, by_sample.get(i, np.full(sample.completion.size, empty))) for i, sample in enumerate(samples)]
+    known = {(sample.group, sample.index) for i, sample in enumerate(samples) if i in by_sample}
     return {(one.group, one.index): values for one, values in joined(complete) if (one.group, one.index) in known}
 
 

@@ -94,7 +94,7 @@ class Meter:
         bytes_read, decoding = _decoding(self.shape, self.ceiling, step)
         decoded = sum(int(rollout.trained.sum()) for group in step.groups for rollout in group.rollouts)
         passes = (computed - work.decoded) / self.ceiling.flops
-        found = {
+        measured = {
             "limit/shared": float(sum((len(group.rollouts) - 1) * group.prompt.tokens.size for group in step.groups)),
             "limit/dead": float(work.tokens - work.tokens_trained),
             "limit/recomputed": float(work.tokens_scored + passed * work.tokens_trained),
@@ -102,7 +102,7 @@ class Meter:
             "limit/bytes_per_token": bytes_read / max(decoded, 1),
         }
         ideal = (passes + decoding) / self.processes
-        return replace(step, metrics={**step.metrics, **found}, timings={**step.timings, "ideal": ideal})
+        return replace(step, metrics={**step.metrics, **measured}, timings={**step.timings, "ideal": ideal})
 
 
 def meter_of(policy: Policy, ceiling: Ceiling, *, updates: int, recompute: bool, threshold: bool, processes: int) -> Meter | None:
@@ -160,7 +160,7 @@ class _Work:
 
 
 def _work_of(shape: Shape, step: Step) -> _Work:
-    found = _Work()
+    work = _Work()
     weights = step.columns.get("weight", ())
     for place, group in enumerate(step.groups):
         m, lengths = group.prompt.tokens.size, [len(rollout) for rollout in group.rollouts]
@@ -169,26 +169,26 @@ def _work_of(shape: Shape, step: Step) -> _Work:
         prompt = forward_flops(shape, m, stretch(0, m), 1)
         decoding = [forward_flops(shape, max(n - 1, 0), stretch(m, max(n - 1, 0)), max(w - 1, 0))
                     for n, w in zip(lengths, written, strict=True)]  # fmt: skip
-        found.sampled += prompt + sum(decoding)
-        found.decoded += sum(decoding)
+        work.sampled += prompt + sum(decoding)
+        work.decoded += sum(decoding)
         logits = [
             int(np.count_nonzero(weights[place][i])) if use else w for i, (use, w) in enumerate(zip(used, written, strict=True))
         ]
         own = [forward_flops(shape, n, stretch(m - 1, n), k) for n, k in zip(lengths, logits, strict=True)]
         before = forward_flops(shape, m - 1, stretch(0, m - 1), 0)
-        found.looked += before + sum(own)
-        found.tokens += sum(lengths)
+        work.looked += before + sum(own)
+        work.tokens += sum(lengths)
         if any(used):
             trained = before + sum(flops for flops, use in zip(own, used, strict=True) if use)
-            found.sampled_trained += prompt + sum(flops for flops, use in zip(decoding, used, strict=True) if use)
-            found.looked_trained += trained
-            found.update += trained
-            found.tokens_trained += sum(n for n, use in zip(lengths, used, strict=True) if use)
+            work.sampled_trained += prompt + sum(flops for flops, use in zip(decoding, used, strict=True) if use)
+            work.looked_trained += trained
+            work.update += trained
+            work.tokens_trained += sum(n for n, use in zip(lengths, used, strict=True) if use)
         if "scored_logp" in group.signals:
-            found.scored += before + sum(own)
-            found.tokens_scored += sum(lengths)
-        found.references = max(found.references, int("reference_logp" in group.signals))
-    return found
+            work.scored += before + sum(own)
+            work.tokens_scored += sum(lengths)
+        work.references = max(work.references, int("reference_logp" in group.signals))
+    return work
 
 
 def _decoding(shape: Shape, ceiling: Ceiling, step: Step) -> tuple[float, float]:
@@ -228,9 +228,9 @@ def ceiling(device: str, dtype: str) -> Ceiling:
     try:
         return Ceiling(flops=float(known[key]["flops"]), bytes=float(known[key]["bytes"]))
     except (KeyError, TypeError, ValueError):
-        found = measured(device, getattr(torch, dtype))
-        files.write(file, json.dumps({**known, key: {"flops": found.flops, "bytes": found.bytes}}, indent=1).encode())
-        return found
+        highest = measured(device, getattr(torch, dtype))
+        files.write(file, json.dumps({**known, key: {"flops": highest.flops, "bytes": highest.bytes}}, indent=1).encode())
+        return highest
 
 
 def measured(device: str, dtype: torch.dtype) -> Ceiling:
@@ -260,10 +260,10 @@ def _fastest(run: Callable[[], Any], device: str) -> float:
 
 def _known(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        known = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return known if isinstance(known, dict) else {}
 
 
 def _processor(device: str) -> str:

@@ -37,27 +37,27 @@ def measure(
 
     version: optimizer steps taken before this one; what older weights have drawn is left out of the mismatch and counted as stale.
     """
-    found = reward_metrics(groups, drawn) | completion_metrics(groups) | episode_metrics(groups)
-    found |= {} if version is None else staleness_metrics(groups, version)
+    metrics = reward_metrics(groups, drawn) | completion_metrics(groups) | episode_metrics(groups)
+    metrics |= {} if version is None else staleness_metrics(groups, version)
     tokens = sum(int(rollout.trained.sum()) for group in groups for rollout in group.rollouts)
-    found["tokens/sampled"] = float(tokens)
-    found["tokens/trained"] = float(sum(np.count_nonzero(sample.weight) for one in updates for sample in one.samples))
-    found["tokens/per_second"] = tokens / max(sum(seconds.values()), 1e-9)
-    found["loss"] = float(np.mean([one.loss for one in updates]))
+    metrics["tokens/sampled"] = float(tokens)
+    metrics["tokens/trained"] = float(sum(np.count_nonzero(sample.weight) for one in updates for sample in one.samples))
+    metrics["tokens/per_second"] = tokens / max(sum(seconds.values()), 1e-9)
+    metrics["loss"] = float(np.mean([one.loss for one in updates]))
     norms = [one.stats.grad_norm for one in updates if not one.stats.skipped]
-    found["grad_norm"] = float(np.mean(norms)) if norms else math.nan
-    found["lr"] = updates[-1].stats.lr
-    found |= {} if algorithm.entropy_target is None else {"entropy_bonus": updates[-1].stats.entropy_bonus}
-    found["skipped_updates"] = float(sum(one.stats.skipped for one in updates))
-    found |= balance(updates) | value_metrics(groups) | logged_metrics(groups)
+    metrics["grad_norm"] = float(np.mean(norms)) if norms else math.nan
+    metrics["lr"] = updates[-1].stats.lr
+    metrics |= {} if algorithm.entropy_target is None else {"entropy_bonus": updates[-1].stats.entropy_bonus}
+    metrics["skipped_updates"] = float(sum(one.stats.skipped for one in updates))
+    metrics |= balance(updates) | value_metrics(groups) | logged_metrics(groups)
     every = _rollouts(updates)
-    found |= ratio_metrics(every, algorithm) | off_policy_metrics(every, algorithm)
+    metrics |= ratio_metrics(every, algorithm) | off_policy_metrics(every, algorithm)
     first = _rollouts(updates[:minibatches])
     # Later minibatches of the first pass see a policy that has already moved; only the first must match the sampler.
-    found |= kl_metrics(first, algorithm) | teacher_metrics(groups)
+    metrics |= kl_metrics(first, algorithm) | teacher_metrics(groups)
     if algorithm.mix > 0.0:  # what sampled is not the policy, and is not meant to be
-        return found
-    return found | _mismatch(_rollouts(updates[:1]), algorithm, _drawn_by(groups, version))
+        return metrics
+    return metrics | _mismatch(_rollouts(updates[:1]), algorithm, _drawn_by(groups, version))
 
 
 def reward_metrics(groups: Sequence[Scored], drawn: int) -> dict[str, float]:
@@ -67,19 +67,19 @@ def reward_metrics(groups: Sequence[Scored], drawn: int) -> dict[str, float]:
     live = sum(not group.dead for group in groups)
     if not groups[0].names:
         return {"prompts": float(drawn)}
-    found = {
+    metrics = {
         "reward": _mean(rewards),
         "reward_std": float(np.mean(spreads)) if spreads else 0.0,
         "frac_reward_zero_std": 1.0 - live / drawn,
         "prompts": float(drawn),
     }
-    found |= solved_metrics(groups)
+    metrics |= solved_metrics(groups)
     for k, name in enumerate(groups[0].names):
         column = np.concatenate([group.rewards[:, k] for group in groups])
-        found[f"rewards/{name}/mean"] = _mean(column)
+        metrics[f"rewards/{name}/mean"] = _mean(column)
         if np.isnan(column).any():
-            found[f"rewards/{name}/none"] = float(np.isnan(column).mean())
-    return found
+            metrics[f"rewards/{name}/none"] = float(np.isnan(column).mean())
+    return metrics
 
 
 def solved_metrics(groups: Sequence[Scored]) -> dict[str, float]:
@@ -111,7 +111,7 @@ def completion_metrics(groups: Sequence[Scored]) -> dict[str, float]:
     lengths = np.array([int(rollout.trained.sum()) for rollout in rollouts])
     ended = np.array([not rollout.truncated for rollout in rollouts])
     behavior = np.concatenate([rollout.behavior_logp[rollout.trained] for rollout in rollouts])
-    found = {
+    metrics = {
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
@@ -120,8 +120,8 @@ def completion_metrics(groups: Sequence[Scored]) -> dict[str, float]:
         "entropy": _mean(-behavior),
     }
     if ended.any():
-        found["completions/mean_terminated_length"] = float(lengths[ended].mean())
-    return found
+        metrics["completions/mean_terminated_length"] = float(lengths[ended].mean())
+    return metrics
 
 
 def logged_metrics(groups: Sequence[Scored]) -> dict[str, float]:
@@ -141,7 +141,7 @@ def episode_metrics(groups: Sequence[Scored]) -> dict[str, float]:
         return {}
     episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
     calls = [call for episode in episodes for turn in episode.turns for call in turn.calls]
-    found = {
+    metrics = {
         "episodes/turns": float(np.mean([len(episode.turns) for episode in episodes])),
         "episodes/splits": float(np.mean([sum(branch.begin > 0 for branch in episode.branches) for episode in episodes])),
         "episodes/tool_calls": len(calls) / len(episodes),
@@ -150,10 +150,10 @@ def episode_metrics(groups: Sequence[Scored]) -> dict[str, float]:
         "episodes/answer_tokens": float(np.mean([np.count_nonzero(~rollout.trained) for rollout in rollouts])),
     }
     if calls:
-        found["episodes/tool_failures"] = sum(bool(call.failure) for call in calls) / len(calls)
+        metrics["episodes/tool_failures"] = sum(bool(call.failure) for call in calls) / len(calls)
         for kind in sorted({call.failure for call in calls if call.failure}):
-            found[f"episodes/tool_failures/{kind}"] = sum(call.failure == kind for call in calls) / len(calls)
-    return found
+            metrics[f"episodes/tool_failures/{kind}"] = sum(call.failure == kind for call in calls) / len(calls)
+    return metrics
 
 
 def staleness_metrics(groups: Sequence[Scored], version: int) -> dict[str, float]:
@@ -185,10 +185,10 @@ def value_metrics(groups: Sequence[Scored]) -> dict[str, float]:
     value_N, return_N = (column.astype(np.float64) for column in every)
     value_N, return_N = value_N[~np.isnan(return_N)], return_N[~np.isnan(return_N)]
     gap_N = return_N - value_N
-    found = {"value/mean": _mean(value_N), "value/return": _mean(return_N), "value/loss": 0.5 * _mean(np.square(gap_N))}
+    metrics = {"value/mean": _mean(value_N), "value/return": _mean(return_N), "value/loss": 0.5 * _mean(np.square(gap_N))}
     if return_N.size and return_N.max() > return_N.min():
-        found["value/explained"] = 1.0 - float(gap_N.var() / return_N.var())
-    return found
+        metrics["value/explained"] = 1.0 - float(gap_N.var() / return_N.var())
+    return metrics
 
 
 def teacher_metrics(groups: Sequence[Scored]) -> dict[str, float]:
@@ -222,8 +222,8 @@ def ratio_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
     """Importance ratios at the algorithm's level over all updates of the step, and `progress`."""
     logp_N, behavior_N, advantage_N, segment_N = _columns([(_as_trained(sample, logp, algorithm), logp) for sample, logp in seen])
     log_ratio_N = algorithm.ratio(logp_N, behavior_N, segment_N, len(seen))
-    found = diagnostics.ratio(log_ratio_N, advantage_N, algorithm.clip_range)
-    return found | diagnostics.progress(logp_N, advantage_N)
+    metrics = diagnostics.ratio(log_ratio_N, advantage_N, algorithm.clip_range)
+    return metrics | diagnostics.progress(logp_N, advantage_N)
 
 
 def off_policy_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
@@ -261,13 +261,13 @@ def token_columns(
     there was but one pass over the rollout, because it would say what `current_logp` says.
     """
     first, last = updates[:minibatches], updates[-minibatches:]
-    found = {
+    columns = {
         "weight": by_completion(groups, [(sample, sample.weight) for one in first for sample in one.samples]),
         "entropy": by_completion(groups, [pair for one in first for pair in zip(one.samples, one.entropy, strict=True)]),
     }
     if len(updates) > minibatches:
         pairs = [pair for one in last for pair in zip(one.samples, one.seen, strict=True)]
-        found["last_logp"] = by_completion(groups, pairs)
+        columns["last_logp"] = by_completion(groups, pairs)
     if algorithm.clip_range is not None:
         passes = len(updates) // minibatches
         cut: dict[tuple[str, int], tuple[Sample, np.ndarray]] = {}
@@ -277,8 +277,8 @@ def token_columns(
                 key = (sample.group, sample.index)
                 before = cut[key][1] if key in cut else np.zeros(sample.completion.size, np.float32)
                 cut[key] = sample, before + clipped / np.float32(passes)
-        found["clipped"] = by_completion(groups, list(cut.values()))
-    return found
+        columns["clipped"] = by_completion(groups, list(cut.values()))
+    return columns
 
 
 def _clipped(seen: Seen, algorithm: Algorithm) -> list[np.ndarray]:
@@ -287,18 +287,18 @@ def _clipped(seen: Seen, algorithm: Algorithm) -> list[np.ndarray]:
     logp_N, behavior_N, advantage_N, segment_N = _columns([(_as_trained(sample, logp, algorithm), logp) for sample, logp in seen])
     log_ratio_N = algorithm.ratio(logp_N, behavior_N, segment_N, len(seen))
     cut_N = diagnostics.clipped(log_ratio_N, advantage_N, algorithm.clip_range).numpy()
-    found = []
+    cut = []
     for sample, _ in seen:
         trained = sample.weight != 0
         here, cut_N = np.split(cut_N, [int(trained.sum())])
-        found.append(np.zeros(sample.completion.size, np.float32))
-        found[-1][trained] = here
-    return found
+        cut.append(np.zeros(sample.completion.size, np.float32))
+        cut[-1][trained] = here
+    return cut
 
 
-def by_completion(groups: Sequence[Scored], found: Seen) -> list[list[np.ndarray]]:
+def by_completion(groups: Sequence[Scored], seen: Seen) -> list[list[np.ndarray]]:
     """Numbers per token of samples, in the order of the groups' completions; empty where there are none."""
-    numbers = {(sample.group, sample.index): values for sample, values in joined(found)}
+    numbers = {(sample.group, sample.index): values for sample, values in joined(seen)}
     nothing = np.zeros(0)
     return [[numbers.get((group.prompt.id, rollout.index), nothing) for rollout in group.rollouts] for group in groups]
 
@@ -321,13 +321,13 @@ def _mismatch(seen: Seen, algorithm: Algorithm, fresh: Mapping[tuple[str, int], 
     """
     logp_N, sampler_N, _, segment_N = _columns(seen)
     fresh_N = _join([fresh.get((s.group, s.index), np.ones(len(s.completion)))[s.weight != 0] for s, _ in seen]) != 0
-    found = diagnostics.mismatch(logp_N[fresh_N], sampler_N[fresh_N])
+    metrics = diagnostics.mismatch(logp_N[fresh_N], sampler_N[fresh_N])
     if algorithm.correction is not None and logp_N.numel():
         level = options(algorithm.correction)["level"]
         full_N = mismatch(logp_N, sampler_N, segment_N, len(seen), level=level, high=math.inf).weight_M
         used_N = algorithm.correction(logp_N, sampler_N, segment_N, len(seen)).weight_M
-        found["mismatch/bounded"] = float((used_N != full_N).double().mean())
-    return found
+        metrics["mismatch/bounded"] = float((used_N != full_N).double().mean())
+    return metrics
 
 
 def _columns(seen: Seen) -> tuple[Tensor, Tensor, Tensor, Tensor]:

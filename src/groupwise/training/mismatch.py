@@ -162,12 +162,12 @@ class _Meter:
         """The logits at another temperature, over the whole vocabulary (`support` False), or over another support."""
         return [self._chosen(i, logits, temperature, support, truncated) for i, logits in enumerate(self.logits)]
 
-    def causes(self, found: Columns) -> Iterator[Candidate]:
+    def causes(self, measured: Columns) -> Iterator[Candidate]:
         """Temperature, support, positions, dtype."""
         stated = self.rollouts[0].sampling
         if stated.temperature != 1.0:
             yield "temperature", "they are those of temperature 1", lambda: self.read(1.0)
-        fitted = self._fitted(found)
+        fitted = self._fitted(measured)
         yield "temperature", f"they fit temperature {fitted:.3g}, not {stated.temperature:g}", lambda: self.read(fitted)
         if stated.truncates:
             says = f"they are over the whole vocabulary, not over the tokens that {_cut(stated)} leaves"
@@ -242,13 +242,13 @@ class _Meter:
         if sampling.truncates:
             yield sampling
 
-    def _fitted(self, found: Columns) -> float:
+    def _fitted(self, measured: Columns) -> float:
         """The temperature whose log-probs are nearest."""
         low, high = 0.1, 10.0
         best = 1.0
         for _ in range(4):
             grid = np.geomspace(low, high, 15)
-            place = int(np.argmin([_gap(found, self.read(float(t))) for t in grid]))
+            place = int(np.argmin([_gap(measured, self.read(float(t))) for t in grid]))
             best = float(grid[place])
             low, high = float(grid[max(place - 1, 0)]), float(grid[min(place + 1, len(grid) - 1)])
         return best
@@ -310,19 +310,19 @@ def _cut(sampling: Sampling) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in parts.items() if value is not None)
 
 
-def _gap(found: Columns, other: Columns) -> float:
+def _gap(ours: Columns, other: Columns) -> float:
     """Mean |difference| over the tokens of which both say something."""
-    both = [np.abs(a - b) for a, b in zip(found, other, strict=True)]
+    both = [np.abs(a - b) for a, b in zip(ours, other, strict=True)]
     values = np.concatenate([np.zeros(0), *both])
     values = values[~np.isnan(values)]
     return float(values.mean()) if values.size else 0.0
 
 
-def _explained(found: Columns, truth: Columns, candidate: Columns, noise: float) -> float:
+def _explained(measured: Columns, truth: Columns, candidate: Columns, noise: float) -> float:
     """The share of a difference from the truth that a candidate takes away.   noise: what rounding of the stated precision is."""
     said = [np.where(np.isnan(c), np.nan, t) for c, t in zip(candidate, truth, strict=True)]
     known = sum(int((~np.isnan(column)).sum()) for column in said)
-    before = _gap(found, said)
+    before = _gap(measured, said)
     if before == 0.0 or known < sum(column.size for column in truth) / 2:
         return 0.0
-    return 1.0 - max(0.0, _gap(found, candidate) - noise) / before
+    return 1.0 - max(0.0, _gap(measured, candidate) - noise) / before

@@ -89,9 +89,9 @@ def reward_loss(policy: Policy, batch: Batch, *, centering: float, lm: bool) -> 
     return value, score_M
 
 
-def pooled(found: Assessment) -> np.ndarray:
+def pooled(assessment: Assessment) -> np.ndarray:
     """The pooled score of every sample: the sum over its tokens of pooling weight x number."""
-    return np.array([float(sample.extra["pool"] @ seen) for sample, seen in zip(found.samples, found.seen, strict=True)])
+    return np.array([float(sample.extra["pool"] @ seen) for sample, seen in zip(assessment.samples, assessment.seen, strict=True)])
 
 
 # ---- DPO and IPO -------------------------------------------------------------------------------------------------------------
@@ -160,9 +160,9 @@ def dpo_loss(policy: Policy, batch: Batch, *, settings: PairSettings) -> tuple[T
     return token_loss(policy, batch, loss, separable=False)
 
 
-def implicit_rewards(found: Assessment, *, beta: float, mean: bool) -> np.ndarray:
+def implicit_rewards(assessment: Assessment, *, beta: float, mean: bool) -> np.ndarray:
     """`beta (l - ref)` of every sample, on sums (or means) over its tokens."""
-    gaps = [seen - sample.reference_logp for sample, seen in zip(found.samples, found.seen, strict=True)]
+    gaps = [seen - sample.reference_logp for sample, seen in zip(assessment.samples, assessment.seen, strict=True)]
     return beta * np.array([gap.mean() if mean else gap.sum() for gap in gaps])
 
 
@@ -189,8 +189,8 @@ def process_loss(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
     return (batch.weight_P[rows_M] * loss_M).sum() + outputs.router_loss, logit_M
 
 
-def _step_metrics(rows: Sequence[Solution], found: Assessment) -> dict[str, float]:
-    right = [(seen[row.ends + 1] > 0) == (row.labels > 0.5) for row, seen in zip(rows, found.seen, strict=True)]
+def _step_metrics(rows: Sequence[Solution], assessment: Assessment) -> dict[str, float]:
+    right = [(seen[row.ends + 1] > 0) == (row.labels > 0.5) for row, seen in zip(rows, assessment.seen, strict=True)]
     hits = np.concatenate(right)
     return {
         "accuracy": float(hits.mean()),

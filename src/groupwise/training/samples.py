@@ -163,13 +163,13 @@ Pair = tuple[Sample, np.ndarray]
 """A sample, and a number for each token of its completion."""
 
 
-def joined(found: Iterable[Pair]) -> list[Pair]:
+def joined(parts: Iterable[Pair]) -> list[Pair]:
     """The parts of episodes put together: one sample for each completion, with the columns of all its tokens, and its numbers.
 
     Such a sample has the prompt of its first part; it is for reading and must not be packed.
     """
     blocks: list[list[Pair]] = []
-    for sample, values in found:
+    for sample, values in parts:
         last = blocks[-1][-1][0] if blocks else None
         goes_on = (
             last is not None

@@ -169,17 +169,18 @@ def more(source: Source, step: int, place: int, index: int, begin: int, kind: st
     table = source.table(step, None, kind)
     table = table.filter(pc.equal(table.column("group"), place))  # type: ignore[attr-defined]
     rows = table.to_pylist()
-    found = [row for row in rows if row["index"] == index]
+    matching = [row for row in rows if row["index"] == index]
     clip = clip_of(source.config())
-    if not found:
+    if not matching:
         raise DataError(f"{source.name} holds no completion {index} in group {place} of step {step}")
-    return _completion(found[0], reward_names(table.column_names), source.vocabulary(), (_gradient_total(rows, clip), clip), begin)
+    names, scale = reward_names(table.column_names), (_gradient_total(rows, clip), clip)
+    return _completion(matching[0], names, source.vocabulary(), scale, begin)
 
 
 def _completion(row: Mapping[str, Any], names: Sequence[str], known: Vocabulary | None, scale: GroupGradient, begin: int) -> Json:
     ids, text = row.get("completion_ids"), row.get("completion_text") or ""
     advantages = row.get("advantages") or []
-    found: Json = {
+    shown: Json = {
         "index": row["index"],
         "reward": _finite(row.get("reward")),
         "rewards": {name: _finite(row.get(f"rewards/{name}")) for name in names},
@@ -188,18 +189,18 @@ def _completion(row: Mapping[str, Any], names: Sequence[str], known: Vocabulary 
         "begin": begin,
     }
     if row.get("messages"):
-        found["messages"] = _loaded(row["messages"])
+        shown["messages"] = _loaded(row["messages"])
     episode = _loaded(row.get("episode"))
     if isinstance(episode, dict):
-        found["episode"] = _episode(episode)
+        shown["episode"] = _episode(episode)
     if ids is None or known is None:
         if isinstance(episode, dict) and episode.get("messages"):
-            found["messages"] = episode["messages"]
-        return {**found, "length": len(text), "unit": "characters", "text": text[begin : begin + CHARACTERS]}
+            shown["messages"] = episode["messages"]
+        return {**shown, "length": len(text), "unit": "characters", "text": text[begin : begin + CHARACTERS]}
     end = begin + TOKENS
     columns = {name: values[begin:end] for name, values in token_columns(row, scale).items()}
     return {
-        **found,
+        **shown,
         "length": len(ids),
         "unit": "tokens",
         "tokens": known.texts(ids)[begin:end],
@@ -258,24 +259,24 @@ def token_columns(row: Mapping[str, Any], scale: GroupGradient = (math.nan, None
 
     behavior, current, advantage = column("behavior_logp"), column("current_logp"), column("advantages")
     last, reference, clipped = column("update/last_logp"), column("signals/reference_logp"), column("update/clipped")
-    found: dict[str, np.ndarray | None] = {
+    columns: dict[str, np.ndarray | None] = {
         "logp": current if current is not None else behavior,
         "entropy": column("update/entropy"),
     }
     if advantage is not None and behavior is not None:
         seen = last if last is not None else current
         ratio = np.exp(np.clip(seen - behavior, -20.0, 20.0)) if seen is not None else np.ones_like(behavior)
-        found |= {"push": advantage * ratio, "ratio": ratio, "clipped": clipped, "advantage": advantage}
-    if reference is not None and found["logp"] is not None:
-        found["kl"] = found["logp"] - reference
+        columns |= {"push": advantage * ratio, "ratio": ratio, "clipped": clipped, "advantage": advantage}
+    if reference is not None and columns["logp"] is not None:
+        columns["kl"] = columns["logp"] - reference
     if current is not None and behavior is not None:
-        found["mismatch"] = current - behavior
+        columns["mismatch"] = current - behavior
     gradient = _gradient(row, scale[1])
     if gradient is not None and scale[0] > 0.0:
-        found["gradient"] = gradient / scale[0]
+        columns["gradient"] = gradient / scale[0]
     version = column("version")
-    found |= {"version": version, "behavior": behavior}
-    return {name: values for name, values in found.items() if values is not None and values.size == len(row["completion_ids"])}
+    columns |= {"version": version, "behavior": behavior}
+    return {name: values for name, values in columns.items() if values is not None and values.size == len(row["completion_ids"])}
 
 
 def _gradient(row: Mapping[str, Any], clip: tuple[float, float] | None) -> np.ndarray | None:
@@ -298,7 +299,7 @@ def _gradient_total(rows: Sequence[Mapping[str, Any]], clip: tuple[float, float]
 def _present(rows: Sequence[Mapping[str, Any]], scale: GroupGradient) -> dict[str, list[float]]:
     """The quantities that the group has, each with the range of its scale: symmetric around 0 where it has a sign."""
     columns = [token_columns(row, scale) for row in rows if row.get("completion_ids")]
-    found: dict[str, list[float]] = {}
+    ranges: dict[str, list[float]] = {}
     for name in QUANTITIES:
         parts = [values[name] for values in columns if name in values]
         flat = np.concatenate(parts) if parts else np.zeros(0)
@@ -309,14 +310,14 @@ def _present(rows: Sequence[Mapping[str, Any]], scale: GroupGradient) -> dict[st
         high, low = float(np.quantile(flat, 0.98)), float(np.quantile(flat, 0.02))
         if name in ("push", "kl", "mismatch"):
             bound = max(abs(high), abs(low)) or (1.0 if name == "push" else 1e-6)
-            found[name] = [-bound, bound]
+            ranges[name] = [-bound, bound]
         elif name == "logp":
-            found[name] = [min(low, -1.0), 0.0]
+            ranges[name] = [min(low, -1.0), 0.0]
         elif name == "version":
-            found[name] = [float(flat.min()), float(flat.max())]
+            ranges[name] = [float(flat.min()), float(flat.max())]
         else:
-            found[name] = [0.0, max(high, 1e-9)]
-    return found
+            ranges[name] = [0.0, max(high, 1e-9)]
+    return ranges
 
 
 # ---------------------------------------------------------------- small change

@@ -209,7 +209,7 @@ def _nothing(part: Json) -> np.ndarray:
 def _gather(source: Source, stretch: tuple[int, int]) -> Json:
     """A sample of the completions of a stretch of steps."""
     steps = [step for step in source.steps() if stretch[0] <= step <= stretch[1]]
-    found: list[pa.Table] = []
+    tables: list[pa.Table] = []
     count = 0
     # From the middle of the stretch outwards would favour nothing; evenly spread steps are read until there are enough.
     for step in (steps[i] for i in np.linspace(0, len(steps) - 1, min(len(steps), 12)).astype(int)) if steps else ():
@@ -219,11 +219,11 @@ def _gather(source: Source, stretch: tuple[int, int]) -> Json:
         except DataError:
             continue
         table = table.slice(0, max(1, SAMPLE // min(len(steps), 12)))
-        found.append(table)
+        tables.append(table)
         count += len(table)
     if not count:
         raise DataError(f"no completions of steps {stretch[0]} to {stretch[1]} are recorded")
-    table = pa.concat_tables(found, promote_options="permissive")
+    table = pa.concat_tables(tables, promote_options="permissive")
     texts = [text or "" for text in table.column("completion_text").to_pylist()]
     finish = [value or "" for value in table.column("finish").to_pylist()] if "finish" in table.column_names else [""] * len(table)
     return {
@@ -288,14 +288,14 @@ def _phrases(texts: Sequence[str], reward: np.ndarray, late: np.ndarray, limit: 
         for gram in grams & chosen:
             where[gram].append(i)
     known = np.isfinite(reward)
-    found = []
+    phrases = []
     for gram, rows in where.items():
         has = np.zeros(len(texts), bool)
         has[rows] = True
         shares = float(has[~late].mean()), float(has[late].mean())
         related = correlation(has.astype(float), reward)
         moved = shares[1] - shares[0]
-        found.append(
+        phrases.append(
             {
                 "phrase": gram,
                 "before": shares[0],
@@ -306,8 +306,8 @@ def _phrases(texts: Sequence[str], reward: np.ndarray, late: np.ndarray, limit: 
                 "rank": abs(moved) * (abs(related or 0.0) + 0.05),
             }
         )
-    found.sort(key=lambda phrase: (-phrase["rank"], -len(phrase["phrase"])))
-    return _apart(found, limit)
+    phrases.sort(key=lambda phrase: (-phrase["rank"], -len(phrase["phrase"])))
+    return _apart(phrases, limit)
 
 
 def _apart(ranked: Iterable[Json], limit: int) -> list[Json]:
@@ -382,7 +382,7 @@ def lenses(source: Source, first: int, last: int) -> Json:
 
 
 def _conflicts(functions: dict[str, np.ndarray], place: dict[str, np.ndarray]) -> list[Json]:
-    found = []
+    conflicts = []
     for name, values in functions.items():
         for other, against in functions.items():
             if name != other and np.isfinite(values).any() and np.isfinite(against).any():
@@ -390,8 +390,8 @@ def _conflicts(functions: dict[str, np.ndarray], place: dict[str, np.ndarray]) -
                 rows = np.flatnonzero(here)[:5]
                 share = float(here.mean())
                 if share > 0.0:
-                    found.append({"high": name, "low": other, "share": share, "places": _places(place, rows)})
-    return sorted(found, key=lambda conflict: -conflict["share"])[:12]
+                    conflicts.append({"high": name, "low": other, "share": share, "places": _places(place, rows)})
+    return sorted(conflicts, key=lambda conflict: -conflict["share"])[:12]
 
 
 def _middle(values: np.ndarray) -> float:
@@ -402,12 +402,13 @@ def _duplicates(place: dict[str, np.ndarray], texts: Sequence[str], reward: np.n
     groups: dict[tuple[int, int], list[int]] = {}
     for i, key in enumerate(zip(place["at"].tolist(), place["group"].tolist(), strict=True)):
         groups.setdefault(key, []).append(i)
-    found = []
+    duplicates = []
     for (step, group), rows in groups.items():
         different = len({texts[i] for i in rows})
         if len(rows) > 1 and different < len(rows):
-            found.append({"step": step, "group": group, "distinct": different, "size": len(rows), "reward": mean(reward[rows])})
-    return sorted(found, key=lambda group: (group["distinct"] / group["size"], -group["step"]))[:12]
+            shares = {"distinct": different, "size": len(rows), "reward": mean(reward[rows])}
+            duplicates.append({"step": step, "group": group, **shares})
+    return sorted(duplicates, key=lambda group: (group["distinct"] / group["size"], -group["step"]))[:12]
 
 
 def _places(place: dict[str, np.ndarray], rows: np.ndarray) -> list[list[int]]:
@@ -429,14 +430,14 @@ def compare(left: tuple[Source, int], right: tuple[Source, int], kind: str = TRA
 def _groups_of(source: Source, step: int, kind: str) -> dict[str, Json]:
     table = source.table(step, ("group", "prompt_text", "reward"), kind)
     place, reward = numbers(table, "group").astype(int), numbers(table, "reward")
-    found: dict[str, Json] = {}
+    by_prompt: dict[str, Json] = {}
     for group in np.unique(place).tolist():
         rows = np.flatnonzero(place == group)
         prompt = table.column("prompt_text")[int(rows[0])].as_py() or ""
-        found[key_of(prompt)] = {
+        by_prompt[key_of(prompt)] = {
             "group": group, "prompt": excerpt(prompt), "mean": mean(reward[rows]), "rewards": plain(reward[rows]),
         }  # fmt: skip
-    return found
+    return by_prompt
 
 
 def shared_steps(index: Index, step: int) -> list[Any]:

@@ -92,10 +92,10 @@ class Metrics:
         with self._lock:
             try:
                 with open(self._path, "rb") as file:
-                    found = os.fstat(file.fileno())
-                    if self._file != (found.st_dev, found.st_ino) or found.st_size < self._offset:
+                    status = os.fstat(file.fileno())
+                    if self._file != (status.st_dev, status.st_ino) or status.st_size < self._offset:
                         self._clear()
-                        self._file = found.st_dev, found.st_ino
+                        self._file = status.st_dev, status.st_ino
                     file.seek(self._offset)
                     fresh = file.read()
             except OSError:
@@ -108,11 +108,11 @@ class Metrics:
 
     def _add(self, line: bytes) -> None:
         try:
-            found = json.loads(line)
-            step = int(found["step"])
+            entry = json.loads(line)
+            step = int(entry["step"])
         except (ValueError, KeyError, TypeError):
             return
-        for name, value in found.items():
+        for name, value in entry.items():
             if name == "step":
                 continue
             try:
@@ -209,8 +209,8 @@ class Run:
         try:
             changed = path.stat().st_mtime_ns
             if self._config[0] != changed:
-                found = yaml.safe_load(path.read_text(encoding="utf-8"))
-                self._config = changed, dict(_flat(found)) if isinstance(found, dict) else {}
+                keys = yaml.safe_load(path.read_text(encoding="utf-8"))
+                self._config = changed, dict(_flat(keys)) if isinstance(keys, dict) else {}
         except (OSError, yaml.YAMLError, UnicodeDecodeError):
             return {}
         return self._config[1]
@@ -318,13 +318,13 @@ def open_source(path: str | Path, name: str | None = None) -> Source:
 
 def open_sources(paths: Sequence[str | Path]) -> list[Source]:
     """Sources with names that tell them apart.  A folder of stages (`runs/demo`) stands for its stages."""
-    found: list[Path] = []
+    opened: list[Path] = []
     for path in map(Path, paths):
         stages = sorted(child.parent for child in path.glob(f"*/{runlog.CONFIG}")) if path.is_dir() else []
-        found += stages if stages and not (path / runlog.CONFIG).exists() else [path]
-    names = [path.name for path in found]
-    told = [path.name if names.count(path.name) == 1 else f"{path.absolute().parent.name}/{path.name}" for path in found]
-    return [open_source(path, name) for path, name in zip(found, told, strict=True)]
+        opened += stages if stages and not (path / runlog.CONFIG).exists() else [path]
+    names = [path.name for path in opened]
+    told = [path.name if names.count(path.name) == 1 else f"{path.absolute().parent.name}/{path.name}" for path in opened]
+    return [open_source(path, name) for path, name in zip(opened, told, strict=True)]
 
 
 class _Files:
@@ -336,8 +336,8 @@ class _Files:
 
     def use(self, path: Path, read: Callable[[pq.ParquetFile], Any]) -> Any:
         """What `read` makes of the file; one reader at a time."""
-        found = path.stat()
-        key = path, found.st_ino, found.st_mtime_ns
+        status = path.stat()
+        key = path, status.st_ino, status.st_mtime_ns
         with self._lock:
             if key not in self._open:
                 self._open[key] = pq.ParquetFile(path, memory_map=False, pre_buffer=False), threading.Lock()
@@ -392,10 +392,10 @@ def _rows_of(path: Path) -> list[dict[str, Any]]:
         raise DataError(f"{path} cannot be read: {error}") from error
     if path.suffix == ".json":
         try:
-            found = json.loads(text)
+            data = json.loads(text)
         except ValueError as error:
             raise DataError(f"{path} is no JSON: {error}") from error
-        rows = found if isinstance(found, list) else found.get("rows") or found.get("results") or [found]
+        rows = data if isinstance(data, list) else data.get("rows") or data.get("results") or [data]
     else:
         rows = []
         lines = text.split("\n")
@@ -423,12 +423,12 @@ def _by_step(rows: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
     steps: dict[int, list[dict[str, Any]]] = {}
     groups: dict[int, dict[str, list[int]]] = {}
     for row in rows:
-        found = _completion(row)
-        own = groups.setdefault(found["step"], {})
+        completion = _completion(row)
+        own = groups.setdefault(completion["step"], {})
         name = _first(row, _GROUP)
-        key = str(found["prompt_text"] if name is None else name)
+        key = str(completion["prompt_text"] if name is None else name)
         place = own.setdefault(key, [len(own), 0])
-        steps.setdefault(found["step"], []).append({**found, "group": place[0], "index": place[1], "prompt_id": key})
+        steps.setdefault(completion["step"], []).append({**completion, "group": place[0], "index": place[1], "prompt_id": key})
         place[1] += 1
     return steps
 
@@ -442,7 +442,7 @@ def _completion(row: Mapping[str, Any]) -> dict[str, Any]:
     single = _number(reward)
     finish = _first(row, _FINISH)
     truncated = row.get("is_truncated") is True
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "step": 0 if step is None else int(step),
         "prompt_text": _text(prompt),
         "completion_text": _text(completion),
@@ -451,8 +451,8 @@ def _completion(row: Mapping[str, Any]) -> dict[str, Any]:
         **{f"rewards/{name}": _number(value) for name, value in several.items()},
     }
     if isinstance(completion, list):
-        found["messages"] = json.dumps(completion, default=str)
-    return found
+        fields["messages"] = json.dumps(completion, default=str)
+    return fields
 
 
 def _filled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

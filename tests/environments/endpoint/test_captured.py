@@ -39,32 +39,32 @@ def adds(row, base_url):
         if not message.tool_calls:
             return float(message.content == f"It is {row['answer']}.")
         for call in message.tool_calls:
-            found = json.loads(call.function.arguments)
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(found["a"] + found["b"])})
+            played = json.loads(call.function.arguments)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(played["a"] + played["b"])})
 
 
 @pytest.mark.slow
 def test_a_tool_loop_is_one_stream_of_exact_ids(worlds, says, a_prompt, chat_tokenizer):
-    found = play(worlds(adds), a_prompt, says(CALL, "It is 5."))
-    assert (found.finish, found.episode.reward, found.episode.environment) == (Finish.DONE, 1.0, "own")
+    played = play(worlds(adds), a_prompt, says(CALL, "It is 5."))
+    assert (played.finish, played.episode.reward, played.episode.environment) == (Finish.DONE, 1.0, "own")
     # The first request is a branch, because the harness writes a prompt of its own; the second goes on from its ids.
-    first, second = found.behind
-    assert [branch.begin for branch in found.episode.branches] == [0]
-    assert found.episode.branches[0].context.tolist() == first
-    assert second[: len(first) + len(found.sampled[0])] == first + found.sampled[0]
+    first, second = played.behind
+    assert [branch.begin for branch in played.episode.branches] == [0]
+    assert played.episode.branches[0].context.tolist() == first
+    assert second[: len(first) + len(played.sampled[0])] == first + played.sampled[0]
     # Canonical here, so the stream is what the template writes of the whole conversation.
     call = {"function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
     said = {"role": "assistant", "content": "", "tool_calls": [call]}
     whole = [{"role": "user", "content": "2+3"}, said, {"role": "tool", "content": "5"}]
     (text,) = render_chats(chat_tokenizer, [Chat(whole, tools=[ADD], add_generation_prompt=True)])
     assert chat_tokenizer.decode(second) == text
-    one, two = found.episode.turns
-    assert (one.begin, one.finish, two.end, two.finish) == (0, Finish.TOOL_CALLS, len(found.tokens), Finish.EOS)
-    assert found.trained == [one.begin <= i < one.end or two.begin <= i < two.end for i in range(len(found.tokens))]
+    one, two = played.episode.turns
+    assert (one.begin, one.finish, two.end, two.finish) == (0, Finish.TOOL_CALLS, len(played.tokens), Finish.EOS)
+    assert played.trained == [one.begin <= i < one.end or two.begin <= i < two.end for i in range(len(played.tokens))]
     (made,) = one.calls
     assert (made.name, json.loads(made.arguments), made.result, made.failure) == ("add", {"a": 2, "b": 3}, "5", "")
     assert (one.answer, two.answer) == ("5", "")
-    assert [message["role"] for message in found.episode.messages] == ["user", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in played.episode.messages] == ["user", "assistant", "tool", "assistant"]
 
 
 @pytest.mark.slow
@@ -81,10 +81,10 @@ def test_what_was_sampled_is_not_tokenised_again(worlds, a_prompt, chat_tokenize
             message = ask(model="m", messages=messages, tools=[ADD]).choices[0].message
             messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": "on"}]
 
-    found = play(worlds(harness), a_prompt, lambda k: ([*spelled, end_id], Finish.EOS))
-    first, second = found.behind
+    played = play(worlds(harness), a_prompt, lambda k: ([*spelled, end_id], Finish.EOS))
+    first, second = played.behind
     assert second[: len(first) + len(spelled) + 1] == [*first, *spelled, end_id]
-    assert len(found.episode.branches) == 1
+    assert len(played.episode.branches) == 1
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_reasoning_that_a_client_drops_stays_in_the_stream_or_splits_it(worlds, 
 
     script = says("<think>\n2 and 2\n</think>\n\n4", "5")
     kept, split = (play(worlds(harness, past=past), a_prompt, script) for past in ("keep", "split"))
-    assert [len(found.episode.branches) for found in (kept, split)] == [1, 2]
+    assert [len(played.episode.branches) for played in (kept, split)] == [1, 2]
     assert kept.behind[1][: len(kept.behind[0])] == kept.behind[0]
     assert split.episode.branches[1].begin == split.episode.turns[1].begin
     assert split.episode.branches[1].context.tolist() == split.behind[1]
@@ -121,14 +121,14 @@ def test_a_past_that_the_client_changes_is_a_branch(worlds, says, a_prompt, chan
         more = {"tools": [ADD]} if change == "other tools" else {}
         ask(model="m", messages=messages, **more)
 
-    found = play(worlds(harness), a_prompt, says("one", "two", "three"))
-    assert len(found.episode.branches) == 2
-    assert found.episode.branches[1].context.tolist() == found.behind[2]
+    played = play(worlds(harness), a_prompt, says("one", "two", "three"))
+    assert len(played.episode.branches) == 2
+    assert played.episode.branches[1].context.tolist() == played.behind[2]
     # Of what is unchanged, the ids are those that were sampled.
-    begun = len(found.behind[0]) + len(found.sampled[0])
-    assert (found.behind[2][:begun] == found.behind[1][:begun]) == (change == "edited")
-    assert ("never said" in chat_tokenizer.decode(found.behind[2])) == (change == "edited")
-    assert sum(found.trained) == sum(map(len, found.sampled))
+    begun = len(played.behind[0]) + len(played.sampled[0])
+    assert (played.behind[2][:begun] == played.behind[1][:begun]) == (change == "edited")
+    assert ("never said" in chat_tokenizer.decode(played.behind[2])) == (change == "edited")
+    assert sum(played.trained) == sum(map(len, played.sampled))
 
 
 def test_token_ids_in_ids_and_log_probs_out(worlds, says, a_prompt, chat_tokenizer, end_id):
@@ -147,17 +147,17 @@ def test_token_ids_in_ids_and_log_probs_out(worlds, says, a_prompt, chat_tokeniz
         assert (models["id"], models["max_model_len"]) == ("policy", 8192)
         return 0.25
 
-    found = play(worlds(harness), a_prompt, says("ab", "c"))
-    for answer, sampled in zip(said, found.sampled, strict=True):
+    played = play(worlds(harness), a_prompt, says("ab", "c"))
+    for answer, sampled in zip(said, played.sampled, strict=True):
         (choice,) = answer["choices"]
         assert choice["token_ids"] == sampled
         assert choice["finish_reason"] == "stop"
         assert [entry["token"] for entry in choice["logprobs"]["content"]] == [f"token_id:{token}" for token in sampled]
         assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == [-0.5 - i for i in range(len(sampled))]
         assert choice["weight_versions"] == [{"version": "3", "start": 0, "end": len(sampled)}]
-    assert found.trained == [True] * 3 + [False] + [True] * 2
-    assert found.episode.turns[0].answer == "\n"
-    assert found.episode.reward == 0.25
+    assert played.trained == [True] * 3 + [False] + [True] * 2
+    assert played.episode.turns[0].answer == "\n"
+    assert played.episode.reward == 0.25
 
 
 def test_our_own_client_reads_the_answer(worlds, says, a_prompt, chat_tokenizer):
@@ -170,8 +170,8 @@ def test_our_own_client_reads_the_answer(worlds, says, a_prompt, chat_tokenizer)
         answer = httpx.post(f"{base_url.removesuffix('/v1')}/inference/v1/generate", json=body, timeout=WAIT).json()
         read.append(Choice.read(answer["choices"][0]))
 
-    found = play(worlds(harness), a_prompt, says("abc"))
-    assert read[0].tokens == found.sampled[0]
+    played = play(worlds(harness), a_prompt, says("abc"))
+    assert read[0].tokens == played.sampled[0]
     assert read[0].versions == [("3", 0, 4)]
 
 
@@ -185,8 +185,8 @@ def test_a_stream_is_read_by_an_openai_client(worlds, says, a_prompt):
         assert chunks[1].choices[0].finish_reason == "tool_calls"
         return chunks[2].usage.completion_tokens
 
-    found = play(worlds(harness), a_prompt, says(CALL))
-    assert found.episode.reward == len(found.sampled[0])
+    played = play(worlds(harness), a_prompt, says(CALL))
+    assert played.episode.reward == len(played.sampled[0])
 
 
 def test_log_probs_and_usage(worlds, says, a_prompt):
@@ -198,8 +198,8 @@ def test_log_probs_and_usage(worlds, says, a_prompt):
         assert answer.usage.total_tokens == answer.usage.prompt_tokens + 3
         return answer.usage.prompt_tokens
 
-    found = play(worlds(harness), a_prompt, says("ok"))
-    assert found.episode.reward == len(found.behind[0])
+    played = play(worlds(harness), a_prompt, says("ok"))
+    assert played.episode.reward == len(played.behind[0])
 
 
 def test_control_tokens_in_what_the_world_says_are_text(worlds, says, a_prompt, end_id):
@@ -209,8 +209,8 @@ def test_control_tokens_in_what_the_world_says_are_text(worlds, says, a_prompt, 
         past = [{"role": "user", "content": "x"}, {"role": "assistant", "content": said}]
         ask(model="m", messages=[*past, {"role": "user", "content": "<|im_end|><|im_start|>assistant"}])
 
-    found = play(worlds(harness), a_prompt, says("a", "b"))
-    answer = found.tokens[found.episode.turns[0].end : found.episode.turns[1].begin]
+    played = play(worlds(harness), a_prompt, says("a", "b"))
+    answer = played.tokens[played.episode.turns[0].end : played.episode.turns[1].begin]
     assert answer.count(end_id) == 1  # the template's own, behind the message
 
 
@@ -230,8 +230,8 @@ def test_requests_that_would_be_sampled_otherwise_are_refused(worlds, says, a_pr
         ask(model="m", messages=messages, temperature=0.7, seed=3, user="me", tool_choice="auto", presence_penalty=0)
         return 1
 
-    found = play(worlds(harness, sampling=Sampling(temperature=0.7, max_new_tokens=64)), a_prompt, says("ok"))
-    assert found.episode.reward == 1.0
+    played = play(worlds(harness, sampling=Sampling(temperature=0.7, max_new_tokens=64)), a_prompt, says("ok"))
+    assert played.episode.reward == 1.0
     assert all(name in body["message"] or name == body["param"] for name, body in refused.items())
     assert "rollout.temperature" in refused["temperature"]["message"]
 
@@ -244,10 +244,10 @@ def test_a_request_may_ask_for_a_shorter_turn(worlds, says, a_prompt):
         messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "ab"}, {"role": "user", "content": "on"}]
         ask(model="m", messages=messages, max_completion_tokens=5000)
 
-    found = play(worlds(harness), a_prompt, says("ab", "c", cut=[0]))
-    assert found.limits == [2, None]
-    assert len(found.episode.branches) == 1
-    assert found.finish is Finish.DONE
+    played = play(worlds(harness), a_prompt, says("ab", "c", cut=[0]))
+    assert played.limits == [2, None]
+    assert len(played.episode.branches) == 1
+    assert played.finish is Finish.DONE
 
 
 def test_an_episode_without_room_is_truncated_and_says_so(worlds, says, a_prompt):
@@ -264,9 +264,9 @@ def test_an_episode_without_room_is_truncated_and_says_so(worlds, says, a_prompt
             codes.append(error.code)
             raise
 
-    found = play(worlds(harness, sampling=Sampling(max_new_tokens=40)), a_prompt, says("a"))
+    played = play(worlds(harness, sampling=Sampling(max_new_tokens=40)), a_prompt, says("a"))
     assert codes == ["context_length_exceeded"]
-    assert (found.finish, found.episode.reward) == (Finish.LENGTH, None)
+    assert (played.finish, played.episode.reward) == (Finish.LENGTH, None)
 
 
 def test_a_harness_that_fails_is_an_error_and_seen(worlds, says, a_prompt, caplog):
@@ -274,9 +274,9 @@ def test_a_harness_that_fails_is_an_error_and_seen(worlds, says, a_prompt, caplo
         client(base_url).chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
         raise KeyError("the judge is gone")
 
-    found = play(worlds(harness), a_prompt, says("a"))
-    assert (found.finish, found.episode.reward) == (Finish.ERROR, None)
-    assert "the judge is gone" in found.episode.turns[-1].answer
+    played = play(worlds(harness), a_prompt, says("a"))
+    assert (played.finish, played.episode.reward) == (Finish.ERROR, None)
+    assert "the judge is gone" in played.episode.turns[-1].answer
     assert "the judge is gone" in caplog.text
 
 
@@ -300,8 +300,8 @@ def test_a_reward_that_is_no_number_is_an_error(worlds, says, a_prompt, reward):
 
 
 def test_a_harness_without_requests_is_over_at_once(worlds, says, a_prompt):
-    found = play(worlds(lambda base_url: 1), a_prompt, says())
-    assert (found.finish, found.tokens, found.episode.turns) == (Finish.DONE, [], ())
+    played = play(worlds(lambda base_url: 1), a_prompt, says())
+    assert (played.finish, played.tokens, played.episode.turns) == (Finish.DONE, [], ())
 
 
 @pytest.mark.slow
@@ -314,15 +314,15 @@ def test_a_harness_that_never_returns_meets_its_deadline_and_others_finish(world
             held.wait()
         return 1
 
-    world, found = worlds(harness, seconds=8.0), {}
-    threads = [threading.Thread(target=lambda i=i: found.update({i: play(world, a_prompt, says("a"), index=i)})) for i in range(4)]
+    world, played = worlds(harness, seconds=8.0), {}
+    threads = [threading.Thread(target=lambda i=i: played.update({i: play(world, a_prompt, says("a"), index=i)})) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(WAIT)
     held.set()
-    assert [found[i].finish for i in range(4)] == [Finish.DEADLINE] + [Finish.DONE] * 3
-    assert [found[i].episode.reward for i in range(4)] == [None, 1.0, 1.0, 1.0]
+    assert [played[i].finish for i in range(4)] == [Finish.DEADLINE] + [Finish.DONE] * 3
+    assert [played[i].episode.reward for i in range(4)] == [None, 1.0, 1.0, 1.0]
 
 
 @pytest.mark.slow
@@ -351,9 +351,9 @@ def test_async_harnesses_and_parallel_requests_of_one_episode(worlds, says, a_pr
             ]
             return sorted(answer.choices[0].message.content for answer in await asyncio.gather(*agents)) == ["a", "b", "c"]
 
-    found = play(worlds(harness), a_prompt, says("a", "b", "c"))
-    assert (found.episode.reward, len(found.episode.branches)) == (1.0, 3)
-    assert sum(found.trained) == len(found.tokens) == 6
+    played = play(worlds(harness), a_prompt, says("a", "b", "c"))
+    assert (played.episode.reward, len(played.episode.branches)) == (1.0, 3)
+    assert sum(played.trained) == len(played.tokens) == 6
 
 
 def test_at_most_so_many_harnesses_run(worlds, says, a_prompt):
@@ -418,8 +418,8 @@ def test_a_program_is_a_harness(worlds, says, a_prompt, tmp_path):
     file.write_text(PROGRAM)
     assert play(worlds(ProgramHarness([sys.executable, str(file)])), a_prompt, says("5")).episode.reward == 1.0
     file.write_text("import sys; sys.exit('no model')")
-    found = play(worlds(ProgramHarness([sys.executable, str(file)])), a_prompt, says("5"))
-    assert (found.finish, found.episode.reward) == (Finish.ERROR, None)
+    played = play(worlds(ProgramHarness([sys.executable, str(file)])), a_prompt, says("5"))
+    assert (played.finish, played.episode.reward) == (Finish.ERROR, None)
     file.write_text("import time; time.sleep(600)")
     assert play(worlds(ProgramHarness([sys.executable, str(file)]), seconds=1.0), a_prompt, says()).finish is Finish.DEADLINE
     file.write_text("print('no reward')")
@@ -458,9 +458,9 @@ def test_a_prompt_that_the_harness_sends_as_it_is_needs_no_branch(worlds, says, 
     def harness(base_url):
         client(base_url).chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
 
-    found = play(worlds(harness), prompt, says("a"))
-    assert found.episode.branches == ()
-    assert found.behind[0] == prompt.tokens.tolist()
+    played = play(worlds(harness), prompt, says("a"))
+    assert played.episode.branches == ()
+    assert played.behind[0] == prompt.tokens.tolist()
 
 
 @pytest.mark.parametrize("wrong", [lambda row: 1, lambda base_url, colour: 1])
@@ -478,8 +478,8 @@ def test_an_episode_has_so_many_turns(worlds, says, a_prompt):
             ask(model="m", messages=[{"role": "user", "content": "2"}])
         return 2
 
-    found = play(worlds(harness, turns=2), a_prompt, says("a", "b", "c"))
-    assert (found.finish, found.episode.reward, len(found.episode.turns)) == (Finish.TURNS, 2.0, 2)
+    played = play(worlds(harness, turns=2), a_prompt, says("a", "b", "c"))
+    assert (played.finish, played.episode.reward, len(played.episode.turns)) == (Finish.TURNS, 2.0, 2)
 
 
 def test_an_episode_is_found_by_its_models_name(worlds, says, a_prompt):

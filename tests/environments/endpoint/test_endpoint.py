@@ -13,7 +13,7 @@ import pytest
 
 from groupwise.environments.chat_tokens import Memory, Speech
 from groupwise.environments.endpoint import LARGEST, Endpoint
-from groupwise.environments.requests import Drawn
+from groupwise.environments.requests import SampledTokens
 from groupwise.errors import ConfigError
 from groupwise.records import Finish
 
@@ -36,7 +36,7 @@ class Echo:
 
     def draw(self, context, asked, asking=None):
         done: Future = Future()
-        done.set_result([Drawn([7, self.speech.eos_ids[0]], [-0.1, -0.2], Finish.EOS, 0)])
+        done.set_result([SampledTokens([7, self.speech.eos_ids[0]], [-0.1, -0.2], Finish.EOS, 0)])
         return done
 
 
@@ -275,7 +275,7 @@ def test_many_wait_at_once(serve, chat_tokenizer, end_id):
     threading.Event().wait(1.0)  # longer than a look at whether the clients are there
     for one in gate:
         assert not one.cancelled()
-        one.set_result([Drawn([1], [-0.5], Finish.LENGTH, 0)])
+        one.set_result([SampledTokens([1], [-0.5], Finish.LENGTH, 0)])
     for line in lines:
         assert line.recv(4096).startswith(b"HTTP/1.1 200")
         line.close()

@@ -29,7 +29,7 @@ ROUNDING = 1e-3
 SEEN = 512
 """Ids whose text is compared, at most: spread over the vocabulary."""
 
-Drawn = tuple[np.ndarray, np.ndarray]
+PromptAndCompletion = tuple[np.ndarray, np.ndarray]
 """Prompt (m,) and completion (n,), ids."""
 
 
@@ -75,7 +75,7 @@ class ScoringServers:
                 f"policy are {said[place : place + 40]!r} to it; serve a model of the same family, with the same tokenizer"
             )
 
-    def logp(self, sequences: Sequence[Drawn]) -> list[np.ndarray]:
+    def logp(self, sequences: Sequence[PromptAndCompletion]) -> list[np.ndarray]:
         """Of each completion float32 (n,), nats: its tokens' log-probs at temperature 1, over the whole vocabulary.
 
         Raises PeerError if a server is gone or silent, EngineError for an answer that cannot be, or a sequence that is too long.
