@@ -32,7 +32,7 @@ def main() -> None:
     from torch.profiler import ProfilerActivity, profile, record_function
 
     from groupwise.ops.cpu import decoding, kernels, library
-    from groupwise.rollout.native.forward import GPT2Forward, RotaryForward
+    from groupwise.rollout.native.forward import SpecialisedForward
 
     def named(name: str, *arguments: object) -> None:
         with record_function(f"kernels::{name}"):
@@ -43,8 +43,7 @@ def main() -> None:
     steps = [side.step()["cpu" if on_cpu else "wall"] for _ in range(options.steps)]
     seconds = {phase: median([step[phase] for step in steps]) for phase in ("step", "rollout", "update") if phase in steps[0]}
     kernels.call = decoding.call = named  # torch's profiler sees torch's operations alone
-    for forward in (RotaryForward, GPT2Forward):
-        forward._blocks = lambda _: None  # kernel by kernel, to see each  # type: ignore[method-assign]
+    SpecialisedForward._decoder = lambda _: None  # kernel by kernel, to see each  # type: ignore[method-assign]
     with profile(activities=[ProfilerActivity.CPU] if on_cpu else [ProfilerActivity.CUDA]) as watched:
         side.step()
     own = {

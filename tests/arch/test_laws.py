@@ -133,11 +133,26 @@ def test_the_mathematics_is_pure() -> None:
             assert {part_of(module) for module in own_imports(name)} <= {"algorithms", "ops", "records", "errors", "utils"}, name
 
 
+REPORTS_KERNELS = {"models.probe", "runs.folder", "runs.prepare"}
+"""What tells a user whether there are compiled kernels, and why not."""
+
+
 def test_only_ops_knows_the_compiled_kernels() -> None:
-    for name in FILES:
-        if part_of(name) != "ops":
-            reached = {module for module in own_imports(name) if module.startswith("ops.cpu")}
-            assert not reached, f"{name} imports {reached}: call the operation in `ops` that may use it"
+    """Outside of `ops` nothing asks for them: an operation, or what makes operations (`decoding.Operations`), chooses."""
+    for name in set(FILES):
+        if part_of(name) == "ops":
+            continue
+        reached = {module for module in own_imports(name) if module.startswith("ops.cpu")}
+        assert not reached, f"{name} imports {reached}: call the operation in `ops` that may use it"
+        names = {child.attr if isinstance(child, ast.Attribute) else child.id
+                 for child in ast.walk(TREES[name]) if isinstance(child, (ast.Attribute, ast.Name))}  # fmt: skip
+        asked = {alias.name for child in ast.walk(TREES[name]) if isinstance(child, ast.ImportFrom) for alias in child.names
+                 if child.module == "groupwise.ops.kernels"}  # fmt: skip
+        assert asked <= ({"absence"} if name in REPORTS_KERNELS else set()), f"{name} asks the kernels for {asked}"
+        whole = {"groupwise.ops.kernels"} & set(imports(name)) and not asked
+        assert not whole, f"{name} imports groupwise.ops.kernels: what it may ask is `absence`, to report it"
+        chosen = {found for found in names if found.startswith("Compiled")}
+        assert not chosen, f"{name} names {chosen}: the choice is made in `ops.decoding`"
 
 
 PLUGIN = "rollout.vllm.plugin.groupwise_vllm"

@@ -43,13 +43,13 @@ def test_rms_norm_equals_transformers(weights: torch.dtype) -> None:
     norm = LlamaRMSNorm(48, eps=1e-5).to(weights)
     norm.weight.data.uniform_(0.5, 2.0)
     x = (3 * torch.randn(2, 5, 48)).to(weights).requires_grad_()
-    slope = torch.randn(2, 5, 48).to(weights)
+    gradient = torch.randn(2, 5, 48).to(weights)
     expected = norm(x)
-    expected.backward(slope)
+    expected.backward(gradient)
     reference = x.grad, norm.weight.grad
     x.grad = norm.weight.grad = None
     found = rms_norm(x, norm.weight, 1e-5, weights)
-    found.backward(slope)
+    found.backward(gradient)
     if weights == torch.bfloat16:
         assert (found != expected).float().mean() < 0.02, "rounded at the same places"
     tolerance = 1e-6 if weights == torch.float32 else 1e-2
@@ -59,7 +59,7 @@ def test_rms_norm_equals_transformers(weights: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rms_norm_takes_any_type_and_a_slope_that_is_one_number(dtype: torch.dtype) -> None:
+def test_rms_norm_takes_any_type_and_a_gradient_that_is_one_number(dtype: torch.dtype) -> None:
     """`sum` hands back one number, repeated without memory; as many rows as numbers in a row, so that no shape would object."""
     x, weight = torch.randn(16, 16, requires_grad=True), torch.randn(16, requires_grad=True)
     found = rms_norm(x, weight, 1e-5, dtype)
@@ -79,7 +79,7 @@ def test_rms_norm_takes_any_type_and_a_slope_that_is_one_number(dtype: torch.dty
 def test_a_stream_and_its_norm_are_told_by_whoever_reads_them(read: str, added: bool) -> None:
     torch.manual_seed(0)
     x, add, weight = (torch.randn(*shape, requires_grad=True) for shape in ((2, 5, 48), (2, 5, 48), (48,)))
-    slopes = {"stream": torch.randn(2, 5, 48), "norm": torch.randn(2, 5, 48)}
+    gradients = {"stream": torch.randn(2, 5, 48), "norm": torch.randn(2, 5, 48)}
     found = []
     for form in (lambda *given: AddNorm.apply(*given, weight, 1e-5, torch.float32), None):
         for tensor in (x, add, weight):
@@ -91,13 +91,13 @@ def test_a_stream_and_its_norm_are_told_by_whoever_reads_them(read: str, added: 
             stream, normed = form(x, add if added else None)
         outs = {"stream": stream, "norm": normed}
         wanted = [name for name in outs if read in (name, "both")]
-        torch.autograd.backward([outs[name] for name in wanted], [slopes[name] for name in wanted])
+        torch.autograd.backward([outs[name] for name in wanted], [gradients[name] for name in wanted])
         found.append([stream, normed, *(torch.zeros_like(t) if t.grad is None else t.grad for t in (x, add, weight))])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_who_listens_to_a_norm_hears_it(tiny_policy: Callable, random_samples: Callable) -> None:
+def test_a_hook_on_a_norm_is_called_with_its_output(tiny_policy: Callable, random_samples: Callable) -> None:
     policy, heard = tiny_policy("qwen2", hidden=128), []
     (batch,) = pack(random_samples(), 10_000)
     with fused_modules(policy.model):
@@ -117,7 +117,7 @@ def test_who_listens_to_a_norm_hears_it(tiny_policy: Callable, random_samples: C
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_who_listens_to_a_product_of_an_mlp_is_heard(family: str, tiny_policy: Callable, random_samples: Callable) -> None:
+def test_a_hook_on_a_product_of_an_mlp_is_called(family: str, tiny_policy: Callable, random_samples: Callable) -> None:
     policy = tiny_policy(family)
     (batch,) = pack(random_samples(), 10_000)
     mlp = policy.model.transformer.h[0].mlp if family == "gpt2" else policy.model.model.layers[0].mlp
@@ -180,7 +180,7 @@ def test_no_operation_of_ours_has_a_second_derivative(module: Any) -> None:
 
 
 def test_a_second_derivative_is_refused() -> None:
-    """Also where what comes in is a constant, as the slope of a sum is: what is found would be taken for a constant."""
+    """Also where what comes in is a constant, as the gradient of a sum is: what is found would be taken for a constant."""
     x, weights = torch.randn(5, 96), [nn.Parameter(torch.randn(96, 96) / 10) for _ in range(3)]
     (first,) = torch.autograd.grad(gated_mlp(x, *weights).sum(), weights[0])
     assert first.norm() > 0.0 and not first.requires_grad
@@ -295,11 +295,11 @@ def test_rotary_equals_transformers_and_its_backward_turns_back() -> None:
     x = torch.randn(1, 3, 7, 16, requires_grad=True)
     angle = torch.randn(1, 7, 8)
     cos, sin = torch.cat([angle, angle], -1).cos(), torch.cat([angle, angle], -1).sin()
-    slope = torch.randn_like(x)
+    gradient = torch.randn_like(x)
     expected, _ = apply_rotary_pos_emb(x, x, cos, sin)
-    (expected_grad,) = torch.autograd.grad(expected, x, slope)
+    (expected_grad,) = torch.autograd.grad(expected, x, gradient)
     found = rotary(x, cos.unsqueeze(1), sin.unsqueeze(1))
-    (found_grad,) = torch.autograd.grad(found, x, slope)
+    (found_grad,) = torch.autograd.grad(found, x, gradient)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(found_grad, expected_grad)
 
@@ -311,15 +311,15 @@ def test_a_fused_model_has_the_same_states_and_gradients(
 ) -> None:
     policy = tiny_policy(family, scale=3.0 if hidden == 32 else 1.5, hidden=hidden)
     (batch,) = pack(random_samples(), 10_000)
-    slope: Tensor | None = None
+    gradient: Tensor | None = None
     found: list[tuple[Tensor, dict[str, Tensor]]] = []
     for fused in (False, True):
         policy.model.zero_grad()
         if fused:
             with fused_modules(policy.model):
                 hidden = policy.forward(batch).hidden_PD
-                slope = torch.linspace(-1, 1, hidden.numel()).view_as(hidden)
-                hidden.backward(slope)
+                gradient = torch.linspace(-1, 1, hidden.numel()).view_as(hidden)
+                hidden.backward(gradient)
         else:
             hidden = policy.forward(batch).hidden_PD
             hidden.backward(torch.linspace(-1, 1, hidden.numel()).view_as(hidden))
@@ -548,7 +548,7 @@ def test_only_a_parameter_or_its_first_rows_are_summed_in_place() -> None:
     assert not summing() and gradient_of(parameter, False)[0] is None
 
 
-def test_who_listens_to_a_weight_hears_its_gradient_once(tiny_policy: Callable, random_samples: Callable) -> None:
+def test_a_hook_on_a_weight_is_called_once_with_its_gradient(tiny_policy: Callable, random_samples: Callable) -> None:
     """Summed in place, a gradient passes by nobody."""
     policy, heard = tiny_policy("llama", hidden=128), []
     (batch,) = pack(random_samples(), 10_000)

@@ -20,17 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.activations import NewGELUActivation, SiLUActivation
+from transformers.activations import NewGELUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
-from transformers.models.mistral.modeling_mistral import MistralAttention, MistralDecoderLayer, MistralMLP, MistralRMSNorm
-from transformers.models.mixtral.modeling_mixtral import MixtralAttention, MixtralRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2MLP, Qwen2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
 from transformers.pytorch_utils import Conv1D
 
 from groupwise.models.attention import NAME, packed_attention
+from groupwise.models.layers import MLP, Attention, Layer, Norm, describe
 from groupwise.ops.functional import (
     AddNorm,
     Linear,
@@ -58,9 +53,9 @@ def fused_modules(model: PreTrainedModel, *, keep: bool = True) -> Iterator[None
     last = getattr(model.base_model, "norm", None)
     changed = []
     for module in model.modules():
-        forward = _FORMS.get(type(module))
-        if forward is not None and "forward" not in vars(module):
-            module.forward = MethodType(_last_norm if module is last and forward is _norm else forward, module)
+        form = None if "forward" in vars(module) else _form(module, module is last)
+        if form is not None:
+            module.forward = form
             changed.append(module)
     try:
         with copies_of_weights(keep):
@@ -68,6 +63,23 @@ def fused_modules(model: PreTrainedModel, *, keep: bool = True) -> Iterator[None
     finally:
         for module in changed:
             del module.forward
+
+
+def _form(module: nn.Module, last: bool) -> Callable[..., Any] | None:
+    """The `forward` that a module gets.   last: it is the model's last norm."""
+    match describe(module):
+        case Norm(rms=True) as norm:
+            return partial(_last_norm if last else _norm, norm)
+        case Attention(rotary=True) as attention:
+            return partial(_rotary_attention, attention)
+        case MLP(gated=True) as mlp if all(type(linear) is nn.Linear and linear.bias is None for linear in mlp.products):
+            return partial(_gated_mlp, mlp)
+        case MLP(gated=False) as mlp if all(type(linear) is Conv1D for linear in mlp.products):
+            return partial(_plain_mlp, mlp)
+        case Layer(rotary=True) as layer:
+            return partial(_rotary_block, layer)
+    form = _BY_CLASS.get(type(module))
+    return None if form is None else MethodType(form, module)
 
 
 def _lower(hidden_states: Tensor) -> torch.dtype:
@@ -81,64 +93,63 @@ def _flat(hidden_states: Tensor) -> Tensor:
     return hidden_states.reshape(-1, hidden_states.shape[-1]).to(_lower(hidden_states))
 
 
-def _norm(self: Any, hidden_states: Tensor) -> Tensor:
-    return rms_norm(hidden_states, self.weight, self.variance_epsilon, _lower(hidden_states))
+def _norm(norm: Norm, hidden_states: Tensor) -> Tensor:
+    return rms_norm(hidden_states, norm.weight_D, norm.eps, _lower(hidden_states))
 
 
-def _last_norm(self: Any, hidden_states: Tensor) -> Tensor:
+def _last_norm(norm: Norm, hidden_states: Tensor) -> Tensor:
     # It feeds heads of any precision, so it does not round for a product.
-    return rms_norm(hidden_states, self.weight, self.variance_epsilon, hidden_states.dtype)
+    return rms_norm(hidden_states, norm.weight_D, norm.eps, hidden_states.dtype)
 
 
-def _rotary_block(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _rotary_block(layer: Layer, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    module = layer.module
     if args or kwargs.get("past_key_values") is not None:
-        return type(self).forward(self, hidden_states, *args, **kwargs)
+        return type(module).forward(module, hidden_states, *args, **kwargs)
     # The class's own forward, which is not used, would see to it that the block is computed again.
-    if self.gradient_checkpointing and self.training and not _CALL_RECOMPUTES:
-        return self._gradient_checkpointing_func(partial(_rotary_block_once, self, **kwargs), hidden_states)
-    return _rotary_block_once(self, hidden_states, **kwargs)
+    if module.gradient_checkpointing and module.training and not _CALL_RECOMPUTES:
+        return module._gradient_checkpointing_func(partial(_rotary_block_once, layer, **kwargs), hidden_states)
+    return _rotary_block_once(layer, hidden_states, **kwargs)
 
 
-def _rotary_block_once(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    stream, normed = _stream_and_norm(self.input_layernorm, hidden_states, None)
-    added, _ = self.self_attn(hidden_states=normed, **kwargs)
-    stream, normed = _stream_and_norm(self.post_attention_layernorm, stream, added)
-    return stream + self.mlp(normed)
+def _rotary_block_once(layer: Layer, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    stream, normed = _stream_and_norm(layer.norm, hidden_states, None)
+    added, _ = layer.attention(hidden_states=normed, **kwargs)
+    stream, normed = _stream_and_norm(layer.mlp_norm, stream, added)
+    return stream + layer.mlp(normed)
 
 
-def _stream_and_norm(norm: Any, x: Tensor, add: Tensor | None) -> tuple[Tensor, Tensor]:
+def _stream_and_norm(module: nn.Module, x: Tensor, add: Tensor | None) -> tuple[Tensor, Tensor]:
     """The stream with what is added to it, and its norm."""
-    lower = _lower(x)
-    fused = getattr(vars(norm).get("forward"), "__func__", None) is _norm
-    fits = one_pass(x, norm.weight, lower) and (add is None or (add.dtype == lower and add.is_contiguous()))
-    if fused and fits and not _heard(norm):
-        return AddNorm.apply(x, add, norm.weight, norm.variance_epsilon, lower)  # type: ignore[return-value]
+    lower, form = _lower(x), vars(module).get("forward")
+    if isinstance(form, partial) and form.func is _norm and not _hooked(module):
+        norm: Norm = form.args[0]
+        if one_pass(x, norm.weight_D, lower) and (add is None or (add.dtype == lower and add.is_contiguous())):
+            return AddNorm.apply(x, add, norm.weight_D, norm.eps, lower)  # type: ignore[return-value]
     stream = x if add is None else x + add
-    return stream, norm(stream)
+    return stream, module(stream)
 
 
-def _heard(module: nn.Module) -> bool:
-    """True if somebody listens to it, who would hear nothing of a form that leaves it out."""
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks) or bool(nn.modules.module._has_any_global_hook())
+def _hooked(*modules: nn.Module) -> bool:
+    """True if one of them has a hook: a form that does not call the module would not call it."""
+    return bool(nn.modules.module._has_any_global_hook()) or any(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        for module in modules
+    )
 
 
-def _gated_mlp(self: Any, hidden_states: Tensor) -> Tensor:
-    projections = (self.gate_proj, self.up_proj, self.down_proj)
-    plain = all(type(linear) is nn.Linear and linear.bias is None and not _heard(linear) for linear in projections)
-    if not plain or type(self.act_fn) not in (nn.SiLU, SiLUActivation) or _heard(self.act_fn):
-        return type(self).forward(self, hidden_states)
-    gate_ID, up_ID, down_DI = (linear.weight for linear in projections)
+def _gated_mlp(mlp: MLP, hidden_states: Tensor) -> Tensor:
+    if _hooked(*mlp.products, mlp.activation):
+        return type(mlp.module).forward(mlp.module, hidden_states)
+    gate_ID, up_ID, down_DI = (linear.weight for linear in mlp.products)
     return gated_mlp(_flat(hidden_states), gate_ID, up_ID, down_DI).view_as(hidden_states)
 
 
-def _plain_mlp(self: Any, hidden_states: Tensor) -> Tensor:
-    products = (self.c_fc, self.c_proj)
-    plain = all(type(product) is Conv1D and not _heard(product) for product in products)
-    if not plain or type(self.act) is not NewGELUActivation or _heard(self.act):
-        return type(self).forward(self, hidden_states)
-    in_DI, in_I, out_ID, out_D = (parameter for product in products for parameter in (product.weight, product.bias))
-    return self.dropout(plain_mlp(_flat(hidden_states), in_DI, in_I, out_ID, out_D).view_as(hidden_states))
+def _plain_mlp(mlp: MLP, hidden_states: Tensor) -> Tensor:
+    if _hooked(*mlp.products, mlp.activation):
+        return type(mlp.module).forward(mlp.module, hidden_states)
+    in_DI, in_I, out_ID, out_D = (parameter for product in mlp.products for parameter in (product.weight, product.bias))
+    return mlp.dropout(plain_mlp(_flat(hidden_states), in_DI, in_I, out_ID, out_D).view_as(hidden_states))
 
 
 def _linear(self: Any, input: Tensor) -> Tensor:
@@ -165,37 +176,31 @@ def _embedding(self: Any, input: Tensor) -> Tensor:
 
 
 def _rotary_attention(
-    self: Any,
+    attention: Attention,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    if self.config._attn_implementation != NAME or past_key_values is not None:
-        return type(self).forward(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+    module = attention.module
+    if module.config._attn_implementation != NAME or past_key_values is not None:
+        return type(module).forward(module, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
     stream = hidden_states.shape[:-1]
-    query, key, value = (
-        project(hidden_states).view(*stream, -1, self.head_dim) for project in (self.q_proj, self.k_proj, self.v_proj)
-    )
-    if hasattr(self, "q_norm"):
-        query, key = self.q_norm(query), self.k_norm(key)
+    query, key, value = (project(hidden_states).view(*stream, -1, attention.width) for project in attention.inputs)
+    if attention.head_norms is not None:
+        query, key = (norm(x) for norm, x in zip(attention.head_norms, (query, key), strict=True))
     cos, sin = (table.unsqueeze(1) for table in position_embeddings)
     query, key = (rotary(x.transpose(1, 2), cos, sin) for x in (query, key))
-    dropout = self.attention_dropout if self.training else 0.0
+    dropout = attention.dropout if module.training else 0.0
     value = value.transpose(1, 2)
-    out, _ = packed_attention(self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs)
-    return self.o_proj(out.reshape(*stream, -1)), None
+    out, _ = packed_attention(module, query, key, value, attention_mask, scaling=attention.scale, dropout=dropout, **kwargs)
+    return attention.output(out.reshape(*stream, -1)), None
 
 
-_FORMS: dict[type[nn.Module], Callable[..., Any]] = {
-    **dict.fromkeys((LlamaRMSNorm, MistralRMSNorm, MixtralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm), _norm),
-    **dict.fromkeys((LlamaAttention, MistralAttention, MixtralAttention, Qwen2Attention, Qwen3Attention), _rotary_attention),
-    **dict.fromkeys((LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer), _rotary_block),
-    **dict.fromkeys((LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP), _gated_mlp),
+_BY_CLASS: dict[type[nn.Module], Callable[..., Any]] = {
     nn.Embedding: _embedding,
     nn.Linear: _linear,
     Conv1D: _conv1d,
-    GPT2MLP: _plain_mlp,
     NewGELUActivation: _gelu,
 }

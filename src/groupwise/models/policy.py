@@ -129,7 +129,7 @@ class Policy:
         yield self
 
     def merged(self) -> PreTrainedModel:
-        """The model as others know it: without adapters, whose part its weights hold."""
+        """The plain model: adapters, if there are any, are added to its weights."""
         return self.model
 
     def reshard(self) -> None:

@@ -3,7 +3,7 @@
 transformers takes the longest position of a forward pass for the length of all that is in it, and dynamic NTK also remembers the
 longest of earlier passes.  In a packed stream every sequence has the frequencies of its own length.  So a prompt can be shared
 only by completions whose sequences have the same frequencies (`regime`), and a completion must not leave those that its first
-token was drawn with (`room`): what is sampled could else not be scored.
+token was drawn with (`remaining`): what is sampled could else not be scored.
 
 T positions of a stream   W head width
 """
@@ -46,16 +46,16 @@ def regime(switches: tuple[tuple[int, bool], ...], length: int) -> Hashable:
     return tuple((length if each else 1) if length > at else 0 for at, each in switches)
 
 
-def room(switches: tuple[tuple[int, bool], ...], prompt: int) -> int | None:
+def remaining(switches: tuple[tuple[int, bool], ...], prompt: int) -> int | None:
     """Most tokens of a completion that can all be drawn with the same frequencies; None if there is no limit.
 
     The last token of a sequence is drawn, and not computed.
 
-    >>> room(((8, False),), 5), room(((8, False),), 9), room(((8, True),), 9), room((), 5)
-    (4, None, 1, None)
+    >>> [remaining(((8, False),), n) for n in (5, 9)], remaining(((8, True),), 9), remaining((), 5)
+    ([4, None], 1, None)
     """
-    rooms = [at - prompt + 1 if prompt <= at else 1 for at, each in switches if prompt <= at or each]
-    return min(rooms, default=None)
+    counts = [at - prompt + 1 if prompt <= at else 1 for at, each in switches if prompt <= at or each]
+    return min(counts, default=None)
 
 
 def _changing(model: nn.Module) -> list[Any]:

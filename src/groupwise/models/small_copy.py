@@ -67,7 +67,11 @@ def small_model(kind: type[PreTrainedModel], config: PretrainedConfig, *, shallo
 
 
 def backbone_of(model: PreTrainedModel) -> nn.Module:
-    """The model without its head.  A few families name a part that they do not have; it is then the part with the embedding."""
+    """The model without its head.
+
+    It is `base_model`, but for a few families whose `base_model_prefix` names no attribute: there it is the part that holds the
+    embedding.
+    """
     found = model.base_model
     if found is not model or model.get_output_embeddings() is None:
         return found

@@ -9,7 +9,8 @@ T positions of a stream   R rows   D model width   H heads   W head width   V vo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,8 +38,9 @@ from groupwise.utils.allocator import own_pages
 
 __all__ = [
     "BLOCK", "Block", "Blocks", "CompiledHeadNorm", "CompiledLayerNorm", "CompiledNorm", "CompiledRotary", "Decoder", "Drawn",
-    "Filler", "Live", "Norm", "PlainLayerNorm", "PlainNorm", "PlainRotary", "Product", "Rows", "decode_attention", "draw_tokens",
-    "draws", "gated", "gelu", "keep_entries", "multiplies", "product",
+    "Filler", "Live", "Norm", "Operations", "PlainLayerNorm", "PlainNorm", "PlainRotary", "PreparedLayer", "Product", "Rotary",
+    "Rows", "decode_attention", "draw_tokens", "draws", "gated", "gelu", "keep_entries", "multiplies", "product",
+    "tokens_per_block",
 ]  # fmt: skip
 
 LARGE, FEW_ROWS = 1 << 20, 8
@@ -217,3 +219,116 @@ def gated(gate_TI: Tensor, up_TI: Tensor, *, compiled: bool) -> Tensor:
 def gelu(x_TI: Tensor, *, compiled: bool) -> Tensor:
     """GELU's tanh form."""
     return kernels.gelu(x_TI) if compiled else F.gelu(x_TI, approximate="tanh")
+
+
+Rotary = CompiledRotary | PlainRotary
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PreparedLayer:
+    """A decoder layer as it is decoded with; its operations are made by `Operations`."""
+
+    norm: Norm
+    qkv: Callable[[Tensor], Tensor]
+    """Query, key and value heads side by side; rotary query and key heads in the order of `Rotary.order_W`."""
+    head_norm: Callable[[Tensor], Tensor] | None
+    """Norms of query and key heads (Qwen3)."""
+    out: Callable[[Tensor], Tensor]
+    mlp_norm: Norm
+    up: Callable[[Tensor], Tensor]
+    """The MLP's first product: gate beside up, or up alone."""
+    down: Callable[[Tensor], Tensor]
+    scale: float
+    window: int | None
+
+
+class Operations:
+    """Makes the operations that one model is decoded with.
+
+    What lies between products is either all compiled or all torch's: one draw of many tokens (`decoder`) needs all of it.
+    """
+
+    def __init__(self, tables: Sequence[Tensor], widths: Sequence[int], *, dtype: torch.dtype) -> None:
+        """tables: embeddings, of the weights' type and on their device.   widths: of other rows: an MLP's inner ones, heads, or
+        where positions are rotary half a head.   dtype: of the products."""
+        first, self.dtype = tables[0], dtype
+        self._compiled = (
+            first.dtype == torch.float32 and kernels.fits(*tables) and all(kernels.fits(first, width=width) for width in widths)
+        )
+
+    def product(self, weights_OI: Sequence[Tensor], biases_O: Sequence[Tensor | None]) -> Callable[[Tensor], Tensor]:
+        """`product` with these weights, their outputs side by side; all have a bias, or none."""
+        bias_O = biases_O[0]
+        if len(weights_OI) == 1:
+            return product(weights_OI[0], bias_O, self.dtype)
+        if weights_OI[0].device.type != "cpu" or not multiplies(self.dtype):
+            # Before they are joined: half the memory traffic in bfloat16.  A compiled `Product` casts as it packs.
+            weights_OI = [weight_OI.to(self.dtype) for weight_OI in weights_OI]
+        bias_O = None if bias_O is None else torch.cat([bias_O for bias_O in biases_O if bias_O is not None])
+        return product(torch.cat(list(weights_OI)), bias_O, self.dtype)
+
+    def norm(self, weight_D: Tensor, eps: float) -> Norm:
+        """An RMSNorm behind a residual sum."""
+        return (CompiledNorm if self._compiled else PlainNorm)(weight_D, eps, self.dtype)
+
+    def layer_norm(self, weight_D: Tensor, bias_D: Tensor, eps: float) -> Norm:
+        """A layer norm behind a residual sum."""
+        norm = decoding.Norm(weight_D, eps, bias_D)
+        return (CompiledLayerNorm if self._compiled else PlainLayerNorm)(norm, self.dtype)
+
+    def head_norm(self, weight_HW: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
+        """RMSNorms of heads (T, H, W); may change them in place."""
+        return (CompiledHeadNorm if self._compiled else PlainNorm)(weight_HW, eps, self.dtype)
+
+    def rotary(self, cos_PW: Tensor, sin_PW: Tensor) -> Rotary:
+        """Rotary embeddings, from tables of all positions."""
+        return (CompiledRotary if self._compiled else PlainRotary)(cos_PW.float(), sin_PW.float())
+
+    def gated(self, inner_TI: Tensor) -> Tensor:
+        """silu(gate) * up of a gate beside up, I = twice the result's."""
+        gate_TI, up_TI = inner_TI.chunk(2, -1)
+        return gated(gate_TI, up_TI, compiled=self._compiled)
+
+    def gelu(self, inner_TI: Tensor) -> Tensor:
+        """GELU's tanh form."""
+        return gelu(inner_TI, compiled=self._compiled)
+
+    def decoder(
+        self,
+        layers: Sequence[PreparedLayer],
+        norm: Any,
+        head: Any,
+        embedding_VD: Tensor,
+        positions: Rotary | Tensor,
+        heads: tuple[int, int, int],
+    ) -> Decoder | None:
+        """Draws many tokens in one call; None where not all of the model is compiled.
+
+        norm: the last.   positions: rotary embeddings, or learnt ones (P, D).   heads: H, key-value heads, W.
+        """
+        if not self._compiled:
+            return None
+        parts: Any = layers
+        blocks = [
+            Block(
+                norm=layer.norm.norm,
+                qkv=layer.qkv,
+                head_norm=None if layer.head_norm is None else layer.head_norm.norm,
+                out=layer.out,
+                mlp_norm=layer.mlp_norm.norm,
+                up=layer.up,
+                down=layer.down,
+                scale=layer.scale,
+                window=layer.window,
+            )
+            for layer in parts
+        ]
+        rotary_PW = (positions.cos_PW, positions.sin_PW) if isinstance(positions, CompiledRotary) else None
+        position_PD = positions if isinstance(positions, Tensor) else None
+        return Decoder(Blocks(blocks, *heads), norm.norm, head, embedding_VD, rotary_PW=rotary_PW, position_PD=position_PD)
+
+
+def tokens_per_block(key_TKW: Tensor) -> int:
+    """How many tokens of such keys, and of values like them, lie together in a slab that `decode_attention` reads; 1 if it reads
+    none, and tokens lie one by one."""
+    return BLOCK if kernels.fits(key_TKW) else 1

@@ -106,13 +106,13 @@ def check_request(policy: Policy, prompts: Sequence[Prompt], group_size: int, sa
 
 def completion_limit(policy: Policy, prompt: Prompt, sampling: Sampling) -> int:
     """Longest completion of a prompt in tokens: `max_new_tokens`, or what the context leaves, or the frequencies of rotary
-    embeddings that change with the length of a sequence (`rope.room`)."""
+    embeddings that change with the length of a sequence (`rope.remaining`)."""
     return min(sampling.max_new_tokens, sequence_room(policy, prompt.tokens.size))
 
 
 def sequence_room(policy: Policy, tokens: int) -> int:
     """Most tokens that can be drawn behind so many; below 1 where there is no room."""
-    most, room = policy.context - tokens, rope.room(policy.switches, tokens)
+    most, room = policy.context - tokens, rope.remaining(policy.switches, tokens)
     return most if room is None else min(most, room)
 
 

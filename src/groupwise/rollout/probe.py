@@ -52,7 +52,7 @@ GROUP, ROWS, BEYOND = 2, 5, 6
 """Completions of a prompt; rows that are decoded at a time, so that some wait; tokens that completions grow beyond a switch."""
 FAR, FEW, MANY, LOWER_FAR = 548, 24, 70, 4.0
 """Tokens of prompts that are far longer than any switch (positions lose their last bits in bfloat16 from 256 on); tokens that are
-drawn behind them; tokens that are drawn behind a short one, so that the room of a row grows.  In a lower type few texts lie
+drawn behind them; tokens that are drawn behind a short one, so that the capacity of a row grows.  In a lower type few texts lie
 less evenly from float32 than many: how much further than the model's own pass they may."""
 
 
@@ -223,7 +223,7 @@ class _NoText:
 
 
 class _Talkative:
-    """A world that lets turns be short, and has a few random tokens to say to each, until there is no room for them."""
+    """A world that lets turns be short, and has a few random tokens to say to each, until none remain."""
 
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary = vocabulary

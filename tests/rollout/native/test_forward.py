@@ -1,4 +1,4 @@
-"""The short way through a model equals the way through its modules, and is taken only where the model is exactly known."""
+"""The specialised forward pass equals the one through the modules, and runs only where the model is exactly known."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -19,7 +19,7 @@ from groupwise.ops.cpu.library import library
 from groupwise.ops.decoding import product
 from groupwise.records import Finish, Sampling
 from groupwise.rollout.native.engine import ModuleForward, NativeEngine
-from groupwise.rollout.native.forward import GPT2Forward, RotaryForward, is_known, specialised_forward
+from groupwise.rollout.native.forward import SpecialisedForward, is_known
 
 FAMILIES = {
     "llama": {},
@@ -73,7 +73,7 @@ def completions(engine, prompts, **options):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("max_rows", [64, 4])
-def test_lean_equals_modules(family, max_rows, policy_of, prompts_of):
+def test_the_specialised_forward_equals_the_modules(family, max_rows, policy_of, prompts_of):
     policy = randomized(policy_of(family.split(",")[0], dtype=torch.float32, sharpness=3.0, **FAMILIES[family]))
     engine = NativeEngine(policy, max_rows=max_rows)
     assert engine.path == "specialised"
@@ -87,7 +87,7 @@ def test_lean_equals_modules(family, max_rows, policy_of, prompts_of):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "qwen3, wide heads", "gpt2, wide heads"])
 @pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
-def test_lean_in_low_precision_is_as_near_to_float32_as_the_modules(family, precision, policy_of, prompts_of, scored):
+def test_in_low_precision_it_is_as_near_to_float32_as_the_modules(family, precision, policy_of, prompts_of, scored):
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     kind, options = family.split(",")[0], FAMILIES[family]
     policy = policy_of(kind, dtype=dtype, sharpness=3.0, setting=ModelSettings(device="cpu", dtype=precision), **options)
@@ -120,8 +120,7 @@ def test_one_call_for_many_tokens_is_the_kernels_one_by_one(family, precision, h
     try:
         for kernel, missing in (("decode_tokens", None), ("decode_attention", "_decoder")):
             if missing:
-                for forward in (RotaryForward, GPT2Forward):
-                    monkeypatch.setattr(forward, missing, lambda self: None)
+                monkeypatch.setattr(SpecialisedForward, missing, lambda self: None)
             called.clear()
             groups = completions(NativeEngine(policy, max_rows=max_rows), prompts_of(5, 9, 1, 5), max_new_tokens=40, **options)
             found.append(
@@ -223,7 +222,7 @@ def test_what_is_not_as_its_config_says_takes_the_modules(family, name, policy_o
     assert not is_known(policy)
 
 
-def test_a_layer_may_stand_in_two_places_of_the_short_way_only(policy_of, prompts_of, scored):
+def test_a_layer_may_stand_in_two_places_of_the_specialised_forward_only(policy_of, prompts_of, scored):
     """The modules keep its keys and values by its number."""
     policy = policy_of("llama", dtype=torch.float32)
     policy.model.model.layers[1] = policy.model.model.layers[0]
@@ -293,9 +292,9 @@ def test_norms_whose_weights_lie_apart(family, policy_of, prompts_of):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_wide_heads_take_the_compiled_kernels(family, policy_of):
-    found = [specialised_forward(policy_of(family, dtype=torch.float32, head_dim=width), 8).compiled for width in (8, 32)]
-    assert found == [False, library() is not None]
+def test_wide_heads_are_decoded_by_the_kernels(family, policy_of):
+    found = [SpecialisedForward(policy_of(family, dtype=torch.float32, head_dim=width), 8).decoder for width in (8, 32)]
+    assert [decoder is not None for decoder in found] == [False, library() is not None]
 
 
 def test_p46_new_weights_are_used_at_once(policy_of, prompts_of):
@@ -357,6 +356,6 @@ def test_prepared_weights_are_a_copy(policy_of):
     policy = policy_of("llama", dtype=torch.float32)
     before = {name: parameter.clone() for name, parameter in policy.model.named_parameters()}
     engine = NativeEngine(policy, max_rows=4)
-    specialised_forward(policy, 8)
+    SpecialisedForward(policy, 8)
     assert engine.path == "specialised"
     assert all(torch.equal(parameter, before[name]) for name, parameter in policy.model.named_parameters())

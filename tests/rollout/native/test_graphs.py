@@ -23,7 +23,7 @@ from groupwise.rollout.episodes import Conversations
 from groupwise.rollout.native import attention, graphs
 from groupwise.rollout.native import engine as native
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.rollout.native.forward import specialised_forward
+from groupwise.rollout.native.forward import SpecialisedForward
 from groupwise.rollout.native.graphs import GPU_TOKENS_PER_SYNC, Buffers, GraphDecode, rounded_up
 from groupwise.rollout.native.kv_cache import KVCache
 
@@ -107,7 +107,7 @@ def test_what_is_replayed_draws_what_the_plain_version_draws(
 
 
 @pytest.mark.slow
-def test_rooms_grow_rows_leave_and_others_take_their_place(policy_of, prompts_of, traced, monkeypatch):
+def test_capacities_grow_rows_leave_and_others_take_their_place(policy_of, prompts_of, traced, monkeypatch):
     policy, prompts = (
         policy_of("qwen2", dtype=torch.float32, context=512, vocabulary=700, sharpness=0.2),
         prompts_of(20, 7, 33, 12, 4, 90, 9),
@@ -127,7 +127,7 @@ def test_rooms_grow_rows_leave_and_others_take_their_place(policy_of, prompts_of
     assert len({shape.own for shape in shapes}) > 4
     assert len({shape.rows for shape in shapes}) > 2
     assert len({shape.prompt for shape in shapes}) > 1
-    assert len({shape.rooms for shape in shapes}) > 2
+    assert len({shape.capacities for shape in shapes}) > 2
     # A shape is recorded at its second token, and once.
     assert traced.recordings == sum(count > 1 for count in shapes.values())
     assert traced.replays == shapes.total() - len(shapes)
@@ -256,7 +256,7 @@ def test_a_step_on_a_gpu_waits_for_nothing(precision, family, options, sampling,
     policy = policy_of(family, dtype=torch.float32, setting=ModelSettings(device="cpu", dtype=precision), **options)
     policy.model.to("meta")
     with torch.no_grad():
-        forward = specialised_forward(policy, 64)
+        forward = SpecialisedForward(policy, 64)
         prompts, own = KVCache(4, 16, most_tokens=16), KVCache(12, 64, most_tokens=64)
         for layer in range(len(forward.layers)):
             prompts.layer(layer, torch.empty(1, forward.shared, forward.width, dtype=forward.dtype, device="meta"))

@@ -48,8 +48,8 @@ def test_blocks_of_the_kernels_keep_what_was_written(dtype):
 def test_store_drops_entries_and_moves_the_last_into_the_gaps():
     store = KVCache(2, 2, most_tokens=5)
     store.reserve(5, 3)
-    assert store.room[0] >= 5
-    assert store.room[1] == 4
+    assert store.capacity[0] >= 5
+    assert store.capacity[1] == 4
     store.live = 5
     rows = torch.arange(5.0).view(5, 1, 1, 1).expand(5, 3, 1, 1)
     store.layer(0, rows).write(0, rows, rows)
@@ -57,4 +57,4 @@ def test_store_drops_entries_and_moves_the_last_into_the_gaps():
     assert store.live == 3
     assert store.layers[0].view(3, 3)[0].flatten(1)[:, 0].tolist() == [4.0, 1.0, 2.0]
     store.reserve(3, 5)
-    assert store.room[1] == 5, "never more than the longest allowed"
+    assert store.capacity[1] == 5, "never more than the longest allowed"

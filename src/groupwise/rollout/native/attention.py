@@ -1,9 +1,9 @@
 """Attention of the rollout engine: the prefill that keeps keys and values, the decode step over shared prompts, and what lies
 between them: several tokens at once behind what has been kept.
 
-A decoded token attends to its prompt and to its own completion; a prompt's keys are never copied per row.  The compiled kernel
-(kernels/decoding.cpp) goes prompt by prompt.  Torch's operations, which take its place on GPUs, compute the two parts apart and
-merge them by their log-sum-exps, which is exact: a prompt's keys meet the queries of its whole group in one product, and key-value
+A decoded token attends to its prompt and to its own completion; a prompt's keys are never copied per row.  Slabs that lie block by
+block are read by `decoding.decode_attention`, prompt by prompt.  Over others, as on GPUs, the two parts are computed apart and
+merged by their log-sum-exps, which is exact: a prompt's keys meet the queries of its whole group in one product, and key-value
 heads all the query heads that share them.
 
 R rows (completions being decoded)   P live prompts   N most rows of a prompt   H query heads   K key-value heads   D head width
@@ -23,7 +23,7 @@ from torch import Tensor
 from groupwise.errors import EngineError
 from groupwise.models.attention import PackedAttention, quick_attention
 from groupwise.models.masks import Reach
-from groupwise.ops import decoding, kernels
+from groupwise.ops import decoding
 from groupwise.records import Layout
 from groupwise.rollout.native.kv_cache import KVCache, LayerCache
 
@@ -68,7 +68,7 @@ class Prefill:
         query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast rotary embeddings leave them in float32
         key_TKD, value_TKD = key[0].transpose(0, 1), value[0].transpose(0, 1)
         plain = softcap is None and chunk is None and sinks_H is None and key.shape == value.shape
-        slab = self.store.layer(layer, key_TKD, decoding.BLOCK if plain and kernels.fits(key_TKD) else 1, value_TKD)
+        slab = self.store.layer(layer, key_TKD, decoding.tokens_per_block(key_TKD) if plain else 1, value_TKD)
         i = 0
         while i < len(self.lengths):
             j, length = i, self.lengths[i]
@@ -152,7 +152,7 @@ class Decode(TokenAttend):
         self.rows_P: list[list[int]] = [[] for _ in prompt_length_P]
         for row, entry in enumerate(entry_R):
             self.rows_P[entry].append(row)
-        self.longest_prompt = self._room(max(prompt_length_P))
+        self.longest_prompt = self._places(max(prompt_length_P))
         self._index: dict[int, tuple[Tensor, Tensor]] = {}
         self._made: dict[str, Tensor] = {}
         self._rows = decoding.Rows(self.rows_P, prompt_length_P)
@@ -165,58 +165,17 @@ class Decode(TokenAttend):
         """Begin a step: every row has one token more.  Returns the positions (R,) of the new tokens."""
         self.length_R = [length + 1 for length in self.length_R]
         self.longest = max(self.length_R)
-        self.room = self._room(self.longest)
-        self.own.reserve(len(self.length_R), self.room)
+        self.places = self._places(self.longest)
+        self.own.reserve(len(self.length_R), self.places)
         self._length_R = self._length_R + 1
         self.position_R = self.position_R + 1
         self._own_bias: dict[Reach, Tensor | None] = {}
         self._prompt_bias: dict[tuple[Reach, int], Tensor | None] = {}
         return self.position_R
 
-    def _room(self, tokens: int) -> int:
-        """The room that is read for so many tokens."""
+    def _places(self, tokens: int) -> int:
+        """The places that are read of an entry with so many tokens."""
         return whole(tokens) if self.device.type in ALIGNS else tokens
-
-    @property
-    def compiled(self) -> bool:
-        """True if the compiled kernels read what has been kept."""
-        return all(slab.block > 1 for slab in self.prompts.layers.values())
-
-    def draw(
-        self,
-        decoder: decoding.Decoder,
-        newest_R: Tensor,
-        limit_R: Sequence[int],
-        uniform_RT: Tensor,
-        steps: int,
-        *,
-        temperature: float,
-        ending: Sequence[int],
-        until_one_ends: bool,
-        rows_at_once: int,
-    ) -> decoding.Drawn:
-        """Several tokens for each row, whose newest are `newest_R`; see `decoding.Decoder`.  Rows are to be arranged again."""
-        self.own.reserve(len(self.length_R), min(max(self.length_R) + steps, self.own.most_tokens))
-        limit, prompt, prompt_length = (torch.tensor(column) for column in (limit_R, self.entry_R, self.prompt_length_P))
-        live = decoding.Live(newest_R, self._length_R, limit, prompt, prompt_length, uniform_RT)
-        return decoder(
-            live,
-            self._slabs(len(decoder.blocks.blocks)),
-            steps,
-            temperature=temperature,
-            ending=ending,
-            until_one_ends=until_one_ends,
-            rows_at_once=rows_at_once,
-        )
-
-    def _slabs(self, layers: int) -> list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]:
-        """Own and prompts' keys and values of each layer."""
-        slabs = []
-        for layer in range(layers):
-            prompt = self.prompts.layers[layer]
-            own = self.own.layer(layer, prompt.like, prompt.block)
-            slabs.append(((own.key_EKTD, own.value_EKTD), (prompt.key_EKTD, prompt.value_EKTD)))
-        return slabs
 
     @property
     def drawn_R(self) -> Tensor:
@@ -242,15 +201,15 @@ class Decode(TokenAttend):
             window = None
         prompt = self.prompts.layers[layer]
         own = self.own.layer(layer, key_RKD, prompt.block, value_RKD)
-        if prompt.block > 1:
-            assert kernels.fit_as_one(query_RHD, key_RKD, value_RKD)
-            slabs = (own.key_EKTD, own.value_EKTD), (prompt.key_EKTD, prompt.value_EKTD)
+        if prompt.blocked:
+            assert query_RHD.dtype == key_RKD.dtype == value_RKD.dtype
+            slabs = own.slab, prompt.slab
             return decoding.decode_attention(query_RHD, key_RKD, value_RKD, *slabs, self._rows, self._length_R, scale, window)
         own.append(self.longest - 1 if self._uniform else self._length_R - 1, key_RKD, value_RKD)
 
         return over_both(
             query_RHD.view(count, shared, heads // shared, width),
-            own.view(count, self.room),
+            own.view(count, self.places),
             prompt.view(len(self.rows_P), self.longest_prompt),
             self._indices(shared),
             scale,
@@ -285,9 +244,9 @@ class Decode(TokenAttend):
 
     def _bias_of_own(self, reach: Reach, dtype: torch.dtype) -> Tensor | None:
         if reach not in self._own_bias:
-            plain = self._uniform and self.room == self.longest and reach == Reach()
+            plain = self._uniform and self.places == self.longest and reach == Reach()
             span = reach.span(self.position_R)
-            self._own_bias[reach] = None if plain else own_bias(self._length_R, self.room, span, dtype)
+            self._own_bias[reach] = None if plain else own_bias(self._length_R, self.places, span, dtype)
         return self._own_bias[reach]
 
     def _bias_of_prompt(self, reach: Reach, queries: int, dtype: torch.dtype) -> Tensor | None:
@@ -339,8 +298,8 @@ class Extend(TokenAttend):
         """The same token by token: (T, H, D) queries, (T, K, D) keys, (T, K, E) values -> (T, H, E)."""
         prompt = self.prompts.layers[layer]
         own = self.own.layer(layer, key_TKD, prompt.block, value_TKD)
-        if prompt.block > 1:
-            return self._compiled(own, prompt, query_THD, key_TKD, value_TKD, scale, window)
+        if prompt.blocked:
+            return self._token_by_token(own, prompt, query_THD, key_TKD, value_TKD, scale, window)
         outputs = []
         for r, (start, count, kept, entry) in enumerate(zip(self.start_R, self.count_R, self.kept_R, self.entry_R, strict=True)):
             new = slice(start, start + count)
@@ -353,7 +312,7 @@ class Extend(TokenAttend):
             outputs.append(extended(query_HQD, key_KTD, value_KTD, scale, softcap, Reach(window, chunk), sinks_H).transpose(0, 1))
         return torch.cat(outputs)
 
-    def _compiled(
+    def _token_by_token(
         self,
         own: LayerCache,
         prompt: LayerCache,
@@ -363,8 +322,8 @@ class Extend(TokenAttend):
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """By the kernel of decoding, one token of every row at a time; products are over the whole stream."""
-        slabs = (own.key_EKTD[self.first :], own.value_EKTD[self.first :]), (prompt.key_EKTD, prompt.value_EKTD)
+        """Over slabs that lie block by block, one token of every row at a time; products are over the whole stream."""
+        slabs = (own.key_EKTD[self.first :], own.value_EKTD[self.first :]), prompt.slab
         out_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
         for place_A, rows, length_A in self._one_by_one():
             query_AHD, key_AKD, value_AKD = (x.index_select(0, place_A) for x in (query_THD, key_TKD, value_TKD))
@@ -436,9 +395,9 @@ def over_both(
     return torch.lerp(own_RKQD, prompt_RKQD, share_RKQ1).reshape(count, shared * queries, -1)
 
 
-def own_bias(length_R: Tensor, room: int, span: int | Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(R, 1, 1, room): hides the room behind completions, and what lies before the last `span` tokens, of all or of each (R,)."""
-    place_T = torch.arange(room, device=length_R.device)
+def own_bias(length_R: Tensor, places: int, span: int | Tensor | None, dtype: torch.dtype) -> Tensor:
+    """(R, 1, 1, places): hides the places behind completions, and what lies before the last `span` tokens, of all or each (R,)."""
+    place_T = torch.arange(places, device=length_R.device)
     hidden_RT = place_T[None] >= length_R[:, None]
     if span is not None:
         hidden_RT |= place_T[None] < (length_R - span)[:, None]
@@ -446,13 +405,13 @@ def own_bias(length_R: Tensor, room: int, span: int | Tensor | None, dtype: torc
 
 
 def prompt_bias(
-    length_P: Tensor, room: int, position_PN: Tensor, span: int | Tensor | None, queries: int, dtype: torch.dtype
+    length_P: Tensor, places: int, position_PN: Tensor, span: int | Tensor | None, queries: int, dtype: torch.dtype
 ) -> Tensor:
-    """(P, 1, 1 or N x queries, room): hides the room behind prompts, and what lies before the last `span` tokens.
+    """(P, 1, 1 or N x queries, places): hides the places behind prompts, and what lies before the last `span` tokens.
 
     position_PN: of the members' new tokens.   span: of all, or of each (P, N).   queries: heads that share a key.
     """
-    place_M = torch.arange(room, device=length_P.device)
+    place_M = torch.arange(places, device=length_P.device)
     hidden_PXM = (place_M[None] >= length_P[:, None])[:, None]
     if span is not None:
         left_behind_PNM = place_M[None, None] <= (position_PN - span)[..., None]
@@ -467,7 +426,7 @@ def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _efficient = torch.ops.aten._scaled_dot_product_efficient_attention
 ALIGNED, ALIGNS = 8, ("cuda",)
-"""The GPU's memory-efficient kernel reads so many numbers of a key and of the bias at once; where rooms are multiples of it."""
+"""The GPU's memory-efficient kernel reads so many numbers of a key and of the bias at once; there capacities are its multiples."""
 
 
 def partial_attention(

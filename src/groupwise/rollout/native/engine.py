@@ -33,8 +33,9 @@ from groupwise.records import Prompt, Rollout, Sampling
 from groupwise.rollout import sampling as draws
 from groupwise.rollout.engine import InProcess, check_request, completion_limit
 from groupwise.rollout.episodes import CONVERSATIONS_PER_ROW, Completion, Conversations, await_one
-from groupwise.rollout.native.attention import Decode, Extend, Prefill, whole
-from groupwise.rollout.native.forward import RolloutForward, is_known, specialised_forward
+from groupwise.rollout.native.attention import Extend, Prefill, whole
+from groupwise.rollout.native.decode import ManyTokens, RowDecoder, TokenDecode, chunks_of
+from groupwise.rollout.native.forward import RolloutForward, SpecialisedForward, is_known
 from groupwise.rollout.native.graphs import GPU_TOKENS_PER_SYNC, GraphDecode
 from groupwise.rollout.native.kv_cache import Kept, KVCache
 from groupwise.rollout.stopping import Stopping
@@ -42,7 +43,7 @@ from groupwise.rollout.stopping import Stopping
 PREFILL_TOKENS = 8192
 """Most tokens of one prefill pass (a longer prompt has a pass of its own): bounds the memory of its activations."""
 FIRST_TOKENS = 64
-"""Room for own tokens that a row starts with."""
+"""Capacity for own tokens that a row starts with."""
 STEPS, WORK, FEW = 16, 16 * 10**9, 12
 """Tokens that rows draw before Python looks at them again, where it need not look at each; fewer where these times their rows times
 the weights are more than `WORK`: about a fifth of a second, in which nobody hears a signal (one token of a larger model takes
@@ -104,7 +105,7 @@ class NativeEngine(InProcess):
 
     def prepared(self, positions: int) -> RolloutForward:
         """A way through the weights as they are now, for sequences of up to `positions` tokens."""
-        return specialised_forward(self.policy, positions) if is_known(self.policy) else ModuleForward(self.policy)
+        return SpecialisedForward(self.policy, positions) if is_known(self.policy) else ModuleForward(self.policy)
 
     def limit(self, prompt: Prompt, index: int, sampling: Sampling) -> int:
         """Longest completion of one row in tokens.  Benchmarks override it to fix a schedule of lengths."""
@@ -181,7 +182,7 @@ class _Run:
     """One call of `generate`."""
 
     forward: RolloutForward
-    decode: Decode | GraphDecode
+    decode: RowDecoder
     places: int
     """Rows that may live at the same time."""
 
@@ -220,12 +221,12 @@ class _Run:
         (self.waiting if self.world is None else self.unbegun).extend(rows)
         self.positions = max(row.prompt.tokens.size + row.limit for row in rows)
         longest, most = max(row.limit for row in rows), rows[-1].prompt.tokens.size
-        prompt_room, own_room = most, longest
-        if self.world is not None:  # behind a shorter context there may be more room, and one may be longer than all prompts
-            prompt_room, own_room = self.policy.context, max(longest, min(sampling.max_new_tokens, self.policy.context))
+        most_of_prompt, most_own = most, longest
+        if self.world is not None:  # behind a shorter context there may be more own tokens, and one may be longer than all prompts
+            most_of_prompt, most_own = self.policy.context, max(longest, min(sampling.max_new_tokens, self.policy.context))
         places = min(engine.max_rows, len(rows))
-        self.prompts = KVCache(min(len(prompts), -(-places // group_size)), whole(most), most_tokens=whole(prompt_room))
-        self.own = KVCache(places, min(whole(longest), FIRST_TOKENS), most_tokens=whole(own_room))
+        self.prompts = KVCache(min(len(prompts), -(-places // group_size)), whole(most), most_tokens=whole(most_of_prompt))
+        self.own = KVCache(places, min(whole(longest), FIRST_TOKENS), most_tokens=whole(most_own))
         self.group_size = group_size
         self.rows_at_once = chunk_rows(self.policy.vocabulary, 4)
         self.weights = sum(parameter.numel() for parameter in self.policy.model.parameters())
@@ -300,7 +301,7 @@ class _Run:
         before = None
         if self.prepared is not None:
             before = type(self.forward)
-            del self.forward, self.decode  # before others are made: there may be no room for both
+            del self.forward, self.decode  # before others are made: there may be no memory for both
         self.forward = self.engine.prepared(self.positions)
         # The ways order the numbers of a key differently: what one has kept the other cannot read.
         if self.pasts and type(self.forward) is not before:
@@ -316,7 +317,9 @@ class _Run:
                 vocabulary=self.policy.vocabulary,
             )
         else:
-            self.decode = Decode(self.prompts, self.own, self.device)
+            self.decode = TokenDecode(
+                self.forward, self.sampling, self.prompts, self.own, self.device, vocabulary=self.policy.vocabulary
+            )
         self.places = self.engine.max_rows
         if self.world is not None and self.forward.decoder is not None:
             self.places = min(self.places, TURNS * torch.get_num_threads())
@@ -334,8 +337,8 @@ class _Run:
     def _admit(self) -> list[tuple[Rollout, ...]]:
         """Give free rows to waiting completions and draw their first tokens, or the first of their next turns."""
         if self.world is not None and not self.unbegun:
-            # At the end first who has come least far: nobody is left to wait for the world alone.  Before, first come, first
-            # served: conversations that begin would else overtake the long ones until none begins any more.
+            # Once all conversations have begun, the shortest go first, so that they end together with the long ones.  Until then
+            # rows are served in the order in which they came: the shortest first would let new ones overtake the long ones.
             self.waiting = deque(sorted(self.waiting, key=lambda row: len(row.tokens)))
         new = [self.waiting.popleft() for _ in range(min(self.places - len(self.live), len(self.waiting)))]
         new.sort(key=lambda row: row.kept - row.own)  # those with the most to be computed first; all alike without a world
@@ -353,12 +356,13 @@ class _Run:
         # A prompt's logits are computed once for those of its completions that start together.
         sources = [hidden.get(row, row.past.hidden_D) for row in new]
         tokens, logps = [], []
-        for chunk in self._chunks(len(new)):
+        for chunk in chunks_of(len(new), self.rows_at_once):
             ids = [id(source) for source in sources[chunk]]
             places = {name: place for place, name in enumerate(dict.fromkeys(ids))}
             logits_PV = self.forward.logits(torch.stack([sources[chunk][ids.index(name)] for name in places]))  # type: ignore[misc]
             place_R = torch.tensor([places[name] for name in ids], device=self.device)
-            token_R, logp_R = self._draw(logits_PV[place_R], uniform_R[chunk], new[chunk])
+            token_R, logp_R, support = draws.draw(logits_PV[place_R], uniform_R[chunk], self.sampling)
+            _keep(support, new[chunk])
             tokens.append(token_R)
             logps.append(logp_R)
         if self.live:
@@ -434,49 +438,34 @@ class _Run:
 
     def _step(self) -> list[tuple[Rollout, ...]]:
         """One token for every live row, or several."""
-        decoder, decode = self.forward.decoder, self.decode
-        if decoder is not None and isinstance(decode, Decode) and decode.compiled and not self.sampling.truncates:
-            return self._steps(decoder, decode)
-        # Truncation reads back at every token; nobody may draw beyond its limit, where there is no room.
+        many = self.decode.many
+        if many is not None:
+            return self._steps(many)
+        # Truncation reads back at every token; nobody may draw beyond its limit, where capacity ends.
         most = 1 if self.sampling.truncates else TOKENS_PER_SYNC.get(self.device.type, GPU_TOKENS_PER_SYNC)
         steps = min(most, min(row.left for row in self.live))
-        if isinstance(decode, GraphDecode):
-            drawn = decode.draw(self.token_R, self.uniform_RT, steps)
-            self.token_R = drawn[-1][0]
-        else:
-            drawn = [self._one(decode) for _ in range(steps)]
-        tokens, logps = _to_host(drawn)
+        drawn = self.decode.draw(self.token_R, self.uniform_RT, steps)
+        self.token_R = drawn[-1].token_R
+        for chunk, support in drawn[-1].support:
+            _keep(support, self.live[chunk])
+        tokens, logps = _to_host([(one.token_R, one.logp_R) for one in drawn])
         if steps > 1:
             kept = [self.stopping.kept(row.written, behind) for row, behind in zip(self.live, tokens, strict=True)]
             tokens, logps = ([numbers[:count] for numbers, count in zip(column, kept, strict=True)] for column in (tokens, logps))
         return self._commit(0, tokens, logps, changed=False)
 
-    def _one(self, decode: Decode) -> tuple[Tensor, Tensor]:
-        """One token for every live row, and its log-prob."""
-        hidden_RD = self.forward.hidden(self.token_R, decode.next(), decode)
-        uniform_R = self.uniform_RT.gather(1, decode.drawn_R[:, None])[:, 0]
-        drawn = [
-            self._draw(self.forward.logits(hidden_RD[chunk]), uniform_R[chunk], self.live[chunk])
-            for chunk in self._chunks(len(self.live))
-        ]
-        self.token_R, logp_R = drawn[0] if len(drawn) == 1 else (torch.cat(column) for column in zip(*drawn, strict=True))
-        return self.token_R, logp_R
-
-    def _steps(self, decoder: Decoder, decode: Decode) -> list[tuple[Rollout, ...]]:
+    def _steps(self, many: ManyTokens) -> list[tuple[Rollout, ...]]:
         """Several tokens for every live row.  Rows that end draw no more; if others wait for their place, or a world to answer,
         nobody does."""
         worth = WORK // (self.weights * max(len(self.live), FEW))
         steps = min(STEPS, worth, max(row.left for row in self.live))
-        drawn = decode.draw(
-            decoder,
+        drawn = many(
             self.token_R,
             [row.own + row.left for row in self.live],
             self.uniform_RT,
             1 if self.sampling.stop else max(1, steps),
-            temperature=self.sampling.temperature,
             ending=self.policy.eos_ids,
             until_one_ends=bool(self.waiting) or self.world is not None,
-            rows_at_once=self.rows_at_once,
         )
         self.token_R = drawn.token_RN.gather(1, drawn.count_R[:, None] - 1)[:, 0]
         tokens, logps = (
@@ -484,19 +473,6 @@ class _Run:
             for column in (drawn.token_RN, drawn.logp_RN)
         )
         return self._commit(0, tokens, logps, changed=True)
-
-    def _chunks(self, rows: int) -> list[slice]:
-        """Rows whose logits exist at the same time: together they stay near the cache, however large the vocabulary."""
-        return [slice(start, min(start + self.rows_at_once, rows)) for start in range(0, rows, self.rows_at_once)]
-
-    def _draw(self, logits_RV: Tensor, uniform_R: Tensor, rows: list[_Row]) -> tuple[Tensor, Tensor]:
-        token_R, logp_R, support = draws.draw(logits_RV, uniform_R, self.sampling)
-        if support is not None:
-            size_R = support.size_R.cpu().numpy()
-            id_RC = support.ids_RC[:, : max(int(size_R.max()), 1)].cpu().numpy()
-            for row, ids, size in zip(rows, id_RC, size_R, strict=True):
-                row.support.append(ids[:size].copy())
-        return token_R, logp_R
 
     def _commit(self, first: int, tokens: list[list[int]], logps: list[list[float]], *, changed: bool) -> list[tuple[Rollout, ...]]:
         """Take the new tokens of the rows from `first` on, of which only a row's last can end it, and let ended rows go."""
@@ -543,6 +519,15 @@ class _Run:
             self.pasts = [self.pasts[entry] for entry in order]
             for entry, past in enumerate(self.pasts):
                 past.entry = entry
+
+
+def _keep(support: draws.RowSupport | None, rows: Sequence[_Row]) -> None:
+    """Note what truncated sampling drew the newest tokens of these rows from."""
+    if support is not None:
+        size_R = support.size_R.cpu().numpy()
+        id_RC = support.ids_RC[:, : max(int(size_R.max()), 1)].cpu().numpy()
+        for row, ids, size in zip(rows, id_RC, size_R, strict=True):
+            row.support.append(ids[:size].copy())
 
 
 def _to_host(drawn: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[list[int]], list[list[float]]]:

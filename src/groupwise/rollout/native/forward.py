@@ -1,9 +1,9 @@
-"""A shorter way through models whose every step is known: the same parameters and mathematics, without the modules.
+"""The specialised forward pass of models that `models/layers.py` describes: the same mathematics, without their modules.
 
 Decoding a few rows through a small or medium model is bound by how fast matrices are read and by the work around the products.
 Here the weights are prepared once per `generate` in the layout that few-row products run fastest in (see `ops.decoding.product`),
-projections of the same input are joined, and a layer is 10 operations instead of 80 (25 without the compiled kernels).  Where all
-of it is compiled, one call draws several tokens of all rows.
+projections of the same input are joined, and a layer is 10 operations instead of 80 (25 without the compiled kernels).  Where
+`ops.decoding` has a decoder for all of it, one call draws several tokens of all rows.
 Nothing can be stale: what was prepared is dropped with the call, and prepared again when the engine's version changes.
 
 Only what is exactly known runs here; anything else (another class, adapters, hooks, other activations) takes the modules.
@@ -13,37 +13,19 @@ T positions of a stream   D model width   H query heads   K key-value heads   W 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GPT2LMHeadModel, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
-from transformers.activations import NewGELUActivation, SiLUActivation
 
+from groupwise.models.layers import MLP, MODELS, Attention, Norm, describe, matrix_of, stack_of
 from groupwise.models.masks import reach_of
 from groupwise.models.policy import Policy
-from groupwise.ops import decoding, kernels
-from groupwise.ops.decoding import (
-    CompiledHeadNorm,
-    CompiledLayerNorm,
-    CompiledNorm,
-    CompiledRotary,
-    Filler,
-    Norm,
-    PlainLayerNorm,
-    PlainNorm,
-    PlainRotary,
-    product,
-)
-
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-"""Rotary tables that depend on the position alone, not on the length of the sequence."""
+from groupwise.ops import decoding
+from groupwise.ops.decoding import Filler, Operations, PreparedLayer
 
 
 class RowAttention(Protocol):
@@ -92,12 +74,7 @@ def is_known(policy: Policy) -> bool:
         return False
     if any(_altered(module, policy.dtype, policy.device) for module in model.modules()):
         return False
-    return type(model) in _FORWARDS and _as_configured(model) and _FORWARDS[type(model)][1](model)
-
-
-def specialised_forward(policy: Policy, positions: int) -> RolloutForward:
-    """The specialised forward pass of a policy that `is_known`: of its weights as they are now, for up to `positions` tokens."""
-    return _FORWARDS[type(policy.model)][0](policy, positions)
+    return type(model) in MODELS and _as_configured(model) and stack_of(model) is not None
 
 
 def _altered(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
@@ -154,251 +131,104 @@ def _described(model: nn.Module) -> list[Any]:
     return [*modules, *((name, parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False))]
 
 
-def _known_rotary(model: Any) -> bool:
-    base = model.model
-    return (
-        all(type(layer.mlp.act_fn) in (nn.SiLU, SiLUActivation) for layer in base.layers)
-        and base.rotary_emb.rope_type in STATIC_ROPE
-        and all(reach_of(layer.self_attn).chunk is None for layer in base.layers)
-        and 2 * base.rotary_emb.inv_freq.shape[0] == base.layers[0].self_attn.head_dim
-    )
-
-
-def _known_gpt2(model: Any) -> bool:
-    return (
-        all(type(block.mlp.act) is NewGELUActivation for block in model.transformer.h)
-        and model.config.scale_attn_weights
-        and not model.config.scale_attn_by_inverse_layer_idx
-        and not model.config.add_cross_attention
-    )
-
-
-def _mlp(layer: Any) -> tuple[Any, Any, Any]:
-    return layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj
-
-
-def _projections(layer: Any) -> tuple[Any, Any, Any, Any]:
-    return layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj, layer.self_attn.o_proj
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Layer:
-    norm: Norm
-    qkv: Callable[[Tensor], Tensor]
-    """Query, key and value heads side by side; rotary query and key heads in the order that their turn wants."""
-    head_norm: Callable[[Tensor], Tensor] | None = None
-    """Qwen3's norms of query and key heads."""
-    out: Callable[[Tensor], Tensor]
-    mlp_norm: Norm
-    up: Callable[[Tensor], Tensor]
-    """The MLP's first product: gate beside up, or up alone."""
-    down: Callable[[Tensor], Tensor]
-    scale: float
-    window: int | None = None
-
-
-class _Specialised:
-    """What the families share."""
+class SpecialisedForward:
+    """A `RolloutForward` of a policy that `is_known`."""
 
     recordable = True
-    dtype: torch.dtype
-    compiled: bool
-    """True if there are kernels for all that lies between products."""
-    layers: list[_Layer]
-    norm: Norm
-    head: Callable[[Tensor], Tensor]
-    heads: int
-    shared: int
-    width: int
 
-    def _blocks(self) -> decoding.Blocks | None:
-        """The layers as the compiled kernels know them, if all that is in them is compiled."""
-        if not self.compiled or not decoding.multiplies(self.dtype):
+    def __init__(self, policy: Policy, positions: int) -> None:
+        """The weights as they are now, for up to `positions` tokens."""
+        stack = stack_of(policy.model)
+        assert stack is not None
+        self.embedding_VD, self.position_PD = stack.embedding_VD, stack.position_PD
+        _, attention, _, mlp = stack.layers[0]
+        self.heads, self.shared, self.width = attention.heads, attention.shared, attention.width
+        self.dtype = torch.bfloat16 if policy.autocast else policy.dtype
+        tables = [table for table in (self.embedding_VD, self.position_PD) if table is not None]
+        inner = matrix_of(mlp.inputs[0])[0].shape[0]
+        self.operations = Operations(tables, (self.width // 2 if attention.rotary else self.width, inner), dtype=self.dtype)
+        self.activation = self.operations.gated if mlp.gated else self.operations.gelu
+        self.rotary: decoding.Rotary | None = None
+        if stack.rotary is not None:
+            place_P = torch.arange(positions, device=self.embedding_VD.device)
+            cos, sin = stack.rotary(self.embedding_VD[:1], place_P[None])
+            self.rotary = self.operations.rotary(cos[0], sin[0])
+        self.layers = [self._layer(*parts) for parts in stack.layers]
+        self.norm = self._norm(stack.norm)
+        self.head = self.operations.product([policy.head.weight_VD], [policy.head.bias_V])
+        self.decoder = self._decoder()
+
+    def _layer(self, norm: Norm, attention: Attention, mlp_norm: Norm, mlp: MLP) -> PreparedLayer:
+        return PreparedLayer(
+            norm=self._norm(norm),
+            qkv=self._product(*attention.inputs, rotated=2),
+            head_norm=self._head_norm(attention),
+            out=self._product(attention.output),
+            mlp_norm=self._norm(mlp_norm),
+            up=self._product(*mlp.inputs),
+            down=self._product(mlp.output),
+            scale=attention.scale,
+            window=reach_of(attention.module).window,
+        )
+
+    def _product(self, *linears: nn.Module, rotated: int = 0) -> Any:
+        """Linear layers side by side.   rotated: so many of them give heads that are rotated, where positions are rotary."""
+        weights, biases = zip(*map(matrix_of, linears), strict=True)
+        if self.rotary is None:
+            rotated = 0
+
+        def reordered(columns: Any) -> list[Any]:
+            return [*map(self._reordered, columns[:rotated]), *columns[rotated:]]
+
+        return self.operations.product(reordered(weights), biases if biases[0] is None else reordered(biases))
+
+    def _reordered(self, column: Tensor) -> Tensor:
+        """Rows (O, ...) of heads in the order in which they are rotated."""
+        assert self.rotary is not None
+        return column.view(-1, self.width, *column.shape[1:])[:, self.rotary.order_W].flatten(0, 1)
+
+    def _norm(self, norm: Norm) -> decoding.Norm:
+        if norm.bias_D is None:
+            return self.operations.norm(norm.weight_D, norm.eps)
+        return self.operations.layer_norm(norm.weight_D, norm.bias_D, norm.eps)
+
+    def _head_norm(self, attention: Attention) -> Any:
+        if attention.head_norms is None:
             return None
-        layers: Any = self.layers
-        blocks = [
-            decoding.Block(
-                norm=layer.norm.norm,
-                qkv=layer.qkv,
-                head_norm=None if layer.head_norm is None else layer.head_norm.norm,
-                out=layer.out,
-                mlp_norm=layer.mlp_norm.norm,
-                up=layer.up,
-                down=layer.down,
-                scale=layer.scale,
-                window=layer.window,
-            )
-            for layer in layers
-        ]
-        return decoding.Blocks(blocks, self.heads, self.shared, self.width)
+        query, key = (describe(module) for module in attention.head_norms)
+        assert isinstance(query, Norm) and isinstance(key, Norm)
+        weight_HW = torch.cat([query.weight_D.expand(self.heads, -1), key.weight_D.expand(self.shared, -1)])
+        if self.rotary is not None:
+            weight_HW = weight_HW[:, self.rotary.order_W]
+        return self.operations.head_norm(weight_HW, query.eps)
+
+    def _decoder(self) -> decoding.Decoder | None:
+        positions = self.rotary if self.position_PD is None else self.position_PD
+        assert positions is not None
+        heads = (self.heads, self.shared, self.width)
+        return self.operations.decoder(self.layers, self.norm, self.head, self.embedding_VD, positions, heads)
+
+    def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: RowAttention) -> Tensor:
+        """See `RolloutForward`."""
+        count, heads, both = tokens_T.shape[0], self.heads, self.heads + self.shared
+        filler = Filler(tokens_T, self.dtype)
+        x_TD, add_TD = F.embedding(filler.add(tokens_T), self.embedding_VD), None
+        if self.position_PD is not None:
+            x_TD += F.embedding(filler.add(position_T), self.position_PD)
+        rotate = None if self.rotary is None else self.rotary.at(position_T)
+        for i, layer in enumerate(self.layers):
+            qkv = filler.drop(layer.qkv(layer.norm(x_TD, add_TD))).view(count, -1, self.width)
+            qk = qkv[:, :both]
+            if layer.head_norm is not None:
+                qk = layer.head_norm(qk)
+            if rotate is not None:
+                qk = rotate(qk)
+            seen = attend.rows(i, qk[:, :heads], qk[:, heads:], qkv[:, both:], layer.scale, None, layer.window)
+            add_TD = layer.out(filler.add(seen.reshape(count, heads * self.width)))
+            add_TD = layer.down(self.activation(layer.up(layer.mlp_norm(x_TD, add_TD))))
+        return filler.drop(self.norm(x_TD, add_TD))
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """See `RolloutForward`."""
         filler = Filler(hidden_RD, self.dtype)
         return filler.drop(self.head(filler.add(hidden_RD)))
-
-
-class RotaryForward(_Specialised):
-    """Llama, Mistral, Qwen2, Qwen3."""
-
-    def __init__(self, policy: Policy, positions: int) -> None:
-        model: Any = policy.model
-        base = model.model
-        self.dtype = torch.bfloat16 if policy.autocast else policy.dtype
-        self.product = partial(product, dtype=self.dtype)
-        self.embedding_VD = base.embed_tokens.weight.detach()
-        self.kind = type(policy.model)
-        attention = base.layers[0].self_attn
-        self.width = attention.head_dim
-        self.shared = attention.k_proj.out_features // self.width
-        self.heads = attention.q_proj.out_features // self.width
-        cos, sin = base.rotary_emb(self.embedding_VD[:1], torch.arange(positions, device=self.embedding_VD.device)[None])
-        self.compiled = (
-            policy.dtype == torch.float32
-            and kernels.fits(self.embedding_VD)
-            and kernels.fits(cos, width=self.width // 2)
-            and kernels.fits(cos, width=base.layers[0].mlp.gate_proj.out_features)
-        )
-        self.turn = (CompiledRotary if self.compiled else PlainRotary)(cos[0].float(), sin[0].float())
-        self.layers = [self._layer(layer) for layer in base.layers]
-        self.blocks = self._blocks()
-        self.norm = self._norm(base.norm)
-        self.head = self.product(policy.head.weight_VD, policy.head.bias_V)
-        self.decoder = self._decoder()
-
-    def _layer(self, layer: Any) -> _Layer:
-        attention = layer.self_attn
-
-        def head_rows(column: Tensor) -> Tensor:
-            return column.view(-1, self.width, *column.shape[1:])[:, self.turn.order_W].flatten(0, 1)
-
-        def cast(weight: Tensor) -> Tensor:
-            """Before they are joined: half the memory traffic in bfloat16.  The compiled kernels cast as they pack."""
-            return weight if weight.device.type == "cpu" and decoding.multiplies(self.dtype) else weight.to(self.dtype)
-
-        q, k, v, out = _projections(layer)
-        weight = torch.cat([head_rows(cast(q.weight)), head_rows(cast(k.weight)), cast(v.weight)])
-        bias = None if q.bias is None else torch.cat([head_rows(q.bias), head_rows(k.bias), v.bias])
-        gate, up, down = _mlp(layer)
-        return _Layer(
-            norm=self._norm(layer.input_layernorm),
-            qkv=self.product(weight, bias),
-            head_norm=self._head_norm(attention) if self.kind is Qwen3ForCausalLM else None,
-            out=self.product(out.weight, out.bias),
-            mlp_norm=self._norm(layer.post_attention_layernorm),
-            up=self.product(
-                torch.cat([cast(gate.weight), cast(up.weight)]),
-                None if gate.bias is None else torch.cat([gate.bias, up.bias]),
-            ),
-            down=self.product(down.weight, down.bias),
-            scale=attention.scaling,
-            window=reach_of(attention).window,
-        )
-
-    def _norm(self, norm: Any) -> Norm:
-        return (CompiledNorm if self.compiled else PlainNorm)(norm.weight, norm.variance_epsilon, self.dtype)
-
-    def _head_norm(self, attention: Any) -> Callable[[Tensor], Tensor]:
-        query, key = attention.q_norm, attention.k_norm
-        weight_HW = torch.cat([query.weight.expand(self.heads, -1), key.weight.expand(self.shared, -1)])[:, self.turn.order_W]
-        return (CompiledHeadNorm if self.compiled else PlainNorm)(weight_HW, query.variance_epsilon, self.dtype)
-
-    def _decoder(self) -> decoding.Decoder | None:
-        """All of it as the compiled kernels know it, if they do."""
-        if self.blocks is None:
-            return None
-        assert (
-            isinstance(self.turn, CompiledRotary)
-            and isinstance(self.norm, CompiledNorm)
-            and isinstance(self.head, decoding.Product)
-        )
-        rotary_PW = (self.turn.cos_PW, self.turn.sin_PW)
-        return decoding.Decoder(self.blocks, self.norm.norm, self.head, self.embedding_VD, rotary_PW=rotary_PW)
-
-    def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: RowAttention) -> Tensor:
-        """See `RolloutForward`."""
-        count, heads, both, width = tokens_T.shape[0], self.heads, self.heads + self.shared, self.width
-        filler = Filler(tokens_T, self.dtype)
-        x_TD, add_TD = F.embedding(filler.add(tokens_T), self.embedding_VD), None
-        turn = self.turn.at(position_T)
-        for i, layer in enumerate(self.layers):
-            qkv = filler.drop(layer.qkv(layer.norm(x_TD, add_TD))).view(count, -1, width)
-            qk = qkv[:, :both]
-            if layer.head_norm is not None:
-                qk = layer.head_norm(qk)
-            qk = turn(qk)
-            seen = attend.rows(i, qk[:, :heads], qk[:, heads:], qkv[:, both:], layer.scale, None, layer.window)
-            add_TD = layer.out(filler.add(seen.reshape(count, heads * width)))
-            gate, up = layer.up(layer.mlp_norm(x_TD, add_TD)).chunk(2, -1)
-            add_TD = layer.down(decoding.gated(gate, up, compiled=self.compiled))
-        return filler.drop(self.norm(x_TD, add_TD))
-
-
-class GPT2Forward(_Specialised):
-    """GPT-2: learned positions, layer norms, joined projections already."""
-
-    def __init__(self, policy: Policy, positions: int) -> None:
-        model: Any = policy.model
-        base = model.transformer
-        self.dtype = torch.bfloat16 if policy.autocast else policy.dtype
-        self.product = partial(product, dtype=self.dtype)
-        self.token_VD, self.position_PD = base.wte.weight.detach(), base.wpe.weight.detach()
-        self.heads = self.shared = base.h[0].attn.num_heads
-        self.width = base.h[0].attn.head_dim
-        self.compiled = (
-            policy.dtype == torch.float32
-            and kernels.fits(self.token_VD, self.position_PD)
-            and kernels.fits(self.token_VD, width=self.width)
-            and kernels.fits(base.h[0].mlp.c_fc.weight)
-        )
-        self.layers = [self._layer(block) for block in base.h]
-        self.blocks = self._blocks()
-        self.norm = self._norm(base.ln_f)
-        self.head = self.product(policy.head.weight_VD, policy.head.bias_V)
-        self.decoder = self._decoder()
-
-    def _layer(self, block: Any) -> _Layer:
-        def joined(linear: Any) -> Callable[[Tensor], Tensor]:
-            return self.product(linear.weight.T, linear.bias)
-
-        return _Layer(
-            norm=self._norm(block.ln_1),
-            qkv=joined(block.attn.c_attn),
-            out=joined(block.attn.c_proj),
-            mlp_norm=self._norm(block.ln_2),
-            up=joined(block.mlp.c_fc),
-            down=joined(block.mlp.c_proj),
-            scale=self.width**-0.5,
-        )
-
-    def _norm(self, norm: Any) -> Norm:
-        return (CompiledLayerNorm if self.compiled else PlainLayerNorm)(norm, self.dtype)
-
-    def _decoder(self) -> decoding.Decoder | None:
-        """All of it as the compiled kernels know it, if they do."""
-        if self.blocks is None:
-            return None
-        assert isinstance(self.norm, CompiledLayerNorm) and isinstance(self.head, decoding.Product)
-        return decoding.Decoder(self.blocks, self.norm.norm, self.head, self.token_VD, position_PD=self.position_PD)
-
-    def hidden(self, tokens_T: Tensor, position_T: Tensor, attend: RowAttention) -> Tensor:
-        """See `RolloutForward`."""
-        filler = Filler(tokens_T, self.dtype)
-        x_TD, add_TD = F.embedding(filler.add(tokens_T), self.token_VD), None
-        x_TD += F.embedding(filler.add(position_T), self.position_PD)
-        for i, layer in enumerate(self.layers):
-            qkv = filler.drop(layer.qkv(layer.norm(x_TD, add_TD)))
-            query, key, value = qkv.view(filler.count, 3, self.heads, self.width).unbind(1)
-            add_TD = layer.out(filler.add(attend.rows(i, query, key, value, layer.scale).flatten(1)))
-            inner = layer.up(layer.mlp_norm(x_TD, add_TD))
-            add_TD = layer.down(decoding.gelu(inner, compiled=self.compiled))
-        return filler.drop(self.norm(x_TD, add_TD))
-
-
-_FORWARDS: dict[type, tuple[Callable[[Policy, int], Any], Callable[[Any], bool]]] = {
-    LlamaForCausalLM: (RotaryForward, _known_rotary),
-    MistralForCausalLM: (RotaryForward, _known_rotary),
-    Qwen2ForCausalLM: (RotaryForward, _known_rotary),
-    Qwen3ForCausalLM: (RotaryForward, _known_rotary),
-    GPT2LMHeadModel: (GPT2Forward, _known_gpt2),
-}

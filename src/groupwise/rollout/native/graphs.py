@@ -2,8 +2,8 @@
 
 A step is hundreds of small operations, which a host launches more slowly than a GPU runs them.  A recording is launched at once,
 but it reads and writes the same places, in the same shapes, every time.  So whatever a step reads lies in buffers that stay; rows,
-prompts and the room for own tokens are filled up to one of a few sizes.  What is not there is hidden from attention, and what
-filler rows draw nobody reads.  `attention.Decode` is the plain version.
+prompts and the capacity for own tokens are filled up to one of a few sizes.  What is not there is hidden from attention, and what
+filler rows draw nobody reads.  `decode.TokenDecode` is the plain version.
 
 R rows, filler included   P prompts, filler included   N most rows of a prompt   K key-value heads   S tokens of a look
 """
@@ -26,26 +26,27 @@ from groupwise.ops.linear_cross_entropy import chunk_rows
 from groupwise.records import Sampling
 from groupwise.rollout import sampling as draws
 from groupwise.rollout.native.attention import over_both, own_bias, prompt_bias
+from groupwise.rollout.native.decode import ManyTokens, NextToken
 from groupwise.rollout.native.forward import RolloutForward
 from groupwise.rollout.native.kv_cache import KVCache
 
 GPU_TOKENS_PER_SYNC = 8
 """Most tokens that are drawn before the host looks at any."""
-LEAST_ROWS, LEAST_PROMPTS, LEAST_ROOM = 8, 2, 64
-"""What rows, prompts and rooms are filled up to multiples of: fewer cost a GPU as much, and would need a recording each."""
+LEAST_ROWS, LEAST_PROMPTS, LEAST_CAPACITY = 8, 2, 64
+"""What rows, prompts and capacities are filled up to multiples of: fewer cost a GPU as much, and would need a recording each."""
 LOGITS = 1 << 25
 """Most logits at a time, where that leaves 128 rows: 128 MB in float32.  Every part of them reads the head anew."""
 
 
 class BufferShape(NamedTuple):
-    """What a recording holds for.  Rooms only grow, and a recording made before they did never fits again."""
+    """What a recording holds for.  Capacities only grow, and a recording made before they did never fits again."""
 
     rows: int
     prompts: int
     own: int
-    """Room for own tokens that attention reads."""
+    """Places for own tokens that attention reads."""
     prompt: int
-    rooms: tuple[int, ...]
+    capacities: tuple[int, ...]
     """Of both stores, as they lie in memory."""
 
 
@@ -96,7 +97,9 @@ class Buffers:
 
 
 class GraphDecode:
-    """Takes the place of `attention.Decode` where nothing is read back within a token: known models, all of the vocabulary."""
+    """A `RowDecoder` where nothing is read back within a token: known models, all of the vocabulary."""
+
+    many: ManyTokens | None = None
 
     def __init__(
         self,
@@ -119,15 +122,12 @@ class GraphDecode:
         self._arranged: BufferShape | None = None
 
     def arrange(self, prompt_length_P: Sequence[int], entry_R: Sequence[int], length_R: Sequence[int]) -> None:
-        """The live rows have changed: row r belongs to prompt entry `entry_R[r]` and has kept `length_R[r]` own tokens."""
+        """See `RowDecoder`."""
         self.prompt_length_P, self.entry_R, self.length_R = list(prompt_length_P), list(entry_R), list(length_R)
         self._arranged = None
 
-    def draw(self, newest_R: Tensor, uniform_RT: Tensor, steps: int) -> list[tuple[Tensor, Tensor]]:
-        """The next tokens of the live rows and their log-probs, (R,) each; at most `GPU_TOKENS_PER_SYNC`.
-
-        newest_R: their newest tokens.   uniform_RT: uniform numbers for all of their tokens.
-        """
+    def draw(self, newest_R: Tensor, uniform_RT: Tensor, steps: int) -> list[NextToken]:
+        """See `RowDecoder`; at most `GPU_TOKENS_PER_SYNC`."""
         assert steps <= GPU_TOKENS_PER_SYNC
         live = len(self.length_R)
         shape = self._fit(max(self.length_R) + steps)
@@ -145,7 +145,7 @@ class GraphDecode:
             self._one(shape, buffers)
         self.length_R = [length + steps for length in self.length_R]
         tokens_SR, logp_SR = (column[:steps, :live].clone() for column in (buffers.token_SR, buffers.logp_SR))
-        return list(zip(tokens_SR, logp_SR, strict=True))
+        return [NextToken(token_R, logp_R) for token_R, logp_R in zip(tokens_SR, logp_SR, strict=True)]
 
     def _one(self, shape: BufferShape, buffers: Buffers) -> None:
         """The first token of a shape runs as it is, for kernels are loaded when they are first called; then it is recorded."""
@@ -159,15 +159,15 @@ class GraphDecode:
         replay()
 
     def _fit(self, longest: int) -> BufferShape:
-        """The shape of the rows that live, and room in the stores for it.  longest: own tokens that there will be."""
-        room = min(rounded_up(longest, LEAST_ROOM), self.own.most_tokens)
-        self.own.reserve(len(self.length_R), room)
+        """The shape of the rows that live, and capacity in the stores for it.  longest: own tokens that there will be."""
+        places = min(rounded_up(longest, LEAST_CAPACITY), self.own.most_tokens)
+        self.own.reserve(len(self.length_R), places)
         return BufferShape(
-            min(rounded_up(len(self.length_R), LEAST_ROWS), self.own.room[0]),
-            min(rounded_up(len(self.prompt_length_P), LEAST_PROMPTS), self.prompts.room[0]),
-            room,
-            min(rounded_up(max(self.prompt_length_P), LEAST_ROOM), self.prompts.room[1]),
-            (*self.own.room, *self.prompts.room),
+            min(rounded_up(len(self.length_R), LEAST_ROWS), self.own.capacity[0]),
+            min(rounded_up(len(self.prompt_length_P), LEAST_PROMPTS), self.prompts.capacity[0]),
+            places,
+            min(rounded_up(max(self.prompt_length_P), LEAST_CAPACITY), self.prompts.capacity[1]),
+            (*self.own.capacity, *self.prompts.capacity),
         )
 
     @property

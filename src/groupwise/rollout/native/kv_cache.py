@@ -4,7 +4,7 @@ Of both each layer has slabs whose live entries stand densely at the front, so t
 the last one is moved into its place (one copy of one entry; every step reads all of them).  Slabs grow by doubling, so memory
 follows the longest living completion, not the longest allowed.
 
-E entries   T tokens an entry has room for   K key-value heads   D head width   R rows (completions being decoded)
+E entries   T tokens of an entry's capacity   K key-value heads   D head width   R rows (completions being decoded)
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ OWN_PAGES = 1 << 20
 class LayerCache:
     """Keys and values of one layer: (E, K, T, D) each, entry by entry, head by head, tokens in a row; widths may differ.
 
-    What the compiled kernel reads lies block by block, (E, K, T / block, block x D), and inside a block in the kernel's own order.
+    What `decoding.decode_attention` reads lies block by block, (E, K, T / block, block x D), and inside a block in an order of its
+    own.
     """
 
     def __init__(self, entries: int, tokens: int, like: Tensor, block: int = 1, like_value: Tensor | None = None) -> None:
-        """like: keys (..., K, D) whose heads, width, type and device the slab takes.   like_value: values, where they differ."""
+        """like: keys (..., K, D) whose heads, width, type and device the slab takes.   like_value: values, where they differ.
+        block: tokens that lie together; see `decoding.tokens_per_block`."""
         self.block = block
         self.like, self.like_value = (x.new_empty(0, *x.shape[-2:]) for x in (like, like if like_value is None else like_value))
         # Zeros, not whatever memory held: a hidden key has weight 0, but 0 x NaN is NaN.
@@ -37,12 +39,22 @@ class LayerCache:
                 x.new_zeros(entries, x.shape[-2], self.blocks(tokens), block * x.shape[-1]) for x in (self.like, self.like_value)
             )
 
+    @property
+    def blocked(self) -> bool:
+        """True if it lies block by block."""
+        return self.block > 1
+
+    @property
+    def slab(self) -> tuple[Tensor, Tensor]:
+        """Keys and values as they lie."""
+        return self.key_EKTD, self.value_EKTD
+
     def blocks(self, tokens: int) -> int:
         """Blocks that so many tokens fill."""
         return -(-tokens // self.block)
 
     def grow(self, entries: int, tokens: int) -> None:
-        """Make room; what is there stays."""
+        """Raise the capacity; what is there stays."""
         old_entries, _, old_blocks, _ = self.key_EKTD.shape
         blocks = self.blocks(tokens)
         if entries <= old_entries and blocks <= old_blocks:
@@ -57,8 +69,8 @@ class LayerCache:
     def write(self, first: int, key_NMKD: Tensor, value_NMKD: Tensor) -> None:
         """Whole prompts: N entries from `first` on get tokens 0 .. M - 1."""
         count, length = key_NMKD.shape[:2]
-        if self.block > 1:
-            decoding.keep_entries(key_NMKD, value_NMKD, (self.key_EKTD, self.value_EKTD), first)
+        if self.blocked:
+            decoding.keep_entries(key_NMKD, value_NMKD, self.slab, first)
         else:
             self.key_EKTD[first : first + count, :, :length] = key_NMKD.transpose(1, 2)
             self.value_EKTD[first : first + count, :, :length] = value_NMKD.transpose(1, 2)
@@ -75,7 +87,7 @@ class LayerCache:
             self.value_EKTD[row_R, :, place] = value_RKD
 
     def extend(self, entry: int, first: int, key_TKD: Tensor, value_TKD: Tensor) -> None:
-        """Tokens of one entry from its place `first` on; not of a slab that the compiled kernel reads."""
+        """Tokens of one entry from its place `first` on; not of a slab that lies block by block."""
         places = slice(first, first + key_TKD.shape[0])
         self.key_EKTD[entry, :, places] = key_TKD.transpose(0, 1)
         self.value_EKTD[entry, :, places] = value_TKD.transpose(0, 1)
@@ -100,8 +112,8 @@ class KVCache:
     """Keys and values of all layers for one kind of entry (prompts, or completions), and how many of them live."""
 
     def __init__(self, entries: int, tokens: int, *, most_tokens: int) -> None:
-        """Room for `entries` of `tokens` at first; growing stops at `most_tokens`."""
-        self.room = [entries, tokens]
+        """For `entries` of `tokens` at first; growing stops at `most_tokens`."""
+        self.capacity = [entries, tokens]
         self.most_tokens = most_tokens
         self.live = 0
         self.layers: dict[int, LayerCache] = {}
@@ -111,18 +123,18 @@ class KVCache:
         reads them."""
         slab = self.layers.get(layer)
         if slab is None:
-            slab = self.layers[layer] = LayerCache(self.room[0], self.room[1], like, block, like_value)
+            slab = self.layers[layer] = LayerCache(self.capacity[0], self.capacity[1], like, block, like_value)
         return slab
 
     def reserve(self, entries: int, tokens: int) -> None:
         """Grow, by doubling, to hold so much."""
         assert tokens <= self.most_tokens
-        while self.room[0] < entries:
-            self.room[0] *= 2
-        while self.room[1] < tokens:
-            self.room[1] = min(2 * self.room[1], self.most_tokens)
+        while self.capacity[0] < entries:
+            self.capacity[0] *= 2
+        while self.capacity[1] < tokens:
+            self.capacity[1] = min(2 * self.capacity[1], self.most_tokens)
         for slab in self.layers.values():
-            slab.grow(*self.room)
+            slab.grow(*self.capacity)
 
     def take(self, entry: int, tokens: int) -> Kept:
         """A copy of an entry's first tokens, by layer."""
@@ -133,7 +145,7 @@ class KVCache:
         return kept
 
     def put(self, entry: int, kept: Kept) -> None:
-        """What `take` has copied becomes an entry's first tokens; there is room for them."""
+        """What `take` has copied becomes an entry's first tokens, which are within its capacity."""
         for layer, (key_KTD, value_KTD) in kept.items():
             slab, blocks = self.layers[layer], key_KTD.shape[1]
             slab.key_EKTD[entry, :, :blocks], slab.value_EKTD[entry, :, :blocks] = key_KTD, value_KTD
