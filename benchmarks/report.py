@@ -83,8 +83,7 @@ There the kernels of a decoded token are called one by one from Python; without 
 """
 WHY = {
     "kernels::gemm": "products of the update: forward, gradients of inputs and weights",
-    "kernels::product_float": "decoding's and prefill's products, weights packed",
-    "kernels::product_half": "decoding's and prefill's products, weights packed",
+    "kernels::linear": "decoding's and prefill's products, weights packed",
     "kernels::decode_attention": "attention of decoded tokens",
     "kernels::attention_forward": "attention of the update and the prefill",
     "kernels::attention_backward": "its gradients",
@@ -95,7 +94,7 @@ WHY = {
     "kernels::add_rms_norm": "residual sums and norms",
     "kernels::rms_norm_backward": "their gradients",
     "kernels::read_logits": "the head's log-probs",
-    "kernels::slope_of_logits": "the head's gradients",
+    "kernels::logits_gradient": "the head's gradients",
     "kernels::rotate": "rotary positions, forward and back",
     "aten::mm": "products of the update: forward, gradients of inputs and weights",
     "aten::addmm": "the update's products with a bias",

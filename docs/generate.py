@@ -310,17 +310,27 @@ def tree() -> str:
 
 
 def public_table() -> str:
-    """The functions and classes of each package that other packages import."""
+    """The functions and classes of each package that other packages import, or use through the module that they import."""
     used: dict[str, set[str]] = {name: set() for name in rooms()}
     for path in PACKAGE.rglob("*.py"):
         home = path.relative_to(PACKAGE).parts[0]
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        whole = ast.parse(path.read_text(encoding="utf-8"))
+        modules: dict[str, tuple[str, ...]] = {}
+        for node in ast.walk(whole):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("groupwise."):
                 _, room, *rest = str(node.module).split(".")
                 for alias in node.names:
-                    module = "/".join((*rest, alias.name)) + ".py"
-                    if room in used and room != home and not (PACKAGE / room / module).exists():
-                        used[room].add(".".join((*rest, alias.name)))
+                    found = (*rest, alias.name)
+                    if room not in used or room == home:
+                        continue
+                    if (PACKAGE / room / ("/".join(found) + ".py")).exists():
+                        modules[alias.asname or alias.name] = (room, *found)
+                    else:
+                        used[room].add(".".join(found))
+        for node in ast.walk(whole):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+                room, *rest = modules[node.value.id]
+                used[room].add(".".join((*rest, node.attr)))
     lines = ["| package | what others use of it |", "|---|---|"]
     return "\n".join(
         [*lines, *(f"| `{room}` | {', '.join(f'`{name}`' for name in sorted(names))} |" for room, names in used.items() if names)]

@@ -335,6 +335,42 @@ def test_functions_stay_readable() -> None:
             assert size <= 60 or name in LARGE_FUNCTIONS, f"{name} has {size} lines"
 
 
+WRITES = {
+    ("ops.cpu.library", "os.replace"): "a library that was compiled in a folder of its own, and synced",
+    ("rollout.vllm.server", "open"): "the log of another process, as it writes",
+    ("rollout.vllm.server", "shutil.copyfile"): "the same, kept for a person to read",
+    ("runs.folder", "open"): "lines that are appended, and a lock",
+    ("runs.folder", "os.replace"): "a damaged file, out of the way",
+    ("runs.checkpoint", "write_text"): "inside of a folder from `files.new_folder`, which is synced as a whole",
+    ("models.sharded_policy", "write_text"): "the same",
+}
+"""Who changes files by other means than `utils/files.py`, and what they are."""
+
+
+MOVES = ("os.replace", "os.rename", "os.renames", "shutil.move", "shutil.copy", "shutil.copy2", "shutil.copyfile")
+
+
+def _writes(call: ast.Call) -> bool:
+    """True if a call of `open` has a mode to write, append or create."""
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    texts = [node.value for node in given if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return any(re.fullmatch("[rbt+]*[wax+][rbt+]*", text) for text in texts)
+
+
+def test_one_module_writes_files() -> None:
+    """Whole or not at all, and on the disk: who writes, renames or copies a file does it by `utils/files.py`."""
+    found = set()
+    for name in set(FILES) - {"utils.files"}:
+        for call in (node for node in ast.walk(TREES[name]) if isinstance(node, ast.Call)):
+            callee = ast.unparse(call.func)
+            method = callee.rpartition(".")[2]
+            if callee in MOVES:
+                found.add((name, callee))
+            elif method in ("write_text", "write_bytes", "rename") or (method == "open" and callee != "os.open" and _writes(call)):
+                found.add((name, method))
+    assert found == set(WRITES)
+
+
 def test_no_code_compares_an_algorithms_name() -> None:
     from groupwise.algorithms.registry import ALGORITHMS
 
@@ -344,6 +380,18 @@ def test_no_code_compares_an_algorithms_name() -> None:
                 names = {child.value for child in ast.walk(node if isinstance(node, ast.Compare) else node.pattern)
                          if isinstance(child, ast.Constant)}  # fmt: skip
                 assert not names & set(ALGORITHMS), f"{name}:{getattr(node, 'lineno', node)} compares {names & set(ALGORITHMS)}"
+
+
+def test_no_code_compares_an_engines_name() -> None:
+    """Engines say what they can do: `engines.EngineTraits` before they are made, `rollout.engine.Engine` after."""
+    from groupwise.config.engines import ENGINES
+
+    for name in FILES:
+        for node in ast.walk(TREES[name]):
+            if isinstance(node, (ast.Compare, ast.match_case)):
+                names = {child.value for child in ast.walk(node if isinstance(node, ast.Compare) else node.pattern)
+                         if isinstance(child, ast.Constant)}  # fmt: skip
+                assert not names & set(ENGINES), f"{name}:{getattr(node, 'lineno', node)} compares {names & set(ENGINES)}"
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -401,6 +449,22 @@ def test_the_architecture_page_names_every_file() -> None:
         if path.name != "__init__.py" and not re.search(rf"^[\s│├└─]*{re.escape(path.name)}\s+\S", tree, re.MULTILINE)
     ]
     assert not missing, f"docs/architecture.md has no line for (make docs) {missing}"
+
+
+@pytest.mark.parametrize(
+    "table", ["runs.engines.ENGINES", "data.tasks.TASKS", "algorithms.registry.PARTS", "training.objectives.OBJECTIVES"]
+)
+def test_the_architecture_page_names_both_rows_of_what_is_built_in(table: str) -> None:
+    """A table of what is built in, and the names in `config` that a recipe is checked against: one alone is refused."""
+    module, _, name = table.rpartition(".")
+    second, home = {"OBJECTIVES": "DATASET"}.get(name, name), "engines" if name == "ENGINES" else "settings"
+    path = FILES.get(module, FILES.get(f"{module}.__init__"))
+    assert path is not None
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (row,) = (line for line in page.splitlines() if f"`{name}` " in line and f"](../{path.relative_to(ROOT)})" in line)
+    assert f"`{second}` of [config/{home}.py](../src/groupwise/config/{home}.py)" in row
+    for file, wanted in ((path, name), (FILES[f"config.{home}"], second)):
+        assert re.search(rf"^{wanted}(: .*)? = ", file.read_text(encoding="utf-8"), re.MULTILINE), f"{file} has no {wanted}"
 
 
 def test_nothing_names_a_machine() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +33,16 @@ def test_a_result_takes_the_place_of_the_older_one_of_its_name(
     held = json.loads((tmp_path / "avx2.json").read_text())
     assert [(name, one["value"]) for name, one in held.items()] == [("a", 2), ("b", 3)]
     assert list(json.loads((tmp_path / "gpu.json").read_text())) == ["b"]
+
+
+def test_kernels_of_the_page_are_those_of_the_library(benchmark: ModuleType) -> None:
+    """In the labels and in what is shown: a kernel that gets another name gets it there too."""
+    import report
+
+    declared = (FOLDER.parent / "src" / "groupwise" / "ops" / "cpu" / "kernels.h").read_text(encoding="utf-8")
+    named = set(re.findall(r"kernels::(\w+)", "\n".join([*report.WHY, report.page()])))
+    assert named
+    assert named <= set(re.findall(r"^(?:int|void) (\w+)\(", declared, re.MULTILINE))
 
 
 def test_the_page_of_performance_is_made_of_them(benchmark: ModuleType) -> None:

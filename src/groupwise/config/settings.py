@@ -142,10 +142,8 @@ REWARDS = (
     "model",
 )
 """Built-in reward functions."""
-ENGINES = ("native", "transformers", "vllm")
-"""Built-in rollout engines."""
 TASKS = ("addition", "sums", "countdown", "sorting", "arithmetic", "gsm8k_arithmetic", "preferences", "calculator", "guessing")
-"""Built-in generated tasks."""
+"""Built-in generated tasks: the rows of `data.tasks.TASKS` (a test compares them)."""
 
 
 ControlTokens = Literal["warn", "plain", "drop", "error"]

@@ -15,12 +15,12 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from groupwise.config.engines import ENGINES, engine_traits
 from groupwise.config.live_objects import LIVE
 from groupwise.config.schema import closest, show
 from groupwise.config.settings import (
     ALONE,
     DATASET,
-    ENGINES,
     OBJECTIVES,
     ONLINE,
     PART_OPTIONS,
@@ -593,27 +593,29 @@ def _rollout(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     if "" in recipe.rollout.stop:
         yield ("rollout.stop",), "rollout.stop holds an empty string, which would end every completion at once"
     engine, at = recipe.rollout.engine, "rollout.engine"
-    if wrong := _wrong_choice(engine.name, ENGINES):
+    if wrong := _wrong_choice(engine.name, tuple(ENGINES)):
         yield (f"{at}.name", at), f"{at}.name {wrong}"
         return
     yield from _engine(engine, at)
     if engine.ahead and not is_online(recipe.objective):
         message = f"{at}.ahead: nothing is sampled ahead of training by {recipe.objective!r}, which learns from a data set"
         yield (f"{at}.ahead", "objective"), message
-    if is_online(recipe.objective) and recipe.model.attention == "single" and engine.name == "native":
-        message = "model.attention is 'single', and the native engine needs packed streams; set rollout.engine to transformers"
+    if is_online(recipe.objective) and recipe.model.attention == "single" and engine_traits(engine.name).packed:
+        message = (
+            f"model.attention is 'single', and the {engine.name} engine needs packed streams; set rollout.engine to transformers"
+        )
         yield (at, "model.attention"), message
 
 
 def _engine(engine: EngineSettings, at: str) -> Iterator[Finding]:
     """What does not go together of an engine whose name is known."""
-    plain = EngineSettings()
-    for key in () if engine.name == "vllm" else ("servers", "colocated", "dtype"):
-        if getattr(engine, key) != getattr(plain, key):
-            yield (f"{at}.{key}", at), f"{at}.{key} is for vllm; {engine.name} does not take it"
+    plain, traits = EngineSettings(), engine_traits(engine.name)
+    for other, name in ((one, key) for one, has in ENGINES.items() for key in has.takes if key not in traits.takes):
+        if getattr(engine, name) != getattr(plain, name):
+            yield (f"{at}.{name}", at), f"{at}.{name} is for {other}; {engine.name} does not take it"
     if engine.args and ":" not in engine.name:
         yield (f"{at}.args", at), f"{at}.args are for an engine of your own (module:function); {engine.name} takes none"
-    if engine.name in ("native", "transformers") and engine.correct != plain.correct and not engine.ahead:
+    if traits.own_weights and engine.correct != plain.correct and not engine.ahead:
         message = (
             f"{engine.name} samples with the weights that are trained: there is nothing to correct, unless it is ahead of them"
         )

@@ -23,7 +23,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -54,6 +53,7 @@ from groupwise.ops.in_place_gradients import summed_in_place
 from groupwise.ops.kernels import absence
 from groupwise.ops.linear_cross_entropy import chosen_logprobs, head_logits
 from groupwise.records import Batch, Layout, Sample
+from groupwise.utils import files
 from groupwise.utils.cache import cache_folder
 
 log = logging.getLogger(__name__)
@@ -191,9 +191,7 @@ def proven_before(model: PreTrainedModel, what: tuple[str, ...], run: Callable[[
         if kept is not None:
             with suppress(OSError):
                 kept.parent.mkdir(exist_ok=True)
-                temporary = kept.with_suffix(f".{os.getpid()}")
-                temporary.write_text(proof.written, encoding="utf-8")
-                os.replace(temporary, kept)
+                files.write(kept, proof.written.encode())
     return _PROVEN[key]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from groupwise.algorithms.registry import Algorithm, corrected
+from groupwise.config.engines import engine_traits
 from groupwise.config.settings import RolloutSettings
 from groupwise.data.prompts import visit
 from groupwise.environments.conversation import World
@@ -97,7 +98,7 @@ def mixed_engine(policy: Policy, teacher: Policy, mix: float, settings: RolloutS
 def sampled_elsewhere(algorithm: Algorithm, settings: RolloutSettings) -> Algorithm:
     """The algorithm, corrected where the recipe's engine computes other probabilities than the trainer, or samples ahead of it."""
     engine = settings.engine
-    trained = engine.name in ("native", "transformers") and not engine.ahead
+    trained = engine_traits(engine.name).own_weights and not engine.ahead
     return algorithm if trained or engine.correct is None else corrected(algorithm, engine.correct)
 
 
@@ -109,7 +110,8 @@ def make_ahead(settings: RolloutSettings, prompts: Sequence[Prompt]) -> Prefetch
         epoch, _, row = name.partition("/")
         return visit(by_id[row], epoch)
 
-    return PrefetchedRollouts(settings.engine.ahead, beside=settings.engine.name == "vllm", find=find)
+    engine = settings.engine
+    return PrefetchedRollouts(engine.ahead, beside=engine_traits(engine.name).beside, find=find)
 
 
 def agreeing(steps: Iterator[Step], engine: Engine, why: Callable[[Step], str] | None = None) -> Iterator[Step]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from groupwise.algorithms.registry import Algorithm, describe, resolve
+from groupwise.config.engines import engine_traits
 from groupwise.config.settings import ModelSettings, Recipe, RolloutSettings, is_online, positions_of
 from groupwise.config.validation import STAGE
 from groupwise.data.load import Data, load_data, load_texts
@@ -355,7 +356,7 @@ def dropout_lines(recipe: Recipe, blueprint: Blueprint) -> Lines:
     if not is_online(recipe.objective):
         return lines
     engine = recipe.rollout.engine
-    if engine.name not in ("native", "transformers") or engine.ahead:
+    if not engine_traits(engine.name).own_weights or engine.ahead:
         raise ConfigError(
             "model.dropout: where another engine or older weights have sampled, what the policy says of the same tokens corrects "
             "the ratios and tells wrong weights, and dropout changes it: set rollout.engine to native with ahead 0, or leave "

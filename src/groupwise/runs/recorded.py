@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from groupwise.data.rollout_table import table_of
 from groupwise.errors import DataError
 from groupwise.records import Step
+from groupwise.utils import files
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,8 @@ def write(folder: Path, step: Step, run: str) -> None:
     """Write the completions of a step; `folder` is the one of rollouts.  run: whose they are, a column for those who join runs."""
     table = table_of(step)
     table = table.append_column("run", pa.array([run] * len(table), pa.string()).dictionary_encode())
-    with _appearing(folder / f"{step.number:06d}.parquet") as temporary:
+    folder.mkdir(parents=True, exist_ok=True)
+    with files.replacing(folder / f"{step.number:06d}.parquet") as temporary:
         pq.write_table(table, temporary, compression="zstd", row_group_size=max(len(table), 1))
 
 
@@ -147,39 +149,8 @@ def _steps_of(name: str) -> range:
 def _write_pack(folder: Path, steps: Sequence[int], tables: Iterator[pa.Table], schema: pa.Schema) -> None:
     stride = steps[1] - steps[0] if len(steps) > 1 else 1
     with (
-        _appearing(folder / f"{steps[0]:06d}-{steps[-1]:06d}-{stride}.parquet", keep=True) as temporary,
+        files.replacing(folder / f"{steps[0]:06d}-{steps[-1]:06d}-{stride}.parquet") as temporary,
         pq.ParquetWriter(temporary, schema, compression="zstd") as writer,
     ):
         for found in tables:
             writer.write_table(found, row_group_size=max(len(found), 1))
-
-
-class _appearing:
-    """A file that appears under its name when it is whole.   keep: it must outlive a power cut before others are removed."""
-
-    def __init__(self, path: Path, *, keep: bool = False) -> None:
-        self.path, self.keep = path, keep
-        self.temporary = path.with_name(f".{path.name}.{os.getpid()}")
-
-    def __enter__(self) -> Path:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        return self.temporary
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        try:
-            if error is None:
-                if self.keep:
-                    _sync(self.temporary)
-                os.replace(self.temporary, self.path)
-                if self.keep:
-                    _sync(self.path.parent)
-        finally:
-            self.temporary.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

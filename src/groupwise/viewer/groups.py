@@ -26,6 +26,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from groupwise.config.engines import engine_traits
 from groupwise.data.vocabulary import Vocabulary
 from groupwise.errors import DataError
 from groupwise.viewer.sources import TRAINING, Source
@@ -70,8 +71,9 @@ def clip_of(config: Mapping[str, Any]) -> tuple[float, float] | None:
         return config.get(f"group.{name}") or config.get(f"group.{name}.name")
 
     others = ("surrogate.delta", "surrogate.dual", "off_policy_delta", "entropy_quantile", "divergence", "divergence.name", "mix")
-    engine = config.get("rollout.engine") or config.get("rollout.engine.name")
-    if any(config.get(f"group.{name}") for name in others) or engine == "vllm" or config.get("rollout.engine.ahead"):
+    engine = str(config.get("rollout.engine") or config.get("rollout.engine.name") or "native")
+    corrected = not engine_traits(engine).own_weights or config.get("rollout.engine.ahead")
+    if any(config.get(f"group.{name}") for name in others) or corrected:
         return None
     preset = CLIPPED.get(str(config.get("objective")))
     if part("ratio") not in ("token", None) or (part("ratio") is None and preset is None):

@@ -11,12 +11,12 @@ import base64
 import hashlib
 import html
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from groupwise.errors import DataError
+from groupwise.utils import files
 from groupwise.viewer import health
 from groupwise.viewer.pages import Pages
 from groupwise.viewer.server import SCRIPTS, STYLES, asset
@@ -32,16 +32,11 @@ POINTS = 400
 
 def export(paths: Sequence[str | Path], file: str | Path) -> Path:
     """Write a report of runs or files of completions, whole or not at all; its path.  Raises DataError."""
-    sources = open_sources(paths)
-    file = Path(file)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    text, file = report(open_sources(paths)), Path(file)
     try:
-        temporary.write_text(report(sources), encoding="utf-8")
-        os.replace(temporary, file)
+        files.write(file, text.encode())
     except OSError as error:
         raise DataError(f"the report could not be written to {file}: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
     return file
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 from pathlib import Path
 
 from groupwise.cli.commands import arguments as typed
 from groupwise.errors import ConfigError
+from groupwise.utils import files
 
 EXAMPLES = (
     "groupwise recipes copy demo my.yaml             a bundled recipe, to edit it",
@@ -60,7 +60,7 @@ def run(given: argparse.Namespace) -> int:
     if target.exists():
         raise ConfigError(f"{target} exists already; name another file: groupwise recipes copy {given.name} OTHER.yaml")
     try:
-        shutil.copyfile(source, target)
+        files.write(target, source.read_bytes())
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror}; name another file") from error
     print(f"{target}: edit it, then run `groupwise train {target}`")
@@ -83,7 +83,7 @@ def _import(name: str | None, to: str | None, devices: int, kind: str | None) ->
     if target.exists():
         raise ConfigError(f"{target} exists already; name another file: groupwise recipes import-trl {name} OTHER.yaml")
     try:
-        target.write_text(found.render(), encoding="utf-8")
+        files.write(target, found.render().encode())
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror}; name another file") from error
     print(found.summary())

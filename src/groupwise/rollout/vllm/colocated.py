@@ -21,9 +21,8 @@ import torch
 from groupwise.distributed import comm
 from groupwise.errors import ConfigError, EngineError
 from groupwise.models.policy import Policy
-from groupwise.rollout.vllm.request_pool import Answer
 from groupwise.rollout.vllm.server import CANDIDATES, PLUGIN
-from groupwise.rollout.vllm.weight_sync import Facts, buckets, unfit
+from groupwise.rollout.vllm.weight_sync import Answer, Ask, Facts, buckets, unfit
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this process, and not one below it
@@ -37,6 +36,8 @@ class Colocated:
     """What `VllmEngine` asks of servers (`weight_sync.Servers`), of a vLLM in this process."""
 
     names = ("vLLM in this process",)
+    clients = ()
+    """Nobody is asked over the network."""
 
     def __init__(self, describe: Callable[[Path], None], policy: Policy, rows: int, dtype: str, cache: int) -> None:
         """describe: puts the model's configuration and tokenizer into a folder.   rows: completions decoded at the same time.
@@ -103,8 +104,8 @@ class Colocated:
         self._llm.collective_rpc("finish_weight_update")
         self._label = label
 
-    def answers(self, bodies: Mapping[str, Any]) -> Iterator[Answer]:
-        """The answers to requests, each as soon as it is complete."""
+    def answers(self, bodies: Mapping[str, Any], each: int, ask: Ask) -> Iterator[Answer]:
+        """The answers to requests, each as soon as it is complete.  Nobody is asked: `each` and `ask` are for `Servers`."""
         assert self._llm is not None, "connect first"
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind

@@ -35,9 +35,9 @@ from groupwise.rollout.engine import check_request, completion_limit, make_rollo
 from groupwise.rollout.episodes import CONVERSATIONS_PER_ROW, Completion, Conversations
 from groupwise.rollout.sampling import stream_keys
 from groupwise.rollout.vllm.colocated import Colocated
-from groupwise.rollout.vllm.request_pool import Answer, RequestPool
+from groupwise.rollout.vllm.request_pool import RequestPool
 from groupwise.rollout.vllm.server import MODEL, START_SECONDS, OwnServer
-from groupwise.rollout.vllm.weight_sync import PATIENCE, Servers, unfit_on_cpu
+from groupwise.rollout.vllm.weight_sync import PATIENCE, Answer, Servers, unfit_on_cpu
 
 EXACT, ROUNDED = 0.01, 0.1
 """Mean difference of sampled and scored log-probs that rounding can explain: in float32, and where a side rounds to bfloat16."""
@@ -189,14 +189,13 @@ class VllmEngine:
         rows = sum(int(one["rows"]) for one in self.servers.facts)
         # One request more than fits keeps every row busy.
         each = min(-(-rows // group_size) // len(self.servers.facts) + 1, max(1, len(prompts)))
-        for who, name, answer in self._answers(bodies, each):
+        for who, name, answer in self.servers.answers(bodies, each, self._ask):
             yield self._group(who, found[name], answer, group_size, sampling, oldest)
 
     def _episodes(
         self, world: World, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int, oldest: int
     ) -> Iterator[tuple[Rollout, ...]]:
         """Turn by turn, as many at a time as the servers decode."""
-        assert isinstance(self.servers, Servers)
         found = {
             f"{index}/{prompt.id}": Completion(prompt, index, completion_limit(self.policy, prompt, sampling))
             for prompt in prompts
@@ -257,12 +256,8 @@ class VllmEngine:
         key = stream_keys(seed, f"{one.prompt.id}/{one.turn}", [one.index])
         return self._body(ids, 1, one.left, int(key[0] >> np.uint64(16)), sampling)
 
-    def _answers(self, bodies: Mapping[str, Any], each: int) -> Iterator[Answer]:
-        """The answers to requests.  each: how many are at one server at a time."""
-        if isinstance(self.servers, Colocated):
-            yield from self.servers.answers(bodies)
-            return
-        urls = [client.url for client in self.servers.clients for _ in range(each)]
+    def _ask(self, urls: Sequence[str], bodies: Mapping[str, Any]) -> Iterator[Answer]:
+        """The answers to requests, over a connection to each of these addresses."""
         pool = RequestPool(urls, bodies, self._alive, paused=lambda: self._sending)
         self._pools.add(pool)
         try:

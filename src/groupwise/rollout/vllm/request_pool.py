@@ -12,7 +12,7 @@ from typing import Any
 
 from groupwise.errors import EngineError, PeerError
 from groupwise.rollout.vllm.client import Client
-from groupwise.rollout.vllm.weight_sync import PATIENCE, Alive, raise_cause
+from groupwise.rollout.vllm.weight_sync import PATIENCE, Alive, Answer, raise_cause
 
 STALLED, STARTING = 60.0, 600.0
 """Seconds without a computed token after which a server that has work counts as stalled; and until its very first one, for which it
@@ -21,9 +21,6 @@ POLL = 2.0
 """Seconds without an answer after which the servers are asked whether they are there, and how much they have computed."""
 LOST = 2
 """Short questions in a row that a server may leave unanswered."""
-
-Answer = tuple[str, str, Any]
-"""Who answers, name of the request, what was answered."""
 
 
 class RequestPool:
