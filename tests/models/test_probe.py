@@ -33,8 +33,10 @@ from sample_texts import TOKENIZER, texts
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AfmoeConfig,
     AfmoeForCausalLM,
+    AutoConfig,
     BioGptConfig,
     BioGptForCausalLM,
     DogeConfig,
@@ -65,15 +67,19 @@ from transformers import (
     PreTrainedModel,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     StableLmConfig,
     StableLmForCausalLM,
 )
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from groupwise.config.settings import ModelSettings
 from groupwise.data.packing import pack
 from groupwise.errors import ConfigError, DataError
 from groupwise.models import probe
+from groupwise.models import small_copy as small_copies
 from groupwise.models.attention import NAME, PackedAttention, attended, plain_attention
 from groupwise.models.fused import fused_modules
 from groupwise.models.loading import load_policy, make_policy
@@ -727,6 +733,70 @@ def test_a_small_copy_has_every_type_of_layer_and_switches_that_are_near() -> No
     proof = probe.prove(model, paths=("scoring",))
     assert proof.switches == (12,) and min(proof.lengths) < 12 < max(proof.lengths)
     assert [reach_of(layer.self_attn) for layer in model.model.layers] == [Reach(window=12), Reach(), Reach(window=12)]
+
+
+def default(family: str, **changes: Any) -> Any:
+    return AutoConfig.for_model(family, **changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "most"),
+    [
+        pytest.param(default("jamba"), 5, id="jamba"),
+        pytest.param(default("bamba", attn_layer_indices=[9, 18, 27]), 3, id="bamba"),
+        pytest.param(default("qwen3_moe", decoder_sparse_step=4), 4, id="qwen3_moe"),
+        pytest.param(default("qwen2_moe", decoder_sparse_step=4), 4, id="qwen2_moe"),
+        pytest.param(default("qwen3_moe", decoder_sparse_step=40), 3, id="a period that is cut"),
+        pytest.param(default("ernie4_5_moe", moe_layer_interval=4, moe_layer_start_index=5), 4, id="ernie4_5_moe"),
+        pytest.param(default("deepseek_v3"), 3, id="deepseek_v3"),
+        pytest.param(default("gemma3n_text"), 8, id="gemma3n_text"),
+        pytest.param(default("llama4_text"), 4, id="llama4_text"),
+    ],
+)
+def test_a_small_copy_has_every_type_of_layer_however_the_configuration_spells_it(config: Any, most: int) -> None:
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    small = small_copy(config, kind)
+    with torch.device("meta"):
+        classes, own = ({type(module) for module in kind(each).modules()} for each in (small, config))
+    assert classes == own and small.num_hidden_layers <= most
+
+
+def test_layers_that_differ_in_a_flag_alone_are_types_of_their_own() -> None:
+    """Every fourth layer without rotary embeddings, as a setting of the module says and no list does."""
+
+    class Fourth(LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            for i, layer in enumerate(self.model.layers):
+                layer.self_attn.rotary = (i + 1) % 4 != 0
+
+    assert small_copy(LlamaConfig(**SHAPE | {"num_hidden_layers": 12}), Fourth).num_hidden_layers == 4
+
+
+def test_a_fault_in_experts_that_begin_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Qwen3MoeSparseMoeBlock.forward
+
+    def forgets(self: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = right(self, hidden, *args, **kwargs)
+        return torch.cat([out[:, :12], 0.0 * out[:, 12:]], 1)
+
+    monkeypatch.setattr(Qwen3MoeSparseMoeBlock, "forward", forgets)
+    shape = {"num_hidden_layers": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8}
+    with pytest.raises(ConfigError, match="Qwen3MoeForCausalLM cannot be trained like this: scoring does not equal"):
+        make_policy(built(Qwen3MoeForCausalLM, Qwen3MoeConfig, decoder_sparse_step=4, **shape), TOKENIZER)
+
+
+def test_a_copy_without_a_class_of_module_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = default("jamba")
+    keep = small_copies._keep
+    monkeypatch.setattr(
+        small_copies,
+        "_shallow",
+        lambda found, *_: small_copies._with(found, lambda text: keep(text, "num_hidden_layers", [0, 1, 2])),
+    )
+    monkeypatch.setattr(small_copies, "_MADE", {})
+    with pytest.raises(ConfigError, match="it would be without JambaAttention, JambaAttentionDecoderLayer"):
+        small_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
 
 
 def test_a_proof_is_kept_for_the_same_code_and_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
