@@ -3,7 +3,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from groupwise.data.templates import Template, Wording
-from groupwise.data.tokenizers import bpe_tokenizer
+from groupwise.data.tokenizers import bpe_tokenizer, byte_tokenizer
 from groupwise.errors import ConfigError, DataError
 
 BOS, EOS = 1, 2
@@ -189,3 +189,48 @@ def test_the_reference_for_saved_tokenizers_is_the_same(word_tokenizer, tmp_path
     assert np.array_equal(
         asked(loaded, {"prompt": "two"}).tokens, asked(Template(tokenizer=tokenizer, chat=True), {"prompt": "two"}).tokens
     )
+
+
+# control tokens that somebody typed
+
+
+@pytest.fixture
+def qwen_like():
+    """Added tokens that are not special, as Qwen3 has them; runs of spaces, as Phi has them."""
+    from transformers import AddedToken
+
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in ("<tool_call>", "</tool_call>", "    ")])
+    return tokenizer
+
+
+TYPED = "a</think> <tool_call>x</tool_call>    \\boxed{}<|end|>"
+
+
+def test_added_tokens_that_are_not_special_count_as_control_tokens_when_a_user_types_them(qwen_like):
+    (question,) = Template(tokenizer=qwen_like).ask([[{"role": "user", "content": TYPED}]], ["row 1"])
+    assert question.control == ("</think>", "<tool_call>", "</tool_call>", "<|end|>")
+
+
+def test_plain_encodes_added_tokens_as_text_and_nothing_else(qwen_like):
+    template = Template(tokenizer=qwen_like, control_tokens="plain")
+    messages = [
+        {"role": "user", "content": TYPED},
+        {"role": "assistant", "content": "<tool_call>y</tool_call>"},
+        {"role": "user", "content": "no"},
+    ]
+    (question,) = template.ask([messages], ["row 1"])
+    names = qwen_like.convert_ids_to_tokens(question.tokens.tolist())
+    assert qwen_like.decode(question.tokens) == question.text
+    known = [name for name in names if len(name) > 1]
+    users = ["<|user|>", "    ", "\\boxed{", "<|end|>"]  # neither is a mark of the format
+    assert known == [*users, "<|assistant|>", "<tool_call>", "</tool_call>", "<|end|>", "<|user|>", "<|end|>", "<|assistant|>"]
+
+
+def test_plain_text_merges_as_the_tokenizer_merges_text():
+    tokenizer = bpe_tokenizer(["tool_call tool_call"] * 9, 271)
+    tokenizer.add_tokens(["<tool_call>"])
+    template = Template(tokenizer=tokenizer, control_tokens="plain")
+    (question,) = template.ask([[{"role": "user", "content": "<tool_call>"}]], ["row 1"])
+    merged = [*tokenizer("<")["input_ids"], *tokenizer("tool_call")["input_ids"], *tokenizer(">")["input_ids"]]
+    assert len(merged) < len("<tool_call>") and question.tokens.tolist()[1:-2] == merged

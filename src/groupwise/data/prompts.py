@@ -122,7 +122,7 @@ def _tell_control(questions: Sequence[Question], template: Template, tally: Tall
         tally.note(f"{CONTROL}, encoded as text" if plain else CONTROL, first=question.where)
     if not plain:
         more = f" ({len(questions)} such rows)" if len(questions) > 1 else ""
-        tally.warn(f"{printable(found)}{more}: they can end a turn or begin another; {remedy}")
+        tally.warn(f"{printable(found)}{more}: they can end a turn or begin another, or pass for a call; {remedy}")
 
 
 def cut_left(ids: np.ndarray, room: int, bos_id: int | None) -> np.ndarray:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -119,7 +119,7 @@ class Template(Wording):
 
     tokenizer: PreTrainedTokenizerBase
     control_tokens: ControlTokens = "warn"
-    """What becomes of the tokenizer's special tokens where a row's messages hold their text: see `DataSettings.control_tokens`."""
+    """What becomes of the tokenizer's control tokens where a row's messages hold their text: see `DataSettings.control_tokens`."""
     tools: Tools | None = None
     """Of a row the JSON schemas that its prompt shows to the model."""
 
@@ -244,13 +244,13 @@ class Template(Wording):
         return list(full[: starts[0]]) if starts else []
 
     def control_in(self, content: Content) -> tuple[str, ...]:
-        """The special tokens whose text stands in the messages that a row brings, once each, in their order.
+        """The control tokens whose text stands in the messages that a row brings, once each, in their order.
 
         Plain strings and the assistant's messages are not searched: both may hold the model's own format on purpose.
         """
         if isinstance(content, str):
             return ()
-        found = (token for text in _texts_of(self._foreign(content)) for token in self.control_pattern.findall(text))
+        found = (token for text in _texts_of(self._foreign(content)) for token in self.typed_pattern.findall(text))
         return tuple(dict.fromkeys(found))
 
     def _foreign(self, messages: Messages) -> Messages:
@@ -270,21 +270,60 @@ class Template(Wording):
         return _map_texts(message, self._mark)
 
     def _mark(self, text: str) -> str:
-        return self.control_pattern.sub(lambda found: f"{OPEN}{found[0]}{CLOSE}", _unmarked(text))
+        return self.typed_pattern.sub(lambda found: f"{OPEN}{found[0]}{CLOSE}", _unmarked(text))
 
     @cached_property
     def control_pattern(self) -> re.Pattern[str]:
-        """Finds special tokens in a text, the longest first."""
-        known = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
-        known |= set(self.tokenizer.all_special_tokens)
-        return re.compile("|".join(map(re.escape, sorted(known, key=len, reverse=True))) or "(?!)")
+        """Finds special tokens in a text, the longest first: they end turns and begin them."""
+        return _any_of(self._special)
+
+    @cached_property
+    def typed_pattern(self) -> re.Pattern[str]:
+        """Finds what nobody but the model and its template should write: special tokens, and marks like `<tool_call>`.
+
+        Qwen3's vocabulary holds `<tool_call>` and `</think>` as added tokens that are not special.
+        """
+        return _any_of(self._control)
+
+    @cached_property
+    def _special(self) -> frozenset[str]:
+        special = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        return frozenset(special | set(self.tokenizer.all_special_tokens))
+
+    @cached_property
+    def _control(self) -> frozenset[str]:
+        added = map(str, self.tokenizer.added_tokens_decoder.values())
+        return self._special | {token for token in added if _is_mark(token)}
+
+    @cached_property
+    def _plain_core(self) -> Any:
+        """A copy of a fast tokenizer's core to which control tokens are text; None for a slow one."""
+        core = getattr(self.tokenizer, "backend_tokenizer", None)
+        if core is None:
+            return None
+        described = json.loads(core.to_str())
+        for token in described.get("added_tokens") or ():
+            token["special"] = token["content"] in self._control
+        copied = type(core).from_str(json.dumps(described))
+        copied.no_truncation()
+        copied.no_padding()
+        copied.encode_special_tokens = True
+        return copied
+
+    def _encode_as_text(self, text: str) -> list[int]:
+        """Ids of a text in which no control token is one."""
+        if self._plain_core is not None:
+            return list(self._plain_core.encode(text, add_special_tokens=False).ids)
+        broken = self.typed_pattern.sub(lambda found: f"{found[0][:1]}{OPEN}{found[0][1:]}", text).split(OPEN)
+        encoded = (self.tokenizer(piece, add_special_tokens=False, split_special_tokens=True)["input_ids"] for piece in broken)
+        return [token for ids in encoded for token in ids]
 
     def _encode_marked(self, text: str) -> list[int]:
-        """Ids of a text with marks: between two special tokens of the template everything is text, if a mark stands there.
+        """Ids of a text with marks: between two control tokens of the template everything is text, if a mark stands there.
 
-        Special tokens cut a text before it is tokenised; so the ids of the other stretches are those of the whole.
+        Added tokens cut a text before it is tokenised; so the ids of the other stretches are those of the whole.
         """
-        pattern = re.compile(f"{OPEN}.*?{CLOSE}|({self.control_pattern.pattern})", re.DOTALL)
+        pattern = re.compile(f"{OPEN}.*?{CLOSE}|({self.typed_pattern.pattern})", re.DOTALL)
         pieces, plain, start = [""], [False], 0
         for found in pattern.finditer(text):
             if found[1] is None:
@@ -304,7 +343,8 @@ class Template(Wording):
             pieces[-1] += rest
         ids: list[int] = []
         for piece, as_text in zip(pieces, plain, strict=True):
-            ids += self.tokenizer(_unmarked(piece), add_special_tokens=False, split_special_tokens=as_text)["input_ids"]
+            bare = _unmarked(piece)
+            ids += self._encode_as_text(bare) if as_text else self.tokenizer(bare, add_special_tokens=False)["input_ids"]
         return ids
 
     def _rendered(self, chats: Sequence[str | Chat]) -> list[str | Refusal]:
@@ -397,6 +437,28 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, Mapping):
         return {key: inner if key in ("role", "type") else _map_texts(inner, change) for key, inner in value.items()}
     return [_map_texts(inner, change) for inner in value] if isinstance(value, list) else value
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Finds each of these, the longest first."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=lambda token: (-len(token), token)))) or "(?!)")
+
+
+_MARK = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
+_HTML = re.compile(
+    r"</?(table|caption|thead|tbody|tfoot|tr|th|td|h[1-6]|blockquote|strong|em|b|i|u|s|sub|sup|code|a|br|ul|ol|li|p|div|span)>"
+)
+
+
+def _is_mark(token: str) -> bool:
+    r"""True if a token that is added to a vocabulary is a mark of the format, and neither white space, a word nor HTML.
+
+    GPT-NeoX and Phi add runs of spaces, Gemma adds HTML's tags.
+
+    >>> [_is_mark(token) for token in ("<tool_call>", "[TOOL_CALLS]", "    ", "\\boxed{", "<table>")]
+    [True, True, False, False, False]
+    """
+    return _MARK.fullmatch(token.strip()) is not None and _HTML.fullmatch(token.strip()) is None
 
 
 def _unmarked(text: str) -> str:
