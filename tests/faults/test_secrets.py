@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import groupwise
 from groupwise.cli.commands import main
 from groupwise.config.recipes import load_recipe
 from groupwise.runs.run import train
@@ -201,6 +202,40 @@ def test_logs_and_lists_steer_no_terminal(
     line = json_line({f"rewards/{HOSTILE}": HOSTILE})
     assert harmless(line.removesuffix("\n"))
     assert json.loads(line) == {f"rewards/{HOSTILE}": HOSTILE}
+
+
+@pytest.mark.fault(
+    "V5c", "a tensor's name with terminal escapes and a secret, quoted by a warning while loading", "escapes, redacted"
+)
+def test_loggers_of_modules_are_harmless_in_a_library_and_in_a_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    from groupwise.models import loading
+
+    said = f"not used: {HOSTILE} hf_abcdefghijklmnop"
+    with caplog.at_level(logging.WARNING):
+        loading.log.warning("%s", said)
+        try:
+            raise ValueError(said)
+        except ValueError:
+            loading.log.exception("it failed")
+    assert harmless(caplog.text)
+    assert "hf_abc" not in caplog.text
+    assert "ValueError: not used: \\x1b]0;pwn" in caplog.text
+    capsys.readouterr()
+    assert main(["runs", str(tmp_path)]) == 0  # from here on, as in a command, also what loggers of plugins say
+    capsys.readouterr()
+    logging.getLogger("groupwise.somebodys.plugin").warning("%s", said)
+    told = capsys.readouterr().err
+    assert "not used: \\x1b]0;pwn" in told
+    assert harmless(told)
+    assert "hf_abc" not in told
+
+
+def test_every_module_takes_a_harmless_logger() -> None:
+    root = Path(groupwise.__file__).parent
+    taking = [path.relative_to(root).as_posix() for path in root.rglob("*.py") if "getLogger(" in path.read_text(encoding="utf-8")]
+    assert taking == ["utils/terminal.py"]
 
 
 def test_no_setting_is_taken_for_a_secret() -> None:
