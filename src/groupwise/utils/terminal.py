@@ -59,6 +59,16 @@ class Harmless(logging.Filter):
         return True
 
 
+class Unstyled(Harmless):
+    """The same for loggers of others, which write bold and colours themselves: those are left out, not shown."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Always true; the record's text is changed."""
+        record.msg, record.args = _STYLE.sub("", record.getMessage()), ()
+        return super().filter(record)
+
+
+_STYLE = re.compile(r"\x1b\[[0-9;]*m")
 HARMLESS = Harmless()
 """One filter for a whole process: a logger, or a handler, takes it once."""
 
