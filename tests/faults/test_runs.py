@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ from groupwise.runs import build, prepare
 from groupwise.runs import folder as run_folder
 from groupwise.runs.checkpoint import latest, step_of
 from groupwise.runs.folder import RunLog, finished, unfinished
-from groupwise.runs.inputs import check_inputs, record_inputs
+from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs
+from groupwise.runs.own_code import imported_files
 from groupwise.runs.run import Run, train
 from groupwise.runs.saving import Saver
 from groupwise.training import evaluate
@@ -618,6 +620,113 @@ def test_c9b_reward_code_that_changed_is_noticed(
     assert f"rewards.0.function {function}: its content has changed" in capsys.readouterr().err
     assert main(["train", str(path), "--accept-changes", "--quiet"]) == 0
     sys.modules.pop("changing_judge", None)
+
+
+OWN_TASK = """
+from rows_of_{n} import rows
+class Mine:
+    def demonstrations(self, n, seed): return []
+    def prompts(self, n, seed): return rows(n)
+    def held_out(self, n): return rows(min(n, 4))
+"""
+
+
+@pytest.fixture
+def own_modules(tmp_path: Path) -> Iterator[Callable[[str, str], str]]:
+    """`own_modules(name, code)`: a module of the working directory, forgotten after the test."""
+    made = []
+
+    def write(name: str, code: str) -> str:
+        (tmp_path / f"{name}.py").write_text(code)
+        made.append(name)
+        sys.modules.pop(name, None)
+        return name
+
+    yield write
+    for name in made:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "C9g", "what an own task or a reward's file imports changed between two runs", "ConfigError: which; --accept-changes continues"
+)
+@pytest.mark.parametrize("changed", ["task", "rows", "sign"])
+def test_c9g_own_tasks_and_imported_modules_that_changed_are_noticed(
+    changed: str, recipe: Callable, own_modules: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = {
+        "task": OWN_TASK.format(n=changed),
+        "rows": 'def rows(n): return [{"prompt": f"9+{i}", "answer": str(i)} for i in range(n)]\n',
+        "sign": "SIGN = 1\n",
+        "judge": f"from sign_of_{changed} import SIGN\n"
+        "def judge(completion_ids, **_):\n    return [SIGN * float(sum(ids) % 5) for ids in completion_ids]\n",
+    }
+    names = {kind: own_modules(f"{kind}_of_{changed}", text) for kind, text in code.items()}
+    judge = f"{names['judge']}.py:judge"
+    path = recipe("r", data={"task": f"{names['task']}:Mine"}, rewards=[{"function": judge}], save={"every": 1})
+    next(iter(train(load_recipe(path))))
+    with (tmp_path / f"{names[changed]}.py").open("a") as file:
+        file.write("SIGN = -1\n")
+    assert main(["train", str(path)]) == ConfigError.exit_code
+    told = capsys.readouterr().err
+    expected = {
+        "task": f"data.task {names['task']}:Mine: its content",
+        "rows": f"data.task imports {names['rows']}.py: its content",
+        "sign": f"rewards.0.function imports {names['sign']}.py: its content",
+    }
+    assert [kind for kind, text in expected.items() if text in told] == [changed], told
+    assert main(["train", str(path), "--accept-changes", "--quiet"]) == 0
+
+
+def test_every_setting_that_names_code_is_an_input(recipe: Callable, own_modules: Callable, tmp_path: Path) -> None:
+    own_modules("code_of_mine", "def f(): ...\n")
+    (tmp_path / "docs" / "deep").mkdir(parents=True)
+    (tmp_path / "docs" / "deep" / "a.txt").write_text("a")
+    (tmp_path / "list.txt").write_text("a")
+    (tmp_path / "cache").mkdir()
+    named = "code_of_mine:f"
+    args = {"files": ["list.txt"], "docs": "docs", "cache": "cache", "here": ".", "text": "a sentence: with a colon"}
+    found = load_recipe(recipe("r", rewards=[{"function": "json.decoder:JSONDecoder", "args": args}]))
+    found = replace(
+        found,
+        objective=named,
+        data=replace(found.data, task=named, task_args={"file": "list.txt"}),
+        rollout=replace(found.rollout, engine=replace(found.rollout.engine, name=named, args={"rules": "list.txt"})),
+        environment=replace(found.environment, factory={"one": named}, tools=(named,), harness=named),
+        group=replace(found.group, credit=named, surrogate={"name": named}, filter=named),
+    )
+    inputs = inputs_of(found)
+    assert sorted(inputs) == [
+        "data.task", "data.task_args.file", "environment.factory.one", "environment.harness", "environment.tools.0",
+        "group.credit", "group.filter", "group.surrogate", "objective", "rewards.0.args.docs", "rewards.0.args.files.0",
+        "rewards.0.function", "rollout.engine.args.rules", "rollout.engine.name",
+    ]  # fmt: skip
+    (tmp_path / "docs" / "deep" / "a.txt").write_text("b")
+    assert [key for key, one in inputs_of(found).items() if one != inputs[key]] == ["rewards.0.args.docs"]
+
+
+def test_imports_are_followed_where_code_is_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = {
+        "judge.py": "import json, numpy, groupwise.errors\nimport own_pack.deep.one\nfrom own_pack import two\n"
+        "def late():\n    import importlib\n    importlib.import_module('own_called')\n    import not_there\n",
+        "own_pack/__init__.py": "",
+        "own_pack/deep/__init__.py": "from . import inner\n",
+        "own_pack/deep/one.py": "from ..three import X\nfrom .. import four\n",
+        "own_pack/deep/inner.py": "import broken_one\n",
+        "own_pack/two.py": "import own_pack.two\n",
+        "own_pack/three.py": "X = 1\n",
+        "own_pack/four.py": "",
+        "own_pack/not_imported.py": "",
+        "own_called.py": "",
+        "broken_one.py": "def (",
+    }
+    for name, text in code.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = imported_files(tmp_path / "judge.py")
+    assert sorted(found) == sorted(set(code) - {"judge.py", "own_pack/not_imported.py"})
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import groupwise
 from groupwise.cli.commands import main
 from groupwise.config.recipes import load_recipe
 from groupwise.runs.run import train
@@ -22,15 +24,19 @@ NAMES = (
     "token", "hf_token", "hub_token", "tokens", "apikey", "api_key", "api-key", "apiKey", "API_KEY", "OPENAI_API_KEY", "access_key",
     "aws_secret_access_key", "secret_key", "wandb_key", "wandb_api_key", "cookie", "cookies", "client_secret", "clientSecret",
     "pwd", "password", "db_password", "passwd", "passphrase", "credentials", "credential", "private_key", "ssh_key", "signing_key",
-    "authorization", "auth", "bearer", "secret", "jwt", "session_token", "accessToken",
+    "authorization", "auth", "bearer", "secret", "jwt", "session_token", "accessToken", "password2", "api_key_2", "judge_key",
+    "serpapi_key", "X-Api-Key", "webhook_url", "slack_webhook", "dsn", "connection_string",
 )  # fmt: skip
 PLAIN = (
     "max_new_tokens", "eos_token", "pad_token", "stop_token", "special_tokens", "tokenizer", "key", "keys", "sort_key", "author",
-    "passes", "compass", "tokens_per_microbatch", "secretary", "column", "pass_at",
+    "passes", "compass", "tokens_per_microbatch", "secretary", "column", "pass_at", "answer_key", "answers_key", "label_keys",
+    "reward_key", "required_keys", "stop_tokens", "control_tokens", "max_observation_tokens", "monkey", "turkey", "hockey",
 )  # fmt: skip
 SHAPES = (
     "hf_abcdefghijklmnop", "sk-abcdefghijklmnop", "sk-proj-abc_def-ghi123", "AKIAABCDEFGHIJKLMNOP", "ghp_abcdefghijklmnopqrst",
     "github_pat_11AAAAAAA0abcdefghij", "glpat-abcdefghijklmnopqrst", "xoxb-1234567890-abcdef", "AIzaSyA1234567890abcdefghijklmnopq",
+    "sk_live_abcdefghijklmnop", "nvapi-abcdefghijklmnop", "tvly-abcdefghijklmnop", "pplx-abc1defghijklmnop", "r8_abcdefghijklmnop",
+    "csk-abcdefghijklmnop", "fw_3abcdefghijklmnop", "SG.abcdefghijklmnop.qrstuvwxyz", "bearer abcdefghijkl", "Basic dXNlcjpwYXNz",
     "eyJhbGciOiJIUzI1.eyJzdWIiOiIxMjM0.abcdefgh", "Bearer abcdefghijkl",
     "-----BEGIN RSA PRIVATE KEY-----\nMIIEabc\n-----END RSA PRIVATE KEY-----",
 )  # fmt: skip
@@ -54,9 +60,65 @@ def test_names_that_are_not_secrets_are_kept(name: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values_that_look_like_secrets_are_redacted(shape: str) -> None:
-    kept = shape.removeprefix("Bearer ").replace("-----", "").split("\n")[-2 if "\n" in shape else 0]
+    kept = re.sub("(?i)^(bearer|basic) ", "", shape).replace("-----", "").split("\n")[-2 if "\n" in shape else 0]
     assert kept not in scrubbed(f"it was {shape}, they say")
     assert kept not in json.dumps(redacted({"note": [f"a {shape} b"]}))
+
+
+TEXTS = (
+    "https://h/x?api_key={}", "https://h/x?q=1&access_token={}&n=2", "OPENAI_API_KEY={}", "curl -H 'X-Api-Key: {}' h",
+    "AccountName=x;AccountKey={}==;x", "Authorization: token {}", "Authorization: {}", 'Authorization: Basic "{}"', "https://{}@sentry.io/1",
+    "https://hooks.slack.com/services/T0/B0/{}", "https://discord.com/api/webhooks/1/{}", "authorization: bearer {}",
+    "Cookie: session={}", '{{"password": "{}"}}', "{{api_key: {{a: {}, b: {{c: {}}}}}}}", "[{{judge_key: {}}}]", "--hf-token={}",
+)  # fmt: skip
+"""Texts with a secret in them, as arguments of rewards hold them."""
+ORDINARY = (
+    "The password: nobody knows it. Secret: think before you answer.", "Basic arithmetic questions", "a bearer of news",
+    "the tokenizer has no EOS token: set one", "unknown key 'api_key': did you mean args?", "tokens: 512", "max_new_tokens=512",
+    "https://host:8000/v1", "Qwen/Qwen3-0.6B", "perplexity-ai/pplx-70b-online", "runs/r/final", "{question}",
+    "{prompt} key: {answer}",
+    "[INST] {{ messages }} [/INST]", "a = b; c: d", "s3://bucket/folder", "git+ssh://git@github.com/o/r", "task-arithmetic-hard",
+    "tokens=10", "pad_token=<pad>", "answer_key=gold", "(?P<secret>[a-z]+)", "password={password}", "token: true",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_secrets_inside_of_texts_are_redacted(text: str) -> None:
+    hidden = text.format(*["LEAK1abcdef"] * 2)
+    assert "LEAK" not in json.dumps(redacted({"x": [hidden]}))
+    assert "LEAK" not in json.dumps(redacted_command(["train", f"rewards.0.args.x={hidden}"]))
+    if hidden[0] not in "{[":
+        assert "LEAK" not in scrubbed(f"it was {hidden}")
+
+
+@pytest.mark.parametrize("text", ORDINARY)
+def test_ordinary_texts_are_kept(text: str) -> None:
+    assert redacted({"x": [text]}) == {"x": [text]}
+    if text not in ("tokens=10", "password={password}"):  # of a command's arguments, all that has such a name goes
+        assert redacted_command(["train", f"data.system={text}"]) == ["train", f"data.system={text}"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"headers": [["Authorization", "VALUE"], ["Accept", "json"]]},
+        {"header": ["Authorization", "VALUE1x"]},
+        {"env": [{"name": "OPENAI_KEY", "value": "VALUE"}]},
+        {"command": ["python", "judge.py", "--api-key", "VALUE", "--n", "3"]},
+        {"headers": {"X-Api-Key": "VALUE"}},
+    ],
+)
+def test_secrets_in_pairs_are_redacted(value: dict) -> None:
+    found = json.dumps(redacted(value))
+    assert "VALUE" not in found
+    assert [kept for kept in ("Accept", "judge.py", '"3"') if kept in json.dumps(value)] == [
+        kept for kept in ("Accept", "judge.py", '"3"') if kept in found
+    ]
+
+
+def test_ordinary_lists_are_kept() -> None:
+    value = {"columns": ["token", "text"], "stop": ["</s>", "token"], "pairs": [["a", "b"]], "fields": ["secret", "answer"]}
+    assert redacted(value) == value
 
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text("abc é")
@@ -69,17 +131,18 @@ def test_what_is_no_secret_is_left_as_it_is(value: object) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.fault("X6b", "secrets under 36 names, and of 12 shapes, in a recipe", "0 of them in the run folder")
+@pytest.mark.fault("X6b", "secrets under 46 names, of 22 shapes and in 17 texts, in a recipe", "0 of them in the run folder")
 def test_x6b_no_secret_of_a_recipe_is_in_the_run_folder(recipe: Callable, tmp_path: Path) -> None:
     hidden = {name: f"VALUE-{place:02}-zz" for place, name in enumerate(NAMES)}
     shapes = {f"note{place}": shape for place, shape in enumerate(SHAPES)}
+    shapes |= {f"text{place}": text.format(*["VALUE-1zz"] * 2) for place, text in enumerate(TEXTS)}
     path = recipe("r", steps=1, rewards=[{"function": "judges.py:judge", "args": hidden | shapes}])
     for _ in train(load_recipe(path)):
         pass
     found = everything(Path("runs/r"))
     assert b"VALUE-" not in found
     assert REDACTED.encode() in found
-    assert not [shape for shape in SHAPES if shape.split("\n")[0].removeprefix("Bearer ").encode() in found and "KEY" not in shape]
+    assert not [shape for shape in SHAPES if shape.split("\n")[0].split(" ")[-1].encode() in found and "KEY" not in shape]
     assert b"MIIEabc" not in found
 
 
@@ -89,6 +152,10 @@ OVERRIDES = (
     "rewards.0.args={credentials: {user: VALUE-zz, list: [VALUE-zz]}}",
     "rewards.0.args={'client_secret': \"VALUE-zz and more\"}",
     "rewards.0.args.hf_token=VALUE-zz",
+    "rewards.0.args={api_key: {a: VALUE-zz, b: {c: VALUE-zz}}}",
+    "rewards.0.args={password: foo VALUE-zz}",
+    "rewards.0.args.headers=[[Authorization, VALUE-zz]]",
+    "rewards.0.args.endpoint=https://h/x?api_key=VALUE-zz",
     "rewards.0.args.note=sk-VALUE-zzzzzzzzzzz",
     "rewards.0.args.url=https://me:VALUE-zz@host/",
 )
@@ -201,6 +268,40 @@ def test_logs_and_lists_steer_no_terminal(
     line = json_line({f"rewards/{HOSTILE}": HOSTILE})
     assert harmless(line.removesuffix("\n"))
     assert json.loads(line) == {f"rewards/{HOSTILE}": HOSTILE}
+
+
+@pytest.mark.fault(
+    "V5c", "a tensor's name with terminal escapes and a secret, quoted by a warning while loading", "escapes, redacted"
+)
+def test_loggers_of_modules_are_harmless_in_a_library_and_in_a_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    from groupwise.models import loading
+
+    said = f"not used: {HOSTILE} hf_abcdefghijklmnop"
+    with caplog.at_level(logging.WARNING):
+        loading.log.warning("%s", said)
+        try:
+            raise ValueError(said)
+        except ValueError:
+            loading.log.exception("it failed")
+    assert harmless(caplog.text)
+    assert "hf_abc" not in caplog.text
+    assert "ValueError: not used: \\x1b]0;pwn" in caplog.text
+    capsys.readouterr()
+    assert main(["runs", str(tmp_path)]) == 0  # from here on, as in a command, also what loggers of plugins say
+    capsys.readouterr()
+    logging.getLogger("groupwise.somebodys.plugin").warning("%s", said)
+    told = capsys.readouterr().err
+    assert "not used: \\x1b]0;pwn" in told
+    assert harmless(told)
+    assert "hf_abc" not in told
+
+
+def test_every_module_takes_a_harmless_logger() -> None:
+    root = Path(groupwise.__file__).parent
+    taking = [path.relative_to(root).as_posix() for path in root.rglob("*.py") if "getLogger(" in path.read_text(encoding="utf-8")]
+    assert taking == ["utils/terminal.py"]
 
 
 def test_no_setting_is_taken_for_a_secret() -> None:

@@ -374,7 +374,7 @@ def changes(old: str, new: Recipe) -> list[str]:
     tree, problems = parse(old, "config.yaml")
     if problems:
         raise ConfigError(f"the run's config.yaml cannot be read: {problems[0]}")
-    before, after = _flat(_completed(in_full(tree).plain(), Recipe)), _flat(redacted(_plain(new)))
+    before, after = _flat(redacted(_completed(in_full(tree).plain(), Recipe))), _flat(redacted(_plain(new)))
     neutral = NEUTRAL + (("steps",) if new.optimizer.schedule == "constant" else ())
     return [
         f"{key}: {schema.show(before.get(key))} -> {schema.show(after.get(key))}"

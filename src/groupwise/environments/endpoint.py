@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
-import logging
 import secrets
 import select
 import socket
@@ -47,8 +46,9 @@ from groupwise.environments.requests import (
     token_answer,
 )
 from groupwise.errors import ConfigError
+from groupwise.utils.terminal import logger
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 LARGEST = 32 << 20
 """Bytes of a request's body."""

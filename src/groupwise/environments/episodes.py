@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import threading
 import time
 import zlib
@@ -34,8 +33,9 @@ from groupwise.environments.workers import error_text
 from groupwise.errors import ConfigError, DataError, EnvironmentFailure
 from groupwise.records import Branch, Episode, Finish, Prompt, ToolCall, Turn
 from groupwise.utils.spelling import nearest
+from groupwise.utils.terminal import logger
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 BROKEN_SHARE = 0.1
 """An environment that fails in more of its episodes than this, and more than once, cannot be trained in."""

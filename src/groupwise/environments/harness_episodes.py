@@ -7,7 +7,6 @@ past, or several agents share the episode.  The episode is over when the harness
 
 from __future__ import annotations
 
-import logging
 import math
 import secrets
 import threading
@@ -29,8 +28,9 @@ from groupwise.environments.requests import Asked, ChatRequest, Refused, Sampled
 from groupwise.environments.tool_calls import Call
 from groupwise.errors import EnvironmentFailure
 from groupwise.records import Branch, Episode, Finish, Prompt, Sampling, ToolCall, Turn
+from groupwise.utils.terminal import logger
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 MODEL = "policy"
 """The model's name, for clients; requests may name any."""

@@ -8,7 +8,6 @@ silently wrong.
 from __future__ import annotations
 
 import copy
-import logging
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -45,10 +44,13 @@ from groupwise.models.policy import Policy
 from groupwise.models.probe import advised, probe_checkpoint, prove_policy
 from groupwise.models.small_copy import CAPS, WINDOWS, language_model
 from groupwise.models.streaming import CheckpointReader, check_finite, empty_model
+from groupwise.utils.terminal import Unstyled, logger
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 transformers_logging.disable_progress_bar()
+for handler in transformers_logging.get_logger("transformers").handlers:  # it quotes the names of tensors as they are
+    handler.addFilter(Unstyled())
 
 ALIGNED = 64
 """Bytes: the addresses of tensors that torch makes are multiples of it.  A resumed run must compute as one that went on."""

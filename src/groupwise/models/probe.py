@@ -21,7 +21,6 @@ import copy
 import functools
 import hashlib
 import json
-import logging
 import math
 import platform
 import sys
@@ -55,8 +54,9 @@ from groupwise.ops.linear_cross_entropy import chosen_logprobs, head_logits
 from groupwise.records import Batch, Layout, Sample
 from groupwise.utils import files
 from groupwise.utils.cache import cache_folder
+from groupwise.utils.terminal import logger
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 PROBE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.15}
 """Largest difference of a logit between packed and ordinary forward, relative to the spread of the logits."""

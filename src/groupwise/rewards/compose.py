@@ -5,7 +5,6 @@ G completions of a prompt   K reward functions   N completions of a step
 
 from __future__ import annotations
 
-import logging
 import pickle
 import threading
 import time
@@ -28,8 +27,9 @@ from groupwise.rewards.timeouts import DEFAULT_SECONDS, SECONDS_EACH, too_late
 from groupwise.rewards.trainer_state import TOLD, TrainerState
 from groupwise.rewards.worker_calls import Answers, Host, Task, finish
 from groupwise.rewards.workers import STARTS, Outcome, failed
+from groupwise.utils.terminal import logger
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 RESERVED = ("prompt", "completion")
 """Columns that are not passed on: they would be the recipe's demonstration, not the policy's words."""

@@ -18,7 +18,6 @@ It is the same run as from a file: the same checks, plan, run folder and resume.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -46,8 +45,9 @@ from groupwise.runs.prepare import plan_of
 from groupwise.runs.progress import make_console
 from groupwise.runs.run import Outcome, Run, join, train_stage
 from groupwise.runs.run import train as train_recipe
+from groupwise.utils.terminal import logger
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 
 class Training:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import base64
 import json
-import logging
 import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -29,11 +28,12 @@ import numpy as np
 
 from groupwise.errors import CheckpointError, StorageError
 from groupwise.utils import files
+from groupwise.utils.terminal import logger
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-log = logging.getLogger("groupwise")
+log = logger("groupwise")
 
 CHECKPOINTS, LATEST, MANIFEST, COMPLETE = "checkpoints", "latest", "manifest.json", "COMPLETE"
 TENSORS = "tensors.safetensors"

@@ -20,7 +20,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import logging
 import os
 import platform
 import socket
@@ -44,9 +43,9 @@ from groupwise.runs import recorded
 from groupwise.runs.dashboards.base import Dashboards
 from groupwise.utils import files
 from groupwise.utils.secrets import redacted_command
-from groupwise.utils.terminal import json_line
+from groupwise.utils.terminal import json_line, logger
 
-log = logging.getLogger("groupwise")
+log = logger("groupwise")
 
 PACKAGES = (
     "groupwise",

@@ -1,18 +1,19 @@
-"""The inputs of a run beside its recipe: the content of its data, of its reward functions and of the models of earlier stages.
+"""The inputs of a run beside its recipe: the content of its data, of its own code and of the models of earlier stages.
 
 A recipe names files, and a file can change while its name stays.  Digests of their content are written to the run folder
 (`inputs.json`) when a run begins; a resumed run whose inputs have changed is refused unless the changes are accepted.
+Own code is whatever a setting names as `module:NAME` or `file.py:NAME`, with the own files that it imports (`own_code.py`).
+Arguments that name files or folders count by their content, but for those that are called a cache, an output, a log.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
-import os
-import sys
+import re
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -23,6 +24,7 @@ from groupwise.data.sources import fingerprint
 from groupwise.errors import ConfigError, DataError
 from groupwise.rewards.find import LiveReward
 from groupwise.rewards.step_rewards import ProcessReward
+from groupwise.runs import own_code
 from groupwise.runs.folder import model_digest
 from groupwise.utils import files
 from groupwise.utils.secrets import redacted
@@ -35,8 +37,7 @@ data set, the digests of a finished stage's weights."""
 
 def inputs_of(recipe: Recipe) -> Inputs:
     """The inputs of a recipe whose `stage:NAME` are folders and files already.  What is not found is left to those who read it."""
-    found = dict(_all(recipe))
-    return {key: {"source": redacted(source), **content} for key, (source, content) in found.items() if content is not None}
+    return {key: {"source": redacted(source), **content} for key, (source, content) in _all(recipe) if content is not None}
 
 
 def _all(recipe: Recipe) -> Iterator[tuple[str, tuple[str, dict[str, Any] | None]]]:
@@ -57,21 +58,48 @@ def _all(recipe: Recipe) -> Iterator[tuple[str, tuple[str, dict[str, Any] | None
     if (template := recipe.model.chat_template) is not None:
         yield "model.chat_template", (template, _file(template))
     given = recipe.environment
-    for place, tool in enumerate(given.tools):
-        yield f"environment.tools.{place}", (tool, _live_code(tool) or _code(tool))
     factories = given.factory if isinstance(given.factory, Mapping) else {"": given.factory} if given.factory else {}
-    for name, factory in factories.items():
-        yield f"environment.factory.{name}".rstrip("."), (factory, _live_code(factory) or _code(factory))
-    for place, reward in enumerate(recipe.rewards):
-        yield f"rewards.{place}.function", (reward.function, _live_code(reward.function) or _code(reward.function))
-        for key, value in reward.args.items():
-            if isinstance(value, str):
-                yield f"rewards.{place}.args.{key}", (value, _file(value) or _stage(value))
+    code = {f"environment.tools.{place}": tool for place, tool in enumerate(given.tools)}
+    code |= {f"environment.factory.{name}".rstrip("."): factory for name, factory in factories.items()}
+    code |= {f"rewards.{place}.function": reward.function for place, reward in enumerate(recipe.rewards)}
     for part in PARTS:
         chosen = getattr(recipe.group, part)
-        name = chosen.get("name") if isinstance(chosen, Mapping) else chosen
-        if isinstance(name, str):
-            yield f"group.{part}", (name, _code(name))
+        code[f"group.{part}"] = chosen.get("name") if isinstance(chosen, Mapping) else chosen
+    told = {*sources, *code, *(f"{key}.name" for key in code)}
+    code |= {key: text for key, text in _texts("", recipe) if key not in told}
+    for key, function in code.items():
+        if isinstance(function, str):
+            yield from _code(key, function)
+    arguments = {f"rewards.{place}.args": reward.args for place, reward in enumerate(recipe.rewards)}
+    arguments |= {"data.task_args": recipe.data.task_args, "environment.args": given.args}
+    arguments |= {"rollout.engine.args": recipe.rollout.engine.args}
+    arguments |= {"environment.harness": given.harness} if isinstance(given.harness, tuple) else {}
+    for key, value in arguments.items():
+        for place, text in _texts(key, value):
+            if not _WRITTEN.intersection(re.split(r"[^a-z0-9]+", place.rpartition(".args.")[2].lower())):
+                yield place, (text, _file(text) or _stage(text) or _folder(text))
+
+
+_WRITTEN = frozenset(
+    ["cache", "caches", "log", "logs", "out", "output", "outputs", "save", "saves", "temp", "tmp", "workdir", "write"]
+)
+"""Words in the name of an argument that names what is written to."""
+
+
+def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Every text in settings, by its dotted key."""
+    if isinstance(value, str):
+        if not isinstance(value, Live):
+            yield key, str(value)
+        return
+    if is_dataclass(value):
+        inside = [(one.name, getattr(value, one.name)) for one in fields(value)]
+    elif isinstance(value, Mapping):
+        inside = [(str(name), inner) for name, inner in value.items()]
+    else:
+        inside = [(str(place), inner) for place, inner in enumerate(value)] if isinstance(value, list | tuple) else []
+    for name, inner in inside:
+        yield from _texts(f"{key}.{name}".lstrip("."), inner)
 
 
 def _data(source: str, split: str) -> dict[str, Any] | None:
@@ -87,6 +115,23 @@ def _file(path: str) -> dict[str, Any] | None:
         return {"size": file.stat().st_size, "xxh3_128": files.digest(file)} if file.is_file() else None
     except (OSError, ValueError):  # no path at all: a text that is too long, or with a NUL in it
         return None
+
+
+def _folder(path: str) -> dict[str, Any] | None:
+    """Number and size of a folder's files and one digest of them all, hidden ones left out; None for one that is worked in."""
+    try:
+        folder = Path(path).expanduser().resolve()
+        if not folder.is_dir() or Path.cwd().resolve().is_relative_to(folder) or Path.home().resolve().is_relative_to(folder):
+            return None
+        named = {str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()}
+        within = {name: file for name, file in sorted(named.items()) if not _HIDDEN.search(name)}
+        parts = [f"{name} {file.stat().st_size} {files.digest(file)}".encode() for name, file in within.items()]
+        return {"files": len(within), "size": sum(file.stat().st_size for file in within.values()), "digest": short_digest(parts)}
+    except (OSError, ValueError, RuntimeError):
+        return None
+
+
+_HIDDEN = re.compile(r"(^|/)(\.|__pycache__/)")
 
 
 def _stage(path: str) -> dict[str, Any] | None:
@@ -123,26 +168,14 @@ def _instructions(code: CodeType) -> Iterator[bytes]:
             yield repr(constant).encode()
 
 
-def _code(function: str) -> dict[str, Any] | None:
-    """The file of `file.py:function` or `module:function`."""
-    place, colon, _ = function.rpartition(":")
-    if not colon:
-        return None
-    if place.endswith(".py"):
-        return _file(place)
-    here = os.getcwd()
-    beside = Path(here, *place.split("."))
-    loaded = getattr(sys.modules.get(place), "__file__", None)
-    if loaded is None:
-        try:  # the modules of the working directory come last, as where they are imported
-            described = importlib.util.find_spec(place.partition(".")[0])
-            loaded = described.origin if described is not None and "." not in place else None
-        except (ImportError, ValueError):
-            loaded = None
-    for candidate in (loaded, beside.with_suffix(".py"), beside / "__init__.py"):
-        if candidate is not None and (found := _file(str(candidate))):
-            return found
-    return None
+def _code(key: str, function: str) -> Iterator[tuple[str, tuple[str, dict[str, Any] | None]]]:
+    """The file of `file.py:function` or `module:function`, and the own files that it imports."""
+    if live := _live_code(function):
+        yield key, (function, live)
+    elif (file := own_code.file_of(function)) is not None:
+        yield key, (function, _file(str(file)))
+        for name, path in own_code.imported_files(file).items():
+            yield f"{key} imports {name}", ("", _file(str(path)))
 
 
 def check_inputs(folder: Path, now: Inputs, *, accept: bool) -> None:
@@ -152,7 +185,7 @@ def check_inputs(folder: Path, now: Inputs, *, accept: bool) -> None:
     """
     then = _last(folder)
     different = [_difference(key, then[key], now[key]) for key in sorted(then.keys() & now.keys()) if then[key] != now[key]]
-    different += [f"{key}: {then[key].get('source')} is not there any more" for key in sorted(then.keys() - now.keys())]
+    different += [f"{key}: {then[key].get('source') or 'it'} is not there any more" for key in sorted(then.keys() - now.keys())]
     if different and not accept:
         lines = "\n".join(f"  {line}" for line in different)
         raise ConfigError(
@@ -163,17 +196,18 @@ def check_inputs(folder: Path, now: Inputs, *, accept: bool) -> None:
 
 def _difference(key: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     source = now.get("source")
+    named = f"{key} {source}".rstrip()
     if "weights" in now:
-        return f"{key} {source}: the stage has been trained again; its weights are others"
+        return f"{named}: the stage has been trained again; its weights are others"
     if "code" in now:
-        return f"{key} {source}: it is another function now, or another version of Python runs it"
+        return f"{named}: it is another function now, or another version of Python runs it"
     if "fingerprint" in now:
-        return f"{key} {source}: the data set has changed (fingerprint {then.get('fingerprint')} then, {now['fingerprint']} now)"
+        return f"{named}: the data set has changed (fingerprint {then.get('fingerprint')} then, {now['fingerprint']} now)"
     sizes = (then.get("size"), now.get("size"))
     told = (
         f"{sizes[0]:,} bytes then, {sizes[1]:,} now" if sizes[0] != sizes[1] and None not in sizes else f"{sizes[1]} bytes, others"
     )
-    return f"{key} {source}: its content has changed ({told})"
+    return f"{named}: its content has changed ({told})"
 
 
 def record_inputs(folder: Path, now: Inputs, done: int) -> None:

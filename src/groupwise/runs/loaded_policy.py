@@ -11,7 +11,6 @@ a completion may be.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import string
 from collections.abc import Mapping, Sequence
@@ -32,8 +31,9 @@ from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.checkpoint import policy_folder
 from groupwise.runs.provenance import Origin, origin_of
 from groupwise.training.scoring import score
+from groupwise.utils.terminal import logger
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 Conversation = Sequence[Mapping[str, Any]]
 """Chat messages: `[{"role": "user", "content": "2+2="}]`."""

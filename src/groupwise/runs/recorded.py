@@ -11,7 +11,6 @@ Importing this file does not import torch.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -25,8 +24,9 @@ from groupwise.data.rollout_table import table_of
 from groupwise.errors import DataError
 from groupwise.records import Step
 from groupwise.utils import files
+from groupwise.utils.terminal import logger
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 ROLLOUTS = "rollouts"
 """The folder of a run's rollouts; evaluations have one of their own, of the same form."""

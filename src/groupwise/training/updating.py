@@ -9,7 +9,6 @@ P positions and M trained positions of a micro-batch   D width
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,8 +30,9 @@ from groupwise.records import Batch, Sample
 from groupwise.training.optimizer import StepStats
 from groupwise.training.scoring import batches_of, support_of
 from groupwise.utils.allocator import Heap
+from groupwise.utils.terminal import logger
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 HEAP = Heap()
 

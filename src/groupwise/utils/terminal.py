@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
+import traceback
 import unicodedata
 from typing import Any
 
@@ -46,13 +48,56 @@ def json_line(value: Any) -> str:
 
 
 class Harmless(logging.Filter):
-    """Escapes whatever a log record says, and takes secrets out of it."""
+    """Escapes whatever a log record says, and takes secrets out of it: the message, and the traceback below it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Always true; the record's message is changed."""
+        """Always true; the record's text is changed."""
         record.msg, record.args = escaped(scrubbed(record.getMessage())), ()
+        if record.exc_info and record.exc_info[0] is not None:
+            trace = "".join(traceback.format_exception(*record.exc_info)).rstrip()
+            record.exc_info, record.exc_text = None, escaped(scrubbed(trace))
         return True
 
 
+class Unstyled(Harmless):
+    """The same for loggers of others, which write bold and colours themselves: those are left out, not shown."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Always true; the record's text is changed."""
+        record.msg, record.args = _STYLE.sub("", record.getMessage()), ()
+        return super().filter(record)
+
+
+_STYLE = re.compile(r"\x1b\[[0-9;]*m")
 HARMLESS = Harmless()
-"""One filter for a whole process: a logger takes it once."""
+"""One filter for a whole process: a logger, or a handler, takes it once."""
+
+
+def logger(name: str) -> logging.Logger:
+    """The logger of a module, which says only what is harmless.
+
+    Python applies a logger's filter to what is logged by that logger itself, not by those below it, so every module has its own.
+    """
+    found = logging.getLogger(name)
+    found.addFilter(HARMLESS)
+    return found
+
+
+class _Stderr(logging.StreamHandler):
+    """Writes to what `sys.stderr` is at that time."""
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, _: Any) -> None: ...
+
+
+_ON_STDERR = _Stderr(logging.WARNING)
+_ON_STDERR.addFilter(HARMLESS)
+
+
+def log_to_stderr() -> None:
+    """Have the warnings of all loggers below `groupwise`, also those of plugins, shown on stderr, harmless.  Twice is once."""
+    logging.getLogger("groupwise").addHandler(_ON_STDERR)

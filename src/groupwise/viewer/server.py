@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import logging
 import threading
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -19,10 +18,11 @@ from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
 from groupwise.errors import ConfigError, DataError
+from groupwise.utils.terminal import logger
 from groupwise.viewer.pages import Pages
 from groupwise.viewer.sources import open_sources
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 SCRIPTS = ("vendor/uPlot.iife.min.js", "base.js", "tokens.js", "charts.js", "views.js", "app.js")
 """In the order in which they are run."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import importlib
-import logging
 import os
 import re
 import sys
@@ -25,7 +24,7 @@ from groupwise.errors import ConfigError, Ended, GroupwiseError, StorageError
 from groupwise.utils.allocator import prefer_large_pages
 from groupwise.utils.secrets import scrubbed
 from groupwise.utils.spelling import nearest
-from groupwise.utils.terminal import HARMLESS, escaped
+from groupwise.utils.terminal import escaped, log_to_stderr
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -63,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parse(arguments)
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     prefer_large_pages()
-    logging.getLogger("groupwise").addFilter(HARMLESS)
+    log_to_stderr()
     try:
         return given.run(given)
     except GroupwiseError as error:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +29,9 @@ from groupwise.config.strict_yaml import parse
 from groupwise.errors import ConfigError
 from groupwise.records import Scored, Step
 from groupwise.utils import files
+from groupwise.utils.terminal import logger
 
-log = logging.getLogger("groupwise")
+log = logger("groupwise")
 
 IDENTITIES = "dashboards.json"
 """What each library calls this run, in the run folder."""
