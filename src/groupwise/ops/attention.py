@@ -2,7 +2,7 @@
 
 On a CPU: the compiled kernel, or torch's flash kernel once per stretch of the stream, merged by log-sum-exp.  In both a prompt's
 keys are read once for all its completions and never copied.  On CUDA: FlexAttention with a block mask.  No mask of T x T is made.
-The compiled kernel is the custom operation `groupwise::attention` of `torch.library`.
+The compiled kernel is the operation `groupwise::attention` of `torch.library`.
 
 T positions of the stream   H query heads   K key-value heads   W head width
 """
@@ -38,7 +38,7 @@ class StreamAttention:
         if query.is_cuda:
             return self._flex_attention(query, key, value, scale)
         if kernels.worth_attention(self.longest, query, key, value):
-            out, _ = torch.ops.groupwise.attention(query, key, value, *self.stretches.tensors, scale)
+            out, _ = kernels.attention(query, key, value, *self.stretches.tensors, scale)
             return out.transpose(1, 2)
         return _Shared.apply(query, key, value, self.families, scale)  # type: ignore[return-value]
 
@@ -48,53 +48,6 @@ class StreamAttention:
         attend = _compiled_flex() if query.is_cuda else _plain_flex()
         out = attend(query, key, value, block_mask=self._flex, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
         return out.transpose(1, 2)
-
-
-# ---------------------------------------------------------------- by the compiled kernel
-
-
-@torch.library.custom_op("groupwise::attention", mutates_args=(), device_types="cpu")
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, first_F: Tensor, stretch_N4: Tensor, end: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    if not kernels.fit_as_one(query, key, value):
-        raise ValueError(f"the kernel takes float32 or bfloat16 heads of whole vectors; got {query.dtype} {tuple(query.shape)}")
-    return kernels.attention(query, key, value, first_F, stretch_N4, end, scale)
-
-
-_attention_backward = torch.library.custom_op(
-    "groupwise::attention_backward", kernels.attention_backward, mutates_args=(), device_types="cpu"
-)
-
-
-@_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, first_F: Tensor, stretch_N4: Tensor, end: int, scale: float) -> Any:
-    _, heads, tokens, width = query.shape
-    out = query.new_empty(1, tokens, heads, width).transpose(1, 2)
-    return out, query.new_empty(1, heads, tokens, dtype=torch.float32)
-
-
-@_attention_backward.register_fake
-def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Any:
-    return tuple(x.new_empty(1, x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2) for x in (query, key, value))
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.end, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)
-
-
-@first_derivative
-def _gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    query, key, value, first_F, stretch_N4, out, lse = ctx.saved_tensors
-    assert grad_out is not None and grad_lse is None, "nothing reads the log-sum-exps"
-    if grad_out.stride(-1) != 1 or grad_out.dtype != query.dtype:
-        grad_out = grad_out.to(query.dtype).contiguous()
-    return *_attention_backward(grad_out, query, key, value, out, lse, first_F, stretch_N4, ctx.end, ctx.scale), *(None,) * 4
-
-
-_attention.register_autograd(_gradients, setup_context=_keep)
 
 
 # ---------------------------------------------------------------- by stretches, in torch's operations

@@ -3,9 +3,10 @@
 Each saves less for the backward pass than a composition of torch's operations does (of an MLP a third less: what is between its
 products is made again), and makes fewer passes over the activations: one, where there are compiled kernels (groupwise/ops/cpu).
 
-`rms_norm` and `rotary` are custom operations of `torch.library` where they are compiled: that costs 0.03 ms a call and pass.  The
-others cannot be without losing what they are for: gradients of weights are added to `.grad` in place, a norm behind a residual sum
-hands its input on as an output, and the down projection of an MLP is deferred behind what it saves (`LastProduct`).
+Compiled kernels are operations of `torch.library` (`ops.cpu.kernels`); `rms_norm` and `rotary` have their gradients there.  The
+others are called by the autograd Functions of this file, which do what such an operation may not: gradients of weights are added to
+`.grad` in place, a norm behind a residual sum hands its input on as an output, and the down projection of an MLP is deferred behind
+what it saves (`LastProduct`).
 
 T positions of a stream   D width   H heads   W head width   I inner width of an MLP
 """
@@ -33,12 +34,12 @@ BLOCK_NUMBERS = 1 << 16
 
 
 class Copies(dict[tuple[Any, ...], tuple[Tensor, Tensor]]):
-    """Weights by their place in memory, with their copies in the products' type, until they are closed."""
+    """Copies of weights in the type of the products: (weight, copy), by the weight's address, shape, strides and the type."""
 
     closed = False
 
     def close(self) -> None:
-        """Forget the copies, and take no more: a loss that somebody keeps must not keep them."""
+        """Free the copies and cache no more: an autograd graph that is still alive would otherwise keep them in memory."""
         self.closed = True
         self.clear()
 
@@ -86,44 +87,8 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Ten
     """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension in float32, rounded to `dtype` where transformers rounds it."""
     x = x.contiguous()
     if one_pass(x, weight_D, dtype):
-        return torch.ops.groupwise.rms_norm(x, weight_D, eps, dtype)[0]
+        return kernels.rms_norm(x, weight_D, eps, dtype)[0]
     return RMSNorm.apply(x, weight_D, eps, dtype)  # type: ignore[return-value]
-
-
-@torch.library.custom_op("groupwise::rms_norm", mutates_args=(), device_types="cpu")
-def _rms_norm(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    if not one_pass(x, weight_D, dtype):
-        raise ValueError(f"the kernel takes whole rows of float32 or bfloat16, a float32 weight; got {x.dtype}, {weight_D.dtype}")
-    _, out, scale_T = kernels.rms_norm(x, weight_D, eps, dtype)
-    return out, scale_T
-
-
-@torch.library.custom_op("groupwise::rms_norm_backward", mutates_args=(), device_types="cpu")
-def _rms_norm_backward(grad: Tensor, x: Tensor, weight_D: Tensor, scale_T: Tensor) -> tuple[Tensor, Tensor]:
-    grad_x, _, grad_weight_D = kernels.rms_norm_backward(grad, x, weight_D, scale_T)
-    return grad_x, grad_weight_D
-
-
-@_rms_norm.register_fake
-def _(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x, dtype=dtype), x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
-
-
-@_rms_norm_backward.register_fake
-def _(grad: Tensor, x: Tensor, weight_D: Tensor, scale_T: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight_D)
-
-
-def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(inputs[0], inputs[1], output[1])
-
-
-@first_derivative
-def _norm_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return *_rms_norm_backward(grad.contiguous(), *ctx.saved_tensors), None, None
-
-
-_rms_norm.register_autograd(_norm_gradients, setup_context=_keep_norm)
 
 
 class RMSNorm(torch.autograd.Function):
@@ -169,7 +134,10 @@ class AddNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, add: Tensor | None, weight_D: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        total, out, scale_T = kernels.rms_norm(x, weight_D, eps, dtype, add)
+        if add is None:
+            total, (out, scale_T) = x, kernels.rms_norm(x, weight_D, eps, dtype)
+        else:
+            total, out, scale_T = kernels.rms_norm_of_sum(x, add, weight_D, eps, dtype)
         ctx.save_for_backward(total, weight_D, scale_T)
         ctx.added, ctx.dtype = add is not None, dtype
         ctx.set_materialize_grads(False)
@@ -183,7 +151,9 @@ class AddNorm(torch.autograd.Function):
         if grad is None:  # nobody has read the norm
             grad = torch.zeros_like(total, dtype=ctx.dtype)
         more = None if more is None else more.contiguous()
-        grad_x, grad_add, grad_weight_D = kernels.rms_norm_backward(grad.contiguous(), total, weight_D, scale_T, more)
+        grad_x, grad_weight_D, grad_add = kernels.rms_norm_backward(grad.contiguous(), total, weight_D, scale_T, more)
+        if grad.dtype == total.dtype:
+            grad_add = grad_x
         return grad_x, grad_add if ctx.added else None, grad_weight_D, None, None
 
 
@@ -194,38 +164,10 @@ def one_pass(x_TD: Tensor, weight_D: Tensor, dtype: torch.dtype) -> bool:
 
 def rotary(x_HTW: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Tensor:
     """Rotate pairs (i, i + W/2) by the position's angles: `x * cos + rotate_half(x) * sin`, rounded once, to x's type."""
-    if _turns_at_once(x_HTW, cos_TW):
-        return torch.ops.groupwise.rotary(x_HTW, cos_TW, sin_TW, 1.0)
+    if _rotates_in_one_pass(x_HTW, cos_TW):
+        cos_TW, sin_TW = (table.contiguous().view(-1, table.shape[-1]) for table in (cos_TW, sin_TW))
+        return kernels.rotary(x_HTW[0].transpose(0, 1), cos_TW, sin_TW).transpose(0, 1)[None]
     return Rotary.apply(x_HTW, cos_TW, sin_TW)  # type: ignore[return-value]
-
-
-@torch.library.custom_op("groupwise::rotary", mutates_args=(), device_types="cpu")
-def _rotary(x_1HTW: Tensor, cos_11TW: Tensor, sin_11TW: Tensor, sign: float) -> Tensor:
-    if not _turns_at_once(x_1HTW, cos_11TW):
-        raise ValueError(f"the kernel takes (1, H, T, W) in float32 or bfloat16, W / 2 in whole vectors; got {tuple(x_1HTW.shape)}")
-    cos_TW, sin_TW = (table.contiguous().view(-1, table.shape[-1]) for table in (cos_11TW, sin_11TW))
-    return kernels.rotate(x_1HTW[0].transpose(0, 1), cos_TW, sin_TW, sign).transpose(0, 1)[None]
-
-
-@_rotary.register_fake
-def _(x_1HTW: Tensor, cos_11TW: Tensor, sin_11TW: Tensor, sign: float) -> Tensor:
-    _, heads, tokens, width = x_1HTW.shape
-    return x_1HTW.new_empty(tokens, heads, width).transpose(0, 1)[None]
-
-
-def _keep_tables(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, cos, sin, ctx.sign = inputs
-    ctx.save_for_backward(cos, sin)
-
-
-@first_derivative
-def _rotary_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    cos, sin = ctx.saved_tensors
-    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    return _rotary(grad, cos, sin, -ctx.sign), None, None, None
-
-
-_rotary.register_autograd(_rotary_gradient, setup_context=_keep_tables)
 
 
 class Rotary(torch.autograd.Function):
@@ -255,7 +197,8 @@ class Rotary(torch.autograd.Function):
         return out_HTW.to(grad_HTW.dtype), None, None
 
 
-def _turns_at_once(x_1HTW: Tensor, cos_11TW: Tensor) -> bool:
+def _rotates_in_one_pass(x_1HTW: Tensor, cos_11TW: Tensor) -> bool:
+    """True if the compiled rotary embedding takes these heads: one stream, float32 angles, halves of heads of whole vectors."""
     return x_1HTW.shape[0] == 1 and cos_11TW.dtype == torch.float32 and kernels.fits(x_1HTW, cos_11TW, width=x_1HTW.shape[-1] // 2)
 
 
@@ -462,10 +405,12 @@ class Rows(torch.autograd.Function):
 
 
 def _hold(ctx: Any, *weights: Tensor) -> None:
-    """Weights, and how they were asked for: not every thread that runs a backward pass (a GPU's are torch's own) can be asked.
+    """Keep on `ctx` what the backward pass needs: the weights, their versions, the cached copies, and whether gradients are summed
+    in place.
 
-    They are not among the saved tensors: those come back from a block that is computed again as others, whose gradients could not
-    be summed in place.
+    The last two are context variables, which the threads of a backward pass do not see (on a GPU they are torch's own).  The
+    weights are not saved tensors: activation checkpointing would return those as other tensor objects, without the parameter's
+    `.grad`.
     """
     ctx.weights, ctx.copies, ctx.summing = weights, _copies.get(), summing()
     ctx.versions = [version(weight) for weight in weights]

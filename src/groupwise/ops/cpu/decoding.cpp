@@ -222,10 +222,10 @@ static void decode(const T *query, const T *key, const T *value, T *out, const S
 
 template <typename T>
 static void run(const void *query, const void *key, const void *value, void *out, const Strides *step, void *own_k, void *own_v,
-                long own_room, void *prompt_k, void *prompt_v, long prompt_room, const Part *parts, long count,
+                long own_capacity, void *prompt_k, void *prompt_v, long prompt_capacity, const Part *parts, long count,
                 const int64_t *prompt_length, const int64_t *rows, const int64_t *length, const int64_t *places, long heads, long shared,
                 long width, float scale, long window, int threads) {
-    Slab<T> own{(T *)own_k, (T *)own_v, own_room}, prompt{(T *)prompt_k, (T *)prompt_v, prompt_room};
+    Slab<T> own{(T *)own_k, (T *)own_v, own_capacity}, prompt{(T *)prompt_k, (T *)prompt_v, prompt_capacity};
     auto way = decode<OneByOne, T>;
     if constexpr (sizeof(T) == sizeof(bfloat16)) {
         way = decode<InPairs, T>;
@@ -262,10 +262,10 @@ extern "C" void keep_entries(int half, const void *key, const void *value, const
 }
 
 extern "C" void decode_attention(int half, const void *query, const void *key, const void *value, void *out, const Strides *step,
-                                 void *own_k, void *own_v, long own_room, void *prompt_k, void *prompt_v, long prompt_room,
+                                 void *own_k, void *own_v, long own_capacity, void *prompt_k, void *prompt_v, long prompt_capacity,
                                  const Part *parts, long count, const int64_t *prompt_length, const int64_t *rows,
                                  const int64_t *length, const int64_t *places, long heads, long shared, long width, float scale, long window,
                                  int threads) {
-    (half ? run<bfloat16> : run<float>)(query, key, value, out, step, own_k, own_v, own_room, prompt_k, prompt_v, prompt_room, parts,
+    (half ? run<bfloat16> : run<float>)(query, key, value, out, step, own_k, own_v, own_capacity, prompt_k, prompt_v, prompt_capacity, parts,
                                         count, prompt_length, rows, length, places, heads, shared, width, scale, window, threads);
 }

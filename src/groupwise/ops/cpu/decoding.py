@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_int64, c_long
+from ctypes import c_int64
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from groupwise.ops.cpu import interface
-from groupwise.ops.cpu.interface import Part, Strides, array
+from groupwise.ops.cpu.interface import array
 from groupwise.ops.cpu.kernels import TYPES
 from groupwise.ops.cpu.library import call, half, library
+from groupwise.ops.cpu.registered import operation, require
 
 ROWS_AT_ONCE = 16
 """Rows of a prompt that one thread works on (blocks.cpp's ROWS_OF_PART): more would leave other threads without work."""
@@ -33,12 +34,9 @@ class Rows:
             for first in range(start, start + len(rows), ROWS_AT_ONCE):
                 parts.append((entry, first, min(first + ROWS_AT_ONCE, start + len(rows))))
             start += len(rows)
-        self.arguments = (
-            array(Part, parts),
-            len(parts),
-            array(c_int64, prompt_length_P),
-            array(c_int64, order),
-        )
+        self.part_N3 = torch.tensor(parts, dtype=torch.int64).view(len(parts), 3)
+        self.prompt_length_P = torch.tensor(prompt_length_P, dtype=torch.int64)
+        self.order_R = torch.tensor(order, dtype=torch.int64)
 
 
 BLOCK = 32
@@ -47,11 +45,20 @@ BLOCK = 32
 
 def keep_entries(key_NMKW: Tensor, value_NMKW: Tensor, slab: tuple[Tensor, Tensor], first: int) -> None:
     """N entries from `first` on get tokens 0 .. M - 1, in the order in which `decode_attention` meets them."""
+    _keep_entries(key_NMKW, value_NMKW, *slab, first)
+
+
+@operation("keys", "values", name="keep_entries")
+def _keep_entries(key_NMKW: Tensor, value_NMKW: Tensor, keys: Tensor, values: Tensor, first: int) -> None:
+    """Keys and values of a slab are changed: see `keep_entries`."""
     count, length, shared, width = key_NMKW.shape
-    strides = array(c_long, [stride for tensor in (key_NMKW, value_NMKW) for stride in tensor.stride()[:3]])
-    capacity = slab[0].shape[2] * BLOCK
-    sizes = (first, count, length, shared, width)
-    call("keep_entries", half(key_NMKW), key_NMKW, value_NMKW, strides, *slab, capacity, *sizes, torch.get_num_threads())
+    slab = (shared, -(-length // BLOCK), BLOCK * width)
+    room = first + count <= keys.shape[0] and (keys.shape[1], min(keys.shape[2], slab[1]), keys.shape[3]) == slab
+    same = key_NMKW.dtype == value_NMKW.dtype == keys.dtype == values.dtype and keys.shape == values.shape
+    require(room and same, "slabs (entries, K, blocks, BLOCK x W) with room for these", key_NMKW, value_NMKW, keys, values)
+    strides = (*key_NMKW.stride()[:3], *value_NMKW.stride()[:3])
+    sizes = (keys.shape[2] * BLOCK, first, count, length, shared, width)
+    call("keep_entries", half(key_NMKW), key_NMKW, value_NMKW, strides, keys, values, *sizes, torch.get_num_threads())
 
 
 def decode_attention(
@@ -71,15 +78,39 @@ def decode_attention(
     may hold anything.  length_R: own tokens, the new one included (int64).  In bfloat16 weights are rounded too, and subnormal
     numbers may count as zeros.
     """
+    belonging = (rows.part_N3, rows.prompt_length_P, rows.order_R)
+    return _decode_attention(query, key, value, *own, *prompt, *belonging, length_R, scale, window or 0)
+
+
+@operation("own_key", "own_value", name="decode_attention")
+def _decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    own_key: Tensor,
+    own_value: Tensor,
+    prompt_key: Tensor,
+    prompt_value: Tensor,
+    part_N3: Tensor,
+    prompt_length_P: Tensor,
+    order_R: Tensor,
+    length_R: Tensor,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """See `decode_attention`; the slabs, and `Rows`, one by one.   window: 0 for none."""
     count, heads, width = query.shape
+    fit = width % PANEL == 0 and query.dtype == key.dtype == value.dtype == own_key.dtype == prompt_key.dtype
+    require(fit, "heads (R, H, W) of whole vectors and slabs, of one type", query, key, value, own_key, prompt_key)
     out = query.new_empty(count, heads, width)
-    strides = array(Strides, [(tensor.stride(1), tensor.stride(0)) for tensor in (query, key, value)])
-    slabs = [argument for slab in (own, prompt) for argument in (*slab, slab[0].shape[2] * BLOCK)]
+    strides = tuple((tensor.stride(1), tensor.stride(0)) for tensor in (query, key, value))
+    capacities = [slab.shape[2] * BLOCK for slab in (own_key, prompt_key)]
     call(
         "decode_attention",
-        *(half(query), query, key, value, out, strides, *slabs, *rows.arguments, length_R, None),
-        *(heads, key.shape[1], width, scale, window or 0, torch.get_num_threads()),
-    )
+        half(query), query, key, value, out, strides, own_key, own_value, capacities[0], prompt_key, prompt_value, capacities[1],
+        part_N3, part_N3.shape[0], prompt_length_P, order_R, length_R, None, heads, key.shape[1], width, scale, window,
+        torch.get_num_threads(),
+    )  # fmt: skip
     return out
 
 
@@ -102,26 +133,42 @@ class Product:
         """
         self.outputs, self.inputs = weight_OI.shape
         self.half = dtype == torch.bfloat16
-        deep = -(-self.inputs // 32) * 32 if self.half else self.inputs
-        count = -(-self.outputs // PANEL) * PANEL * deep
-        self.packed = torch.empty(count, dtype=dtype)
         self.bias_O = None if bias_O is None else bias_O.detach().float().contiguous()
         weight_OI = weight_OI.detach() if weight_OI.dtype in TYPES else weight_OI.detach().float()
-        if 1 not in weight_OI.stride():
-            weight_OI = weight_OI.contiguous()
-        call(
-            "pack_weight",
-            *(int(self.half), half(weight_OI), weight_OI, *weight_OI.stride(), self.packed),
-            *(self.outputs, self.inputs, torch.get_num_threads()),
-        )
+        self.packed = pack_weight(weight_OI if 1 in weight_OI.stride() else weight_OI.contiguous(), dtype)
 
     def __call__(self, x_RI: Tensor) -> Tensor:
         """(R, I) -> (R, O)."""
-        x_RI = x_RI.contiguous()
-        out_RO = x_RI.new_empty(x_RI.shape[0], self.outputs)
-        sizes = (x_RI.shape[0], self.outputs, self.inputs)
-        call("linear", int(self.half), x_RI, self.packed, self.bias_O, out_RO, *sizes, torch.get_num_threads())
-        return out_RO
+        return linear(x_RI.contiguous(), self.packed, self.bias_O, self.outputs)
+
+
+def _packed_size(outputs: int, inputs: int, dtype: torch.dtype) -> int:
+    """Numbers of a packed weight."""
+    return -(-outputs // PANEL) * PANEL * (-(-inputs // 32) * 32 if dtype == torch.bfloat16 else inputs)
+
+
+@operation()
+def pack_weight(weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight as `linear` reads it, in `dtype`."""
+    require(1 in weight_OI.stride(), "rows or columns whose numbers lie one behind the other", weight_OI)
+    outputs, inputs = weight_OI.shape
+    packed = weight_OI.new_empty(_packed_size(outputs, inputs, dtype), dtype=dtype)
+    call(
+        "pack_weight",
+        half(packed), half(weight_OI), weight_OI, *weight_OI.stride(), packed, outputs, inputs, torch.get_num_threads(),
+    )  # fmt: skip
+    return packed
+
+
+@operation()
+def linear(x_RI: Tensor, packed: Tensor, bias_O: Tensor | None, outputs: int) -> Tensor:
+    """x W^T + b -> (R, O), with a weight from `pack_weight`, of x's type; the bias is float32."""
+    rows, inputs = x_RI.shape
+    fit = packed.dtype == x_RI.dtype and packed.numel() == _packed_size(outputs, inputs, packed.dtype)
+    require(fit and x_RI.is_contiguous(), "contiguous rows and a packed weight for them", x_RI, packed)
+    out_RO = x_RI.new_empty(rows, outputs)
+    call("linear", half(x_RI), x_RI, packed, bias_O, out_RO, rows, outputs, inputs, torch.get_num_threads())
+    return out_RO
 
 
 def draws(logits_RV: Tensor) -> bool:
@@ -129,6 +176,7 @@ def draws(logits_RV: Tensor) -> bool:
     return logits_RV.device.type == "cpu" and logits_RV.dtype in TYPES and logits_RV.numel() > 0 and library() is not None
 
 
+@operation()
 def draw_tokens(logits_RV: Tensor, uniform_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """One token of each row (int64) and its log-probability (nats, float32) at this temperature.
 
@@ -137,11 +185,12 @@ def draw_tokens(logits_RV: Tensor, uniform_R: Tensor, temperature: float) -> tup
     """
     logits_RV, uniform_R = logits_RV.contiguous(), uniform_R.contiguous()
     rows, size = logits_RV.shape
+    require(uniform_R.shape == (rows,), "a number of each row", logits_RV, uniform_R)
     token_R, logp_R = uniform_R.new_empty(rows, dtype=torch.int64), uniform_R.new_empty(rows, dtype=torch.float32)
     call(
-        *("draw_tokens", half(logits_RV), logits_RV, temperature, uniform_R, token_R, logp_R, rows, size),
-        torch.get_num_threads(),
-    )
+        "draw_tokens",
+        half(logits_RV), logits_RV, temperature, uniform_R, token_R, logp_R, rows, size, torch.get_num_threads(),
+    )  # fmt: skip
     return token_R, logp_R
 
 
@@ -221,7 +270,10 @@ class Drawn(NamedTuple):
 
 
 class Decoder:
-    """Such a model, drawing several tokens for each row in one call (ops/cpu/blocks.cpp)."""
+    """Such a model, drawing several tokens for each row in one call (ops/cpu/blocks.cpp).
+
+    No operation of `torch.library`: its arguments are structures that point to a whole model, of which a schema would say nothing.
+    """
 
     def __init__(
         self,

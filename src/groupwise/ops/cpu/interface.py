@@ -1,7 +1,8 @@
 """The kernels' interface as ctypes has to know it, read from `kernels.h`: one description, which the C++ files include too.
 
 An argument is checked before it is passed: a pointer takes a tensor on the CPU of the type that the header names (`void`: float32
-or bfloat16), an array of ctypes, or None; anything else is a TypeError that names the function and the argument.
+or bfloat16), an array of ctypes, a tuple of what it points to, or None; anything else is a TypeError that names the function and
+the argument.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ TENSORS = {
     "float": (torch.float32,),
     "double": (torch.float64,),
     "int64_t": (torch.int64,),
+    "Stretch": (torch.int64,),  # structures of nothing else
+    "Part": (torch.int64,),
 }
 """What the numbers of a tensor may be where the header says `type *`."""
 
@@ -35,6 +38,8 @@ def address(kind: str, of: Any, value: Any) -> Any:
         if value.device.type != "cpu" or value.dtype not in TENSORS.get(kind, ()):
             raise TypeError(f"a pointer to {kind} was given a tensor of {value.dtype} on {value.device}")
         return value.data_ptr()
+    if isinstance(value, tuple):
+        return array(of, value)
     if (value._type_ if isinstance(value, ctypes.Array) else type(value)) is of:
         return ctypes.addressof(value)
     raise TypeError(f"a pointer to {kind} was given {type(value).__name__}")

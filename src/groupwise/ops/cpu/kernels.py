@@ -1,4 +1,4 @@
-"""The compiled kernels as functions of tensors.  Every caller asks `fits` first and has the same in torch's operations.
+"""The compiled kernels as operations of `torch.library` (`operation`).  Every caller asks `fits` first and has the same in torch's.
 
 T tokens of a stream   D width of the model   H query heads   K key-value heads   W head width
 """
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.ops.cpu.interface import Stretch, Strides, array
+from groupwise.ops.autograd import first_derivative
 from groupwise.ops.cpu.library import call, half, has_gemm, has_tiles, library
+from groupwise.ops.cpu.registered import LIBRARY, operation, require
 
 TYPES = (torch.float32, torch.bfloat16)
 WIDTHS = 16
@@ -48,12 +49,6 @@ def worth_attention(keys: int, query: Tensor, key: Tensor, value: Tensor) -> boo
     return keys <= (MOST_KEYS_ON_TILES if has_tiles() else MOST_KEYS[query.dtype])
 
 
-def _steps(*tensors: Tensor) -> Any:
-    """Numbers from head to head and from token to token, of tensors (1, heads, T, W)."""
-    found = [step for tensor in tensors for step in (tensor.stride(1), tensor.stride(2))]
-    return array(Strides, list(zip(found[::2], found[1::2], strict=True)))
-
-
 class Families:
     """Stretches of a stream, family by family, as `attention.cpp` reads them, in two tensors (int64)."""
 
@@ -74,12 +69,15 @@ class Families:
         return self.first_F, self.stretch_N4, self.end
 
 
-def _families(first_F: Tensor, stretch_N4: Tensor) -> tuple[Any, ...]:
-    """The last arguments of both functions."""
-    stretches = (Stretch * stretch_N4.shape[0]).from_address(stretch_N4.data_ptr())
-    return first_F, stretches, first_F.shape[0] - 1, torch.get_num_threads()
+def _steps(*tensors: Tensor) -> tuple[tuple[int, int], ...]:
+    """Numbers from head to head and from token to token, of tensors (1, heads, T, W)."""
+    return tuple((tensor.stride(1), tensor.stride(2)) for tensor in tensors)
 
 
+HEADS = "heads (1, H, T, W) of one type, float32 or bfloat16, W whole vectors"
+
+
+@operation()
 def attention(
     query: Tensor, key: Tensor, value: Tensor, first_F: Tensor, stretch_N4: Tensor, end: int, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -87,6 +85,7 @@ def attention(
 
     first_F, stretch_N4, end: see `Families`.
     """
+    require(fit_as_one(query, key, value), HEADS, query, key, value)
     _, heads, tokens, width = query.shape
     out = query.new_empty(1, tokens, heads, width).transpose(1, 2)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
@@ -95,11 +94,12 @@ def attention(
     call(
         "attention_forward",
         half(query), query, key, value, out, lse, _steps(query, key, value, out), tokens, heads, key.shape[1],
-        width, scale, *_families(first_F, stretch_N4),
+        width, scale, first_F, stretch_N4, first_F.shape[0] - 1, torch.get_num_threads(),
     )  # fmt: skip
     return out, lse
 
 
+@operation()
 def attention_backward(
     grad_out: Tensor,
     query: Tensor,
@@ -113,6 +113,7 @@ def attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, in their type."""
+    require(fit_as_one(query, key, value, out, grad_out), HEADS, query, key, value, out, grad_out)
     _, heads, tokens, width = query.shape
     found = grad_query, grad_key, grad_value = tuple(
         x.new_empty(1, tokens, x.shape[1], width).transpose(1, 2) for x in (query, key, value)
@@ -123,20 +124,51 @@ def attention_backward(
         "attention_backward",
         half(query), query, key, value, out, lse, grad_out, *found,
         _steps(query, key, value, out, grad_out, *found), tokens, heads, key.shape[1], width, scale,
-        *_families(first_F, stretch_N4),
+        first_F, stretch_N4, first_F.shape[0] - 1, torch.get_num_threads(),
     )  # fmt: skip
     return grad_query, grad_key, grad_value
 
 
+def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.end, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+@first_derivative
+def _attention_gradients(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    query, key, value, first_F, stretch_N4, out, lse = ctx.saved_tensors
+    if grad_out.stride(-1) != 1 or grad_out.dtype != query.dtype:
+        grad_out = grad_out.to(query.dtype).contiguous()
+    return *attention_backward(grad_out, query, key, value, out, lse, first_F, stretch_N4, ctx.end, ctx.scale), *(None,) * 4
+
+
+torch.library.register_autograd("groupwise::attention", _attention_gradients, setup_context=_keep_attention, lib=LIBRARY)
+
+ROWS = "contiguous rows of float32 or bfloat16, of whole vectors, and float32 weights"
+
+
+def _are_rows(weight_D: Tensor, *rows: Tensor | None) -> bool:
+    """Cheaper than `fits`: the types are checked where the kernel is called."""
+    width = weight_D.shape[0]
+    if width % WIDTHS or not weight_D.is_contiguous():
+        return False
+    return all(x is None or (x.is_contiguous() and x.shape[-1] == width) for x in rows)
+
+
+@operation("x_RD")
 def add_rms_norm(x_RD: Tensor, add_RD: Tensor | None, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """x += add in place, and the norm of the sum, `weight * x / sqrt(mean(x^2) + eps)`, in `dtype`."""
+    require(_are_rows(weight_D, x_RD, add_RD), ROWS, x_RD, weight_D)
     out_RD = torch.empty_like(x_RD, dtype=dtype)
     _add_rms_norm(x_RD, add_RD, x_RD, weight_D, out_RD, None, eps)
     return out_RD
 
 
+@operation("x_RD")
 def add_layer_norm(x_RD: Tensor, add_RD: Tensor | None, weight_D: Tensor, eps: float, bias_D: Tensor, dtype: torch.dtype) -> Tensor:
     """x += add in place, and the layer norm of the sum in `dtype`, of which `add` is; all else is float32."""
+    require(_are_rows(weight_D, bias_D, x_RD, add_RD), ROWS, x_RD, weight_D, bias_D)
     out_RD = torch.empty_like(x_RD, dtype=dtype)
     call(
         "add_layer_norm",
@@ -146,15 +178,24 @@ def add_layer_norm(x_RD: Tensor, add_RD: Tensor | None, weight_D: Tensor, eps: f
     return out_RD
 
 
-def rms_norm(
-    x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype, add: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x + add (or x itself), its norm `weight * x / sqrt(mean(x^2) + eps)` in `dtype`, and the factors 1 / sqrt(...) (T,).
+@operation()
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The norm `weight * x / sqrt(mean(x^2) + eps)` in `dtype`, and the factors 1 / sqrt(...) (T,).
 
-    x, add: contiguous rows (..., D), T of them.  The weight is float32.
+    x: contiguous rows (..., D), T of them.  The weight is float32.
     """
-    total = x if add is None else torch.empty_like(x)
+    require(_are_rows(weight_D, x), ROWS, x, weight_D)
     out, scale_T = torch.empty_like(x, dtype=dtype), x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+    _add_rms_norm(x, None, x, weight_D, out, scale_T, eps)
+    return out, scale_T
+
+
+@operation()
+def rms_norm_of_sum(x: Tensor, add: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x + add, and of this what `rms_norm` gives."""
+    require(_are_rows(weight_D, x, add) and x.shape == add.shape, ROWS, x, add, weight_D)
+    total, out = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
+    scale_T = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
     _add_rms_norm(x, add, total, weight_D, out, scale_T, eps)
     return total, out, scale_T
 
@@ -169,10 +210,15 @@ def _add_rms_norm(
     )  # fmt: skip
 
 
+@operation()
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight_D: Tensor, scale_T: Tensor, more: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `rms_norm`'s sum x, in its type and in `grad`'s, and of its weight.  more: x's own gradient, in its type."""
+    """Gradients of x, of `rms_norm`'s weight, and of x once more in `grad`'s type: empty where both are of one type.
+
+    more: a gradient that x has from elsewhere, in its type, which is added.
+    """
+    require(_are_rows(weight_D, x, grad, more) and x.shape == grad.shape, ROWS, x, grad, weight_D)
     grad_x, grad_weight_D = torch.empty_like(x), torch.zeros_like(weight_D)
     copy = torch.empty_like(grad) if grad.dtype != x.dtype else None
     call(
@@ -180,18 +226,39 @@ def rms_norm_backward(
         half(x), half(grad), x, grad, weight_D, scale_T, more, grad_x, copy, grad_weight_D,
         x.numel() // x.shape[-1], x.shape[-1],
     )  # fmt: skip
-    return grad_x, grad_x if copy is None else copy, grad_weight_D
+    return grad_x, grad_weight_D, grad.new_empty(0) if copy is None else copy
 
 
+def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(inputs[0], inputs[1], output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+@first_derivative
+def _norm_gradients(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    return *rms_norm_backward(grad.contiguous(), *ctx.saved_tensors)[:2], None, None
+
+
+torch.library.register_autograd("groupwise::rms_norm", _norm_gradients, setup_context=_keep_norm, lib=LIBRARY)
+
+
+@operation("x_THW")
 def head_norm(x_THW: Tensor, weight_HW: Tensor, eps: float) -> None:
     """Norms of heads in place, each with its own weight (float32); heads lie side by side."""
     tokens, heads, width = x_THW.shape
+    side_by_side = x_THW.stride()[1:] == (width, 1) and weight_HW.shape == (heads, width) and weight_HW.is_contiguous()
+    require(side_by_side and width % WIDTHS == 0, "heads (T, H, W) side by side and weights of each", x_THW, weight_HW)
     call("head_norm", half(x_THW), x_THW, x_THW.stride(0), weight_HW, tokens, heads, width, eps, torch.get_num_threads())
 
 
-def rotate(x_THW: Tensor, cos_TW: Tensor, sin_TW: Tensor, sign: float = 1.0) -> Tensor:
+@operation()
+def rotary(x_THW: Tensor, cos_TW: Tensor, sin_TW: Tensor, sign: float = 1.0) -> Tensor:
     """Rotary embedding: pairs (i, i + W/2) rotated by their position's angles, sign -1: back.  (T, heads, W); tables float32."""
     tokens, heads, width = x_THW.shape
+    tables = cos_TW.shape == sin_TW.shape == (tokens, width) and cos_TW.is_contiguous() and sin_TW.is_contiguous()
+    whole = x_THW.stride(2) == 1 and width // 2 % WIDTHS == 0
+    takes = "heads (T, H, W) of float32 or bfloat16, W / 2 whole vectors, and tables (T, W)"
+    require(whole and tables, takes, x_THW, cos_TW, sin_TW)
     out_THW = x_THW.new_empty(tokens, heads, width)
     call(
         "rotate",
@@ -201,16 +268,44 @@ def rotate(x_THW: Tensor, cos_TW: Tensor, sin_TW: Tensor, sign: float = 1.0) -> 
     return out_THW
 
 
+def _keep_tables(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, cos_TW, sin_TW, ctx.sign = inputs
+    ctx.save_for_backward(cos_TW, sin_TW)
+
+
+@first_derivative
+def _rotary_gradient(ctx: Any, grad_THW: Tensor) -> tuple[Tensor | None, ...]:
+    grad_THW = grad_THW if grad_THW.stride(-1) == 1 else grad_THW.contiguous()
+    return rotary(grad_THW, *ctx.saved_tensors, -ctx.sign), None, None, None
+
+
+torch.library.register_autograd("groupwise::rotary", _rotary_gradient, setup_context=_keep_tables, lib=LIBRARY)
+
+
+@operation()
 def gated(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
     """silu(gate) * up, of rows equally far apart in both."""
+    equal = gate_TI.shape == up_TI.shape and gate_TI.stride() == up_TI.stride()
+    whole = gate_TI.dtype == up_TI.dtype and gate_TI.stride(1) == 1 and gate_TI.shape[1] % WIDTHS == 0
+    require(equal and whole, "two matrices equal in all but numbers, of whole vectors", gate_TI, up_TI)
     rows, width = gate_TI.shape
     out_TI = gate_TI.new_empty(rows, width)
     call("gated", half(gate_TI), gate_TI, up_TI, out_TI, rows, width, gate_TI.stride(0), width, torch.get_num_threads())
     return out_TI
 
 
+ALIKE = "contiguous tensors of one type, float32 or bfloat16, and one shape, rows of whole vectors"
+
+
+def _are_alike(*tensors: Tensor) -> bool:
+    shape, dtype = tensors[0].shape, tensors[0].dtype
+    return shape[-1] % WIDTHS == 0 and all(x.is_contiguous() and x.shape == shape and x.dtype == dtype for x in tensors)
+
+
+@operation("grad_TI")
 def gated_backward(grad_TI: Tensor, gate_TI: Tensor, up_TI: Tensor) -> tuple[Tensor, Tensor]:
     """Of `gated`: its result again and the gradient of `up_TI`; `grad_TI` becomes the gradient of `gate_TI`.  All contiguous."""
+    require(_are_alike(grad_TI, gate_TI, up_TI), ALIKE, grad_TI, gate_TI, up_TI)
     inner_TI, grad_up_TI = torch.empty_like(gate_TI), torch.empty_like(gate_TI)
     call(
         "gated_backward",
@@ -219,25 +314,39 @@ def gated_backward(grad_TI: Tensor, gate_TI: Tensor, up_TI: Tensor) -> tuple[Ten
     return inner_TI, grad_up_TI
 
 
+@operation()
 def gelu(x_TI: Tensor) -> Tensor:
     """GELU's tanh form, of a contiguous tensor."""
+    require(_are_alike(x_TI), ALIKE, x_TI)
     out_TI = torch.empty_like(x_TI)
     call("gelu", half(x_TI), x_TI, out_TI, x_TI.numel(), torch.get_num_threads())
     return out_TI
 
 
+@operation("grad_TI")
 def gelu_backward(grad_TI: Tensor, x_TI: Tensor) -> Tensor:
     """Of `gelu`: its result again; `grad_TI` becomes the gradient of `x_TI`.  All contiguous."""
+    require(_are_alike(grad_TI, x_TI), ALIKE, grad_TI, x_TI)
     out_TI = torch.empty_like(x_TI)
     call("gelu_backward", half(x_TI), x_TI, grad_TI, out_TI, x_TI.numel(), torch.get_num_threads())
     return out_TI
 
 
+LOGITS = "contiguous logits (C, V) and a number of each row"
+
+
+def _are_logits(raw_CV: Tensor, *each: Tensor | None) -> bool:
+    rows = raw_CV.shape[:1]
+    return raw_CV.is_contiguous() and all(x.shape == rows and x.is_contiguous() for x in each if x is not None)
+
+
+@operation("lse_C", "logp_C", "entropy_C")
 def read_logits(raw_CV: Tensor, scale_C: Tensor, target_C: Tensor, lse_C: Tensor, logp_C: Tensor, entropy_C: Tensor | None) -> None:
     """Of rows of logits z = raw * scale, in nats: log sum exp z, log-probs of the targets, and entropies if there is room for them.
 
     All is contiguous, and float32 but for the logits and the targets (int64, each below V: nothing here looks).
     """
+    require(_are_logits(raw_CV, scale_C, target_C, lse_C, logp_C, entropy_C), LOGITS, raw_CV, scale_C, target_C)
     call(
         "read_logits",
         half(raw_CV), raw_CV, scale_C, target_C, lse_C, logp_C, entropy_C, raw_CV.shape[0], raw_CV.shape[1],
@@ -245,6 +354,7 @@ def read_logits(raw_CV: Tensor, scale_C: Tensor, target_C: Tensor, lse_C: Tensor
     )  # fmt: skip
 
 
+@operation("raw_CV")
 def logits_gradient(
     raw_CV: Tensor,
     scale_C: Tensor,
@@ -258,6 +368,8 @@ def logits_gradient(
 
     d logp / d raw = scale (onehot - p), d entropy / d raw = -scale p (log p + entropy); types as there.
     """
+    each = scale_C, target_C, lse_C, entropy_C, in_logp_C, in_entropy_C
+    require(_are_logits(raw_CV, *each), LOGITS, raw_CV, scale_C, target_C)
     call(
         "logits_gradient",
         half(raw_CV), raw_CV, scale_C, target_C, lse_C, entropy_C, in_logp_C, in_entropy_C, raw_CV.shape[0],
@@ -288,6 +400,7 @@ def worth_gemm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor | None = None, bias_N:
     return has_gemm()
 
 
+@operation("out_MN")
 def gemm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, *, bias_N: Tensor | None = None, add: bool = False) -> None:
     """out = a b + bias, or out += a b, of matrices that are `worth_gemm`; `out` and `bias` are float32, rows of `out` are whole.
 
@@ -296,6 +409,9 @@ def gemm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, *, bias_N: Tensor | None = 
     are zeros to tiles and to AVX-512's products of them.
     """
     (rows, depth), columns = a_MK.shape, b_KN.shape[1]
+    fit = b_KN.shape[0] == depth and out_MN.shape == (rows, columns) and a_MK.dtype == b_KN.dtype
+    near = out_MN.stride(1) == 1 and 1 in a_MK.stride() and 1 in b_KN.stride()
+    require(fit and near, "matrices that fit together, whose rows or columns are whole", a_MK, b_KN, out_MN)
     call(
         "gemm",
         half(a_MK), a_MK, a_MK.stride(0), a_MK.stride(1), b_KN, b_KN.stride(0), b_KN.stride(1), out_MN,

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,11 +61,37 @@ def has_gemm() -> bool:
     return found is not None and bool(found.has_gemm())
 
 
+_only_shapes: ContextVar[bool] = ContextVar("only_shapes", default=False)
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Inside, `call` does nothing: what is computed has the right shapes and types, and no numbers."""
+    before = _only_shapes.set(True)
+    try:
+        yield
+    finally:
+        _only_shapes.reset(before)
+
+
+def only_shapes() -> bool:
+    """True inside `without_kernels`."""
+    return _only_shapes.get()
+
+
 def call(name: str, *arguments: Any) -> None:
-    """The kernel of this name; TypeError, which names the argument, for what `kernels.h` does not say."""
+    """The kernel of this name.
+
+    Raises TypeError, which names the argument, for what `kernels.h` does not say, and RuntimeError where there are no kernels.
+    """
+    if _only_shapes.get():
+        return
+    found = library()
+    if found is None:
+        raise RuntimeError(f"there are no compiled kernels: {absence()}")
     given = passed(name, arguments)
     try:
-        getattr(library(), name)(*given)
+        getattr(found, name)(*given)
     except (ctypes.ArgumentError, TypeError) as error:
         raise TypeError(explained(name, arguments, error)) from None
 
