@@ -8,16 +8,16 @@ from typing import Literal
 
 import numpy as np
 
+from groupwise.data.messages import Content, is_blank
 from groupwise.data.rendering import Refusal
 from groupwise.data.report import Report, Tally
 from groupwise.data.sources import Rows, printable
-from groupwise.data.templates import Question, Template, is_blank
+from groupwise.data.templates import Question, Template
 from groupwise.errors import DataError
 from groupwise.records import Prompt
 
 TooLong = Literal["drop", "truncate_left", "error"]
 UNKNOWN = "with characters unknown to the tokenizer"
-REFUSED = "refused by the chat template"
 CONTROL = "with control tokens in their messages"
 
 
@@ -43,11 +43,13 @@ def prompt_limit(context: int, max_new_tokens: int, max_prompt_tokens: int | Non
 def encode_prompts(rows: Rows, template: Template, *, max_tokens: int, too_long: TooLong = "drop") -> tuple[list[Prompt], Report]:
     """Prompts of the rows that have one.  A prompt's id is its row's number from 0.
 
-    Dropped and counted: empty prompts, prompts with characters that the tokenizer does not know, too long ones (unless
-    `truncate_left`, which keeps their end and counts them).  Duplicates are kept; of the rows that stay they are counted.
+    Dropped and counted: rows that cannot be read, empty prompts, prompts with characters that the tokenizer does not know or that
+    the chat template refuses, too long ones (unless `truncate_left`, which keeps their end and counts them).  Duplicates are kept;
+    of the rows that stay they are counted.
     Raises DataError if no prompt is left, or if one is too long and `too_long` is `error`.
     """
-    tally = Tally(rows.name, len(rows))
+    rows = rows.sifted(template.content)
+    tally = Tally.of(rows)
     prompts: list[Prompt] = []
     for i, question in ask_rows(rows, template, tally):
         ids, text = question.tokens, question.text
@@ -72,15 +74,18 @@ def visit(prompt: Prompt, epoch: int | str) -> Prompt:
     return replace(prompt, id=f"{epoch}/{prompt.id}")
 
 
-def ask_rows(rows: Rows, template: Template, tally: Tally, *, lenient: bool = False) -> list[tuple[int, Question]]:
+def ask_rows(rows: Rows, template: Template, tally: Tally) -> list[tuple[int, Question]]:
     """(row number, question) of the rows that ask something the tokenizer can write; the others are counted in `tally`.
 
-    lenient: a row whose messages the chat template refuses is counted too, and no error.
-    Raises DataError for a row that cannot be read or is refused, and for control tokens in messages where the recipe says so.
+    Raises DataError for a row that cannot be read, and for control tokens in messages where the recipe says so.
     """
+    return ask_contents(rows, [template.content(row, rows.where(i)) for i, row in enumerate(rows)], template, tally)
+
+
+def ask_contents(rows: Rows, contents: Sequence[Content], template: Template, tally: Tally) -> list[tuple[int, Question]]:
+    """`ask_rows` of rows whose contents are known."""
     asked = []
-    for i, row in enumerate(rows):
-        content = template.content(row, rows.where(i))
+    for i, content in enumerate(contents):
         if is_blank(content):
             tally.drop("empty")
             continue
@@ -89,9 +94,7 @@ def ask_rows(rows: Rows, template: Template, tally: Tally, *, lenient: bool = Fa
     kept, control = [], []
     for (i, _), question in zip(asked, questions, strict=True):
         if isinstance(question, Refusal):
-            if not lenient:
-                raise DataError(str(question))
-            tally.drop(REFUSED, first=str(question))
+            tally.drop(question.reason, first=str(question))
         elif not question.tokens.size:
             tally.drop("empty")
         elif template.unknown(question.text, question.tokens):

@@ -65,6 +65,8 @@ class Refusal:
 
     where: str
     why: str
+    reason: str = "refused by the chat template"
+    """As the report counts it."""
 
     def __str__(self) -> str:
         return f"{self.where}: the chat template refuses these messages: {self.why}"
