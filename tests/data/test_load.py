@@ -125,6 +125,8 @@ def test_texts_for_a_tokenizer_are_the_training_rows_of_any_form(write):
         {"prompt": "why", "chosen": [{"role": "assistant", "content": "so"}], "rejected": None},
     ]
     assert list(load_texts(DataSettings(path=write(rows)), seed=0)) == ["what", "good", "bad", "why", "so"]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "what"}]}]
+    assert list(load_texts(DataSettings(path=write([{"prompt": parts}])), seed=0)) == ["what"]
     taught = {text for text in load_texts(DataSettings(path=write(ROWS), eval_fraction=0.2), seed=0) if "+" in text}
     assert taught == {row["prompt"] for row in ROWS if part_of(row["prompt"], {"held out": 0.2}) == "train"}
     assert len(make_tokenizer("bpe:300", load_texts(DataSettings(task="addition", limit=200), seed=0))) == 300

@@ -252,6 +252,7 @@ def _texts_in(value: object) -> Iterator[str]:
         yield value
     elif isinstance(value, Mapping):
         yield from _texts_in(value.get("content"))
+        yield from _texts_in(value.get("text"))
     elif isinstance(value, list):
         for part in value:
             yield from _texts_in(part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -87,6 +88,79 @@ def before_the_answer(messages: Messages, column: str, where: str) -> Messages:
             IN_SEQUENCE, f"{where}: {column} ends with two turns of the assistant in sequence: join them, or leave one out"
         )
     return messages[:-1]
+
+
+def asks(content: Content, column: str, where: str) -> Content:
+    """`content` if an answer can follow it.  Raises BadRow if it ends with a call: its result is missing."""
+    if not isinstance(content, str) and content[-1]["role"] == "assistant" and calls_of(content[-1:]):
+        raise BadRow("whose prompt ends with a call", f"{where}: {column} ends with a call, and its result is missing")
+    return content
+
+
+def calls_of(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The functions that messages call, with their arguments."""
+    calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    return [call["function"] if isinstance(call.get("function"), Mapping) else call for call in calls]
+
+
+def with_arguments(messages: Sequence[Mapping[str, Any]], *, as_text: bool) -> Sequence[Mapping[str, Any]]:
+    """The same messages; the arguments of calls are JSON text, or what the text stands for."""
+
+    def told(call: Any) -> Any:
+        if not isinstance(call, Mapping):
+            return call
+        if isinstance(call.get("function"), Mapping):
+            return {**call, "function": told(call["function"])}
+        given = call.get("arguments")
+        if as_text and isinstance(given, Mapping):
+            return {**call, "arguments": json.dumps(given, ensure_ascii=False)}
+        if not as_text and isinstance(given, str):
+            try:
+                read = json.loads(given)
+            except (ValueError, RecursionError):
+                return call
+            return {**call, "arguments": read} if isinstance(read, dict) else call
+        return call
+
+    return [{**one, "tool_calls": [told(call) for call in one["tool_calls"]]} if one.get("tool_calls") else one for one in messages]
+
+
+def garbled(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
+    """True if arguments stand in a rendering as no JSON object: as a string of JSON, or as Python writes a dictionary."""
+    for call in calls_of(messages):
+        given = call.get("arguments")
+        if isinstance(given, str) and given.strip().startswith("{"):
+            if '"' in given and any(json.dumps(given, ensure_ascii=ascii) in text for ascii in (True, False)):
+                return True
+        elif isinstance(given, Mapping) and given and str(dict(given)) in text:
+            return True
+    return False
+
+
+def unwritten(messages: Messages, text: str) -> bool:
+    """True if a rendering lacks what a message says that is not the assistant's."""
+    for message in messages:
+        said = str(message["content"]).strip()
+        if message["role"] != "assistant" and said not in text:
+            if not any(json.dumps(said, ensure_ascii=ascii)[1:-1] in text for ascii in (True, False)):
+                return True
+    return False
+
+
+def tools_in(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The JSON schemas in a row's column `tools`, a list or its JSON text; None if it holds none."""
+    found = row.get("tools")
+    if isinstance(found, str):
+        try:
+            found = json.loads(found)
+        except (ValueError, RecursionError):
+            return None
+    if not isinstance(found, list) or not found:
+        return None
+    named = all(isinstance(tool, Mapping) and isinstance(tool.get("function", tool), Mapping) for tool in found)
+    if not named or not all("parameters" in tool.get("function", tool) for tool in found):
+        return None
+    return [dict(tool) for tool in found]
 
 
 def joined(prompt: Messages, turns: Messages, column: str, where: str) -> Messages:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from groupwise.data.messages import Content, is_blank
+from groupwise.data.messages import Content, is_blank, unwritten
 from groupwise.data.rendering import Refusal
 from groupwise.data.report import Report, Tally
 from groupwise.data.sources import Rows, printable
@@ -18,6 +18,7 @@ from groupwise.records import Prompt
 
 TooLong = Literal["drop", "truncate_left", "error"]
 UNKNOWN = "with characters unknown to the tokenizer"
+UNWRITTEN = "with a message that the chat template does not write"
 CONTROL = "with control tokens in their messages"
 
 
@@ -91,7 +92,7 @@ def ask_contents(rows: Rows, contents: Sequence[Content], template: Template, ta
             continue
         asked.append((i, content))
     questions = template.try_ask([content for _, content in asked], [rows.where(i) for i, _ in asked], [rows[i] for i, _ in asked])
-    kept, control = [], []
+    kept, control, lost = [], [], []
     for (i, _), question in zip(asked, questions, strict=True):
         if isinstance(question, Refusal):
             tally.drop(question.reason, first=str(question))
@@ -103,8 +104,19 @@ def ask_contents(rows: Rows, contents: Sequence[Content], template: Template, ta
             tally.drop(CONTROL, first=question.where)
         else:
             kept.append((i, question))
+            if not isinstance(question.content, str) and unwritten(question.content, question.text):
+                lost.append(question)
             control += [question] * bool(question.control)
     _tell_control(control, template, tally)
+    for question in lost:
+        tally.note(UNWRITTEN, first=question.where)
+    if lost:
+        roles = ", ".join(dict.fromkeys(str(message["role"]) for message in lost[0].content if isinstance(message, dict)))
+        more = f" ({len(lost)} such rows)" if len(lost) > 1 else ""
+        tally.warn(
+            f"{lost[0].where}: the chat template does not write what one of its messages says (roles: {printable(roles)}){more}: "
+            "the policy does not see it; set model.chat_template, or change the messages"
+        )
     return kept
 
 

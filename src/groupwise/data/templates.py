@@ -17,7 +17,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from groupwise.config.settings import ControlTokens, DataSettings
-from groupwise.data.messages import Content, Messages, before_the_answer, beside, checked
+from groupwise.data.messages import (
+    Content,
+    Messages,
+    asks,
+    before_the_answer,
+    beside,
+    checked,
+    garbled,
+    tools_in,
+    with_arguments,
+)
 from groupwise.data.rendering import Chat, Refusal, render_chats
 from groupwise.data.sources import missing_column
 from groupwise.errors import ConfigError, DataError
@@ -100,7 +110,7 @@ class Wording:
         if self.format is not None:
             return _formatted(self.format, row, where)
         if "prompt" in row:
-            return checked(row["prompt"], "prompt", where)
+            return asks(checked(row["prompt"], "prompt", where), "prompt", where)
         if "messages" in row:
             found = checked(row["messages"], "messages", where)
             return found if isinstance(found, str) else before_the_answer(found, "messages", where)
@@ -126,7 +136,7 @@ class Template(Wording):
     control_tokens: ControlTokens = "warn"
     """What becomes of the tokenizer's control tokens where a row's messages hold their text: see `DataSettings.control_tokens`."""
     tools: Tools | None = None
-    """Of a row the JSON schemas that its prompt shows to the model."""
+    """Of a row the JSON schemas that its prompt shows to the model; where there is none, those in its column `tools` are shown."""
 
     @classmethod
     def build(cls, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, tools: Tools | None = None) -> Template:
@@ -253,7 +263,7 @@ class Template(Wording):
         return self.complete([question], [answer], ())[0].stable
 
     def _tools_of(self, row: Mapping[str, Any]) -> Schemas | None:
-        return None if self.tools is None else self.tools(row) or None
+        return tools_in(row) if self.tools is None else self.tools(row) or None
 
     def unknown(self, text: str, ids: np.ndarray) -> bool:
         """True if the tokenizer cannot write some character of `text`: decoding would lose it."""
@@ -380,7 +390,15 @@ class Template(Wording):
 
     def _rendered(self, chats: Sequence[str | Chat | Refusal]) -> list[str | Refusal]:
         """Texts; strings are texts already, and a refusal stays one."""
-        rendered = iter(render_chats(self.tokenizer, [chat for chat in chats if isinstance(chat, Chat)]))
+        asked = [chat for chat in chats if isinstance(chat, Chat)]
+        found = render_chats(self.tokenizer, asked)
+        for as_text in (False, True):  # some templates want the arguments of calls as text, some as what it stands for
+            again = [i for i, chat in enumerate(asked) if _is_garbled(chat, found[i])]
+            others = [replace(asked[i], messages=with_arguments(asked[i].messages, as_text=as_text)) for i in again]
+            for i, other, text in zip(again, others, render_chats(self.tokenizer, others), strict=True):
+                if not _is_garbled(other, text):
+                    found[i] = text
+        rendered = iter(found)
         return [next(rendered) if isinstance(chat, Chat) else chat for chat in chats]
 
     def _encode_some(self, texts: Sequence[str | Refusal], plain: Sequence[bool]) -> list[np.ndarray]:
@@ -455,6 +473,13 @@ def _turns(answer: Content) -> Messages:
     """An answer as messages whose content is text."""
     found = answer if isinstance(answer, str) else checked(answer, "completion", "an answer")
     return [{"role": "assistant", "content": found}] if isinstance(found, str) else found
+
+
+def _is_garbled(chat: Chat, text: str | Refusal) -> bool:
+    """True if the arguments of calls are refused, or are no JSON in the rendering."""
+    if isinstance(text, Refusal):
+        return any(message.get("tool_calls") for message in chat.messages)
+    return garbled(chat.messages, text)
 
 
 def _is_text(said: Messages) -> bool:
