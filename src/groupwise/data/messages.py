@@ -139,12 +139,9 @@ def garbled(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
 
 def unwritten(messages: Messages, text: str) -> bool:
     """True if a rendering lacks what a message says that is not the assistant's."""
-    for message in messages:
-        said = str(message["content"]).strip()
-        if message["role"] != "assistant" and said not in text:
-            if not any(json.dumps(said, ensure_ascii=ascii)[1:-1] in text for ascii in (True, False)):
-                return True
-    return False
+    others = (str(message["content"]).strip() for message in messages if message["role"] != "assistant")
+    missing = (said for said in others if said not in text)
+    return any(not any(json.dumps(said, ensure_ascii=ascii)[1:-1] in text for ascii in (True, False)) for said in missing)
 
 
 def tools_in(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
