@@ -37,7 +37,7 @@ def told(*rows, way="as JSON"):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = QWEN_LIKE.replace("ARGUMENTS", WAYS[way])
     template = Template(tokenizer=tokenizer, chat=True)
-    built, report = encode_demonstrations(Rows("f", list(rows)), template, context=999, eos_ids=(tokenizer.eos_token_id,))
+    built, report = encode_demonstrations(Rows("f", list(rows)), template, context=999, eos_ids=(1,))
     return [(tokenizer.decode(one.prompt), tokenizer.decode(one.completion)) for one in built], report
 
 

@@ -205,6 +205,7 @@ class Template(Wording):
 
         A question's ids are kept as they are in generation.  Where the tokenizer would merge across the border, or the chat
         template renders an answered prompt differently, the answer is encoded on its own and `stable` is False.
+        So it is where the template leaves out a part of the answer's text.
         An answer that is more than one text (calls, reasoning, several turns) is what the template writes behind the prompt.
         Raises DataError if the chat template refuses an answered prompt, leaves out a part of such an answer, or writes its prompt
         otherwise.
@@ -224,9 +225,11 @@ class Template(Wording):
             if isinstance(rendered, Refusal):
                 completions.append(rendered)
                 continue
-            text = str(said[0]["content"]) if _is_text(said) else _unmarked(rendered)[len(question.text) :]
+            behind = _unmarked(rendered)[len(question.text) :]
+            text = str(said[0]["content"]) if _is_text(said) else behind
             m = question.tokens.size
-            stable = np.array_equal(ids[:m], question.tokens)
+            # Some templates cut reasoning out of an answer's text.
+            stable = np.array_equal(ids[:m], question.tokens) and _squeezed(text) in _squeezed(behind)
             if not stable:
                 ids = np.concatenate([question.tokens, self.encode([text], plain=[False])[0]])
             completions.append(Completion(_ended(ids[m:], eos_ids, self.tokenizer), text, bool(stable)))
@@ -244,12 +247,17 @@ class Template(Wording):
                 why = "it writes the prompt otherwise once it is answered"
                 found[i] = Refusal(question.where, why, "whose prompt the chat template writes otherwise once it is answered")
                 continue
+            behind = _squeezed(_unmarked(rendered)[len(question.text) :])
+            if any(_squeezed(str(message["content"])) not in behind for message in said if message["role"] == "assistant"):
+                why = "it does not write the content of an answer beside the rest"
+                found[i] = Refusal(question.where, why, "whose content the chat template does not write")
+                continue
             for place, message in enumerate(said):
                 for key in beside(message):
                     bare = {name: value for name, value in message.items() if name != key}
                     without.append((i, key, self._answered(question, [*said[:place], bare, *said[place + 1 :]])))
         for (i, key, _), rendered in zip(without, self._rendered([chat for _, _, chat in without]), strict=True):
-            if rendered == whole[i]:
+            if rendered == whole[i] and not isinstance(found[i], Refusal):
                 why = f"it does not write the {key} of an answer"
                 found[i] = Refusal(questions[i].where, why, f"whose {key} the chat template does not write")
         return found
@@ -473,6 +481,11 @@ def _turns(answer: Content) -> Messages:
     """An answer as messages whose content is text."""
     found = answer if isinstance(answer, str) else checked(answer, "completion", "an answer")
     return [{"role": "assistant", "content": found}] if isinstance(found, str) else found
+
+
+def _squeezed(text: str) -> str:
+    """Without white space, which templates change."""
+    return "".join(text.split())
 
 
 def _is_garbled(chat: Chat, text: str | Refusal) -> bool:
