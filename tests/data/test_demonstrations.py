@@ -5,6 +5,7 @@ from groupwise.data.demonstrations import encode_demonstrations
 from groupwise.data.prompts import encode_prompts
 from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Template
+from groupwise.data.tokenizers import byte_tokenizer
 from groupwise.errors import DataError
 
 
@@ -44,8 +45,6 @@ def test_the_prompt_of_a_demonstration_has_the_ids_that_generation_starts_from(t
 
 
 def test_alpaca_rows_through_their_template():
-    from groupwise.data.tokenizers import byte_tokenizer
-
     tokenizer = byte_tokenizer()
     (one,), _ = demonstrations(tokenizer, [{"instruction": "Add.", "input": "1, 2", "output": "3"}], 400, template="alpaca")
     assert tokenizer.decode(one.prompt).endswith("### Input:\n1, 2\n\n### Response:\n")
@@ -95,3 +94,117 @@ def test_too_long_demonstrations_can_lose_the_head_of_their_prompt(tokenizer):
 def test_d6_rows_without_an_answer(tokenizer, row, message):
     with pytest.raises(DataError, match=message):
         demonstrations(tokenizer, [row])
+
+
+# answers that are more than one text
+
+
+def user(content, **more):
+    return {"role": "user", "content": content, **more}
+
+
+def assistant(content, **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+PARTS = [{"type": "text", "text": "3"}, {"type": "text", "text": "4"}]
+CALL = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}
+THINKING = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [user("1+2"), assistant(PARTS)]},
+        {"prompt": [user([{"type": "text", "text": "1+"}, {"type": "text", "text": "2"}])], "completion": [assistant(PARTS)]},
+        {"prompt": "1+2", "completion": [assistant([{"type": "text", "text": "34", "image_url": None}])]},
+    ],
+)
+def test_text_parts_of_a_content_are_joined(tokenizer, row):
+    (one,), _ = demonstrations(tokenizer, [row], chat=True)
+    assert texts(tokenizer, one) == ("<|user|>1+2<|end|><|assistant|>", "34<|end|>")
+
+
+@pytest.mark.parametrize("content", [None, "so: ", ""])
+def test_calls_are_part_of_the_answer_as_the_template_writes_them(content):
+    tokenizer = byte_tokenizer()
+    (one,), report = demonstrations(tokenizer, [{"messages": [user("q"), assistant(content, **CALL)]}])
+    call = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><|end|>'
+    assert texts(tokenizer, one) == ("<|user|>q<|end|><|assistant|>", (content or "") + call) and not report.noted
+
+
+@pytest.mark.slow
+def test_reasoning_is_part_of_the_answer_where_the_template_writes_it():
+    tokenizer = byte_tokenizer()
+    row = {"prompt": [user("q")], "completion": [assistant("a", reasoning_content="r")]}
+    tokenizer.chat_template = THINKING
+    (one,), _ = demonstrations(tokenizer, [row])
+    assert texts(tokenizer, one) == ("<|user|>q<|end|>\n<|assistant|>", "<think>r</think>a<|end|>")
+    tokenizer.chat_template = THINKING + "{% if add_generation_prompt %}<think>no</think>{% endif %}"
+    good = {"prompt": [user("q")], "completion": "a"}
+    _, report = demonstrations(tokenizer, [row, good])
+    assert report.dropped == {"whose prompt the chat template writes otherwise once it is answered": 1}
+    tokenizer.chat_template = THINKING.replace("m.reasoning_content", "m.thoughts")
+    _, report = demonstrations(tokenizer, [row, {"messages": [user("q"), assistant("a", **CALL)]}, good])
+    assert report.dropped == {
+        "whose reasoning_content the chat template does not write": 1,
+        "whose tool_calls the chat template does not write": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": [user("1"), assistant([{"type": "image", "image": "x"}])]}, "with content that is no text"),
+        ({"messages": [user([{"type": "image_url"}]), assistant("2")]}, "with content that is no text"),
+        ({"prompt": "1", "completion": [assistant([{"type": "tool_use", "name": "f"}])]}, "with content that is no text"),
+        ({"prompt": "1", "completion": [assistant(5)]}, "that cannot be read"),
+        ({"prompt": [user(None)], "completion": "2"}, "that cannot be read"),
+        ({"messages": [user("1"), assistant("2"), assistant("3")]}, "with two turns of the assistant in sequence"),
+        ({"prompt": "9", "messages": [user("1"), assistant("2")]}, "whose prompt is another than that of its conversation"),
+        ({"prompt": "1"}, "that cannot be read"),
+    ],
+)
+def test_what_cannot_be_trained_is_counted_by_reason(tokenizer, row, reason):
+    built, report = demonstrations(tokenizer, [{"prompt": "1", "completion": "2"}, row], chat=True)
+    assert len(built) == 1 and report.dropped == {reason: 1}
+    assert "row 2: " in report.first[reason]
+    with pytest.raises(DataError, match=f"1 {reason}"):
+        demonstrations(tokenizer, [row], chat=True)
+
+
+def test_more_than_text_behind_a_plain_string_is_counted(tokenizer):
+    rows = [{"prompt": "1", "completion": "2"}, {"prompt": "1", "completion": [assistant("3", **CALL)]}]
+    _, report = demonstrations(tokenizer, rows)
+    assert report.dropped == {"whose answer is more than text, behind a prompt that is a string": 1}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [user("1")], "completion": [assistant("2"), user("3"), assistant("4")]},
+        {"prompt": "1", "completion": [assistant("2"), user("3"), assistant("4")]},
+        {"prompt": "1", "completion": [user("1"), assistant("2"), user("3"), assistant("4")]},
+        {"prompt": "1", "prompt_id": "x", "messages": [user("1"), assistant("2"), user("3"), assistant("4")]},  # ultrachat_200k
+        {"prompt": [user("1"), assistant("")], "completion": [assistant("2"), user("3"), assistant("4")]},
+    ],
+)
+def test_no_turn_between_the_prompt_and_the_last_answer_is_lost(tokenizer, row):
+    (one,), _ = demonstrations(tokenizer, [row], chat=True)
+    prompt = "<|user|>1<|end|><|assistant|>2<|end|><|user|>3<|end|><|assistant|>"
+    assert texts(tokenizer, one) == (prompt, "4<|end|>")
+
+
+def test_earlier_turns_of_a_completion_are_noted(tokenizer):
+    _, report = demonstrations(tokenizer, [{"prompt": "1", "completion": [assistant("2"), user("3"), assistant("4")]}], chat=True)
+    assert report.noted == {"with earlier turns of the completion in the prompt": 1}
+
+
+def test_the_system_message_of_the_settings_stands_before_a_joined_conversation(tokenizer):
+    wording = Template(tokenizer=tokenizer, chat=True, system="s")
+    rows = SourceRows("f", [{"prompt": "1", "messages": [user("1"), assistant("2"), user("3"), assistant("4")]}])
+    (one,), _ = encode_demonstrations(rows, wording, context=200, eos_ids=(tokenizer.eos_token_id,))
+    assert tokenizer.decode(one.prompt).startswith("<|system|>s<|end|><|user|>1<|end|><|assistant|>2<|end|>")

@@ -125,6 +125,8 @@ def test_texts_for_a_tokenizer_are_the_training_rows_of_any_form(write):
         {"prompt": "why", "chosen": [{"role": "assistant", "content": "so"}], "rejected": None},
     ]
     assert list(load_texts(DataSettings(path=write(rows)), seed=0)) == ["what", "good", "bad", "why", "so"]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "what"}]}]
+    assert list(load_texts(DataSettings(path=write([{"prompt": parts}])), seed=0)) == ["what"]
     taught = {text for text in load_texts(DataSettings(path=write(ROWS), eval_fraction=0.2), seed=0) if "+" in text}
     assert taught == {row["prompt"] for row in ROWS if part_of(row["prompt"], {"held out": 0.2}) == "train"}
     assert len(make_tokenizer("bpe:300", load_texts(DataSettings(task="addition", limit=200), seed=0))) == 300
@@ -208,3 +210,31 @@ def test_two_held_out_parts_share_nothing_and_the_test_part_is_the_same_with_and
     assert not texts & (parts[1] | parts[2])
     with pytest.raises(DataError, match=r"eval_fraction 0\.001 holds out none of the 200 rows"):
         load_data(DataSettings(path=path, eval_fraction={"test": 0.2, "validation": 0.001}), tokenizer, **SIZES)
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json"])
+def test_damaged_and_unreadable_rows_are_counted_and_the_others_used(write, tokenizer, name):
+    good, half, bad = '{"prompt": "1+1", "completion": "2"}', '{"prompt": "\\ud83d", "completion": "2"}', '{"prompt": 5}'
+    lines = [good, half, bad, good.replace("1+1", "3+3")]
+    path = write("\n".join(lines) if name == "x.jsonl" else f"[{','.join(lines)}]", name)
+    data = load_data(DataSettings(path=path), tokenizer, **SIZES)
+    taught = load_demonstrations(DataSettings(path=path), tokenizer, context=64, eos_ids=(1,), seed=0)
+    for found in (data, taught):
+        assert (found.report.rows, found.report.kept) == (4, 2)
+        assert found.report.dropped == {"that are damaged": 1, "that cannot be read": 1}
+        assert " 2: half of a character" in found.report.first["that are damaged"]
+    assert [prompt.id for prompt in data.train] == ["0", "1"]
+    with pytest.raises(DataError, match=r"0 of 2 rows can be used: 2 that are damaged \(first: .* 1: half of a character"):
+        load_data(DataSettings(path=write(f"{half}\n{half}\n", "y.jsonl")), tokenizer, **SIZES)
+
+
+def test_a_row_without_a_renamed_column_is_counted(write, tokenizer):
+    path = write([{"question": "1+1"}, {"other": "x"}])
+    data = load_data(DataSettings(path=path, columns={"prompt": "question"}), tokenizer, **SIZES)
+    assert data.report.dropped == {"without question": 1}
+    held = load_data(
+        DataSettings(path=path, columns={"prompt": "question"}, eval_path=write([{"question": "2+2"}], "e.jsonl")),
+        tokenizer,
+        **SIZES,
+    )
+    assert (held.report.rows, len(held.train), len(held.held_out)) == (2, 1, 1)

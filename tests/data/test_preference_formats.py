@@ -236,3 +236,125 @@ def test_held_out_parts_of_published_data_count_every_row_once(write):
     assert sum("Human" in text for text in texts) == len(data.train)
     other = load_pairs(DataSettings(path=path, eval_path=write(rows[:50], "e.jsonl")), TOKENIZER, context=999, eos_ids=(1,), seed=0)
     assert (other.overlap, other.report.rows) == (50, 53)
+
+
+# the prompt and what the sides hold of it
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content, **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+SYSTEM = {"role": "system", "content": "s"}
+GO_ON = [assistant("a"), user("r")]
+LONG = "<|user|>q<|end|><|assistant|>a<|end|><|user|>r<|end|><|assistant|>"
+
+
+def sides(*before):
+    return {"chosen": [*before, assistant("x")], "rejected": [*before, assistant("y")]}
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"prompt": [SYSTEM, user("q")], **sides(*GO_ON)}, "<|system|>s<|end|>" + LONG),
+        ({"prompt": "q", **sides(*GO_ON)}, LONG),
+        ({"prompt": "q", **sides(user("q"), *GO_ON)}, LONG),
+        ({"prompt": [SYSTEM, user("q")], **sides(user("q"), *GO_ON)}, "<|system|>s<|end|>" + LONG),
+        ({"prompt": [user("q")], **sides(SYSTEM, user("q"), *GO_ON)}, "<|system|>s<|end|>" + LONG),
+        ({"prompt": [user("q"), assistant("a")], **sides(user("r"))}, LONG),
+        ({"prompt": [user("q"), *GO_ON], **sides(user("r"))}, LONG),
+        ({"messages": [user("q"), *GO_ON, assistant("x")], **sides(user("q"), *GO_ON)}, LONG),
+        ({"prompt": None, **sides(user("q"), *GO_ON)}, LONG),
+        ({"instruction": "q", **sides(*GO_ON)}, LONG),
+    ],
+)
+def test_a_prompt_and_what_its_sides_begin_with_are_one_conversation(row, prompt, chat):
+    assert told([row], chat=chat)[0] == [(prompt, "x<|end|>", "y<|end|>")]
+    once = as_pairs(SourceRows("f", [row]), Wording(chat=chat))
+    assert list(once) == list(as_pairs(once, Wording(chat=chat)))
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "other", **sides(user("q"))}, "whose prompt is another than that of its conversation"),
+        ({"prompt": [SYSTEM, user("q")], **sides({"role": "system", "content": "t"}, user("q"))}, "whose prompt is another"),
+        ({"prompt": "q", "chosen": [*GO_ON, assistant("x")], "rejected": "y"}, "whose conversations differ before the last turn"),
+        ({"prompt": "q", **sides(user("q"), assistant("a"))}, "with two turns of the assistant in sequence"),
+        ({"prompt": "q", "chosen": [assistant([{"type": "image"}])], "rejected": "y"}, "with content that is no text"),
+    ],
+)
+def test_what_is_no_pair_of_one_prompt_is_counted_by_reason(row, reason):
+    _, report = told([{"prompt": "1", "chosen": "2", "rejected": "3"}, row])
+    ((found, count),) = report.dropped.items()
+    assert found.startswith(reason) and count == 1 and "f.jsonl row 2" in report.first[found]
+    with pytest.raises(DataError, match=f"no pair is left: .*1 {reason}"):
+        told([row])
+
+
+def test_sides_of_different_length_that_hold_the_same_prompt_are_a_pair():
+    row = {"prompt": [user("q")], "chosen": [assistant("x")], "rejected": [user("q"), assistant("y")]}
+    assert told([row])[0] == [("<|user|>q<|end|><|assistant|>", "x<|end|>", "y<|end|>")]
+
+
+def test_a_call_and_text_parts_are_read_on_both_sides():
+    call = {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    row = {"prompt": "q", "chosen": [assistant("x", **call)], "rejected": [assistant([{"type": "text", "text": "x"}])]}
+    ((_, chosen, rejected),), _ = told([row])
+    assert chosen == 'x<tool_call>{"name": "f", "arguments": {}}</tool_call><|end|>' and rejected == "x<|end|>"
+
+
+def test_hh_strings_beside_a_prompt_are_not_trained_as_one_completion():
+    rows = [{**HH, "prompt": "1+1"}, {**HH, "prompt": HH["chosen"][: HH["chosen"].rindex("Assistant:") + 10]}]
+    for chat in (True, False):
+        assert told(rows, chat=chat)[0] == told([HH, HH], chat=chat)[0]
+        assert told([HH, {**HH, "prompt": "another"}], chat=chat)[1].dropped == {
+            "whose prompt is another than that of its conversation": 1
+        }
+    before = {"prompt": "\n\nHuman: q\n\nAssistant: a\n\nHuman: r\n\nAssistant:", "chosen": " x", "rejected": " y"}
+    assert told([before])[0] == [(LONG, " x<|end|>", " y<|end|>")]
+
+
+def test_conversations_beside_a_format_are_read_or_counted():
+    rows = [{"prompt": "q", **sides(user("q"))}, {"prompt": "q", **sides(user("q"), *GO_ON)}]
+    pairs, report = told(rows, chat=False, format="Q: {prompt} A:")
+    assert pairs == [("Q: q A:", "x<|end|>", "y<|end|>")]
+    assert report.dropped == {"with several turns beside data.template": 1}
+
+
+def test_labels_and_ratings_pair_rows_of_the_same_prompt_in_any_column():
+    def labelled(asked, completion, label):
+        return {"instruction": asked, "completion": completion, "label": label}
+
+    rows = [labelled("p", "x", True), labelled("q", "y", False), labelled("p", "z", False)]
+    assert told(rows)[0] == [("<|user|>p<|end|><|assistant|>", "x<|end|>", "z<|end|>")]
+    rows = [{"instruction": asked, "response": said, "helpfulness": n} for asked, said, n in (("p", "x", 1), ("q", "y", 3))]
+    with pytest.raises(DataError, match="2 without a second response to the prompt"):
+        told(rows)
+    multi = [{"prompt": "q", "completion": [*GO_ON, assistant(said)], "label": said == "x"} for said in "xy"]
+    assert told(multi)[0] == [(LONG, "x<|end|>", "y<|end|>")]
+
+
+# rows that are damaged
+
+
+@pytest.mark.parametrize("parts", [None, 0.5])
+def test_a_file_whose_rows_are_all_left_out_says_why_with_counts(write, parts):
+    path = write([{"prompt": "q", **sides(user("other"))}] * 2 + [{"chosen": "x"}])
+    settings = DataSettings(path=path, chat=True, **({} if parts is None else {"eval_fraction": parts}))
+    with pytest.raises(DataError, match=r"0 of 3 rows can be used: 2 whose prompt is another .*line 1.*, 1 without rejected"):
+        load_pairs(settings, TOKENIZER, context=999, eos_ids=(1,), seed=0)
+
+
+def test_damaged_lines_are_counted_with_the_first_of_them(write):
+    good = '{"prompt": "q", "chosen": "x", "rejected": "y"}\n'
+    path = write(good + '{"prompt": "q", "cho\n' + good + '{"prompt": "\\ud83d", "chosen": "x", "rejected": "y"}\n')
+    data = load_pairs(DataSettings(path=path), TOKENIZER, context=999, eos_ids=(1,), seed=0)
+    assert (data.report.rows, data.report.kept, data.report.dropped) == (4, 2, {"that are damaged": 2})
+    assert "line 2: not JSON: the line is cut off" in data.report.first["that are damaged"]

@@ -61,9 +61,12 @@ def test_d5_prompt_and_completion_must_fit_into_the_context():
         prompt_limit(128, 28, 101)
 
 
-def test_d6_a_prompt_that_is_no_text_names_its_row(tokenizer):
-    with pytest.raises(DataError, match=r"f\.jsonl row 2: prompt is 5 \(int\)"):
-        encode_prompts(rows_of("1", 5), Template(tokenizer=tokenizer), max_tokens=20)
+def test_d6_a_prompt_that_is_no_text_is_counted_with_its_row(tokenizer):
+    prompts, report = encode_prompts(rows_of("1", 5), Template(tokenizer=tokenizer), max_tokens=20)
+    assert len(prompts) == 1 and report.dropped == {"that cannot be read": 1}
+    assert report.first["that cannot be read"].startswith("f.jsonl row 2: prompt is 5 (int)")
+    with pytest.raises(DataError, match=r"f\.jsonl row 1: prompt is 5 \(int\)"):
+        encode_prompts(rows_of(5), Template(tokenizer=tokenizer), max_tokens=20)
 
 
 def test_duplicates_are_kept_and_counted_and_unknown_characters_dropped(tokenizer):

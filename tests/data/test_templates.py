@@ -234,3 +234,33 @@ def test_plain_text_merges_as_the_tokenizer_merges_text():
     (question,) = template.ask([[{"role": "user", "content": "<tool_call>"}]], ["row 1"])
     merged = [*tokenizer("<")["input_ids"], *tokenizer("tool_call")["input_ids"], *tokenizer(">")["input_ids"]]
     assert len(merged) < len("<tool_call>") and question.tokens.tolist()[1:-2] == merged
+
+
+# what a template leaves out of an answer
+
+
+def test_reasoning_that_a_template_cuts_out_of_an_answer_is_trained_all_the_same():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    template = Template(tokenizer=tokenizer, chat=True)
+    question = asked(template, {"prompt": "q"})
+    cut, whole = template.complete([question] * 2, ["<think>r</think>\na", "a"], (tokenizer.eos_token_id,))
+    assert tokenizer.decode(cut.tokens) == "<think>r</think>\na<|end|>" and not cut.stable
+    assert tokenizer.decode(whole.tokens) == "a<|end|>" and whole.stable
+
+
+def test_words_that_a_template_leaves_out_beside_a_call_are_a_refusal():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.tool_calls[0].function.name if m.tool_calls else m.content }}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    template = Template(tokenizer=tokenizer, chat=True)
+    calls = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    question = asked(template, {"prompt": "q"})
+    bare, spoken = template.try_complete([question] * 2, [[{**calls, "content": ""}], [{**calls, "content": "let me"}]], (1,))
+    assert tokenizer.decode(bare.tokens) == "f<|end|>"
+    assert spoken.reason == "whose content the chat template does not write"

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from groupwise.data.prompts import UNKNOWN, TooLong, ask_rows, cut_left
+from groupwise.data.messages import Content, before_the_answer, checked, is_blank, joined
+from groupwise.data.prompts import UNKNOWN, TooLong, ask_contents, cut_left
+from groupwise.data.rendering import Refusal
 from groupwise.data.report import Report, Tally
-from groupwise.data.sources import SourceRows, missing_column
-from groupwise.data.templates import Content, Question, Template, is_blank
+from groupwise.data.sources import BadRow, SourceRows, missing_column
+from groupwise.data.templates import Question, Template, Wording
 from groupwise.errors import DataError
+
+SEVERAL = "with several turns beside data.template"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -43,23 +48,28 @@ def encode_demonstrations(
 ) -> tuple[list[Demonstration], Report]:
     """Demonstrations of rows with `completion`, with `messages` whose last turn is the assistant's, or with Alpaca's `output`.
 
-    Dropped and counted: empty prompts or completions, unknown characters, sequences over
-    `context` (`truncate_left` cuts the prompt).
+    Dropped and counted: rows that cannot be read or that the chat template refuses, empty prompts or completions, unknown
+    characters, sequences over `context` (`truncate_left` cuts the prompt).
     Of a conversation the last turn is the completion; earlier assistant turns are part of the prompt.
-    Raises DataError if a row has no answer, or if no row is left.
+    Raises DataError if no row is left.
     """
-    tally = Tally(rows.name, len(rows))
+    rows = rows.sifted(partial(read_demonstration, wording=template))
+    tally = Tally.of(rows)
+    read = [read_demonstration(row, rows.where(i), wording=template) for i, row in enumerate(rows)]
     answered = []
-    for i, question in ask_rows(rows, template, tally):
-        answer = answer_of(rows[i], question.where)
+    for i, question in ask_contents(rows, [prompt for prompt, _ in read], template, tally):
+        answer = read[i][1]
         if is_blank(answer):
             tally.drop("with an empty completion")
         else:
             answered.append((i, question, answer))
     questions = [question for _, question, _ in answered]
-    completions = template.complete(questions, [answer for _, _, answer in answered], eos_ids)
+    completions = template.try_complete(questions, [answer for _, _, answer in answered], eos_ids)
     demonstrations = []
     for (i, question, _), completion in zip(answered, completions, strict=True):
+        if isinstance(completion, Refusal):
+            tally.drop(completion.reason, first=str(completion))
+            continue
         if template.unknown(completion.text, completion.tokens):
             tally.drop(UNKNOWN)
             continue
@@ -68,6 +78,8 @@ def encode_demonstrations(
             continue
         if not completion.stable:
             tally.note("with the completion encoded apart from its prompt")
+        if len(_turns_in(rows[i].get("completion"))) > 1:
+            tally.note("with earlier turns of the completion in the prompt", first=question.where)
         tally.keep(template.key(question.content))
         demonstrations.append(Demonstration(id=str(i), prompt=prompt, completion=completion.tokens))
     report = tally.report([len(demonstration) for demonstration in demonstrations])
@@ -76,23 +88,51 @@ def encode_demonstrations(
     return demonstrations, report
 
 
-def answer_of(row: Mapping[str, Any], where: str) -> Content:
-    """The completion to imitate: a string, or the assistant's messages.  Raises DataError if there is none."""
-    for column in ("completion", "messages", "output"):
-        if column in row:
-            return checked_answer(row[column], column, where)
-    raise DataError(missing_column("completion", row, where))
+def read_demonstration(row: Mapping[str, Any], where: str, *, wording: Wording) -> tuple[Content, Content]:
+    """What a row asks, and the answer to imitate: a string, or a message of the assistant.
+
+    Turns before the last one are part of the prompt.  Raises DataError if the row has no answer, or asks nothing readable.
+    """
+    column = next((column for column in ("completion", "messages", "output") if column in row), None)
+    if column is None:
+        raise DataError(missing_column("completion", row, where))
+    answer = checked_turns(row[column], column, where)
+    if isinstance(answer, str):
+        return wording.content(row, where), answer
+    before = before_the_answer(answer, column, where)
+    asked = wording.own_content(row, where)
+    if before and isinstance(asked, str):
+        if wording.format is not None:
+            if column != "messages" or sum(turn["role"] != "system" for turn in before) > 1:
+                raise BadRow(SEVERAL, f"{where}: data.template writes one prompt, and {column} holds several turns")
+            return wording.content(row, where), answer[-1:]
+        asked = [{"role": "user", "content": asked}] if asked.strip() else []
+    if before and not isinstance(asked, str):
+        asked = joined(asked, before, column, where)
+    return wording.opened(asked), answer[-1:]
+
+
+def checked_turns(value: object, column: str, where: str) -> Content:
+    """`value` if it ends with an answer: a string, or messages of which the last is the assistant's.
+
+    Raises DataError otherwise.
+    """
+    if not isinstance(value, str | list) or (isinstance(value, list) and not all(isinstance(turn, Mapping) for turn in value)):
+        raise DataError(f"{where}: {column} is {value!r:.60} ({type(value).__name__}): expected a string or messages")
+    found = checked(value, column, where)
+    if isinstance(value, list) and (isinstance(found, str) or found[-1]["role"] != "assistant"):
+        raise DataError(f"{where}: {column} must end with a message of the assistant")
+    return found
 
 
 def checked_answer(value: object, column: str, where: str) -> Content:
-    """`value` if it is an answer: a string, or messages that end with the assistant's.  Raises DataError otherwise."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not all(isinstance(turn, Mapping) and {"role", "content"} <= set(turn) for turn in value):
-        raise DataError(f"{where}: {column} is {value!r:.60} ({type(value).__name__}): expected a string or messages")
-    if not value or value[-1]["role"] != "assistant":
-        raise DataError(f"{where}: {column} must end with a message of the assistant")
-    return [dict(value[-1])]
+    """The last turn of `checked_turns`."""
+    found = checked_turns(value, column, where)
+    return found if isinstance(found, str) else found[-1:]
+
+
+def _turns_in(value: object) -> Sequence[object]:
+    return value if isinstance(value, list) else ()
 
 
 def fit_prompt(

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from groupwise.config.settings import DataSettings
-from groupwise.data.demonstrations import Demonstration, encode_demonstrations
+from groupwise.data.demonstrations import Demonstration, encode_demonstrations, read_demonstration
 from groupwise.data.pairs import Pair, encode_pairs
 from groupwise.data.preference_formats import as_pairs
 from groupwise.data.prompts import encode_prompts, prompt_limit, visit
 from groupwise.data.report import Report
-from groupwise.data.sources import SourceRows, read_rows
+from groupwise.data.sources import SourceRows, none_left, read_rows
 from groupwise.data.split import part_of
 from groupwise.data.step_labels import Solution, encode_solutions
 from groupwise.data.tasks import make_task
@@ -84,7 +85,7 @@ def load_data(
     def encode(rows: SourceRows) -> tuple[list[Prompt], Report]:
         return encode_prompts(rows, template, max_tokens=limit, too_long=settings.too_long)
 
-    data = _load(settings, template, encode, "prompts", seed, train=train)
+    data = _load(settings, template, encode, "prompts", seed, read=lambda rows: rows.sifted(template.content), train=train)
     held_out, validation = (tuple(visit(prompt, "eval") for prompt in part) for part in (data.held_out, data.validation))
     return replace(data, held_out=held_out, validation=validation)
 
@@ -110,7 +111,8 @@ def load_demonstrations(
     def encode(rows: SourceRows) -> tuple[list[Demonstration], Report]:
         return encode_demonstrations(rows, template, context=context, eos_ids=eos_ids, too_long=settings.too_long)
 
-    return _load(settings, template, encode, "demonstrations", seed)
+    check = partial(read_demonstration, wording=template)
+    return _load(settings, template, encode, "demonstrations", seed, read=lambda rows: rows.sifted(check))
 
 
 def load_pairs(
@@ -136,7 +138,7 @@ def load_solutions(
     def encode(rows: SourceRows) -> tuple[list[Solution], Report]:
         return encode_solutions(rows, template, context=context, eos_ids=eos_ids, too_long=settings.too_long)
 
-    return _load(settings, template, encode, "solutions", seed=0)
+    return _load(settings, template, encode, "solutions", seed=0, read=lambda rows: rows.sifted(template.content))
 
 
 def load_texts(settings: DataSettings, seed: int) -> Iterator[str]:
@@ -145,7 +147,7 @@ def load_texts(settings: DataSettings, seed: int) -> Iterator[str]:
     if settings.parts:
         wording = Wording.of(settings)
         pairs = {"chosen", "rejected"} <= set(train[0])
-        train = _split(as_pairs(train, wording) if pairs else train, wording, settings.parts)["train"]
+        train = _split(as_pairs(train, wording) if pairs else train.sifted(wording.content), wording, settings.parts)["train"]
     for row in train:
         for value in row.values():
             yield from _texts_in(value)
@@ -157,11 +159,14 @@ def _load(
     encode: Callable[[SourceRows], tuple[list[Item], Report]],
     kind: str,
     seed: int,
-    read: Callable[[SourceRows], SourceRows] = lambda rows: rows,
+    read: Callable[[SourceRows], SourceRows],
     train: bool = True,
 ) -> Data[Item]:
     rows, held_out = _sources(settings, kind, seed)
     rows, held_out = read(rows), None if held_out is None else read(held_out)
+    for part in (rows, held_out):
+        if part is not None and not len(part):
+            raise DataError(none_left(part.name, part.left_out))
     watched = None
     if settings.parts:
         parts = _split(rows, template, settings.parts)
@@ -201,11 +206,11 @@ def _sources(settings: DataSettings, kind: str, seed: int) -> tuple[SourceRows, 
         raise ConfigError(f"data.eval_fraction cannot be used with {other}: leave one of them out")
     held_out = None
     if settings.eval_path is not None:
-        held_out = read_rows(settings.eval_path, settings.eval_split).renamed(settings.columns)
+        held_out = read_rows(settings.eval_path, settings.eval_split, lenient=True).renamed(settings.columns)
     if settings.path is not None:
         if settings.task_args:
             raise ConfigError("data.task_args are the arguments of a task: set data.task, or leave them out")
-        return read_rows(settings.path, settings.split).first(settings.limit).renamed(settings.columns), held_out
+        return read_rows(settings.path, settings.split, lenient=True).first(settings.limit).renamed(settings.columns), held_out
     task = make_task(str(settings.task), settings.task_args)
     count = settings.limit or TASK_ROWS
     if kind == "demonstrations":
@@ -247,6 +252,7 @@ def _texts_in(value: object) -> Iterator[str]:
         yield value
     elif isinstance(value, Mapping):
         yield from _texts_in(value.get("content"))
+        yield from _texts_in(value.get("text"))
     elif isinstance(value, list):
         for part in value:
             yield from _texts_in(part)

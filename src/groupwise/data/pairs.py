@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from groupwise.data.demonstrations import checked_answer, fit_prompt
-from groupwise.data.preference_formats import UNREADABLE, as_pairs
-from groupwise.data.prompts import REFUSED, UNKNOWN, TooLong, ask_rows
+from groupwise.data.messages import is_blank
+from groupwise.data.preference_formats import as_pairs
+from groupwise.data.prompts import UNKNOWN, TooLong, ask_rows
 from groupwise.data.rendering import Refusal
 from groupwise.data.report import Report, Tally
-from groupwise.data.sources import SourceRows
-from groupwise.data.templates import Template, is_blank
+from groupwise.data.sources import LeftOut, SourceRows
+from groupwise.data.templates import Template
 from groupwise.errors import DataError
 
 
@@ -52,16 +53,15 @@ def encode_pairs(
     Raises DataError if a column is in no row, or if no pair is left.
     """
     rows = as_pairs(rows, template)
-    tally = Tally(rows.name, len(rows) + len(rows.left_out))
-    for left in rows.left_out:
-        tally.drop(left.reason, first=left.where)
+    tally = Tally.of(rows)
     asked = []
-    for i, question in ask_rows(rows, template, tally, lenient=True):
+    for i, question in ask_rows(rows, template, tally):
         try:
             sides = [checked_answer(rows[i][side], side, question.where) for side in ("chosen", "rejected")]
             margin = _margin(rows[i], question.where)
         except DataError as error:
-            tally.drop(UNREADABLE, first=str(error))
+            left = LeftOut.of(error)
+            tally.drop(left.reason, first=left.where)
             continue
         if any(is_blank(side) for side in sides):
             tally.drop("with an empty completion")
@@ -73,7 +73,9 @@ def encode_pairs(
     pairs = []
     for (i, question, _, _, margin), chosen, rejected in zip(asked, all_chosen, all_rejected, strict=True):
         if isinstance(chosen, Refusal) or isinstance(rejected, Refusal):
-            tally.drop(REFUSED, first=str(chosen if isinstance(chosen, Refusal) else rejected))
+            refusal = chosen if isinstance(chosen, Refusal) else rejected
+            assert isinstance(refusal, Refusal)
+            tally.drop(refusal.reason, first=str(refusal))
             continue
         if np.array_equal(chosen.tokens, rejected.tokens):
             tally.drop("with chosen = rejected")

@@ -14,14 +14,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from groupwise.data.sources import LeftOut, SourceRows, missing_column
+from groupwise.data.demonstrations import SEVERAL, checked_turns
+from groupwise.data.messages import CONTRADICTS, Messages, before_the_answer, is_blank, joined
+from groupwise.data.sources import BadRow, LeftOut, SourceRows, missing_column
 from groupwise.data.templates import Wording
 from groupwise.errors import DataError
 
@@ -31,7 +32,6 @@ Found = Iterable[tuple[int, Row | LeftOut]]
 
 ASKED_IN = ("prompt", "messages", "instruction")
 """Columns in which a prompt may stand."""
-UNREADABLE = "that cannot be read"
 SPEAKERS = {"Human": "user", "Assistant": "assistant", "User": "user"}
 _HH_TURN = re.compile(r"\n\n(Human|Assistant):")
 _EXTRA_ID_TURN = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
@@ -45,8 +45,8 @@ class Form:
 
     columns: tuple[str, ...]
     """What it needs, the prompt aside."""
-    read: Callable[[SourceRows, bool], Found]
-    """(rows, whether prompts become messages) -> pairs."""
+    read: Callable[[SourceRows, Wording], Found]
+    """(rows, how their prompts are worded) -> pairs."""
 
 
 def as_pairs(rows: SourceRows, wording: Wording) -> SourceRows:
@@ -55,17 +55,21 @@ def as_pairs(rows: SourceRows, wording: Wording) -> SourceRows:
     Where `wording.chat` says so, strings that hold several turns become messages.
     Raises DataError, naming the column that is missing, if the source is in none of the forms above.
     """
+    if not len(rows):
+        return rows
     columns = {column for row in rows for column in row}
     form = _form_of(rows, columns)
     if form is FORMS[0] and wording.format is None and columns.isdisjoint(ASKED_IN) and not _holds_its_prompt(rows):
         raise DataError(missing_column("prompt", rows[0], rows.where(0)))
     places, pairs, left_out = [], [], list(rows.left_out)
-    for place, found in form.read(rows, wording.chat):
+    for place, found in form.read(rows, wording):
         if not isinstance(found, LeftOut):
             try:
-                wording.content(found, rows.where(place))
+                found = _shared(found, rows.where(place), wording)
+                if not isinstance(found, LeftOut):
+                    wording.content(found, rows.where(place))
             except DataError as error:
-                found = LeftOut(UNREADABLE, str(error))
+                found = LeftOut.of(error)
         if isinstance(found, LeftOut):
             left_out.append(found)
         else:
@@ -92,45 +96,76 @@ def _holds_its_prompt(rows: SourceRows) -> bool:
 # ---- one row, one pair -------------------------------------------------------------------------------------------------------
 
 
-def _each(read: Callable[[Row, str, bool], Row | LeftOut], columns: Sequence[str]) -> Callable[[SourceRows, bool], Found]:
-    def of(rows: SourceRows, chat: bool) -> Iterator[tuple[int, Row | LeftOut]]:
+def _each(read: Callable[[Row, str, Wording], Row | LeftOut], columns: Sequence[str]) -> Callable[[SourceRows, Wording], Found]:
+    def of(rows: SourceRows, wording: Wording) -> Iterator[tuple[int, Row | LeftOut]]:
         for i, row in enumerate(rows):
             absent = next((column for column in columns if column not in row), None)
             if absent is not None:
                 yield i, LeftOut(f"without {absent}", rows.where(i))
             else:
-                yield i, read(row, rows.where(i), chat)
+                yield i, read(row, rows.where(i), wording)
 
     return of
 
 
-def _chosen_and_rejected(row: Row, where: str, chat: bool) -> Row | LeftOut:
+def _chosen_and_rejected(row: Row, where: str, wording: Wording) -> Row | LeftOut:
     chosen, rejected = row["chosen"], row["rejected"]
-    if isinstance(chosen, list) and isinstance(rejected, list) and max(len(chosen), len(rejected)) > 1:
-        return _last_turns(row, chosen, rejected, where)
-    if any(column in row for column in ASKED_IN):
-        return row
+    prompt = row.get("prompt")
+    if wording.chat and isinstance(prompt, str) and (turns := _turns_of(prompt)):
+        row = {**row, "prompt": turns[:-1] if not turns[-1]["content"] and turns[-1]["role"] == "assistant" else turns}
     spoken = [_turns_of(side) for side in (chosen, rejected)]
     if not all(spoken):
-        return (
-            row if chosen is None or rejected is None or not any(spoken) else LeftOut("in which one side is no conversation", where)
-        )
+        asked = any(column in row for column in ASKED_IN)
+        one = any(spoken) and not asked and isinstance(chosen, str) and isinstance(rejected, str)
+        return LeftOut("in which one side is no conversation", where) if one else row
     if any(turns[-1]["role"] != "assistant" for turns in spoken):
         return LeftOut("that do not end with a turn of the assistant", where)
-    if chat:
-        return _last_turns(row, spoken[0], spoken[1], where)
+    if wording.chat:
+        return {**row, "chosen": spoken[0], "rejected": spoken[1]}
     assert isinstance(chosen, str) and isinstance(rejected, str)
     cuts = [side.rindex("\n\nAssistant:") + len("\n\nAssistant:") for side in (chosen, rejected)]
     if chosen[: cuts[0]] != rejected[: cuts[1]]:
         return _diverging(where)
-    return {**row, "prompt": chosen[: cuts[0]], "chosen": chosen[cuts[0] :], "rejected": rejected[cuts[1] :]}
+    whole = chosen[: cuts[0]]
+    if isinstance(prompt, str) and not whole.startswith(prompt) and _turns_of(whole)[:-1] != _turns_of(prompt):
+        first = _turns_of(whole)[0]
+        if prompt.strip() != first["content"]:
+            return LeftOut(CONTRADICTS, where)
+    return {**row, "prompt": whole, "chosen": chosen[cuts[0] :], "rejected": rejected[cuts[1] :]}
 
 
-def _last_turns(row: Row, chosen: list[Any], rejected: list[Any], where: str) -> Row | LeftOut:
-    """The pair of two conversations that share all but their last turn."""
-    if len(chosen) < 2 or chosen[:-1] != rejected[:-1]:
+def _shared(row: Row, where: str, wording: Wording) -> Row | LeftOut:
+    """The pair whose prompt holds all that was said before the last turns of its sides.
+
+    Sides may repeat the prompt or go on from it.  Raises DataError for what is no conversation.
+    """
+    sides = [row["chosen"], row["rejected"]]
+    if not any(isinstance(side, list) and len(side) > 1 for side in sides):
+        return row
+    turns = []
+    for name, side in zip(("chosen", "rejected"), sides, strict=True):
+        found = checked_turns(side, name, where)
+        turns.append([{"role": "assistant", "content": found}] if isinstance(found, str) else found)
+    before = [before_the_answer(found, name, where) for name, found in zip(("chosen", "rejected"), turns, strict=True)]
+    last = {"chosen": turns[0][-1:], "rejected": turns[1][-1:]}
+    if wording.format is not None:
+        if any(sum(turn["role"] != "system" for turn in some) > 1 for some in before):
+            raise BadRow(SEVERAL, f"{where}: data.template writes one prompt, and chosen and rejected hold several turns")
+        return {**row, **last} if before[0] == before[1] else _diverging(where)
+    prompt = _prompt_of(row, where, wording)
+    both = [joined(prompt, some, name, where) for name, some in zip(("chosen", "rejected"), before, strict=True)]
+    if both[0] != both[1] or not both[0]:
         return _diverging(where)
-    return {**row, "prompt": chosen[:-1], "chosen": chosen[-1:], "rejected": rejected[-1:]}
+    return {**row, "prompt": both[0], **last}
+
+
+def _prompt_of(row: Row, where: str, wording: Wording) -> Messages:
+    """What the row's own column asks, as messages; none if it asks nothing."""
+    if all(row.get(column) is None for column in ASKED_IN):
+        return []
+    asked = {column: value for column, value in row.items() if column not in ASKED_IN or value is not None}
+    content = replace(wording, chat=True).own_content(asked, where)
+    return [] if isinstance(content, str) or is_blank(content) else content
 
 
 def _diverging(where: str) -> LeftOut:
@@ -150,7 +185,7 @@ def _turns_of(text: object) -> list[dict[str, Any]]:
     return [{"role": SPEAKERS[speaker], "content": said.strip()} for speaker, said in turns]
 
 
-def _ultrafeedback(row: Row, where: str, _chat: bool) -> Row | LeftOut:
+def _ultrafeedback(row: Row, where: str, _wording: Wording) -> Row | LeftOut:
     completions = row["completions"]
     if not isinstance(completions, list) or not all(isinstance(one, Mapping) and "response" in one for one in completions):
         return LeftOut("whose completions have no response", where)
@@ -166,17 +201,17 @@ def _ultrafeedback(row: Row, where: str, _chat: bool) -> Row | LeftOut:
     return {**row, "prompt": prompt, "chosen": pair[0], "rejected": pair[1]}
 
 
-def _by_sign(first: str, second: str, sign: str, prompt: str) -> Callable[[Row, str, bool], Row | LeftOut]:
+def _by_sign(first: str, second: str, sign: str, prompt: str) -> Callable[[Row, str, Wording], Row | LeftOut]:
     """Reads two responses and a number that is negative where the first is better."""
 
-    def read(row: Row, where: str, chat: bool) -> Row | LeftOut:
+    def read(row: Row, where: str, wording: Wording) -> Row | LeftOut:
         preference = row[sign]
         if not _is_number(preference):
             return LeftOut(f"whose {sign} is no number", where)
         if preference == 0:
             return LeftOut("without a preference", where)
         better, worse = (row[first], row[second]) if preference < 0 else (row[second], row[first])
-        return {**row, "prompt": _asked(row[prompt], chat), "chosen": better, "rejected": worse}
+        return {**row, "prompt": _asked(row[prompt], wording.chat), "chosen": better, "rejected": worse}
 
     return read
 
@@ -193,9 +228,9 @@ def _asked(prompt: object, chat: bool) -> object:
 # ---- several rows, one pair --------------------------------------------------------------------------------------------------
 
 
-def _rated(rows: SourceRows, chat: bool) -> Found:
+def _rated(rows: SourceRows, wording: Wording) -> Found:
     """Of neighbouring rows with the same prompt, the most and the least helpful."""
-    for _, group in groupby(range(len(rows)), key=lambda i: _key(rows[i].get("prompt"))):
+    for _, group in groupby(range(len(rows)), key=lambda i: _key(rows[i], wording)):
         places = list(group)
         rated = [i for i in places if _is_number(rows[i].get("helpfulness"))]
         yield from ((i, LeftOut("whose helpfulness is no number", rows.where(i))) for i in places if i not in rated)
@@ -207,11 +242,11 @@ def _rated(rows: SourceRows, chat: bool) -> Found:
             yield rated[0], pair
             continue
         first = rows[rated[0]]
-        yield rated[0], {**first, "prompt": _asked(first.get("prompt"), chat), "chosen": pair[0], "rejected": pair[1]}
+        yield rated[0], {**first, **_asked_in(first, wording), "chosen": pair[0], "rejected": pair[1]}
         yield from ((i, LeftOut("between the best and the worst of a prompt", rows.where(i))) for i in rated[2:])
 
 
-def _labelled(rows: SourceRows, _chat: bool) -> Found:
+def _labelled(rows: SourceRows, wording: Wording) -> Found:
     """The first good completion of a prompt with its first bad one, the second with the second, and so on."""
     waiting: dict[str, tuple[list[int], list[int]]] = {}
     for i, row in enumerate(rows):
@@ -219,7 +254,7 @@ def _labelled(rows: SourceRows, _chat: bool) -> Found:
         if label not in (True, False):
             yield i, LeftOut("whose label is neither true nor false", rows.where(i))
             continue
-        waiting.setdefault(_key(row.get("prompt")), ([], []))[0 if label else 1].append(i)
+        waiting.setdefault(_key(row, wording), ([], []))[0 if label else 1].append(i)
     for good, bad in waiting.values():
         for better, worse in zip(good, bad, strict=False):
             yield better, {**rows[better], "chosen": rows[better].get("completion"), "rejected": rows[worse].get("completion")}
@@ -237,8 +272,16 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value
 
 
-def _key(prompt: object) -> str:
-    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, ensure_ascii=False, default=str)
+def _key(row: Row, wording: Wording) -> str:
+    """Names the prompt of a row; rows without a readable one are each on their own."""
+    try:
+        return wording.key(wording.content(row))
+    except DataError:
+        return f"\0{id(row)}"
+
+
+def _asked_in(row: Row, wording: Wording) -> Row:
+    return {"prompt": _asked(row["prompt"], wording.chat)} if "prompt" in row else {}
 
 
 _HELPSTEER2 = ("response_1", "response_2", "preference_strength")

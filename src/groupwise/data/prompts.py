@@ -8,16 +8,17 @@ from typing import Literal
 
 import numpy as np
 
+from groupwise.data.messages import Content, is_blank, unwritten
 from groupwise.data.rendering import Refusal
 from groupwise.data.report import Report, Tally
 from groupwise.data.sources import SourceRows, printable
-from groupwise.data.templates import Question, Template, is_blank
+from groupwise.data.templates import Question, Template
 from groupwise.errors import DataError
 from groupwise.records import Prompt
 
 TooLong = Literal["drop", "truncate_left", "error"]
 UNKNOWN = "with characters unknown to the tokenizer"
-REFUSED = "refused by the chat template"
+UNWRITTEN = "with a message that the chat template does not write"
 CONTROL = "with control tokens in their messages"
 
 
@@ -45,11 +46,13 @@ def encode_prompts(
 ) -> tuple[list[Prompt], Report]:
     """Prompts of the rows that have one.  A prompt's id is its row's number from 0.
 
-    Dropped and counted: empty prompts, prompts with characters that the tokenizer does not know, too long ones (unless
-    `truncate_left`, which keeps their end and counts them).  Duplicates are kept; of the rows that stay they are counted.
+    Dropped and counted: rows that cannot be read, empty prompts, prompts with characters that the tokenizer does not know or that
+    the chat template refuses, too long ones (unless `truncate_left`, which keeps their end and counts them).  Duplicates are kept;
+    of the rows that stay they are counted.
     Raises DataError if no prompt is left, or if one is too long and `too_long` is `error`.
     """
-    tally = Tally(rows.name, len(rows))
+    rows = rows.sifted(template.content)
+    tally = Tally.of(rows)
     prompts: list[Prompt] = []
     for i, question in ask_rows(rows, template, tally):
         ids, text = question.tokens, question.text
@@ -74,26 +77,27 @@ def visit(prompt: Prompt, epoch: int | str) -> Prompt:
     return replace(prompt, id=f"{epoch}/{prompt.id}")
 
 
-def ask_rows(rows: SourceRows, template: Template, tally: Tally, *, lenient: bool = False) -> list[tuple[int, Question]]:
+def ask_rows(rows: SourceRows, template: Template, tally: Tally) -> list[tuple[int, Question]]:
     """(row number, question) of the rows that ask something the tokenizer can write; the others are counted in `tally`.
 
-    lenient: a row whose messages the chat template refuses is counted too, and no error.
-    Raises DataError for a row that cannot be read or is refused, and for control tokens in messages where the recipe says so.
+    Raises DataError for a row that cannot be read, and for control tokens in messages where the recipe says so.
     """
+    return ask_contents(rows, [template.content(row, rows.where(i)) for i, row in enumerate(rows)], template, tally)
+
+
+def ask_contents(rows: SourceRows, contents: Sequence[Content], template: Template, tally: Tally) -> list[tuple[int, Question]]:
+    """`ask_rows` of rows whose contents are known."""
     asked = []
-    for i, row in enumerate(rows):
-        content = template.content(row, rows.where(i))
+    for i, content in enumerate(contents):
         if is_blank(content):
             tally.drop("empty")
             continue
         asked.append((i, content))
     questions = template.try_ask([content for _, content in asked], [rows.where(i) for i, _ in asked], [rows[i] for i, _ in asked])
-    kept, control = [], []
+    kept, control, lost = [], [], []
     for (i, _), question in zip(asked, questions, strict=True):
         if isinstance(question, Refusal):
-            if not lenient:
-                raise DataError(str(question))
-            tally.drop(REFUSED, first=str(question))
+            tally.drop(question.reason, first=str(question))
         elif not question.tokens.size:
             tally.drop("empty")
         elif template.unknown(question.text, question.tokens):
@@ -102,8 +106,19 @@ def ask_rows(rows: SourceRows, template: Template, tally: Tally, *, lenient: boo
             tally.drop(CONTROL, first=question.where)
         else:
             kept.append((i, question))
+            if not isinstance(question.content, str) and unwritten(question.content, question.text):
+                lost.append(question)
             control += [question] * bool(question.control)
     _tell_control(control, template, tally)
+    for question in lost:
+        tally.note(UNWRITTEN, first=question.where)
+    if lost:
+        roles = ", ".join(dict.fromkeys(str(message["role"]) for message in lost[0].content if isinstance(message, dict)))
+        more = f" ({len(lost)} such rows)" if len(lost) > 1 else ""
+        tally.warn(
+            f"{lost[0].where}: the chat template does not write what one of its messages says (roles: {printable(roles)}){more}: "
+            "the policy does not see it; set model.chat_template, or change the messages"
+        )
     return kept
 
 

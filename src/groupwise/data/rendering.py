@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,8 @@ class Refusal:
 
     where: str
     why: str
+    reason: str = "refused by the chat template"
+    """As the report counts it."""
 
     def __str__(self) -> str:
         return f"{self.where}: the chat template refuses these messages: {self.why}"
@@ -90,8 +93,10 @@ def render_chats(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> l
         names = ", ".join(map(repr, sorted(tokenizer.chat_template)))
         raise DataError(f"the tokenizer has several chat templates ({names}) and none called default: set model.chat_template")
     found: list[str | Refusal] = []
-    for start in range(0, len(chats), AT_ONCE):
-        found += _WORKER.render(tokenizer, chats[start : start + AT_ONCE])
+    for _, alike in groupby(chats, key=lambda chat: chat.tools is None):  # one of several templates may be for tools
+        some = list(alike)
+        for start in range(0, len(some), AT_ONCE):
+            found += _WORKER.render(tokenizer, some[start : start + AT_ONCE])
     return found
 
 
@@ -127,7 +132,7 @@ class _Worker:
         self._owner = 0
 
     def render(self, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> list[str | Refusal]:
-        """Texts of conversations that share a tokenizer and their tools."""
+        """Texts of conversations that share a tokenizer; all of them show tools, or none."""
         with self._lock:
             return self._render(tokenizer, chats)
 

@@ -58,6 +58,14 @@ class Tally:
         self._first: dict[str, str] = {}
         self._warnings: list[str] = []
 
+    @classmethod
+    def of(cls, rows: SourceRows) -> Tally:
+        """Of a source; its rows that were left out are dropped ones."""
+        tally = cls(rows.name, len(rows) + len(rows.left_out))
+        for left in rows.left_out:
+            tally.drop(left.reason, first=left.where)
+        return tally
+
     def drop(self, reason: str, *, first: str | None = None) -> None:
         """Count a row that is left out.  first: where it is, or what is wrong with it; kept for the first row with this reason."""
         self._dropped[reason] += 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FunctionType
@@ -20,6 +21,18 @@ MAX_DEPTH = 100
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 
 
+UNREADABLE = "that cannot be read"
+DAMAGED = "that are damaged"
+
+
+class BadRow(DataError):
+    """A row that cannot be used, with the reason under which it is counted."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 @dataclass(frozen=True, slots=True)
 class LeftOut:
     """A row that is not used."""
@@ -28,6 +41,11 @@ class LeftOut:
     """The reason, as the report counts it."""
     where: str
     """Where the row is, or what is wrong with it."""
+
+    @classmethod
+    def of(cls, error: DataError) -> LeftOut:
+        """The row that this is about."""
+        return cls(error.reason if isinstance(error, BadRow) else UNREADABLE, str(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +89,41 @@ class SourceRows(Sequence[Mapping[str, Any]]):
     def renamed(self, columns: Mapping[str, str]) -> SourceRows:
         """Columns under our names (`{ours: yours}`), all at once, so that two can be exchanged.
 
-        Raises DataError if a row has no such column.
+        A row without such a column is left out.  Raises DataError if every row is.
         """
         if not columns:
             return self
         taken = {theirs: ours for ours, theirs in columns.items()}
-        rows = []
-        for i, row in enumerate(self.rows):
+
+        def complete(row: Mapping[str, Any], where: str) -> None:
             for theirs in sorted(taken.keys() - row.keys()):
-                raise DataError(missing_column(theirs, row, self.where(i), taken[theirs]))
+                raise BadRow(f"without {printable(theirs)}", missing_column(theirs, row, where, taken[theirs]))
+
+        def named(row: Mapping[str, Any]) -> Mapping[str, Any]:
             kept = {name: value for name, value in row.items() if name not in taken}
-            rows.append(kept | {ours: row[theirs] for ours, theirs in columns.items()})
-        return replace(self, rows=rows)
+            return kept | {ours: row[theirs] for ours, theirs in columns.items()}
+
+        found = self.sifted(complete)
+        return replace(found, rows=[named(row) for row in found.rows])
+
+    def sifted(self, check: Callable[[Mapping[str, Any], str], object]) -> SourceRows:
+        """The rows for which `check(row, where)` raises no DataError; the others are left out, with what it says.
+
+        Raises DataError, with every reason, if no row is left.
+        """
+        places, left_out = [], list(self.left_out)
+        for i, row in enumerate(self.rows):
+            try:
+                check(row, self.where(i))
+            except DataError as error:
+                left_out.append(LeftOut.of(error))
+            else:
+                places.append(i)
+        if len(places) == len(self.rows):
+            return self
+        if not places:
+            raise DataError(none_left(self.name, left_out))
+        return replace(self.subset(places), left_out=tuple(left_out))
 
 
 def missing_column(name: str, row: Mapping[str, Any], where: str, ours: str | None = None) -> str:
@@ -91,10 +132,18 @@ def missing_column(name: str, row: Mapping[str, Any], where: str, ours: str | No
     return f"{where}: no column {name!r}; there are: {there} (data.columns renames: {{{ours or name}: YOURS}})"
 
 
-def read_rows(path: str, split: str = "train") -> SourceRows:
+def none_left(name: str, left_out: Sequence[LeftOut]) -> str:
+    """The message for a source none of whose rows can be used: every reason with its count and its first row."""
+    counts, first = Counter(left.reason for left in left_out), {left.reason: left.where for left in reversed(left_out)}
+    reasons = ", ".join(f"{count} {reason} (first: {first[reason]})" for reason, count in counts.items())
+    return f"{name}: 0 of {len(left_out)} rows can be used: {reasons}"
+
+
+def read_rows(path: str, split: str = "train", *, lenient: bool = False) -> SourceRows:
     """Rows of a JSONL, JSON or Parquet file, or of a hub data set: `owner/name`, or `owner/name:config`.
 
     A name that looks like a path is never looked up on the hub.  Rows in memory are a `Live` name (see `live_rows`).
+    lenient: of a file of which some row can be read, those that cannot (a line that is cut off, half of a character) are left out.
     Raises DataError naming the file, the line and what was found there, ConfigError for a `live:` name without its rows.
     """
     if isinstance(path, Live):
@@ -114,8 +163,10 @@ def read_rows(path: str, split: str = "train") -> SourceRows:
     if file.stat().st_size == 0:
         raise DataError(f"{path} is empty (0 bytes)")
     rows = {".json": _read_json, ".parquet": _read_parquet}.get(suffix, _read_jsonl)(file, path)
+    if rows.left_out and not lenient:
+        raise DataError(rows.left_out[0].where)
     if not rows:
-        raise DataError(f"{path} holds no rows")
+        raise DataError(none_left(path, rows.left_out) if rows.left_out else f"{path} holds no rows")
     return rows
 
 
@@ -185,14 +236,17 @@ def _neighbours(file: Path) -> str:
 
 
 def _read_jsonl(file: Path, name: str) -> SourceRows:
-    rows, lines = [], []
+    rows, lines, left_out = [], [], []
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
                 continue
-            rows.append(_parse_line(line, f"{name} line {number}"))
-            lines.append(number)
-    return SourceRows(name, rows, lines, unit="line")
+            try:
+                rows.append(_parse_line(line, f"{name} line {number}"))
+                lines.append(number)
+            except DataError as error:
+                left_out.append(LeftOut(DAMAGED, str(error)))
+    return SourceRows(name, rows, lines, unit="line", left_out=tuple(left_out))
 
 
 def _parse_line(line: bytes, where: str) -> Mapping[str, Any]:
@@ -273,12 +327,18 @@ def _read_json(file: Path, name: str) -> SourceRows:
         raise _too_long(name, error) from None
     if not isinstance(rows, list):
         raise DataError(f"{name}: expected a list of objects, found {_kind(rows)}")
-    for i, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise DataError(f"{name} row {i + 1}: a row is a JSON object, this is {_kind(row)}")
-        _refuse_depth(row, f"{name} row {i + 1}")
-        _refuse_lone_surrogates(text, row, f"{name} row {i + 1}")
-    return SourceRows(name, rows)
+    whole, numbers, left_out = [], [], []
+    for number, row in enumerate(rows, start=1):
+        try:
+            if not isinstance(row, dict):
+                raise DataError(f"{name} row {number}: a row is a JSON object, this is {_kind(row)}")
+            _refuse_depth(row, f"{name} row {number}")
+            _refuse_lone_surrogates(text, row, f"{name} row {number}")
+            whole.append(row)
+            numbers.append(number)
+        except DataError as error:
+            left_out.append(LeftOut(DAMAGED, str(error)))
+    return SourceRows(name, whole, numbers, left_out=tuple(left_out))
 
 
 def _read_parquet(file: Path, name: str) -> SourceRows:

@@ -46,10 +46,16 @@ def encode_solutions(
 ) -> tuple[list[Solution], Report]:
     """Solutions of rows with `completions` (the steps, strings) and `labels` (true or false, or a probability, for each).
 
-    Dropped and counted: empty prompts, rows without steps or with an empty step, unknown characters, sequences over `context`.
-    Raises DataError if a column is missing or malformed, or if no row is left.
+    Dropped and counted: rows that cannot be read, empty prompts, rows without steps or with an empty step, unknown characters,
+    sequences over `context`.  Raises DataError if no row is left.
     """
-    tally = Tally(rows.name, len(rows))
+
+    def check(row: Mapping[str, Any], where: str) -> None:
+        template.content(row, where)
+        _checked(row, where)
+
+    rows = rows.sifted(check)
+    tally = Tally.of(rows)
     checked = [_checked(row, rows.where(i)) for i, row in enumerate(rows)]
     solutions = []
     for i, question in ask_rows(rows, template, tally):

@@ -17,6 +17,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from groupwise.config.settings import ControlTokens, DataSettings
+from groupwise.data.messages import (
+    Content,
+    Messages,
+    asks,
+    before_the_answer,
+    beside,
+    checked,
+    garbled,
+    tools_in,
+    with_arguments,
+)
 from groupwise.data.rendering import Chat, Refusal, render_chats
 from groupwise.data.sources import missing_column
 from groupwise.errors import ConfigError, DataError
@@ -24,9 +35,6 @@ from groupwise.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Messages = list[dict[str, Any]]
-Content = str | Messages
-"""What a row asks, before any chat template: a plain string, or chat messages."""
 Schemas = Sequence[Mapping[str, Any]]
 """JSON schemas of tools."""
 Tools = Callable[[Mapping[str, Any]], Schemas | None]
@@ -69,9 +77,15 @@ class Wording:
 
         Raises DataError, naming `where`, if the columns are missing or hold neither text nor messages.
         """
+        return self.opened(self.own_content(row, where))
+
+    def own_content(self, row: Mapping[str, Any], where: str = "row") -> Content:
+        """`content` without the system message of the settings."""
         content = self._without_system(row, where)
-        if isinstance(content, str) and self.chat:
-            content = [{"role": "user", "content": content}]
+        return [{"role": "user", "content": content}] if isinstance(content, str) and self.chat else content
+
+    def opened(self, content: Content) -> Content:
+        """What a row asks, behind the system message of the settings.  Raises ConfigError if that cannot stand there."""
         if self.system is None:
             return content
         if isinstance(content, str):
@@ -96,9 +110,10 @@ class Wording:
         if self.format is not None:
             return _formatted(self.format, row, where)
         if "prompt" in row:
-            return _checked(row["prompt"], "prompt", where)
+            return asks(checked(row["prompt"], "prompt", where), "prompt", where)
         if "messages" in row:
-            return _before_the_answer(_checked(row["messages"], "messages", where))
+            found = checked(row["messages"], "messages", where)
+            return found if isinstance(found, str) else before_the_answer(found, "messages", where)
         if "instruction" not in row:
             raise DataError(missing_column("prompt", row, where))
         if not self.chat:
@@ -121,7 +136,7 @@ class Template(Wording):
     control_tokens: ControlTokens = "warn"
     """What becomes of the tokenizer's control tokens where a row's messages hold their text: see `DataSettings.control_tokens`."""
     tools: Tools | None = None
-    """Of a row the JSON schemas that its prompt shows to the model."""
+    """Of a row the JSON schemas that its prompt shows to the model; where there is none, those in its column `tools` are shown."""
 
     @classmethod
     def build(cls, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, tools: Tools | None = None) -> Template:
@@ -190,7 +205,10 @@ class Template(Wording):
 
         A question's ids are kept as they are in generation.  Where the tokenizer would merge across the border, or the chat
         template renders an answered prompt differently, the answer is encoded on its own and `stable` is False.
-        Raises DataError if the chat template refuses an answered prompt.
+        So it is where the template leaves out a part of the answer's text.
+        An answer that is more than one text (calls, reasoning, several turns) is what the template writes behind the prompt.
+        Raises DataError if the chat template refuses an answered prompt, leaves out a part of such an answer, or writes its prompt
+        otherwise.
         """
         return [_accepted(completion) for completion in self.try_complete(questions, answers, eos_ids)]
 
@@ -198,20 +216,51 @@ class Template(Wording):
         self, questions: Sequence[Question], answers: Sequence[Content], eos_ids: Sequence[int]
     ) -> list[Completion | Refusal]:
         """`complete`, but conversations that the chat template refuses give a `Refusal` instead of an error."""
-        spoken = [answer if isinstance(answer, str) else str(answer[-1]["content"] or "") for answer in answers]
-        whole = self._rendered([self._answered(question, text) for question, text in zip(questions, spoken, strict=True)])
+        turns = [_turns(answer) for answer in answers]
+        whole = self._rendered([self._answered(question, said) for question, said in zip(questions, turns, strict=True)])
+        whole = self._complete_ones(questions, turns, whole)
         joint = self._encode_some(whole, [question.plain for question in questions])
         completions: list[Completion | Refusal] = []
-        for question, text, rendered, ids in zip(questions, spoken, whole, joint, strict=True):
+        for question, said, rendered, ids in zip(questions, turns, whole, joint, strict=True):
             if isinstance(rendered, Refusal):
                 completions.append(rendered)
                 continue
+            behind = _unmarked(rendered)[len(question.text) :]
+            text = str(said[0]["content"]) if _is_text(said) else behind
             m = question.tokens.size
-            stable = np.array_equal(ids[:m], question.tokens)
+            # Some templates cut reasoning out of an answer's text.
+            stable = np.array_equal(ids[:m], question.tokens) and _squeezed(text) in _squeezed(behind)
             if not stable:
                 ids = np.concatenate([question.tokens, self.encode([text], plain=[False])[0]])
             completions.append(Completion(_ended(ids[m:], eos_ids, self.tokenizer), text, bool(stable)))
         return completions
+
+    def _complete_ones(
+        self, questions: Sequence[Question], turns: Sequence[Messages], whole: Sequence[str | Refusal]
+    ) -> list[str | Refusal]:
+        """The renderings of answered prompts that hold the prompt as it was asked and all of the answer; refusals of the others."""
+        found, without = list(whole), []
+        for i, (question, said, rendered) in enumerate(zip(questions, turns, whole, strict=True)):
+            if isinstance(rendered, Refusal) or _is_text(said):
+                continue
+            if not _unmarked(rendered).startswith(question.text):
+                why = "it writes the prompt otherwise once it is answered"
+                found[i] = Refusal(question.where, why, "whose prompt the chat template writes otherwise once it is answered")
+                continue
+            behind = _squeezed(_unmarked(rendered)[len(question.text) :])
+            if any(_squeezed(str(message["content"])) not in behind for message in said if message["role"] == "assistant"):
+                why = "it does not write the content of an answer beside the rest"
+                found[i] = Refusal(question.where, why, "whose content the chat template does not write")
+                continue
+            for place, message in enumerate(said):
+                for key in beside(message):
+                    bare = {name: value for name, value in message.items() if name != key}
+                    without.append((i, key, self._answered(question, [*said[:place], bare, *said[place + 1 :]])))
+        for (i, key, _), rendered in zip(without, self._rendered([chat for _, _, chat in without]), strict=True):
+            if rendered == whole[i] and not isinstance(found[i], Refusal):
+                why = f"it does not write the {key} of an answer"
+                found[i] = Refusal(questions[i].where, why, f"whose {key} the chat template does not write")
+        return found
 
     def is_stable(self, row: Mapping[str, Any], answer: str, where: str = "row") -> bool:
         """True if the ids of the row's prompt are a prefix of the ids of the prompt answered with `answer`.
@@ -222,7 +271,7 @@ class Template(Wording):
         return self.complete([question], [answer], ())[0].stable
 
     def _tools_of(self, row: Mapping[str, Any]) -> Schemas | None:
-        return None if self.tools is None else self.tools(row) or None
+        return tools_in(row) if self.tools is None else self.tools(row) or None
 
     def unknown(self, text: str, ids: np.ndarray) -> bool:
         """True if the tokenizer cannot write some character of `text`: decoding would lose it."""
@@ -347,24 +396,35 @@ class Template(Wording):
             ids += self._encode_as_text(bare) if as_text else self.tokenizer(bare, add_special_tokens=False)["input_ids"]
         return ids
 
-    def _rendered(self, chats: Sequence[str | Chat]) -> list[str | Refusal]:
-        """Texts; strings are texts already."""
-        rendered = iter(render_chats(self.tokenizer, [chat for chat in chats if isinstance(chat, Chat)]))
+    def _rendered(self, chats: Sequence[str | Chat | Refusal]) -> list[str | Refusal]:
+        """Texts; strings are texts already, and a refusal stays one."""
+        asked = [chat for chat in chats if isinstance(chat, Chat)]
+        found = render_chats(self.tokenizer, asked)
+        for as_text in (False, True):  # some templates want the arguments of calls as text, some as what it stands for
+            again = [i for i, chat in enumerate(asked) if _is_garbled(chat, found[i])]
+            others = [replace(asked[i], messages=with_arguments(asked[i].messages, as_text=as_text)) for i in again]
+            for i, other, text in zip(again, others, render_chats(self.tokenizer, others), strict=True):
+                if not _is_garbled(other, text):
+                    found[i] = text
+        rendered = iter(found)
         return [next(rendered) if isinstance(chat, Chat) else chat for chat in chats]
 
     def _encode_some(self, texts: Sequence[str | Refusal], plain: Sequence[bool]) -> list[np.ndarray]:
         """Ids of texts; of what is none, no ids."""
         return self.encode([text if isinstance(text, str) else "" for text in texts], plain=plain)
 
-    def _answered(self, question: Question, spoken: str) -> str | Chat:
+    def _answered(self, question: Question, said: Messages) -> str | Chat | Refusal:
         """Question and answer together."""
         content = self._marked(question.content) if question.control else question.content
         if isinstance(content, str):
-            return content + spoken
-        if content[-1]["role"] == "assistant":
-            last = {**content[-1], "content": str(content[-1]["content"]) + spoken}
-            return Chat([*content[:-1], last], question.where, tools=question.tools)
-        return Chat([*content, {"role": "assistant", "content": spoken}], question.where, tools=question.tools)
+            if _is_text(said):
+                return content + str(said[0]["content"])
+            why = "its prompt is a string, which no template turns into a conversation: set data.chat: true"
+            return Refusal(question.where, why, "whose answer is more than text, behind a prompt that is a string")
+        if content[-1]["role"] == said[0]["role"] == "assistant":
+            last = {**content[-1], **said[0], "content": str(content[-1]["content"]) + str(said[0]["content"])}
+            return Chat([*content[:-1], last, *said[1:]], question.where, tools=question.tools)
+        return Chat([*content, *said], question.where, tools=question.tools)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -417,6 +477,29 @@ def _prompt_chat(content: Content, where: str, tools: Schemas | None = None) -> 
     return Chat(content, where, add_generation_prompt=not continued, continue_final_message=continued, tools=tools)
 
 
+def _turns(answer: Content) -> Messages:
+    """An answer as messages whose content is text."""
+    found = answer if isinstance(answer, str) else checked(answer, "completion", "an answer")
+    return [{"role": "assistant", "content": found}] if isinstance(found, str) else found
+
+
+def _squeezed(text: str) -> str:
+    """Without white space, which templates change."""
+    return "".join(text.split())
+
+
+def _is_garbled(chat: Chat, text: str | Refusal) -> bool:
+    """True if the arguments of calls are refused, or are no JSON in the rendering."""
+    if isinstance(text, Refusal):
+        return any(message.get("tool_calls") for message in chat.messages)
+    return garbled(chat.messages, text)
+
+
+def _is_text(said: Messages) -> bool:
+    """True of an answer that is one text."""
+    return len(said) == 1 and not beside(said[0])
+
+
 def _texts_of(value: object) -> Iterator[str]:
     """Every string inside messages; the names of roles and of kinds are not looked at."""
     if isinstance(value, str):
@@ -465,14 +548,6 @@ def _unmarked(text: str) -> str:
     return text.replace(OPEN, "").replace(CLOSE, "")
 
 
-def is_blank(content: Content) -> bool:
-    """True for an empty prompt: a string of white space, or messages whose last one has no text."""
-    if isinstance(content, str):
-        return not content.strip()
-    spoken = [message for message in content if message["role"] != "system"]
-    return not spoken or not str(spoken[-1]["content"] or "").strip()
-
-
 def _ended(ids: np.ndarray, eos_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Ends the ids with EOS: white space behind the last EOS is cut (templates write a newline there), a missing one is added."""
     if ids.size and int(ids[-1]) in eos_ids:
@@ -481,26 +556,6 @@ def _ended(ids: np.ndarray, eos_ids: Sequence[int], tokenizer: PreTrainedTokeniz
     if places.size and not str(tokenizer.decode(ids[places[-1] + 1 :].tolist())).strip():
         return ids[: places[-1] + 1]
     return np.append(ids, np.asarray(eos_ids[:1], dtype=np.int64))
-
-
-def _checked(value: object, column: str, where: str) -> Content:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, Sequence):
-        kind = "empty (null)" if value is None else f"{value!r} ({type(value).__name__})"
-        raise DataError(f"{where}: {column} is {kind}: expected a string or a list of messages")
-    if not value:
-        return ""
-    for message in value:
-        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-            raise DataError(f"{where}: a message in {column} needs role and content, got {message!r:.80}")
-    return [dict(message) for message in value]
-
-
-def _before_the_answer(messages: Content) -> Content:
-    if isinstance(messages, str) or messages[-1]["role"] != "assistant":
-        return messages
-    return messages[:-1]
 
 
 def _string(row: Mapping[str, Any], column: str, where: str, default: str | None = None) -> str:

@@ -1,0 +1,200 @@
+"""Chat messages as rows hold them -> messages whose content is text, or the reason for which they cannot be used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from groupwise.data.sources import BadRow, printable
+from groupwise.errors import DataError
+
+Messages = list[dict[str, Any]]
+Content = str | Messages
+"""What a row asks, before any chat template: a plain string, or chat messages."""
+
+BESIDE = ("tool_calls", "reasoning_content", "reasoning", "thinking", "function_call", "refusal")
+"""What a message of the assistant may say beside its content."""
+OPENING = ("system", "developer")
+NO_TEXT = "with content that is no text"
+IN_SEQUENCE = "with two turns of the assistant in sequence"
+CONTRADICTS = "whose prompt is another than that of its conversation"
+
+
+def checked(value: object, column: str, where: str) -> Content:
+    """A string as it is; messages with their content as text, the parts of a content joined.
+
+    Raises BadRow, naming column and `where`, for what is neither, and for content that is no text (images, unknown parts).
+    """
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, Sequence):
+        kind = "empty (null)" if value is None else f"{value!r:.60} ({type(value).__name__})"
+        raise DataError(f"{where}: {column} is {kind}: expected a string or a list of messages")
+    return [_message(message, column, where) for message in value] or ""
+
+
+def _message(message: object, column: str, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise DataError(f"{where}: a message in {column} needs role and content, got {message!r:.80}")
+    content = message.get("content")
+    if content is None and message["role"] in ("assistant", "tool", "function") and ("content" in message or beside(message)):
+        return {**message, "content": ""}
+    if "content" not in message:
+        raise DataError(f"{where}: a message in {column} needs role and content, got {message!r:.80}")
+    if isinstance(content, list):
+        return {**message, "content": "".join(_part(part, column, where) for part in content)}
+    if not isinstance(content, str):
+        kind = "null" if content is None else f"{content!r:.60} ({type(content).__name__})"
+        raise DataError(f"{where}: the content of a message in {column} is {kind}: expected text")
+    return dict(message)
+
+
+def _part(part: object, column: str, where: str) -> str:
+    if isinstance(part, Mapping) and part.get("type", "text") in ("text", "input_text", "output_text"):
+        text = part.get("text")
+        if isinstance(text, str):
+            return text
+    kind = f"of type {printable(part['type'])!r:.40}" if isinstance(part, Mapping) and "type" in part else f"{part!r:.40}"
+    raise BadRow(NO_TEXT, f"{where}: {column} holds a part of content {kind}: only text can be read")
+
+
+def beside(message: Mapping[str, Any]) -> list[str]:
+    """What a message says beside its content.
+
+    >>> beside({"role": "assistant", "content": "", "tool_calls": [{}], "reasoning_content": None})
+    ['tool_calls']
+    """
+    return [key for key in BESIDE if message.get(key)]
+
+
+def is_blank(content: Content) -> bool:
+    """True for an empty prompt or answer: a string of white space, or messages whose last one has no text and calls nothing."""
+    if isinstance(content, str):
+        return not content.strip()
+    spoken = [message for message in content if message["role"] not in OPENING]
+    if not spoken:
+        return True
+    last = spoken[-1]
+    return not str(last["content"] or "").strip() and not (last.get("tool_calls") or last.get("function_call"))
+
+
+def before_the_answer(messages: Messages, column: str, where: str) -> Messages:
+    """A conversation without a last turn of the assistant.  Raises BadRow if that follows another one of the assistant."""
+    if messages[-1]["role"] != "assistant":
+        return messages
+    if len(messages) > 1 and messages[-2]["role"] == "assistant":
+        raise BadRow(
+            IN_SEQUENCE, f"{where}: {column} ends with two turns of the assistant in sequence: join them, or leave one out"
+        )
+    return messages[:-1]
+
+
+def asks(content: Content, column: str, where: str) -> Content:
+    """`content` if an answer can follow it.  Raises BadRow if it ends with a call: its result is missing."""
+    if not isinstance(content, str) and content[-1]["role"] == "assistant" and calls_of(content[-1:]):
+        raise BadRow("whose prompt ends with a call", f"{where}: {column} ends with a call, and its result is missing")
+    return content
+
+
+def calls_of(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The functions that messages call, with their arguments."""
+    calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    return [call["function"] if isinstance(call.get("function"), Mapping) else call for call in calls]
+
+
+def with_arguments(messages: Sequence[Mapping[str, Any]], *, as_text: bool) -> Sequence[Mapping[str, Any]]:
+    """The same messages; the arguments of calls are JSON text, or what the text stands for."""
+
+    def told(call: Any) -> Any:
+        if not isinstance(call, Mapping):
+            return call
+        if isinstance(call.get("function"), Mapping):
+            return {**call, "function": told(call["function"])}
+        given = call.get("arguments")
+        if as_text and isinstance(given, Mapping):
+            return {**call, "arguments": json.dumps(given, ensure_ascii=False)}
+        if not as_text and isinstance(given, str):
+            try:
+                read = json.loads(given)
+            except (ValueError, RecursionError):
+                return call
+            return {**call, "arguments": read} if isinstance(read, dict) else call
+        return call
+
+    return [{**one, "tool_calls": [told(call) for call in one["tool_calls"]]} if one.get("tool_calls") else one for one in messages]
+
+
+def garbled(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
+    """True if arguments stand in a rendering as no JSON object: as a string of JSON, or as Python writes a dictionary."""
+    for call in calls_of(messages):
+        given = call.get("arguments")
+        if isinstance(given, str) and given.strip().startswith("{"):
+            if '"' in given and any(json.dumps(given, ensure_ascii=ascii) in text for ascii in (True, False)):
+                return True
+        elif isinstance(given, Mapping) and given and str(dict(given)) in text:
+            return True
+    return False
+
+
+def unwritten(messages: Messages, text: str) -> bool:
+    """True if a rendering lacks what a message says that is not the assistant's."""
+    others = (str(message["content"]).strip() for message in messages if message["role"] != "assistant")
+    missing = (said for said in others if said not in text)
+    return any(not any(json.dumps(said, ensure_ascii=ascii)[1:-1] in text for ascii in (True, False)) for said in missing)
+
+
+def tools_in(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The JSON schemas in a row's column `tools`, a list or its JSON text; None if it holds none."""
+    found = row.get("tools")
+    if isinstance(found, str):
+        try:
+            found = json.loads(found)
+        except (ValueError, RecursionError):
+            return None
+    if not isinstance(found, list) or not found:
+        return None
+    named = all(isinstance(tool, Mapping) and isinstance(tool.get("function", tool), Mapping) for tool in found)
+    if not named or not all("parameters" in tool.get("function", tool) for tool in found):
+        return None
+    return [dict(tool) for tool in found]
+
+
+def joined(prompt: Messages, turns: Messages, column: str, where: str) -> Messages:
+    """The conversation of a prompt and of turns that repeat it, or its end, or follow it.
+
+    A system message that one of them holds is kept; an open turn of the assistant is continued.
+    Raises BadRow if the turns begin otherwise than the prompt.
+
+    >>> asked, said = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    >>> joined([asked], [asked, said], "chosen", "row 1") == joined([asked], [said], "chosen", "row 1") == [asked, said]
+    True
+    """
+    opening, asked = _opening(prompt), prompt[_opening(prompt) :]
+    if not turns or _same(prompt[-len(turns) :], turns):
+        return prompt
+    if not asked or _same(turns[_opening(turns) :][: len(asked)], asked):
+        if _opening(turns) == 0:
+            return prompt[:opening] + turns
+        if opening == 0 or _same(turns[:opening], prompt[:opening]):
+            return turns
+    elif turns[0]["role"] not in ("user", *OPENING) or asked[-1]["role"] == "assistant":
+        if asked[-1]["role"] == turns[0]["role"] == "assistant":
+            last = {**prompt[-1], **turns[0], "content": prompt[-1]["content"] + turns[0]["content"]}
+            return [*prompt[:-1], last, *turns[1:]]
+        if turns[0]["role"] not in OPENING:
+            return prompt + turns
+    raise BadRow(CONTRADICTS, f"{where}: {column} begins otherwise than the prompt")
+
+
+def _opening(messages: Messages) -> int:
+    """How many messages stand before the first that is not the system's."""
+    return next((i for i, message in enumerate(messages) if message["role"] not in OPENING), len(messages))
+
+
+def _same(some: Messages, others: Messages) -> bool:
+    return [_said(message) for message in some] == [_said(message) for message in others]
+
+
+def _said(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    return message["role"], str(message["content"]).strip(), [message[key] for key in beside(message)]
