@@ -75,7 +75,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from groupwise.config.settings import ModelSettings
+from groupwise.config.settings import ModelSettings, RolloutSettings
 from groupwise.data.packing import pack
 from groupwise.errors import ConfigError, DataError
 from groupwise.models import probe
@@ -92,6 +92,7 @@ from groupwise.rollout.native.attention import Decode, Extend, Prefill
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.probe import prove, prove_engine
 from groupwise.rollout.transformers import TransformersEngine
+from groupwise.runs.engines import mixed_engine
 
 SHAPE = {
     "hidden_size": 32,
@@ -820,6 +821,52 @@ def test_a_proof_is_kept_for_the_same_code_and_configuration(monkeypatch: pytest
         file.write_text("{")
     monkeypatch.setattr(probe, "_PROVEN", {})
     assert probe.proven_before(model, ("a",), run) == proof and len(asked) == 4, "a broken file is no proof"
+
+
+def test_a_proof_depends_on_what_the_adapter_is_made_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = probe._code(None)
+    monkeypatch.setattr(probe, "version", lambda package: "0.0.1")
+    assert probe._code.__wrapped__(None) != before
+
+
+def test_what_was_proven_is_told_whether_now_or_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for said in ("proven", "proven before"):
+        monkeypatch.setattr(probe, "_PROVEN", {})
+        policy = make_policy(built(LlamaForCausalLM, LlamaConfig), TOKENIZER)
+        ((label, line),) = probe.proofs_of(policy.model)
+        assert label == said and line.startswith("LlamaForCausalLM: scoring, training equal its own forward pass at ")
+        prove_engine(policy, NativeEngine)
+        assert [label for label, _ in probe.proofs_of(policy.model)] == [said, said]
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "a/" + "x" * 5000, "name\0"])
+def test_a_path_that_no_file_can_have_is_named(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"no such folder|cannot be looked for"):
+        load_policy(ModelSettings(path=path))
+
+
+class ForgetsTheTeachersPast(LlamaForCausalLM):
+    """What is decoded alone, and not prefilled, is wrong beyond 20 tokens."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.register_forward_hook(self._hook, with_kwargs=True)
+
+    def _hook(self, module: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        late = cache is not None and cache.get_seq_length() > 20 and out[0].shape[1] == 1
+        return (out[0] * 1.5, *out[1:]) if late else out
+
+
+def test_a_mixture_with_a_teacher_is_proven_for_both() -> None:
+    right, wrong = (make_policy(built(kind, LlamaConfig), TOKENIZER) for kind in (LlamaForCausalLM, ForgetsTheTeachersPast))
+    settings = RolloutSettings()
+    assert mixed_engine(right, right, 0.4, settings).where is None
+    for policy, teacher in ((right, wrong), (wrong, right)):
+        with pytest.raises(ConfigError, match=r"sampling does not equal .*; set group.mix to 0"):
+            mixed_engine(policy, teacher, 0.4, settings)
 
 
 def test_the_plan_line_says_what_was_compared(tiny_policy: Callable) -> None:

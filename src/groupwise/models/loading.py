@@ -93,6 +93,11 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
         return _live_blueprint(settings, *path.value)
     if path.startswith(LIVE):
         raise missing(path, "model.path")
+    try:
+        Path(path).exists()
+    except OSError as error:  # no name of a file, nor of anything on the hub
+        shown = path if len(path) <= 200 else f"{path[:200]}... ({len(path)} characters)"
+        raise ConfigError(f"model.path: {shown!r} cannot be looked for: {error.strerror}") from error
     if (Path(path) / ADAPTER_CONFIG).is_file():
         return _adapted_blueprint(settings, tokenizer)
     if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
