@@ -47,7 +47,7 @@ from groupwise.models import dropout, rope
 from groupwise.models.attention import plain_attention, use_packed_attention
 from groupwise.models.dropout import Masks, own_training, stretches_of
 from groupwise.models.fused import fused_modules
-from groupwise.models.logit_scale import read_form
+from groupwise.models.logit_scale import has_deep_head, read_form
 from groupwise.models.masks import ATTRIBUTE, REMEDY, Reach, note_reach
 from groupwise.models.policy import BALANCE, Policy
 from groupwise.models.small_copy import language_model, small_model
@@ -346,6 +346,7 @@ def wrapped(model: PreTrainedModel, attention: str) -> Policy:
         attention=attention,
         form=read_form(model, language_model(model)),
         switches=rope.switches(model),
+        deep_head=attention == "single" and has_deep_head(model, language_model(model)),
     )
 
 
