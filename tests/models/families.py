@@ -10,6 +10,7 @@ be built here; one that is accepted and differs raises `Different`.
 
     python tests/models/families.py            every family, into families.json, from which docs/models.md is made
     python tests/models/families.py llama      one, on the screen
+    python tests/models/families.py --write llama      and into its row of families.json
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import logging as transformers_logging
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -42,7 +43,7 @@ from groupwise.errors import GroupwiseError
 from groupwise.models import probe as probing
 from groupwise.models import small_copy
 from groupwise.models.fused import fused_modules
-from groupwise.models.loading import make_policy
+from groupwise.models.loading import language_class, make_policy
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Sample, Sampling
 from groupwise.rollout.engine import Engine
@@ -276,7 +277,7 @@ def model_of(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     with quiet():
         # A copy, because the library names its attention in a model's configuration.
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32, attn_implementation="eager")
+        model = language_class(config).from_config(copy.deepcopy(config), dtype=torch.float32, attn_implementation="eager")
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -742,6 +743,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon, alibi": ("falcon", {"alibi": True}),
     "falcon, new decoder": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "bert, not a decoder": ("bert", {"is_decoder": False}),
+    "qwen2_5_vl, its text part": (
+        "qwen2_5_vl",
+        {
+            "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+            "vision_config": {"depth": 1, "out_hidden_size": 32, "fullatt_block_indexes": [0]},
+        },
+    ),
 }
 """Settings of a configuration that change its mathematics: the family, and what is laid over its tiny configuration."""
 
@@ -778,23 +786,31 @@ def found_of(name: str) -> Finding:
     except Exception as error:
         verdict, said = "untidy", f"{type(error).__name__}: {error}"
     family, _ = VARIANTS.get(name, (name, {}))
-    return Finding(verdict, says=(said,), kind=MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])
+    return Finding(verdict, says=(said,), kind=MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family, family))
 
 
 def main(names: Sequence[str]) -> None:
-    """Examine and show; without names all of them, and write the table."""
+    """Examine and show; without names all of them, and write the table.   `--write`: the rows that are named."""
+    chosen = [name for name in names if name != "--write"]
     rows = {}
-    for name in names or (*FAMILIES, *VARIANTS):
+    for name in chosen or (*FAMILIES, *VARIANTS):
         rows[name] = found = found_of(name)
         modes = (f"{mode}: {said or 'proven'}" for mode, said in found.modes.items())
         print(f"{name:28} {found.verdict} {found.uses} {' '.join(found.paths)}", *found.says, *modes, sep="\n    ", flush=True)
     print(Counter(row.verdict for row in rows.values()))
-    if not names:
-        held: dict[str, Any] = {"transformers": transformers.__version__, "tolerance": TOLERANCE}
-        held |= {"gradient_tolerance": GRADIENT_TOLERANCE, "window": WINDOW, "dropout": DROPOUT, "first": NAMED}
-        held["variants"] = {name: {"family": family, "changes": changes} for name, (family, changes) in VARIANTS.items()}
-        held["rows"] = {name: asdict(row) for name, row in rows.items()}
-        TABLE.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+    if "--write" in names and chosen:
+        version, before = read_table()
+        if version != transformers.__version__:
+            raise SystemExit(f"the table is of transformers {version}: write all of it")
+        known = before | rows
+        rows = {name: known[name] for name in (*FAMILIES, *VARIANTS)}
+    elif chosen:
+        return
+    held: dict[str, Any] = {"transformers": transformers.__version__, "tolerance": TOLERANCE}
+    held |= {"gradient_tolerance": GRADIENT_TOLERANCE, "window": WINDOW, "dropout": DROPOUT, "first": NAMED}
+    held["variants"] = {name: {"family": family, "changes": changes} for name, (family, changes) in VARIANTS.items()}
+    held["rows"] = {name: asdict(row) for name, row in rows.items()}
+    TABLE.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

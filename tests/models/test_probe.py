@@ -65,6 +65,8 @@ from transformers import (
     PhimoeForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
@@ -75,16 +77,17 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from groupwise.config.settings import ModelSettings
+from groupwise.config.settings import ModelSettings, RolloutSettings
 from groupwise.data.packing import pack
 from groupwise.errors import ConfigError, DataError
 from groupwise.models import probe
 from groupwise.models import small_copy as small_copies
 from groupwise.models.attention import NAME, PackedAttention, attended, plain_attention
 from groupwise.models.fused import fused_modules
-from groupwise.models.loading import load_policy, make_policy
+from groupwise.models.loading import load_policy, make_policy, read_blueprint
 from groupwise.models.masks import Reach, reach_of
 from groupwise.models.policy import Policy
+from groupwise.models.shape import Shape
 from groupwise.models.small_copy import randomise, small_copy, small_model
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
 from groupwise.records import Prompt, Sample, Sampling
@@ -92,6 +95,8 @@ from groupwise.rollout.native.attention import Decode, Extend, Prefill
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.probe import prove, prove_engine
 from groupwise.rollout.transformers import TransformersEngine
+from groupwise.runs.engines import mixed_engine
+from groupwise.runs.policies import parameter_count
 
 SHAPE = {
     "hidden_size": 32,
@@ -146,7 +151,7 @@ def by_run(policy: Policy, samples: list[Sample], *, again: bool = False) -> tup
     found = [np.zeros(sample.completion.size) for sample in samples]
     policy.model.zero_grad(set_to_none=True)
     with policy.checkpointing(True) if again else nullcontext(), fused_modules(policy.model):
-        for batch in pack(samples, 10_000, alike=getattr(policy, "alike", None)):
+        for batch in pack(samples, 10_000, alike=getattr(policy, "alike", None), share=policy.attention == "shared"):
             rows = batch.trained_M
             hidden = policy.forward(batch).hidden_PD[rows]
             logp, _ = chosen_logprobs(hidden, policy.head, batch.target_P[rows], batch.temperature_P[rows])
@@ -820,6 +825,89 @@ def test_a_proof_is_kept_for_the_same_code_and_configuration(monkeypatch: pytest
         file.write_text("{")
     monkeypatch.setattr(probe, "_PROVEN", {})
     assert probe.proven_before(model, ("a",), run) == proof and len(asked) == 4, "a broken file is no proof"
+
+
+def test_a_proof_depends_on_what_the_adapter_is_made_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = probe._code(None)
+    monkeypatch.setattr(probe, "version", lambda package: "0.0.1")
+    assert probe._code.__wrapped__(None) != before
+
+
+def test_what_was_proven_is_told_whether_now_or_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for said in ("proven", "proven before"):
+        monkeypatch.setattr(probe, "_PROVEN", {})
+        policy = make_policy(built(LlamaForCausalLM, LlamaConfig), TOKENIZER)
+        ((label, line),) = probe.proofs_of(policy.model)
+        assert label == said and line.startswith("LlamaForCausalLM: scoring, training equal its own forward pass at ")
+        prove_engine(policy, NativeEngine)
+        assert [label for label, _ in probe.proofs_of(policy.model)] == [said, said]
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "a/" + "x" * 5000, "name\0"])
+def test_a_path_that_no_file_can_have_is_named(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"no such folder|cannot be looked for"):
+        load_policy(ModelSettings(path=path))
+
+
+class ForgetsTheTeachersPast(LlamaForCausalLM):
+    """What is decoded alone, and not prefilled, is wrong beyond 20 tokens."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.register_forward_hook(self._hook, with_kwargs=True)
+
+    def _hook(self, module: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        late = cache is not None and cache.get_seq_length() > 20 and out[0].shape[1] == 1
+        return (out[0] * 1.5, *out[1:]) if late else out
+
+
+def test_a_mixture_with_a_teacher_is_proven_for_both() -> None:
+    right, wrong = (make_policy(built(kind, LlamaConfig), TOKENIZER) for kind in (LlamaForCausalLM, ForgetsTheTeachersPast))
+    settings = RolloutSettings()
+    assert mixed_engine(right, right, 0.4, settings).where is None
+    for policy, teacher in ((right, wrong), (wrong, right)):
+        with pytest.raises(ConfigError, match=r"sampling does not equal .*; set group.mix to 0"):
+            mixed_engine(policy, teacher, 0.4, settings)
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert-decoder"])
+def test_a_head_of_several_layers_is_right_one_sequence_at_a_time(family: str) -> None:
+    """What the last matrix is given are the states; transformers' BERT has a transform between it and its backbone."""
+    shape = {"vocab_size": len(TOKENIZER), "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    special = dict.fromkeys(("pad_token_id", "bos_token_id", "cls_token_id", "sep_token_id"), 0) | {"eos_token_id": 1}
+    config = default(family, num_hidden_layers=2, is_decoder=True, **shape, **special)
+    torch.manual_seed(0)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+    randomise(model)
+    policy = make_policy(model, TOKENIZER, ModelSettings(attention="single", gradient_checkpointing=True))
+    assert policy.deep_head
+    samples = texts((3, 4), (3, 20), (12, 2))
+    assert_equal(by_run(policy, samples), own(policy, samples))
+    assert_equal(by_run(policy, samples, again=True), own(policy, samples))
+
+
+def test_the_text_part_of_a_model_that_reads_images_is_loaded_and_proven(tmp_path: Any) -> None:
+    """transformers has no causal class for it; positions of text are the same in all three sections of its frequencies."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}
+    config = Qwen2_5_VLConfig(text_config=SHAPE | {"rope_parameters": rope, "max_position_embeddings": 77}, vision_config=vision)
+    torch.manual_seed(0)
+    model = Qwen2_5_VLForConditionalGeneration(config)
+    model.generation_config.eos_token_id = TOKENIZER.eos_token_id
+    randomise(model)
+    model.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    policy = load_policy(ModelSettings(path=str(tmp_path), device="cpu"))
+    assert type(policy.model) is Qwen2_5_VLForConditionalGeneration and policy.context == 77
+    samples = texts((3, 4), (3, 20), (12, 2))
+    assert_equal(by_run(policy, samples), own(policy, samples))
+    blueprint = read_blueprint(ModelSettings(path=str(tmp_path)))
+    shape = Shape.of(blueprint.config, parameter_count(blueprint), dtype="float32")
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert (shape.hidden, shape.layers, shape.vocabulary) == (32, 2, len(TOKENIZER))
 
 
 def test_the_plan_line_says_what_was_compared(tiny_policy: Callable) -> None:

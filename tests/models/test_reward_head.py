@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -22,6 +24,7 @@ from groupwise.config.settings import ModelSettings
 from groupwise.errors import ConfigError
 from groupwise.models.attention import plain_attention
 from groupwise.models.policy import Policy
+from groupwise.models.probe import proofs_of
 from groupwise.models.reward_head import (
     SUM_UNIT,
     Answer,
@@ -55,7 +58,7 @@ def scorer(tiny_policy: Callable[..., Policy]) -> Callable[..., Policy]:
     def make(family: str = "llama", pooling: str = "last", **options: object) -> Policy:
         causal = tiny_policy(family, **options)
         model = add_head(causal.model, causal.tokenizer, causal.eos_ids, pooling, seed=1)  # type: ignore[arg-type]
-        return wrap_scorer(model, causal.tokenizer)
+        return wrap_scorer(model, causal.tokenizer, options.get("settings"))  # type: ignore[arg-type]
 
     return make
 
@@ -185,3 +188,74 @@ def test_what_is_not_a_reward_model_is_refused(tiny_policy: Callable[..., Policy
     policy.tokenizer.save_pretrained(tmp_path / "classes")
     with pytest.raises(ConfigError, match="3 labels"):
         load_scorer(ModelSettings(path=str(tmp_path / "classes")))
+
+
+class Noisy(LlamaForSequenceClassification):
+    """Drops units while it scores."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp.register_forward_hook(lambda m, args, out: F.dropout(out, 0.3, True))
+
+
+class NoisyEncoder(BertForSequenceClassification):
+    """The same of a model without a number for each token."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.bert.encoder.register_forward_pre_hook(lambda m, args: (F.dropout(args[0], 0.3, True), *args[1:]))
+
+
+class MixesNeighbours(LlamaForSequenceClassification):
+    """Beyond 40 tokens every one hears all of its stream."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp.register_forward_hook(lambda m, args, out: out if out.shape[1] < 40 else out + out.mean(1, keepdim=True))
+
+
+class ScoresAnotherLayer(LlamaForSequenceClassification):
+    """Its own pass reads twice the state behind more than 30 tokens."""
+
+    def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+        found = super().forward(input_ids, **kwargs)
+        found.logits = found.logits * (2 if input_ids.shape[1] > 30 else 1)
+        return found
+
+
+class LosesAGradient(LlamaForSequenceClassification):
+    """What its first MLP learns depends on how much lies in a stream."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.layers[0].mlp.register_forward_hook(lambda m, args, out: out.detach() if out.shape[1] > 40 else out)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    [
+        *((kind, attention) for kind in (Noisy, MixesNeighbours, ScoresAnotherLayer) for attention in ("single", "shared")),
+        (LosesAGradient, "shared"),
+    ],
+)
+def test_faults_of_a_scorers_own_class_are_found_at_load(
+    tiny_policy: Callable[..., Policy], kind: type[LlamaForSequenceClassification], attention: Any
+) -> None:
+    causal = tiny_policy("llama")
+    causal.model.config.num_labels = 1
+    with pytest.raises(ConfigError, match=f"{kind.__name__} (gives other scores|cannot be trained like this)"):
+        wrap_scorer(kind(causal.model.config), causal.tokenizer, ModelSettings(attention=attention))
+
+
+def test_an_encoder_that_drops_while_it_scores_is_refused(tiny_policy: Callable[..., Policy]) -> None:
+    bert = BertConfig(vocab_size=80, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=1)
+    with pytest.raises(ConfigError, match="NoisyEncoder gives other scores each time"):
+        wrap_scorer(NoisyEncoder(bert), tiny_policy("llama").tokenizer)
+
+
+@pytest.mark.parametrize("attention", ["single", "shared"])
+def test_scorers_are_proven_by_their_own_class(scorer: Callable[..., Policy], attention: Any) -> None:
+    said = proofs_of(scorer(settings=ModelSettings(attention=attention, gradient_checkpointing=True)).model)
+    assert any("LlamaForSequenceClassification: scores, training, recompute equal its own" in line for _, line in said)

@@ -30,6 +30,7 @@ from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.models.attention import plain_attention
 from groupwise.models.loading import embedding_rows
 from groupwise.models.policy import Policy
+from groupwise.models.probe import proofs_of
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
 from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
 from groupwise.runs.build import Job, make_job
@@ -111,7 +112,7 @@ def check_stage(recipe: Recipe) -> Iterator[Finding]:
         for label, text in job.plan:
             if label in ("data", "in all", "memory", "dropout", "warning"):
                 yield Finding(label, None, text)
-        yield Finding("model", True, "packed and prompt-shared forward equals the model's own, one sequence at a time")
+        yield from (Finding("model", True, f"{label}: {text}") for label, text in proofs_of(job.policy.model))
         yield from _tokenizer(job.policy)
         yield from _template(recipe, job.policy)
         if job.engine is None or not is_online(recipe.objective):

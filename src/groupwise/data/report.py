@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from groupwise.data.sources import SourceRows
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:

@@ -20,6 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -28,6 +29,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
@@ -38,10 +40,11 @@ from groupwise.data.tokenizers import has_tokenizer, load_tokenizer, with_chat_t
 from groupwise.errors import ConfigError, DataError
 from groupwise.models import rope
 from groupwise.models.attention import use_packed_attention
-from groupwise.models.logit_scale import read_form
+from groupwise.models.logit_scale import has_deep_head, read_form
 from groupwise.models.lora import ADAPTER_CONFIG, merge_adapter, read_adapter
 from groupwise.models.policy import Policy
 from groupwise.models.probe import advised, probe_checkpoint, prove_policy
+from groupwise.models.shape import language_part
 from groupwise.models.small_copy import CAPS, WINDOWS, language_model
 from groupwise.models.streaming import CheckpointReader, check_finite, empty_model
 from groupwise.utils.terminal import Unstyled, logger
@@ -95,6 +98,11 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
         return _live_blueprint(settings, *path.value)
     if path.startswith(LIVE):
         raise missing(path, "model.path")
+    try:
+        Path(path).exists()
+    except OSError as error:  # no name of a file, nor of anything on the hub
+        shown = path if len(path) <= 200 else f"{path[:200]}... ({len(path)} characters)"
+        raise ConfigError(f"model.path: {shown!r} cannot be looked for: {error.strerror}") from error
     if (Path(path) / ADAPTER_CONFIG).is_file():
         return _adapted_blueprint(settings, tokenizer)
     if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
@@ -116,11 +124,11 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
         raise unbuildable(path, error) from error
     tokenizer = with_chat_template(tokenizer, settings.chat_template)
     check_config(config.to_dict())
-    check_vocabulary(len(tokenizer), config.to_dict().get("vocab_size"))
+    check_vocabulary(len(tokenizer), language_part(config.to_dict()).get("vocab_size"))
     generation = _read_generation_config(path) or GenerationConfig.from_model_config(config)
 
     dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
-    kind = AutoModelForSequenceClassification if is_scorer(config.to_dict()) else AutoModelForCausalLM
+    kind = AutoModelForSequenceClassification if is_scorer(config.to_dict()) else language_class(config)
 
     def empty() -> PreTrainedModel:
         model = empty_model(kind, config, dtype, trust_remote_code=settings.trust_remote_code)
@@ -141,6 +149,16 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
         empty=empty,
         reader=reader,
     )
+
+
+def language_class(config: PreTrainedConfig) -> Any:
+    """The class of transformers' Auto family that a language model has.
+
+    Of models that read images too transformers loads some as language models (Gemma 3), others only as what they are (Qwen2.5-VL);
+    what is trained, on texts, is the same part of both.
+    """
+    images = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if images else AutoModelForCausalLM
 
 
 def _read_generation_config(path: str) -> GenerationConfig | None:
@@ -312,6 +330,7 @@ def make_policy(
         autocast=settings.dtype == "autocast",
         form=read_form(model, language_model(model)),
         switches=rope.switches(model),
+        deep_head=settings.attention == "single" and has_deep_head(model, language_model(model)),
         dropout=0 if settings.dropout else None,
     )
     if settings.attention != "single":
@@ -345,8 +364,7 @@ COUNTS = (
 
 def check_config(config: dict[str, Any]) -> None:
     """Raises ConfigError for a number that no model can be computed with; `config` is transformers' as a dictionary."""
-    text = config.get("text_config")
-    fields = text if isinstance(text, dict) else config
+    fields = language_part(config)
     numbers = {k: v for k, v in fields.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
 
     def refuse(name: str, value: float, why: str) -> ConfigError:
@@ -414,9 +432,10 @@ def eos_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerB
 
 def context_length(config: dict[str, Any]) -> int:
     """Longest sequence that the model's positions reach, in tokens; `config` is transformers' as a dictionary."""
+    fields = language_part(config)
     for key in ("max_position_embeddings", "n_positions", "n_ctx", "max_target_positions"):
-        if config.get(key):
-            return int(config[key])
+        if fields.get(key):
+            return int(fields[key])
     return 1 << 20
 
 

@@ -1,4 +1,5 @@
-"""Which factor and which soft cap a family's own forward pass puts on its logits, found out by trying.
+"""What a family's own forward pass does behind its backbone, found out by trying: a factor and a soft cap on its logits, and layers
+before the last matrix.
 
 A configuration may name a factor that the family ignores, or multiplies by where another divides.  So the forms that it could mean
 are tried on a small copy, and the one that gives the model's own logits is taken.
@@ -10,7 +11,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from groupwise.errors import ConfigError
@@ -45,7 +46,9 @@ def read_form(model: PreTrainedModel, kind: type[PreTrainedModel]) -> Form:
     small = small_model(kind, model.config)
     tokens, output = torch.arange(2, 9)[None], small.get_output_embeddings()
     assert isinstance(output, nn.Linear)
-    hidden = backbone_of(small)(input_ids=tokens, use_cache=False).last_hidden_state
+    hidden = head_input(small, tokens)
+    if hidden is None:
+        hidden = backbone_of(small)(input_ids=tokens, use_cache=False).last_hidden_state
     own, linear = small(input_ids=tokens, use_cache=False).logits, output(hidden)
     for place, (factor, cap) in enumerate(forms(small.config)):
         tried = linear * factor
@@ -53,3 +56,33 @@ def read_form(model: PreTrainedModel, kind: type[PreTrainedModel]) -> Form:
         if bool((tried - own).abs().max() <= 1e-5 * own.abs().max()):
             return meant[place]
     raise ConfigError(f"{kind.__name__} does more with its logits than a factor and a soft cap: its head is not supported")
+
+
+def head_input(model: PreTrainedModel, tokens_BT: Tensor) -> Tensor | None:
+    """What a pass of the whole model gives to its last matrix (B, T, D), differentiable; None if it calls no such module once."""
+    output, found = model.get_output_embeddings(), list[Tensor]()
+    if not isinstance(output, nn.Module):
+        return None
+    hook = output.register_forward_pre_hook(lambda _, inputs: found.extend(inputs[:1]))
+    try:
+        model(input_ids=tokens_BT, use_cache=False)
+    finally:
+        hook.remove()
+    return found[0] if len(found) == 1 else None
+
+
+@torch.no_grad()
+def has_deep_head(model: PreTrainedModel, kind: type[PreTrainedModel]) -> bool:
+    """True if between a model's backbone and its last matrix lies more, as the transform of BERT's head.
+
+    kind: the language model's class.   A family that cannot be asked has none: whatever it does is held against its own pass later.
+    """
+    tokens = torch.arange(2, 9)[None]
+    try:
+        small = small_model(kind, model.config)
+        given, hidden = head_input(small, tokens), backbone_of(small)(input_ids=tokens, use_cache=False).last_hidden_state
+    except Exception:  # a model's own code
+        return False
+    if given is None:
+        return False
+    return given.shape != hidden.shape or not bool((given - hidden).abs().max() <= 1e-5 * given.abs().max())

@@ -26,6 +26,7 @@ from groupwise.errors import ConfigError
 from groupwise.models import rope
 from groupwise.models.attention import Attend, PackedAttention, attending, recomputation
 from groupwise.models.dropout import Masks, active, as_before, own_training
+from groupwise.models.logit_scale import head_input
 from groupwise.models.small_copy import backbone_of
 from groupwise.ops.linear_cross_entropy import Head
 from groupwise.ops.onednn_shapes import tiled
@@ -66,6 +67,8 @@ class Policy:
     """The factor and the soft cap that the model puts on its logits; see `output`."""
     switches: tuple[tuple[int, bool], ...] = ()
     """Lengths above which rotary embeddings have other frequencies, and whether every length above has its own; see `rope`."""
+    deep_head: bool = False
+    """With `single`: more than one matrix lies behind the backbone; states are those that the last one is given."""
     dropout: int | None = None
     """Seed of what updates drop, with the probabilities of the model's configuration; None: nothing.  See `dropout`."""
 
@@ -277,8 +280,11 @@ class Policy:
             for start, length in zip(layout.start, layout.length, strict=True):
                 with own_training(ends[start + length], self.device) if ends else contextlib.nullcontext():
                     self._set_mode()
-                    found = self.backbone(input_ids=tokens_P[None, start : start + length], use_cache=False)
-                    parts.append(found.last_hidden_state[0])
+                    tokens_1T = tokens_P[None, start : start + length]
+                    given = head_input(self.model, tokens_1T) if self.deep_head else None
+                    if given is None:
+                        given = self.backbone(input_ids=tokens_1T, use_cache=False).last_hidden_state
+                    parts.append(given[0])
         filler = layout.total - sum(layout.length)
         return torch.cat([*parts, parts[0].new_zeros(filler, parts[0].shape[1])])
 

@@ -27,8 +27,10 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -44,7 +46,7 @@ from groupwise.models import dropout, rope
 from groupwise.models.attention import plain_attention, use_packed_attention
 from groupwise.models.dropout import Masks, own_training, stretches_of
 from groupwise.models.fused import fused_modules
-from groupwise.models.logit_scale import read_form
+from groupwise.models.logit_scale import has_deep_head, read_form
 from groupwise.models.masks import ATTRIBUTE, REMEDY, Reach, note_reach
 from groupwise.models.policy import BALANCE, Policy
 from groupwise.models.small_copy import language_model, small_model
@@ -54,9 +56,6 @@ from groupwise.ops.linear_cross_entropy import chosen_logprobs, head_logits
 from groupwise.records import Batch, Layout, Sample
 from groupwise.utils import files
 from groupwise.utils.cache import cache_folder
-from groupwise.utils.terminal import logger
-
-log = logger(__name__)
 
 PROBE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.15}
 """Largest difference of a logit between packed and ordinary forward, relative to the spread of the logits."""
@@ -87,7 +86,9 @@ class Proof:
     switches: tuple[int, ...]
     """Lengths at which the model changes something, which sequences lie on both sides of."""
     difference: float
-    """The largest of a log-prob, in nats."""
+    """The largest of a log-prob, in nats; of a score."""
+    what: str = "log-probs"
+    """Or scores."""
 
     @property
     def written(self) -> str:
@@ -98,17 +99,32 @@ class Proof:
     def read(cls, text: str) -> Proof:
         """What `written` gave.  Raises ValueError or TypeError."""
         match json.loads(text):
-            case {"family": str(family), "paths": paths, "lengths": lengths, "switches": switches, "difference": float(most)}:
-                return cls(family=family, paths=tuple(paths), lengths=tuple(lengths), switches=tuple(switches), difference=most)
+            case {
+                "family": str(family),
+                "paths": paths,
+                "lengths": lengths,
+                "switches": switches,
+                "difference": float(most),
+                "what": str(what),
+            }:
+                return cls(
+                    family=family,
+                    paths=tuple(paths),
+                    lengths=tuple(lengths),
+                    switches=tuple(switches),
+                    difference=most,
+                    what=what,
+                )
         raise ValueError("not a proof")
 
     @property
     def line(self) -> str:
-        """One line for the log."""
+        """One line for the plan."""
         beyond = f", across {', '.join(map(str, self.switches))}" if self.switches else ""
+        equal = "equal" if len(self.paths) > 1 else "equals"
         return (
-            f"{self.family}: {', '.join(self.paths)} equal its own forward pass at {len(self.lengths)} lengths from "
-            f"{self.lengths[0]} to {self.lengths[-1]}{beyond} (log-probs to {self.difference:.0e})"
+            f"{self.family}: {', '.join(self.paths)} {equal} its own forward pass at {len(self.lengths)} lengths from "
+            f"{self.lengths[0]} to {self.lengths[-1]}{beyond} ({self.what} to {self.difference:.0e})"
         )
 
 
@@ -139,7 +155,8 @@ def in_words(prove: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P
 def prove_policy(policy: Policy, *, recompute: bool = False, lora: LoraSettings | None = None) -> Proof:
     """Prove on a small copy of a policy's architecture what a run will do with it.  Raises ConfigError for what differs.
 
-    A scoring model (a backbone with another head) is proven as the language model of its configuration.
+    Of a scoring model (a backbone with another head) the language model of its configuration is proven; the model itself by
+    `reward_head.prove_scorer`.
     """
     paths = ["scoring", "training", "router", *(["recompute"] if recompute else []), *(["adapter"] if lora is not None else [])]
     if policy.dropout is not None:
@@ -171,12 +188,18 @@ def advised(error: ConfigError, policy: Policy, *, recompute: bool = False, lora
     return error
 
 
-def proven_before(model: PreTrainedModel, what: tuple[str, ...], run: Callable[[PreTrainedModel], Proof]) -> Proof:
+def proven_before(
+    model: PreTrainedModel,
+    what: tuple[str, ...],
+    run: Callable[[PreTrainedModel], Proof],
+    kind: type[PreTrainedModel] | None = None,
+) -> Proof:
     """What `run` says of a small copy of a model; asked once for the same code, kept in the user's cache beside the kernels.
 
-    what: names `run`.   Classes that do not come with transformers are proven by every process.
+    what: names `run`.   kind: the copy's class; None: the language model's.
+    Classes that do not come with transformers are proven by every process.
     """
-    kind = language_model(model)
+    kind = kind or language_model(model)
     config = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
     own = getattr(sys.modules.get(kind.__module__), "__file__", None)  # a class that was typed into a notebook has no file
     told = [kind.__qualname__, config, what, FAR, _code(own)]
@@ -185,24 +208,34 @@ def proven_before(model: PreTrainedModel, what: tuple[str, ...], run: Callable[[
     if key not in _PROVEN and kept is not None:
         with suppress(OSError, ValueError, TypeError):
             _PROVEN[key] = Proof.read(kept.read_text(encoding="utf-8"))
-    if key not in _PROVEN:
-        proof = _PROVEN[key] = run(stand_in(model))
-        log.info("%s", proof.line)
+    before = key in _PROVEN
+    if not before:
+        proof = _PROVEN[key] = run(stand_in(model, kind))
         if kept is not None:
             with suppress(OSError):
                 kept.parent.mkdir(exist_ok=True)
                 files.write(kept, proof.written.encode())
+    _SAID.setdefault(model, {}).setdefault(what, ("proven before" if before else "proven", _PROVEN[key].line))
     return _PROVEN[key]
 
 
+def proofs_of(model: PreTrainedModel) -> list[tuple[str, str]]:
+    """What was proven of a model in this process, for the plan: `proven` or `proven before`, and what was compared."""
+    return list(_SAID.get(model, {}).values())
+
+
+_SAID: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, ...], tuple[str, str]]] = WeakKeyDictionary()
 _PROVEN: dict[tuple[type, str], Proof] = {}
 SMALL = 50_000_000
 """Parameters of a model that may stand for itself."""
 
 
-def stand_in(model: PreTrainedModel) -> PreTrainedModel:
-    """A small copy; a model that is small itself, and of which none can be made, stands for itself.  Raises ConfigError."""
-    kind = language_model(model)
+def stand_in(model: PreTrainedModel, kind: type[PreTrainedModel] | None = None) -> PreTrainedModel:
+    """A small copy; a model that is small itself, and of which none can be made, stands for itself.  Raises ConfigError.
+
+    kind: its class; None: the language model's.
+    """
+    kind = kind or language_model(model)
     try:
         return small_model(kind, model.config, shallow=_published(kind))
     except ConfigError:
@@ -221,8 +254,15 @@ def _code(modeling: str | None) -> list[Any]:
     """What a proof depends on besides the configuration: this library, those it computes with, the model's own file."""
     own = Path(modeling).read_bytes() if modeling else b""
     processor = platform.processor(), torch.backends.cpu.get_cpu_capability()
-    versions = [transformers.__version__, torch.__version__, absence(), *processor]
+    versions = [transformers.__version__, torch.__version__, _version("peft"), absence(), *processor]
     return [_library(), hashlib.sha256(own).hexdigest(), *versions]
+
+
+def _version(package: str) -> str | None:
+    """Of a package that may not be installed."""
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return None
 
 
 @functools.cache
@@ -304,6 +344,7 @@ def wrapped(model: PreTrainedModel, attention: str) -> Policy:
         attention=attention,
         form=read_form(model, language_model(model)),
         switches=rope.switches(model),
+        deep_head=attention == "single" and has_deep_head(model, language_model(model)),
     )
 
 
@@ -460,13 +501,18 @@ MENDED = (LOWER_REMEDY, BALANCE, dropout.REMEDY, REMEDIES["recompute"], REMEDIES
 """Remedies of what a run may do without."""
 
 
-def compare(family: str, path: str, measured: Truth, expected: Truth, remedy: str) -> float:
-    """The largest difference of a log-prob.  Raises ConfigError if it, or a gradient's, is too large, or not finite."""
+def compare(
+    family: str, path: str, measured: Truth, expected: Truth, remedy: str, *, what: str = "log-prob", unit: str = "nats"
+) -> float:
+    """The largest difference of a log-prob.  Raises ConfigError if it, or a gradient's, is too large, or not finite.
+
+    what, unit: where other numbers than log-probs are compared.
+    """
     check_finite_truth(family, expected)
     sizes = [float(np.abs(ours - theirs).max()) for ours, theirs in zip(measured.logp, expected.logp, strict=True)]
     place = int(np.argmax(sizes))  # of NaN the first
     if not sizes[place] <= VALUES:
-        said = f"a log-prob of a completion of {measured.logp[place].size} tokens {apart(sizes[place], 'nats')}"
+        said = f"a {what} of a completion of {measured.logp[place].size} tokens {apart(sizes[place], unit)}"
         raise ConfigError(refusal(family, path, said, remedy))
     if lost := expected.gradient.keys() - measured.gradient.keys():
         raise ConfigError(refusal(family, path, f"{min(lost)} gets no gradient", remedy))

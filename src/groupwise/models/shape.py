@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from groupwise.models.policy import Policy
 
 
+def language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a transformers config as a dictionary: what describes the language model, where it stands in a section of its own."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
     """The numbers of a model that memory and time depend on."""
@@ -41,8 +47,10 @@ class Shape:
     def of(cls, config: Mapping[str, Any], parameters: int, *, dtype: str) -> Shape:
         """From a transformers config as a dictionary; `dtype` as in `model.dtype`.
 
-        Raises ConfigError for a model without attention, or whose language model is only a part of it.
+        Of a model that reads images too the language model counts.   Raises ConfigError for a model without attention.
         """
+        tied = config.get("tie_word_embeddings", True)
+        config = language_part(config)
         for names in (("hidden_size", "n_embd"), ("num_attention_heads", "n_head"), ("num_hidden_layers", "n_layer")):
             if not any(config.get(name) for name in names):
                 raise ConfigError(
@@ -63,7 +71,7 @@ class Shape:
             gated="n_embd" not in config,
             bytes_per_weight=2 if dtype == "bfloat16" else 4,
             bytes_per_product=4 if dtype == "float32" else 2,
-            tied=bool(config.get("tie_word_embeddings", True)),
+            tied=bool(tied),
         )
 
     @classmethod

@@ -43,10 +43,12 @@ from groupwise.models.probe import prove as prove_training
 from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling, Turn
 from groupwise.rollout.engine import Engine
 from groupwise.rollout.native.engine import NativeEngine
+from groupwise.rollout.teacher_mixed import MixedEngine
 from groupwise.rollout.transformers import TransformersEngine
 
-PATH, TURNS = "sampling", "conversations"
+PATH, TURNS, MIXTURE = "sampling", "conversations", "sampling from a mixture"
 REMEDY = "set rollout.engine to 'transformers'"
+UNMIXED = "set group.mix to 0"
 OTHERS = "sample it with rollout.engine 'vllm', or train it on data (sft, dpo)"
 GROUP, ROWS, BEYOND = 2, 5, 6
 """Completions of a prompt; rows that are decoded at a time, so that some wait; tokens that completions grow beyond a switch."""
@@ -90,6 +92,23 @@ def prove_engine(policy: Policy, make: Callable[..., Engine], *, conversations: 
     return proven_before(policy.model, (*paths, make.__name__, policy.attention, dtype), run)
 
 
+def prove_mixed(policy: Policy, mix: float) -> Proof:
+    """The same of an engine that draws from a mixture with a teacher, for a model on either side of it.
+
+    A mixture of a model with itself is the model: its log-probs, which two models with caches of their own have computed, must be
+    those of the model's own forward pass.   mix: the teacher's share.   Raises ConfigError.
+    """
+
+    def mixing(policy: Policy, **settings: Any) -> Engine:
+        return MixedEngine(policy, teacher=policy.frozen_copy(), mix=mix, **settings)
+
+    def run(small: PreTrainedModel) -> Proof:
+        lengths, worst = sampled(wrapped(small, policy.attention), mixing, remedy=UNMIXED, plain=True)
+        return Proof(family=type(small).__name__, paths=(MIXTURE,), lengths=lengths, switches=switches(small), difference=worst)
+
+    return proven_before(policy.model, (MIXTURE, str(mix), policy.attention), run)
+
+
 @in_words
 def sampled(
     policy: Policy,
@@ -98,17 +117,20 @@ def sampled(
     conversations: bool = False,
     remedy: str = REMEDY,
     dtype: str = "float32",
+    plain: bool = False,
     seed: int = 0,
 ) -> tuple[tuple[int, ...], float]:
     """Sample, and compare with the model's own forward pass: lengths that were sampled, and the largest difference in nats.
 
-    make: an engine's class.   conversations: sample in turns too.
+    make: an engine's class.   conversations: sample in turns too.   plain: it knows no truncated sampling.
     dtype: where it is not float32, what is sampled in that type may lie as far from float32 as `models.probe.compare_lower` allows.
     Raises ConfigError if it is too large, or if the engine refuses the model.
     """
     policy = replace(policy, tokenizer=_NoText())
     worst, lengths = 0.0, set[int]()
     for asked in _rounds(policy, conversations, seed):
+        if plain and asked.sampling.truncates:
+            continue
         for rollout in asked.drawn(policy, make, remedy)[:: asked.every]:
             difference = float(np.abs(rollout.behavior_logp - _truth(policy, rollout))[rollout.trained].max())
             if not difference <= VALUES:

@@ -19,7 +19,7 @@ from groupwise.rollout.asynchronous import PrefetchedRollouts
 from groupwise.rollout.engine import Engine
 from groupwise.rollout.gathered_weights import GatheredEngine
 from groupwise.rollout.native.engine import NativeEngine
-from groupwise.rollout.probe import prove_engine
+from groupwise.rollout.probe import prove_engine, prove_mixed
 from groupwise.rollout.teacher_mixed import MixedEngine
 from groupwise.rollout.transformers import TransformersEngine
 from groupwise.rollout.vllm.engine import VllmEngine
@@ -30,12 +30,11 @@ from groupwise.utils.imports import imported
 Make = Callable[[Policy, RolloutSettings, World | None], Engine]
 
 
-def _in_process(engine: Callable[..., Engine], *, proven: bool = True) -> Make:
+def _in_process(engine: Callable[..., Engine], *, prove: Callable[..., object] = prove_engine) -> Make:
     def make(policy: Policy, settings: RolloutSettings, world: World | None) -> Engine:
         if isinstance(policy, ShardedPolicy):
             return GatheredEngine(policy, lambda plain: make(plain, settings, world))
-        if proven:
-            prove_engine(policy, engine, conversations=world is not None)
+        prove(policy, engine, conversations=world is not None)
         return engine(policy, max_rows=settings.max_rows, keep_special_tokens=settings.keep_special_tokens, world=world)
 
     return make
@@ -86,13 +85,20 @@ def make_engine(policy: Policy, settings: RolloutSettings, world: World | None =
 
 
 def mixed_engine(policy: Policy, teacher: Policy, mix: float, settings: RolloutSettings) -> Engine:
-    """An engine whose completions a teacher helps to write.  Raises ConfigError for a teacher that is spread over processes."""
+    """An engine whose completions a teacher helps to write, proven for both models.
+
+    Raises ConfigError for a teacher that is spread over processes.
+    """
     if teacher.sharded:
         raise ConfigError(
             "group.mix: a teacher that is spread over processes cannot help to sample: set parallel: ddp, or group.mix: 0"
         )
-    # Its log-probs are the mixture's: there is no policy that they could be held against.
-    return _in_process(partial(MixedEngine, teacher=teacher, mix=mix), proven=False)(policy, settings, None)
+
+    def prove(policy: Policy, *_: object, **__: object) -> None:
+        for one in (policy, teacher):
+            prove_mixed(one, mix)
+
+    return _in_process(partial(MixedEngine, teacher=teacher, mix=mix), prove=prove)(policy, settings, None)
 
 
 def sampled_elsewhere(algorithm: Algorithm, settings: RolloutSettings) -> Algorithm:

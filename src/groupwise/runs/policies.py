@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from groupwise.config.settings import ModelSettings, Recipe
 from groupwise.config.validation import STAGE
@@ -17,7 +17,16 @@ from groupwise.data.load import load_demonstrations
 from groupwise.data.tokenizers import check_same_tokens
 from groupwise.distributed import comm, fsdp
 from groupwise.errors import ConfigError
-from groupwise.models.loading import UNBUILDABLE, Blueprint, is_scorer, make_policy, read_blueprint, resolve_device, unbuildable
+from groupwise.models.loading import (
+    UNBUILDABLE,
+    Blueprint,
+    is_scorer,
+    language_class,
+    make_policy,
+    read_blueprint,
+    resolve_device,
+    unbuildable,
+)
 from groupwise.models.lora import AdaptedPolicy, bare
 from groupwise.models.policy import Policy
 from groupwise.models.probe import probe_checkpoint
@@ -183,7 +192,7 @@ def weightless(blueprint: Blueprint) -> PreTrainedModel:
     try:
         config = AutoConfig.for_model(blueprint.config["model_type"], **kept)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            return language_class(config).from_config(config)
     except (ValueError, *UNBUILDABLE) as error:
         raise unbuildable(blueprint.config.get("_name_or_path", ""), error) from error
 

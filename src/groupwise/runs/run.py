@@ -25,6 +25,7 @@ from groupwise.distributed import comm
 from groupwise.errors import CheckpointError, ConfigError, Ended, GroupwiseError, PeerError
 from groupwise.models.loading import resolve_device
 from groupwise.models.policy import Policy
+from groupwise.models.probe import proofs_of
 from groupwise.records import Scored, Step
 from groupwise.runs import checkpoint
 from groupwise.runs.build import Job, Judged
@@ -472,7 +473,8 @@ def train_stage(run: Run, title: str, console: Console, quiet: bool) -> Outcome:
     """Train a run to its end and show it: the plan, the progress line, the table at the end."""
     begin = run.done
     with Progress(run.job.steps, title, console=console, quiet=quiet) as progress:
-        progress.plan([*run.job.plan, ("resumed", f"after step {begin}")] if begin else run.job.plan)
+        resumed = [("resumed", f"after step {begin}")] if begin else []
+        progress.plan([*run.job.plan, *proofs_of(run.job.policy.model), *resumed])
         for step in run.steps():
             progress.update(step)
         progress.stop()
