@@ -336,7 +336,7 @@ def test_c15b_more_steps_without_a_checkpoint(recipe: Callable, capsys: pytest.C
 
 @pytest.mark.slow
 @pytest.mark.fault("C17", "final/ of a finished run is deleted, emptied or altered", "it is made again from the last checkpoint")
-@pytest.mark.parametrize("how", ["deleted", "cut", "flipped", "no config"])
+@pytest.mark.parametrize("how", ["deleted", "cut", "flipped", "no config", "cut tokenizer"])
 def test_c17_finished_is_believed_only_with_its_model(
     how: str, recipe: Callable, capsys: pytest.CaptureFixture[str], record_property: Callable
 ) -> None:
@@ -352,6 +352,9 @@ def test_c17_finished_is_believed_only_with_its_model(
             data = bytearray(model.read_bytes())
             data[-5] ^= 1
             model.write_bytes(data)
+        case "cut tokenizer":
+            tokenizer = Path("runs/r/final/tokenizer.json")
+            tokenizer.write_bytes(tokenizer.read_bytes()[:10])
         case "no config":
             Path("runs/r/final/config.json").unlink()
     code = main(["train", str(path), "--quiet"])
