@@ -93,6 +93,53 @@ def test_refused_recipes_leave_no_folder(changes: dict, says: str, recipe: Calla
     assert not Path("somewhere").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.fault(
+    "K4c", "context, data, a reward's file and a built-in's argument are wrong in one recipe", "ConfigError: one list, by line"
+)
+def test_k4c_what_data_and_functions_show_stands_in_one_list(
+    recipe: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str], record_property: Callable
+) -> None:
+    (tmp_path / "p.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n' * 8)
+    for _ in train(load_recipe(recipe("first", objective="sft", steps=1, batch_size=2, rewards=[]))):
+        pass
+    path = recipe(
+        "r",
+        model={"path": "runs/first/final", "scratch": None},
+        data={"path": "p.jsonl", "task": None, "limit": None},
+        rollout={"max_new_tokens": 4096},
+        rewards=[
+            {"function": "judges.py:jugde"},
+            {"function": "accuracy", "args": {"colunm": "answer"}},
+            {"function": "exact", "args": {"column": "gold"}},
+            {"function": "judges.py:judge"},
+        ],
+    )
+    code = main(["train", str(path)])
+    record_property("exit", code)
+    assert code == ConfigError.exit_code
+    told, lines = capsys.readouterr().err, path.read_text().splitlines()
+    assert f"5 problems in {path}:" in told
+    for key, says in {
+        "max_new_tokens:": "max_new_tokens is 4096 and the model's context is",
+        "path: p.jsonl": "no column 'prompt'",
+        "function: judges.py:jugde": "has no function 'jugde'; did you mean 'judge'?",
+        "function: accuracy": "has no argument 'colunm'",
+        "function: exact": "compares with the column 'gold', which the data do not have",
+    }.items():
+        number = next(n for n, line in enumerate(lines, 1) if key in line)
+        assert any(f"{path}:{number}: " in line and says in line for line in told.splitlines()), (key, told)
+    assert not Path("runs/r").exists()
+
+
+def test_one_mistake_in_data_has_its_line(recipe: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("none.jsonl").touch()
+    path = recipe("r", data={"path": "none.jsonl", "task": None}, rewards=[{"function": "exact"}])
+    assert main(["train", str(path)]) == 2
+    number = next(n for n, line in enumerate(path.read_text().splitlines(), 1) if "none" in line)
+    assert f"DataError: {path}:{number}: none.jsonl is empty" in capsys.readouterr().err
+
+
 def test_a_folder_that_was_there_stays(recipe: Callable) -> None:
     path = recipe("refused", data={"limit": 2})
     kept = Path("runs/refused")
