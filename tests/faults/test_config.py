@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+import yaml
 
 from groupwise.algorithms.registry import PARTS, _parameters
 from groupwise.cli.commands import main
 from groupwise.config import settings
-from groupwise.config.recipes import load_recipe
+from groupwise.config.recipes import load_recipe, parse_stages
+from groupwise.config.schema import settings_table
 from groupwise.errors import ConfigError
 from groupwise.runs.run import Run, train
 
@@ -61,6 +64,40 @@ def test_k4_everything_wrong_in_one_list(
     assert "r.yaml:15: group.credit.eps: input should be greater" in told
     assert "r.yaml:15: group.credit: beta is a setting of its own, group.beta; got 0.1 here" in told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["r.yaml"]
+
+
+ODD = (
+    None, -1, 1.5, float("nan"), "", "x" * 5000, "x" * 300 + ".jinja", "x" * 300 + ".py:f", [], {}, [[]], {"a": {}}, 2**70,
+    "\x1b[31m", "a:b", "\0", "stage:x", ["a"], {"name": None}, {"name": 1}, {"name": "a:b"}, "live:x", [{"function": None}],
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "K4d", "every setting given 23 values that it was never meant to have", "ConfigError with the key, or it is taken"
+)
+def test_k4d_no_value_of_a_setting_is_a_traceback() -> None:
+    base = {"objective": "grpo", "steps": 1, "model": {"scratch": {}}, "data": {"task": "addition"}}
+    base["rewards"] = [{"function": "exact"}]
+    for key in settings_table():
+        first, *inner, last = key.split(".") if "." in key else (key, key)
+        for value in ODD:
+            tree: dict = copy.deepcopy(base)
+            if "." not in key:
+                tree[key] = value
+            else:
+                place = tree["rewards"][0] if first == "rewards" else tree.setdefault(first, {})
+                for part in inner:
+                    place = place if part == "N" else place.setdefault(part, {})
+                place[last] = value
+            text = yaml.safe_dump(tree, sort_keys=False)
+            try:
+                parse_stages(text, "r.yaml")
+            except ConfigError as error:
+                said = str(error)
+                assert "r.yaml:" in said
+                assert "\0" not in said
+                assert "\x1b" not in said
 
 
 def test_what_parts_take_is_what_the_table_says() -> None:
