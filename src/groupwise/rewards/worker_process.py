@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import importlib
 import inspect
-import itertools
 import json
 import os
 import pickle
@@ -192,7 +191,9 @@ def serve(channel: socket.socket, build: Callable[..., Function], options: Mappi
     with contextlib.suppress(AttributeError, ValueError):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what is printed before a kill is seen
     function: Function | None = None
-    for number in itertools.count():
+    number = -1
+    while True:
+        number += 1
         try:
             request = receive(channel, None)
         except (EOFError, OSError):

@@ -268,8 +268,8 @@ def _try_rewards(recipe: Recipe, prompts: Data[Prompt] | None, blueprint: Bluepr
     columns: list[str] | None = None if prompts is None else list(prompts.train[0].row)
     if columns is None and recipe.data.path is not None:
         with suppress(ConfigError, DataError, OSError):
-            theirs = {name: ours for ours, name in recipe.data.columns.items()}
-            columns = [theirs.get(name, name) for name in read_rows(recipe.data.path, recipe.data.split)[0]]
+            ours = {theirs: ours for ours, theirs in recipe.data.columns.items()}
+            columns = [ours.get(str(name), str(name)) for name in read_rows(recipe.data.path, recipe.data.split)[0]]
     asked = {place: reward for place, reward in enumerate(recipe.rewards) if reward.function not in MAKERS}
     if not asked:
         return
