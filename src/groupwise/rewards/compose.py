@@ -82,9 +82,15 @@ def build_rewards(
                 if itself is None and ":" not in one.function:
                     rewards.append(find_builtin(one, offered, tokenizer))
                 elif n in described:
-                    signature = _signature(described[n])
-                    given = {"arguments": dict(one.args), "timeout": one.timeout, "live": itself}
-                    reward = Reward(name=name, weight=float(one.weight), spec=one.function, signature=signature, **given)
+                    reward = Reward(
+                        name=name,
+                        weight=float(one.weight),
+                        spec=one.function,
+                        signature=_signature(described[n]),
+                        arguments=dict(one.args),
+                        timeout=one.timeout,
+                        live=itself,
+                    )
                     rewards.append(reward)
         wrong.settle()
         return Rewards(rewards, offered, hosts)
