@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 
 class Ended(BaseException):
     """SIGTERM ended the run; the last whole step is saved.
@@ -22,6 +25,8 @@ class GroupwiseError(Exception):
     exit_code = 1
     everywhere = False
     """True of one that all processes of a run raise at the same point: they can still do things together."""
+    key = ""
+    """The dotted key of the recipe that is at fault, where that is known; whoever has the recipe's file adds the line."""
 
 
 class ConfigError(GroupwiseError):
@@ -34,6 +39,39 @@ class DataError(GroupwiseError):
     """A row, a column, a file or a tokenizer that does not hold what it should."""
 
     exit_code = 2
+
+
+class Problems(ConfigError):
+    """Several mistakes in one recipe, each an error of its own: `found`."""
+
+    def __init__(self, found: Sequence[GroupwiseError]) -> None:
+        self.found = tuple(found)
+        super().__init__("\n".join([f"{len(found)} problems:", *(f"  {error}" for error in found)]))
+
+
+class Findings:
+    """Collects what is wrong with a recipe while it is looked through, so that it is told at once."""
+
+    def __init__(self) -> None:
+        self.errors: list[GroupwiseError] = []
+
+    @contextmanager
+    def of(self, key: str) -> Iterator[None]:
+        """Keep a ConfigError or DataError that is raised inside, and go on.   key: of the recipe, if the error names none."""
+        try:
+            yield
+        except Problems as several:
+            self.errors += several.found
+        except (ConfigError, DataError) as error:
+            error.key = error.key or key
+            self.errors.append(error)
+
+    def settle(self) -> None:
+        """Raises what was found: one error as it is, several as Problems."""
+        if len(self.errors) > 1:
+            raise Problems(self.errors)
+        if self.errors:
+            raise self.errors[0]
 
 
 class RewardError(GroupwiseError):

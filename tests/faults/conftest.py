@@ -1,7 +1,8 @@
-"""Faults: each test injects one and says how the run must end.  `@pytest.mark.fault(case, injected, outcome)` names it.
+"""Faults: each test injects one and says how the run must end.  `@pytest.mark.fault(case, injected, outcome)` names it, and
+`@pytest.mark.trl(number, outcome)` says which of the 38 faults that TRL was put to it shows; one of its tests has the outcome.
 
-After the tests their table is printed: case, what was injected, the exit code, the outcome, and whether it came.  With
-`--fault-page FILE` the table, and beside it what TRL does under 38 faults, become that page, if all tests ran and passed.
+After the tests both tables are printed: case, what was injected, the exit code, the outcome, and whether it came; and the 38 with
+what TRL does.  With `--fault-page FILE` they become that page, if all tests ran and passed.
 """
 
 from __future__ import annotations
@@ -64,6 +65,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fault-page", metavar="FILE", help="write the table of faults there, if all of them ended as they must")
 
 
+def passed(item: pytest.Item) -> bool:
+    """True if a test was run, and every part of it went well."""
+    reports = getattr(item, "fault_reports", [])
+    return bool(reports) and all(report.passed for report in reports)
+
+
+def ours_of(session: pytest.Session) -> dict[int, tuple[str, bool]]:
+    """For each of TRL's faults that a test was run for: what Groupwise does, and whether all its tests passed."""
+    found: dict[int, tuple[str, bool]] = {}
+    for item in getattr(session, "items", ()):
+        for mark in item.iter_markers("trl"):
+            number, outcome = (*mark.args, "")[:2]
+            before, good = found.get(number, ("", True))
+            found[number] = (outcome or before, good and passed(item))
+    return dict(sorted(found.items()))
+
+
 def rows_of(session: pytest.Session) -> list[Row]:
     """One row a fault; several tests of one fault are one row."""
     found: dict[tuple[str, str], Row] = {}
@@ -71,13 +89,11 @@ def rows_of(session: pytest.Session) -> list[Row]:
         if (mark := item.get_closest_marker("fault")) is None:
             continue
         case, injected, outcome = (*mark.args, *("",) * 3)[:3]
-        reports = getattr(item, "fault_reports", [])
-        passed = bool(reports) and all(report.passed for report in reports)
-        status = status_of(outcome, dict(item.user_properties))
+        good, status = passed(item), status_of(outcome, dict(item.user_properties))
         before = found.get((case, injected))
         if before is not None:
-            passed, status = passed and before.passed, before.status if before.status != "-" else status
-        found[case, injected] = Row(case, injected, outcome, status, passed)
+            good, status = good and before.passed, before.status if before.status != "-" else status
+        found[case, injected] = Row(case, injected, outcome, status, good)
     return list(found.values())
 
 
@@ -88,24 +104,34 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Any:
 
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
-    session = terminalreporter._session
-    rows = rows_of(session)
-    if not rows:
-        return
-    write = terminalreporter.write_line
-    wide = max(len(row.case) for row in rows)
-    terminalreporter.section("faults")
-    for row in rows:
-        write(f"{row.case:{wide}}  {row.injected} -> exit {row.status}: {row.outcome}{'' if row.passed else '  [NOT SO]'}")
-    good = sum(row.passed for row in rows)
-    write(f"{good} of {len(rows)} faults end as they must; of TRL's 38 see docs/reliability.md")
-    if (page := config.getoption("--fault-page")) is not None:
-        if exitstatus or good < len(rows):
-            write(f"{page} was not written: not all ended as they must")
+    session, write = terminalreporter._session, terminalreporter.write_line
+    rows, ours, page = rows_of(session), ours_of(session), _page()
+    if rows:
+        wide = max(len(row.case) for row in rows)
+        terminalreporter.section("faults")
+        for row in rows:
+            write(f"{row.case:{wide}}  {row.injected} -> exit {row.status}: {row.outcome}{'' if row.passed else '  [NOT SO]'}")
+        write(f"{sum(row.passed for row in rows)} of {len(rows)} faults end as they must")
+    if ours:
+        terminalreporter.section("the same for TRL")
+        for number, (outcome, good) in ours.items():
+            injected, theirs = page.TRL[number - 1]
+            write(f"{number:2}  {injected} -> TRL: {theirs} | Groupwise: {outcome}{'' if good else '  [NOT SO]'}")
+        write(f"{sum(good for _, good in ours.values())} of {len(page.TRL)} of TRL's faults end as they must")
+    if (place := config.getoption("--fault-page")) is not None:
+        whole = len(ours) == len(page.TRL) and all(good for _, good in ours.values()) and all(row.passed for row in rows)
+        if exitstatus or not whole:
+            write(f"{place} was not written: not all ended as they must")
         else:
-            found = importlib.util.spec_from_file_location("fault_page", Path(__file__).with_name("page.py"))
-            assert found is not None and found.loader is not None
-            module = importlib.util.module_from_spec(found)
-            found.loader.exec_module(module)
-            Path(page).write_text(module.page_of(rows), encoding="utf-8")
-            write(f"{page}: written")
+            text = page.page_of(rows, {number: outcome for number, (outcome, _) in ours.items()})
+            Path(place).write_text(text, encoding="utf-8")
+            write(f"{place}: written")
+
+
+def _page() -> Any:
+    """The module page.py beside this file."""
+    found = importlib.util.spec_from_file_location("fault_page", Path(__file__).with_name("page.py"))
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+import yaml
 
 from groupwise.algorithms.registry import PARTS, _parameters
 from groupwise.cli.commands import main
 from groupwise.config import settings
-from groupwise.config.recipes import load_recipe
+from groupwise.config.recipes import load_recipe, parse_stages
+from groupwise.config.schema import settings_table
 from groupwise.errors import ConfigError
 from groupwise.runs.run import Run, train
 
@@ -63,6 +66,40 @@ def test_k4_everything_wrong_in_one_list(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["r.yaml"]
 
 
+ODD = (
+    None, -1, 1.5, float("nan"), "", "x" * 5000, "x" * 300 + ".jinja", "x" * 300 + ".py:f", [], {}, [[]], {"a": {}}, 2**70,
+    "\x1b[31m", "a:b", "\0", "stage:x", ["a"], {"name": None}, {"name": 1}, {"name": "a:b"}, "live:x", [{"function": None}],
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "K4d", "every setting given 23 values that it was never meant to have", "ConfigError with the key, or it is taken"
+)
+def test_k4d_no_value_of_a_setting_is_a_traceback() -> None:
+    base = {"objective": "grpo", "steps": 1, "model": {"scratch": {}}, "data": {"task": "addition"}}
+    base["rewards"] = [{"function": "exact"}]
+    for key in settings_table():
+        first, *inner, last = key.split(".") if "." in key else (key, key)
+        for value in ODD:
+            tree: dict = copy.deepcopy(base)
+            if "." not in key:
+                tree[key] = value
+            else:
+                place = tree["rewards"][0] if first == "rewards" else tree.setdefault(first, {})
+                for part in inner:
+                    place = place if part == "N" else place.setdefault(part, {})
+                place[last] = value
+            text = yaml.safe_dump(tree, sort_keys=False)
+            try:
+                parse_stages(text, "r.yaml")
+            except ConfigError as error:
+                said = str(error)
+                assert "r.yaml:" in said
+                assert "\0" not in said
+                assert "\x1b" not in said
+
+
 def test_what_parts_take_is_what_the_table_says() -> None:
     """`settings.PART_OPTIONS` is there so that torch need not be; it must say what the functions do."""
     for place, functions in PARTS.items():
@@ -91,6 +128,53 @@ def test_refused_recipes_leave_no_folder(changes: dict, says: str, recipe: Calla
     with pytest.raises(ConfigError, match=says):
         next(iter(train(load_recipe(path))))
     assert not Path("somewhere").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "K4c", "context, data, a reward's file and a built-in's argument are wrong in one recipe", "ConfigError: one list, by line"
+)
+def test_k4c_what_data_and_functions_show_stands_in_one_list(
+    recipe: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str], record_property: Callable
+) -> None:
+    (tmp_path / "p.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n' * 8)
+    for _ in train(load_recipe(recipe("first", objective="sft", steps=1, batch_size=2, rewards=[]))):
+        pass
+    path = recipe(
+        "r",
+        model={"path": "runs/first/final", "scratch": None},
+        data={"path": "p.jsonl", "task": None, "limit": None},
+        rollout={"max_new_tokens": 4096},
+        rewards=[
+            {"function": "judges.py:jugde"},
+            {"function": "accuracy", "args": {"colunm": "answer"}},
+            {"function": "exact", "args": {"column": "gold"}},
+            {"function": "judges.py:judge"},
+        ],
+    )
+    code = main(["train", str(path)])
+    record_property("exit", code)
+    assert code == ConfigError.exit_code
+    told, lines = capsys.readouterr().err, path.read_text().splitlines()
+    assert f"5 problems in {path}:" in told
+    for key, says in {
+        "max_new_tokens:": "max_new_tokens is 4096 and the model's context is",
+        "path: p.jsonl": "no column 'prompt'",
+        "function: judges.py:jugde": "has no function 'jugde'; did you mean 'judge'?",
+        "function: accuracy": "has no argument 'colunm'",
+        "function: exact": "compares with the column 'gold', which the data do not have",
+    }.items():
+        number = next(n for n, line in enumerate(lines, 1) if key in line)
+        assert any(f"{path}:{number}: " in line and says in line for line in told.splitlines()), (key, told)
+    assert not Path("runs/r").exists()
+
+
+def test_one_mistake_in_data_has_its_line(recipe: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("none.jsonl").touch()
+    path = recipe("r", data={"path": "none.jsonl", "task": None}, rewards=[{"function": "exact"}])
+    assert main(["train", str(path)]) == 2
+    number = next(n for n, line in enumerate(path.read_text().splitlines(), 1) if "none" in line)
+    assert f"DataError: {path}:{number}: none.jsonl is empty" in capsys.readouterr().err
 
 
 def test_a_folder_that_was_there_stays(recipe: Callable) -> None:

@@ -11,6 +11,7 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.fault("C2", "kill -9 at random moments, half of them inside a save", "resumed by itself to the same bits")
 @pytest.mark.parametrize("kinds", ["grpo,dpo", "sharded"])
+@pytest.mark.trl(26, "resumes by itself")
 def test_c2_killed_runs_come_to_the_same_bits(kinds: str, tmp_path: Path, forked: Any) -> None:
     script = Path(__file__).with_name("kill_runs.py").read_text(encoding="utf-8")
     ended = forked.run("--kills", "4", "--steps", "10", "--kinds", kinds, "--folder", tmp_path / "killed", code=script)

@@ -385,6 +385,30 @@ def live() -> Iterator[Callable[..., Any]]:
         rewards.close()
 
 
+FORKS = """
+import os
+calls = [0]
+def judge(completions, **_):
+    calls[0] += 1
+    if calls[0] == 1 and os.fork() == 0:
+        {child}
+    return [float(calls[0])] * len(completions)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("child", ["pass", "raise ValueError('the child')", "calls[0] = 7"])
+@pytest.mark.fault("R38", "a reward forks, and the child returns or raises where it should have ended", "its answer is not heard")
+def test_r38_a_child_of_a_reward_does_not_answer_in_its_place(child: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "forks.py").write_text(FORKS.format(child=child))
+    rewards = build_rewards([_settings("forks.py:judge")], columns=())
+    try:
+        assert [rewards.call(batch("4")) for _ in range(4)] == [[[1.0]], [[2.0]], [[3.0]], [[4.0]]]
+    finally:
+        rewards.close()
+
+
 @pytest.mark.slow
 @pytest.mark.fault("R37", "a closure that exits, hangs, or holds the interpreter, in a fork", "as for a function of a file")
 def test_r37_a_closure_runs_in_a_fork_that_can_be_killed(live: Callable, capfd: pytest.CaptureFixture) -> None:

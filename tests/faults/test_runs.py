@@ -77,6 +77,8 @@ def saved(folder: Path) -> int | None:
 @pytest.mark.fault(
     "T1c", "a reward raises at step 3, before any checkpoint", "RewardError; step 2 is saved, the run continues from it"
 )
+@pytest.mark.trl(1, "one message; the last whole step is saved")
+@pytest.mark.trl(30, "equal")
 def test_t1c_an_error_of_a_reward_saves_the_last_whole_step(
     recipe: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str], record_property: Callable
 ) -> None:
@@ -336,7 +338,7 @@ def test_c15b_more_steps_without_a_checkpoint(recipe: Callable, capsys: pytest.C
 
 @pytest.mark.slow
 @pytest.mark.fault("C17", "final/ of a finished run is deleted, emptied or altered", "it is made again from the last checkpoint")
-@pytest.mark.parametrize("how", ["deleted", "cut", "flipped", "no config"])
+@pytest.mark.parametrize("how", ["deleted", "cut", "flipped", "no config", "cut tokenizer"])
 def test_c17_finished_is_believed_only_with_its_model(
     how: str, recipe: Callable, capsys: pytest.CaptureFixture[str], record_property: Callable
 ) -> None:
@@ -352,6 +354,9 @@ def test_c17_finished_is_believed_only_with_its_model(
             data = bytearray(model.read_bytes())
             data[-5] ^= 1
             model.write_bytes(data)
+        case "cut tokenizer":
+            tokenizer = Path("runs/r/final/tokenizer.json")
+            tokenizer.write_bytes(tokenizer.read_bytes()[:10])
         case "no config":
             Path("runs/r/final/config.json").unlink()
     code = main(["train", str(path), "--quiet"])
@@ -803,6 +808,7 @@ def test_the_hubs_data_are_known_by_their_fingerprint(tmp_path: Path, monkeypatc
 @pytest.mark.fault(
     "T31/X1a", "a pickle bomb as a model's weights (pytorch_model.bin)", "ConfigError: take .safetensors; nothing is run"
 )
+@pytest.mark.trl(31)
 def test_t31_a_pickle_bomb_as_weights(tiny_policy: Callable, tmp_path: Path) -> None:
     tiny_policy().save(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from groupwise.config.settings import Recipe
 from groupwise.config.strict_yaml import Node, Problem, parse
 from groupwise.config.strict_yaml import dump as dump_yaml
 from groupwise.config.validation import STAGE, validate_recipe
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, GroupwiseError, Problems
 from groupwise.utils.secrets import redacted
 
 NEUTRAL = ("save.", "parallel.", "runs", "name", "threads")
@@ -193,15 +194,44 @@ def _is_staged(recipes: Mapping[str, Recipe]) -> bool:
 
 
 def _refuse(name: str, problems: Sequence[Problem]) -> None:
+    raise ConfigError(_listed(name, problems))
+
+
+def _listed(name: str, problems: Sequence[Problem]) -> str:
+    """One problem, or several in the order of their lines."""
     if len(problems) == 1:
-        raise ConfigError(str(problems[0]))
+        return str(problems[0])
 
     def place(problem: Problem) -> tuple[int, str]:
         line = problem.where.rpartition(":")[2]
         return (int(line), "") if line.isdigit() else (sys.maxsize, problem.where)
 
     lines = "\n".join(f"  {problem}" for problem in sorted(problems, key=place))
-    raise ConfigError(f"{len(problems)} problems in {name}:\n{lines}")
+    return f"{len(problems)} problems in {name}:\n{lines}"
+
+
+@contextmanager
+def with_lines(path: str | Path, overrides: Sequence[str] = (), stage: str | None = None) -> Iterator[None]:
+    """Add, to an error about a key of a recipe that is found once its data and functions are read, where the key stands.
+
+    stage: of the recipe, if it has stages.
+    """
+    try:
+        yield
+    except GroupwiseError as error:
+        found = error.found if isinstance(error, Problems) else (error,) if error.key else ()
+        if not found:
+            raise
+        file = find_recipe(path)
+        name = str(path) if Path(path).is_file() else file.name
+        trees = stage_trees(parse(_read(file), name)[0], read_overrides(overrides, []), [])
+        tree = trees.get(stage or "") or next(iter(trees.values()))
+        told = []
+        for one in found:
+            node = tree.find(tuple(int(part) if part.isdigit() else part for part in one.key.split(".")))
+            told.append(Problem(node.where, str(one)))
+        error.args = (_listed(name, told),)
+        raise
 
 
 # ---------------------------------------------------------------- building

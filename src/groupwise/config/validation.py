@@ -105,8 +105,18 @@ def _model(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
     if model.path is not None and (wrong := wrong_model(model.path, earlier)):
         yield ("model.path",), f"model.path: {wrong}"
     template = model.chat_template
-    if template is not None and template.endswith(".jinja") and not Path(template).is_file():
+    if template is not None and template.endswith(".jinja") and (wrong := _unspeakable(template)):
+        yield ("model.chat_template",), f"model.chat_template: {wrong}"
+    elif template is not None and template.endswith(".jinja") and not Path(template).is_file():
         yield ("model.chat_template",), f"model.chat_template: no such file {template!r}"
+
+
+def _unspeakable(path: str) -> str | None:
+    """Why nothing on a disk can have this path, or None."""
+    longest = max(len(part.encode("utf-8", "surrogatepass")) for part in path.split("/"))
+    if longest > 255 or len(path) >= 4096:
+        return f"no file or folder can have a name of {len(path):,} characters ({path[:20]!r} ...)"
+    return None
 
 
 def wrong_model(path: str, earlier: Sequence[str] = ()) -> str | None:
@@ -122,6 +132,8 @@ def wrong_model(path: str, earlier: Sequence[str] = ()) -> str | None:
             return None
         known = f"earlier stages are {', '.join(earlier)}" if earlier else "there is no earlier stage"
         return f"no stage {stage!r} runs before this one ({known}){closest(stage, earlier)}"
+    if wrong := _unspeakable(path):
+        return wrong
     folder = Path(path).expanduser()
     if folder.is_dir():
         known = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
@@ -196,7 +208,9 @@ def _scratch(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
         yield keys, f"{words} is {prompt + new}, more than model.scratch.context ({scratch.context})"
     kind = scratch.tokenizer
     known = kind in ("arithmetic", "bytes") or re.fullmatch(r"bpe:\d+", kind)
-    if not known and not Path(kind).expanduser().is_dir():
+    if not known and (wrong := _unspeakable(kind)):
+        yield (at + "tokenizer",), f"model.scratch.tokenizer: {wrong}"
+    elif not known and not Path(kind).expanduser().is_dir():
         message = f"model.scratch.tokenizer: no such folder {kind!r}, and it is not arithmetic, bytes or bpe:N"
         yield (at + "tokenizer",), message + closest(kind, ("arithmetic", "bytes"))
 
@@ -249,6 +263,8 @@ def _wrong_data(path: str) -> str | None:
     """Why rows cannot come from `path`, or None."""
     if path.startswith(LIVE):
         return None
+    if wrong := _unspeakable(path):
+        return wrong
     file = Path(path).expanduser()
     if file.is_dir():
         return f"{path!r} is a folder: give one of its files ({', '.join(DATA_SUFFIXES)})"
@@ -318,6 +334,8 @@ def _wrong_name(function: str, kind: str = "function") -> str | None:
     if not name.isidentifier():
         return f"{name!r} is not the name of a {kind} (write module:{kind} or file.py:{kind})"
     if place.endswith(".py"):
+        if wrong := _unspeakable(place):
+            return wrong
         file = Path(place).expanduser()
         return None if file.is_file() else f"no such file {place!r}{near_path(file)}"
     if all(part.isidentifier() for part in place.split(".")):
@@ -395,7 +413,7 @@ def _group(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     if group.minibatches > group.prompts_per_step:
         message = f"group.minibatches ({group.minibatches}) is more than group.prompts_per_step ({group.prompts_per_step})"
         yield ("group.minibatches", "group.prompts_per_step"), f"{message}: a minibatch holds at least one prompt"
-    credit = group.credit.get("name") if isinstance(group.credit, Mapping) else group.credit
+    credit = _named(group.credit)
     compares = credit in COMPARES_SIBLINGS if credit is not None else recipe.objective not in ALONE
     if group.group_size < 2 and compares and ":" not in recipe.objective:
         why = f"for {recipe.objective!r} (its advantages compare siblings)"
@@ -422,7 +440,7 @@ def _group(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
 
 def _critic(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
     critic, given = recipe.critic, recipe.group.credit
-    credit = given.get("name") if isinstance(given, Mapping) else given
+    credit = _named(given)
     by_name = recipe.objective in VALUED or ":" in recipe.objective
     valued = is_online(recipe.objective) and (by_name if credit is None else credit == "gae" or ":" in credit)
     if not valued:
@@ -456,7 +474,7 @@ def _entropy(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
 
 def _teacher(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
     teacher, group = recipe.teacher, recipe.group
-    credit = group.credit.get("name") if isinstance(group.credit, Mapping) else group.credit
+    credit = _named(group.credit)
     asked = (
         recipe.objective in TAUGHT
         or ":" in recipe.objective
@@ -547,6 +565,12 @@ def _wrong_choice(name: str, names: Sequence[str]) -> str | None:
     if name in names or re.fullmatch(r"[\w.]+:\w+", name):
         return None
     return f"must be one of {', '.join(names)}, or module:NAME; got {name!r}{closest(name, names)}"
+
+
+def _named(part: Part | None) -> str | None:
+    """The function that a part of the loss names, if it is named as it should be (`_wrong_part` says it if not)."""
+    name = part.get("name") if isinstance(part, Mapping) else part
+    return name if isinstance(name, str) else None
 
 
 def _wrong_part(part: Part, names: Sequence[str]) -> str | None:

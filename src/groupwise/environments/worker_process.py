@@ -300,8 +300,6 @@ def _grow_up(address: str, instance: Instance, seed: int, above: int) -> NoRetur
                 instance.home = os.getcwd()
         os.setpgid(0, 0)
         worker_process.end_with_parent(above)
-        if worker_process.channel_of_this is not None:
-            worker_process.channel_of_this.close()
         _seed(seed)
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         channel.connect(address)

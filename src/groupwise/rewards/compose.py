@@ -16,7 +16,7 @@ import numpy as np
 
 from groupwise.config.live_objects import LIVE, Live, missing
 from groupwise.config.settings import RewardSettings
-from groupwise.errors import ConfigError, RewardError
+from groupwise.errors import ConfigError, Findings, RewardError
 from groupwise.records import Episode, Rollout, Scored, Step
 from groupwise.rewards.environment_states import EnvironmentState
 from groupwise.rewards.find import Completions, LiveReward, Reward, Signature, check_name, find_builtin, read_signature
@@ -48,7 +48,7 @@ def build_rewards(
     and with copies of its arguments, in training as in evaluation, `check` and `score`; what it prints goes to standard error.
 
     Raises ConfigError: no function, an unknown one, two of the same name, a weight that is not finite, a bad argument, or a
-    parameter that the data have no column for.
+    parameter that the data have no column for; Problems if several are wrong.  `key` of an error is that of the recipe.
 
     >>> rewards = build_rewards([RewardSettings(function="exact"), RewardSettings(function="think_format", weight=0.1)],
     ...                         columns=["prompt", "answer"])
@@ -63,29 +63,36 @@ def build_rewards(
         for n, one in enumerate(settings)
     ]
     asked = [(one, None) if isinstance(one, RewardSettings) else (one.settings(), one) for one in live]
-    names = [check_name(one) for one, _ in asked]
+    wrong, names = Findings(), [one.name or one.function for one, _ in asked]
+    for n, (one, _) in enumerate(asked):
+        with wrong.of(f"rewards.{n}.weight"):
+            names[n] = check_name(one)
+    for n, name in enumerate(names):
+        if name in names[:n]:
+            with wrong.of(f"rewards.{n}.name"):
+                raise ConfigError(f"two reward functions have the name {name!r}; give one of them another by name:")
     hosts = _hosts(asked)
     try:
         for host in hosts.values():
             host.start()  # they start side by side
-        described = _describe(asked, hosts, offered)
-        rewards = [
-            find_builtin(one, offered, tokenizer)
-            if n not in described
-            else Reward(
-                name=name,
-                weight=float(one.weight),
-                spec=one.function,
-                signature=_signature(described[n]),
-                arguments=dict(one.args),
-                timeout=one.timeout,
-                live=itself,
-            )
-            for n, (name, (one, itself)) in enumerate(zip(names, asked, strict=True))
-        ]
-        twice = [name for name in names if names.count(name) > 1]
-        if twice:
-            raise ConfigError(f"two reward functions have the name {twice[0]!r}; give one of them another by name:")
+        described = _describe(asked, hosts, offered, wrong)
+        rewards = []
+        for n, (name, (one, itself)) in enumerate(zip(names, asked, strict=True)):
+            with wrong.of(f"rewards.{n}.function"):
+                if itself is None and ":" not in one.function:
+                    rewards.append(find_builtin(one, offered, tokenizer))
+                elif n in described:
+                    reward = Reward(
+                        name=name,
+                        weight=float(one.weight),
+                        spec=one.function,
+                        signature=_signature(described[n]),
+                        arguments=dict(one.args),
+                        timeout=one.timeout,
+                        live=itself,
+                    )
+                    rewards.append(reward)
+        wrong.settle()
         return Rewards(rewards, offered, hosts)
     except BaseException:
         for host in hosts.values():
@@ -125,18 +132,21 @@ def _hosts(asked: Asked) -> dict[Any, Host]:
     return hosts
 
 
-def _describe(asked: Asked, hosts: Mapping[Any, Host], columns: Sequence[str]) -> dict[int, dict[str, Any]]:
-    """Signatures, or what is wrong with them, of the functions that are not built in."""
+def _describe(asked: Asked, hosts: Mapping[Any, Host], columns: Sequence[str], wrong: Findings) -> dict[int, dict[str, Any]]:
+    """Signatures, or what is wrong with them, of the functions that are not built in; without those that cannot be asked."""
     found: dict[int, dict[str, Any]] = {}
     by_host: dict[Any, list[int]] = {}
     for n, (one, live) in enumerate(asked):
         if live is not None:
-            found[n] = read_signature(live.function, str(one.name), one.args, columns).as_dict()
+            with wrong.of(f"rewards.{n}.function"):
+                found[n] = read_signature(live.function, str(one.name), one.args, columns).as_dict()
         elif ":" in one.function:
             by_host.setdefault(_place(n, one, live), []).append(n)
     for place, members in by_host.items():
-        functions = [(asked[n][0].function, check_name(asked[n][0]), dict(asked[n][0].args), columns) for n in members]
-        found |= zip(members, hosts[place].describe(functions), strict=True)
+        named = [(asked[n][0], asked[n][0].name or asked[n][0].function.rpartition(":")[2]) for n in members]
+        functions = [(one.function, name, dict(one.args), columns) for one, name in named]
+        with wrong.of(f"rewards.{members[0]}.function"):
+            found |= zip(members, hosts[place].describe(functions), strict=True)
     return found
 
 

@@ -319,6 +319,10 @@ def _unimportable(what: str, place: str, error: BaseException) -> str:
     return f"{what}: {place} cannot be imported: {type(error).__name__}: {error}{line}"
 
 
+NO_COLUMN = "which the data do not have"
+"""In every message about a column that is missing."""
+
+
 def _gold_column(name: str, function: Callable[..., Any], arguments: dict[str, Any], columns: Collection[str]) -> str | None:
     """The column that a built-in's `gold` is taken from; takes `column` out of the arguments."""
     if "gold" not in inspect.signature(function).parameters:
@@ -329,7 +333,7 @@ def _gold_column(name: str, function: Callable[..., Any], arguments: dict[str, A
         if column in columns:
             return column
     raise ConfigError(
-        f"the reward {name!r} compares with the column {' or '.join(map(repr, wanted))}, which the data do not have; "
+        f"the reward {name!r} compares with the column {' or '.join(map(repr, wanted))}, {NO_COLUMN}; "
         f"columns: {_listed(columns)}; name yours by args: {{column: ...}}"
     )
 
@@ -359,7 +363,7 @@ def read_signature(
     missing = [p.name for p in named.values() if p.name not in available and p.name not in arguments and p.default is p.empty]
     if missing:
         raise ConfigError(
-            f"the reward {name!r} asks for {_listed(missing)}, which the data do not have; columns: {_listed(columns)} (beside "
+            f"the reward {name!r} asks for {_listed(missing)}, {NO_COLUMN}; columns: {_listed(columns)} (beside "
             f"them: {', '.join(offered)}); rename a column by data.columns: {{{missing[0]}: yours}}, or set it by args"
         )
     asks = [key for key in named if key in available and key not in arguments]

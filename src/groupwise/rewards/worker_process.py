@@ -35,6 +35,15 @@ channel_of_this: socket.socket | None = None
 """The worker's end of its connection: a process that it forks lets go of it."""
 
 
+def _let_go() -> None:
+    """A child that returns from somebody's function, where it should have ended, must not answer in its parent's place."""
+    if channel_of_this is not None:
+        channel_of_this.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
 def main() -> NoReturn:
     """Entry of a spawned process: `lifeline channel target options` on its command line."""
     lifeline, channel = socket.socket(fileno=int(sys.argv[1])), socket.socket(fileno=int(sys.argv[2]))
@@ -170,7 +179,7 @@ def serve(channel: socket.socket, build: Callable[..., Function], options: Mappi
     """Limits, set-up, then one request after the other until the parent closes the channel.
 
     The first request is what the function is built from.  A function that returns an iterator answers a request with one message
-    for each of its values, any other with one.
+    for each of its values, any other with one.  Messages carry the number of their request, from 0.
     """
     import resource
 
@@ -182,7 +191,9 @@ def serve(channel: socket.socket, build: Callable[..., Function], options: Mappi
     with contextlib.suppress(AttributeError, ValueError):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what is printed before a kill is seen
     function: Function | None = None
+    number = -1
     while True:
+        number += 1
         try:
             request = receive(channel, None)
         except (EOFError, OSError):
@@ -197,9 +208,9 @@ def serve(channel: socket.socket, build: Callable[..., Function], options: Mappi
                     answer = function(*arguments)
                 answers = answer if inspect.isgenerator(answer) else iter((answer,))
             for value in answers:
-                _answer(channel, {"value": value})
+                _answer(channel, {"request": number, "value": value})
         except BaseException as error:  # whatever it is (SystemExit, KeyboardInterrupt), it is this call's outcome
-            _answer(channel, told(error))
+            _answer(channel, {"request": number, **told(error)})
 
 
 def _answer(channel: socket.socket, message: Mapping[str, Any]) -> None:

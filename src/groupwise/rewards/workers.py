@@ -162,6 +162,8 @@ class Worker:
         """The next value that it answers with.  Raises Failed if the function raised, WorkerGone if it is no more."""
         with self._watched(deadline):
             reply = json.loads(receive(self._channel, deadline))
+            if reply["request"] != self.calls:
+                raise ValueError(f"an answer to request {reply['request']} after request {self.calls}")
             if "error" not in reply:
                 return reply["value"]
             cause = Traceback(reply["trace"]) if reply["trace"] else None

@@ -339,10 +339,14 @@ def _ended(folder: Path) -> Mapping[str, Any]:
     return ended if isinstance(ended, dict) else {}
 
 
+EDITED = (".json", ".md", ".jinja")
+"""Files of a model that people edit."""
+
+
 def unfinished(folder: Path) -> str | None:
     """What is wrong with the final model of a finished run, the file named; None if every file is there as it was written.
 
-    Weights are compared byte by byte; of the rest, which people edit (a card, a template), it is enough that it is there.
+    Files are compared byte by byte, but for those that people edit: a card and a template need only be there, JSON must be JSON.
     """
     model = _ended(folder).get("model")
     if not isinstance(model, dict) or not isinstance(model.get("files"), dict):
@@ -352,13 +356,23 @@ def unfinished(folder: Path) -> str | None:
     place = Path(folder) / str(model.get("folder"))
     for name, expected in model["files"].items():
         file = place / name
-        if name.endswith(".safetensors"):
+        if not name.endswith(EDITED):
             wrong = files.altered(file, expected)
+        elif not file.is_file() or not (file.stat().st_size or not expected["size"]):
+            wrong = "is missing or empty"
         else:
-            wrong = None if file.is_file() and (file.stat().st_size or not expected["size"]) else "is missing or empty"
+            wrong = "is no JSON any more" if name.endswith(".json") and not _is_json(file) else None
         if wrong:
             return f"{place.name}/{name} {wrong}"
     return None
+
+
+def _is_json(file: Path) -> bool:
+    try:
+        json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def model_digest(folder: Path) -> str | None:

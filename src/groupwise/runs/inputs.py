@@ -59,7 +59,7 @@ def _all(recipe: Recipe) -> Iterator[tuple[str, tuple[str, dict[str, Any] | None
         yield "model.chat_template", (template, _file(template))
     given = recipe.environment
     factories = given.factory if isinstance(given.factory, Mapping) else {"": given.factory} if given.factory else {}
-    code = {f"environment.tools.{place}": tool for place, tool in enumerate(given.tools)}
+    code: dict[str, Any] = {f"environment.tools.{place}": tool for place, tool in enumerate(given.tools)}
     code |= {f"environment.factory.{name}".rstrip("."): factory for name, factory in factories.items()}
     code |= {f"rewards.{place}.function": reward.function for place, reward in enumerate(recipe.rewards)}
     for part in PARTS:

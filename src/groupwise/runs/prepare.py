@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,14 @@ from groupwise.config.engines import engine_traits
 from groupwise.config.settings import ModelSettings, Recipe, RolloutSettings, is_online, positions_of
 from groupwise.config.validation import STAGE
 from groupwise.data.load import Data, load_data, load_texts
+from groupwise.data.prompts import prompt_limit
+from groupwise.data.sources import read_rows
 from groupwise.data.templates import Tools
 from groupwise.data.tokenizers import make_tokenizer, with_chat_template
 from groupwise.distributed import comm, fsdp
 from groupwise.environments.conversation import World
 from groupwise.environments.environment import Source
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, DataError, Findings
 from groupwise.models.dropout import probabilities
 from groupwise.models.loading import Blueprint, context_length, read_blueprint, resolve_device
 from groupwise.models.lora import adapter_size
@@ -34,6 +36,7 @@ from groupwise.models.shape import Shape
 from groupwise.ops.kernels import absence
 from groupwise.records import Prompt, Sampling
 from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
+from groupwise.rewards.find import NO_COLUMN
 from groupwise.rewards.model import POSITIONS
 from groupwise.rewards.registry import MAKERS
 from groupwise.runs.engines import sampled_elsewhere
@@ -156,10 +159,20 @@ class Prepared:
     def _online(
         cls, recipe: Recipe, blueprint: Blueprint, scorers: Sequence[Blueprint], world: int | None, source: Source | None
     ) -> Prepared:
-        algorithm = resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens)
-        algorithm = sampled_elsewhere(algorithm, recipe.rollout)
-        prompts = _prompts(recipe, blueprint, tools_of(source))
-        lines = online_plan(recipe, len(prompts.train), len(prompts.held_out), len(prompts.validation))
+        wrong = Findings()
+        algorithm, prompts, lines = None, None, []
+        with wrong.of("objective"):
+            algorithm = sampled_elsewhere(resolve(recipe.objective, recipe.group, recipe.rollout.max_new_tokens), recipe.rollout)
+        with wrong.of(_data_key(recipe)):
+            prompts = _prompts(_with_room(recipe, blueprint, wrong), blueprint, tools_of(source))
+        if prompts is not None:
+            with wrong.of("group.prompts_per_step"):
+                lines = online_plan(recipe, len(prompts.train), len(prompts.held_out), len(prompts.validation))
+        if wrong.errors:
+            _try_rewards(recipe, prompts, blueprint, wrong)
+        wrong.settle()
+        assert algorithm is not None
+        assert prompts is not None
         lines.insert(0, ("algorithm", algorithm_line(algorithm)))
         group = recipe.group
         load = Load(
@@ -206,7 +219,13 @@ class Prepared:
     @classmethod
     def _dataset(cls, recipe: Recipe, blueprint: Blueprint, world: int | None, source: Source | None) -> Prepared:
         kind = OBJECTIVES[recipe.objective]
-        rows = kind.load(recipe, blueprint, tools_of(source))
+        wrong, rows = Findings(), None
+        with wrong.of(_data_key(recipe)):
+            rows = kind.load(recipe, blueprint, tools_of(source))
+        if wrong.errors and kind.samples:
+            _try_rewards(recipe, None, blueprint, wrong)
+        wrong.settle()
+        assert rows is not None
         tokens = sum(len(row) for row in rows.train) / max(len(rows.train), 1)
         prompts = _prompts(recipe, blueprint, tools_of(source), train=False) if recipe.rewards and kind.samples else None
         judged = prompts or rows
@@ -230,6 +249,40 @@ class Prepared:
                 lines += _judges(rewards)
         plan = [*lines, ("read", str(rows.report)), *(("warning", text) for text in rows.report.warnings)]
         return cls(prompts=prompts, rows=rows, rewards=rewards, algorithm=None, steps=steps, plan=plan)
+
+
+def _data_key(recipe: Recipe) -> str:
+    return "data.path" if recipe.data.path is not None else "data.task" if recipe.data.task is not None else "data"
+
+
+def _with_room(recipe: Recipe, blueprint: Blueprint, wrong: Findings) -> Recipe:
+    """The recipe; if prompt and completion cannot fit into the context, that is kept, and one whose data can be looked through."""
+    context, settings = blueprint.context, recipe.rollout
+    with wrong.of("rollout.max_new_tokens"):
+        prompt_limit(context, settings.max_new_tokens, recipe.data.max_prompt_tokens)
+        return recipe
+    return replace(recipe, rollout=replace(settings, max_new_tokens=max(1, context // 2)))
+
+
+def _try_rewards(recipe: Recipe, prompts: Data[Prompt] | None, blueprint: Blueprint, wrong: Findings) -> None:
+    """Of a recipe that is refused anyway: what is wrong with its reward functions too.  Reward models are not loaded for it."""
+    columns: list[str] | None = None if prompts is None else list(prompts.train[0].row)
+    if columns is None and recipe.data.path is not None:
+        with suppress(ConfigError, DataError, OSError):
+            ours = {theirs: ours for ours, theirs in recipe.data.columns.items()}
+            columns = [ours.get(str(name), str(name)) for name in read_rows(recipe.data.path, recipe.data.split)[0]]
+    asked = {place: reward for place, reward in enumerate(recipe.rewards) if reward.function not in MAKERS}
+    if not asked:
+        return
+    found = Findings()
+    with found.of("rewards"):
+        build_rewards(list(asked.values()), columns=columns or (), tokenizer=blueprint.tokenizer).close()
+    for error in found.errors:
+        first, _, rest = error.key.removeprefix("rewards.").partition(".")
+        if first.isdigit():
+            error.key = f"rewards.{list(asked)[int(first)]}.{rest}"
+        if columns is not None or NO_COLUMN not in str(error):
+            wrong.errors.append(error)
 
 
 def _judges(rewards: Rewards) -> Lines:

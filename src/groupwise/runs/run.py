@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from groupwise.config.live_objects import LIVE
-from groupwise.config.recipes import demand_objects, load_stages
+from groupwise.config.recipes import demand_objects, load_stages, with_lines
 from groupwise.config.settings import Recipe, is_online
 from groupwise.config.validation import STAGE
 from groupwise.distributed import comm
@@ -430,7 +430,7 @@ def train_recipe(
     for number, (name, recipe) in enumerate(stages.items(), 1):
         title = f"{recipe.name} ({number} of {len(stages)})" if len(stages) > 1 else recipe.name
         if dry_run:
-            with Progress(recipe.steps or 1, title, console=console) as progress:
+            with with_lines(path, overrides, name), Progress(recipe.steps or 1, title, console=console) as progress:
                 progress.plan(_plan_from_beginning(recipe, stages, world, read_config(model_config)))
             continue
         folder, step, more = comm.from_first(lambda recipe=recipe: _standing(recipe))
@@ -438,7 +438,9 @@ def train_recipe(
             console.print(safe(f"{title}: finished at step {step}{more or f'; its model is in {folder / FINAL}'}"), soft_wrap=True)
             if more is None:
                 continue
-        with Run(recipe, folder, accept_changes=accept_changes) as run, comm.peers():
+        with with_lines(path, overrides, name):
+            begun = Run(recipe, folder, accept_changes=accept_changes)
+        with begun as run, comm.peers():
             outcomes[name] = train_stage(run, title, console, quiet)
         if report is not None and here.first:
             try:
