@@ -1,4 +1,4 @@
-"""The command `groupwise` and its subcommands, with a file for each that does more than call the library.
+"""What can be typed: the command `groupwise` and its subcommands, with a file for each that does more than call the library.
 
 In: arguments. Out: text on the terminal and an exit code. Nothing heavy is imported before the command that needs it runs.
 """

@@ -1,4 +1,4 @@
-"""Environments that answer the policy: tools, conversations, and adapters to other people's environments.
+"""Who answers the policy: tools, conversations, and adapters to other people's environments.
 
 In: the policy's turn. Out: the environment's answer. `tool_calls` reads the tool calls in a completion, in the form of its family.
 `conversation` has the protocols between engine and environments: `Conversation`, `World`, `Reply`.

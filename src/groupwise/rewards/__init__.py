@@ -1,4 +1,4 @@
-"""Reward functions: completions in, one number or None per completion and function out.
+"""What is good: completions in, one number or None per completion and function out.
 
 In: groups of rollouts. Out: `records.Scored`. `compose.build_rewards` makes what a recipe names; `registry.BUILTINS` has the
 built-in functions; `workers` is where code that may never return is run.  Importing this package imports nothing: worker processes

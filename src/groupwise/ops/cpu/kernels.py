@@ -276,7 +276,8 @@ def _keep_tables(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 @first_derivative
 def _rotary_gradient(ctx: Any, grad_THW: Tensor) -> tuple[Tensor | None, ...]:
     grad_THW = grad_THW if grad_THW.stride(-1) == 1 else grad_THW.contiguous()
-    return rotary(grad_THW, *ctx.saved_tensors, -ctx.sign), None, None, None
+    cos_TW, sin_TW = ctx.saved_tensors
+    return rotary(grad_THW, cos_TW, sin_TW, -ctx.sign), None, None, None
 
 
 torch.library.register_autograd("groupwise::rotary", _rotary_gradient, setup_context=_keep_tables, lib=LIBRARY)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from groupwise.ops.cpu.library import only_shapes, without_kernels
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 NAMESPACE = "groupwise"
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 REGISTERED: dict[str, Any] = {}
