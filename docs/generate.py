@@ -587,33 +587,37 @@ def parallel_table() -> str:
 
 # ---------------------------------------------------------------- README.md
 
-PROCESSORS = {"avx512": "AMD, AVX-512", "amx": "Intel, AMX"}
+PROCESSORS = {"avx512": "AMD, AVX-512", "amx": "Intel, AMX", "avx2": "AMD, AVX2"}
 SHAPES = {"S": "256 wide", "M": "512 wide", "L": "GPT-2"}
 
 
 def speed_table() -> str:
-    """What the benchmarks found against TRL and vLLM, on one core, as their results stand."""
+    """What the benchmarks found against TRL and vLLM, on one core, as their results stand; a dash where nothing was measured."""
     results = DOCS.parent / "benchmarks" / "results"
     held = {kind: json.loads((results / f"{kind}.json").read_text(encoding="utf-8")) for kind in PROCESSORS}
 
-    def ratios(script: str, kind: str, dtype: str, key: str) -> list[float]:
-        found = (held[kind].get(f"{script}_{shape}_{dtype}_threads_1") for shape in SHAPES)
-        return [one["ratios"][key] for one in found if one is not None]
+    def ratios(script: str, kind: str, dtype: str, group: str, key: str) -> list[float | None]:
+        measured = (held[kind].get(f"{script}_{shape}_{dtype}_threads_1") for shape in SHAPES)
+        return [one and one[group][key] for one in measured]
+
+    def ratios_cell(found: list[float | None]) -> str:
+        return "; ".join("-" if ratio is None else f"{ratio:.1f}" for ratio in found) if any(found) else "-"
 
     rows = []
-    for what, dtype, key in (
-        (f"GRPO step, float32: TRL's time over ours ({'; '.join(SHAPES.values())})", "float32", "step"),
-        ("the same in bfloat16", "bfloat16", "step"),
-        ("its memory, float32: TRL's over ours", "float32", "memory"),
+    for what, dtype, group, key in (
+        (f"GRPO step, float32: TRL's processor time over ours ({'; '.join(SHAPES.values())})", "float32", "cpu_ratios", "step"),
+        ("the same in bfloat16", "bfloat16", "cpu_ratios", "step"),
+        ("its memory, float32: TRL's over ours", "float32", "ratios", "memory"),
     ):
-        cells = ["; ".join(f"{ratio:.1f}" for ratio in ratios("vs_trl", kind, dtype, key)) for kind in PROCESSORS]
+        cells = [ratios_cell(ratios("vs_trl", kind, dtype, group, key)) for kind in PROCESSORS]
         rows.append([what, *cells, "`python benchmarks/vs_trl.py --grid`"])
     cells = []
     for kind in PROCESSORS:
-        found = [one for dtype in ("float32", "bfloat16") for one in ratios("vs_engines", kind, dtype, "vllm, full")]
-        cells.append(f"{min(found):.1f} to {max(found):.1f}")
+        found = (ratios("vs_engines", kind, dtype, "ratios", "vllm, full") for dtype in ("float32", "bfloat16"))
+        speeds = [ratio for some in found for ratio in some if ratio is not None]
+        cells.append(f"{min(speeds):.1f} to {max(speeds):.1f}" if speeds else "-")
     rows.append(["rollouts: our tokens per second over those of vLLM's CPU build", *cells, "`python benchmarks/vs_engines.py`"])
-    lines = [f"| | {' | '.join(PROCESSORS.values())} | command |", "|---|---|---|---|"]
+    lines = [f"| | {' | '.join(PROCESSORS.values())} | command |", "|---" * (len(PROCESSORS) + 2) + "|"]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
