@@ -26,6 +26,20 @@ def test_the_held_out_share_is_the_same_rows_for_every_objective_seed_and_wrappi
     assert plain.held_out_report.rows == len(expected)
 
 
+@pytest.mark.parametrize("prompt", ["", [{"role": "system", "content": "1"}]])
+def test_demonstrations_are_held_out_by_the_prompt_that_is_rendered(prompt, write, tokenizer):
+    def row(i):
+        said = [{"role": "user", "content": str(i)}, {"role": "assistant", "content": "1"}]
+        return {"prompt": prompt, "messages": said}
+
+    settings = DataSettings(path=write([row(i % 100) for i in range(200)]), eval_fraction=0.5)
+    data = load_demonstrations(settings, tokenizer, context=64, eos_ids=(1,), seed=0)
+    train, held_out = ({tokenizer.decode(one.prompt) for one in part} for part in (data.train, data.held_out))
+    assert not train & held_out and len(train | held_out) == 100 and 30 < len(held_out) < 70
+    texts = "".join(load_texts(settings, 0))
+    assert texts.count("1") < 250, "what is held out is not read for a tokenizer"
+
+
 def test_prompts_that_are_held_out_elsewhere_leave_training_and_are_counted(write, tokenizer):
     train, test = write(ROWS, "train.jsonl"), write([*ROWS[:30], {"prompt": "7+8", "answer": "15"}], "test.jsonl")
     data = load_data(DataSettings(path=train, eval_path=test), tokenizer, **SIZES)

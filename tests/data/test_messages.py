@@ -2,11 +2,13 @@
 
 import json
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from groupwise.data.demonstrations import encode_demonstrations
 from groupwise.data.messages import CONTRADICTS, joined
-from groupwise.data.sources import BadRow, SourceRows
+from groupwise.data.sources import BadRow, SourceRows, read_rows
 from groupwise.data.templates import Template
 from groupwise.data.tokenizers import byte_tokenizer
 from groupwise.errors import DataError
@@ -15,7 +17,8 @@ QWEN_LIKE = (
     "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
     "{% for m in messages %}{% if m.role in ('user', 'tool') or (m.role == 'system' and loop.first) %}"
     "<|{{ m.role }}|>{{ m.content }}<|end|>{% elif m.role == 'assistant' %}<|assistant|>{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ ARGUMENTS }}</tool_call>{% endfor %}<|end|>{% endif %}{% endfor %}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }} {{ ARGUMENTS }}</tool_call>{% endfor %}<|end|>"
+    "{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 WAYS = {"as JSON": "c.function.arguments | tojson", "as they are": "c.function.arguments", "joined": "'' + c.function.arguments"}
@@ -45,7 +48,7 @@ def told(*rows, way="as JSON"):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("arguments", ['{"x": "y"}', {"x": "y"}])
 def test_arguments_of_calls_are_json_whatever_the_template_expects(way, arguments):
-    shown = '<tool_call>{"x": "y"}</tool_call>'
+    shown = '<tool_call>f {"x": "y"}</tool_call>'
     result = {"role": "tool", "content": "r"}
     built, _ = told(
         {"messages": [user("q"), call(arguments)]}, {"messages": [user("q"), call(arguments), result, assistant("a")]}, way=way
@@ -70,15 +73,100 @@ def test_a_message_that_the_template_leaves_out_is_said():
 def test_the_tools_of_a_row_stand_in_its_prompt():
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
     row = {"messages": [user("q"), assistant("a")]}
-    built, _ = told({**row, "tools": [tool]}, row, {**row, "tools": json.dumps([tool])}, {**row, "tools": ["f"]})
+    built, report = told({**row, "tools": [tool]}, row, {**row, "tools": json.dumps([tool])}, {**row, "tools": ["f"]})
     bare = "<|user|>q<|end|><|assistant|>"
     assert [prompt for prompt, _ in built][1::2] == [bare, bare]
     assert [prompt for prompt, _ in built][::2] == [f"<|system|>{json.dumps([tool])}<|end|>{bare}"] * 2
+    assert report.noted["with tools that cannot be read"] == 1
+    (warning,) = report.warnings
+    assert "f row 4: the column tools cannot be read" in warning
+
+
+@pytest.mark.slow
+def test_a_tool_without_parameters_is_shown():
+    tool = {"type": "function", "function": {"name": "now", "description": "The time."}}
+    built, report = told({"messages": [user("q"), assistant("a")], "tools": [tool]})
+    assert built[0][0].startswith(f"<|system|>{json.dumps([tool])}<|end|>") and not report.warnings
+
+
+OPEN_TURN = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}" + OPEN_TURN
+TOOL_LOST, CALL_LOST = (f"with a {what} that the chat template does not write" for what in ("tool", "call"))
+
+
+@pytest.mark.slow
+def test_tools_and_calls_that_the_template_does_not_write_are_said():
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    row = {"messages": [user("1"), call({}), {"role": "user", "content": "2"}, assistant("3")], "tools": [tool]}
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = PLAIN
+    template = Template(tokenizer=tokenizer, chat=True)
+    _, report = encode_demonstrations(SourceRows("f", [row, row]), template, context=999, eos_ids=(1,))
+    assert (report.noted[TOOL_LOST], report.noted[CALL_LOST]) == (2, 2)
+    for what, warning in zip(("tool", "call"), report.warnings, strict=True):
+        assert warning.startswith(f"f row 1 (2 such rows): its prompt does not show a {what}")
+
+
+@pytest.mark.slow
+def test_a_name_that_stands_in_the_prompt_for_another_reason():
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    row = {"messages": [user("call f"), call({}), user("and?"), assistant("a")], "tools": [tool]}
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = PLAIN
+    template = Template(tokenizer=tokenizer, chat=True)
+    _, report = encode_demonstrations(SourceRows("f", [row]), template, context=999, eos_ids=(1,))
+    assert report.noted[TOOL_LOST] == report.noted[CALL_LOST] == 1
 
 
 def test_a_prompt_cannot_end_with_a_call():
     with pytest.raises(DataError, match=r"1 whose prompt ends with a call .*its result is missing"):
         told({"prompt": [user("q"), call({})], "completion": "a"})
+
+
+SURE = [user("q"), assistant("Sure: ")]
+
+
+@pytest.mark.parametrize("opening", [[], [{"role": "system", "content": "s"}]])
+@pytest.mark.parametrize(
+    ("turns", "answer"),
+    [([user("q")], "Sure: x"), ([user("q"), assistant("Sure: x"), user("r")], "y"), ([*SURE, user("r")], "y")],
+)
+def test_turns_that_repeat_a_prompt_with_its_open_turn(turns, answer, opening):
+    assert joined(opening + SURE, turns, "messages", "f row 1", answer) == opening + turns
+    assert joined(opening + SURE, opening + turns, "messages", "f row 1", answer) == opening + turns
+
+
+@pytest.mark.parametrize(
+    ("prompt", "turns"),
+    [
+        (SURE, [user("q")]),
+        (SURE, [user("q"), assistant("No"), user("r")]),
+        ([user("q"), assistant("a"), *SURE], [user("q")]),
+    ],
+)
+def test_turns_that_break_off_or_answer_otherwise_than_the_prompt(prompt, turns):
+    with pytest.raises(BadRow, match="messages begins otherwise than the prompt"):
+        joined(prompt, turns, "messages", "f row 1", "x")
+
+
+def test_a_prompt_is_not_repeated_with_its_open_turn():
+    (row,) = told({"prompt": SURE, "messages": [user("q"), assistant("Sure: x")]})[0]
+    assert row == ("<|user|>q<|end|><|assistant|>", "Sure: x<|end|>")
+
+
+def test_the_first_column_that_is_filled_is_read():
+    messages = [user("q"), assistant("a")]
+    assert told({"prompt": None, "completion": None, "messages": messages})[0] == told({"messages": messages})[0]
+
+
+@pytest.mark.slow
+def test_nulls_of_a_column_s_other_rows_are_no_arguments(tmp_path):
+    rows = [{"messages": [user("q"), call(arguments)]} for arguments in ({"x": 1}, {"y": 2})]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "f.parquet")
+    built, _ = told(*read_rows(str(tmp_path / "f.parquet")))
+    assert [completion for _, completion in built] == [
+        f"<tool_call>f {arguments}</tool_call><|end|>" for arguments in ('{"x": 1}', '{"y": 2}')
+    ]
 
 
 def test_turns_that_go_on_otherwise_than_the_prompt():

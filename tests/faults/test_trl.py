@@ -243,10 +243,12 @@ def test_a_prompt_that_is_too_long_is_left_out(rows: Callable) -> None:
     assert "longer than" in str(data.report)
 
 
-@pytest.mark.trl(21, "refused with file and line")
-def test_a_prompt_that_is_none_is_refused(rows: Callable) -> None:
-    with pytest.raises(DataError, match=r"rows\.jsonl line 3"):
-        rows(["1+1=", "1+1=", None])
+@pytest.mark.trl(21, "left out and counted, with file and line")
+def test_a_prompt_that_is_none_is_left_out(rows: Callable) -> None:
+    data = rows(["1+1=", "1+1=", None])
+    assert len(data.train) == 2
+    assert sum(data.report.dropped.values()) == 1
+    assert "rows.jsonl line 3: prompt is empty (null)" in str(data.report)
 
 
 @pytest.mark.trl(22, "refused")

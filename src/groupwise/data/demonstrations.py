@@ -13,7 +13,7 @@ from groupwise.data.messages import Content, before_the_answer, checked, is_blan
 from groupwise.data.prompts import UNKNOWN, TooLong, ask_contents, cut_left
 from groupwise.data.rendering import Refusal
 from groupwise.data.report import Report, Tally
-from groupwise.data.sources import BadRow, SourceRows, missing_column
+from groupwise.data.sources import BadRow, SourceRows, first_of, missing_column
 from groupwise.data.templates import Question, Template, Wording
 from groupwise.errors import DataError
 
@@ -93,7 +93,7 @@ def read_demonstration(row: Mapping[str, Any], where: str, *, wording: Wording) 
 
     Turns before the last one are part of the prompt.  Raises DataError if the row has no answer, or asks nothing readable.
     """
-    column = next((column for column in ("completion", "messages", "output") if column in row), None)
+    column = first_of(row, ("completion", "messages", "output"))
     if column is None:
         raise DataError(missing_column("completion", row, where))
     answer = checked_turns(row[column], column, where)
@@ -108,7 +108,7 @@ def read_demonstration(row: Mapping[str, Any], where: str, *, wording: Wording) 
             return wording.content(row, where), answer[-1:]
         asked = [{"role": "user", "content": asked}] if asked.strip() else []
     if before and not isinstance(asked, str):
-        asked = joined(asked, before, column, where)
+        asked = joined(asked, before, column, where, str(answer[-1]["content"]))
     return wording.opened(asked), answer[-1:]
 
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from groupwise.config.settings import DataSettings
 from groupwise.data.demonstrations import Demonstration, encode_demonstrations, read_demonstration
+from groupwise.data.messages import Content
 from groupwise.data.pairs import Pair, encode_pairs
 from groupwise.data.preference_formats import as_pairs
 from groupwise.data.prompts import encode_prompts, prompt_limit, visit
 from groupwise.data.report import Report
-from groupwise.data.sources import SourceRows, none_left, read_rows
+from groupwise.data.sources import SourceRows, first_of, none_left, read_rows
 from groupwise.data.split import part_of
 from groupwise.data.step_labels import Solution, encode_solutions
 from groupwise.data.tasks import make_task
@@ -30,6 +31,8 @@ TASK_ROWS = 20_000
 TASK_HELD_OUT = 1_000
 """Held-out rows of a built-in task where `data.eval_limit` does not say."""
 
+Asked = Callable[[Wording, Mapping[str, Any], str], Content]
+"""(wording, row, where it is) -> what the row asks."""
 Item = TypeVar("Item", Prompt, Demonstration, Pair, Solution)
 
 
@@ -112,7 +115,7 @@ def load_demonstrations(
         return encode_demonstrations(rows, template, context=context, eos_ids=eos_ids, too_long=settings.too_long)
 
     check = partial(read_demonstration, wording=template)
-    return _load(settings, template, encode, "demonstrations", seed, read=lambda rows: rows.sifted(check))
+    return _load(settings, template, encode, "demonstrations", seed, read=lambda rows: rows.sifted(check), asked=_asked)
 
 
 def load_pairs(
@@ -147,7 +150,10 @@ def load_texts(settings: DataSettings, seed: int) -> Iterator[str]:
     if settings.parts:
         wording = Wording.of(settings)
         pairs = {"chosen", "rejected"} <= set(train[0])
-        train = _split(as_pairs(train, wording) if pairs else train.sifted(wording.content), wording, settings.parts)["train"]
+        if pairs:
+            train = _split(as_pairs(train, wording), wording, settings.parts, Wording.content)["train"]
+        else:
+            train = _split(train.sifted(partial(_asked_if_answered, wording)), wording, settings.parts, _asked_if_answered)["train"]
     for row in train:
         for value in row.values():
             yield from _texts_in(value)
@@ -161,6 +167,7 @@ def _load(
     seed: int,
     read: Callable[[SourceRows], SourceRows],
     train: bool = True,
+    asked: Asked = Wording.content,
 ) -> Data[Item]:
     rows, held_out = _sources(settings, kind, seed)
     rows, held_out = read(rows), None if held_out is None else read(held_out)
@@ -169,7 +176,7 @@ def _load(
             raise DataError(none_left(part.name, part.left_out))
     watched = None
     if settings.parts:
-        parts = _split(rows, template, settings.parts)
+        parts = _split(rows, template, settings.parts, asked)
         for name, share in settings.parts.items():
             if not len(parts[name]):
                 raise DataError(f"data.eval_fraction {share:g} holds out none of the {len(rows)} rows: raise it")
@@ -178,7 +185,7 @@ def _load(
     if held_out is not None:
         held_out = held_out.first(settings.eval_limit)
     if held_out is not None and settings.eval_path is not None:
-        rows, overlap = _without(rows, held_out, template)
+        rows, overlap = _without(rows, held_out, template, asked)
         if not len(rows):
             raise DataError(
                 f"no row is left to train on: the prompts of all {overlap} rows of {rows.name} are held out by data.eval_path; "
@@ -227,24 +234,31 @@ def _sources(settings: DataSettings, kind: str, seed: int) -> tuple[SourceRows, 
     return SourceRows(f"task {settings.task}", task.prompts(count, seed)), held_out
 
 
-def _split(rows: SourceRows, wording: Wording, fractions: Mapping[str, float]) -> dict[str, SourceRows]:
+def _split(rows: SourceRows, wording: Wording, fractions: Mapping[str, float], asked: Asked) -> dict[str, SourceRows]:
     """Rows by part, `train` among them, by a hash of each row's prompt."""
-    parts = [part_of(_key(wording, row, rows.where(i)), fractions) for i, row in enumerate(rows)]
+    parts = [part_of(wording.key(asked(wording, row, rows.where(i))), fractions) for i, row in enumerate(rows)]
     found = {name: rows.subset([i for i, part in enumerate(parts) if part == name]) for name in ("train", *fractions)}
     found["train"] = replace(found["train"], left_out=rows.left_out)
     titles = {"test": "held out", "validation": "for validation"}
     return {name: replace(part, name=f"{rows.name}, {titles[name]}") if name in titles else part for name, part in found.items()}
 
 
-def _without(rows: SourceRows, held_out: SourceRows, wording: Wording) -> tuple[SourceRows, int]:
+def _without(rows: SourceRows, held_out: SourceRows, wording: Wording, asked: Asked) -> tuple[SourceRows, int]:
     """Rows whose prompts are not held out, and how many others there were."""
-    hidden = {_key(wording, row, held_out.where(i)) for i, row in enumerate(held_out)}
-    kept = rows.subset([i for i, row in enumerate(rows) if _key(wording, row, rows.where(i)) not in hidden])
+    hidden = {wording.key(asked(wording, row, held_out.where(i))) for i, row in enumerate(held_out)}
+    kept = rows.subset([i for i, row in enumerate(rows) if wording.key(asked(wording, row, rows.where(i))) not in hidden])
     return replace(kept, left_out=rows.left_out), len(rows) - len(kept)
 
 
-def _key(wording: Wording, row: Mapping[str, Any], where: str) -> str:
-    return wording.key(wording.content(row, where))
+def _asked(wording: Wording, row: Mapping[str, Any], where: str) -> Content:
+    """What a demonstration asks, with the turns before its answer."""
+    return read_demonstration(row, where, wording=wording)[0]
+
+
+def _asked_if_answered(wording: Wording, row: Mapping[str, Any], where: str) -> Content:
+    """The same; of a row without an answer its own prompt."""
+    answered = first_of(row, ("completion", "messages", "output")) is not None
+    return _asked(wording, row, where) if answered else wording.content(row, where)
 
 
 def _texts_in(value: object) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -145,25 +146,45 @@ def unwritten(messages: Messages, text: str) -> bool:
 
 
 def tools_in(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The JSON schemas in a row's column `tools`, a list or its JSON text; None if it holds none."""
+    """The JSON schemas in a row's column `tools`, a list or its JSON text; None if they cannot be read.
+
+    >>> tools_in({"tools": '[{"name": "now"}]'}), tools_in({"tools": None}), tools_in({"tools": ["now"]})
+    ([{'name': 'now'}], [], None)
+    """
     found = row.get("tools")
-    if isinstance(found, str):
+    if isinstance(found, str) and found.strip():
         try:
             found = json.loads(found)
         except (ValueError, RecursionError):
             return None
-    if not isinstance(found, list) or not found:
+    if not found:
+        return []
+    if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
         return None
-    named = all(isinstance(tool, Mapping) and isinstance(tool.get("function", tool), Mapping) for tool in found)
-    if not named or not all("parameters" in tool.get("function", tool) for tool in found):
-        return None
-    return [dict(tool) for tool in found]
+    return [dict(tool) for tool in found] if all(names_of(found)) else None
 
 
-def joined(prompt: Messages, turns: Messages, column: str, where: str) -> Messages:
+def names_of(functions: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The name of each tool or call, on its own or under `function`; empty where it has none."""
+    told = [one["function"] if isinstance(one.get("function"), Mapping) else one for one in functions]
+    return [name if isinstance(name := one.get("name"), str) else "" for one in told]
+
+
+def names_missing(functions: Sequence[Mapping[str, Any]], text: str) -> bool:
+    """True if the name of a tool or call does not stand in a rendering as a word.
+
+    >>> names_missing([{"name": "now"}], 'know <call>{"name": "now"}'), names_missing([{"name": "now"}], "know")
+    (False, True)
+    """
+    return any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) is None for name in set(names_of(functions)) if name)
+
+
+def joined(prompt: Messages, turns: Messages, column: str, where: str, answer: str = "") -> Messages:
     """The conversation of a prompt and of turns that repeat it, or its end, or follow it.
 
-    A system message that one of them holds is kept; an open turn of the assistant is continued.
+    answer: what the assistant says behind the turns.
+    A system message that one of them holds is kept; an open turn of the assistant is continued.  Where the turns and the answer
+    repeat a prompt together with its open turn, and say more in that turn, the prompt ends before it.
     Raises BadRow if the turns begin otherwise than the prompt.
 
     >>> asked, said = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -173,12 +194,18 @@ def joined(prompt: Messages, turns: Messages, column: str, where: str) -> Messag
     opening, asked = _opening(prompt), prompt[_opening(prompt) :]
     if not turns or _same(prompt[-len(turns) :], turns):
         return prompt
-    if not asked or _same(turns[_opening(turns) :][: len(asked)], asked):
+    said = turns[_opening(turns) :]
+    again = bool(asked) and _same(said[:1], asked[:1])
+    if (
+        not asked
+        or _same(said[: len(asked)], asked)
+        or (again and _fills([*said, {"role": "assistant", "content": answer}], asked))
+    ):
         if _opening(turns) == 0:
             return prompt[:opening] + turns
         if opening == 0 or _same(turns[:opening], prompt[:opening]):
             return turns
-    elif turns[0]["role"] not in ("user", *OPENING) or asked[-1]["role"] == "assistant":
+    elif not again and (turns[0]["role"] not in ("user", *OPENING) or asked[-1]["role"] == "assistant"):
         if asked[-1]["role"] == turns[0]["role"] == "assistant":
             last = {**prompt[-1], **turns[0], "content": prompt[-1]["content"] + turns[0]["content"]}
             return [*prompt[:-1], last, *turns[1:]]
@@ -190,6 +217,15 @@ def joined(prompt: Messages, turns: Messages, column: str, where: str) -> Messag
 def _opening(messages: Messages) -> int:
     """How many messages stand before the first that is not the system's."""
     return next((i for i, message in enumerate(messages) if message["role"] not in OPENING), len(messages))
+
+
+def _fills(said: Messages, asked: Messages) -> bool:
+    """True if a conversation repeats a prompt that ends with an open turn of the assistant, and says more in that turn."""
+    last = len(asked) - 1
+    if asked[last]["role"] != "assistant" or len(said) <= last or not _same(said[:last], asked[:last]):
+        return False
+    begun, whole = (str(message["content"]).strip() for message in (asked[last], said[last]))
+    return bool(said[last]["role"] == "assistant") and whole.startswith(begun)
 
 
 def _same(some: Messages, others: Messages) -> bool:

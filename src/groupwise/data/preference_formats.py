@@ -153,7 +153,7 @@ def _shared(row: Row, where: str, wording: Wording) -> Row | LeftOut:
             raise BadRow(SEVERAL, f"{where}: data.template writes one prompt, and chosen and rejected hold several turns")
         return {**row, **last} if before[0] == before[1] else _diverging(where)
     prompt = _prompt_of(row, where, wording)
-    both = [joined(prompt, some, name, where) for name, some in zip(("chosen", "rejected"), before, strict=True)]
+    both = [joined(prompt, some, name, where, str(last[name][0]["content"])) for name, some in zip(last, before, strict=True)]
     if both[0] != both[1] or not both[0]:
         return _diverging(where)
     return {**row, "prompt": both[0], **last}

@@ -19,6 +19,7 @@ from groupwise.records import Prompt
 TooLong = Literal["drop", "truncate_left", "error"]
 UNKNOWN = "with characters unknown to the tokenizer"
 UNWRITTEN = "with a message that the chat template does not write"
+UNREAD_TOOLS = "with tools that cannot be read"
 CONTROL = "with control tokens in their messages"
 
 
@@ -94,7 +95,7 @@ def ask_contents(rows: SourceRows, contents: Sequence[Content], template: Templa
             continue
         asked.append((i, content))
     questions = template.try_ask([content for _, content in asked], [rows.where(i) for i, _ in asked], [rows[i] for i, _ in asked])
-    kept, control, lost = [], [], []
+    kept, control, lost, unread = [], [], [], []
     for (i, _), question in zip(asked, questions, strict=True):
         if isinstance(question, Refusal):
             tally.drop(question.reason, first=str(question))
@@ -108,6 +109,7 @@ def ask_contents(rows: SourceRows, contents: Sequence[Content], template: Templa
             kept.append((i, question))
             if not isinstance(question.content, str) and unwritten(question.content, question.text):
                 lost.append(question)
+            unread += [question] * template.unread_tools(rows[i])
             control += [question] * bool(question.control)
     _tell_control(control, template, tally)
     for question in lost:
@@ -119,7 +121,24 @@ def ask_contents(rows: SourceRows, contents: Sequence[Content], template: Templa
             f"{lost[0].where}: the chat template does not write what one of its messages says (roles: {printable(roles)}){more}: "
             "the policy does not see it; set model.chat_template, or change the messages"
         )
+    remedy = "give a list of JSON schemas, each with a name, or its JSON text; or rename the column"
+    _tell(unread, UNREAD_TOOLS, f"the column tools cannot be read, and the policy does not see it; {remedy}", tally)
+    questions = [question for _, question in kept]
+    unshown = template.unshown(questions)
+    for what in ("tool", "call"):
+        found = [question for question, lacks in zip(questions, unshown, strict=True) if what in lacks]
+        missing = f"its prompt does not show a {what}, and the policy does not see it; set model.chat_template to one that shows it"
+        _tell(found, f"with a {what} that the chat template does not write", missing, tally)
     return kept
+
+
+def _tell(questions: Sequence[Question], remark: str, what: str, tally: Tally) -> None:
+    """Count questions with a remark, and warn about the first."""
+    for question in questions:
+        tally.note(remark, first=question.where)
+    if questions:
+        more = f" ({len(questions)} such rows)" if len(questions) > 1 else ""
+        tally.warn(f"{questions[0].where}{more}: {what}")
 
 
 def _tell_control(questions: Sequence[Question], template: Template, tally: Tally) -> None:

@@ -126,6 +126,16 @@ class SourceRows(Sequence[Mapping[str, Any]]):
         return replace(self.subset(places), left_out=tuple(left_out))
 
 
+def first_of(row: Mapping[str, Any], columns: Sequence[str]) -> str | None:
+    """The first of these columns that a row fills; where it fills none, the first that it has.
+
+    >>> [first_of(row, ("prompt", "messages")) for row in ({"prompt": None, "messages": []}, {"prompt": None}, {})]
+    ['messages', 'prompt', None]
+    """
+    there = [column for column in columns if column in row]
+    return next((column for column in there if row[column] is not None), there[0] if there else None)
+
+
 def missing_column(name: str, row: Mapping[str, Any], where: str, ours: str | None = None) -> str:
     """The message for a column that is not there: it lists those that are.  ours: what `data.columns` calls it, where it does."""
     there = printable(", ".join(sorted(row))) or "none"
@@ -180,7 +190,8 @@ def live_rows(given: object, name: str) -> Live:
     if library == "datasets" and isinstance(given, Mapping):
         splits = ", ".join(map(repr, given))
         raise DataError(f"{name} is a {type(given).__name__} with the splits {splits}: give one of them, e.g. dataset['train']")
-    if library == "datasets" and hasattr(given, "to_list"):
+    columnar = library == "datasets" and hasattr(given, "to_list")
+    if columnar:
         given = given.to_list()  # type: ignore[attr-defined]
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         hint = (
@@ -202,7 +213,7 @@ def live_rows(given: object, name: str) -> Live:
         except (TypeError, ValueError) as error:
             raise DataError(f"{where}: {error}") from None
     count = f"{len(given):,} row" + ("s" if len(given) > 1 else "")
-    return Live(f"{count} ({short_digest(written)})", SourceRows(name, given))
+    return Live(f"{count} ({short_digest(written)})", SourceRows(name, [bare_calls(row) for row in given] if columnar else given))
 
 
 def kind_of(value: object) -> str:
@@ -346,7 +357,7 @@ def _read_parquet(file: Path, name: str) -> SourceRows:
     import pyarrow.parquet
 
     try:
-        return SourceRows(name, pyarrow.parquet.read_table(file).to_pylist())
+        return SourceRows(name, [bare_calls(row) for row in pyarrow.parquet.read_table(file).to_pylist()])
     except (pyarrow.ArrowInvalid, OSError) as error:
         with file.open("rb") as stream:
             start = stream.read(8)
@@ -380,7 +391,23 @@ def _read_hub(name: str, split: str) -> SourceRows:
     loaded = _load_hub(name, split)
     if not len(loaded):
         raise DataError(f"{name} (split {split}) holds no rows")
-    return SourceRows(name, loaded.to_list())
+    return SourceRows(name, [bare_calls(row) for row in loaded.to_list()])
+
+
+FUNCTIONS = ("tools", "tool_calls", "function_call", "function", "parameters", "arguments")
+"""Columns and keys that hold tools or calls."""
+
+
+def bare_calls(value: Any, *, inside: bool = False) -> Any:
+    """The same without nulls in tools and calls: in a columnar source every struct has the fields of all of its column.
+
+    >>> bare_calls({"answer": None, "messages": [{"content": None, "tool_calls": [{"arguments": {"x": 1, "y": None}}]}]})
+    {'answer': None, 'messages': [{'content': None, 'tool_calls': [{'arguments': {'x': 1}}]}]}
+    """
+    if isinstance(value, Mapping):
+        kept = {key: bare_calls(one, inside=inside or key in FUNCTIONS) for key, one in value.items()}
+        return {key: one for key, one in kept.items() if one is not None} if inside else kept
+    return [bare_calls(one, inside=inside) for one in value] if isinstance(value, list) else value
 
 
 def printable(text: object) -> str:
