@@ -46,15 +46,17 @@ def read_form(model: PreTrainedModel, kind: type[PreTrainedModel]) -> Form:
     small = small_model(kind, model.config)
     tokens, output = torch.arange(2, 9)[None], small.get_output_embeddings()
     assert isinstance(output, nn.Linear)
-    hidden = head_input(small, tokens)
-    if hidden is None:
-        hidden = backbone_of(small)(input_ids=tokens, use_cache=False).last_hidden_state
-    own, linear = small(input_ids=tokens, use_cache=False).logits, output(hidden)
-    for place, (factor, cap) in enumerate(forms(small.config)):
-        tried = linear * factor
-        tried = tried if cap is None else cap * torch.tanh(tried / cap)
-        if bool((tried - own).abs().max() <= 1e-5 * own.abs().max()):
-            return meant[place]
+    own = small(input_ids=tokens, use_cache=False).logits
+    # Between the backbone and the matrix may lie a factor, which is one of the forms, or layers, behind which the states are taken.
+    for hidden in (backbone_of(small)(input_ids=tokens, use_cache=False).last_hidden_state, head_input(small, tokens)):
+        if hidden is None or hidden.shape[-1] != output.in_features:
+            continue
+        linear = output(hidden)
+        for place, (factor, cap) in enumerate(forms(small.config)):
+            tried = linear * factor
+            tried = tried if cap is None else cap * torch.tanh(tried / cap)
+            if bool((tried - own).abs().max() <= 1e-5 * own.abs().max()):
+                return meant[place]
     raise ConfigError(f"{kind.__name__} does more with its logits than a factor and a soft cap: its head is not supported")
 
 
@@ -73,7 +75,7 @@ def head_input(model: PreTrainedModel, tokens_BT: Tensor) -> Tensor | None:
 
 @torch.no_grad()
 def has_deep_head(model: PreTrainedModel, kind: type[PreTrainedModel]) -> bool:
-    """True if between a model's backbone and its last matrix lies more, as the transform of BERT's head.
+    """True if between a model's backbone and its last matrix lies more than a factor, as the transform of BERT's head.
 
     kind: the language model's class.   A family that cannot be asked has none: whatever it does is held against its own pass later.
     """
@@ -85,4 +87,7 @@ def has_deep_head(model: PreTrainedModel, kind: type[PreTrainedModel]) -> bool:
         return False
     if given is None:
         return False
-    return given.shape != hidden.shape or not bool((given - hidden).abs().max() <= 1e-5 * given.abs().max())
+    if given.shape != hidden.shape:
+        return True
+    factor = (given * hidden).sum() / (hidden * hidden).sum()
+    return not bool((given - factor * hidden).abs().max() <= 1e-5 * given.abs().max())
