@@ -691,7 +691,14 @@ def test_every_setting_that_names_code_is_an_input(recipe: Callable, own_modules
     (tmp_path / "list.txt").write_text("a")
     (tmp_path / "cache").mkdir()
     named = "code_of_mine:f"
-    args = {"files": ["list.txt"], "docs": "docs", "cache": "cache", "here": ".", "text": "a sentence: with a colon"}
+    args = {
+        "files": ["list.txt"],
+        "docs": "./docs",
+        "cache": "./cache",
+        "split": "docs",
+        "here": ".",
+        "text": "a sentence: with a colon",
+    }
     found = load_recipe(recipe("r", rewards=[{"function": "json.decoder:JSONDecoder", "args": args}]))
     found = replace(
         found,
@@ -707,8 +714,38 @@ def test_every_setting_that_names_code_is_an_input(recipe: Callable, own_modules
         "group.credit", "group.filter", "group.surrogate", "objective", "rewards.0.args.docs", "rewards.0.args.files.0",
         "rewards.0.function", "rollout.engine.args.rules", "rollout.engine.name",
     ]  # fmt: skip
-    (tmp_path / "docs" / "deep" / "a.txt").write_text("b")
+    (tmp_path / "docs" / "deep" / "a.txt").write_text("bb")
     assert [key for key, one in inputs_of(found).items() if one != inputs[key]] == ["rewards.0.args.docs"]
+
+
+@pytest.mark.slow
+def test_what_arguments_name_may_change(recipe: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "writes.py").write_text(
+        "def judge(completion_ids, **_):\n"
+        "    open('rewards.log', 'a').write('x')\n    open('shown/dump.jsonl', 'a').write('x')\n"
+        "    return [float(sum(ids) % 5) for ids in completion_ids]\n"
+    )
+    (tmp_path / "rewards.log").write_text("")
+    (tmp_path / "shown").mkdir()
+    args = {"logfile": "rewards.log", "seen": "shown/dump.jsonl", "folder": "./shown", "where": "./runs", "split": "runs"}
+    path = recipe("r", rewards=[{"function": "writes.py:judge", "args": args}], save={"every": 1}, steps=2)
+    next(iter(train(load_recipe(path))))
+    finish(path)
+    told = [record.getMessage() for record in caplog.records if "an argument names" in record.getMessage()]
+    assert [one.split("  ")[1].split(" ")[0] for one in told] == [f"rewards.0.args.{key}" for key in ("folder", "logfile", "seen")]
+
+
+def test_what_arguments_name_is_looked_at_within_limits(recipe: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("groupwise.runs.inputs.ENTRIES", 3)
+    monkeypatch.setattr("groupwise.runs.inputs.LARGE", 10)
+    (tmp_path / "many").mkdir()
+    for n in range(9):
+        (tmp_path / "many" / f"{n}.txt").write_text("a")
+    (tmp_path / "large.txt").write_text("a" * 11)
+    args = {"folder": "./many", "file": "large.txt"}
+    inputs = inputs_of(load_recipe(recipe("r", rewards=[{"function": "judges.py:judge", "args": args}])))
+    assert inputs["rewards.0.args.folder"]["files"] == 3
+    assert inputs["rewards.0.args.file"].keys() == {"source", "size", "mtime_ns", "warns"}
 
 
 def test_imports_are_followed_where_code_is_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,13 +31,16 @@ PLAIN = (
     "max_new_tokens", "eos_token", "pad_token", "stop_token", "special_tokens", "tokenizer", "key", "keys", "sort_key", "author",
     "passes", "compass", "tokens_per_microbatch", "secretary", "column", "pass_at", "answer_key", "answers_key", "label_keys",
     "reward_key", "required_keys", "stop_tokens", "control_tokens", "max_observation_tokens", "monkey", "turkey", "hockey",
+    "problem_key", "ground_truth_key", "choices_key", "difficulty_key", "language_key", "step_token", "good_token", "answer_token",
+    "delimiter_token", "auth_mode", "password_file",
 )  # fmt: skip
 SHAPES = (
-    "hf_abcdefghijklmnop", "sk-abcdefghijklmnop", "sk-proj-abc_def-ghi123", "AKIAABCDEFGHIJKLMNOP", "ghp_abcdefghijklmnopqrst",
+    "hf_abcdefghijklmnopqrstuvwxyzABCDEFGH", "sk-abcdefghijklmnop", "sk-proj-abc_def-ghi123", "AKIAABCDEFGHIJKLMNOP",
+    "ghp_abcdefghijklmnopqrst",
     "github_pat_11AAAAAAA0abcdefghij", "glpat-abcdefghijklmnopqrst", "xoxb-1234567890-abcdef", "AIzaSyA1234567890abcdefghijklmnopq",
     "sk_live_abcdefghijklmnop", "nvapi-abcdefghijklmnop", "tvly-abcdefghijklmnop", "pplx-abc1defghijklmnop", "r8_abcdefghijklmnop",
-    "csk-abcdefghijklmnop", "fw_3abcdefghijklmnop", "SG.abcdefghijklmnop.qrstuvwxyz", "bearer abcdefghijkl", "Basic dXNlcjpwYXNz",
-    "eyJhbGciOiJIUzI1.eyJzdWIiOiIxMjM0.abcdefgh", "Bearer abcdefghijkl",
+    "csk-abcdefghijklmnop", "fw_3abcdefghijklmnop", "SG.abcdefghijklmnop.qrstuvwxyz", "bearer abcdef1ghijkl", "Basic dXNlcjpwYXNz",
+    "eyJhbGciOiJIUzI1.eyJzdWIiOiIxMjM0.abcdefgh", "Bearer abcdefghijk1",
     "-----BEGIN RSA PRIVATE KEY-----\nMIIEabc\n-----END RSA PRIVATE KEY-----",
 )  # fmt: skip
 
@@ -79,6 +82,8 @@ ORDINARY = (
     "{prompt} key: {answer}",
     "[INST] {{ messages }} [/INST]", "a = b; c: d", "s3://bucket/folder", "git+ssh://git@github.com/o/r", "task-arithmetic-hard",
     "tokens=10", "pad_token=<pad>", "answer_key=gold", "(?P<secret>[a-z]+)", "password={password}", "token: true",
+    "/data/hf_datasets/x.jsonl", "hf_checkpoints", "hf_transfer", "basic JavaScript", "bearer certificates", "sk-learn-tutorial",
+    "pass: 0.25", "pass=1", "problem_key=question", "if api_key == other", "answer_key: level_of_difficulty_2",
 )  # fmt: skip
 
 
@@ -94,7 +99,7 @@ def test_secrets_inside_of_texts_are_redacted(text: str) -> None:
 @pytest.mark.parametrize("text", ORDINARY)
 def test_ordinary_texts_are_kept(text: str) -> None:
     assert redacted({"x": [text]}) == {"x": [text]}
-    if text not in ("tokens=10", "password={password}"):  # of a command's arguments, all that has such a name goes
+    if text not in ("tokens=10", "pass=1", "password={password}"):  # of a command's arguments, all that has such a name goes
         assert redacted_command(["train", f"data.system={text}"]) == ["train", f"data.system={text}"]
 
 
@@ -116,12 +121,42 @@ def test_secrets_in_pairs_are_redacted(value: dict) -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["problem_key", "step_token", "auth_mode"])
+def test_of_other_names_the_value_decides(name: str) -> None:
+    value = "9f8b3c2d1e0a7b6c"
+    assert value not in json.dumps(redacted({name: [value], "x": f"{name}={value}", "y": ["--" + name, value]}))
+    assert redacted_command(["train", f"rewards.0.args.{name}={value}"]) == ["train", f"rewards.0.args.{name}={REDACTED}"]
+
+
 def test_ordinary_lists_are_kept() -> None:
     value = {"columns": ["token", "text"], "stop": ["</s>", "token"], "pairs": [["a", "b"]], "fields": ["secret", "answer"]}
+    value |= {"names": ["api_key", "user_id2"], "pass": 0.25}
     assert redacted(value) == value
 
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text("abc é")
+
+
+@pytest.mark.slow
+def test_an_evaluation_gets_a_rewards_plain_arguments_back(
+    recipe: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "asked.py").write_text(
+        "def judge(completion_ids, problem_key, good_token, api_key, **_):\n"
+        "    assert (problem_key, good_token, api_key) == ('question', '<good>', 'LEAK1abcdef'), 'other arguments'\n"
+        "    return [float(sum(ids) % 2) for ids in completion_ids]\n"
+    )
+    args = {"problem_key": "question", "good_token": "<good>", "api_key": "LEAK1abcdef"}
+    path = recipe("r", steps=1, rewards=[{"function": "asked.py:judge", "args": args}])
+    assert main(["train", str(path), "--quiet"]) == 0
+    assert "LEAK" not in everything(Path("runs/r")).decode(errors="replace")
+    capsys.readouterr()
+    assert main(["eval", "runs/r", "--k", "1", "--limit", "2"]) == 2
+    assert "rewards.0.args.api_key" in (told := capsys.readouterr().err)
+    assert "as an override" in told
+    assert main(["eval", "runs/r", "--k", "1", "--limit", "2", "rewards.0.args.api_key=LEAK1abcdef"]) == 0
+    assert main(["train", "runs/r/config.yaml", "--quiet", "name=again"]) == 2
+    assert "rewards.0.args.api_key" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -196,6 +231,8 @@ def test_secrets_of_the_environment(
     recipe: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "VALUE-of-the-environment")
+    monkeypatch.setenv("AUTH_MODE", "judges.py")
+    monkeypatch.setenv("SERVICE_AUTH", "judges")
     monkeypatch.setenv("MAX_TOKENS", "judges.py")  # no secret: the name is a tokenizer's, or a number's
     path = recipe("r", steps=2, rewards=[{"function": "judges.py:judge", "args": {"endpoint": "x VALUE-of-the-environment y"}}])
     steps = train(load_recipe(path))
@@ -279,7 +316,7 @@ def test_loggers_of_modules_are_harmless_in_a_library_and_in_a_command(
 ) -> None:
     from groupwise.models import loading
 
-    said = f"not used: {HOSTILE} hf_abcdefghijklmnop"
+    said = f"not used: {HOSTILE} hf_abcdefghijklmnopqrstuvwxyzABCDEFGH"
     with caplog.at_level(logging.WARNING):
         loading.log.warning("%s", said)
         try:

@@ -290,13 +290,15 @@ def test_x6_x7_no_secret_and_no_environment_variable_is_kept(
 ) -> None:
     monkeypatch.setenv("MY_SECRET", "from-the-environment")
     monkeypatch.setattr(
-        sys, "argv", ["groupwise", "train", "r.yaml", "rewards.0.args.api_key=on-the-command-line", "x=hf_abcdefghijklmnop"]
+        sys,
+        "argv",
+        ["groupwise", "train", "r.yaml", "rewards.0.args.api_key=on-the-command-line", "x=hf_abcdefghijklmnopqrstuvwxyz1234"],
     )
     args = {"api_key": "in-the-recipe"}
     reward = dataclasses.replace(recipe.rewards[0], args=args)
     written(tmp_path, dataclasses.replace(recipe, rewards=(reward,)), range(1, 2))
     everything = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-    for secret in (b"from-the-environment", b"on-the-command-line", b"hf_abcdefghijklmnop", b"in-the-recipe"):
+    for secret in (b"from-the-environment", b"on-the-command-line", b"hf_abcdefghijklmnopqrstuvwxyz1234", b"in-the-recipe"):
         assert secret not in everything
     assert b"api_key" in everything
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from groupwise.config.strict_yaml import Node, Problem, parse
 from groupwise.config.strict_yaml import dump as dump_yaml
 from groupwise.config.validation import STAGE, validate_recipe
 from groupwise.errors import ConfigError, GroupwiseError, Problems
-from groupwise.utils.secrets import redacted
+from groupwise.utils.secrets import REDACTED, redacted
 
 NEUTRAL = ("save.", "parallel.", "runs", "name", "threads")
 """Keys that may change when a run is resumed: they do not say what is computed."""
@@ -145,6 +146,32 @@ def _with_objects(recipe: Recipe, objects: Mapping[str, Live]) -> Recipe:
         data=replace(data, path=bound(data.path), eval_path=bound(data.eval_path)),
         rewards=tuple(replace(reward, function=objects.get(reward.function, reward.function)) for reward in recipe.rewards),
     )
+
+
+def demand_values(settings: Any, key: str = "") -> None:
+    """Raises ConfigError for a value that is `[redacted]`: the settings were read from the file of a run, which holds no secrets.
+
+    key: of the settings in their recipe, if they are not a whole one.
+    """
+    for place, text in _placed(key, settings):
+        if text == REDACTED or (REDACTED in text and (" " not in text or re.search(r"args\.|\.harness", place))):
+            raise ConfigError(
+                f"{place} is {text!r}: a run's config.yaml holds no secrets; give the value again, as an override KEY=VALUE"
+            )
+
+
+def _placed(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Every text in settings, by its dotted key."""
+    if dataclasses.is_dataclass(value):
+        inside = [(one.name, getattr(value, one.name)) for one in dataclasses.fields(value)]
+    elif isinstance(value, Mapping):
+        inside = [(str(name), inner) for name, inner in value.items()]
+    else:
+        inside = [(str(place), inner) for place, inner in enumerate(value)] if isinstance(value, list | tuple) else []
+    if isinstance(value, str):
+        yield key, value
+    for name, inner in inside:
+        yield from _placed(f"{key}.{name}".lstrip("."), inner)
 
 
 def demand_objects(recipe: Recipe) -> None:

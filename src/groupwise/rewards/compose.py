@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 
 from groupwise.config.live_objects import LIVE, Live, missing
+from groupwise.config.recipes import demand_values
 from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, Findings, RewardError
 from groupwise.records import Episode, Rollout, Scored, Step
@@ -65,6 +66,8 @@ def build_rewards(
     asked = [(one, None) if isinstance(one, RewardSettings) else (one.settings(), one) for one in live]
     wrong, names = Findings(), [one.name or one.function for one, _ in asked]
     for n, (one, _) in enumerate(asked):
+        with wrong.of(f"rewards.{n}.args"):
+            demand_values(one.args, f"rewards.{n}.args")
         with wrong.of(f"rewards.{n}.weight"):
             names[n] = check_name(one)
     for n, name in enumerate(names):

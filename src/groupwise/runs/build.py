@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from groupwise.algorithms.registry import Algorithm
+from groupwise.config.recipes import demand_values
 from groupwise.config.settings import Recipe, is_online, positions_of
 from groupwise.data.curriculum import Curriculum, Visits
 from groupwise.data.order import Order
@@ -155,6 +156,7 @@ def make_job(recipe: Recipe, *, resume: Path | None = None, reference: Path | No
     reference: the folder with the weights that the policy had before its first step, where the algorithm needs them.
     Raises ConfigError, DataError or Diverged before the first step.
     """
+    demand_values(recipe)
     recipe = furnished(recipe)
     blueprint = blueprint_of(recipe, resume if recipe.model.lora is None else None)
     recipe = shared_out(recipe, blueprint)

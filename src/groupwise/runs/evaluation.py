@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config.live_objects import LIVE, Live
+from groupwise.config.recipes import demand_values
 from groupwise.config.settings import CriticSettings, DataSettings, ModelSettings, Recipe, RewardSettings, TeacherSettings
 from groupwise.config.validation import STAGE, wrong_model
 from groupwise.data.load import load_data
@@ -30,7 +31,7 @@ from groupwise.rollout.probe import prove_engine
 from groupwise.runs.checkpoint import step_of
 from groupwise.runs.environments import environment_of, furnished, make_source, make_world, tools_of, unmade, with_own_reward
 from groupwise.runs.loaded_policy import model_folder, settings_of
-from groupwise.runs.provenance import Origin, origin_of
+from groupwise.runs.provenance import Origin, origin_of, overridden
 from groupwise.runs.run import resolved
 from groupwise.training import evaluate as judging
 from groupwise.training.evaluate import Evaluation
@@ -92,6 +93,7 @@ def evaluate(
     max_new_tokens: int | None = None,
     limit: int | None = None,
     seed: int | None = None,
+    overrides: Sequence[str] = (),
 ) -> EvalReport:
     """Greedy accuracy, sampled accuracy and pass@k of a run, a checkpoint, a model folder or a hub name.
 
@@ -101,14 +103,19 @@ def evaluate(
     rewards: functions that judge, by name or with their settings; a completion is right where the first of them gives 1.
     environment: keys of a recipe's `environment`; an empty mapping: none.
     k: samples per prompt.   max_new_tokens: longest completion.   limit: first prompts only.   seed: of the samples.
+    overrides: of the run's recipe, `KEY=VALUE`, e.g. of a secret that its config.yaml does not hold.
     Raises ConfigError, DataError, RewardError, EnvironmentFailure, CheckpointError.
     """
     path = os.fspath(path)
     if data is not None and task is not None:
         raise ConfigError(f"say what to evaluate on: data ({os.fspath(data)!r}) or task ({task!r}), not both")
     origin = origin_of(path)
+    if overrides and origin is None:
+        raise ConfigError(f"{path} is no run, so there is no recipe to override: {overrides[0]}")
     if origin is not None:
+        origin = overridden(origin, overrides)
         own = origin.recipe if environment is None else replace(origin.recipe, environment=environment_of(environment))
+        demand_values(own.environment, "environment")
         origin = replace(origin, recipe=furnished(own))
     recipe = None if origin is None else origin.recipe
     if recipe is not None and recipe.objective in JUDGES:
@@ -117,6 +124,7 @@ def evaluate(
     said = {"columns": columns, "template": template, "chat": chat, "system": system}
     settings = replace(settings, **{key: value for key, value in said.items() if value is not None})
     settings = settings if limit is None else replace(settings, eval_limit=limit)
+    demand_values(settings, "data")
     model = model_folder(path)
     policy = load_policy(ModelSettings(path=model) if recipe is None else settings_of(recipe.model, model))
     sampling = Sampling(

@@ -3,22 +3,25 @@
 A recipe names files, and a file can change while its name stays.  Digests of their content are written to the run folder
 (`inputs.json`) when a run begins; a resumed run whose inputs have changed is refused unless the changes are accepted.
 Own code is whatever a setting names as `module:NAME` or `file.py:NAME`, with the own files that it imports (`own_code.py`).
-Arguments that name files or folders count by their content, but for those that are called a cache, an output, a log.
+Files and folders that arguments name are looked at too, but a reward may write to them: of their changes a warning tells.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from itertools import islice
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
 from groupwise.config.live_objects import Live, short_digest
+from groupwise.config.recipes import run_folder
 from groupwise.config.settings import PARTS, Recipe
 from groupwise.data.sources import fingerprint
 from groupwise.errors import ConfigError, DataError
@@ -28,6 +31,9 @@ from groupwise.runs import own_code
 from groupwise.runs.folder import model_digest
 from groupwise.utils import files
 from groupwise.utils.secrets import redacted
+from groupwise.utils.terminal import logger
+
+log = logger(__name__)
 
 INPUTS = "inputs.json"
 Inputs = dict[str, dict[str, Any]]
@@ -37,7 +43,8 @@ data set, the digests of a finished stage's weights."""
 
 def inputs_of(recipe: Recipe) -> Inputs:
     """The inputs of a recipe whose `stage:NAME` are folders and files already.  What is not found is left to those who read it."""
-    return {key: {"source": redacted(source), **content} for key, (source, content) in _all(recipe) if content is not None}
+    found = [*_all(recipe), *_of_arguments(recipe)]
+    return {key: {"source": redacted(source), **content} for key, (source, content) in found if content is not None}
 
 
 def _all(recipe: Recipe) -> Iterator[tuple[str, tuple[str, dict[str, Any] | None]]]:
@@ -70,20 +77,34 @@ def _all(recipe: Recipe) -> Iterator[tuple[str, tuple[str, dict[str, Any] | None
     for key, function in code.items():
         if isinstance(function, str):
             yield from _code(key, function)
+
+
+def _of_arguments(recipe: Recipe) -> Iterator[tuple[str, tuple[str, dict[str, Any] | None]]]:
+    """What arguments name: with `warns`, but for the models of stages."""
     arguments = {f"rewards.{place}.args": reward.args for place, reward in enumerate(recipe.rewards)}
-    arguments |= {"data.task_args": recipe.data.task_args, "environment.args": given.args}
+    arguments |= {"data.task_args": recipe.data.task_args, "environment.args": recipe.environment.args}
     arguments |= {"rollout.engine.args": recipe.rollout.engine.args}
-    arguments |= {"environment.harness": given.harness} if isinstance(given.harness, tuple) else {}
+    arguments |= {"environment.harness": recipe.environment.harness} if isinstance(recipe.environment.harness, tuple) else {}
+    own = run_folder(recipe).resolve()
     for key, value in arguments.items():
         for place, text in _texts(key, value):
-            if not _WRITTEN.intersection(re.split(r"[^a-z0-9]+", place.rpartition(".args.")[2].lower())):
-                yield place, (text, _file(text) or _stage(text) or _folder(text))
+            written = _WRITTEN.intersection(re.split(r"[^a-z0-9]+", place.rpartition(".args.")[2].lower()))
+            if written or not re.search(r"[/\\.]", text):  # a word alone is no path
+                continue
+            if (stage := _stage(text)) is not None:
+                yield place, (text, stage)
+            elif (content := _file(text, LARGE) or _folder(text, own)) is not None:
+                yield place, (text, content | {"warns": True})
 
 
 _WRITTEN = frozenset(
     ["cache", "caches", "log", "logs", "out", "output", "outputs", "save", "saves", "temp", "tmp", "workdir", "write"]
 )
-"""Words in the name of an argument that names what is written to."""
+"""Words in the name of an argument that names what is written to: nothing is said of its changes."""
+LARGE = 1 << 26
+"""Bytes of a file that an argument names, above which its size and time stand for its content."""
+ENTRIES = 4096
+"""Files of a folder that are looked at, in the order of their names within each folder."""
 
 
 def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -109,29 +130,46 @@ def _data(source: str, split: str) -> dict[str, Any] | None:
         return None
 
 
-def _file(path: str) -> dict[str, Any] | None:
+def _file(path: str, large: int | None = None) -> dict[str, Any] | None:
+    """large: bytes above which a file is known by its size and time, not by its content."""
     try:
         file = Path(path).expanduser()
-        return {"size": file.stat().st_size, "xxh3_128": files.digest(file)} if file.is_file() else None
+        if not file.is_file():
+            return None
+        state = file.stat()
+        if large is not None and state.st_size > large:
+            return {"size": state.st_size, "mtime_ns": state.st_mtime_ns}
+        return {"size": state.st_size, "xxh3_128": files.digest(file)}
     except (OSError, ValueError):  # no path at all: a text that is too long, or with a NUL in it
         return None
 
 
-def _folder(path: str) -> dict[str, Any] | None:
-    """Number and size of a folder's files and one digest of them all, hidden ones left out; None for one that is worked in."""
+def _folder(path: str, own: Path) -> dict[str, Any] | None:
+    """Number and size of a folder's first `ENTRIES` files and one digest of their names, sizes and times, hidden ones left out.
+
+    None for one that is worked in: it holds the run's own folder or lies in it, or holds the working directory.
+    """
     try:
         folder = Path(path).expanduser().resolve()
-        if not folder.is_dir() or Path.cwd().resolve().is_relative_to(folder) or Path.home().resolve().is_relative_to(folder):
+        if not folder.is_dir() or folder.is_relative_to(own):
             return None
-        named = {str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()}
-        within = {name: file for name, file in sorted(named.items()) if not _HIDDEN.search(name)}
-        parts = [f"{name} {file.stat().st_size} {files.digest(file)}".encode() for name, file in within.items()]
-        return {"files": len(within), "size": sum(file.stat().st_size for file in within.values()), "digest": short_digest(parts)}
+        if any(place.is_relative_to(folder) for place in (own, Path.cwd().resolve(), Path.home().resolve())):
+            return None
+        states = [(str(file.relative_to(folder)), file.stat()) for file in islice(_walked(folder), ENTRIES)]
+        parts = [f"{name} {state.st_size} {state.st_mtime_ns}".encode() for name, state in states]
+        return {"files": len(states), "size": sum(state.st_size for _, state in states), "digest": short_digest(parts)}
     except (OSError, ValueError, RuntimeError):
         return None
 
 
-_HIDDEN = re.compile(r"(^|/)(\.|__pycache__/)")
+def _walked(folder: Path) -> Iterator[Path]:
+    for here, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not _hidden(name))
+        yield from (Path(here, name) for name in sorted(names) if not _hidden(name) and Path(here, name).is_file())
+
+
+def _hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__pycache__"
 
 
 def _stage(path: str) -> dict[str, Any] | None:
@@ -184,10 +222,15 @@ def check_inputs(folder: Path, now: Inputs, *, accept: bool) -> None:
     accept: go on with what is there now.   Raises ConfigError with everything that changed.
     """
     then = _last(folder)
-    different = [_difference(key, then[key], now[key]) for key in sorted(then.keys() & now.keys()) if then[key] != now[key]]
-    different += [f"{key}: {then[key].get('source') or 'it'} is not there any more" for key in sorted(then.keys() - now.keys())]
+    different = {key: _difference(key, then[key], now[key]) for key in sorted(then.keys() & now.keys()) if then[key] != now[key]}
+    different |= {
+        key: f"{key}: {then[key].get('source') or 'it'} is not there any more" for key in sorted(then.keys() - now.keys())
+    }
+    warned = [key for key in different if then[key].get("warns") or now.get(key, {}).get("warns")]
+    for key in warned:
+        log.warning("since the run began, what an argument names has changed; the run goes on.  %s", different.pop(key))
     if different and not accept:
-        lines = "\n".join(f"  {line}" for line in different)
+        lines = "\n".join(f"  {line}" for line in different.values())
         raise ConfigError(
             f"{folder} was begun with other inputs than there are now; bring them back, start anew with --fresh, or go on with "
             f"what there is now: --accept-changes\n{lines}"

@@ -17,6 +17,7 @@ import torch
 
 from groupwise.algorithms.registry import Algorithm, describe, resolve
 from groupwise.config.engines import engine_traits
+from groupwise.config.recipes import demand_values
 from groupwise.config.settings import ModelSettings, Recipe, RolloutSettings, is_online, positions_of
 from groupwise.config.validation import STAGE
 from groupwise.data.load import Data, load_data, load_texts
@@ -55,6 +56,7 @@ def plan_of(
     scorers: recipes of reward models that it will use and that do not exist yet; `recipe.rewards` then leaves them out.
     world: so many processes instead of those that are running.   config: of another model (transformers', as a mapping).
     """
+    demand_values(recipe)
     recipe = furnished(recipe)
     blueprint = blueprint_of(recipe, None)
     if config is not None:

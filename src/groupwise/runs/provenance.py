@@ -5,7 +5,8 @@ Importing this file does not import torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from groupwise.config.recipes import parse_recorded
@@ -29,6 +30,12 @@ class Origin:
     def step(self) -> int:
         """The last step in its log; 0 if there is none."""
         return max((line["step"] for line in read_metrics(self.folder)), default=0)
+
+
+def overridden(origin: Origin, overrides: Sequence[str]) -> Origin:
+    """The run with overrides of its recipe.  Raises ConfigError."""
+    file = origin.folder / CONFIG
+    return replace(origin, recipe=parse_recorded(file.read_text(encoding="utf-8"), str(file), overrides)) if overrides else origin
 
 
 def origin_of(path: str | Path) -> Origin | None:

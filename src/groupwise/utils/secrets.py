@@ -7,6 +7,7 @@ The values of this process's environment variables with such names are secrets w
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -50,155 +51,86 @@ WORDS = frozenset(
     ]
 )
 """A name with one of these words in it names a secret."""
-OWN_KEYS = frozenset(
+KEY_OF = frozenset(
     [
-        "answer",
-        "audio",
-        "cache",
-        "chosen",
-        "class",
-        "column",
-        "completion",
-        "config",
-        "content",
-        "context",
-        "data",
-        "dataset",
-        "dict",
-        "document",
-        "environment",
-        "eval",
-        "example",
-        "feature",
-        "field",
-        "file",
-        "gold",
-        "grade",
-        "group",
-        "hash",
-        "id",
-        "image",
-        "index",
-        "info",
-        "input",
-        "item",
-        "json",
-        "label",
-        "lookup",
-        "map",
-        "mapping",
-        "message",
-        "meta",
-        "metadata",
-        "metric",
-        "name",
-        "output",
-        "partition",
-        "primary",
-        "foreign",
-        "prompt",
-        "public",
-        "query",
-        "question",
-        "reference",
-        "rejected",
-        "response",
-        "result",
-        "reward",
-        "role",
-        "row",
-        "score",
-        "sort",
-        "solution",
-        "source",
-        "state",
-        "step",
-        "system",
-        "tag",
-        "target",
-        "task",
-        "text",
-        "title",
-        "tool",
-        "type",
-        "unique",
-        "value",
-        "video",
-        "word",
-        "num",
-        "n",
-        "max",
-        "min",
-        "total",
-        "per",
-        "required",
-        "optional",
-        "allowed",
-        "ignored",
-        "ignore",
-        "drop",
-        "keep",
-        "skip",
-        "exclude",
-        "include",
-        "missing",
-        "extra",
-        "known",
-        "key",
+        *(
+            "api",
+            "access",
+            "private",
+            "secret",
+            "signing",
+            "encryption",
+            "decryption",
+            "auth",
+            "ssh",
+            "session",
+            "account",
+            "client",
+        ),
+        *("master", "subscription", "license", "storage", "service", "deploy", "deployment", "shared", "host", "rsa", "pgp", "gpg"),
+        *(
+            "webhook",
+            "admin",
+            "root",
+            "hmac",
+            "ssl",
+            "tls",
+            "judge",
+            "grader",
+            "endpoint",
+            "server",
+            "proxy",
+            "gateway",
+            "wandb",
+            "hf",
+        ),
+        *("huggingface", "openai", "anthropic", "claude", "aws", "azure", "gcp", "google", "gemini", "vertex", "github", "gitlab"),
+        *("comet", "neptune", "mlflow", "mistral", "cohere", "groq", "together", "openrouter", "deepseek", "replicate", "trackio"),
+        *("swanlab", "serpapi", "serper", "serp", "tavily", "brave", "bing", "exa", "jina", "firecrawl", "perplexity", "fireworks"),
+        *(
+            "cerebras",
+            "nvidia",
+            "nim",
+            "ngc",
+            "xai",
+            "grok",
+            "dashscope",
+            "qwen",
+            "moonshot",
+            "zhipu",
+            "langsmith",
+            "langfuse",
+            "e2b",
+        ),
+        *("modal", "runpod", "datadog", "sentry", "stripe", "sendgrid", "twilio", "slack", "discord", "telegram", "pinecone", "db"),
     ]
 )
-"""Before `key` or `keys` at the end of a name, also in the plural: names of columns and the like.  Any other opens something."""
-OWN_TOKENS = frozenset(
+"""Before `key` or `keys` at the end of a name: what such a key opens.  Of others (`problem_key`) the value decides."""
+TOKEN_OF = KEY_OF | frozenset(
+    ["hub", "bearer", "refresh", "oauth", "csrf", "jwt", "personal", "pat", "bot", "user", "login", "gh", "git", "npm", "pypi"]
+)
+"""Before `token` or `tokens`; of others (`step_token`, `eos_token`) the value decides."""
+ABOUT = frozenset(
     [
-        "eos",
-        "bos",
-        "observation",
-        "pad",
-        "unk",
-        "sep",
-        "cls",
-        "mask",
-        "special",
-        "control",
-        "stop",
-        "end",
-        "start",
-        "think",
-        "image",
-        "new",
-        "max",
-        "min",
-        "num",
-        "prompt",
-        "completion",
-        "output",
-        "input",
-        "extra",
-        "added",
-        "additional",
-        "keep",
-        "reserved",
-        "language",
-        "total",
-        "n",
-        "per",
-        "of",
+        *("mode", "type", "kind", "method", "scheme", "provider", "backend", "policy", "enabled", "timeout", "length", "format"),
+        *("file", "path", "dir", "folder", "column", "field", "name"),
     ]
 )
-"""Before `token` or `tokens`: those of a tokenizer, or a number of them."""
+"""Last in a name: it says something about a secret (`auth_mode`); the value decides."""
 
 SHAPES = re.compile(
     r"""
-      \b(?: hf_[A-Za-z0-9]{8,} | api_org_[A-Za-z0-9]{8,}                          # Hugging Face
-          | sk-[A-Za-z0-9_-]{8,} | gsk_[A-Za-z0-9]{16,} | xai-[A-Za-z0-9]{16,}     # OpenAI, Anthropic, others
+      \b(?: (?:hf_|api_org_)[A-Za-z0-9]{30,}                                       # Hugging Face
+          | sk-(?!learn|image)(?=[A-Za-z_-]*\d|[a-z_-]*[A-Z]|[a-z]{12})[A-Za-z0-9_-]{8,}  # OpenAI, Anthropic
+          | gsk_[A-Za-z0-9]{16,} | xai-[A-Za-z0-9]{16,}                              # Groq, xAI
           | (?:[sr]k_(?:live|test)_|nvapi-|tvly-|r8_|csk-)[A-Za-z0-9_-]{8,}        # Stripe, NVIDIA, Tavily, Replicate, Cerebras
           | (?:pplx-|fw_)(?=[A-Za-z]*\d|[a-z]*[A-Z])[A-Za-z0-9]{10,}               # Perplexity, Fireworks
           | SG\.[A-Za-z0-9_-]{8,}(?:\.[A-Za-z0-9_-]+)?                             # SendGrid
           | (?:AKIA|ASIA)[0-9A-Z]{12,} | AIza[0-9A-Za-z_-]{20,}                    # AWS, Google
           | gh[pousr]_[A-Za-z0-9]{16,} | github_pat_[A-Za-z0-9_]{16,} | glpat-[A-Za-z0-9_-]{16,}
           | xox[abeoprs]-[A-Za-z0-9-]{8,} | npm_[A-Za-z0-9]{20,} | pypi-[A-Za-z0-9_-]{20,} | dop_v1_[0-9a-f]{32,}
-          | (?i:bearer)\s+[A-Za-z0-9+/=._~-]{8,}
-          | (?i:basic)\s+(?=[A-Za-z+/]*[\d=]|[A-Za-z+/]*[a-z+/][A-Z])[A-Za-z0-9+/=._~-]{8,}
+          | (?i:bearer)\s+(?=[A-Za-z+/=._~-]*\d|\S*[a-z]\S*[A-Z]\S*[a-z]\S*[A-Z]|\S{32})[A-Za-z0-9+/=._~-]{8,}
+          | (?i:basic)\s+(?P<user>[A-Za-z0-9+/]{6,})=*                             # base64 of user:password
           | eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*             # a JSON web token
         )
     | -----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY-----(?:.|\n)*?(?:-----END[ ][A-Z ]*PRIVATE[ ]KEY-----|\Z)
@@ -208,7 +140,7 @@ SHAPES = re.compile(
     re.VERBOSE,
 )
 PAIRS = re.compile(
-    r"""(?P<name> (?<![\w.-]) [\w.-]+ ) (?P<between> ["']? \s* [=:] \s* )
+    r"""(?P<name> (?<![\w.-]) [\w.-]+ ) (?P<between> ["']? \s* (?:=(?!=)|:) \s* )
         (?:(?i:token|bearer|basic|digest|apikey|api-key|key)[ ]+)? (?P<value> "[^"\n]*" | '[^'\n]*' | [^\s,;&{}\[\]"'<>]+ )""",
     re.VERBOSE,
 )
@@ -222,29 +154,50 @@ FOLDERS = ("PWD", "OLDPWD")
 """The shell's working folders, which are no passwords."""
 
 
-def secret_name(name: str) -> bool:
-    """True if what has this name is a secret.
+NO, BY_VALUE, YES = 0, 1, 2
+"""Is what has a name a secret?  `BY_VALUE`: if it looks like one."""
 
-    >>> [secret_name(name) for name in ("hf_token", "apiKey", "client-secret2", "eos_token", "max_tokens", "key", "answer_key")]
+
+def secret_name(name: str) -> bool:
+    """True if what has this name is a secret, whatever it is.
+
+    >>> [secret_name(name) for name in ("hf_token", "apiKey", "client-secret2", "eos_token", "max_tokens", "key", "problem_key")]
     [True, True, True, False, False, False, False]
     """
+    return _named(name) == YES
+
+
+def _named(name: str) -> int:
     split = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.rpartition(".")[2] if not name.isidentifier() else name)
     words = [word.lower().rstrip("0123456789") for word in re.split(r"[^A-Za-z0-9]+", split)]
     words = [word for word in words if word]
     if not words:
-        return False
+        return NO
     last, before = words[-1], words[-2] if len(words) > 1 else ""
+    if WORDS.intersection(words):
+        return BY_VALUE if last in ABOUT else YES
     if last in ("token", "tokens"):
-        return before not in OWN_TOKENS
+        return YES if not before or before in TOKEN_OF else BY_VALUE
     if last in ("key", "keys"):
-        return (before != "" and not OWN_KEYS.intersection((before, before.removesuffix("s")))) or bool(WORDS.intersection(words))
-    return bool(WORDS.intersection(words)) or last == "pass" or (before, last) in (("connection", "string"), ("conn", "str"))
+        return YES if before in KEY_OF else BY_VALUE
+    return YES if last == "pass" or (before, last) in (("connection", "string"), ("conn", "str")) else NO
+
+
+def _random(value: str) -> bool:
+    """True for what only a machine writes: one word with a part of 12 or more letters and digits mixed.
+
+    >>> [_random(text) for text in ("9f8b3c2d1e0a7b6c", "level_of_difficulty_2", "the 1st answer is a")]
+    [True, False, False]
+    """
+    if re.search(r"\s", value):
+        return False
+    return any(len(part) >= 12 and not part.isalpha() and not part.isdigit() for part in re.split(r"[^A-Za-z0-9]+", value))
 
 
 def scrubbed(text: str) -> str:
     """A text without what looks like a secret, or is the value of an environment variable that has a secret's name.
 
-    >>> scrubbed("pushed with hf_abcdefghijkl to https://me:pw@host/")
+    >>> scrubbed("pushed with sk-abcdefghijkl1 to https://me:pw@host/")
     'pushed with [redacted] to https://[redacted]@host/'
     """
     return _scrubbed(text, _of_environment())
@@ -254,24 +207,42 @@ def _scrubbed(text: str, known: Sequence[str]) -> str:
     """known: the secrets of the environment."""
     for value in known:
         text = text.replace(value, REDACTED)
-    text = SHAPES.sub(REDACTED, text)
+    text = SHAPES.sub(_hidden, text)
     found, done, place = [], 0, 0
     while ("=" in text or ":" in text) and (pair := PAIRS.search(text, place)):
         place = pair.end("between")  # what follows may begin with a name itself: https://host?name=value
-        if secret_name(pair["name"]) and _may_be_secret(pair):
+        if (named := _named(pair["name"])) and _may_be_secret(pair, named):
             found += [text[done : pair.end("between")], REDACTED]
             done = place = pair.end()
     return "".join([*found, text[done:]])
 
 
-def _may_be_secret(pair: re.Match[str]) -> bool:
-    """Of a pair inside a text under a secret's name: False for a switch, so many tokens, and the next word of a sentence."""
+def _hidden(shape: re.Match[str]) -> str:
+    """In place of what has a secret's shape.  `Basic` before a word stays; before base64 of `user:password` it does not."""
+    if (user := shape["user"]) is not None:
+        try:
+            return REDACTED if ":" in base64.b64decode(user[: len(user) // 4 * 4]).decode() else shape[0]
+        except ValueError:
+            return shape[0]
+    return REDACTED
+
+
+def _may_be_secret(pair: re.Match[str], named: int) -> bool:
+    """Of a pair inside a text: False for a switch, so many tokens, a share that passes, and the next word of a sentence."""
     value = pair["value"].strip("\"'")
     if value.lower() in ("", "true", "false", "null", "none"):
         return False
-    if pair["name"].lower().endswith(("token", "tokens")) and value.replace(".", "").replace("_", "").isdigit():
+    if named == BY_VALUE:
+        return _random(value)
+    if re.fullmatch(r"[\d._]+", value) and _counts(pair["name"], value):
         return False
     return "=" in pair["between"] or value != pair["value"] or TELLING.match(value) is not None
+
+
+def _counts(name: str, number: str) -> bool:
+    """True for a number that is no secret under a secret's name: of tokens, and a small one or a share under `pass`."""
+    last = name.lower()
+    return last.endswith(("token", "tokens")) or (last.endswith("pass") and len(number.partition(".")[0]) <= 3)
 
 
 def redacted(value: Any, name: str = "") -> Any:
@@ -281,42 +252,48 @@ def redacted(value: Any, name: str = "") -> Any:
     >>> redacted({"hub_token": "abc", "max_new_tokens": 8, "url": "https://me:pw@host/", "headers": [["X-Api-Key", "abc"]]})
     {'hub_token': '[redacted]', 'max_new_tokens': 8, 'url': 'https://[redacted]@host/', 'headers': [['X-Api-Key', '[redacted]']]}
     """
-    return _redacted(value, secret_name(name), name, _of_environment())
+    return _redacted(value, _named(name), name, _of_environment())
 
 
-def _redacted(value: Any, secret: bool, name: str, known: Sequence[str]) -> Any:
+def _redacted(value: Any, named: int, name: str, known: Sequence[str]) -> Any:
     match value:
         case bool() | None | "":
             return value
         case str():
-            return REDACTED if secret else _structured(value, known)
+            return REDACTED if named == YES or (named == BY_VALUE and _random(value)) else _structured(value, known, named)
         case int() | float():
-            return REDACTED if secret and not name.lower().endswith(("token", "tokens")) else value
+            return REDACTED if named == YES and not _counts(name, str(value)) else value
         case Mapping():
             called = next((value[key] for key in ("name", "key", "header") if isinstance(value.get(key), str)), "")
             return {
                 _scrubbed(str(key), known): _redacted(
-                    inner, secret or secret_name(str(key)) or (key == "value" and secret_name(called)), str(key), known
+                    inner, max(named, _named(str(key)), _named(called) if key == "value" else NO), str(key), known
                 )
                 for key, inner in value.items()
             }
         case list() | tuple():
-            return _redacted_list(list(value), secret, name, known)
+            return _redacted_list(list(value), named, name, known)
     return value
 
 
-def _redacted_list(values: list[Any], secret: bool, name: str, known: Sequence[str]) -> list[Any]:
+def _redacted_list(values: list[Any], named: int, name: str, known: Sequence[str]) -> list[Any]:
     """Also of a list of pairs what stands behind a secret's name, of a pair alone if it looks like one, and behind an option."""
     found: list[Any] = []
     for place, value in enumerate(values):
         before = values[place - 1] if place and isinstance(values[place - 1], str) else ""
-        option = before.startswith("-") and "=" not in before and secret_name(before.lstrip("-"))
-        pair = len(values) == 2 and secret_name(before) and isinstance(value, str) and TELLING.match(value)
+        option = _named(before.lstrip("-")) if before.startswith("-") and "=" not in before else NO
         if isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[0], str) and secret_name(value[0]):
-            found.append([_scrubbed(value[0], known), _redacted(value[1], True, value[0], known)])
+            found.append([_scrubbed(value[0], known), _redacted(value[1], YES, value[0], known)])
+        elif len(values) == 2 and isinstance(value, str) and secret_name(before) and _second(before, value):
+            found.append(REDACTED)
         else:
-            found.append(_redacted(value, secret or bool(option or pair), name, known))
+            found.append(_redacted(value, max(named, option), name, known))
     return found
+
+
+def _second(name: str, value: str) -> bool:
+    """True if the second of a pair looks like a secret; behind a column's name it may be another column (`user_id2`)."""
+    return _random(value) if re.fullmatch(r"[a-z_]+", name) else TELLING.match(value) is not None
 
 
 def redacted_command(arguments: Sequence[str]) -> list[str]:
@@ -326,13 +303,14 @@ def redacted_command(arguments: Sequence[str]) -> list[str]:
     >>> redacted_command(["train", "rewards.0.args={api_key: abc, k: 3}", "--hf-token", "abc"])
     ['train', 'rewards.0.args={api_key: [redacted], k: 3}', '--hf-token', '[redacted]']
     """
-    found, secret = [], False
+    found: list[str] = []
+    option = NO
     for argument in arguments:
-        if secret and not argument.startswith("-"):
-            found.append(REDACTED)
-            secret = False
+        if option and not argument.startswith("-"):
+            found.append(_redacted(argument, option, "", _of_environment()))
+            option = NO
             continue
-        secret = argument.startswith("-") and "=" not in argument and secret_name(argument.lstrip("-"))
+        option = _named(argument.lstrip("-")) if argument.startswith("-") and "=" not in argument else NO
         found.append(_redacted_argument(argument))
     return found
 
@@ -340,13 +318,14 @@ def redacted_command(arguments: Sequence[str]) -> list[str]:
 def _redacted_argument(text: str) -> str:
     name, equals, value = text.partition("=")
     if equals and re.fullmatch(r"-{0,2}[\w.-]+", name):
-        if secret_name(name.lstrip("-")):  # all of it, also where it is a mapping or holds spaces
+        named = _named(name.lstrip("-"))
+        if named == YES or (named == BY_VALUE and _random(value)):  # all of it, also where it is a mapping or holds spaces
             return f"{name}={REDACTED}"
         return f"{name}={_redacted_argument(value)}"  # --task-arg=name=value
     return _structured(text, _of_environment())
 
 
-def _structured(text: str, known: Sequence[str]) -> str:
+def _structured(text: str, known: Sequence[str], named: int = NO) -> str:
     """A text without secrets, also where it is a mapping or a list as YAML or JSON writes it."""
     if not text.lstrip().startswith(("{", "[")):
         return _scrubbed(text, known)
@@ -354,7 +333,7 @@ def _structured(text: str, known: Sequence[str]) -> str:
 
     try:
         given = yaml.safe_load(text)
-        kept = _redacted(given, False, "", known)
+        kept = _redacted(given, named, "", known)
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError):
         return _scrubbed(text, known)
     if kept == given or not isinstance(given, dict | list):
@@ -365,8 +344,14 @@ def _structured(text: str, known: Sequence[str]) -> str:
 def _of_environment() -> list[str]:
     """The secrets of this process's environment, longest first."""
     named = ((name, value) for name, value in os.environ.items() if name not in FOLDERS and len(value) >= SHORTEST)
-    found = {value for name, value in named if secret_name(name) and not _plain(value)}
+    found = {value for name, value in named if _of_name(name, value) and not _plain(value)}
     return sorted(found, key=len, reverse=True)
+
+
+def _of_name(name: str, value: str) -> bool:
+    """True if a value is a secret's by its name and looks like one: `AUTH_MODE=github` hides no folder of that name."""
+    named = _named(name)
+    return (named == YES and TELLING.match(value) is not None) or (named == BY_VALUE and _random(value))
 
 
 def _plain(value: str) -> bool:

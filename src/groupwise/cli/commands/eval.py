@@ -18,6 +18,7 @@ EXAMPLES = (
 def arguments(command: argparse.ArgumentParser) -> None:
     """What can be typed."""
     command.add_argument("checkpoint", metavar="RUN", help="a run, a checkpoint, a model folder or a hub name")
+    command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the run's recipe, e.g. rewards.0.args.api_key=...")
     command.add_argument("--data", metavar="PATH", help="a .jsonl, .json or .parquet file, or a hub name")
     command.add_argument("--task", metavar="NAME", help="a built-in task; its held-out prompts are used")
     command.add_argument("--task-arg", action="append", default=[], metavar="KEY=VALUE", help="keyword argument of the task")
@@ -65,6 +66,7 @@ def run(given: argparse.Namespace) -> int:
         max_new_tokens=given.max_new_tokens,
         limit=given.limit,
         seed=given.seed,
+        overrides=given.overrides,
     )
     print(report.to_json() if given.json else report.render())
     return 0
