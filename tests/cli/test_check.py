@@ -120,3 +120,11 @@ def test_an_unusable_recipe_says_why_in_its_last_line(check: Callable) -> None:
     status, text = check(group={"prompts_per_step": 100})
     assert status == 1
     assert "prompts_per_step is 100, but the data has only" in text
+
+
+def test_several_problems_are_told_with_their_lines(check: Callable) -> None:
+    status, text = check(rewards=[{"function": "no_such_one"}, {"function": "accuracy", "args": {"api_key": "[redacted]"}}])
+    assert status == 1
+    assert "Problems" not in text
+    assert "2 problems in " in text
+    assert text.count("recipe.yaml:") == 2, text

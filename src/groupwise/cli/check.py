@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.text import Text
 
-from groupwise.config.recipes import load_stages, parse_recorded
+from groupwise.config.recipes import load_stages, with_lines
 from groupwise.config.settings import Recipe, is_online, positions_of
 from groupwise.data.order import Order
 from groupwise.data.prompts import visit
@@ -35,11 +37,10 @@ from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
 from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
 from groupwise.runs.build import Job, make_job
 from groupwise.runs.environments import furnished, with_own_reward
-from groupwise.runs.folder import CONFIG
 from groupwise.runs.loaded_policy import model_folder, settings_of
 from groupwise.runs.prepare import sampling_of
 from groupwise.runs.progress import make_console, safe
-from groupwise.runs.provenance import Origin
+from groupwise.runs.provenance import Origin, overridden
 from groupwise.runs.run import resolved
 from groupwise.training.evaluate import RIGHT
 from groupwise.training.mismatch import diagnose
@@ -58,6 +59,10 @@ GAP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Largest difference of a log-prob, nats, that rounding explains, by the type in which products run."""
 
 
+Lines = Callable[[], AbstractContextManager[None]]
+"""Adds to an error that is raised within where the recipe's file has its key."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One line of the report."""
@@ -70,25 +75,24 @@ class Finding:
 
 def check_recipe(path: str, overrides: Sequence[str] = (), *, console: Console | None = None) -> int:
     """Check every stage of a recipe and print a line per check.  Returns 0 if nothing is wrong, else 1."""
-    return _report(load_stages(path, overrides), console)
+    stages = load_stages(path, overrides)
+    return _report(stages, console, lambda stage: partial(with_lines, path, overrides, stage))
 
 
 def check_run(origin: Origin, path: str, overrides: Sequence[str] = (), *, console: Console | None = None) -> int:
     """The same of what a run has trained: its own recipe, with the model at `path` in place of the one that it started from."""
-    recipe = origin.recipe
-    if overrides:
-        file = origin.folder / CONFIG
-        recipe = parse_recorded(file.read_text(encoding="utf-8"), str(file), overrides)
+    recipe = overridden(origin, overrides).recipe
     trained = settings_of(recipe.model, model_folder(path))
     return _report({f"{origin.folder}, after step {origin.step}": replace(recipe, model=trained)}, console)
 
 
-def _report(stages: Mapping[str, Recipe], console: Console | None) -> int:
+def _report(stages: Mapping[str, Recipe], console: Console | None, lines: Callable[[str], Lines] = lambda _: nullcontext) -> int:
+    """lines: of a stage: adds to an error where the recipe's file has its key."""
     console = console or make_console()
     wrong = 0
     for name, recipe in stages.items():
         console.print(Text(f"{name} ({recipe.objective})", style="bold"))
-        for finding in check_stage(recipe):
+        for finding in check_stage(recipe, lines(name)):
             mark, style = {True: ("ok  ", "green"), False: ("FAIL", "red"), None: ("note", "yellow")}[finding.good]
             console.print(Text.assemble((mark, style), "  ", (f"{finding.name:<12}", "bold"), safe(finding.says)))
             wrong += finding.good is False
@@ -96,15 +100,19 @@ def _report(stages: Mapping[str, Recipe], console: Console | None) -> int:
     return 1 if wrong else 0
 
 
-def check_stage(recipe: Recipe) -> Iterator[Finding]:
-    """The findings of one run.  An error that would stop the run becomes the last finding."""
+def check_stage(recipe: Recipe, lines: Lines = nullcontext) -> Iterator[Finding]:
+    """The findings of one run.  An error that would stop the run becomes the last finding.
+
+    lines: adds to an error where the recipe's file has its key.
+    """
     try:
         try:
             recipe = furnished(resolved(recipe))
         except ConfigError as error:
             yield Finding("model", None, f"{error}; the later checks need it: run that stage first")
             return
-        job = make_job(recipe)
+        with lines():
+            job = make_job(recipe)
     except GroupwiseError as error:
         yield Finding("recipe", False, str(error))
         return
@@ -123,14 +131,17 @@ def check_stage(recipe: Recipe) -> Iterator[Finding]:
         if talking is not None:
             yield from _world(recipe, talking, job.prompts)
         columns = list(job.prompts[0].row)
-        rewards = build_rewards(recipe.rewards, columns=columns, tokenizer=job.policy.tokenizer) if recipe.rewards else no_rewards()
+        with lines():
+            named = recipe.rewards
+            rewards = build_rewards(named, columns=columns, tokenizer=job.policy.tokenizer) if named else no_rewards()
         with rewards:
             episodes = rewards.asks("environments", "environment_rewards")  # a gold answer has none
             yield from _golds(rewards, job.prompts[:64]) if rewards.names and not episodes else ()
             order = Order(len(job.prompts), recipe.seed, recipe.data.shuffle)
             yield from _samples(recipe, job, rewards, [visit(job.prompts[row], epoch) for epoch, row in order.take(PROMPTS)])
     except GroupwiseError as error:
-        yield Finding(type(error).__name__, False, str(error))
+        kind = ConfigError if isinstance(error, ConfigError) else type(error)  # Problems are several of them
+        yield Finding(kind.__name__, False, str(error))
     finally:
         job.close()
 
