@@ -123,7 +123,7 @@ def test_an_unusable_recipe_says_why_in_its_last_line(check: Callable) -> None:
 
 
 def test_several_problems_are_told_with_their_lines(check: Callable) -> None:
-    status, text = check(rewards=[{"function": "no_such_one"}, {"function": "accuracy", "args": {"api_key": "[redacted]"}}])
+    status, text = check(rewards=[{"function": "tags", "args": {"nonsense": 1}}, {"function": "accuracy", "args": {"nonsense": 1}}])
     assert status == 1
     assert "Problems" not in text
     assert "2 problems in " in text
