@@ -109,14 +109,7 @@ def evaluate(
     path = os.fspath(path)
     if data is not None and task is not None:
         raise ConfigError(f"say what to evaluate on: data ({os.fspath(data)!r}) or task ({task!r}), not both")
-    origin = origin_of(path)
-    if overrides and origin is None:
-        raise ConfigError(f"{path} is no run, so there is no recipe to override: {overrides[0]}")
-    if origin is not None:
-        origin = overridden(origin, overrides)
-        own = origin.recipe if environment is None else replace(origin.recipe, environment=environment_of(environment))
-        demand_values(own.environment, "environment")
-        origin = replace(origin, recipe=furnished(own))
+    origin = _origin(path, overrides, environment)
     recipe = None if origin is None else origin.recipe
     if recipe is not None and recipe.objective in JUDGES:
         raise ConfigError(f"{path} holds a model of the objective {recipe.objective!r}, which writes no completions to evaluate")
@@ -152,6 +145,19 @@ def evaluate(
         samples = _first(k, recipe and recipe.eval.k, SAMPLES)
         found = judging.evaluate(engine, judge, prompts, k=samples, sampling=sampling, seed=drawn)
         return EvalReport(path, _unfinished(path, model) + _about(origin, settings, judge.names, sampling), found)
+
+
+def _origin(path: str, overrides: Sequence[str], environment: Mapping[str, Any] | None) -> Origin | None:
+    """Where a model comes from, its recipe changed as asked and its environment ready to be made; None if no run made it."""
+    origin = origin_of(path)
+    if origin is None:
+        if overrides:
+            raise ConfigError(f"{path} is no run, so there is no recipe to override: {overrides[0]}")
+        return None
+    origin = overridden(origin, overrides)
+    recipe = origin.recipe if environment is None else replace(origin.recipe, environment=environment_of(environment))
+    demand_values(recipe.environment, "environment")
+    return replace(origin, recipe=furnished(recipe))
 
 
 def _first(*values: Any) -> Any:

@@ -226,7 +226,7 @@ def _unknown(option: str, typed: Sequence[str], command: argparse.ArgumentParser
         key = key_meant(name.lstrip("-").replace("-", "_"))
         behind = typed[typed.index(option) + 1 : typed.index(option) + 2]
         value = value if equals else behind[0] if behind and not re.match(r"-\D", behind[0]) else ""
-        if key is not None:
+        if key is not None and f"--{key.rpartition('.')[2].replace('_', '-')}" not in known:
             return f"there is no option {name}: a key of the recipe is written {key}={value or '...'}"
     near = nearest(name, known)
     hint = f"did you mean {near}?" if near is not None else f"there are {', '.join(known)}"
