@@ -727,6 +727,7 @@ def test_what_arguments_name_may_change(recipe: Callable, tmp_path: Path, caplog
     )
     (tmp_path / "rewards.log").write_text("")
     (tmp_path / "shown").mkdir()
+    (tmp_path / "shown" / "dump.jsonl").write_text("")
     args = {"logfile": "rewards.log", "seen": "shown/dump.jsonl", "folder": "./shown", "where": "./runs", "split": "runs"}
     path = recipe("r", rewards=[{"function": "writes.py:judge", "args": args}], save={"every": 1}, steps=2)
     next(iter(train(load_recipe(path))))
