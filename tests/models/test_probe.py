@@ -889,6 +889,21 @@ def test_a_head_of_several_layers_is_right_one_sequence_at_a_time(family: str) -
     assert_equal(by_run(policy, samples, again=True), own(policy, samples))
 
 
+class DividesItsStates(LlamaForCausalLM):
+    """By a number that no name of its configuration tells, as Inkling's `logits_mup_width_multiplier`."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] / 24,))
+
+
+def test_a_factor_before_the_head_that_no_name_tells_is_right_one_sequence_at_a_time() -> None:
+    policy = make_policy(built(DividesItsStates, LlamaConfig), TOKENIZER, ModelSettings(attention="single"))
+    assert policy.deep_head
+    samples = texts((3, 4), (3, 20), (12, 2))
+    assert_equal(by_run(policy, samples), own(policy, samples))
+
+
 def test_the_text_part_of_a_model_that_reads_images_is_loaded_and_proven(tmp_path: Any) -> None:
     """transformers has no causal class for it; positions of text are the same in all three sections of its frequencies."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}

@@ -75,7 +75,7 @@ def head_input(model: PreTrainedModel, tokens_BT: Tensor) -> Tensor | None:
 
 @torch.no_grad()
 def has_deep_head(model: PreTrainedModel, kind: type[PreTrainedModel]) -> bool:
-    """True if between a model's backbone and its last matrix lies more than a factor, as the transform of BERT's head.
+    """True if between a model's backbone and its last matrix lies more than a factor of its `forms`, as the transform of BERT's head.
 
     kind: the language model's class.   A family that cannot be asked has none: whatever it does is held against its own pass later.
     """
@@ -89,5 +89,5 @@ def has_deep_head(model: PreTrainedModel, kind: type[PreTrainedModel]) -> bool:
         return False
     if given.shape != hidden.shape:
         return True
-    factor = (given * hidden).sum() / (hidden * hidden).sum()
-    return not bool((given - factor * hidden).abs().max() <= 1e-5 * given.abs().max())
+    factors = {factor for factor, _ in forms(small.config)}  # of which `read_form` took one; any other is a layer to it
+    return not any(bool((given - factor * hidden).abs().max() <= 1e-5 * given.abs().max()) for factor in factors)
