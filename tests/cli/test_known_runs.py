@@ -20,7 +20,7 @@ from groupwise.config.recipes import parse_recorded
 from groupwise.errors import ConfigError, DataError
 from groupwise.runs.evaluation import evaluate
 from groupwise.runs.model_card import base_of
-from groupwise.runs.provenance import origin_of
+from groupwise.runs.origin import origin_of
 
 RUN = "runs/demo/grpo"
 

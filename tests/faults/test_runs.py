@@ -35,9 +35,9 @@ from groupwise.runs import folder as run_folder
 from groupwise.runs.checkpoint import latest, step_of
 from groupwise.runs.folder import RunLog, finished, unfinished
 from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs
-from groupwise.runs.own_code import imported_files
 from groupwise.runs.run import Run, train
 from groupwise.runs.saving import Saver
+from groupwise.runs.user_code import imported_files
 from groupwise.training import evaluate
 from groupwise.utils import files
 

@@ -38,9 +38,9 @@ from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
 from groupwise.runs.build import Job, make_job
 from groupwise.runs.environments import furnished, with_own_reward
 from groupwise.runs.loaded_policy import model_folder, settings_of
+from groupwise.runs.origin import Origin, overridden
 from groupwise.runs.prepare import sampling_of
 from groupwise.runs.progress import make_console, safe
-from groupwise.runs.provenance import Origin, overridden
 from groupwise.runs.run import resolved
 from groupwise.training.evaluate import RIGHT
 from groupwise.training.mismatch import diagnose

@@ -26,7 +26,7 @@ from groupwise.config.settings import GroupSettings, is_online
 from groupwise.errors import ConfigError
 from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
 from groupwise.runs.folder import list_rollouts, read_step
-from groupwise.runs.provenance import origin_of
+from groupwise.runs.origin import origin_of
 from groupwise.training.samples import weigh
 from groupwise.utils.spelling import near_path
 

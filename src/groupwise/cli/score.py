@@ -20,7 +20,7 @@ from groupwise.errors import ConfigError, DataError
 from groupwise.rewards.compose import as_messages, build_rewards, combine
 from groupwise.rewards.find import Completions
 from groupwise.runs import recorded
-from groupwise.runs.provenance import origin_of
+from groupwise.runs.origin import origin_of
 
 TOKEN_COLUMNS = ("prompt_ids", "completion_ids", "finish_reason")
 """Columns of recorded runs that functions are given beside those of the data (the last as `finish_reasons`)."""

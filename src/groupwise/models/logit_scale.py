@@ -75,7 +75,7 @@ def head_input(model: PreTrainedModel, tokens_BT: Tensor) -> Tensor | None:
 
 @torch.no_grad()
 def has_deep_head(model: PreTrainedModel, kind: type[PreTrainedModel]) -> bool:
-    """True if between a model's backbone and its last matrix lies more than a factor of its `forms`, as the transform of BERT's head.
+    """True if between a model's backbone and its last matrix lies more than one of its `forms`, as the transform of BERT's head.
 
     kind: the language model's class.   A family that cannot be asked has none: whatever it does is held against its own pass later.
     """

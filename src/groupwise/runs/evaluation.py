@@ -31,7 +31,7 @@ from groupwise.rollout.probe import prove_engine
 from groupwise.runs.checkpoint import step_of
 from groupwise.runs.environments import environment_of, furnished, make_source, make_world, tools_of, unmade, with_own_reward
 from groupwise.runs.loaded_policy import model_folder, settings_of
-from groupwise.runs.provenance import Origin, origin_of, overridden
+from groupwise.runs.origin import Origin, origin_of, overridden
 from groupwise.runs.run import resolved
 from groupwise.training import evaluate as judging
 from groupwise.training.evaluate import Evaluation

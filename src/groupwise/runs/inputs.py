@@ -2,7 +2,7 @@
 
 A recipe names files, and a file can change while its name stays.  Digests of their content are written to the run folder
 (`inputs.json`) when a run begins; a resumed run whose inputs have changed is refused unless the changes are accepted.
-Own code is whatever a setting names as `module:NAME` or `file.py:NAME`, with the own files that it imports (`own_code.py`).
+Own code is whatever a setting names as `module:NAME` or `file.py:NAME`, with the own files that it imports (`user_code.py`).
 Files and folders that arguments name are looked at too, but a reward may write to them: of their changes a warning tells.
 """
 
@@ -27,7 +27,7 @@ from groupwise.data.sources import fingerprint
 from groupwise.errors import ConfigError, DataError
 from groupwise.rewards.find import LiveReward
 from groupwise.rewards.step_rewards import ProcessReward
-from groupwise.runs import own_code
+from groupwise.runs import user_code
 from groupwise.runs.folder import model_digest
 from groupwise.utils import files
 from groupwise.utils.secrets import redacted
@@ -210,9 +210,9 @@ def _code(key: str, function: str) -> Iterator[tuple[str, tuple[str, dict[str, A
     """The file of `file.py:function` or `module:function`, and the own files that it imports."""
     if live := _live_code(function):
         yield key, (function, live)
-    elif (file := own_code.file_of(function)) is not None:
+    elif (file := user_code.file_of(function)) is not None:
         yield key, (function, _file(str(file)))
-        for name, path in own_code.imported_files(file).items():
+        for name, path in user_code.imported_files(file).items():
             yield f"{key} imports {name}", ("", _file(str(path)))
 
 

@@ -29,7 +29,7 @@ from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Sample, Sampling
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.checkpoint import policy_folder
-from groupwise.runs.provenance import Origin, origin_of
+from groupwise.runs.origin import Origin, origin_of
 from groupwise.training.scoring import score
 from groupwise.utils.terminal import logger
 

@@ -12,8 +12,8 @@ from groupwise.config.recipes import dump, run_folder
 from groupwise.config.settings import Recipe
 from groupwise.config.validation import STAGE
 from groupwise.runs.build import Judged
+from groupwise.runs.origin import origin_of
 from groupwise.runs.plan import Lines
-from groupwise.runs.provenance import origin_of
 from groupwise.utils import files
 from groupwise.utils.secrets import scrubbed
 

@@ -15,7 +15,7 @@ from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.probe import prove_engine
 from groupwise.runs.environments import environment_of, make_source, make_world, tools_of, unmade
 from groupwise.runs.loaded_policy import LoadedPolicy
-from groupwise.runs.provenance import Origin
+from groupwise.runs.origin import Origin
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

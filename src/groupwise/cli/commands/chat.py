@@ -78,8 +78,8 @@ def _talk(
         from groupwise.rollout.native.engine import NativeEngine
         from groupwise.rollout.probe import prove_engine
         from groupwise.runs.loaded_policy import load_policy
+        from groupwise.runs.origin import origin_of
         from groupwise.runs.progress import safe
-        from groupwise.runs.provenance import origin_of
         from groupwise.runs.tool_chat import Answered
 
     console = Console(highlight=False)

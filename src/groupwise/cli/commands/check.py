@@ -20,7 +20,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Check and print; 1 if something is wrong."""
-    from groupwise.runs.provenance import origin_of
+    from groupwise.runs.origin import origin_of
 
     if (origin := origin_of(given.recipe)) is not None and not given.recipe.endswith((".yaml", ".yml")):
         with uncollected():

@@ -34,7 +34,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Score and print."""
     from groupwise.config.settings import RewardSettings
-    from groupwise.runs.provenance import origin_of
+    from groupwise.runs.origin import origin_of
 
     options = typed.pairs(given.arg, "--arg")
     if given.reward is None:
