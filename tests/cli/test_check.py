@@ -128,3 +128,19 @@ def test_several_problems_are_told_with_their_lines(check: Callable) -> None:
     assert "Problems" not in text
     assert "2 problems in " in text
     assert text.count("has no argument 'nonsense'") == 2 and "recipe.yaml:16: " in text and "recipe.yaml:19: " in text
+
+
+def test_rows_that_are_left_out_are_told_and_secrets_are_not(
+    check: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "VALUE-of-the-environment-1")
+    monkeypatch.chdir(tmp_path)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 8 + '{"answer": "2"}\n')
+    (tmp_path / "judge.py").write_text(
+        "import os\ndef judge(completions, **_):\n    raise ValueError('401 for ' + os.environ['HF_TOKEN'])\n"
+    )
+    data = {"task": None, "path": str(rows), "limit": None, "eval_limit": None, "chat": False}
+    status, text = check(data=data, rewards=[{"function": "judge.py:judge"}])
+    assert status == 1 and "401 for [redacted]" in text and "VALUE" not in text
+    assert "8 of 9 rows" in text and "dropped: 1 that cannot be read" in text

@@ -432,6 +432,12 @@ def test_load_recipe_and_load_stages(tmp_path: Path) -> None:
     assert header(tmp_path / "a.yaml") == "Adds numbers.\nCosts a minute."
 
 
+def test_half_of_a_character_is_told(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text('objective: grpo\nname: "a\\ud800"\n')
+    with pytest.raises(ConfigError, match=r"half of a character, '\\ud800'"):
+        load_recipe(tmp_path / "r.yaml")
+
+
 # ---------------------------------------------------------------- writing
 
 

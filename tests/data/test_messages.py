@@ -173,3 +173,21 @@ def test_turns_that_go_on_otherwise_than_the_prompt():
     with pytest.raises(BadRow) as error:
         joined([user("q")], [user("r")], "completion", "f row 3")
     assert error.value.reason == CONTRADICTS and str(error.value) == "f row 3: completion begins otherwise than the prompt"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("calls", [1, True, "[{}]", {"a": 1}, ["x"], [None]])
+def test_calls_that_are_no_list_of_calls_are_counted(calls):
+    result = {"role": "tool", "content": "2"}
+    bad = {"messages": [user("1+1"), assistant("", tool_calls=calls), result, assistant("2")]}
+    built, report = told(bad, {"messages": [user("q"), assistant("a")]})
+    assert [completion for _, completion in built] == ["a<|end|>"]
+    assert sum(report.dropped.values()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [900, 20_000])
+def test_tools_that_are_nested_too_deeply_cannot_be_read(depth):
+    deep = "[" * depth + "]" * depth
+    built, report = told({"messages": [user("q"), assistant("a")], "tools": f'[{{"name": "f", "x": {deep}}}]'})
+    assert len(built) == 1 and report.noted["with tools that cannot be read"] == 1

@@ -185,14 +185,16 @@ def test_rows_that_hold_no_pair_are_counted_never_the_end():
         {"prompt": "1+2", "chosen": [{"role": "user", "content": "x"}], "rejected": "No."},
         {"prompt": [{"role": "user"}], "chosen": "3", "rejected": "No."},
         pair | {"margin": "large"},
-        pair,
+        pair | {"margin": 10**400},
+        pair | {"margin": 10**20},
     ]
     pairs, report = told(rows)
-    assert len(pairs) == 1 and report.dropped == {"that cannot be read": 5}
+    assert len(pairs) == 1 and report.dropped == {"that cannot be read": 6}
     scored = {"instruction": "1", "completions": [{"response": "a", "overall_score": "N/A"}, {"response": "b", "overall_score": 1}]}
-    _, report = told([scored | {"completions": "?"}, scored, scored | {"completions": []}, scored | {"completions": [
+    huge = {"instruction": "1", "completions": [{"response": "a", "score": 10**400}, {"response": "b", "score": 1}]}
+    _, report = told([scored | {"completions": "?"}, scored, huge, scored | {"completions": []}, scored | {"completions": [
         {"response": "a", "score": 1}, {"response": "b", "score": 2}]}])  # fmt: skip
-    assert report.kept == 1 and sum(report.dropped.values()) == 3
+    assert report.kept == 1 and sum(report.dropped.values()) == 4
 
 
 @pytest.mark.slow

@@ -89,3 +89,25 @@ def test_a_visit_names_its_epoch(tokenizer):
     assert again.id == "3/0"
     assert again.tokens is prompt.tokens
     assert again.tokens.dtype == np.int64
+
+
+def test_a_column_that_a_format_string_cannot_write_as_text_is_counted(tokenizer):
+    rows = SourceRows("f.jsonl", [{"q": "1+1"}, {"q": None}, {"q": [{"role": "user", "content": "1"}]}, {"q": 3}])
+    prompts, report = encode_prompts(rows, Template(tokenizer=tokenizer, format="{q}="), max_tokens=20)
+    assert [prompt.text for prompt in prompts] == ["1+1=", "3="]
+    assert report.dropped == {
+        "with nothing in a column that data.template reads": 1,
+        "with messages where data.template reads a text": 1,
+    }
+    prompts, report = encode_prompts(
+        SourceRows("f.jsonl", [{"q": {"a": "1"}}, {"q": None}]), Template(tokenizer=tokenizer, format="{q[a]}="), max_tokens=20
+    )
+    assert [prompt.text for prompt in prompts] == ["1="] and sum(report.dropped.values()) == 1
+
+
+def test_missing_columns_are_told_in_one_line_of_a_readable_length(tokenizer):
+    for row in ({f"c{i}": 1 for i in range(20_000)}, {"a\nERROR all good\r": 1}, {1: "a"}):
+        with pytest.raises(DataError) as told:
+            encode_prompts(SourceRows("f.jsonl", [row]), Template(tokenizer=tokenizer), max_tokens=20)
+        assert "no column 'prompt'" in str(told.value)
+        assert len(str(told.value)) < 2000 and not any(line.startswith("ERROR") for line in str(told.value).splitlines())

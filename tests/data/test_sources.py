@@ -1,10 +1,13 @@
 import os
+from decimal import Decimal
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 
-from groupwise.data.sources import read_rows
+from groupwise.data.sources import live_rows, read_rows
 from groupwise.errors import DataError
 
 ROWS = [{"prompt": "1+1", "answer": "2"}, {"prompt": "2+2", "answer": "4"}, {"prompt": "3+3", "answer": "6"}]
@@ -115,3 +118,24 @@ def test_renaming_is_simultaneous_and_names_missing_columns(write):
     assert list(rows.renamed({"answer": "question", "question": "answer"})) == [{"answer": "q", "question": "a", "extra": 1}]
     with pytest.raises(DataError, match=r"rows\.jsonl line 1: no column 'quesiton'; there are: answer, extra, question"):
         rows.renamed({"prompt": "quesiton"})
+
+
+@pytest.mark.parametrize("value", [np.int64, Decimal, lambda n: np.array([n, 1]), lambda n: torch.tensor([n])])
+def test_rows_in_memory_with_other_values_have_another_name(value):
+    names = [live_rows([{"prompt": "1", "answer": value(n)}], "data") for n in (3, 3, 4)]
+    assert names[0] == names[1] != names[2]
+
+
+def test_values_of_a_parquet_file_that_python_cannot_hold_are_told(tmp_path):
+    days = pyarrow.array([10**9], pyarrow.int32()).cast(pyarrow.date32())
+    text = pyarrow.StringArray.from_buffers(1, pyarrow.py_buffer(b"\0\0\0\0\2\0\0\0"), pyarrow.py_buffer(b"\xff\xfe"))
+    for name, values in (("days", days), ("text", text)):
+        path = tmp_path / f"{name}.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": values}), path)
+        with pytest.raises(DataError, match=rf"{name}.parquet: a value of the Parquet file cannot be read"):
+            read_rows(str(path))
+
+
+def test_a_folder_of_nobody_is_a_path_that_is_not_there():
+    with pytest.raises(DataError, match=r"~nobody/x\.jsonl"):
+        read_rows("~nobody/x.jsonl")

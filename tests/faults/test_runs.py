@@ -34,10 +34,10 @@ from groupwise.runs import build, prepare
 from groupwise.runs import folder as run_folder
 from groupwise.runs.checkpoint import latest, step_of
 from groupwise.runs.folder import RunLog, finished, unfinished
-from groupwise.runs.inputs import check_inputs, inputs_of, record_inputs
+from groupwise.runs.inputs import _file, check_inputs, inputs_of, record_inputs
 from groupwise.runs.run import Run, train
 from groupwise.runs.saving import Saver
-from groupwise.runs.user_code import imported_files
+from groupwise.runs.user_code import file_of, imported_files
 from groupwise.training import evaluate
 from groupwise.utils import files
 
@@ -770,6 +770,12 @@ def test_imports_are_followed_where_code_is_ones_own(tmp_path: Path, monkeypatch
         (tmp_path / name).write_text(text)
     found = imported_files(tmp_path / "judge.py")
     assert sorted(found) == sorted(set(code) - {"judge.py", "own_pack/not_imported.py"})
+
+
+@pytest.mark.parametrize("text", ["~5.0 points", "~nobody/x.py", "~nobody/x.py:judge"])
+def test_an_argument_that_begins_like_somebodys_folder_is_a_text(text: str) -> None:
+    assert file_of(text) is None
+    assert _file(text) is None
 
 
 @pytest.mark.slow

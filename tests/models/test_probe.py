@@ -51,6 +51,8 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniCPM3Config,
+    MiniCPM3ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -85,6 +87,7 @@ from groupwise.models import small_copy as small_copies
 from groupwise.models.attention import NAME, PackedAttention, attended, plain_attention
 from groupwise.models.fused import fused_modules
 from groupwise.models.loading import load_policy, make_policy, read_blueprint
+from groupwise.models.logit_scale import read_form
 from groupwise.models.masks import Reach, reach_of
 from groupwise.models.policy import Policy
 from groupwise.models.shape import Shape
@@ -887,6 +890,14 @@ def test_a_head_of_several_layers_is_right_one_sequence_at_a_time(family: str) -
     samples = texts((3, 4), (3, 20), (12, 2))
     assert_equal(by_run(policy, samples), own(policy, samples))
     assert_equal(by_run(policy, samples, again=True), own(policy, samples))
+
+
+@pytest.mark.parametrize("base", [64, 128, 256])
+def test_a_width_of_reference_is_no_other_in_a_small_copy(base: int) -> None:
+    """MiniCPM divides its states by the quotient of its width and it; a copy of that width divided by nothing."""
+    ranks = {"kv_lora_rank": 16, "q_lora_rank": 16}
+    config = MiniCPM3Config(**SHAPE | ranks | {"hidden_size": 512, "dim_model_base": base, "num_key_value_heads": 4})
+    assert read_form(MiniCPM3ForCausalLM(config), MiniCPM3ForCausalLM) == (base / 512, None)
 
 
 class DividesItsStates(LlamaForCausalLM):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.util
 import inspect
 import io
@@ -31,9 +33,16 @@ import groupwise as gw
 from groupwise.config import settings
 from groupwise.config.live_objects import Live
 from groupwise.config.recipes import load_recipe
+from groupwise.data.prompts import encode_prompts
+from groupwise.data.sources import SourceRows
+from groupwise.data.templates import Template
+from groupwise.data.tokenizers import byte_tokenizer
 from groupwise.errors import ConfigError, DataError
 from groupwise.records import Prompt
+from groupwise.rewards.find import LiveReward
 from groupwise.runs import api, keys
+from groupwise.runs.inputs import _live_code
+from groupwise.runs.loaded_policy import LoadedPolicy
 from groupwise.training.samples import sample_of
 from groupwise.training.scoring import score
 
@@ -252,6 +261,32 @@ def test_a_closed_over_function_is_the_same_in_another_process(tmp_path: Path) -
     assert len(said) == 1
 
 
+def test_what_a_live_function_holds_beside_its_code_is_its_own() -> None:
+    def around(value: float, default: float = 0.0) -> Callable:
+        def reward(completion: str, scale: float = default) -> float:
+            return value * scale
+
+        return reward
+
+    class Base:
+        def __call__(self, completion: str) -> float:
+            return self.value()
+
+    class One(Base):
+        def value(self) -> float:
+            return 1.0
+
+    class Two(Base):
+        def value(self) -> float:
+            return 2.0
+
+    sets = [lambda completion: completion in {"a", "b"}, lambda completion: completion in {"a", "c"}]
+    functions = [around(1.0), around(2.0), around(1.0, 3.0), functools.partial(around(1.0), scale=1.0), One(), Two(), *sets]
+    told = [str(_live_code(Live("f", LiveReward(function=function)))) for function in functions]
+    assert len(set(told)) == len(functions)
+    assert str(_live_code(Live("f", LiveReward(function=around(1.0))))) == told[0]
+
+
 @pytest.mark.slow
 def test_fresh_takes_the_next_name(call: Callable) -> None:
     list(call(steps=1))
@@ -440,6 +475,23 @@ def test_a_loaded_policy_asks_as_its_run_did(call: Callable) -> None:
     assert not gw.load_policy("elsewhere").chat
     bare, chat = gw.load_policy("elsewhere").score("2+2=", "4"), gw.load_policy("runs/mine").score("2+2=", "4")
     assert abs(float(bare[0] - chat[0])) > 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("control", ["warn", "plain"])
+def test_a_loaded_policy_shows_tools_and_writes_control_tokens_as_its_run_did(control: str, tiny_policy: Callable) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    rows = [{"prompt": "1<|end|>+1=", "tools": [tool]}, {"prompt": "2+2="}]
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% if tools %}{{ tools | length }}{% endif %}" + tokenizer.chat_template
+    template = Template(tokenizer=tokenizer, chat=True, control_tokens=control)
+    trained, _ = encode_prompts(SourceRows("f", rows), template, max_tokens=99)
+    own = LoadedPolicy.of(tiny_policy())
+    loaded = dataclasses.replace(own, tokenizer=tokenizer, chat=True, control_tokens=control)
+    asked = loaded._questions(rows)
+    assert [question.tokens.tolist() for question in asked] == [prompt.tokens.tolist() for prompt in trained]
+    with pytest.raises(DataError, match="prompt 0 is empty"):
+        loaded.generate({"messages": [{"role": "assistant", "content": "1"}]})
 
 
 @pytest.mark.slow

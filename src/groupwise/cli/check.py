@@ -46,6 +46,7 @@ from groupwise.training.evaluate import RIGHT
 from groupwise.training.mismatch import diagnose
 from groupwise.training.samples import joined, samples_of
 from groupwise.training.scoring import score
+from groupwise.utils.secrets import scrubbed
 
 PROMPTS, COMPLETIONS, TOKENS = 8, 4, 96
 """Size of the sample that is looked at: first prompts that training draws, completions of each, longest completion in tokens."""
@@ -94,7 +95,7 @@ def _report(stages: Mapping[str, Recipe], console: Console | None, lines: Callab
         console.print(Text(f"{name} ({recipe.objective})", style="bold"))
         for finding in check_stage(recipe, lines(name)):
             mark, style = {True: ("ok  ", "green"), False: ("FAIL", "red"), None: ("note", "yellow")}[finding.good]
-            console.print(Text.assemble((mark, style), "  ", (f"{finding.name:<12}", "bold"), safe(finding.says)))
+            console.print(Text.assemble((mark, style), "  ", (f"{finding.name:<12}", "bold"), safe(scrubbed(finding.says))))
             wrong += finding.good is False
     console.print("nothing is wrong" if not wrong else f"{wrong} of the checks failed", style="bold")
     return 1 if wrong else 0
@@ -118,7 +119,7 @@ def check_stage(recipe: Recipe, lines: Lines = nullcontext) -> Iterator[Finding]
         return
     try:
         for label, text in job.plan:
-            if label in ("data", "in all", "memory", "dropout", "warning"):
+            if label in ("read", "data", "in all", "memory", "dropout", "warning"):
                 yield Finding(label, None, text)
         yield from (Finding("model", True, f"{label}: {text}") for label, text in proofs_of(job.policy.model))
         yield from _tokenizer(job.policy)

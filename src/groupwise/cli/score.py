@@ -21,6 +21,7 @@ from groupwise.rewards.compose import as_messages, build_rewards, combine
 from groupwise.rewards.find import Completions
 from groupwise.runs import recorded
 from groupwise.runs.origin import origin_of
+from groupwise.utils.files import expanded
 
 TOKEN_COLUMNS = ("prompt_ids", "completion_ids", "finish_reason")
 """Columns of recorded runs that functions are given beside those of the data (the last as `finish_reasons`)."""
@@ -104,7 +105,7 @@ def score_file(
 
     Raises DataError for a bad file or row, ConfigError for functions that the columns cannot serve, RewardError for bad results.
     """
-    read, source = _rows(Path(path).expanduser(), steps)
+    read, source = _rows(expanded(path), steps)
     found = read.renamed(columns or {}).first(limit)
     rows, names = list(found), [found.where(i) for i in range(len(found))]
     for name, row in zip(names, rows, strict=True):

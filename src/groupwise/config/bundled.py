@@ -7,6 +7,7 @@ from pathlib import Path
 
 from groupwise.config import schema
 from groupwise.errors import ConfigError
+from groupwise.utils.files import expanded
 from groupwise.utils.spelling import near_path
 
 
@@ -23,7 +24,7 @@ def bundled_recipes() -> dict[str, Path]:
 
 def find_recipe(path: str | Path) -> Path:
     """The file of a recipe, by path or by the name of a bundled one.  Raises ConfigError with what is near."""
-    file = Path(path).expanduser()
+    file = expanded(path)
     if file.is_file():
         return file
     bundled = bundled_recipes()

@@ -36,6 +36,7 @@ from groupwise.config.trl_files import (
     short,
 )
 from groupwise.errors import ConfigError
+from groupwise.utils.files import expanded
 
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0, "max_steps": -1,
@@ -147,7 +148,7 @@ def import_trl(path: str | Path, *, devices: int = 1, kind: str | None = None) -
     kind: TRL's class; default: the one that a script makes, that a command names, or whose arguments a file holds.
     Raises ConfigError for a file that cannot be read, or that holds no configuration.
     """
-    file = Path(path).expanduser()
+    file = expanded(path)
     if devices < 1:
         raise ConfigError(f"the number of devices is at least 1, got {devices}")
     if kind is not None and kind not in KINDS:

@@ -276,6 +276,12 @@ def _validated(data: Mapping[str, Any]) -> tuple[Recipe | None, list[tuple[tuple
     JSON's strict mode: a list is a tuple and a mapping a section, but no number is made from text or from true.
     """
     try:
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"half of a character, {error.object[error.start]!a}, stands alone in the recipe: mend the text"
+        ) from None
+    try:
         return _adapter().validate_json(json.dumps([data]), strict=True)[0], []
     except ValidationError as error:
         return None, [(tuple(item["loc"][1:]), item["type"], item["input"]) for item in error.errors(include_url=False)]

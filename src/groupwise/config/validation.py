@@ -36,6 +36,7 @@ from groupwise.config.settings import (
     TeacherSettings,
     is_online,
 )
+from groupwise.utils.files import expanded
 from groupwise.utils.spelling import near_path
 
 Finding = tuple[tuple[str, ...], str]
@@ -134,7 +135,7 @@ def wrong_model(path: str, earlier: Sequence[str] = ()) -> str | None:
         return f"no stage {stage!r} runs before this one ({known}){closest(stage, earlier)}"
     if wrong := _unspeakable(path):
         return wrong
-    folder = Path(path).expanduser()
+    folder = expanded(path)
     if folder.is_dir():
         known = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
         return None if known else f"the folder {path!r} is not a model: it holds no config.json"
@@ -157,7 +158,7 @@ def _cached(kind: str, name: str) -> bool:
     """True if Hugging Face's cache holds the repository (whether complete is for transformers to say)."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
     cache = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
-    return (Path(cache).expanduser() / f"{kind}--{name.replace('/', '--')}").is_dir()
+    return (expanded(cache) / f"{kind}--{name.replace('/', '--')}").is_dir()
 
 
 def _lora(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
@@ -210,7 +211,7 @@ def _scratch(recipe: Recipe, _: Sequence[str]) -> Iterator[Finding]:
     known = kind in ("arithmetic", "bytes") or re.fullmatch(r"bpe:\d+", kind)
     if not known and (wrong := _unspeakable(kind)):
         yield (at + "tokenizer",), f"model.scratch.tokenizer: {wrong}"
-    elif not known and not Path(kind).expanduser().is_dir():
+    elif not known and not expanded(kind).is_dir():
         message = f"model.scratch.tokenizer: no such folder {kind!r}, and it is not arithmetic, bytes or bpe:N"
         yield (at + "tokenizer",), message + closest(kind, ("arithmetic", "bytes"))
 
@@ -265,7 +266,7 @@ def _wrong_data(path: str) -> str | None:
         return None
     if wrong := _unspeakable(path):
         return wrong
-    file = Path(path).expanduser()
+    file = expanded(path)
     if file.is_dir():
         return f"{path!r} is a folder: give one of its files ({', '.join(DATA_SUFFIXES)})"
     if file.is_file():
@@ -336,7 +337,7 @@ def _wrong_name(function: str, kind: str = "function") -> str | None:
     if place.endswith(".py"):
         if wrong := _unspeakable(place):
             return wrong
-        file = Path(place).expanduser()
+        file = expanded(place)
         return None if file.is_file() else f"no such file {place!r}{near_path(file)}"
     if all(part.isidentifier() for part in place.split(".")):
         return None

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from groupwise.data.sources import BadRow, printable
+from groupwise.data.sources import BadRow, printable, too_deep
 from groupwise.errors import DataError
 
 Messages = list[dict[str, Any]]
@@ -17,6 +17,7 @@ Content = str | Messages
 BESIDE = ("tool_calls", "reasoning_content", "reasoning", "thinking", "function_call", "refusal")
 """What a message of the assistant may say beside its content."""
 OPENING = ("system", "developer")
+NO_CALLS = "with tool_calls that are no list of calls"
 NO_TEXT = "with content that is no text"
 IN_SEQUENCE = "with two turns of the assistant in sequence"
 CONTRADICTS = "whose prompt is another than that of its conversation"
@@ -38,6 +39,9 @@ def checked(value: object, column: str, where: str) -> Content:
 def _message(message: object, column: str, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise DataError(f"{where}: a message in {column} needs role and content, got {message!r:.80}")
+    calls = message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
+        raise BadRow(NO_CALLS, f"{where}: tool_calls of a message in {column} is {calls!r:.60}: expected a list of calls")
     content = message.get("content")
     if content is None and message["role"] in ("assistant", "tool", "function") and ("content" in message or beside(message)):
         return {**message, "content": ""}
@@ -120,7 +124,7 @@ def with_arguments(messages: Sequence[Mapping[str, Any]], *, as_text: bool) -> S
                 read = json.loads(given)
             except (ValueError, RecursionError):
                 return call
-            return {**call, "arguments": read} if isinstance(read, dict) else call
+            return {**call, "arguments": read} if isinstance(read, dict) and not too_deep(read) else call
         return call
 
     return [{**one, "tool_calls": [told(call) for call in one["tool_calls"]]} if one.get("tool_calls") else one for one in messages]
@@ -159,7 +163,7 @@ def tools_in(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
             return None
     if not found:
         return []
-    if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
+    if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found) or too_deep(found):
         return None
     return [dict(tool) for tool in found] if all(names_of(found)) else None
 

@@ -101,6 +101,6 @@ def _margin(row: Mapping[str, Any], where: str) -> float:
     margin = row.get("margin")
     if margin is None:
         return 0.0
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not np.isfinite(margin):
-        raise DataError(f"{where}: margin is {margin!r}: expected a number")
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) < 1e300:
+        raise DataError(f"{where}: margin is {margin!r:.40}: expected a number")
     return float(margin)

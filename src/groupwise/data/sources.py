@@ -7,13 +7,16 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from types import FunctionType
 from typing import Any
+from uuid import UUID
 
 from groupwise.config.live_objects import LIVE, Live, missing, short_digest
 from groupwise.errors import DataError
-from groupwise.utils.files import digest
+from groupwise.utils.files import digest, expanded
 
 READERS_OF = (".jsonl", ".ndjson", ".json", ".parquet")
 MAX_DEPTH = 100
@@ -138,7 +141,9 @@ def first_of(row: Mapping[str, Any], columns: Sequence[str]) -> str | None:
 
 def missing_column(name: str, row: Mapping[str, Any], where: str, ours: str | None = None) -> str:
     """The message for a column that is not there: it lists those that are.  ours: what `data.columns` calls it, where it does."""
-    there = printable(", ".join(sorted(row))) or "none"
+    names = sorted(map(str, row))
+    there = " ".join(printable(", ".join(names[:20])).split("\n"))[:400] or "none"
+    there += f" ... ({len(names)} columns)" if len(names) > 20 else ""
     return f"{where}: no column {name!r}; there are: {there} (data.columns renames: {{{ours or name}: YOURS}})"
 
 
@@ -160,7 +165,7 @@ def read_rows(path: str, split: str = "train", *, lenient: bool = False) -> Sour
         return path.value
     if path.startswith(LIVE):
         raise missing(path, "data.path")
-    file = Path(path).expanduser()
+    file = expanded(path)
     if file.is_dir():
         raise DataError(f"{path} is a folder: give one of its files ({', '.join(READERS_OF)})")
     if not file.exists():
@@ -207,13 +212,22 @@ def live_rows(given: object, name: str) -> Live:
             raise DataError(f"{where} is {kind_of(row)}: a row is a mapping of columns to values, e.g. {{'prompt': ...}}")
         _refuse_depth(row, where)
         try:
-            written.append(json.dumps(row, sort_keys=True, ensure_ascii=False, default=lambda value: type(value).__name__).encode())
+            written.append(json.dumps(row, sort_keys=True, ensure_ascii=False, default=_digested).encode())
         except UnicodeEncodeError as error:
             raise DataError(f"{where}: half of a character, {error.object[error.start]!a}, stands alone: mend the text") from None
         except (TypeError, ValueError) as error:
             raise DataError(f"{where}: {error}") from None
     count = f"{len(given):,} row" + ("s" if len(given) > 1 else "")
     return Live(f"{count} ({short_digest(written)})", SourceRows(name, [bare_calls(row) for row in given] if columnar else given))
+
+
+def _digested(value: object) -> Any:
+    """What stands in a digest for a value that is no JSON: its content where that is the same in every process."""
+    if callable(listed := getattr(value, "tolist", None)):  # arrays and numbers of numpy, tensors
+        return listed()
+    if isinstance(value, bytes | Decimal | UUID | date | time | timedelta):
+        return repr(value)
+    return type(value).__name__
 
 
 def kind_of(value: object) -> str:
@@ -280,7 +294,13 @@ def _parse_line(line: bytes, where: str) -> Mapping[str, Any]:
 
 def _refuse_depth(row: Mapping[str, Any], where: str) -> None:
     """Raises DataError if a row is nested so deeply that comparing or writing it would fail later."""
-    level: list[Any] = [row]
+    if too_deep(row):
+        raise _too_deep(where)
+
+
+def too_deep(value: object) -> bool:
+    """True if lists and objects are inside one another more than `MAX_DEPTH` times."""
+    level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         level = [
             inner
@@ -289,8 +309,8 @@ def _refuse_depth(row: Mapping[str, Any], where: str) -> None:
             if isinstance(inner, list | Mapping)
         ]
         if not level:
-            return
-    raise _too_deep(where)
+            return False
+    return True
 
 
 def _too_deep(where: str) -> DataError:
@@ -358,6 +378,8 @@ def _read_parquet(file: Path, name: str) -> SourceRows:
 
     try:
         return SourceRows(name, [bare_calls(row) for row in pyarrow.parquet.read_table(file).to_pylist()])
+    except (UnicodeDecodeError, OverflowError) as error:  # a text that is no UTF-8, a date that Python has no object for
+        raise DataError(f"{name}: a value of the Parquet file cannot be read: {error}") from None
     except (pyarrow.ArrowInvalid, OSError) as error:
         with file.open("rb") as stream:
             start = stream.read(8)
@@ -369,7 +391,7 @@ def fingerprint(path: str, split: str = "train") -> dict[str, Any]:
 
     Raises DataError, OSError.
     """
-    file = Path(path).expanduser()
+    file = expanded(path)
     if file.exists() or _looks_like_a_path(path):
         return {"size": file.stat().st_size, "xxh3_128": digest(file)}
     return {"fingerprint": str(_load_hub(path, split)._fingerprint)}

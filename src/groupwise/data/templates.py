@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,7 +33,7 @@ from groupwise.data.messages import (
     with_arguments,
 )
 from groupwise.data.rendering import Chat, Refusal, render_chats
-from groupwise.data.sources import first_of, missing_column
+from groupwise.data.sources import BadRow, first_of, missing_column
 from groupwise.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -620,7 +621,7 @@ def _string(row: Mapping[str, Any], column: str, where: str, default: str | None
     if value is None and default is not None:
         return default
     if not isinstance(value, str):
-        raise DataError(f"{where}: {column} is {value!r} ({type(value).__name__}): expected a string")
+        raise DataError(f"{where}: {column} is {value!r:.60} ({type(value).__name__}): expected a string")
     return value
 
 
@@ -636,9 +637,23 @@ def _alpaca(row: Mapping[str, Any], where: str) -> str:
 
 def _formatted(template: str, row: Mapping[str, Any], where: str) -> str:
     try:
+        for _, field, _, _ in string.Formatter().parse(template):
+            _refuse_unwritten(field or "", row, where)
         return template.format_map(row)
     except KeyError as error:
         raise DataError(missing_column(str(error.args[0]), row, f"{where} (data.template)")) from None
     except (ValueError, IndexError, AttributeError, TypeError) as error:
         remedy = "write columns in {braces}; a literal brace is doubled"
-        raise ConfigError(f"data.template cannot be filled in ({error}): {remedy}") from None
+        raise ConfigError(f"data.template cannot be filled in at {where} ({error}): {remedy}") from None
+
+
+def _refuse_unwritten(field: str, row: Mapping[str, Any], where: str) -> None:
+    """Raises BadRow for a column that a format string would write as Python does: None, or messages."""
+    column = re.split(r"[.\[]", field)[0]
+    value = row.get(column)
+    if column in row and value is None:
+        raise BadRow("with nothing in a column that data.template reads", f"{where}: {column} is null, and data.template reads it")
+    if field == column and isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        raise BadRow(
+            "with messages where data.template reads a text", f"{where}: {column} holds messages, and data.template writes texts"
+        )

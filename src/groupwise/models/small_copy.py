@@ -30,6 +30,8 @@ from groupwise.errors import ConfigError
 WINDOW, CHUNK, LENGTH, SCALE, CAP = 12, 12, 20, 8, 2.0
 """What windows, chunks, lengths that frequencies depend on, steps of a temperature and soft caps become."""
 VOCABULARY, POSITIONS, HIDDEN, INNER, RANK = 160, 2304, 128, 96, 32
+REFERENCE = 40
+"""MiniCPM's width of reference; the quotient of a width and it is no factor that a configuration would hold."""
 FEW, CHEAP = 3, 6
 """Layers of a small copy whose layers are all alike; as many as are taken without a search for fewer."""
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -69,6 +71,8 @@ def _small_copy(config: PretrainedConfig, kind: Any, shallow: bool) -> Pretraine
     fields = {key: value for key, value in vars(text).items() if not key.startswith("_")}
     _lengths(text, fields)
     _widths(text, fields)
+    if isinstance(getattr(text, "dim_model_base", None), int):
+        text.dim_model_base = REFERENCE
     _vocabulary(found)
     _vocabulary(text)
     for key, part in vars(found).items():

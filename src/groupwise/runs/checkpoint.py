@@ -28,6 +28,7 @@ import numpy as np
 
 from groupwise.errors import CheckpointError, StorageError
 from groupwise.utils import files
+from groupwise.utils.files import expanded
 from groupwise.utils.terminal import logger
 
 if TYPE_CHECKING:
@@ -310,7 +311,7 @@ def policy_folder(path: Path | str) -> Path:
     Of a run of several stages the stage that was written last is meant.
     Raises CheckpointError with what was found instead.
     """
-    path = Path(path).expanduser()
+    path = expanded(path)
     if not path.is_dir():
         raise CheckpointError(f"no such folder: {path}")
     for folder in (path, path / "policy", path / "final"):

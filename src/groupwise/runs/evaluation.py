@@ -35,6 +35,7 @@ from groupwise.runs.origin import Origin, origin_of, overridden
 from groupwise.runs.run import resolved
 from groupwise.training import evaluate as judging
 from groupwise.training.evaluate import Evaluation
+from groupwise.utils.files import expanded
 
 JUDGES = ("reward", "prm")
 """Objectives whose models write no completions."""
@@ -234,7 +235,7 @@ def _rewards_of(
 
 def _unfinished(path: str, model: str) -> str:
     """Which checkpoint it is, where a run that has not finished was named."""
-    folder, named = Path(model).resolve(), Path(path).expanduser().resolve()
+    folder, named = Path(model).resolve(), expanded(path).resolve()
     if folder.name != "policy" or named in (folder, folder.parent):
         return ""
     return f"the checkpoint of step {step_of(folder.parent)}, the run has not finished; "

@@ -13,7 +13,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from itertools import islice
 from pathlib import Path
@@ -30,6 +31,7 @@ from groupwise.rewards.step_rewards import ProcessReward
 from groupwise.runs import user_code
 from groupwise.runs.folder import model_digest
 from groupwise.utils import files
+from groupwise.utils.files import expanded
 from groupwise.utils.secrets import redacted
 from groupwise.utils.terminal import logger
 
@@ -133,7 +135,7 @@ def _data(source: str, split: str) -> dict[str, Any] | None:
 def _file(path: str, large: int | None = None) -> dict[str, Any] | None:
     """large: bytes above which a file is known by its size and time, not by its content."""
     try:
-        file = Path(path).expanduser()
+        file = expanded(path)
         if not file.is_file():
             return None
         state = file.stat()
@@ -150,7 +152,7 @@ def _folder(path: str, own: Path) -> dict[str, Any] | None:
     None for one that is worked in: it holds the run's own folder or lies in it, or holds the working directory.
     """
     try:
-        folder = Path(path).expanduser().resolve()
+        folder = expanded(path).resolve()
         if not folder.is_dir() or folder.is_relative_to(own):
             return None
         if any(place.is_relative_to(folder) for place in (own, Path.cwd().resolve(), Path.home().resolve())):
@@ -158,7 +160,7 @@ def _folder(path: str, own: Path) -> dict[str, Any] | None:
         states = [(str(file.relative_to(folder)), file.stat()) for file in islice(_walked(folder), ENTRIES)]
         parts = [f"{name} {state.st_size} {state.st_mtime_ns}".encode() for name, state in states]
         return {"files": len(states), "size": sum(state.st_size for _, state in states), "digest": short_digest(parts)}
-    except (OSError, ValueError, RuntimeError):
+    except (OSError, ValueError):
         return None
 
 
@@ -185,14 +187,34 @@ def _live_code(function: str) -> dict[str, Any] | None:
     value = function.value
     inner = value.function if isinstance(value, LiveReward) else value
     inner = inner.function if isinstance(inner, ProcessReward) else inner
+    bound: list[Any] = []
     while isinstance(inner, functools.partial):
+        bound += [*inner.args, *sorted(inner.keywords.items())]
         inner = inner.func
-    if isinstance(inner, type):
-        codes = [one.__code__ for _, one in sorted(vars(inner).items()) if isinstance(one, FunctionType)]
-    else:
-        code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
-        codes = [] if code is None else [code]
-    return {"code": short_digest(part for code in codes for part in _instructions(code))} if codes else None
+    inner = getattr(inner, "__func__", inner)
+    if isinstance(inner, FunctionType):
+        functions = [inner]
+    else:  # all that a class and its bases say
+        bases = inner.__mro__ if isinstance(inner, type) else type(inner).__mro__
+        functions = [one for base in bases for _, one in sorted(vars(base).items()) if isinstance(one, FunctionType)]
+    parts = [part for one in functions for part in (*_instructions(one.__code__), *_given(one))]
+    return {"code": short_digest([*parts, *_plain(bound)])} if functions else None
+
+
+def _given(function: FunctionType) -> Iterator[bytes]:
+    """What a function holds beside its code: defaults, and plain values around it."""
+    yield from _plain([*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items())])
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # not filled yet
+            yield from _plain([cell.cell_contents])
+
+
+def _plain(values: Sequence[Any]) -> Iterator[bytes]:
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _plain(value)
+        elif value is None or isinstance(value, str | int | float | bytes):
+            yield repr(value).encode()
 
 
 def _instructions(code: CodeType) -> Iterator[bytes]:
@@ -202,8 +224,8 @@ def _instructions(code: CodeType) -> Iterator[bytes]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _instructions(constant)
-        elif not isinstance(constant, frozenset):  # its order is another one in each process
-            yield repr(constant).encode()
+        else:  # the order of a set is another one in each process
+            yield repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant).encode()
 
 
 def _code(key: str, function: str) -> Iterator[tuple[str, tuple[str, dict[str, Any] | None]]]:

@@ -14,12 +14,11 @@ import dataclasses
 import os
 import string
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, overload
 
 import numpy as np
 
-from groupwise.config.settings import ModelSettings
+from groupwise.config.settings import ControlTokens, ModelSettings
 from groupwise.config.validation import wrong_model
 from groupwise.data.sources import kind_of
 from groupwise.data.templates import Content, Template
@@ -31,6 +30,7 @@ from groupwise.rollout.native.engine import NativeEngine
 from groupwise.runs.checkpoint import policy_folder
 from groupwise.runs.origin import Origin, origin_of
 from groupwise.training.scoring import score
+from groupwise.utils.files import expanded
 from groupwise.utils.terminal import logger
 
 log = logger(__name__)
@@ -58,6 +58,8 @@ class LoadedPolicy(Policy):
     """System message before every prompt."""
     template: str | None = None
     """Format string that makes a prompt from a row; a text takes the place of its only column."""
+    control_tokens: ControlTokens = "warn"
+    """What becomes of control tokens in messages: with `plain` they are text, as in the run."""
     columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Columns of rows, ours: theirs."""
     max_new_tokens: int = LENGTH
@@ -78,6 +80,7 @@ class LoadedPolicy(Policy):
             system=data.system,
             template=data.template,
             columns=data.columns,
+            control_tokens=data.control_tokens,
             max_new_tokens=rollout.max_new_tokens,
             stop=rollout.stop,
         )
@@ -185,7 +188,9 @@ class LoadedPolicy(Policy):
 
     def _questions(self, prompts: Sequence[Any]) -> list[Any]:
         """Each prompt as the policy reads it."""
-        asked = Template(tokenizer=self.tokenizer, chat=self.chat, system=self.system, format=self.template)
+        asked = Template(
+            tokenizer=self.tokenizer, chat=self.chat, system=self.system, format=self.template, control_tokens=self.control_tokens
+        )
         spoken = dataclasses.replace(asked, format=None)  # messages are a prompt as they are
         wheres = [f"prompt {place}" for place in range(len(prompts))]
         contents: list[Content] = []
@@ -196,7 +201,13 @@ class LoadedPolicy(Policy):
                 contents.append(asked.content(self._row(prompt, where), where))
             else:
                 raise DataError(f"{where} is a text, a row or a list of chat messages, got {kind_of(prompt)}")
-        questions = asked.ask(contents, wheres)
+        rows = [prompt if isinstance(prompt, Mapping) else {} for prompt in prompts]
+        unread = next((where for row, where in zip(rows, wheres, strict=True) if asked.unread_tools(row)), None)
+        if unread is not None:
+            log.warning("%s: the tools in its row cannot be read, and the policy does not see them", unread)
+        if blank := next((where for content, where in zip(contents, wheres, strict=True) if not content), None):
+            raise DataError(f"{blank} is empty: there is nothing that a completion could follow")
+        questions = asked.ask(contents, wheres, rows)
         empty = next((where for question, where in zip(questions, wheres, strict=True) if not question.tokens.size), None)
         if empty is not None:
             raise DataError(f"{empty} is empty: it has no token that a completion could follow")
@@ -285,7 +296,7 @@ def model_folder(path: str) -> str:
 
     Raises ConfigError or CheckpointError if there is none.
     """
-    if Path(path).expanduser().is_dir():
+    if expanded(path).is_dir():
         return str(policy_folder(path))
     if wrong := wrong_model(path):
         raise ConfigError(wrong)

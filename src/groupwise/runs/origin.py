@@ -14,6 +14,7 @@ from groupwise.config.settings import Recipe
 from groupwise.config.strict_yaml import parse
 from groupwise.errors import ConfigError
 from groupwise.runs.folder import CONFIG, METRICS, read_metrics
+from groupwise.utils.files import expanded
 
 HEIGHT = 3
 """From runs/x/checkpoints/000100/policy up to runs/x."""
@@ -44,16 +45,16 @@ def origin_of(path: str | Path) -> Origin | None:
     Of a run of several stages the stage that was written last is meant.  Data, models and reward functions that the recipe names
     need not be there any more.  Raises ConfigError if the run's `config.yaml` cannot be read.
     """
-    place = Path(path).expanduser()
+    place = expanded(path)
     if not place.exists():
         return None
     place = place.resolve()
     for folder in (place, *list(place.parents)[:HEIGHT]):
         if _is_run(folder):
-            shown = Path(path).expanduser() if folder == place else folder
+            shown = expanded(path) if folder == place else folder
             return _read(shown)
     stages = sorted(place.glob(f"*/{METRICS}"), key=lambda log: log.stat().st_mtime) if place.is_dir() else []
-    return _read(Path(path).expanduser() / stages[-1].parent.name) if stages and _is_run(stages[-1].parent) else None
+    return _read(expanded(path) / stages[-1].parent.name) if stages and _is_run(stages[-1].parent) else None
 
 
 def _is_run(folder: Path) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import groupwise
+from groupwise.utils.files import expanded
 
 
 def file_of(function: str) -> Path | None:
@@ -27,7 +28,7 @@ def file_of(function: str) -> Path | None:
     if not colon:
         return None
     if place.endswith(".py"):
-        return _readable(Path(place).expanduser())
+        return _readable(expanded(place))
     if not all(part.isidentifier() for part in place.split(".")):
         return None
     loaded = getattr(sys.modules.get(place), "__file__", None)

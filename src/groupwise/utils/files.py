@@ -116,6 +116,11 @@ def sweep(root: Path) -> None:
 # ---------------------------------------------------------------- reading
 
 
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """A path that a user named, `~` and `~name` replaced by a home folder; that of nobody (`~5.0 points`) stays as it is."""
+    return Path(os.path.expanduser(path))
+
+
 def digest(path: Path) -> str:
     """xxh3-128 of a file's content, in hexadecimal."""
     found = xxhash.xxh3_128()

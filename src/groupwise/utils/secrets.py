@@ -2,7 +2,8 @@
 
 A name is read as words (`clientSecret`, `client-secret` and `CLIENT_SECRET2` are the same two).  It counts as a key of a mapping,
 as the first of two in a list, as an option before its value, and inside of every text (`name=value`, `name: value`, a header).
-The values of this process's environment variables with such names are secrets wherever they stand.
+The values of this process's environment variables with such names are secrets wherever they stand, unless one reads like a word
+of a sentence (`AUTH_MODE=github`, and a password of a few small letters too).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import base64
 import os
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 REDACTED = "[redacted]"
@@ -51,6 +53,8 @@ WORDS = frozenset(
     ]
 )
 """A name with one of these words in it names a secret."""
+ENDINGS = ("password", "passwd", "passphrase", "secret", "apikey", "accesskey", "secretkey", "sshpass")
+"""A word that ends so is one of them, written together: `PGPASSWORD`."""
 KEY_OF = frozenset(
     [
         *(
@@ -121,34 +125,44 @@ ABOUT = frozenset(
 SHAPES = re.compile(
     r"""
       \b(?: (?:hf_|api_org_)[A-Za-z0-9]{30,}                                       # Hugging Face
-          | sk-(?!learn|image)(?=[A-Za-z_-]*\d|[a-z_-]*[A-Z]|[a-z]{12})[A-Za-z0-9_-]{8,}  # OpenAI, Anthropic
+          | (?<![\w-])sk-(?!learn|image)(?=[A-Za-z_-]*\d|[a-z_-]*[A-Z]|[a-z]{12})[A-Za-z0-9_-]{8,}  # OpenAI, Anthropic
           | gsk_[A-Za-z0-9]{16,} | xai-[A-Za-z0-9]{16,}                              # Groq, xAI
           | (?:[sr]k_(?:live|test)_|nvapi-|tvly-|r8_|csk-)[A-Za-z0-9_-]{8,}        # Stripe, NVIDIA, Tavily, Replicate, Cerebras
           | (?:pplx-|fw_)(?=[A-Za-z]*\d|[a-z]*[A-Z])[A-Za-z0-9]{10,}               # Perplexity, Fireworks
           | SG\.[A-Za-z0-9_-]{8,}(?:\.[A-Za-z0-9_-]+)?                             # SendGrid
           | (?:AKIA|ASIA)[0-9A-Z]{12,} | AIza[0-9A-Za-z_-]{20,}                    # AWS, Google
           | gh[pousr]_[A-Za-z0-9]{16,} | github_pat_[A-Za-z0-9_]{16,} | glpat-[A-Za-z0-9_-]{16,}
-          | xox[abeoprs]-[A-Za-z0-9-]{8,} | npm_[A-Za-z0-9]{20,} | pypi-[A-Za-z0-9_-]{20,} | dop_v1_[0-9a-f]{32,}
-          | (?i:bearer)\s+(?=[A-Za-z+/=._~-]*\d|\S*[a-z]\S*[A-Z]\S*[a-z]\S*[A-Z]|\S{32})[A-Za-z0-9+/=._~-]{8,}
+          | xox[abeoprs]-[A-Za-z0-9-]{8,} | npm_[A-Za-z0-9]{20,} | pypi-AgE[A-Za-z0-9_-]{16,} | dop_v1_[0-9a-f]{32,}
+          | (?i:bearer)\s+(?=[A-Za-z+/=._~-]*\d|(?:[^\sa-z]*[a-z][^\sA-Z]*[A-Z]){2}|\S{32})[A-Za-z0-9+/=._~-]{8,}
           | (?i:basic)\s+(?P<user>[A-Za-z0-9+/]{6,})=*                             # base64 of user:password
           | eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*             # a JSON web token
         )
     | -----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY-----(?:.|\n)*?(?:-----END[ ][A-Z ]*PRIVATE[ ]KEY-----|\Z)
-    | (?<=://)(?:[^/\s:@]*:[^/\s@]+|[^/\s:@]{8,})(?=@)                             # a password, or a token, in an address
+    | (?<=://)(?:[^/\s:@"'<>]*:[^/\s"'<>]+|[^/\s:@]{8,})(?=@)                      # a password, or a token, in an address
     | (?<=hooks\.slack\.com/)[^\s"']+ | (?<=/api/webhooks/)[^\s"']+                # Slack, Discord
     """,
     re.VERBOSE,
 )
 PAIRS = re.compile(
-    r"""(?P<name> (?<![\w.-]) [\w.-]+ ) (?P<between> ["']? \s* (?:=(?!=)|:) \s* )
-        (?:(?i:token|bearer|basic|digest|apikey|api-key|key)[ ]+)? (?P<value> "[^"\n]*" | '[^'\n]*' | [^\s,;&{}\[\]"'<>]+ )""",
+    r"""(?P<name> (?<![\w.-]) [\w.-]+ ) (?P<between> \\* ["']? \s* (?:=(?!=)|:) \s* )
+        (?:(?i:token|bearer|basic|digest|apikey|api-key|api-token|key|ssws|splunk|negotiate|oauth|dpop)[ ]+)?
+        (?P<value> \\+"[^"\\\n]*\\+" | "(?:[^"\\\n]|\\.)*" | '[^'\n]*' | [^\s,;&{}\[\]"'<>]+ )""",
     re.VERBOSE,
 )
 """`name=value` and `name: value` inside a text, also `Authorization: token VALUE`."""
-TELLING = re.compile(r"""(?=\S{4}) (?: \S*\d | \S*[a-z]\S*[A-Z] | \S*[A-Z]{2}\S*[a-z] | \S{20})""", re.VERBOSE)
+APART = re.compile(
+    r"""(?<![\w-]) (?P<name> --?[A-Za-z][\w-]* ) ["']?,?[ ]+["']? (?P<value> [^\s"',]+ )
+      | (["']) (?P<header> [A-Za-z][\w-]* ) \3,[ ]*b?(["']) (?!-) (?P<second> [^"'\n]+ ) \5""",
+    re.VERBOSE,
+)
+"""`--name value` and `('name', 'value')` inside a text, as in the error of a command that failed."""
+_HEADER = re.compile(r"""[^\n"']*""")
+TELLING = re.compile(r"""(?=\S{4}) (?: \S{20} | [^\s\d]*\d | [^\sa-z]*[a-z][^\sA-Z]*[A-Z] | \S*[A-Z]{2}\S*[a-z])""", re.VERBOSE)
 """What no word of a sentence looks like.  `password: nobody` in a prompt stays as it is, `password: hunter2` does not."""
 SHORTEST = 6
 """Characters below which the value of an environment variable is too common a text to be looked for."""
+LARGE, SENTENCE = 8, 12
+"""Digits of a number, and characters of several words, from which on such a value is one."""
 
 FOLDERS = ("PWD", "OLDPWD")
 """The shell's working folders, which are no passwords."""
@@ -168,19 +182,23 @@ def secret_name(name: str) -> bool:
 
 
 def _named(name: str) -> int:
-    split = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.rpartition(".")[2] if not name.isidentifier() else name)
+    name = name if name.isidentifier() else name.rpartition(".")[2]
+    split = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
     words = [word.lower().rstrip("0123456789") for word in re.split(r"[^A-Za-z0-9]+", split)]
     words = [word for word in words if word]
     if not words:
         return NO
     last, before = words[-1], words[-2] if len(words) > 1 else ""
-    if WORDS.intersection(words):
+    if WORDS.intersection(words) or any(word.endswith(ENDINGS) for word in words):
         return BY_VALUE if last in ABOUT else YES
     if last in ("token", "tokens"):
         return YES if not before or before in TOKEN_OF else BY_VALUE
     if last in ("key", "keys"):
         return YES if before in KEY_OF else BY_VALUE
-    return YES if last == "pass" or (before, last) in (("connection", "string"), ("conn", "str")) else NO
+    if last == "pass" or (before, last) in (("connection", "string"), ("conn", "str")):
+        return YES
+    inside = pairwise(words)  # OPENAI_API_KEY_PROD
+    return BY_VALUE if any((one in KEY_OF and two == "key") or (one in TOKEN_OF and two == "token") for one, two in inside) else NO
 
 
 def _random(value: str) -> bool:
@@ -211,10 +229,19 @@ def _scrubbed(text: str, known: Sequence[str]) -> str:
     found, done, place = [], 0, 0
     while ("=" in text or ":" in text) and (pair := PAIRS.search(text, place)):
         place = pair.end("between")  # what follows may begin with a name itself: https://host?name=value
-        if (named := _named(pair["name"])) and _may_be_secret(pair, named):
+        if pair["name"].lower().endswith("cookie") and re.match(r"[\w-]+=", pair["value"]):  # several, to the end of the header
+            found += [text[done : pair.end("between")], REDACTED]
+            done = place = _HEADER.match(text, pair.end()).end()  # type: ignore[union-attr]
+        elif (named := _named(pair["name"])) and _may_be_secret(pair, named):
             found += [text[done : pair.end("between")], REDACTED]
             done = place = pair.end()
-    return "".join([*found, text[done:]])
+    return APART.sub(_hidden_apart, "".join([*found, text[done:]]))
+
+
+def _hidden_apart(pair: re.Match[str]) -> str:
+    name, value = pair["name"] or pair["header"], pair["value"] or pair["second"]
+    telling = TELLING.match(value) is not None if pair["name"] else _second(name, value)
+    return pair[0].replace(value, REDACTED) if telling and _named(name.lstrip("-")) == YES else pair[0]
 
 
 def _hidden(shape: re.Match[str]) -> str:
@@ -351,9 +378,12 @@ def _of_environment() -> list[str]:
 def _of_name(name: str, value: str) -> bool:
     """True if a value is a secret's by its name and looks like one: `AUTH_MODE=github` hides no folder of that name."""
     named = _named(name)
-    return (named == YES and TELLING.match(value) is not None) or (named == BY_VALUE and _random(value))
+    telling = TELLING.match(value) is not None or value.isdigit() or (len(value) >= SENTENCE and " " in value)
+    return (named == YES and telling) or (named == BY_VALUE and _random(value))
 
 
 def _plain(value: str) -> bool:
-    """True for what is no secret whatever it is called: a path that is there, a number, an address without a password, a switch."""
-    return value.isdigit() or value.lower() in ("enabled", "disabled") or (value.startswith("/") and os.path.exists(value))
+    """True for what is no secret whatever it is called: a path that is there, a small number, a switch."""
+    if value.isdigit():
+        return len(value) < LARGE
+    return value.lower() in ("enabled", "disabled") or (value.startswith("/") and os.path.exists(value))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 EXAMPLES = (
     "groupwise install-vllm                 the CPU build into .venv-vllm",
@@ -20,8 +19,9 @@ def arguments(command: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Install, and say where it is."""
     from groupwise.rollout.vllm.server import ENVIRONMENT, FOLDER, install
+    from groupwise.utils.files import expanded
 
-    folder = Path(given.folder).expanduser()
+    folder = expanded(given.folder)
     print(f"installing vLLM into {folder}: 2.5 GB, a few minutes", flush=True)
     install(folder, gpu=given.gpu)
     found = "it is found there" if given.folder == FOLDER else f"say where it is: export {ENVIRONMENT}={folder.absolute()}"

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from groupwise.errors import ConfigError, PeerError
+from groupwise.utils.files import expanded
 
 ENVIRONMENT = "GROUPWISE_VLLM"
 """Environment variable that names the folder of the virtual environment with vLLM in it."""
@@ -47,7 +48,7 @@ END_SECONDS = 10.0
 def find_python() -> Path:
     """The Python of vLLM's environment: from GROUPWISE_VLLM, or `.venv-vllm` here.  Raises ConfigError with what to do."""
     named = os.environ.get(ENVIRONMENT)
-    folder = Path(named or FOLDER).expanduser().absolute()
+    folder = expanded(named or FOLDER).absolute()
     python = folder / "bin" / "python"
     if python.exists():
         return python
@@ -121,7 +122,7 @@ def environment() -> dict[str, str]:
 
 def stored_dtype(model: str) -> str:
     """The type of a checkpoint's weights, where it is a folder that says so.  vLLM's `auto` would round float32 to bfloat16."""
-    config = Path(model).expanduser() / "config.json"
+    config = expanded(model) / "config.json"
     known = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
     return str(known.get("dtype") or known.get("torch_dtype") or "auto")
 
