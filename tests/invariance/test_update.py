@@ -6,7 +6,6 @@ constant groups and unscorable rows.  Gradients are compared in float64 to 1e-10
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -112,7 +111,7 @@ VARIANTS: dict[str, GroupSettings] = {
 
 @pytest.mark.parametrize(
     ("preset", "variant", "family", "dtype"),
-    [  # every preset with every variant, with both models and in both types, and these with one another
+    [  # every preset with every variant, with both models and in both types
         pytest.param(
             preset,
             list(VARIANTS)[(place + turn) % len(VARIANTS)],
@@ -121,7 +120,13 @@ VARIANTS: dict[str, GroupSettings] = {
             marks=() if (family, dtype) == ("llama", torch.float64) else pytest.mark.slow,
         )
         for place, preset in enumerate(ALGORITHMS)
-        for turn, (family, dtype) in enumerate(itertools.product(("gpt2", "llama"), TOLERANCE))
+        for turn, (family, dtype) in enumerate(
+            [
+                ("llama", torch.float64),
+                ("gpt2", torch.float32),
+                ("gpt2", torch.float64) if place % 2 else ("llama", torch.float32),
+            ]
+        )
     ],
 )
 def test_micro_batches_order_and_layout_do_not_change_the_gradient(

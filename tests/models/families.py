@@ -46,7 +46,9 @@ from groupwise.models.fused import fused_modules
 from groupwise.models.loading import language_class, make_policy
 from groupwise.models.policy import Policy
 from groupwise.records import Prompt, Sample, Sampling
+from groupwise.rollout import probe as sampling
 from groupwise.rollout.engine import Engine
+from groupwise.rollout.native import engine as native
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.probe import prove_engine
 from groupwise.rollout.transformers import TransformersEngine
@@ -661,14 +663,24 @@ def modes_of(name: str, uses: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def short_texts() -> Iterator[None]:
-    """The library's own comparison looks at texts of 100 tokens at most, which hold every id, where 2,100 are compared elsewhere,
-    and small copies have no more positions than that takes."""
-    before = probing.FAR, small_copy.POSITIONS
-    probing.FAR, small_copy.POSITIONS = 100, 896
+    """The library's own comparison looks at texts of 100 tokens at most, which hold every id, where 2,100 are compared elsewhere;
+    rows of a capacity of 8 tokens grow at the 9th instead of the 65th; and small copies have no more positions than that takes."""
+    short = (
+        (probing, "FAR", 100),
+        (small_copy, "POSITIONS", 896),
+        (sampling, "FAR", 100),
+        (sampling, "FEW", 8),
+        (sampling, "MANY", 12),
+        (native, "FIRST_TOKENS", 8),
+    )
+    before = [(module, name, getattr(module, name)) for module, name, _ in short]
     try:
+        for module, name, value in short:
+            setattr(module, name, value)
         yield
     finally:
-        probing.FAR, small_copy.POSITIONS = before
+        for module, name, value in before:
+            setattr(module, name, value)
 
 
 # ---------------------------------------------------------------- the table
