@@ -104,7 +104,7 @@ def spread(policy: Policy, mode: str | dict[str, Any]) -> Policy:
     return shard(policy, found, policy.device) if found.sharded and comm.world().size > 1 else policy
 
 
-def prompts(count: int = 23) -> list[Prompt]:
+def prompts(count: int = 13) -> list[Prompt]:
     """Ragged, the first of a single token."""
     rng = np.random.default_rng(0)
     sizes = [1, *rng.integers(2, 14, size=count - 1)]

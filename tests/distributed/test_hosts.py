@@ -19,7 +19,7 @@ assert spec is not None and spec.loader is not None
 cases = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(cases)
 
-PLAN: dict[str, Any] = {"objective": "grpo", "minibatches": 2, "beta": 0.1, "steps": 5}
+PLAN: dict[str, Any] = {"objective": "grpo", "minibatches": 2, "beta": 0.1, "steps": 3}
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,6 @@ def test_two_hosts_take_the_steps_of_one_process(tmp_path: Path) -> None:
         )
         for mine, theirs in zip(ours["gradients"], expected["gradients"], strict=True):
             assert np.linalg.norm(mine - theirs) <= 1e-6 * np.linalg.norm(theirs)
-    # The gradients of 10 updates went over the cable, and not through the machine's own network.
+    # The gradients of 6 updates went over the cable, and not through the machine's own network.
     numbers = expected["gradients"][0].size
-    assert min(sent, received) > 10 * numbers * 8 / 2
+    assert min(sent, received) > 6 * numbers * 8 / 2

@@ -24,6 +24,10 @@ pytestmark = pytest.mark.slow  # several processes, each with a start of seconds
 
 
 GROUP = {"group": {"beta": 0.05}}
+REPETITION = {"rewards": [{"function": "repetition", "args": {"n": 1}}]}
+"""For runs that are not about rewards: one that differs between completions, and is no process of its own on every rank."""
+ONCE = {"save": {"every": 0}}
+"""For runs that nothing interrupts."""
 
 
 @pytest.fixture
@@ -46,20 +50,20 @@ def lines(tmp_path: Path, name: str) -> list[dict[str, Any]]:
 def test_a_checkpoint_of_three_goes_on_with_one_and_with_two(
     mode: str, dtype: str, recipe: Callable, ranks: Callable, tmp_path: Path
 ) -> None:
-    changes = {"model": {"dtype": dtype}, "parallel": mode}
-    for _ in train(load_recipe(recipe("straight", **changes))):
+    changes = {"model": {"dtype": dtype}, "parallel": mode, "steps": 3} | REPETITION
+    for _ in train(load_recipe(recipe("straight", **changes, **ONCE))):
         pass
     path = recipe("moved", **changes)
-    ranks(3).run("whole_run", path=path, stop=2)
+    ranks(3).run("whole_run", path=path, stop=1)
     for step in train(load_recipe(path)):
-        assert step.number == 3  # it went on, and did not begin anew
+        assert step.number == 2  # it went on, and did not begin anew
         break
     ranks(2).run("whole_run", path=path)
     expected, found = final(tmp_path, "straight"), final(tmp_path, "moved")
     tolerance = 2e-5 if dtype == "float32" else 1e-2
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, atol=tolerance, rtol=0)
-    assert [line["step"] for line in lines(tmp_path, "moved")] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines(tmp_path, "moved")] == [1, 2, 3]
     if dtype == "float32":
         for ours, theirs in zip(lines(tmp_path, "moved"), lines(tmp_path, "straight"), strict=True):
             assert ours["reward"] == pytest.approx(theirs["reward"])
@@ -73,21 +77,21 @@ MOVING = {"group": {"beta": 0.05, "reference_refresh": 2, "reference_mix": 0.5}}
     ("changes", "stops"),
     [
         ({"parallel": "ddp"} | MOVING, (3,)),
-        ({"parallel": "zero3"} | MOVING, (1, 3)),
+        ({"parallel": "zero3"} | MOVING, (1,)),
         ({"parallel": {"name": "zero2", "offload": True}, "model": {"dtype": "bfloat16"}} | MOVING, (3,)),
-        ({"parallel": "zero3", "model": {"lora": {"rank": 4}}}, (2,)),
+        ({"parallel": "zero3", "model": {"lora": {"rank": 4}}, "steps": 3}, (2,)),
     ],
     ids=["ddp", "zero3", "offload", "lora"],
 )
 def test_p44_interrupted_equals_straight_bit_for_bit_on_as_many_processes(
     changes: dict[str, Any], stops: tuple[int, ...], recipe: Callable, ranks: Callable, tiny_policy: Callable, tmp_path: Path
 ) -> None:
-    """Before the reference has moved, and after."""
+    """Before the reference has moved, and after: whole weights and spread ones."""
     if "lora" in changes.get("model", {}):
         tiny_policy().save(tmp_path / "base")
-        changes["model"] |= {"path": str(tmp_path / "base"), "scratch": None}
-    ranks(2).run("whole_run", path=recipe("straight", **changes))
-    path = recipe("broken", **changes)
+        changes = changes | {"model": changes["model"] | {"path": str(tmp_path / "base"), "scratch": None}}
+    ranks(2).run("whole_run", path=recipe("straight", **changes, **REPETITION, **ONCE))
+    path = recipe("broken", **changes, **REPETITION)
     for stop in (*stops, None):
         ranks(2).run("whole_run", path=path, stop=stop)
     expected, found = final(tmp_path, "straight"), final(tmp_path, "broken")
@@ -96,8 +100,8 @@ def test_p44_interrupted_equals_straight_bit_for_bit_on_as_many_processes(
 
 DEMONSTRATIONS = "".join(json.dumps({"prompt": f"{i}+1=", "completion": str(i + 1)}) + "\n" for i in range(9))
 LEARNERS: dict[str, dict[str, Any]] = {
-    "critic": {"objective": "ppo", "critic": {"path": "runs/base/final", "lr": 1e-3, "pretrain": 1}},
-    "teacher": {"objective": "distill", "rewards": [], "teacher": {"path": "runs/base/final"}},
+    "critic": {"objective": "ppo", "critic": {"path": "BASE", "lr": 1e-3, "pretrain": 1}} | REPETITION,
+    "teacher": {"objective": "distill", "rewards": [], "teacher": {"path": "BASE"}},
     "hint": {"objective": "distill", "rewards": [], "teacher": {"hint": "{answer} "}},
     "average": {
         "objective": "distill",
@@ -110,18 +114,16 @@ LEARNERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", LEARNERS)
 def test_critics_and_teachers_are_sharded_saved_and_resumed(
-    kind: str, recipe: Callable, ranks: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, recipe: Callable, ranks: Callable, tiny_policy: Callable, tmp_path: Path
 ) -> None:
     """Interrupted equals straight to the bit, and one process to rounding."""
     (tmp_path / "shown.jsonl").write_text(DEMONSTRATIONS)
-    changes = json.loads(json.dumps(LEARNERS[kind]).replace("runs/", f"{tmp_path}/runs/").replace("shown", f"{tmp_path}/shown"))
-    changes |= {"group": {"beta": 0.0, "minibatches": 2}, "optimizer": {"lr": 1e-3, "tokens_per_microbatch": 48}}
-    if "runs/" in json.dumps(LEARNERS[kind]):
-        for _ in train(load_recipe(recipe("base", steps=1))):
-            pass
-    for _ in train(load_recipe(recipe("alone", **changes))):
+    tiny_policy().save(tmp_path / "base")
+    changes = json.loads(json.dumps(LEARNERS[kind]).replace("BASE", f"{tmp_path}/base").replace("shown", f"{tmp_path}/shown"))
+    changes |= {"group": {"beta": 0.0, "minibatches": 2}, "optimizer": {"lr": 1e-3, "tokens_per_microbatch": 48}, "steps": 3}
+    for _ in train(load_recipe(recipe("alone", **changes, **ONCE))):
         pass
-    ranks(2).run("whole_run", path=recipe("straight", **changes, parallel="zero3"))
+    ranks(2).run("whole_run", path=recipe("straight", **changes, **ONCE, parallel="zero3"))
     path = recipe("broken", **changes, parallel="zero3")
     for stop in (2, None):
         ranks(2).run("whole_run", path=path, stop=stop)
@@ -134,13 +136,14 @@ def test_critics_and_teachers_are_sharded_saved_and_resumed(
 
 
 @pytest.mark.parametrize("kind", ["critic", "teacher"])
-def test_models_of_several_sizes_are_sharded_the_same_way(kind: str, recipe: Callable, ranks: Callable, tmp_path: Path) -> None:
+def test_models_of_several_sizes_are_sharded_the_same_way(
+    kind: str, recipe: Callable, ranks: Callable, tiny_policy: Callable, tmp_path: Path
+) -> None:
     """Else `auto` would spread the large teacher of a small policy: a pass would wait for one that no other process makes."""
-    large = {"scratch": {"hidden": 64, "layers": 2, "heads": 4, "context": 96, "tokenizer": "arithmetic"}}
-    changes = json.loads(json.dumps(LEARNERS[kind]).replace("runs/", f"{tmp_path}/runs/"))
+    tiny_policy(hidden=64).save(tmp_path / "base")
+    changes = json.loads(json.dumps(LEARNERS[kind]).replace("BASE", f"{tmp_path}/base"))
     changes |= {"group": {"prompts_per_step": 5, "beta": 0.0}, "optimizer": {"lr": 1e-3, "tokens_per_microbatch": 40}}
-    for _ in train(load_recipe(recipe("base", steps=1, model=large))):
-        pass
+    changes |= {"steps": 2} | ONCE
     for _ in train(load_recipe(recipe("alone", **changes))):
         pass
     found = ranks(2).run("several_sizes", path=recipe("auto", **changes), spread_from=50_000)
@@ -157,10 +160,11 @@ def test_data_set_objectives_are_shared_out_too(objective: str, recipe: Callable
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     common: dict[str, Any] = {
         "objective": objective,
-        "steps": 3,
+        "steps": 2,
         "batch_size": 5,
         "data": {"task": None, "path": str(tmp_path / "rows.jsonl"), "eval_fraction": 0.2, "eval_limit": None},
         "rewards": [],
+        **ONCE,
     }
     for _ in train(load_recipe(recipe("alone", **common))):
         pass
@@ -229,7 +233,7 @@ def undisturbed(
     @cache
     def of(mode: str) -> dict[str, torch.Tensor]:
         folder = tmp_path_factory.mktemp("undisturbed")
-        path = write_recipe(folder, "undisturbed", steps=6, parallel=mode, **GROUP)
+        path = write_recipe(folder, "undisturbed", steps=4, parallel=mode, **GROUP, **ONCE)
         ranks(2).run("whole_run", path=str(path))
         return final(folder, "undisturbed")
 
@@ -253,7 +257,7 @@ def test_p06_p07_p48_a_process_that_fails_ends_the_run_with_its_name(
     command goes on and comes to the same bits, as does the same recipe on two processes that stand ready.
 
     The first of these is the real command: fresh interpreters, torchrun's and those that it starts."""
-    path = recipe("failing", steps=6, parallel=mode)
+    path = recipe("failing", parallel=mode)
     log = tmp_path / "runs" / "failing" / "metrics.jsonl"
     process = launch(path, mischief=f"{mischief}:{rank}:{log}", fresh=mischief == "raise")
     seen: set[int] = set()
@@ -283,11 +287,8 @@ def test_p48_the_first_process_names_another_that_is_silent(
     recipe: Callable, ranks: Callable, forked: Any, undisturbed: Callable, tmp_path: Path
 ) -> None:
     """As above, of the process that all others met at, and without a launcher."""
-    path, log = recipe("silent", steps=6, parallel="ddp"), tmp_path / "runs" / "silent" / "metrics.jsonl"
-    first, second = forked.start_two("train", path, "--quiet", "--timeout", "300")
-    while second.poll() is None and (not log.exists() or len(log.read_text().splitlines()) < 2):
-        time.sleep(0.02)
-    second.send_signal(signal.SIGSTOP)
+    path, log = recipe("silent", parallel="ddp"), tmp_path / "runs" / "silent" / "metrics.jsonl"
+    first, second = forked.start_two("train", path, "--quiet", "--timeout", "300", MISCHIEF=f"stop:1:{log}")
     assert first.wait() != 0
     assert re.search(r"rank 0: PeerError: rank 1 \(process \d+ on .*\) has sent no heartbeat for 15 s", first.said), first.said
     assert second.wait() == -signal.SIGKILL, "the first one ends it"

@@ -19,10 +19,10 @@ cases = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(cases)
 
 MODES = ("ddp", "zero3", "zero2")
-STEPS = 5
-"""Enough for what follows two moves of the reference (`reference_refresh` 2), and for ranks to drift apart."""
+STEPS = 3
+"""Enough for what follows two moves of the reference (`reference_refresh` 1), and for ranks to drift apart."""
 PLANS: dict[str, dict[str, Any]] = {
-    "grpo": {"objective": "grpo", "minibatches": 2, "beta": 0.1, "reference_refresh": 2, "reference_mix": 0.5},
+    "grpo": {"objective": "grpo", "minibatches": 2, "beta": 0.1, "reference_refresh": 1, "reference_mix": 0.5},
     "dapo": {"objective": "dapo", "family": "gpt2", "entropy_bonus": 0.01, "entropy_quantile": 0.5, "beta": 0.05},
     "gspo": {"objective": "gspo", "recompute": True, "beta": 0.05},
     "dr_grpo": {"objective": "dr_grpo", "family": "qwen3", "dead_groups": "drop", "beta": 0.05},
@@ -85,7 +85,7 @@ CASES += [("gspo", 2, "zero2"), ("ppo", 3, "zero2"), ("dropout", 2, "zero2")]
 
 @pytest.mark.parametrize(("plan", "size", "mode"), CASES)
 def test_p50_p51_losses_gradients_and_samples_are_those_of_one_process(plan: str, size: int, mode: str, ranks: Callable) -> None:
-    """Five steps with ragged lengths, unscorable rows, dead groups, prompts that do not divide, several micro-batches."""
+    """Three steps with ragged lengths, unscorable rows, dead groups, prompts that do not divide, several micro-batches."""
     found = ranks(size).run("online", **PLANS[plan] | {"mode": mode, "steps": STEPS})
     expected = alone(plan)
     assert any(np.any(gradient) for gradient in expected["gradients"])
@@ -124,7 +124,7 @@ def test_neither_copies_nor_host_memory_change_the_steps(size: int, mode: dict[s
 def test_p53_an_adapter_on_spread_weights_takes_the_same_steps(family: str, mode: str, ranks: Callable) -> None:
     """Trained factors beside frozen weights of the same blocks, the reference under them, against one process.  GPT-2's weights lie
     the other way round, which only matters where they are cut."""
-    plan = {"objective": "grpo", "beta": 0.1, "lora": True, "family": family, "steps": 4}
+    plan = {"objective": "grpo", "beta": 0.1, "lora": True, "family": family, "steps": STEPS}
     found, expected = ranks(2).run("online", **plan | {"mode": mode}), cases.online(**plan)
     assert expected["steps"][0]["kl"] < 1e-12 < expected["steps"][-1]["kl"]
     for rank in found:
@@ -156,7 +156,7 @@ def test_lower_precisions_take_the_same_first_steps(dtype: str, tolerance: float
 @pytest.mark.parametrize("plan", [{"prompts_per_step": 1}, {"prompts_per_step": 2, "dead_groups": "drop"}])
 def test_more_processes_than_prompts(plan: dict[str, Any], mode: str, ranks: Callable) -> None:
     """Some ranks have nothing to sample, and some nothing to train on."""
-    plan = {"objective": "grpo", "group_size": 3, "steps": 4, "budget": 10_000} | plan
+    plan = {"objective": "grpo", "group_size": 3, "steps": STEPS, "budget": 10_000} | plan
     found = ranks(3).run("online", **plan | {"mode": mode})[0]
     assert_same(found, cases.online(**plan), 1e-6)
 

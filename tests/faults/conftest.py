@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from groupwise import errors
+from groupwise.config.recipes import load_recipe
+from groupwise.runs.run import train
 
 JUDGE = """
 import pathlib
@@ -27,14 +31,63 @@ def judge(completion_ids, **_):
     return [float(sum(ids) % 5) for ids in completion_ids]
 """
 
+OWN: dict[str, Any] = {"runs": "runs", "save": {"every": 0}, "data": {"limit": 32}}
+
 
 @pytest.fixture
 def recipe(write_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """`recipe(name, **changes)`: a GRPO run of 4 steps, saved after the last only; its reward raises what a file `raise` holds."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "judges.py").write_text(JUDGE)
-    own: dict[str, Any] = {"runs": "runs", "save": {"every": 0}, "data": {"limit": 32}}
-    return lambda name, **changes: write_recipe(tmp_path, name, **(own | changes))
+    return lambda name, **changes: write_recipe(tmp_path, name, **(OWN | changes))
+
+
+@pytest.fixture(scope="session")
+def trained(write_recipe: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`trained(steps, stop)`: where `runs/r` is that run, to its end or saved after step `stop`; one for all tests."""
+
+    @cache
+    def of(steps: int, stop: int | None = None) -> Path:
+        folder = tmp_path_factory.mktemp("trained")
+        (folder / "judges.py").write_text(JUDGE)
+        save = {} if stop is None else {"save": {"every": 1}}
+        path = write_recipe(folder, "r", **(OWN | {"steps": steps} | save))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            for step in train(load_recipe(path)):
+                if step.number == stop:
+                    break
+        return folder
+
+    return of
+
+
+@pytest.fixture
+def finished_run(recipe: Callable[..., Path], trained: Callable[..., Path], tmp_path: Path) -> Callable[[int], Path]:
+    """`finished_run(steps)`: the recipe of a run `r` that has been trained to its end."""
+
+    def copied(steps: int) -> Path:
+        shutil.copytree(trained(steps) / "runs", tmp_path / "runs")
+        return recipe("r", steps=steps)
+
+    return copied
+
+
+@pytest.fixture
+def begun_run(recipe: Callable[..., Path], trained: Callable[..., Path], tmp_path: Path) -> Callable[[int], Path]:
+    """`begun_run(steps)`: the recipe of a run `r` of which all steps but the last have been taken, each of them saved."""
+
+    def copied(steps: int) -> Path:
+        shutil.copytree(trained(steps, steps - 1) / "runs", tmp_path / "runs")
+        return recipe("r", steps=steps, save={"every": 1})
+
+    return copied
+
+
+@pytest.fixture
+def straight(trained: Callable[..., Path]) -> Path:
+    """The folder of a run to the end of its four steps, to which nothing happened."""
+    return trained(4) / "runs" / "r"
 
 
 # ---------------------------------------------------------------- the table

@@ -21,7 +21,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,13 +80,14 @@ KINDS = {
 }
 
 
-def write_inputs() -> None:
+def write_inputs(kinds: Collection[str]) -> None:
     """Pairs for those who learn from them, and the base of an adapter."""
     chance = random.Random(0)
     sums = [(chance.randrange(90), chance.randrange(9)) for _ in range(80)]
     rows = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)} for a, b in sums]
     Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run_to_end(TINY | {"objective": "sft", "batch_size": 4, "steps": 1, "name": "base"}, 1)
+    if "lora" in kinds:
+        run_to_end(TINY | {"objective": "sft", "batch_size": 4, "steps": 1, "name": "base"}, 1)
 
 
 def begin(path: Path, ranks: int) -> list[int]:
@@ -243,7 +244,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder = given.folder or Path(tempfile.mkdtemp(prefix="killed-"))
     folder.mkdir(parents=True, exist_ok=True)
     os.chdir(folder)
-    write_inputs()
+    write_inputs(kinds)
     total: Counter[str] = Counter()
     for place, name in enumerate(kinds):
         share = given.kills // len(kinds) + (place < given.kills % len(kinds))

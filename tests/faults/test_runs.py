@@ -80,9 +80,8 @@ def saved(folder: Path) -> int | None:
 @pytest.mark.trl(1, "one message; the last whole step is saved")
 @pytest.mark.trl(30, "equal")
 def test_t1c_an_error_of_a_reward_saves_the_last_whole_step(
-    recipe: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str], record_property: Callable
+    recipe: Callable, straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], record_property: Callable
 ) -> None:
-    straight = finish(recipe("straight"))
     path = recipe("broken")
     for step in train(load_recipe(path)):
         if step.number == 1:
@@ -104,8 +103,8 @@ def test_t1c_an_error_of_a_reward_saves_the_last_whole_step(
 
 @pytest.mark.slow
 @pytest.mark.fault("T1d", "the operating system refuses something in the middle of step 3", "the error is told; step 2 is saved")
-def test_an_oserror_in_a_step_saves_the_last_whole_step(recipe: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    straight, path, taken = finish(recipe("straight")), recipe("broken"), [0]
+def test_an_oserror_in_a_step_saves_the_last_whole_step(recipe: Callable, straight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, taken = recipe("broken"), [0]
     generate = NativeEngine.generate
 
     def failing(*arguments: Any, **keywords: Any) -> Iterator[Any]:
@@ -210,9 +209,9 @@ def full(*_: Any, **__: Any) -> None:
     "C5b", "the disk fills up while the completions of step 3 are written", "StorageError: the path, and what was kept"
 )
 def test_c5b_a_disk_that_fills_up_between_saves(
-    recipe: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], record_property: Callable
+    recipe: Callable, straight: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], record_property: Callable
 ) -> None:
-    straight, path = finish(recipe("straight")), recipe("broken", save={"every": 2})
+    path = recipe("broken", save={"every": 2})
     write = run_folder.recorded.write
 
     def break_third(folder: Path, step: Any, run: str) -> None:
@@ -235,9 +234,9 @@ def test_c5b_a_disk_that_fills_up_between_saves(
 
 @pytest.mark.slow
 @pytest.mark.fault("C5c", "the disk is full when the final model is written", "StorageError; the older final model is still there")
-def test_a_full_disk_at_the_export_leaves_what_was_there(recipe: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = recipe("r", steps=2)
-    before = weights(finish(path))
+def test_a_full_disk_at_the_export_leaves_what_was_there(finished_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = finished_run(2)
+    before = weights(Path("runs/r"))
     with monkeypatch.context() as patch:
         patch.setattr(files, "sync_tree", full)
         with pytest.raises(StorageError, match="disk full while writing the final model to runs/r/final"):
@@ -252,10 +251,9 @@ def test_a_full_disk_at_the_export_leaves_what_was_there(recipe: Callable, monke
     "C6b", "resumed in a folder that became read-only, stale or broken", "StorageError: the path and what the disk said"
 )
 def test_c6b_a_folder_that_became_read_only(
-    number: int, recipe: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], record_property: Callable
+    number: int, begun_run: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], record_property: Callable
 ) -> None:
-    path = recipe("r", save={"every": 1})
-    next(iter(train(load_recipe(path))))
+    path = begun_run(2)
 
     def refuse(*_: Any) -> None:
         raise OSError(number, os.strerror(number))
@@ -312,10 +310,10 @@ def test_a_folder_is_replaced_as_a_whole(stop: int, tmp_path: Path, monkeypatch:
 
 @pytest.mark.slow
 @pytest.mark.fault("C15", "a finished run of 2 steps, again with steps=4", "it continues to step 4, as if never finished")
-def test_c15_more_steps_train_on(recipe: Callable, capsys: pytest.CaptureFixture[str], record_property: Callable) -> None:
-    straight = finish(recipe("straight"))
-    path = recipe("r", steps=2)
-    finish(path)
+def test_c15_more_steps_train_on(
+    finished_run: Callable, straight: Path, capsys: pytest.CaptureFixture[str], record_property: Callable
+) -> None:
+    path = finished_run(2)
     record_property("exit", main(["train", str(path), "steps=4", "--quiet"]))
     assert "finished at step 2; it continues to step 4" in capsys.readouterr().out
     assert finished(Path("runs/r")) == 4
@@ -327,9 +325,8 @@ def test_c15_more_steps_train_on(recipe: Callable, capsys: pytest.CaptureFixture
 @pytest.mark.fault(
     "C15b", "the same, but its checkpoints were deleted", "CheckpointError; nothing is trained anew over the final model"
 )
-def test_c15b_more_steps_without_a_checkpoint(recipe: Callable, capsys: pytest.CaptureFixture[str]) -> None:
-    path = recipe("r", steps=2)
-    finish(path)
+def test_c15b_more_steps_without_a_checkpoint(finished_run: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    path = finished_run(2)
     shutil.rmtree("runs/r/checkpoints")
     assert main(["train", str(path), "steps=4"]) == CheckpointError.exit_code
     assert "--fresh" in capsys.readouterr().err
@@ -340,10 +337,10 @@ def test_c15b_more_steps_without_a_checkpoint(recipe: Callable, capsys: pytest.C
 @pytest.mark.fault("C17", "final/ of a finished run is deleted, emptied or altered", "it is made again from the last checkpoint")
 @pytest.mark.parametrize("how", ["deleted", "cut", "flipped", "no config", "cut tokenizer"])
 def test_c17_finished_is_believed_only_with_its_model(
-    how: str, recipe: Callable, capsys: pytest.CaptureFixture[str], record_property: Callable
+    how: str, finished_run: Callable, capsys: pytest.CaptureFixture[str], record_property: Callable
 ) -> None:
-    path = recipe("r", steps=2)
-    expected = weights(finish(path))
+    path = finished_run(2)
+    expected = weights(Path("runs/r"))
     model = Path("runs/r/final/model.safetensors")
     match how:
         case "deleted":
@@ -370,9 +367,8 @@ def test_c17_finished_is_believed_only_with_its_model(
 
 
 @pytest.mark.slow
-def test_a_card_that_was_edited_is_left_alone(recipe: Callable, capsys: pytest.CaptureFixture[str]) -> None:
-    path = recipe("r", steps=1)
-    finish(path)
+def test_a_card_that_was_edited_is_left_alone(finished_run: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    path = finished_run(1)
     card = Path("runs/r/final/README.md")
     card.write_text("# mine")
     assert main(["train", str(path)]) == 0
@@ -521,9 +517,8 @@ def test_a_save_that_fails_beside_an_error_holds_nothing_back(recipe: Callable, 
     "F7", "done.json is a list, a number, cut off, or nested without end", "it counts as not finished; the run continues"
 )
 @pytest.mark.parametrize("text", ["[1, 2]", "7", '{"step": "x"}', '{"st', "[" * 100_000, "\x00"])
-def test_f7_a_foreign_done_json(text: str, recipe: Callable) -> None:
-    path = recipe("r", steps=1)
-    finish(path)
+def test_f7_a_foreign_done_json(text: str, finished_run: Callable) -> None:
+    path = finished_run(1)
     Path("runs/r/done.json").write_text(text)
     assert finished(Path("runs/r")) is None
     assert main(["train", str(path), "--quiet"]) == 0
@@ -534,10 +529,9 @@ def test_f7_a_foreign_done_json(text: str, recipe: Callable) -> None:
 @pytest.mark.fault("F8", "config.yaml of the run is not text, or not YAML", "ConfigError: the file, and three ways out")
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00garbage", b"{unfinished: [", b"\x00"])
 def test_f8_a_damaged_config(
-    content: bytes, recipe: Callable, capsys: pytest.CaptureFixture[str], record_property: Callable
+    content: bytes, finished_run: Callable, capsys: pytest.CaptureFixture[str], record_property: Callable
 ) -> None:
-    path = recipe("r", steps=1)
-    finish(path)
+    path = finished_run(1)
     Path("runs/r/config.yaml").write_bytes(content)
     code = main(["train", str(path)])
     record_property("exit", code)
@@ -553,9 +547,8 @@ def test_f8_a_damaged_config(
 @pytest.mark.slow
 @pytest.mark.fault("F11", "environment.json: attempts is a number", "it is put aside and begun anew; the run continues")
 @pytest.mark.parametrize("text", ['{"attempts": 3}', "[]", "{", '"x"'])
-def test_f11_a_damaged_environment(text: str, recipe: Callable) -> None:
-    path = recipe("r", steps=2, save={"every": 1})
-    next(iter(train(load_recipe(path))))
+def test_f11_a_damaged_environment(text: str, begun_run: Callable) -> None:
+    path = begun_run(2)
     Path("runs/r/environment.json").write_text(text)
     finish(path)
     assert len(json.loads(Path("runs/r/environment.json").read_text())["attempts"]) == 1
@@ -564,9 +557,10 @@ def test_f11_a_damaged_environment(text: str, recipe: Callable) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fault("F21", "rollouts/ of a run is a file", "StorageError: what is in the way")
-def test_f21_a_file_where_a_folder_belongs(recipe: Callable, capsys: pytest.CaptureFixture[str], record_property: Callable) -> None:
-    path = recipe("r", steps=2, save={"every": 1})
-    next(iter(train(load_recipe(path))))
+def test_f21_a_file_where_a_folder_belongs(
+    begun_run: Callable, capsys: pytest.CaptureFixture[str], record_property: Callable
+) -> None:
+    path = begun_run(2)
     shutil.rmtree("runs/r/rollouts")
     Path("runs/r/rollouts").write_text("")
     code = main(["train", str(path)])
@@ -900,27 +894,35 @@ def test_bad_bytes_on_stdin(tiny_policy: Callable, tmp_path: Path, monkeypatch: 
 # ---------------------------------------------------------------- the end of the process
 
 
-SPINNER = """
+SPINNING = """
 import threading, torch
-def spin():
+from groupwise.cli.commands import command
+from groupwise.runs.run import Run
+
+def spin(begun):
     a = torch.ones(8, 8)
+    begun.set()
     while True:
         a @ a
-threading.Thread(target=spin, daemon=True).start()
-def judge(completion_ids, **_):
-    return [float(sum(ids) % 5) for ids in completion_ids]
+
+def spins(run, *error, leave=Run.__exit__):
+    begun = threading.Event()
+    threading.Thread(target=spin, args=(begun,), daemon=True).start()
+    begun.wait()
+    print("spins", flush=True)
+    return leave(run, *error)
+
+Run.__exit__ = spins
+command()
 """
 
 
 @pytest.mark.slow
 @pytest.mark.fault("P9", "threads of libraries work on while the process ends", "0; the process ends without being taken down")
-def test_a_thread_that_works_on_does_not_abort_the_process(
-    recipe: Callable, forked: Any, tmp_path: Path, record_property: Callable
-) -> None:
+def test_a_thread_that_works_on_does_not_abort_the_process(recipe: Callable, forked: Any, record_property: Callable) -> None:
     """As gloo's did, once in thirty runs on two processes: a thread that asks for the interpreter while it is taken down aborts."""
-    (tmp_path / "judges.py").write_text(SPINNER)
-    spinning = "import judges\nfrom groupwise.cli.commands import command\ncommand()\n"
-    ended = forked.run("train", recipe("r", steps=1), "--quiet", code=spinning)
+    ended = forked.run("train", recipe("r", steps=1), "--quiet", code=SPINNING)
     record_property("exit", ended.returncode)
     assert ended.returncode == 0, ended.said[-2000:]
+    assert "spins" in ended.said
     assert "terminate" not in ended.said

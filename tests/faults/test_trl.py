@@ -167,19 +167,18 @@ def changed(file: Path, **keys: Any) -> None:
         pytest.param("eos", marks=pytest.mark.trl(15, "right: there is no padding")),
     ],
 )
-def test_pad_does_not_matter(pad: str | None, recipe: Callable) -> None:
-    base = finish(recipe("base", objective="sft", steps=1, batch_size=2, rewards=[])) / "final"
-    settings = {"model": {"path": str(base), "scratch": None}, "steps": 2}
+def test_pad_does_not_matter(pad: str | None, recipe: Callable, model: Path) -> None:
+    settings = {"model": {"path": str(model), "scratch": None}, "steps": 2}
     clean = finish(recipe("clean", **settings))
     other = Path("other")
-    shutil.copytree(base, other)
+    shutil.copytree(model, other)
     tokens = json.loads((other / "tokenizer_config.json").read_text())
     changed(other / "tokenizer_config.json", pad_token=None if pad is None else tokens["eos_token"])
     eos = json.loads((other / "config.json").read_text())["eos_token_id"]
     changed(other / "config.json", pad_token_id=None if pad is None else eos if isinstance(eos, int) else eos[0])
     ours, theirs = weights(finish(recipe("other_pad", model={"path": str(other), "scratch": None}, steps=2))), weights(clean)
     # torch gives the row of an embedding's `padding_idx` no gradient where its token is read: nothing else knows of PAD.
-    row = [eos, json.loads((base / "config.json").read_text())["pad_token_id"]]
+    row = [eos, json.loads((model / "config.json").read_text())["pad_token_id"]]
     for found in (ours, theirs):
         found["model.embed_tokens.weight"][row] = 0.0
     assert ours.keys() == theirs.keys()
@@ -283,7 +282,7 @@ def test_a_signal_keeps_the_last_whole_step(number: int, code: int, recipe: Call
 
 @pytest.mark.slow
 @pytest.mark.trl(25, "6; nothing half stays, the older ones are intact")
-def test_a_full_disk_during_a_save(recipe: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_during_a_save(recipe: Callable, straight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, sync = recipe("r", save={"every": 1}), files.sync
 
     def full(place: Path) -> None:
@@ -298,7 +297,7 @@ def test_a_full_disk_during_a_save(recipe: Callable, monkeypatch: pytest.MonkeyP
     assert newest is not None
     assert checkpoint.damage(newest) is None
     assert not list(Path("runs/r/checkpoints").glob("*000002*"))
-    assert same(finish(path), finish(recipe("straight")))
+    assert same(finish(path), straight)
 
 
 def _cut(folder: Path) -> None:
@@ -328,12 +327,9 @@ def _flip(folder: Path) -> None:
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_passed_over(
-    harm: Callable[[Path], object], recipe: Callable, caplog: pytest.LogCaptureFixture
+    harm: Callable[[Path], object], begun_run: Callable, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = recipe("r", steps=3, save={"every": 1})
-    for step in train(load_recipe(path)):
-        if step.number == 2:
-            break
+    path = begun_run(3)
     newest = checkpoint.latest(Path("runs/r"))
     assert newest is not None
     assert checkpoint.step_of(newest) == 2
