@@ -186,9 +186,11 @@ def test_sampled_is_scored_behind_answers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_finished_run_is_evaluated_and_talked_to_with_its_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     list(gw.train(make_recipe(GAME | {"runs": str(tmp_path), "steps": 1, "name": "game"})))
+    gw.load_policy(tmp_path / "game").generate("1", max_new_tokens=2)
+    assert "trained in conversations: `generate` asks for one turn" in caplog.text
     report = gw.evaluate(tmp_path / "game", k=2)  # everything else the run says itself
     assert report.evaluation.prompts == 15, "the numbers from 0 to 14"
     assert all(one.rollouts[0].episode is not None for one in report.evaluation.answers)

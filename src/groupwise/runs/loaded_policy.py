@@ -18,7 +18,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from groupwise.config.settings import ControlTokens, ModelSettings
+from groupwise.config.settings import ControlTokens, EnvironmentSettings, ModelSettings
 from groupwise.config.validation import wrong_model
 from groupwise.data.sources import kind_of
 from groupwise.data.templates import Content, Template
@@ -60,6 +60,8 @@ class LoadedPolicy(Policy):
     """Format string that makes a prompt from a row; a text takes the place of its only column."""
     control_tokens: ControlTokens = "warn"
     """What becomes of control tokens in messages: with `plain` they are text, as in the run."""
+    conversed: bool = False
+    """True of a policy that was trained with tools or in an environment."""
     columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Columns of rows, ours: theirs."""
     max_new_tokens: int = LENGTH
@@ -81,6 +83,7 @@ class LoadedPolicy(Policy):
             template=data.template,
             columns=data.columns,
             control_tokens=data.control_tokens,
+            conversed=origin.recipe.environment != EnvironmentSettings(),
             max_new_tokens=rollout.max_new_tokens,
             stop=rollout.stop,
         )
@@ -116,6 +119,11 @@ class LoadedPolicy(Policy):
         """
         if not isinstance(temperature, int | float):
             raise EngineError(f"temperature is a number from 0 (greedy), got {kind_of(temperature)}")
+        if self.conversed:
+            log.warning(
+                "this policy was trained in conversations: `generate` asks for one turn and shows no tools of its environment; "
+                "`groupwise chat` and gw.evaluate hold conversations"
+            )
         single = _is_single(prompts)
         asked = [
             Prompt(id=f"{place}", tokens=question.tokens, text=question.text)

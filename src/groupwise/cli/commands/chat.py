@@ -86,7 +86,7 @@ def _talk(
     origin, policy = origin_of(path), load_policy(path)
     prove_engine(policy, NativeEngine)
     talks = policy.chat if origin is not None else bool(policy.tokenizer.chat_template)
-    policy = dataclasses.replace(policy, system=policy.system if system is None else system)
+    policy = dataclasses.replace(policy, system=policy.system if system is None else system, conversed=False)
     if talks:
         way = "a conversation" + (f" under {policy.system!r}" if policy.system else "")
     else:
