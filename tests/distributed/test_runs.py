@@ -327,9 +327,10 @@ from pathlib import Path
 from groupwise.distributed import comm
 summed, log = comm.sum_gradients, Path({log!r})
 
-def told(parameters):
+def told(parameters):  # looks before the sum: behind it the first process may be a step ahead
+    due = os.environ["RANK"] == "1" and log.exists() and len(log.read_text().splitlines()) >= 2
     summed(parameters)
-    if os.environ["RANK"] == "1" and log.exists() and len(log.read_text().splitlines()) == 2:
+    if due:
         signal.raise_signal(signal.SIGTERM)
 
 comm.sum_gradients = told
@@ -341,5 +342,5 @@ def test_c7_c8_who_has_given_its_gradients_away_ends_after_the_step(recipe: Call
     path, log = recipe("told", steps=500, parallel="ddp", save={"every": 0}), tmp_path / "runs" / "told" / "metrics.jsonl"
     both = forked.start_two("train", path, "--quiet", "--timeout", "300", first=TOLD.format(log=str(log)))
     assert [process.wait() for process in both] == [143, 143], "\n".join(process.said for process in both)
-    assert [one.name for one in (tmp_path / "runs" / "told" / "checkpoints").iterdir()] == ["000003"]
-    assert len(lines(tmp_path, "told")) == 3
+    (saved,) = (tmp_path / "runs" / "told" / "checkpoints").iterdir()
+    assert int(saved.name) == len(lines(tmp_path, "told")) >= 3

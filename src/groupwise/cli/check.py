@@ -164,7 +164,7 @@ def _template(recipe: Recipe, policy: Policy) -> Iterator[Finding]:
     data = recipe.data
     if data.path is None and not data.chat:
         return
-    template = Template.build(data, policy.tokenizer)
+    template = replace(Template.build(data, policy.tokenizer), format=None)  # of messages, whatever writes a row as one
     if not (data.chat or policy.tokenizer.chat_template):
         return
     stable = template.is_stable({"prompt": [{"role": "user", "content": "1 + 1?"}]}, "The answer is 2.")
