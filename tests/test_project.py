@@ -73,6 +73,14 @@ def test_make_targets_set_up_what_they_need(target: str) -> None:
     assert len(commands) > 3
 
 
+@pytest.mark.xdist_group("a group")
+def test_tests_of_a_group_meet_on_one_worker(request: pytest.FixtureRequest) -> None:
+    """pytest-xdist sends them there by what it appends to their names."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        pytest.skip("only under pytest-xdist")
+    assert request.node.nodeid.endswith("@a group")
+
+
 def test_continuous_integration_runs_make_test() -> None:
     script = ROOT / ".ci" / "run"
     assert script.stat().st_mode & 0o100
