@@ -182,6 +182,16 @@ def test_keys_do_not_depend_on_how_a_prompt_is_wrapped():
     assert plain.key(dialogue) != plain.key(dialogue[2:])
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_row_with_a_system_message_of_its_own_keeps_it_alone(role):
+    own = [{"role": role, "content": "be thorough"}, {"role": "user", "content": "1+2"}]
+    wording = Wording(chat=True, system="be brief")
+    assert wording.content({"prompt": own}) == own
+    assert wording.key(own) == Wording().key(own)
+    assert wording.content({"prompt": own[1:]})[0] == {"role": "system", "content": "be brief"}
+    assert wording.key(wording.content({"prompt": own[1:]})) == "1+2"
+
+
 def test_the_reference_for_saved_tokenizers_is_the_same(word_tokenizer, tmp_path):
     tokenizer = word_tokenizer()
     tokenizer.save_pretrained(tmp_path)

@@ -840,6 +840,22 @@ def test_the_hubs_data_are_known_by_their_fingerprint(tmp_path: Path, monkeypatc
     check_inputs(tmp_path, now("new"), accept=True)
 
 
+@pytest.mark.fault("C9w", "inputs.json of a run is cut", "a warning: what has changed cannot be told; trained on")
+def test_a_damaged_record_of_the_inputs_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    now = {"data.path": {"source": "rows.jsonl", "size": 3, "xxh3_128": "0"}}
+    check_inputs(tmp_path, now, accept=False)
+    record_inputs(tmp_path, now, 0)
+    check_inputs(tmp_path, now, accept=False)
+    assert not caplog.records
+    (tmp_path / "inputs.json").write_text((tmp_path / "inputs.json").read_text()[:40])
+    check_inputs(tmp_path, now, accept=False)
+    assert "inputs.json is damaged: whether data, code or models have changed" in caplog.text
+    record_inputs(tmp_path, now, 3)
+    caplog.clear()
+    check_inputs(tmp_path, now, accept=False)
+    assert not caplog.records
+
+
 # ---------------------------------------------------------------- things that are read
 
 

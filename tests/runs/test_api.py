@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -513,8 +514,11 @@ def test_wrong_questions_say_what_was_given(call: Callable) -> None:
         policy.score("1", [10**6])
     with pytest.raises(DataError, match="more than the context of 96"):
         policy.score("1", "1" * 200)
-    with pytest.raises(DataError, match="temperature above 0"):
-        policy.score("1", "1", temperature=0)
+    for temperature in (0, math.nan, math.inf):
+        with pytest.raises(DataError, match="finite temperature above 0"):
+            policy.score("1", "1", temperature=temperature)
+    with pytest.raises(ConfigError, match=r"from model.path; `scratch` makes one"):
+        gw.load_policy(settings.ModelSettings(scratch=settings.ScratchSettings()))
     with pytest.raises(gw.GroupwiseError, match=r"no such|neither"):
         gw.load_policy("runs/none")
 

@@ -227,7 +227,7 @@ class DataSettings:
     columns: Mapping[str, str] = field(default_factory=dict)
     """Renames columns, ours: yours, e.g. `{prompt: question}`."""
     system: str | None = None
-    """System message put before every prompt (chat data)."""
+    """System message of every prompt that brings none of its own (chat data)."""
     chat: bool = False
     """Wrap string prompts as user messages and apply the chat template."""
     template: str | None = None

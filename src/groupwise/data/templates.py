@@ -20,6 +20,7 @@ import numpy as np
 
 from groupwise.config.settings import ControlTokens, DataSettings
 from groupwise.data.messages import (
+    OPENING,
     Content,
     Messages,
     asks,
@@ -67,7 +68,7 @@ class Wording:
     chat: bool = False
     """Strings become messages of the user."""
     system: str | None = None
-    """Put before the messages."""
+    """Put before messages that bring no system message of their own."""
     format: str | None = None
     """Makes the prompt from the row's columns; `alpaca` names the usual one for instruction/input rows."""
 
@@ -89,12 +90,24 @@ class Wording:
         return [{"role": "user", "content": content}] if isinstance(content, str) and self.chat else content
 
     def opened(self, content: Content) -> Content:
-        """What a row asks, behind the system message of the settings.  Raises ConfigError if that cannot stand there."""
+        """What a row asks, behind the system message of the settings, or behind its own if it opens with one.
+
+        Raises ConfigError if the settings' cannot stand there.
+        """
         if self.system is None:
             return content
         if isinstance(content, str):
             raise ConfigError("data.system needs chat messages: set data.chat: true, or put the text into data.template")
-        return [{"role": "system", "content": self.system}, *content]
+        return content if content and content[0]["role"] in OPENING else [self._opening, *content]
+
+    @property
+    def _opening(self) -> dict[str, Any]:
+        """The settings' message."""
+        return {"role": "system", "content": self.system}
+
+    def brought(self, messages: Messages) -> Messages:
+        """Messages without the one that the settings put before them."""
+        return messages[1:] if self.system is not None and messages[:1] == [self._opening] else messages
 
     def key(self, content: Content) -> str:
         """Names a prompt for the held-out split and for duplicates: its own text, whatever the chat template or `system`.
@@ -103,7 +116,7 @@ class Wording:
         """
         if isinstance(content, str):
             return content
-        own = content[1:] if self.system is not None else content
+        own = self.brought(content)
         if len(own) == 1 and own[0]["role"] == "user" and isinstance(own[0]["content"], str):
             return own[0]["content"]
         return json.dumps(own, sort_keys=True, ensure_ascii=False, default=str)
@@ -339,8 +352,7 @@ class Template(Wording):
 
     def _foreign(self, messages: Messages) -> Messages:
         """Messages that neither the recipe nor the assistant wrote."""
-        own = messages[1:] if self.system is not None else messages
-        return [message for message in own if message["role"] != "assistant"]
+        return [message for message in self.brought(messages) if message["role"] != "assistant"]
 
     def _marked(self, content: Content) -> Content:
         """Messages whose control tokens stand between marks, where they are to be encoded as text."""

@@ -286,6 +286,8 @@ def record_inputs(folder: Path, now: Inputs, done: int) -> None:
 
 def _last(folder: Path) -> Inputs:
     history = _history(folder)
+    if not history and (folder / INPUTS).exists():
+        log.warning("%s is damaged: whether data, code or models have changed since the run began cannot be told", folder / INPUTS)
     found = history[-1].get("inputs") if history else None
     return {key: value for key, value in found.items() if isinstance(value, dict)} if isinstance(found, dict) else {}
 
@@ -294,6 +296,6 @@ def _history(folder: Path) -> list[dict[str, Any]]:
     """What `record_inputs` wrote; nothing if that is not there (an older run), or damaged."""
     try:
         found = json.loads((folder / INPUTS).read_text(encoding="utf-8"))["history"]
+        return [{**entry} for entry in found]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
-    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []

@@ -11,6 +11,7 @@ a completion may be.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import string
 from collections.abc import Mapping, Sequence
@@ -55,7 +56,7 @@ class LoadedPolicy(Policy):
     chat: bool = False
     """Strings are messages of the user, and the chat template is applied."""
     system: str | None = None
-    """System message before every prompt."""
+    """System message of prompts that bring none."""
     template: str | None = None
     """Format string that makes a prompt from a row; a text takes the place of its only column."""
     control_tokens: ControlTokens = "warn"
@@ -176,8 +177,8 @@ class LoadedPolicy(Policy):
         prompts, completions = ([prompts], [completions]) if single else (prompts, completions)
         if len(prompts) != len(completions):
             raise DataError(f"{len(prompts)} prompts and {len(completions)} completions: score takes as many of each")
-        if not isinstance(temperature, int | float) or temperature <= 0:
-            raise DataError(f"score needs a temperature above 0, got {temperature!r}: greedy choices have no log-probs")
+        if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
+            raise DataError(f"score needs a finite temperature above 0, got {temperature!r}: greedy choices have no log-probs")
         samples = []
         for place, (question, completion) in enumerate(zip(self._questions(prompts), completions, strict=True)):
             ids = self._ids(completion, end)
@@ -275,6 +276,8 @@ def load_policy(
     Raises ConfigError, CheckpointError, DataError or Diverged with the remedy.
     """
     if isinstance(path, ModelSettings):
+        if path.path is None:
+            raise ConfigError("load_policy reads a model from model.path; `scratch` makes one with random weights (make_policy)")
         return LoadedPolicy.of(loading.load_policy(path))
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"a policy is loaded from a run, a checkpoint, a model folder or a hub name, got {kind_of(path)}")
