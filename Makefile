@@ -7,7 +7,8 @@ VLLM   := .venv-vllm
 WORKERS ?= 3
 # One thread per worker: workers with a thread pool each would fight over the same cores.  The few tests that ask for more
 # threads do not let them spin while they wait: beside a busy neighbour that costs ten times what it saves.
-TEST   := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
+# Tests start hundreds of interpreters: they keep what one has compiled, also where the environment says not to.
+TEST   := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
 
 .PHONY: demo test test-fast test-faults test-kernels test-vllm lint docs site bench clean help
 

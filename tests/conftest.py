@@ -374,13 +374,14 @@ def check_types() -> Callable[..., None]:
 
 
 @pytest.fixture(scope="session")
-def fork_server() -> Iterator[Any]:
-    """A `ForkServer` for the tests of this worker; a test asks for `forked`."""
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A `ForkServer`, one for the workers of xdist together; a test asks for `forked`."""
     spec = importlib.util.spec_from_file_location("fork_server", Path(__file__).with_name("fork_server.py"))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    server = module.ForkServer()
+    together = "PYTEST_XDIST_WORKER" in os.environ
+    server = module.ForkServer(tmp_path_factory.getbasetemp().parent if together else None)
     yield server
     server.close()
 

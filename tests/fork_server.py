@@ -13,6 +13,7 @@ Run as a script: `fork_server.py serve SOCKET` is the server; `fork_server.py ru
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import importlib
 import inspect
@@ -29,8 +30,8 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -121,12 +122,29 @@ class Forked:
 class ForkServer:
     """The process that forks.  Its children end with it."""
 
-    def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="fork"))
-        self.path = str(self.folder / "s")
+    def __init__(self, meeting: Path | None = None) -> None:
+        """meeting: a folder in which several processes find the same server; it ends when the last of them has closed it."""
         self.started: list[Forked] = []
-        command = [sys.executable, __file__, "serve", self.path]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        with locked(meeting):
+            note = None if meeting is None else meeting / "fork_server"
+            if note is not None and note.exists() and Path(note.read_text()).is_dir():
+                self.folder = Path(note.read_text())
+                self.held = os.open(self.folder / "held", os.O_WRONLY)
+            else:
+                self.folder = Path(tempfile.mkdtemp(prefix="fork"))
+                self._begin()
+                if note is not None:
+                    note.write_text(str(self.folder))
+        self.path = str(self.folder / "s")
+
+    def _begin(self) -> None:
+        """Start the server.  Its standard input is a pipe with a name: it comes to its end when nobody holds it any more."""
+        os.mkfifo(self.folder / "held")
+        end = os.open(self.folder / "held", os.O_RDONLY | os.O_NONBLOCK)
+        self.held = os.open(self.folder / "held", os.O_WRONLY)
+        command = [sys.executable, __file__, "serve", str(self.folder / "s")]
+        self.process = subprocess.Popen(command, stdin=end, stdout=subprocess.PIPE)
+        os.close(end)
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == b"ready\n", "the fork server did not start; its error is above"
 
@@ -186,8 +204,18 @@ class ForkServer:
             self.started.pop().close()
 
     def close(self) -> None:
-        self.process.communicate(timeout=60)
-        shutil.rmtree(self.folder)
+        os.close(self.held)
+
+
+@contextmanager
+def locked(folder: Path | None) -> Iterator[None]:
+    """No other process is in here for this folder."""
+    if folder is None:
+        yield
+        return
+    with open(folder / "fork_server.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 # ---------------------------------------------------------------- the server
@@ -254,6 +282,7 @@ def serve(path: str) -> dict[str, Any] | None:
                 for pid in running:
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
+                shutil.rmtree(Path(path).parent)
                 return None
 
 
