@@ -275,18 +275,19 @@ def test_trap_15_no_episode_sees_anothers_state(table: Callable[..., Any], runs:
 
 @pytest.mark.slow
 def test_trap_15_processes_share_no_module_state(table: Callable[..., Any]) -> None:
-    """The random module of a process is the episode's own: its draws depend on the prompt, not on who drew before."""
+    """The generators of a process are the episode's own: its draws depend on the prompt, not on who drew before."""
     at = table(factory="my_tools.py:Counter", runs="process")
 
-    def drawn(index: int, name: str) -> float:
+    def drawn(index: int, name: str) -> tuple[float, float]:
         talk, _ = at.begin(index, name=name)
         at.say(talk, "x")
         state = talk.close(Finish.EOS).state
         assert state is not None
-        return state["drawn"]
+        return state["drawn"], state["drawn_late"]
 
     first = [drawn(0, "0/1"), drawn(1, "0/1"), drawn(0, "0/2")]
     assert first[0] == first[1] != first[2]
+    assert first[0][1] != first[2][1]
     assert drawn(0, "0/2") == first[2]
 
 

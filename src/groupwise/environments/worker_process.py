@@ -261,6 +261,8 @@ def fork_server(
 
     address: of the Unix socket to which forks connect.   given: functions and classes that are not found by name.
     """
+    import numpy.random  # every fork seeds it, also for what imports numpy only when it is called  # noqa: F401
+
     known = dict(given or {})
     functions = {spec.rpartition(":")[2]: known.get(spec) or find_named(spec, "tool") for spec in tools}
     makers = {name: known.get(spec) or find_named(spec, "environment") for name, spec in factories.items()}

@@ -93,6 +93,9 @@ class Counter:
         self.start = kwargs.get("start", 0)
         self.count = self.start
         self.drawn = random.random()
+        import numpy  # as late as a user may
+
+        self.drawn_late = float(numpy.random.random())
         return f" Start at {self.start}." if self.start else None
 
     def increment(self, step: int) -> int:
