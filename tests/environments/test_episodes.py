@@ -8,6 +8,8 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -271,6 +273,12 @@ def test_trap_15_no_episode_sees_anothers_state(table: Callable[..., Any], runs:
     opened = alone[0]
     assert all(opened[4 * group] == opened[4 * group + place] for group in range(6) for place in range(4)), "siblings share luck"
     assert len({tuple(ids) for ids in opened}) == 6, "groups do not"
+
+
+def test_the_environments_worker_imports_numpy_and_asyncio_only_when_it_serves():
+    code = "import sys, groupwise.environments.worker_process; print([m for m in ('numpy', 'asyncio') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ It imports little: every worker process starts with it.  Requests come as tuples
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import inspect
 import json
@@ -16,12 +15,16 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from groupwise.errors import ConfigError, EnvironmentFailure
 from groupwise.rewards import worker_process
-from groupwise.rewards.find import asynchronous, find_named
+from groupwise.rewards.user_functions import asynchronous, find_named
 from groupwise.rewards.worker_process import told
+
+if TYPE_CHECKING:
+    from groupwise.environments.side_by_side import Loop
 
 OWN = ("reset", "step", "close", "get_reward")
 """Public methods of an environment that are no tools."""
@@ -43,7 +46,7 @@ class Instance:
         self.home: str | None = None
         """Where every turn's calls begin; None: where the process is."""
         self._object: Any = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: Loop | None = None
 
     @property
     def shared(self) -> bool:
@@ -108,7 +111,8 @@ class Instance:
             while self._is_async(calls[place][0]) and together[-1] + 1 < len(calls) and self._is_async(calls[together[-1] + 1][0]):
                 together.append(together[-1] + 1)
             if self._is_async(calls[place][0]):
-                yield from self._run(self._side_by_side([calls[one] for one in together], seconds))
+                awaited = [partial(self._answered, *calls[one]) for one in together]
+                yield from self._event_loop().side_by_side(awaited, seconds)
             else:
                 yield self._plainly(*calls[place])
             place = together[-1] + 1
@@ -161,28 +165,18 @@ class Instance:
         except BaseException as error:  # whatever a tool raises is something that the policy is told
             return told(error)
 
-    async def _side_by_side(self, calls: Sequence[tuple[str, Mapping[str, Any]]], seconds: float) -> list[dict[str, Any]]:
-        return await asyncio.gather(*(self._one(name, arguments, seconds) for name, arguments in calls))
+    async def _answered(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return {"result": result_text(await self._find(name)(**arguments))}
 
-    async def _one(self, name: str, arguments: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        try:
-            async with asyncio.timeout(seconds) as limit:
-                return {"result": result_text(await self._find(name)(**arguments))}
-        except BaseException as error:  # as above
-            if isinstance(error, TimeoutError) and limit.expired():
-                return {"late": True}
-            return told(error)
-
-    def _run(self, work: Any) -> Any:
+    def _event_loop(self) -> Loop:
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()  # kept, so that sessions, locks and semaphores stay valid
-        return self._loop.run_until_complete(work)
+            from groupwise.environments.side_by_side import Loop  # most tools and environments are not asynchronous
+
+            self._loop = Loop()
+        return self._loop
 
     def _awaited(self, value: Any) -> Any:
-        async def wait() -> Any:
-            return await value
-
-        return self._run(wait()) if inspect.isawaitable(value) else value
+        return self._event_loop().run(value) if inspect.isawaitable(value) else value
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -266,6 +260,8 @@ def fork_server(
     known = dict(given or {})
     functions = {spec.rpartition(":")[2]: known.get(spec) or find_named(spec, "tool") for spec in tools}
     makers = {name: known.get(spec) or find_named(spec, "environment") for name, spec in factories.items()}
+    if any(map(_waits, [*functions.values(), *makers.values()])):
+        import groupwise.environments.side_by_side  # here, not in every fork  # noqa: F401
     children: set[int] = set()
     above = os.getpid()
 
@@ -284,6 +280,12 @@ def fork_server(
         return child
 
     return answer
+
+
+def _waits(function: Callable[..., Any]) -> bool:
+    """True of an asynchronous tool, and of a class with an asynchronous method."""
+    bases = function.__mro__ if inspect.isclass(function) else ()
+    return asynchronous(function) or any(inspect.iscoroutinefunction(one) for base in bases for one in vars(base).values())
 
 
 def _end(child: int) -> None:

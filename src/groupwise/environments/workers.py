@@ -26,7 +26,7 @@ from groupwise.environments.environment import Broken, Ended, Environment, Kind,
 from groupwise.environments.worker_process import Instance, Missing, fork_server
 from groupwise.errors import ConfigError, EnvironmentFailure, RewardError
 from groupwise.records import Finish
-from groupwise.rewards.find import find_named
+from groupwise.rewards.user_functions import find_named
 from groupwise.rewards.worker_process import receive, send, told
 from groupwise.rewards.workers import Failed, Worker, WorkerGone
 

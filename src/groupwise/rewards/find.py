@@ -1,22 +1,14 @@
-"""Reward functions by name: imported, their signatures compared with the data's columns, and the arguments of a call.
+"""Reward functions as the trainer has them: built-ins by name, functions of the running program, and the arguments of a call.
 
 N completions of a step, in order, whatever their groups
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
 import inspect
 import math
-import os
-import sys
-import traceback
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from groupwise.config.settings import RewardSettings
@@ -24,26 +16,8 @@ from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.registry import BUILTINS, GOLD_COLUMNS, MAKERS
 from groupwise.rewards.step_rewards import ProcessReward
 from groupwise.rewards.trainer_state import TOLD
+from groupwise.rewards.user_functions import NO_COLUMN, OFFERED, SINGULAR, Signature, asynchronous, listed, read_signature
 from groupwise.utils.spelling import nearest
-
-OFFERED = (
-    "prompts",
-    "completions",
-    "prompt_ids",
-    "completion_ids",
-    "finish_reasons",
-    "environments",
-    "environment_rewards",
-)
-"""What a function may ask for by name, beside the columns of the data; these names win over columns of the same name."""
-SINGULAR = {
-    "prompt": "prompts",
-    "completion": "completions",
-    "finish_reason": "finish_reasons",
-    "environment_state": "environments",
-    "environment_reward": "environment_rewards",
-}
-"""What a function of one completion calls them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,31 +46,6 @@ class Completions:
 
     def __len__(self) -> int:
         return len(self.texts)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Signature:
-    """What a function asks for, and how it is called."""
-
-    asks: tuple[str, ...]
-    """What it is given by name: of `OFFERED` (or `SINGULAR`), `TOLD`, columns, or `gold`."""
-    named: tuple[str, ...]
-    """Its own parameters; what else it asks for is taken by its `**keywords`."""
-    single: bool
-    """True: it takes one completion and returns one number.  False: TRL's signature."""
-    asynchronous: bool
-    process: bool
-    """True: it returns step rewards (see `step_rewards.py`)."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """As JSON, to be sent from a worker process."""
-        return asdict(self)
-
-    @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Signature:
-        """The signature that `as_dict` wrote."""
-        found: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in told.items()}
-        return cls(**found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,7 +151,7 @@ def find_builtin(settings: RewardSettings, columns: Collection[str], tokenizer: 
     if settings.function in MAKERS:
         function, arguments = _made(settings, name, tokenizer), {}
     else:
-        function, _ = find_function(settings.function)
+        function = builtin_function(settings.function)
         gold = _gold_column(name, function, arguments, columns)
     signature = read_signature(function, name, arguments, columns, gold)
     inner = function.function if isinstance(function, ProcessReward) else function
@@ -228,7 +177,7 @@ def _made(settings: RewardSettings, name: str, tokenizer: Any) -> Callable[..., 
     required = [p.name for p in inspect.signature(maker).parameters.values() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     for key in settings.args:
         if key not in known:
-            raise ConfigError(f"the reward {name!r} has no argument {key!r}; it takes: {_listed(known)}")
+            raise ConfigError(f"the reward {name!r} has no argument {key!r}; it takes: {listed(known)}")
     for key in required:
         if key not in settings.args:
             raise ConfigError(f"the reward {name!r} needs args: {{{key}: ...}}")
@@ -237,90 +186,14 @@ def _made(settings: RewardSettings, name: str, tokenizer: Any) -> Callable[..., 
     return maker(tokenizer, **settings.args)
 
 
-def find_function(spec: str) -> tuple[Callable[..., Any], bool]:
-    """The function behind `accuracy`, `module:function` or `path/to/file.py:function`, and whether it is built in.
-
-    Modules are those that are installed, or lie in the working directory; files must lie in the working directory (a recipe from
-    elsewhere cannot name code from anywhere).  Raises ConfigError.
-    """
-    if ":" not in spec:
-        if spec in BUILTINS:
-            return BUILTINS[spec], True
-        named = [*BUILTINS, *MAKERS]
-        near = nearest(spec, named)
-        hint = f"did you mean {near!r}?" if near is not None else f"built-in: {', '.join(named)}; your own: module:function"
-        raise ConfigError(f"there is no reward function {spec!r}; {hint}")
-    return find_named(spec, "reward function"), False
-
-
-def find_named(spec: str, kind: str) -> Callable[..., Any]:
-    """What is behind `module:name` or `path/to/file.py:name`, by the rules of `find_function`.
-
-    kind: what it is called in messages.   Raises ConfigError.
-    """
-    place, _, name = spec.rpartition(":")
-    what = f"{kind} {spec!r}"
-    module = _file(what, place) if place.endswith(".py") else _module(what, place)
-    found = vars(module).get(name)
-    if not callable(found):
-        own = [
-            key
-            for key, value in vars(module).items()
-            if (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module.__name__
-        ]
-        near = nearest(name, own)
-        hint = f"did you mean {near!r}?" if near is not None else f"there are: {', '.join(own) or 'none'}"
-        raise ConfigError(f"{what}: {place} has no function {name!r}; {hint}")
-    return found
-
-
-def _module(what: str, place: str) -> Any:
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # last, so that a file here cannot stand in for an installed module
-    try:
-        return importlib.import_module(place)
-    except ImportError as error:
-        raise ConfigError(
-            f"{what}: cannot import {place!r} ({error}); looked for among the installed modules and in {here}"
-        ) from error
-    except (Exception, SystemExit) as error:
-        raise ConfigError(_unimportable(what, place, error)) from error
-
-
-def _file(what: str, place: str) -> Any:
-    here, path = Path.cwd().resolve(), Path(place).resolve()
-    if not path.is_relative_to(here):
-        raise ConfigError(f"{what}: the file must lie in the working directory, {here}")
-    if not path.is_file():
-        raise ConfigError(f"{what}: there is no file {path.relative_to(here)} in the working directory, {here}")
-    name = f"groupwise_reward_{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"  # one per file, whatever the working directory
-    if name in sys.modules:
-        return sys.modules[name]
-    description = importlib.util.spec_from_file_location(name, path)
-    assert description is not None and description.loader is not None
-    module = importlib.util.module_from_spec(description)
-    sys.modules[name] = module  # dataclasses and pickles of the file look it up there
-    try:
-        description.loader.exec_module(module)
-    except BaseException as error:
-        del sys.modules[name]
-        if isinstance(error, Exception | SystemExit):
-            raise ConfigError(_unimportable(what, place, error)) from error
-        raise
-    return module
-
-
-def _unimportable(what: str, place: str, error: BaseException) -> str:
-    """What happened while a user's module ran for the first time, and the last line of it that was reached."""
-    stem = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
-    reached = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).stem == stem]
-    line = f" (line {reached[-1].lineno})" if reached else ""
-    return f"{what}: {place} cannot be imported: {type(error).__name__}: {error}{line}"
-
-
-NO_COLUMN = "which the data do not have"
-"""In every message about a column that is missing."""
+def builtin_function(name: str) -> Callable[..., Any]:
+    """The function behind `accuracy`.  Raises ConfigError."""
+    if name in BUILTINS:
+        return BUILTINS[name]
+    named = [*BUILTINS, *MAKERS]
+    near = nearest(name, named)
+    hint = f"did you mean {near!r}?" if near is not None else f"built-in: {', '.join(named)}; your own: module:function"
+    raise ConfigError(f"there is no reward function {name!r}; {hint}")
 
 
 def _gold_column(name: str, function: Callable[..., Any], arguments: dict[str, Any], columns: Collection[str]) -> str | None:
@@ -334,58 +207,5 @@ def _gold_column(name: str, function: Callable[..., Any], arguments: dict[str, A
             return column
     raise ConfigError(
         f"the reward {name!r} compares with the column {' or '.join(map(repr, wanted))}, {NO_COLUMN}; "
-        f"columns: {_listed(columns)}; name yours by args: {{column: ...}}"
+        f"columns: {listed(columns)}; name yours by args: {{column: ...}}"
     )
-
-
-def read_signature(
-    function: Callable[..., Any], name: str, arguments: Mapping[str, Any], columns: Collection[str], gold: str | None = None
-) -> Signature:
-    """What the function asks for by name, and how it is called.  Raises ConfigError for what the data cannot satisfy."""
-    process = isinstance(function, ProcessReward)
-    function = function.function if isinstance(function, ProcessReward) else function
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"the reward {name!r}: the signature of {function!r} cannot be read ({error})") from error
-    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    everything = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
-    if positional:
-        raise ConfigError(f"the reward {name!r} has the positional-only parameter {positional[0]!r}; it is called by keyword")
-    unknown = [key for key in arguments if key not in named and not everything]
-    if unknown:
-        raise ConfigError(f"the reward {name!r} has no argument {unknown[0]!r}; it takes: {_listed(_options(named, columns))}")
-    single = "completion" in named and "completions" not in named
-    offered = [*OFFERED, *TOLD, *([] if gold is None else ["gold"])]
-    offered = [*SINGULAR, "prompt_ids", "completion_ids", *TOLD] if single else offered
-    available = [*offered, *(column for column in columns if column not in offered)]
-    missing = [p.name for p in named.values() if p.name not in available and p.name not in arguments and p.default is p.empty]
-    if missing:
-        raise ConfigError(
-            f"the reward {name!r} asks for {_listed(missing)}, {NO_COLUMN}; columns: {_listed(columns)} (beside "
-            f"them: {', '.join(offered)}); rename a column by data.columns: {{{missing[0]}: yours}}, or set it by args"
-        )
-    asks = [key for key in named if key in available and key not in arguments]
-    if everything:  # as TRL: finish_reasons and prompt_ids only for those who name them
-        usual = ("prompt", "completion") if single else ("prompts", "completions", "completion_ids")
-        asks += [key for key in (*usual, *columns) if key in available and key not in asks and key not in arguments]
-    if not any(ask in ("completion", "completions", "completion_ids") for ask in asks):
-        raise ConfigError(f"the reward {name!r} takes neither completions nor completion_ids: is it a reward function?")
-    return Signature(asks=tuple(asks), named=tuple(named), single=single, asynchronous=asynchronous(function), process=process)
-
-
-def _options(named: Mapping[str, inspect.Parameter], columns: Collection[str]) -> list[str]:
-    given = {*OFFERED, *SINGULAR, *TOLD, *columns, "gold"}
-    return [key for key in named if key not in given]
-
-
-def _listed(names: Collection[str]) -> str:
-    return ", ".join(map(repr, names)) or "none"
-
-
-def asynchronous(function: Callable[..., Any]) -> bool:
-    """True if calling it gives something to be awaited."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

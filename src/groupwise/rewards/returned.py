@@ -1,4 +1,7 @@
-"""Checks of what a reward function returned, and the message about a call that did not return."""
+"""Checks of what a reward function returned, and the message about a call that did not return.
+
+It imports little: worker processes start with it.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,15 @@ import inspect
 import math
 import sys
 from collections.abc import Awaitable, Sequence
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import RewardError
 from groupwise.rewards.step_rewards import checked_steps
-from groupwise.rewards.workers import Outcome
 
-LARGEST = float(np.finfo(np.float32).max)
+if TYPE_CHECKING:
+    from groupwise.rewards.workers import Outcome
+
+LARGEST = (2.0 - 2.0**-23) * 2.0**127
 """A reward beyond this is taken for an accident: single precision cannot hold it."""
 
 
@@ -23,6 +26,7 @@ def describe_failure(name: str, labels: Sequence[str], outcome: Outcome) -> str:
 
     It may quote a completion: control characters are shown as escapes.
 
+    >>> from groupwise.rewards.workers import Outcome
     >>> describe_failure("f", ["0#0"], Outcome(failure="error", kind="ValueError", message="\x1b[31mred"))
     "the reward function 'f' raised ValueError: \\x1b[31mred; on 0#0"
     """
@@ -67,14 +71,16 @@ def checked(name: str, values: Any, labels: Sequence[str]) -> list[float | None]
 
     Lists, tuples and one-dimensional numpy arrays and torch tensors of numbers and bools are taken; all else raises RewardError.
 
+    >>> import numpy as np
     >>> checked("f", np.array([True, False]), ["0#0", "0#1"])
     [1.0, 0.0]
     """
     expected = f"expected a list of {len(labels)} numbers or None, one per completion"
-    values = _array(values)
-    if isinstance(values, np.ndarray) and values.ndim != 1:
+    values, np = _array(values), _numpy()
+    array = np is not None and isinstance(values, np.ndarray)
+    if array and values.ndim != 1:
         raise RewardError(f"the reward function {name!r} returned an array of shape {values.shape}, {expected}")
-    if not isinstance(values, list | tuple | np.ndarray):
+    if not array and not isinstance(values, list | tuple):
         hint = "; is it an async function? declare it with async def" if isinstance(values, Awaitable) else ""
         if inspect.iscoroutine(values):
             values.close()
@@ -88,18 +94,31 @@ def as_reward(name: str, value: Any, label: str) -> float | None:
     """One reward as a float.  Raises RewardError for what is not a number, and for a number that is not finite."""
     if value is None:
         return None
-    if isinstance(value, np.ndarray) or type(value).__module__ == "torch":
-        array = np.asarray(_array(value))
-        value = array.item() if array.ndim == 0 else value
-    if not isinstance(value, bool | int | float | np.number | np.bool_) or isinstance(value, np.complexfloating):
+    number, np = isinstance(value, bool | int | float), _numpy()
+    if np is not None and not number:
+        if isinstance(value, np.ndarray) or type(value).__module__ == "torch":
+            array = np.asarray(_array(value))
+            value = array.item() if array.ndim == 0 else value
+        number = isinstance(value, bool | int | float | np.number | np.bool_) and not isinstance(value, np.complexfloating)
+    if not number:
         raise RewardError(f"the reward function {name!r} returned {_kind(value)} for completion {label}, expected a number or None")
-    number = float(value)
-    if not math.isfinite(number) or abs(number) > LARGEST:
+    reward = float(value)
+    if not math.isfinite(reward) or abs(reward) > LARGEST:
         raise RewardError(
-            f"the reward function {name!r} returned {number:g} for completion {label}: a reward is finite "
+            f"the reward function {name!r} returned {reward:g} for completion {label}: a reward is finite "
             "(within single precision); return None where it does not apply"
         )
-    return number
+    return reward
+
+
+def _numpy() -> Any:
+    """numpy, if it or torch has been imported.  Else None: nothing can be of their types, and a worker's start would take twice as
+    long."""
+    if "numpy" not in sys.modules and "torch" not in sys.modules:
+        return None
+    import numpy
+
+    return numpy
 
 
 def _array(values: Any) -> Any:

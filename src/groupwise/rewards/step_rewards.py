@@ -1,20 +1,21 @@
 """Rewards of single steps: how a completion is cut into steps, and what process reward functions return.
 
 n tokens of one completion
+
+It imports little: worker processes start with it.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
-import numpy as np
-
 from groupwise.errors import ConfigError, RewardError
-from groupwise.records import Scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,41 +86,6 @@ def _checked(name: str, steps: Sequence[Any], label: str) -> Steps:
     return result
 
 
-def step_signal(name: str, steps: Steps, length: int, label: str) -> np.ndarray:
-    """float64 (n,): each step's reward at its last token, NaN elsewhere.  Raises RewardError for an end outside the completion.
-
-    >>> step_signal("f", [(0, 1.0), (2, 0.5)], 4, "0#0")
-    array([1. , nan, 0.5, nan])
-    """
-    signal = np.full(length, np.nan)
-    for end, reward in steps:
-        if end >= length:
-            raise RewardError(
-                f"the process reward function {name!r} ends a step of completion {label} at token {end}; it has {length} tokens"
-            )
-        signal[end] = reward
-    return signal
-
-
-def with_turns(group: Scored) -> Scored:
-    """The group with the rewards that environments gave for turns: each stands in the signal `process` at the turn's last token,
-    beside what functions reward.  Unchanged if no completion is an episode."""
-    if all(rollout.episode is None for rollout in group.rollouts):
-        return group
-    rewards = [
-        [] if rollout.episode is None else [(turn.end - 1, turn.reward) for turn in rollout.episode.turns if turn.end > turn.begin]
-        for rollout in group.rollouts
-    ]
-    found = [np.full(len(rollout), np.nan) for rollout in group.rollouts]
-    if "process" in group.signals:
-        found = [np.array(column, np.float64) for column in group.signals["process"]]
-    for column, of_one in zip(found, rewards, strict=True):
-        for place, reward in of_one:
-            if reward is not None:
-                column[place] = np.nansum([column[place], reward])
-    return replace(group, signals={**group.signals, "process": tuple(found)})
-
-
 def segment_steps(
     tokens: Sequence[int],
     decode: Callable[[Sequence[int]], str],
@@ -165,7 +131,7 @@ def _compiled(by: str, pattern: str | None) -> re.Pattern[str]:
 
 
 def _ends_in_text(tokens: Sequence[int], decode: Callable[[Sequence[int]], str], pattern: re.Pattern[str]) -> list[int]:
-    reach = np.maximum.accumulate([len(decode(tokens[: index + 1])) for index in range(len(tokens))] or [0])
+    reach = list(accumulate((len(decode(tokens[: index + 1])) for index in range(len(tokens))), max))
     matches = pattern.finditer(decode(tokens)) if len(tokens) else ()
     ends = [match.end() for match in matches if match.end() > match.start()]
-    return sorted({min(int(np.searchsorted(reach, end)), len(tokens) - 1) for end in ends})
+    return sorted({min(bisect_left(reach, end), len(tokens) - 1) for end in ends})

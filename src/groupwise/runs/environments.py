@@ -28,7 +28,7 @@ from groupwise.environments.verifiers import VerifiersHarness
 from groupwise.environments.workers import Rooms
 from groupwise.models.loading import Blueprint
 from groupwise.records import Sampling
-from groupwise.rewards.find import find_named
+from groupwise.rewards.user_functions import find_named
 from groupwise.runs.plan import Lines
 
 OPENENV = "groupwise.environments.openenv:OpenEnv"

@@ -37,9 +37,9 @@ from groupwise.models.shape import Shape
 from groupwise.ops.kernels import absence
 from groupwise.records import Prompt, Sampling
 from groupwise.rewards.compose import Rewards, build_rewards, no_rewards
-from groupwise.rewards.find import NO_COLUMN
 from groupwise.rewards.model import POSITIONS
 from groupwise.rewards.registry import MAKERS
+from groupwise.rewards.user_functions import NO_COLUMN
 from groupwise.runs.engines import sampled_elsewhere
 from groupwise.runs.environments import furnished, make_source, make_world, tools_of, with_own_reward, world_lines
 from groupwise.runs.plan import Lines, fitted, memory_lines, offline_plan, online_plan, scoring_memory

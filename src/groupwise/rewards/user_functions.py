@@ -1,0 +1,191 @@
+"""Functions that users write, in a worker as in the trainer: found by name, and their signatures compared with the data's columns.
+
+It imports little: worker processes start with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.errors import ConfigError
+from groupwise.rewards.step_rewards import ProcessReward
+from groupwise.rewards.trainer_state import TOLD
+from groupwise.utils.spelling import nearest
+
+OFFERED = (
+    "prompts",
+    "completions",
+    "prompt_ids",
+    "completion_ids",
+    "finish_reasons",
+    "environments",
+    "environment_rewards",
+)
+"""What a function may ask for by name, beside the columns of the data; these names win over columns of the same name."""
+SINGULAR = {
+    "prompt": "prompts",
+    "completion": "completions",
+    "finish_reason": "finish_reasons",
+    "environment_state": "environments",
+    "environment_reward": "environment_rewards",
+}
+"""What a function of one completion calls them."""
+NO_COLUMN = "which the data do not have"
+"""In every message about a column that is missing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Signature:
+    """What a function asks for, and how it is called."""
+
+    asks: tuple[str, ...]
+    """What it is given by name: of `OFFERED` (or `SINGULAR`), `TOLD`, columns, or `gold`."""
+    named: tuple[str, ...]
+    """Its own parameters; what else it asks for is taken by its `**keywords`."""
+    single: bool
+    """True: it takes one completion and returns one number.  False: TRL's signature."""
+    asynchronous: bool
+    process: bool
+    """True: it returns step rewards (see `step_rewards.py`)."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON, to be sent from a worker process."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Signature:
+        """The signature that `as_dict` wrote."""
+        found: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in told.items()}
+        return cls(**found)
+
+
+def find_named(spec: str, kind: str) -> Callable[..., Any]:
+    """What is behind `module:name` or `path/to/file.py:name`.   kind: what it is called in messages.
+
+    Modules are those that are installed, or lie in the working directory; files must lie in the working directory (a recipe from
+    elsewhere cannot name code from anywhere).  Raises ConfigError.
+    """
+    place, _, name = spec.rpartition(":")
+    what = f"{kind} {spec!r}"
+    module = _file(what, place) if place.endswith(".py") else _module(what, place)
+    found = vars(module).get(name)
+    if not callable(found):
+        own = [
+            key
+            for key, value in vars(module).items()
+            if (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module.__name__
+        ]
+        near = nearest(name, own)
+        hint = f"did you mean {near!r}?" if near is not None else f"there are: {', '.join(own) or 'none'}"
+        raise ConfigError(f"{what}: {place} has no function {name!r}; {hint}")
+    return found
+
+
+def _module(what: str, place: str) -> Any:
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # last, so that a file here cannot stand in for an installed module
+    try:
+        return importlib.import_module(place)
+    except ImportError as error:
+        raise ConfigError(
+            f"{what}: cannot import {place!r} ({error}); looked for among the installed modules and in {here}"
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(_unimportable(what, place, error)) from error
+
+
+def _file(what: str, place: str) -> Any:
+    here, path = Path.cwd().resolve(), Path(place).resolve()
+    if not path.is_relative_to(here):
+        raise ConfigError(f"{what}: the file must lie in the working directory, {here}")
+    if not path.is_file():
+        raise ConfigError(f"{what}: there is no file {path.relative_to(here)} in the working directory, {here}")
+    name = f"groupwise_reward_{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"  # one per file, whatever the working directory
+    if name in sys.modules:
+        return sys.modules[name]
+    description = importlib.util.spec_from_file_location(name, path)
+    assert description is not None and description.loader is not None
+    module = importlib.util.module_from_spec(description)
+    sys.modules[name] = module  # dataclasses and pickles of the file look it up there
+    try:
+        description.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, Exception | SystemExit):
+            raise ConfigError(_unimportable(what, place, error)) from error
+        raise
+    return module
+
+
+def _unimportable(what: str, place: str, error: BaseException) -> str:
+    """What happened while a user's module ran for the first time, and the last line of it that was reached."""
+    stem = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
+    reached = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).stem == stem]
+    line = f" (line {reached[-1].lineno})" if reached else ""
+    return f"{what}: {place} cannot be imported: {type(error).__name__}: {error}{line}"
+
+
+def read_signature(
+    function: Callable[..., Any], name: str, arguments: Mapping[str, Any], columns: Collection[str], gold: str | None = None
+) -> Signature:
+    """What the function asks for by name, and how it is called.  Raises ConfigError for what the data cannot satisfy."""
+    process = isinstance(function, ProcessReward)
+    function = function.function if isinstance(function, ProcessReward) else function
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the reward {name!r}: the signature of {function!r} cannot be read ({error})") from error
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    everything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    if positional:
+        raise ConfigError(f"the reward {name!r} has the positional-only parameter {positional[0]!r}; it is called by keyword")
+    unknown = [key for key in arguments if key not in named and not everything]
+    if unknown:
+        raise ConfigError(f"the reward {name!r} has no argument {unknown[0]!r}; it takes: {listed(_options(named, columns))}")
+    single = "completion" in named and "completions" not in named
+    offered = [*OFFERED, *TOLD, *([] if gold is None else ["gold"])]
+    offered = [*SINGULAR, "prompt_ids", "completion_ids", *TOLD] if single else offered
+    available = [*offered, *(column for column in columns if column not in offered)]
+    missing = [p.name for p in named.values() if p.name not in available and p.name not in arguments and p.default is p.empty]
+    if missing:
+        raise ConfigError(
+            f"the reward {name!r} asks for {listed(missing)}, {NO_COLUMN}; columns: {listed(columns)} (beside "
+            f"them: {', '.join(offered)}); rename a column by data.columns: {{{missing[0]}: yours}}, or set it by args"
+        )
+    asks = [key for key in named if key in available and key not in arguments]
+    if everything:  # as TRL: finish_reasons and prompt_ids only for those who name them
+        usual = ("prompt", "completion") if single else ("prompts", "completions", "completion_ids")
+        asks += [key for key in (*usual, *columns) if key in available and key not in asks and key not in arguments]
+    if not any(ask in ("completion", "completions", "completion_ids") for ask in asks):
+        raise ConfigError(f"the reward {name!r} takes neither completions nor completion_ids: is it a reward function?")
+    return Signature(asks=tuple(asks), named=tuple(named), single=single, asynchronous=asynchronous(function), process=process)
+
+
+def _options(named: Mapping[str, inspect.Parameter], columns: Collection[str]) -> list[str]:
+    given = {*OFFERED, *SINGULAR, *TOLD, *columns, "gold"}
+    return [key for key in named if key not in given]
+
+
+def listed(names: Collection[str]) -> str:
+    """Names in a message."""
+    return ", ".join(map(repr, names)) or "none"
+
+
+def asynchronous(function: Callable[..., Any]) -> bool:
+    """True if calling it gives something to be awaited."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
