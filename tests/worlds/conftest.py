@@ -127,12 +127,12 @@ def world(tiny_policy: Callable) -> Callable[..., World]:
 
 @pytest.fixture
 def say(world: Callable[..., World]) -> Callable[..., World]:
-    """32 tokens, half of which end a completion, and 8 prompts: end with the token that answers the prompt, 1 in 16 by chance."""
+    """32 tokens, half of which end a completion, and 4 prompts: end with the token that answers the prompt, 1 in 16 by chance."""
 
     def make(**options: object) -> World:
         made = world(
             [f"w{i}" for i in range(1, 32)],
-            [[i] for i in range(1, 9)],
+            [[i] for i in range(1, 5)],
             lambda rollout: float(rollout.tokens[-1] == rollout.prompt.tokens[0] + 16),
             3,
             **options,

@@ -14,7 +14,7 @@ from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.samples import sample_of
 from groupwise.training.scoring import score
 
-SIZE = {"prompts_per_step": 8, "group_size": 16}
+SIZE = {"prompts_per_step": 4, "group_size": 16}
 
 
 @pytest.mark.parametrize(
@@ -22,8 +22,9 @@ SIZE = {"prompts_per_step": 8, "group_size": 16}
     [pytest.param(name, marks=[] if name == "grpo" else pytest.mark.slow) for name, row in ALGORITHMS.items() if row.needs_reward],
 )
 def test_every_preset_learns_the_answers(preset: str, say: Callable) -> None:
-    """Two passes over each rollout, so that ratios leave 1.  Thirty steps take every preset from 0.06 to more than 0.97."""
-    rewards = [step.metrics["reward"] for step in say(lr=1e-2).train(preset, 30, updates_per_rollout=2, **SIZE)]
+    """Two passes over each rollout, so that ratios leave 1.  24 steps take every preset from 0.03 to more than 0.95,
+    and DAPO, whose rewards are those of groups that still disagree, to 0.92.  Larger rates learn faster and fall back."""
+    rewards = [step.metrics["reward"] for step in say(lr=7e-3).train(preset, 24, updates_per_rollout=2, **SIZE)]
     assert rewards[0] < 0.2
     assert np.mean(rewards[-5:]) > 0.9
 
@@ -31,7 +32,7 @@ def test_every_preset_learns_the_answers(preset: str, say: Callable) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [1, 4])
 def test_rollouts_of_older_weights_teach_the_answers(ahead: int, say: Callable) -> None:
-    steps = list(say(lr=1e-2).train("grpo", 40, ahead=ahead, **SIZE))
+    steps = list(say(lr=7e-3).train("grpo", 43, ahead=ahead, **SIZE))
     rewards = [step.metrics["reward"] for step in steps]
     assert steps[-1].metrics["staleness/mean"] == ahead
     assert rewards[0] < 0.2
@@ -68,12 +69,12 @@ def test_beta_keeps_the_policy_near_its_reference(say: Callable) -> None:
 @pytest.mark.parametrize(("seed", "own"), [(0, False), (1, True)])
 def test_ppo_learns_without_siblings(seed: int, own: bool, say: Callable, tiny_policy: Callable) -> None:
     """One completion per prompt, so that only the critic says what was to be expected; which it learns to do itself."""
-    made = say(lr=6e-3, seed=seed)
+    made = say(lr=8e-3, seed=seed)
     if own:
         causal = tiny_policy(tokenizer=made.policy.tokenizer, seed=seed + 10, context=16, layers=1)
         head = add_head(causal.model, causal.tokenizer, causal.eos_ids, "last", 0)
         made.scorer = wrap_scorer(head, causal.tokenizer)
-    steps = list(made.train("ppo", 26, updates_per_rollout=2, minibatches=2, prompts_per_step=128, group_size=1))
+    steps = list(made.train("ppo", 22, updates_per_rollout=2, minibatches=2, prompts_per_step=64, group_size=1))
     rewards = [step.metrics["reward"] for step in steps]
     assert rewards[0] < 0.2
     assert np.mean(rewards[-5:]) > 0.9
