@@ -43,12 +43,11 @@ def test_scalars_follow_yaml_1_2(text: str, value: object) -> None:
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20)
 
 
 @pytest.mark.slow
-@given(
-    st.dictionaries(st.text(min_size=1), st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
-)
+@given(st.dictionaries(st.text(min_size=1), VALUES))
 def test_what_is_written_is_read_back(data: dict) -> None:
     data.pop("<<", None)
     for key in list(data):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,14 +37,6 @@ def rows(tmp_path: Path) -> Callable[..., str]:
     return write
 
 
-@pytest.fixture
-def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Less memory for a template, and a process that knows of it."""
-    monkeypatch.setattr(rendering, "MEMORY", 1 << 28)
-    yield
-    rendering._WORKER.close()
-
-
 # ---- the chat template that came with a model --------------------------------------------------------------------------------
 
 
@@ -71,8 +63,10 @@ def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 )
 @pytest.mark.fault("H15", "a chat template that never ends, divides by zero or eats all memory", "DataError in bounded time")
 def test_h15_a_template_that_cannot_be_used_is_an_error_with_the_row(
-    template: str, said: str, rows: Callable, monkeypatch: pytest.MonkeyPatch, bounded: None
+    template: str, said: str, rows: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """All of them in one process, which is told its limits with every request and is started anew only where it was ended."""
+    monkeypatch.setattr(rendering, "MEMORY", 1 << 28)
     if "seconds" in said:  # the others end by themselves, however slow the machine is
         monkeypatch.setattr(rendering, "SECONDS", 0.5)
     tokenizer = byte_tokenizer()

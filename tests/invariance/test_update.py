@@ -53,8 +53,8 @@ def gradient(policy: Policy, algorithm: Algorithm, samples: Sequence[Sample], **
     if critic is not None:  # it has moved since it said what the samples hold
         with torch.no_grad():
             critic.head.bias.add_(0.04)
+    taught = {"teacher": teacher_of(policy, algorithm), "samples": samples}
     for batch in pack(samples, dtype=policy.dtype, **settings):  # type: ignore[arg-type]
-        taught = {"teacher": teacher_of(policy, algorithm), "samples": samples}
         policy_loss(policy, algorithm, batch, entropy_tokens=tokens, critic=critic, **taught)[0].backward()
     heads = {} if critic is None else {f"critic.{name}": p.grad.clone() for name, p in critic.head.named_parameters()}
     return heads | {name: p.grad.clone() for name, p in policy.model.named_parameters()}
