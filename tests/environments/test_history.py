@@ -1,4 +1,4 @@
-"""1,000 random conversations: whatever a template does to the past, what was sampled keeps its ids."""
+"""480 random conversations: whatever a template does to the past, what was sampled keeps its ids."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def turn(rng: random.Random, name: str, calls: bool) -> str:
 @pytest.mark.parametrize("past", ["keep", "split"])
 @pytest.mark.parametrize("name", list(ENDS))
 def test_trap_1_scored_ids_are_sampled_ids(table: Callable[..., Any], name: str, past: str) -> None:
-    """125 conversations of each template and way: up to four turns with tools, in tokens that no tokenizer would choose.
+    """60 conversations of each template and way: up to four turns with tools, in tokens that no tokenizer would choose.
 
     The engine's stream is built from the replies; in it every turn stands as it was sampled.  With `split` a context is, as text,
     what the template writes of the whole conversation.
@@ -83,7 +83,7 @@ def test_trap_1_scored_ids_are_sampled_ids(table: Callable[..., Any], name: str,
     at = table(template=name, tools=("my_tools.py:echo",), past=past, runs="thread", max_turns=9, tokenizer=merging())
     tokenizer, splits, kept, own = at.tokenizer, 0, 0, 0
     turns = at.world.turns[""]
-    for number in range(125):
+    for number in range(60):
         rng = random.Random(f"{name}/{number}")
         prompt = at.prompt(rng.choice(TEXTS) or "?")
         talk = at.world.begin(prompt, 0, seed=0)
