@@ -127,12 +127,13 @@ def world(tiny_policy: Callable) -> Callable[..., World]:
 
 @pytest.fixture
 def say(world: Callable[..., World]) -> Callable[..., World]:
-    """32 tokens, half of which end a completion, and 4 prompts: end with the token that answers the prompt, 1 in 16 by chance."""
+    """32 tokens, half of which end a completion, and a few prompts: end with the token that answers the prompt, 1 in 16 by chance;
+    an answer that ignores the prompt is right once in as many prompts as there are."""
 
-    def make(**options: object) -> World:
+    def make(prompts: int = 8, **options: object) -> World:
         made = world(
             [f"w{i}" for i in range(1, 32)],
-            [[i] for i in range(1, 5)],
+            [[i] for i in range(1, prompts + 1)],
             lambda rollout: float(rollout.tokens[-1] == rollout.prompt.tokens[0] + 16),
             3,
             **options,

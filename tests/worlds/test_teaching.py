@@ -38,16 +38,16 @@ def test_the_answers_are_learnt_from_a_teacher_that_knows_them(
 ) -> None:
     """From 1 in 16 to nearly all; MiniLLM's first completions are partly the teacher's own."""
     if not masters:
-        learner = say(lr=3e-3, seed=20, hidden=64)
+        learner = say(prompts=4, lr=3e-3, seed=20, hidden=64)
         rows = learner.train("grpo", 28, updates_per_rollout=2, **SIZE)
         assert np.mean([step.metrics["reward"] for step in rows][-5:]) > 0.9
         masters.append(learner.policy.frozen_copy())
-    made = say(lr=lr, seed=0)
+    made = say(prompts=4, lr=lr, seed=0)
     assert size(masters[0]) > 3.5 * size(made.policy)
     teacher = Teacher(policy=masters[0])
     rewards = [step.metrics["reward"] for step in made.train(preset, steps, teacher=teacher, **SIZE)]
     assert np.mean(rewards[-5:]) > 0.85
-    assert (rewards[0] > 0.2) == (preset == "minillm")
+    assert (rewards[0] > 0.125) == (preset == "minillm")  # 0.19 to 0.25 with five seeds, without the teacher 0.03 to 0.06
 
 
 WORDS, PROMPTS = [f"w{i}" for i in range(1, 32)], [[i, j] for i in range(1, 9) for j in range(1, 5)]
