@@ -6,6 +6,8 @@ import json
 import signal
 import sys
 import time
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from groupwise.errors import ConfigError, RewardError
 from groupwise.ops.cpu.library import absence
 from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling, Turn
 from groupwise.rewards.compose import build_rewards
+from groupwise.runs.tool_chat import Answered
 
 ROOT = Path(__file__).parents[2]
 TALK = "a number from 0 to 14?"
@@ -199,6 +202,11 @@ def test_a_finished_run_is_evaluated_and_talked_to_with_its_environment(
     tool = {"tools": ["groupwise.environments.playground:calculate"], "runs": "thread"}
     assert chat(str(tmp_path / "game"), max_new_tokens=8, environment=tool) == 0
     assert "an empty line ends it" in capsys.readouterr().out
+    with ExitStack() as ends:
+        answered = Answered.of(replace(gw.load_policy(tmp_path / "game"), system="1+2"), None, tool, 8, ends)
+        assert answered is not None
+        rollout = answered.turn([{"role": "user", "content": "3"}], 1.0, 0)
+    assert rollout.prompt.text.index("1+2") < rollout.prompt.text.index("3<")
 
 
 @pytest.mark.slow

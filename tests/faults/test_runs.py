@@ -854,6 +854,11 @@ def test_a_damaged_record_of_the_inputs_is_told_of(tmp_path: Path, caplog: pytes
     caplog.clear()
     check_inputs(tmp_path, now, accept=False)
     assert not caplog.records
+    for inputs in (3, None, {"data.path": 7}):
+        (tmp_path / "inputs.json").write_text(json.dumps({"history": [{"inputs": inputs}]}))
+        check_inputs(tmp_path, now, accept=False)
+        assert "inputs.json is damaged" in caplog.text
+        caplog.clear()
 
 
 # ---------------------------------------------------------------- things that are read

@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM
 import groupwise as gw
 from groupwise.config import settings
 from groupwise.config.live_objects import Live
-from groupwise.config.recipes import load_recipe
+from groupwise.config.recipes import demand_values, load_recipe
 from groupwise.data.prompts import encode_prompts
 from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Template
@@ -44,6 +44,7 @@ from groupwise.rewards.find import LiveReward
 from groupwise.runs import api, keys
 from groupwise.runs.inputs import _live_code
 from groupwise.runs.loaded_policy import LoadedPolicy
+from groupwise.runs.origin import Origin
 from groupwise.training.samples import sample_of
 from groupwise.training.scoring import score
 
@@ -491,8 +492,31 @@ def test_a_loaded_policy_shows_tools_and_writes_control_tokens_as_its_run_did(co
     loaded = dataclasses.replace(own, tokenizer=tokenizer, chat=True, control_tokens=control)
     asked = loaded._questions(rows)
     assert [question.tokens.tolist() for question in asked] == [prompt.tokens.tolist() for prompt in trained]
+    renamed = dataclasses.replace(loaded, columns={"prompt": "question", "tools": "functions"})
+    (asked_so,) = renamed._questions([{"question": rows[0]["prompt"], "functions": [tool]}])
+    assert asked_so.tokens.tolist() == trained[0].tokens.tolist()
     with pytest.raises(DataError, match="prompt 0 is empty"):
         loaded.generate({"messages": [{"role": "assistant", "content": "1"}]})
+
+
+def test_what_a_run_has_lost_of_its_prompts_is_told(tiny_policy: Callable, caplog: pytest.LogCaptureFixture) -> None:
+    """The file of a run holds no secrets; a prompt without one of its words is another prompt."""
+    recipe = settings.Recipe(name="r", objective="grpo", data=settings.DataSettings(task="addition", system="be brief"))
+    LoadedPolicy.of(tiny_policy(), Origin(folder=Path("r"), recipe=recipe))
+    assert not caplog.records
+    cut = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, system="the password: [redacted], tell nobody"))
+    LoadedPolicy.of(tiny_policy(), Origin(folder=Path("r"), recipe=cut))
+    assert "data.system was taken for a secret, and is [redacted] in the run" in caplog.text
+    with pytest.raises(ConfigError, match=r"data\.system is 'the password: \[redacted\], tell nobody': a run's"):
+        demand_values(cut.data, "data")
+
+
+@pytest.mark.parametrize(("environment", "conversed"), [({"tool_timeout": 5.0}, False), ({"tools": ("my_tools.py:add",)}, True)])
+def test_a_policy_of_single_turns_is_not_taken_for_a_conversing_one(
+    environment: dict[str, Any], conversed: bool, tiny_policy: Callable
+) -> None:
+    recipe = settings.Recipe(name="r", objective="grpo", environment=settings.EnvironmentSettings(**environment))
+    assert LoadedPolicy.of(tiny_policy(), Origin(folder=Path("r"), recipe=recipe)).conversed == conversed
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from groupwise.config.strict_yaml import Node, Problem, parse
 from groupwise.config.strict_yaml import dump as dump_yaml
 from groupwise.config.validation import STAGE, validate_recipe
 from groupwise.errors import ConfigError, GroupwiseError, Problems
+from groupwise.utils.files import expanded
 from groupwise.utils.secrets import REDACTED, redacted
 
 NEUTRAL = ("save.", "parallel.", "runs", "name", "threads")
@@ -148,13 +149,17 @@ def _with_objects(recipe: Recipe, objects: Mapping[str, Live]) -> Recipe:
     )
 
 
+_WHOLE = re.compile(r"args\.|\.harness|data\.(system|template)|rollout\.stop")
+"""Keys of sentences that nothing can be done without every word of; in others a part may be `[redacted]`."""
+
+
 def demand_values(settings: Any, key: str = "") -> None:
     """Raises ConfigError for a value that is `[redacted]`: the settings were read from the file of a run, which holds no secrets.
 
     key: of the settings in their recipe, if they are not a whole one.
     """
     for place, text in _placed(key, settings):
-        if text == REDACTED or (REDACTED in text and (" " not in text or re.search(r"args\.|\.harness", place))):
+        if text == REDACTED or (REDACTED in text and (" " not in text or _WHOLE.search(place))):
             raise ConfigError(
                 f"{place} is {text!r}: a run's config.yaml holds no secrets; give the value again, as an override KEY=VALUE"
             )
@@ -399,7 +404,7 @@ def check(recipe: Recipe, earlier: Sequence[str] = ()) -> Recipe:
 
 def run_folder(recipe: Recipe) -> Path:
     """runs/NAME, or runs/NAME/STAGE."""
-    return Path(recipe.runs) / recipe.name
+    return expanded(recipe.runs) / recipe.name
 
 
 def dump(recipe: Recipe) -> str:

@@ -108,7 +108,7 @@ def _model(recipe: Recipe, earlier: Sequence[str]) -> Iterator[Finding]:
     template = model.chat_template
     if template is not None and template.endswith(".jinja") and (wrong := _unspeakable(template)):
         yield ("model.chat_template",), f"model.chat_template: {wrong}"
-    elif template is not None and template.endswith(".jinja") and not Path(template).is_file():
+    elif template is not None and template.endswith(".jinja") and not expanded(template).is_file():
         yield ("model.chat_template",), f"model.chat_template: no such file {template!r}"
 
 

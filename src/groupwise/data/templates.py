@@ -90,7 +90,7 @@ class Wording:
         return [{"role": "user", "content": content}] if isinstance(content, str) and self.chat else content
 
     def opened(self, content: Content) -> Content:
-        """What a row asks, behind the system message of the settings, or behind its own if it opens with one.
+        """What a row asks, behind the system message of the settings, or behind its own if it opens with one that is not empty.
 
         Raises ConfigError if the settings' cannot stand there.
         """
@@ -98,7 +98,9 @@ class Wording:
             return content
         if isinstance(content, str):
             raise ConfigError("data.system needs chat messages: set data.chat: true, or put the text into data.template")
-        return content if content and content[0]["role"] in OPENING else [self._opening, *content]
+        if not content or content[0]["role"] not in OPENING:
+            return [self._opening, *content]
+        return content if str(content[0]["content"] or "").strip() else [self._opening, *content[1:]]
 
     @property
     def _opening(self) -> dict[str, Any]:
@@ -194,7 +196,7 @@ class Template(Wording):
     ) -> list[Question | Refusal]:
         """`ask`, but messages that the chat template refuses give a `Refusal` instead of an error."""
         control = [self.control_in(content) for content in contents]
-        shown = [self._marked(content) if found else content for content, found in zip(contents, control, strict=True)]
+        shown = [self.marked(content) if found else content for content, found in zip(contents, control, strict=True)]
         tools = [self._tools_of(row) for row in rows or [{}] * len(contents)]
         texts = self._rendered([_prompt_chat(*one) for one in zip(shown, wheres, tools, strict=True)])
         plain = [isinstance(content, str) for content in contents]
@@ -311,7 +313,7 @@ class Template(Wording):
                 if names_missing(functions, question.text):
                     found[i].append(what)
                 elif functions and messages:
-                    shown = self._marked(messages) if question.control else messages
+                    shown = self.marked(messages) if question.control else messages
                     assert not isinstance(shown, str)
                     chat = _prompt_chat(shown if what == "tool" else _without_calls(shown), question.where, tools or None)
                     assert isinstance(chat, Chat)
@@ -354,7 +356,7 @@ class Template(Wording):
         """Messages that neither the recipe nor the assistant wrote."""
         return [message for message in self.brought(messages) if message["role"] != "assistant"]
 
-    def _marked(self, content: Content) -> Content:
+    def marked(self, content: Content) -> Content:
         """Messages whose control tokens stand between marks, where they are to be encoded as text."""
         if isinstance(content, str) or self.control_tokens != "plain":
             return content
@@ -462,7 +464,7 @@ class Template(Wording):
 
     def _answered(self, question: Question, said: Messages) -> str | Chat | Refusal:
         """Question and answer together."""
-        content = self._marked(question.content) if question.control else question.content
+        content = self.marked(question.content) if question.control else question.content
         if isinstance(content, str):
             if _is_text(said):
                 return content + str(said[0]["content"])

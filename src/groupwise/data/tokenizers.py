@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from groupwise.errors import ConfigError, DataError
+from groupwise.utils.files import expanded
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -58,8 +59,8 @@ def make_tokenizer(name: str, texts: Iterable[str] = ()) -> PreTrainedTokenizerB
         if not size.isdecimal():
             raise ConfigError(f"tokenizer {name!r}: write the size of the vocabulary as a number, for example bpe:2000")
         return bpe_tokenizer(texts, int(size))
-    if Path(name).is_dir():
-        return load_tokenizer(name)
+    if expanded(name).is_dir():
+        return load_tokenizer(str(expanded(name)))
     raise ConfigError(f"no tokenizer {name!r}: choose arithmetic, bytes, bpe:N, or the path of a tokenizer folder")
 
 
@@ -114,7 +115,7 @@ def with_chat_template(tokenizer: PreTrainedTokenizerBase, template: str | None)
         return tokenizer
     if template.endswith(".jinja"):
         try:
-            template = Path(template).read_text(encoding="utf-8")
+            template = expanded(template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"model.chat_template: {template!r} cannot be read: {error}") from error
     tokenizer.chat_template = template

@@ -47,6 +47,7 @@ from groupwise.models.probe import advised, probe_checkpoint, prove_policy
 from groupwise.models.shape import language_part
 from groupwise.models.small_copy import CAPS, WINDOWS, language_model
 from groupwise.models.streaming import CheckpointReader, check_finite, empty_model
+from groupwise.utils.files import expanded
 from groupwise.utils.terminal import Unstyled, logger
 
 log = logger(__name__)
@@ -96,6 +97,8 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
     path = settings.path
     if isinstance(path, Live):
         return _live_blueprint(settings, *path.value)
+    if path.startswith("~"):
+        settings = replace(settings, path=(path := str(expanded(path))))
     if path.startswith(LIVE):
         raise missing(path, "model.path")
     try:

@@ -286,10 +286,11 @@ def record_inputs(folder: Path, now: Inputs, done: int) -> None:
 
 def _last(folder: Path) -> Inputs:
     history = _history(folder)
-    if not history and (folder / INPUTS).exists():
-        log.warning("%s is damaged: whether data, code or models have changed since the run began cannot be told", folder / INPUTS)
     found = history[-1].get("inputs") if history else None
-    return {key: value for key, value in found.items() if isinstance(value, dict)} if isinstance(found, dict) else {}
+    inputs = {key: value for key, value in found.items() if isinstance(value, dict)} if isinstance(found, dict) else {}
+    if inputs != found and (folder / INPUTS).exists():
+        log.warning("%s is damaged: whether data, code or models have changed since the run began cannot be told", folder / INPUTS)
+    return inputs
 
 
 def _history(folder: Path) -> list[dict[str, Any]]:

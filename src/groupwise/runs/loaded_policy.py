@@ -19,7 +19,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from groupwise.config.settings import ControlTokens, EnvironmentSettings, ModelSettings
+from groupwise.config.settings import ControlTokens, ModelSettings
 from groupwise.config.validation import wrong_model
 from groupwise.data.sources import kind_of
 from groupwise.data.templates import Content, Template
@@ -32,6 +32,7 @@ from groupwise.runs.checkpoint import policy_folder
 from groupwise.runs.origin import Origin, origin_of
 from groupwise.training.scoring import score
 from groupwise.utils.files import expanded
+from groupwise.utils.secrets import REDACTED
 from groupwise.utils.terminal import logger
 
 log = logger(__name__)
@@ -77,6 +78,9 @@ class LoadedPolicy(Policy):
         if origin is None:
             return found
         data, rollout = origin.recipe.data, origin.recipe.rollout
+        asked = {"data.system": data.system, "data.template": data.template, "rollout.stop": " ".join(rollout.stop)}
+        for key in (key for key, text in asked.items() if text and REDACTED in text):
+            log.warning("%s was taken for a secret, and is %s in the run: prompts are not those it was trained on", key, REDACTED)
         return dataclasses.replace(
             found,
             chat=data.chat,
@@ -84,7 +88,7 @@ class LoadedPolicy(Policy):
             template=data.template,
             columns=data.columns,
             control_tokens=data.control_tokens,
-            conversed=origin.recipe.environment != EnvironmentSettings(),
+            conversed=origin.recipe.environment.talks or origin.recipe.environment.asks,
             max_new_tokens=rollout.max_new_tokens,
             stop=rollout.stop,
         )
@@ -210,7 +214,9 @@ class LoadedPolicy(Policy):
                 contents.append(asked.content(self._row(prompt, where), where))
             else:
                 raise DataError(f"{where} is a text, a row or a list of chat messages, got {kind_of(prompt)}")
-        rows = [prompt if isinstance(prompt, Mapping) else {} for prompt in prompts]
+        rows = [
+            self._row(prompt, where) if isinstance(prompt, Mapping) else {} for prompt, where in zip(prompts, wheres, strict=True)
+        ]
         unread = next((where for row, where in zip(rows, wheres, strict=True) if asked.unread_tools(row)), None)
         if unread is not None:
             log.warning("%s: the tools in its row cannot be read, and the policy does not see them", unread)

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from groupwise.config.live_objects import LIVE
-from groupwise.config.recipes import demand_objects, load_stages, with_lines
+from groupwise.config.recipes import demand_objects, load_stages, run_folder, with_lines
 from groupwise.config.settings import Recipe, is_online
 from groupwise.config.validation import STAGE
 from groupwise.distributed import comm
@@ -394,7 +394,7 @@ def _folder_of(value: Any, recipe: Recipe, key: str) -> Any:
     if not isinstance(value, str) or not value.startswith(STAGE):
         return value
     stage = value.removeprefix(STAGE)
-    folder = Path(recipe.runs) / Path(recipe.name).parent / stage / FINAL
+    folder = run_folder(recipe).parent / stage / FINAL
     if not (folder / "config.json").exists():
         raise ConfigError(f"{key}: the stage {stage!r} has not finished: there is no model in {folder}")
     return str(folder)

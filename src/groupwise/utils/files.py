@@ -118,7 +118,10 @@ def sweep(root: Path) -> None:
 
 def expanded(path: str | os.PathLike[str]) -> Path:
     """A path that a user named, `~` and `~name` replaced by a home folder; that of nobody (`~5.0 points`) stays as it is."""
-    return Path(os.path.expanduser(path))
+    try:
+        return Path(os.path.expanduser(path))
+    except ValueError:  # a NUL in it: whoever opens the path says so
+        return Path(path)
 
 
 def digest(path: Path) -> str:

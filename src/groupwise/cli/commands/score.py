@@ -9,6 +9,7 @@ from pathlib import Path
 
 from groupwise.cli.commands import arguments as typed
 from groupwise.errors import ConfigError
+from groupwise.utils.files import expanded
 from groupwise.utils.imports import uncollected
 from groupwise.utils.spelling import near_path
 
@@ -38,9 +39,9 @@ def run(given: argparse.Namespace) -> int:
 
     options = typed.pairs(given.arg, "--arg")
     if given.reward is None:
-        origin = origin_of(given.file) if Path(given.file).is_dir() else None
+        origin = origin_of(given.file) if expanded(given.file).is_dir() else None
         if origin is None or not origin.recipe.rewards:
-            if not Path(given.file).exists():
+            if not expanded(given.file).exists():
                 raise ConfigError(f"there is no {given.file}{near_path(Path(given.file))}")
             raise ConfigError(
                 f"name a reward function: groupwise score REWARD {given.file} (only a run with rewards brings its own)"

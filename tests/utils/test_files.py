@@ -1,0 +1,40 @@
+"""Paths that users write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from groupwise.config.recipes import run_folder
+from groupwise.config.settings import ModelSettings, Recipe
+from groupwise.data.tokenizers import arithmetic_tokenizer, make_tokenizer, with_chat_template
+from groupwise.errors import ConfigError
+from groupwise.models.loading import read_blueprint
+from groupwise.utils.files import expanded
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_a_home_folder_is_found_by_its_sign(home: Path) -> None:
+    assert expanded("~/a") == home / "a"
+    for path in ("~5.0 points", "~nobody-at-all/x", "a/~", "~\0"):
+        assert expanded(path) == Path(path)
+
+
+def test_every_path_of_a_recipe_may_lie_in_the_home_folder(home: Path, tiny_policy) -> None:  # type: ignore[no-untyped-def]
+    assert run_folder(Recipe(name="a/b", objective="grpo", runs="~/r")) == home / "r" / "a" / "b"
+    tiny_policy().save(home / "m")
+    assert (
+        read_blueprint(ModelSettings(path="~/m")).config["model_type"]
+        == read_blueprint(ModelSettings(path=str(home / "m"))).config["model_type"]
+    )
+    with pytest.raises(ConfigError, match="no such folder: '~nobody-at-all/m'"):
+        read_blueprint(ModelSettings(path="~nobody-at-all/m"))
+    assert make_tokenizer("~/m", ()).get_vocab() == make_tokenizer(str(home / "m"), ()).get_vocab()
+    (home / "t.jinja").write_text("{{ messages }}", encoding="utf-8")
+    assert with_chat_template(arithmetic_tokenizer(), "~/t.jinja").chat_template == "{{ messages }}"
