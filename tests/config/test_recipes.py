@@ -178,6 +178,11 @@ def test_a_reward_may_be_said_by_its_name(said: str) -> None:
         ("rewards.0.function=nosuch.py:f", "rewards.0.function: no such file 'nosuch.py'"),
         ("model.scratch.tokenizer=./nosuch", "model.scratch.tokenizer: no such folder './nosuch'"),
         ("model.chat_template=nosuch.jinja", "model.chat_template: no such file 'nosuch.jinja'"),
+        (
+            "model.chat_template=" + "x" * 300 + ".jinja",
+            "no file or folder can have a name of 306 characters ('xxxxxxxxxxxxxxxxxxxx' ...)",
+        ),
+        ("model.chat_template=" + "x/" * 2100 + "y.jinja", "no file or folder can have a name of 4,207 characters"),
         # K9: values that do not go together
         ("group.minibatches=17", "group.minibatches (17) is more than group.prompts_per_step (16)"),
         ("model.scratch.heads=5", "must divide model.scratch.hidden (64; nearest: 60 or 65)"),
