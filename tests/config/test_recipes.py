@@ -491,7 +491,7 @@ def test_x6_secrets_are_redacted() -> None:
         "hub_token": "abc",
         "headers": {"Authorization": "Basic abc"},
         "url": "https://me:hunter2@example.org/x",
-        "note": "use hf_abcdefghijklmnopqrstuvwxyzABCDEFGH or sk-abcdefghijkl",
+        "note": "use hf_abcdefghijklmnopqrstuvwxyzABCDEFGH or sk-abcdefghijkl1mnop",
         "list": ["AKIAABCDEFGHIJKLMNOP"],
     }
     recipe = dataclasses.replace(one(GOOD), rewards=(RewardSettings(function="exact", args=secret),))

@@ -125,28 +125,41 @@ ABOUT = frozenset(
 SHAPES = re.compile(
     r"""
       \b(?: (?:hf_|api_org_)[A-Za-z0-9]{30,}                                       # Hugging Face
-          | (?<![\w-])sk-(?!learn|image)(?=[A-Za-z_-]*\d|[a-z_-]*[A-Z]|[a-z]{12})[A-Za-z0-9_-]{8,}  # OpenAI, Anthropic
-          | gsk_[A-Za-z0-9]{16,} | xai-[A-Za-z0-9]{16,}                              # Groq, xAI
-          | (?:[sr]k_(?:live|test)_|nvapi-|tvly-|r8_|csk-)[A-Za-z0-9_-]{8,}        # Stripe, NVIDIA, Tavily, Replicate, Cerebras
-          | (?:pplx-|fw_)(?=[A-Za-z]*\d|[a-z]*[A-Z])[A-Za-z0-9]{10,}               # Perplexity, Fireworks
-          | SG\.[A-Za-z0-9_-]{8,}(?:\.[A-Za-z0-9_-]+)?                             # SendGrid
-          | (?:AKIA|ASIA)[0-9A-Z]{12,} | AIza[0-9A-Za-z_-]{20,}                    # AWS, Google
-          | gh[pousr]_[A-Za-z0-9]{16,} | github_pat_[A-Za-z0-9_]{16,} | glpat-[A-Za-z0-9_-]{16,}
-          | xox[abeoprs]-[A-Za-z0-9-]{8,} | npm_[A-Za-z0-9]{20,} | pypi-AgE[A-Za-z0-9_-]{16,} | dop_v1_[0-9a-f]{32,}
+          | (?<![\w-])sk-(?=[\w-]*?(?=[A-Za-z0-9]{0,14}\d[A-Za-z])(?=[A-Z0-9]{0,15}[a-z])[A-Za-z0-9]{16})[A-Za-z0-9_-]+  # OpenAI...
+          | (?<![\w-])sk-(?=[\w-]{22}(?![\w-]))(?=[A-Za-z_-]*\d)(?=(?:[\w-]*?[a-z][A-Z]){2})[A-Za-z0-9_-]{22}  # LiteLLM
+          | [ps]k-lf-[0-9a-f]{8}-[0-9a-f-]{20,}                                    # Langfuse
+          | (?:gsk_|xai-|pplx-|csk-|r8_|rpa_)[A-Za-z0-9]{30,}                      # Groq, xAI, Perplexity, Cerebras, Replicate...
+          | nvapi-[A-Za-z0-9_-]{50,} | fw_[A-Za-z0-9]{20,}                         # NVIDIA, Fireworks
+          | tvly-(?:dev-|prod-)?(?:[A-Za-z0-9]{4,8}-)?[A-Za-z0-9]{20,}[A-Za-z0-9_-]*  # Tavily
+          | jina_[A-Za-z0-9]{30,}[A-Za-z0-9_-]* | fc-[0-9a-f]{32}(?![0-9a-f])      # Jina, Firecrawl
+          | lsv2_(?:pt|sk)_[A-Za-z0-9]{30,}\w* | wandb_v1_[A-Za-z0-9]{20,}_[A-Za-z0-9]{30,}  # LangSmith, Weights & Biases
+          | e2b_[0-9a-f]{32,} | pcsk_[A-Za-z0-9]{4,8}_[A-Za-z0-9]{40,}             # E2B, Pinecone
+          | [sr]k_(?:live|test)_[A-Za-z0-9]{16,} | SG\.[A-Za-z0-9_-]{20,}\.[A-Za-z0-9_-]{40,}  # Stripe, SendGrid
+          | (?:AKIA|ASIA)[0-9A-Z]{16}(?![0-9A-Z]) | AIza[0-9A-Za-z_-]{30,} | ya29\.(?:[a-z]\.)?[A-Za-z0-9_-]{30,}  # AWS, Google
+          | gh[pousr]_[A-Za-z0-9]{16,} | github_pat_[A-Za-z0-9_]{16,}
+          | glpat-[A-Za-z0-9_-]{16,} | gldt-(?=[a-z0-9_-]{0,19}[A-Z])[A-Za-z0-9_-]{20,}
+          | (?:xoxe\.)?xox[abceoprs]-(?:\d{9,}-|\d-[A-Za-z0-9]{20})[A-Za-z0-9-]+ | xapp-\d-[A-Z0-9]{8,}-\d{9,}-\w+  # Slack
+          | npm_[A-Za-z0-9]{20,} | pypi-AgE[A-Za-z0-9_-]{16,} | dckr_[po]at_[A-Za-z0-9_-]{20,}
+          | dop_v1_[0-9a-f]{32,} | dapi[0-9a-f]{32}(?:-\d)?                        # DigitalOcean, Databricks
+          | hv[bs]\.(?:CAESI[A-Za-z0-9_-]{20,}|[A-Za-z0-9]{24,}[A-Za-z0-9_-]*|[A-Za-z0-9_-]{90,})  # Vault
           | (?i:bearer)\s+(?=[A-Za-z+/=._~-]*\d|(?:[^\sa-z]*[a-z][^\sA-Z]*[A-Z]){2}|\S{32})[A-Za-z0-9+/=._~-]{8,}
           | (?i:basic)\s+(?P<user>[A-Za-z0-9+/]{6,})=*                             # base64 of user:password
-          | eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*             # a JSON web token
+          | (?<!-)eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*       # a JSON web token
         )
-    | -----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY-----(?:.|\n)*?(?:-----END[ ][A-Z ]*PRIVATE[ ]KEY-----|\Z)
+    | -----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY-----[\s\S]*?(?:-----END[ ][A-Z ]*PRIVATE[ ]KEY-----|\Z)
     | (?<=://)(?:[^/\s:@"'<>]*:[^/\s"'<>]+|[^/\s:@]{8,})(?=@)                      # a password, or a token, in an address
     | (?<=hooks\.slack\.com/)[^\s"']+ | (?<=/api/webhooks/)[^\s"']+                # Slack, Discord
+    | (?<=[?&;]sig=)[A-Za-z0-9%+/=_-]{30,}                                         # a signed address of Azure
     """,
     re.VERBOSE,
 )
-PAIRS = re.compile(
-    r"""(?P<name> (?<![\w.-]) [\w.-]+ ) (?P<between> \\* ["']? \s* (?:=(?!=)|:) \s* )
-        (?:(?i:token|bearer|basic|digest|apikey|api-key|api-token|key|ssws|splunk|negotiate|oauth|dpop)[ ]+)?
-        (?P<value> \\+"[^"\\\n]*\\+" | "(?:[^"\\\n]|\\.)*" | '[^'\n]*' | [^\s,;&{}\[\]"'<>]+ )""",
+"""As long and unbroken as the keys are: `sk-` also begins Slovak data, and `r8_` a run of rank 8."""
+NAMED = re.compile(r"""(?P<name> (?<![\w.-]) [\w.-]+ ) (?P<between> \\* ["']? \s* (?:=(?!=)|:) \s* )""", re.VERBOSE)
+SCHEME = re.compile(
+    r"(?:(?:token|bearer|basic|digest|apikey|api-key|api-token|key|ssws|splunk|negotiate|oauth|dpop) +)?", re.IGNORECASE
+)
+VALUE = re.compile(
+    r"""\\+"[^"\\\n]*\\+" | "(?:[^"\\\n]|\\.)*" | '[^'\n]*' | (?P<bare> [^\s,;&{}\[\]"'<>]+ )""",
     re.VERBOSE,
 )
 """`name=value` and `name: value` inside a text, also `Authorization: token VALUE`."""
@@ -156,7 +169,8 @@ APART = re.compile(
     re.VERBOSE,
 )
 """`--name value` and `('name', 'value')` inside a text, as in the error of a command that failed."""
-_HEADER = re.compile(r"""[^\n"']*""")
+_COOKIE, _HEADER = re.compile(r"[\w-]+="), re.compile(r"""[^\n"']*""")
+_ARGUMENT = re.compile(r"-{0,2}(?P<name>[\w.-]+)=")
 TELLING = re.compile(r"""(?=\S{4}) (?: \S{20} | [^\s\d]*\d | [^\sa-z]*[a-z][^\sA-Z]*[A-Z] | \S*[A-Z]{2}\S*[a-z])""", re.VERBOSE)
 """What no word of a sentence looks like.  `password: nobody` in a prompt stays as it is, `password: hunter2` does not."""
 SHORTEST = 6
@@ -215,7 +229,7 @@ def _random(value: str) -> bool:
 def scrubbed(text: str) -> str:
     """A text without what looks like a secret, or is the value of an environment variable that has a secret's name.
 
-    >>> scrubbed("pushed with sk-abcdefghijkl1 to https://me:pw@host/")
+    >>> scrubbed("pushed with sk-abcdefghijkl1mnop to https://me:pw@host/")
     'pushed with [redacted] to https://[redacted]@host/'
     """
     return _scrubbed(text, _of_environment())
@@ -226,16 +240,28 @@ def _scrubbed(text: str, known: Sequence[str]) -> str:
     for value in known:
         text = text.replace(value, REDACTED)
     text = SHAPES.sub(_hidden, text)
-    found, done, place = [], 0, 0
-    while ("=" in text or ":" in text) and (pair := PAIRS.search(text, place)):
-        place = pair.end("between")  # what follows may begin with a name itself: https://host?name=value
-        if pair["name"].lower().endswith("cookie") and re.match(r"[\w-]+=", pair["value"]):  # several, to the end of the header
-            found += [text[done : pair.end("between")], REDACTED]
-            done = place = _HEADER.match(text, pair.end()).end()  # type: ignore[union-attr]
-        elif (named := _named(pair["name"])) and _may_be_secret(pair, named):
-            found += [text[done : pair.end("between")], REDACTED]
-            done = place = pair.end()
-    return APART.sub(_hidden_apart, "".join([*found, text[done:]]))
+    return APART.sub(_hidden_apart, _without_pairs(text) if "=" in text or ":" in text else text)
+
+
+def _without_pairs(text: str) -> str:
+    """In linear time: a value is read only behind a name that may be a secret's, and not again from a name inside of it."""
+    found, done, place, plain = [], 0, 0, 0
+    while pair := NAMED.search(text, place):
+        place = pair.end()  # what follows may begin with a name itself: https://host?name=value
+        start = SCHEME.match(text, place).end()  # type: ignore[union-attr]
+        named, end = _named(pair["name"]), 0
+        if pair["name"].lower().endswith("cookie") and _COOKIE.match(text, start):  # several, to the end of the header
+            end = _HEADER.match(text, start).end()  # type: ignore[union-attr]
+        elif named == YES or (named == BY_VALUE and start >= plain):
+            value = VALUE.match(text, start) or VALUE.match(text, place)
+            if value and _may_be_secret(pair, value[0], named):
+                end = value.end()
+            elif value and value["bare"] and named == BY_VALUE:
+                plain = value.end()
+        if end:
+            found += [text[done:place], REDACTED]
+            done = place = end
+    return "".join([*found, text[done:]])
 
 
 def _hidden_apart(pair: re.Match[str]) -> str:
@@ -254,16 +280,16 @@ def _hidden(shape: re.Match[str]) -> str:
     return REDACTED
 
 
-def _may_be_secret(pair: re.Match[str], named: int) -> bool:
+def _may_be_secret(pair: re.Match[str], given: str, named: int) -> bool:
     """Of a pair inside a text: False for a switch, so many tokens, a share that passes, and the next word of a sentence."""
-    value = pair["value"].strip("\"'")
+    value = given.strip("\"'")
     if value.lower() in ("", "true", "false", "null", "none"):
         return False
     if named == BY_VALUE:
         return _random(value)
     if re.fullmatch(r"[\d._]+", value) and _counts(pair["name"], value):
         return False
-    return "=" in pair["between"] or value != pair["value"] or TELLING.match(value) is not None
+    return "=" in pair["between"] or value != given or TELLING.match(value) is not None
 
 
 def _counts(name: str, number: str) -> bool:
@@ -343,13 +369,13 @@ def redacted_command(arguments: Sequence[str]) -> list[str]:
 
 
 def _redacted_argument(text: str) -> str:
-    name, equals, value = text.partition("=")
-    if equals and re.fullmatch(r"-{0,2}[\w.-]+", name):
-        named = _named(name.lstrip("-"))
-        if named == YES or (named == BY_VALUE and _random(value)):  # all of it, also where it is a mapping or holds spaces
-            return f"{name}={REDACTED}"
-        return f"{name}={_redacted_argument(value)}"  # --task-arg=name=value
-    return _structured(text, _of_environment())
+    place = 0
+    while pair := _ARGUMENT.match(text, place):  # --task-arg=name=value
+        place = pair.end()
+        named = _named(pair["name"].lstrip("-"))
+        if named == YES or (named == BY_VALUE and _random(text[place:])):  # all of it, also where it is a mapping or holds spaces
+            return text[:place] + REDACTED
+    return text[:place] + _structured(text[place:], _of_environment())
 
 
 def _structured(text: str, known: Sequence[str], named: int = NO) -> str:
