@@ -105,6 +105,19 @@ def test_a_column_that_a_format_string_cannot_write_as_text_is_counted(tokenizer
     assert [prompt.text for prompt in prompts] == ["1="] and sum(report.dropped.values()) == 1
 
 
+def test_a_row_without_a_part_that_a_format_string_reads_does_not_stop_the_others(tokenizer):
+    rows = [{"q": ["1", "2"]}, {"q": ["1"]}, {"q": ["1", None]}, {"q": 3}]
+    template = Template(tokenizer=tokenizer, format="{q[1]}=")
+    prompts, report = encode_prompts(SourceRows("f.jsonl", rows), template, max_tokens=20)
+    assert [prompt.text for prompt in prompts] == ["2="]
+    assert report.dropped == {
+        "without a part of a column that data.template reads": 2,
+        "with nothing in a column that data.template reads": 1,
+    }
+    with pytest.raises(DataError, match=r"0 of 1 rows can be used: 1 without a part of .*row 1: q lacks what \{q\[1\]\} reads"):
+        encode_prompts(SourceRows("f.jsonl", rows[1:2]), template, max_tokens=20)
+
+
 def test_missing_columns_are_told_in_one_line_of_a_readable_length(tokenizer):
     for row in ({f"c{i}": 1 for i in range(20_000)}, {"a\nERROR all good\r": 1}, {1: "a"}):
         with pytest.raises(DataError) as told:

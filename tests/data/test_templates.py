@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from groupwise.data.sources import BadRow
 from groupwise.data.templates import Template, Wording
 from groupwise.data.tokenizers import bpe_tokenizer, byte_tokenizer
 from groupwise.errors import ConfigError, DataError
@@ -100,8 +101,45 @@ def test_format_strings():
         Wording(format="{x}").content({"q": 7}, "f line 3")
     with pytest.raises(ConfigError, match="a literal brace is doubled"):
         Wording(format="\\boxed{").content({"q": 7})
+    for template in ("{}", "{.q}", "{0[q]}", "{q:{0}}", "{q[0]x}"):
+        with pytest.raises(ConfigError, match="a literal brace is doubled"):
+            Wording(format=template).content({"q": "7"})
     with pytest.raises(ConfigError, match=r"data\.system needs chat messages"):
         Wording(system="be brief").content({"prompt": "x"})
+
+
+ABSENT, NOTHING = "without a part of a column that data.template reads", "with nothing in a column that data.template reads"
+MESSAGES, MISFIT = "with messages where data.template reads a text", "with a value that data.template cannot write"
+MESSAGE = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("template", "value", "reason", "says"),
+    [
+        ("{a[3]}", ["x"], ABSENT, r"a lacks what \{a\[3\]\} reads: list index out of range; \{a\[key\]\} reads a key"),
+        ("{a[b]}", "x", ABSENT, r"a lacks what \{a\[b\]\} reads: string indices must be integers"),
+        ("{a[b]}", {"c": "x"}, ABSENT, r"a lacks what \{a\[b\]\} reads: no key 'b'"),
+        ("{a[b][c]}", {"b": {}}, ABSENT, r"a lacks what \{a\[b\]\[c\]\} reads: no key 'c'"),
+        ("{a.b}", {"b": "x"}, ABSENT, r"'dict' object has no attribute 'b'; \{a\[key\]\} reads a key"),
+        ("{a[1]}", ["x", None], NOTHING, r"a\[1\] is null"),
+        ("{a[b]}", {"b": None}, NOTHING, r"a\[b\] is null"),
+        ("{a[b]}", None, NOTHING, "a is null"),
+        ("{a[0]}", [MESSAGE], MESSAGES, r"a\[0\] holds messages"),
+        ("{a[b]}", {"b": [MESSAGE]}, MESSAGES, r"a\[b\] holds messages"),
+        ("{a}", MESSAGE, MESSAGES, "a holds messages"),
+        ("{a:d}", "x", MISFIT, "Unknown format code 'd'"),
+        ("{q:{a}}", None, NOTHING, "a is null"),
+    ],
+)
+def test_a_row_that_a_format_string_cannot_write_is_a_bad_row(template, value, reason, says):
+    with pytest.raises(BadRow, match=rf"f line 3: .*{says}") as told:
+        Wording(format=template).content({"q": "7", "a": value}, "f line 3")
+    assert told.value.reason == reason
+
+
+def test_a_part_of_a_column_is_written():
+    row = {"a": ["x", {"b": 2}], "m": [MESSAGE], "w": 3}
+    assert Wording(format="{a[0]:>{w}} {a[1][b]} {m[0][content]}").content(row) == "  x 2 x"
 
 
 # answers

@@ -48,6 +48,8 @@ Tools = Callable[[Mapping[str, Any]], Schemas | None]
 OPEN, CLOSE = "\U000ffffc", "\U000ffffd"
 """Marks around control tokens that are text, while they pass through a chat template: two characters that nobody uses."""
 
+NOTHING = "with nothing in a column that data.template reads"
+BRACES = "write columns in {braces}; a literal brace is doubled"
 ALPACA = """Below is an instruction that describes a task{with_input}. Write a response that appropriately completes the request.
 
 ### Instruction:
@@ -650,24 +652,60 @@ def _alpaca(row: Mapping[str, Any], where: str) -> str:
 
 
 def _formatted(template: str, row: Mapping[str, Any], where: str) -> str:
+    """Raises ConfigError for what is no format string, DataError or BadRow for a row that it cannot write."""
     try:
-        for _, field, _, _ in string.Formatter().parse(template):
-            _refuse_unwritten(field or "", row, where)
+        for field in _fields(template):
+            _refuse_unwritten(field, row, where)
+    except ValueError as error:
+        raise ConfigError(f"data.template cannot be filled in at {where} ({error}): {BRACES}") from None
+    try:
         return template.format_map(row)
-    except KeyError as error:
-        raise DataError(missing_column(str(error.args[0]), row, f"{where} (data.template)")) from None
-    except (ValueError, IndexError, AttributeError, TypeError) as error:
-        remedy = "write columns in {braces}; a literal brace is doubled"
-        raise ConfigError(f"data.template cannot be filled in at {where} ({error}): {remedy}") from None
+    except (ValueError, TypeError, OverflowError) as error:  # `{n:d}` of a text
+        raise BadRow("with a value that data.template cannot write", f"{where}: data.template: {error}; {BRACES}") from None
+
+
+def _fields(template: str) -> Iterator[str]:
+    """What a format string reads, also inside of format specs.  Raises ValueError for what is none, and for places (`{0}`).
+
+    >>> list(_fields("{q:{width}} {info[hint]} {{x}}"))
+    ['q', 'width', 'info[hint]']
+    """
+    for _, field, spec, _ in string.Formatter().parse(template):
+        if field is not None:
+            if not _column(field) or _column(field).isdecimal():
+                raise ValueError(f"{{{field}}} names no column")
+            yield field
+            yield from _fields(spec or "")
+
+
+def _column(field: str) -> str:
+    """The column that a field of a format string begins with."""
+    return re.split(r"[.\[]", field)[0]
 
 
 def _refuse_unwritten(field: str, row: Mapping[str, Any], where: str) -> None:
-    """Raises BadRow for a column that a format string would write as Python does: None, or messages."""
-    column = re.split(r"[.\[]", field)[0]
-    value = row.get(column)
-    if column in row and value is None:
-        raise BadRow("with nothing in a column that data.template reads", f"{where}: {column} is null, and data.template reads it")
-    if field == column and isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+    """Raises BadRow for a value that is not there, or that a format string would write as Python does: None, or messages."""
+    column = _column(field)
+    if column not in row:
+        raise DataError(missing_column(column, row, f"{where} (data.template)"))
+    if row[column] is None:
+        raise BadRow(NOTHING, f"{where}: {column} is null, and data.template reads it")
+    try:
+        value, _ = string.Formatter().get_field(field, (), row)
+    except (KeyError, IndexError, AttributeError, TypeError) as error:
+        why = f"no key {error.args[0]!r}" if isinstance(error, KeyError) else str(error)
+        remedy = f"{{{column}[key]}} reads a key, {{{column}[0]}} the first item"
         raise BadRow(
-            "with messages where data.template reads a text", f"{where}: {column} holds messages, and data.template writes texts"
+            "without a part of a column that data.template reads",
+            f"{where}: {column} lacks what {{{field}}} reads: {why}; {remedy}",
+        ) from None
+    if value is None:
+        raise BadRow(NOTHING, f"{where}: {field} is null, and data.template reads it")
+    if _is_message(value) or (isinstance(value, list) and any(isinstance(item, Mapping) for item in value)):
+        raise BadRow(
+            "with messages where data.template reads a text", f"{where}: {field} holds messages, and data.template writes texts"
         )
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, Mapping) and "role" in value
