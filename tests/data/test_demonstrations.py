@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from groupwise.data.demonstrations import encode_demonstrations
+from groupwise.data.demonstrations import UNSAID, encode_demonstrations
 from groupwise.data.prompts import encode_prompts
 from groupwise.data.sources import SourceRows
 from groupwise.data.templates import Template
@@ -208,3 +208,35 @@ def test_the_system_message_of_the_settings_stands_before_a_joined_conversation(
     rows = SourceRows("f", [{"prompt": "1", "messages": [user("1"), assistant("2"), user("3"), assistant("4")]}])
     (one,), _ = encode_demonstrations(rows, wording, context=200, eos_ids=(tokenizer.eos_token_id,))
     assert tokenizer.decode(one.prompt).startswith("<|system|>s<|end|><|user|>1<|end|><|assistant|>2<|end|>")
+
+
+# a system message beside data.template
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+@pytest.mark.parametrize("answer", ["messages", "completion"])
+def test_a_system_message_stands_before_what_a_format_string_writes(role, answer):
+    tokenizer = byte_tokenizer()
+    asked = [user("q")] if answer == "messages" else []
+    row = {"q": "1", answer: [{"role": role, "content": "own"}, *asked, assistant("2")]}
+    wording = Template(tokenizer=tokenizer, chat=True, format="Q: {q}", system="recipe")
+    (one,), report = encode_demonstrations(SourceRows("f", [row]), wording, context=200, eos_ids=(tokenizer.eos_token_id,))
+    assert texts(tokenizer, one) == (f"<|{role}|>own<|end|><|user|>Q: 1<|end|><|assistant|>", "2<|end|>")
+    assert UNSAID not in report.noted
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+@pytest.mark.parametrize("answer", ["messages", "completion"])
+def test_a_system_message_that_a_string_does_not_hold_is_counted(role, answer):
+    tokenizer = byte_tokenizer()
+    asked = [user("q")] if answer == "messages" else []
+    rows = [{"q": "0", "completion": "1"}, {"q": "1", answer: [{"role": role, "content": "own"}, *asked, assistant("2")]}]
+    built, report = demonstrations(tokenizer, rows, template="Q: {q}")
+    assert [texts(tokenizer, one) for one in built] == [("Q: 0", "1<|end|>"), ("Q: 1", "2<|end|>")]
+    assert "kept: 1 whose system message data.template does not write (first: f.jsonl row 2)" in str(report)
+
+
+def test_turns_before_a_completion_are_not_written_by_a_format_string():
+    rows = [{"q": "1", "completion": "2"}, {"q": "1", "completion": [user("3"), assistant("4")]}]
+    _, report = demonstrations(byte_tokenizer(), rows, template="Q: {q}")
+    assert report.dropped == {"with several turns beside data.template": 1}

@@ -330,6 +330,24 @@ def test_conversations_beside_a_format_are_read_or_counted():
     assert report.dropped == {"with several turns beside data.template": 1}
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_system_message_of_the_sides_beside_a_format_is_kept_or_counted(role, write):
+    own = {"role": role, "content": "own"}
+    row = {"prompt": "q", **sides(own, user("q"))}
+    template = Template(tokenizer=TOKENIZER, chat=True, format="Q: {prompt}", system="recipe")
+    (pair,), report = encode_pairs(SourceRows("f.jsonl", [row]), template, context=200, eos_ids=(TOKENIZER.eos_token_id,))
+    prompt = f"<|{role}|>own<|end|><|user|>Q: q<|end|><|assistant|>"
+    assert TOKENIZER.decode(pair.prompt) == prompt and TOKENIZER.decode(pair.chosen) == "x<|end|>" and not report.noted
+    once = as_pairs(SourceRows("f", [row]), template)
+    assert list(once) == list(as_pairs(once, template))
+    settings = DataSettings(path=write([row]), chat=True, template="Q: {prompt}", system="recipe")
+    (loaded,) = load_pairs(settings, TOKENIZER, context=200, eos_ids=(TOKENIZER.eos_token_id,), seed=0).train
+    assert TOKENIZER.decode(loaded.prompt) == prompt
+    pairs, report = told([{"prompt": "r", "chosen": "3", "rejected": "4"}, row], chat=False, format="Q: {prompt}")
+    assert pairs[1] == ("Q: q", "x<|end|>", "y<|end|>")
+    assert "kept: 1 whose system message data.template does not write (first: f.jsonl row 2)" in str(report)
+
+
 def test_labels_and_ratings_pair_rows_of_the_same_prompt_in_any_column():
     def labelled(asked, completion, label):
         return {"instruction": asked, "completion": completion, "label": label}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from groupwise.data.messages import Content, before_the_answer, checked, is_blank, joined
+from groupwise.data.messages import Content, before_the_answer, checked, is_blank, joined, openings
 from groupwise.data.prompts import UNKNOWN, TooLong, ask_contents, cut_left
 from groupwise.data.rendering import Refusal
 from groupwise.data.report import Report, Tally
@@ -18,6 +18,7 @@ from groupwise.data.templates import Question, Template, Wording
 from groupwise.errors import DataError
 
 SEVERAL = "with several turns beside data.template"
+UNSAID = "whose system message data.template does not write"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -78,7 +79,9 @@ def encode_demonstrations(
             continue
         if not completion.stable:
             tally.note("with the completion encoded apart from its prompt")
-        if len(_turns_in(rows[i].get("completion"))) > 1:
+        if question.plain and openings(_turns_in(rows[i].get(str(_answer_in(rows[i]))))[:-1]):
+            tally.note(UNSAID, first=question.where)
+        elif len(_turns_in(rows[i].get("completion"))) > 1:
             tally.note("with earlier turns of the completion in the prompt", first=question.where)
         tally.keep(template.key(question.content))
         demonstrations.append(Demonstration(id=str(i), prompt=prompt, completion=completion.tokens))
@@ -91,9 +94,10 @@ def encode_demonstrations(
 def read_demonstration(row: Mapping[str, Any], where: str, *, wording: Wording) -> tuple[Content, Content]:
     """What a row asks, and the answer to imitate: a string, or a message of the assistant.
 
-    Turns before the last one are part of the prompt.  Raises DataError if the row has no answer, or asks nothing readable.
+    Turns before the last one are part of the prompt; where `wording.format` writes it as messages, those of the system stand before
+    it.  Raises DataError if the row has no answer, or asks nothing readable.
     """
-    column = first_of(row, ("completion", "messages", "output"))
+    column = _answer_in(row)
     if column is None:
         raise DataError(missing_column("completion", row, where))
     answer = checked_turns(row[column], column, where)
@@ -101,11 +105,11 @@ def read_demonstration(row: Mapping[str, Any], where: str, *, wording: Wording) 
         return wording.content(row, where), answer
     before = before_the_answer(answer, column, where)
     asked = wording.own_content(row, where)
+    if wording.format is not None and len(before) - len(openings(before)) <= (column == "messages"):
+        return wording.opened(asked if isinstance(asked, str) else [*openings(before), *asked]), answer[-1:]
     if before and isinstance(asked, str):
         if wording.format is not None:
-            if column != "messages" or sum(turn["role"] != "system" for turn in before) > 1:
-                raise BadRow(SEVERAL, f"{where}: data.template writes one prompt, and {column} holds several turns")
-            return wording.content(row, where), answer[-1:]
+            raise BadRow(SEVERAL, f"{where}: data.template writes one prompt, and {column} holds several turns")
         asked = [{"role": "user", "content": asked}] if asked.strip() else []
     if before and not isinstance(asked, str):
         asked = joined(asked, before, column, where, str(answer[-1]["content"]))
@@ -131,7 +135,12 @@ def checked_answer(value: object, column: str, where: str) -> Content:
     return found if isinstance(found, str) else found[-1:]
 
 
-def _turns_in(value: object) -> Sequence[object]:
+def _answer_in(row: Mapping[str, Any]) -> str | None:
+    """The column with the answer, if there is one."""
+    return first_of(row, ("completion", "messages", "output"))
+
+
+def _turns_in(value: object) -> Sequence[Mapping[str, Any]]:
     return value if isinstance(value, list) else ()
 
 

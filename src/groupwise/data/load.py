@@ -11,7 +11,7 @@ from groupwise.config.settings import DataSettings
 from groupwise.data.demonstrations import Demonstration, encode_demonstrations, read_demonstration
 from groupwise.data.messages import Content
 from groupwise.data.pairs import Pair, encode_pairs
-from groupwise.data.preference_formats import as_pairs
+from groupwise.data.preference_formats import as_pairs, pair_asks
 from groupwise.data.prompts import encode_prompts, prompt_limit, visit
 from groupwise.data.report import Report
 from groupwise.data.sources import SourceRows, first_of, none_left, read_rows
@@ -127,7 +127,7 @@ def load_pairs(
     def encode(rows: SourceRows) -> tuple[list[Pair], Report]:
         return encode_pairs(rows, template, context=context, eos_ids=eos_ids, too_long=settings.too_long)
 
-    return _load(settings, template, encode, "pairs", seed, read=lambda rows: as_pairs(rows, template))
+    return _load(settings, template, encode, "pairs", seed, read=lambda rows: as_pairs(rows, template), asked=pair_asks)
 
 
 def load_solutions(
@@ -151,7 +151,7 @@ def load_texts(settings: DataSettings, seed: int) -> Iterator[str]:
         wording = Wording.of(settings)
         pairs = {"chosen", "rejected"} <= set(train[0])
         if pairs:
-            train = _split(as_pairs(train, wording), wording, settings.parts, Wording.content)["train"]
+            train = _split(as_pairs(train, wording), wording, settings.parts, pair_asks)["train"]
         else:
             train = _split(train.sifted(partial(_asked_if_answered, wording)), wording, settings.parts, _asked_if_answered)["train"]
     for row in train:

@@ -95,6 +95,11 @@ def before_the_answer(messages: Messages, column: str, where: str) -> Messages:
     return messages[:-1]
 
 
+def openings(messages: Sequence[Mapping[str, Any]]) -> Messages:
+    """The messages of the system and of the developer."""
+    return [dict(message) for message in messages if message["role"] in OPENING]
+
+
 def asks(content: Content, column: str, where: str) -> Content:
     """`content` if an answer can follow it.  Raises BadRow if it ends with a call: its result is missing."""
     if not isinstance(content, str) and content[-1]["role"] == "assistant" and calls_of(content[-1:]):

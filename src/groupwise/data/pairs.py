@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from groupwise.data.demonstrations import checked_answer, fit_prompt
+from groupwise.data.demonstrations import UNSAID, checked_answer, fit_prompt
 from groupwise.data.messages import is_blank
-from groupwise.data.preference_formats import as_pairs
-from groupwise.data.prompts import UNKNOWN, TooLong, ask_rows
+from groupwise.data.preference_formats import as_pairs, pair_asks, system_beside
+from groupwise.data.prompts import UNKNOWN, TooLong, ask_contents
 from groupwise.data.rendering import Refusal
 from groupwise.data.report import Report, Tally
 from groupwise.data.sources import LeftOut, SourceRows
@@ -55,7 +55,8 @@ def encode_pairs(
     rows = as_pairs(rows, template)
     tally = Tally.of(rows)
     asked = []
-    for i, question in ask_rows(rows, template, tally):
+    contents = [pair_asks(template, row, rows.where(i)) for i, row in enumerate(rows)]
+    for i, question in ask_contents(rows, contents, template, tally):
         try:
             sides = [checked_answer(rows[i][side], side, question.where) for side in ("chosen", "rejected")]
             margin = _margin(rows[i], question.where)
@@ -89,6 +90,8 @@ def encode_pairs(
             continue
         if not (chosen.stable and rejected.stable):
             tally.note("with a completion encoded apart from its prompt")
+        if question.plain and system_beside(rows[i]):
+            tally.note(UNSAID, first=question.where)
         tally.keep(template.key(question.content))
         pairs.append(Pair(id=str(i), prompt=prompt, chosen=chosen.tokens, rejected=rejected.tokens, margin=margin))
     report = tally.report([len(pair) for pair in pairs])

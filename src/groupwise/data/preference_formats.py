@@ -22,7 +22,7 @@ from itertools import groupby
 from typing import Any
 
 from groupwise.data.demonstrations import SEVERAL, checked_turns
-from groupwise.data.messages import CONTRADICTS, Messages, before_the_answer, is_blank, joined
+from groupwise.data.messages import CONTRADICTS, Content, Messages, before_the_answer, is_blank, joined, openings
 from groupwise.data.sources import BadRow, LeftOut, SourceRows, missing_column
 from groupwise.data.templates import Wording
 from groupwise.errors import DataError
@@ -77,6 +77,17 @@ def as_pairs(rows: SourceRows, wording: Wording) -> SourceRows:
             places.append(place)
             pairs.append(found)
     return replace(rows.subset(places), rows=pairs, left_out=tuple(left_out))
+
+
+def pair_asks(wording: Wording, row: Row, where: str) -> Content:
+    """What a row of `as_pairs` asks.  Where `wording.format` writes it as messages, those of the system stand before it."""
+    asked = wording.own_content(row, where)
+    return wording.opened(asked if isinstance(asked, str) else [*system_beside(row), *asked])
+
+
+def system_beside(row: Row) -> Messages:
+    """The messages of the system that the sides of a row of `as_pairs` hold."""
+    return openings(row["chosen"][:-1]) if isinstance(row["chosen"], list) else []
 
 
 def _form_of(rows: SourceRows, columns: set[str]) -> Form:
@@ -138,7 +149,8 @@ def _chosen_and_rejected(row: Row, where: str, wording: Wording) -> Row | LeftOu
 def _shared(row: Row, where: str, wording: Wording) -> Row | LeftOut:
     """The pair whose prompt holds all that was said before the last turns of its sides.
 
-    Sides may repeat the prompt or go on from it.  Raises DataError for what is no conversation.
+    Sides may repeat the prompt or go on from it.  Where `wording.format` writes the prompt, they keep messages of the system.
+    Raises DataError for what is no conversation.
     """
     sides = [row["chosen"], row["rejected"]]
     if not any(isinstance(side, list) and len(side) > 1 for side in sides):
@@ -150,9 +162,10 @@ def _shared(row: Row, where: str, wording: Wording) -> Row | LeftOut:
     before = [before_the_answer(found, name, where) for name, found in zip(("chosen", "rejected"), turns, strict=True)]
     last = {"chosen": turns[0][-1:], "rejected": turns[1][-1:]}
     if wording.format is not None:
-        if any(sum(turn["role"] != "system" for turn in some) > 1 for some in before):
+        if any(len(some) - len(openings(some)) > 1 for some in before):
             raise BadRow(SEVERAL, f"{where}: data.template writes one prompt, and chosen and rejected hold several turns")
-        return {**row, **last} if before[0] == before[1] else _diverging(where)
+        kept = {name: [*openings(some), *last[name]] for name, some in zip(last, before, strict=True)}
+        return {**row, **kept} if before[0] == before[1] else _diverging(where)
     prompt = _prompt_of(row, where, wording)
     both = [joined(prompt, some, name, where, str(last[name][0]["content"])) for name, some in zip(last, before, strict=True)]
     if both[0] != both[1] or not both[0]:
