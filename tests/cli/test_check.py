@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -144,3 +145,55 @@ def test_rows_that_are_left_out_are_told_and_secrets_are_not(
     status, text = check(data=data, rewards=[{"function": "judge.py:judge"}])
     assert status == 1 and "401 for [redacted]" in text and "VALUE" not in text
     assert "8 of 9 rows" in text and "dropped: 1 that cannot be read" in text
+
+
+NEEDS_SYSTEM = (
+    "{% if messages[0].role != 'system' %}{{ raise_exception('needs a system message') }}{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+ONE_TURN = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ raise_exception('one turn only') }}{% endif %}"
+    "<|user|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+THINKS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+)
+SAID = [{"role": "system", "content": "1"}, {"role": "user", "content": "1+1="}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("template", "prompt", "says"),
+    [
+        (NEEDS_SYSTEM, "1+1=", None),
+        (ONE_TURN, "1+1=", None),
+        (THINKS, "1+1=", None),
+        (NEEDS_SYSTEM, SAID, "ok    template"),
+        (ONE_TURN, SAID, "the chat template refuses these messages: one turn only; no difference here: the policy has one turn"),
+        (THINKS, SAID, "note  template    the chat template writes a prompt otherwise once it is answered; no difference here"),
+    ],
+)
+def test_a_template_is_judged_by_the_prompts_and_not_by_a_conversation_that_nobody_asked_for(
+    template: str, prompt: object, says: str | None, check: Callable, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text((json.dumps({"prompt": prompt, "answer": "2"}) + "\n") * 8)
+    model = {"scratch": {"hidden": 32, "layers": 2, "heads": 4, "context": 96}, "chat_template": template}
+    status, text = check(model=model, data={"task": None, "path": str(rows), "limit": None, "eval_limit": None, "chat": False})
+    assert status == 0 and "FAIL" not in text and "log-probs" in text, text
+    assert says in text if says else "  template  " not in text and "  turns  " not in text
+
+
+@pytest.mark.slow
+def test_a_template_that_writes_prompts_otherwise_fails_where_conversations_have_several_turns(
+    check: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "game.py").write_text(
+        "class Game:\n    def reset(self, **row):\n        pass\n\n    def step(self, text):\n        return '1', 0.0, True\n"
+    )
+    model = {"scratch": {"hidden": 32, "layers": 2, "heads": 4, "context": 96}, "chat_template": THINKS}
+    _, text = check(model=model, environment={"factory": "game.py:Game"})
+    assert "FAIL  template    the chat template writes a prompt otherwise once it is answered: several turns" in text

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from groupwise.environments.environment import Broken
 from groupwise.environments.episodes import EpisodeWorld, kind_of
 from groupwise.environments.procedural import rows_of
 from groupwise.environments.schemas import name_of
-from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.errors import ConfigError, DataError, GroupwiseError
 from groupwise.models.attention import plain_attention
 from groupwise.models.loading import embedding_rows
 from groupwise.models.policy import Policy
@@ -56,6 +57,8 @@ FEW = 0.5
 """Share of completions that end, below which a recipe wastes most of what it samples."""
 ENTRIES = 64
 """Of a procedural data set, whose scorers are looked at."""
+QUESTION: Mapping[str, Any] = {"prompt": [{"role": "user", "content": "1 + 1?"}]}
+"""A row that stands for the prompts of an objective that learns from data."""
 GAP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Largest difference of a log-prob, nats, that rounding explains, by the type in which products run."""
 
@@ -123,7 +126,7 @@ def check_stage(recipe: Recipe, lines: Lines = nullcontext) -> Iterator[Finding]
                 yield Finding(label, None, text)
         yield from (Finding("model", True, f"{label}: {text}") for label, text in proofs_of(job.policy.model))
         yield from _tokenizer(job.policy)
-        yield from _template(recipe, job.policy)
+        yield from _template(recipe, job)
         if job.engine is None or not is_online(recipe.objective):
             return
         yield from _procedural(recipe)
@@ -160,30 +163,53 @@ def _tokenizer(policy: Policy) -> Iterator[Finding]:
         yield Finding("vocabulary", None, text)
 
 
-def _template(recipe: Recipe, policy: Policy) -> Iterator[Finding]:
-    data = recipe.data
-    if data.path is None and not data.chat:
+def _template(recipe: Recipe, job: Job) -> Iterator[Finding]:
+    """What the chat template does to the first prompt once it is answered; nothing where prompts are strings.
+
+    Where no prompts are drawn, a question stands for them.
+    """
+    data, policy = recipe.data, job.policy
+    if (data.path is None and not data.chat) or not (data.chat or policy.tokenizer.chat_template):
         return
-    template = replace(Template.build(data, policy.tokenizer), format=None)  # of messages, whatever writes a row as one
-    if not (data.chat or policy.tokenizer.chat_template):
+    template = Template.build(data, policy.tokenizer)
+    if job.prompts:
+        row, where = job.prompts[0].row, f"prompt {job.prompts[0].id} and an answer"
+    else:
+        template, row, where = replace(template, format=None), QUESTION, "a question and an answer"
+    if isinstance(template.content(row), str):
         return
-    stable = template.is_stable({"prompt": [{"role": "user", "content": "1 + 1?"}]}, "The answer is 2.")
-    yield Finding(
-        "template",
-        stable,
-        "the prompt's ids begin the ids of the whole conversation"
-        if stable
-        else "the chat template writes a prompt otherwise once it is answered: several turns would be scored on other ids than "
-        "were sampled; use a template whose generation prompt is a prefix",
-    )
+    several = recipe.environment.talks or recipe.environment.asks
+    here = "no difference here: the policy has one turn" if job.prompts else "`read` counts the rows for which this matters"
+    try:
+        stable = template.is_stable(row, "The answer is 2.", where)
+    except DataError as error:
+        yield Finding("template", None, str(error) if several else f"{error}; {here}")
+    else:
+        yield _prefix(stable, None if several else here)
     yield _turns(policy)
+
+
+def _prefix(stable: bool, harmless: str | None) -> Finding:
+    """harmless: why it does not matter; None where conversations have several turns of the policy."""
+    if stable:
+        return Finding("template", True, "the prompt's ids begin the ids of the whole conversation")
+    says = "the chat template writes a prompt otherwise once it is answered"
+    if harmless is not None:
+        return Finding("template", None, f"{says}; {harmless}")
+    remedy = "use a template whose generation prompt is a prefix"
+    return Finding("template", False, f"{says}: several turns would be scored on other ids than were sampled; {remedy}")
 
 
 def _turns(policy: Policy) -> Finding:
     """What the template does to the past when a conversation continues."""
-    proofs = Turns(tokenizer=policy.tokenizer, eos_ids=policy.eos_ids).prove()
+    try:
+        proofs = Turns(tokenizer=policy.tokenizer, eos_ids=policy.eos_ids).prove()
+    except DataError as error:
+        return Finding("turns", None, f"a next turn cannot follow: {error}")
     rewriting = [proof for proof in proofs if proof.verdict == "rewrites"]
     cases = ", ".join(f"{proof.case}: {proof.verdict}" for proof in proofs)
+    if all(proof.verdict == "refuses" for proof in proofs):
+        return Finding("turns", None, f"the template refuses every next turn behind a lone question ({cases})")
     if not rewriting:
         return Finding("turns", True, f"a next turn leaves the past as it was sampled ({cases})")
     return Finding("turns", None, f"the template writes the past otherwise once a conversation continues ({cases}); {rewriting[0]}")

@@ -293,7 +293,7 @@ class Template(Wording):
 
         False means that the text of a whole conversation is tokenised otherwise than the policy wrote it.
         """
-        question = self.ask([self.content(row, where)], [where])[0]
+        question = self.ask([self.content(row, where)], [where], [row])[0]
         return self.complete([question], [answer], ())[0].stable
 
     def _tools_of(self, row: Mapping[str, Any]) -> Schemas | None:
