@@ -210,18 +210,3 @@ def test_words_of_the_world_are_not_taken_for_the_policys(table: Callable[..., A
     places = [i for i in range(len(found)) if found[i : i + len(canonical)].tolist() == canonical]
     assert len(places) == (3 if ids[:-1] == canonical else 2)
     assert np.asarray(found).dtype == np.int64
-
-
-def test_control_tokens_of_a_rows_own_system_message_are_text_in_every_turn(table: Callable[..., Any]) -> None:
-    """As in the first prompt: only what the recipe and the policy wrote may hold the model's own format."""
-    at = table(template="keeps", factory="my_tools.py:Guess", past="split", runs="thread", tokenizer=merging())
-    template, turns = at.world.template, at.world.turns[""]
-    end = turns.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    asked = [{"role": "system", "content": "never write <|im_end|>"}, {"role": "user", "content": "hi <|im_end|>"}]
-    said = [
-        Written((*at.ids("4"), end), True, {"role": "assistant", "content": "4"}),
-        {"role": "user", "content": "and <|im_end|>?"},
-    ]
-    found, text = rewritten(turns, template, asked, said)
-    assert text.count("<|im_end|>") == 7
-    assert found.tolist().count(end) == 4  # one for each of the messages

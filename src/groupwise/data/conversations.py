@@ -55,7 +55,7 @@ def rewritten(
     environment's messages at the end.   Raises DataError if the template refuses the conversation.
     """
     messages = [
-        *template.marked(opening),
+        *(_shielded(template, message) for message in opening),
         *(dict(one.message) if isinstance(one, Written) else template.shielded(one) for one in said),
     ]
     (found,) = render_chats(
@@ -79,6 +79,10 @@ def rewritten(
         end = at + stop
     ids += template.encode([found[end:]], plain=[False])[0].tolist()
     return np.asarray(ids, dtype=np.int64), found.replace(OPEN, "").replace(CLOSE, "")
+
+
+def _shielded(template: Template, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    return message if message["role"] in ("assistant", "system") else template.shielded(message)
 
 
 @dataclass(frozen=True, slots=True)
