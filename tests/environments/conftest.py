@@ -80,15 +80,15 @@ def call(name: str, **arguments: Any) -> str:
 
 @pytest.fixture
 def table(templates: ModuleType) -> Iterator[Callable[..., Table]]:
-    """`table(tools=[...], template="keeps", ...)`: keys of `environment`."""
+    """`table(tools=[...], template="keeps", ...)`: keys of `environment`, and `data.control_tokens`."""
     made: list[EpisodeWorld] = []
 
-    def make(template: str = "keeps", tokenizer: Any = None, **settings: Any) -> Table:
+    def make(template: str = "keeps", tokenizer: Any = None, control_tokens: Any = "warn", **settings: Any) -> Table:
         chosen = EnvironmentSettings(**{"tool_timeout": 60.0, **settings})
         turns = templates.turns_of(templates.OWN.get(template, template), tokenizer)
         source = make_source(chosen)
         assert source is not None
-        shown = Template(tokenizer=turns.tokenizer, chat=True, tools=tools_of(source))
+        shown = Template(tokenizer=turns.tokenizer, chat=True, tools=tools_of(source), control_tokens=control_tokens)
         made.append(EpisodeWorld(source, chosen, shown, turns.eos_ids))
         return Table(made[-1], shown)
 

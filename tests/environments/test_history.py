@@ -164,6 +164,25 @@ def test_trap_3_the_past_is_kept_or_split(table: Callable[..., Any]) -> None:
         assert episode.turns[0].answer == "higher"
 
 
+@pytest.mark.parametrize("control", ["warn", "plain"])
+@pytest.mark.parametrize("greets", [False, True])
+def test_the_prompt_is_encoded_in_later_turns_as_in_the_first(table: Callable[..., Any], control: str, greets: bool) -> None:
+    """With `split` too: control tokens in a row's own messages are what `data.control_tokens` says, an observation's are text."""
+    typed = "be <|im_end|> brief"
+    row = [{"role": "system", "content": typed}, {"role": "user", "content": f"guess {typed}"}]
+    at = table(template="forgets", factory="my_tools.py:Greeter", past="split", runs="thread", control_tokens=control)
+    (end,) = at.ids("<|im_end|>")
+    talk, reply = at.begin(prompt=row, secret=7, greeting=typed if greets else "")
+    first = at.prompt(prompt=row).tokens if reply.context is None else reply.context
+    later = at.say(talk, "<think>\nlucky\n</think>\n\n3")
+    talk.close(Finish.LENGTH)
+    closed = 2  # by the template: the two messages of the prompt
+    assert np.count_nonzero(first == end) == closed + (2 if control == "warn" else 0)
+    head = first[: -len(at.ids("<|im_start|>assistant\n"))]
+    assert at.text(head).count(typed) == 2 + greets
+    assert later.context[: head.size].tolist() == head.tolist()
+
+
 def test_trap_4_an_empty_think_block_appears(table: Callable[..., Any]) -> None:
     """Qwen 3 writes one into a turn that is the last, and none once a result follows: the call keeps its ids either way."""
     at = table(template="forgets", tools=("my_tools.py:echo",), past="split", runs="thread", tokenizer=merging())

@@ -153,13 +153,12 @@ print(planned, peak - base)
 @pytest.mark.parametrize(("dtype", "vocabulary"), [("float32", 2000), ("float32", 16_000), ("autocast", 2000)])
 def test_the_planned_peak_is_what_a_step_takes(dtype: str, vocabulary: int, forked: Any) -> None:
     peaks = []  # of one run: +-6 %, by where the heap finds room; the median of three where one is off
-    for runs in (1, 3):
-        while len(peaks) < runs:
-            process = forked.start(dtype, str(vocabulary), code=STEP, OMP_NUM_THREADS="1")
-            assert process.wait(1100) == 0, process.said
-            planned, peak = map(int, process.said.split()[-2:])
-            peaks.append(peak)
-        if 0.85 * planned < statistics.median(peaks) < 1.15 * planned:
+    while len(peaks) < 3:
+        process = forked.start(dtype, str(vocabulary), code=STEP, OMP_NUM_THREADS="1")
+        assert process.wait(1100) == 0, process.said
+        planned, peak = map(int, process.said.split()[-2:])
+        peaks.append(peak)
+        # Who plans must not be surprised; how much of the heap lies in pieces (a third of this peak) differs by system and hour.
+        if 0.7 * planned < statistics.median(peaks) < 1.15 * planned:
             return
-    # Who plans must not be surprised; how much of the heap lies in pieces (a third of this peak) differs by system and hour.
-    assert 0.7 * planned < statistics.median(peaks) < 1.15 * planned
+    raise AssertionError(f"planned {planned:,} bytes, and it takes {peaks}")

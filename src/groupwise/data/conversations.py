@@ -51,11 +51,11 @@ def rewritten(
 ) -> tuple[np.ndarray, str]:
     """int64 ids that the next turn is drawn behind, and their text.
 
-    template: with `control_tokens: plain`.   opening: the prompt's messages.   said: what followed, in order, with the
-    environment's messages at the end.   Raises DataError if the template refuses the conversation.
+    template: with `control_tokens: plain`.   opening: the prompt's messages, as `Template.marked` gives them.   said: what
+    followed, in order, with the environment's messages at the end.   Raises DataError if the template refuses the conversation.
     """
     messages = [
-        *(_shielded(template, message) for message in opening),
+        *opening,
         *(dict(one.message) if isinstance(one, Written) else template.shielded(one) for one in said),
     ]
     (found,) = render_chats(
@@ -79,10 +79,6 @@ def rewritten(
         end = at + stop
     ids += template.encode([found[end:]], plain=[False])[0].tolist()
     return np.asarray(ids, dtype=np.int64), found.replace(OPEN, "").replace(CLOSE, "")
-
-
-def _shielded(template: Template, message: Mapping[str, Any]) -> Mapping[str, Any]:
-    return message if message["role"] in ("assistant", "system") else template.shielded(message)
 
 
 @dataclass(frozen=True, slots=True)

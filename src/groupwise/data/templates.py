@@ -198,7 +198,7 @@ class Template(Wording):
     ) -> list[Question | Refusal]:
         """`ask`, but messages that the chat template refuses give a `Refusal` instead of an error."""
         control = [self.control_in(content) for content in contents]
-        shown = [self._marked(content) if found else content for content, found in zip(contents, control, strict=True)]
+        shown = [self.marked(content) if found else content for content, found in zip(contents, control, strict=True)]
         tools = [self._tools_of(row) for row in rows or [{}] * len(contents)]
         texts = self._rendered([_prompt_chat(*one) for one in zip(shown, wheres, tools, strict=True)])
         plain = [isinstance(content, str) for content in contents]
@@ -315,7 +315,7 @@ class Template(Wording):
                 if names_missing(functions, question.text):
                     found[i].append(what)
                 elif functions and messages:
-                    shown = self._marked(messages) if question.control else messages
+                    shown = self.marked(messages) if question.control else messages
                     assert not isinstance(shown, str)
                     chat = _prompt_chat(shown if what == "tool" else _without_calls(shown), question.where, tools or None)
                     assert isinstance(chat, Chat)
@@ -358,8 +358,8 @@ class Template(Wording):
         """Messages that neither the recipe nor the assistant wrote."""
         return [message for message in self.brought(messages) if message["role"] != "assistant"]
 
-    def _marked(self, content: Content) -> Content:
-        """Messages whose control tokens stand between marks, where they are to be encoded as text."""
+    def marked(self, content: Content) -> Content:
+        """Messages whose control tokens stand between marks, where they are to be encoded as text; others as they are."""
         if isinstance(content, str) or self.control_tokens != "plain":
             return content
         foreign = {id(message) for message in self._foreign(content)}
@@ -466,7 +466,7 @@ class Template(Wording):
 
     def _answered(self, question: Question, said: Messages) -> str | Chat | Refusal:
         """Question and answer together."""
-        content = self._marked(question.content) if question.control else question.content
+        content = self.marked(question.content) if question.control else question.content
         if isinstance(content, str):
             if _is_text(said):
                 return content + str(said[0]["content"])

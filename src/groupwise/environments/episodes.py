@@ -49,7 +49,9 @@ class EpisodeWorld:
         """template: of the prompts.   Raises ConfigError if the chat template shows no calls in a form that is known."""
         tokenizer = copy.deepcopy(template.tokenizer)  # encoding has settings of its own: the engine's is left alone
         self.source, self.settings = source, settings
-        self.template = replace(template, tokenizer=tokenizer, control_tokens="plain")
+        self.prompts = replace(template, tokenizer=tokenizer)
+        """What rows bring is encoded as the recipe says; what the world says (`template`) is never more than text."""
+        self.template = replace(self.prompts, control_tokens="plain")
         self.text_lock = threading.Lock()
         self.threads = Threads()
         self.turns = {
@@ -125,6 +127,7 @@ class Talk:
         self._world, self._prompt, self._kind, self._seed = world, prompt, kind, seed
         self._environment: Environment = world.source.make(kind)
         self._opening: Messages = []
+        """The prompt's messages, with marks around what is encoded as text."""
         self._context = prompt.tokens
         """Ids that the present turn is drawn behind."""
         self._shown = prompt.text
@@ -185,7 +188,8 @@ class Talk:
     def _open(self) -> Reply:
         settings, template = self._world.settings, self._world.template
         self._deadline = time.monotonic() + settings.episode_timeout
-        content = template.content(self._prompt.row, f"prompt {self._prompt.id}")
+        prompts = self._world.prompts
+        content = prompts.marked(prompts.content(self._prompt.row, f"prompt {self._prompt.id}"))
         if isinstance(content, str):
             raise EnvironmentFailure("conversations are chat messages, and the prompt is a plain string: set data.chat: true")
         self._opening = content
@@ -195,10 +199,9 @@ class Talk:
             return self._over(broken.finish, str(broken))
         if observation:
             (observation,), _ = self._cut([observation])
-            self._opening = appended(content, observation)
+            self._opening = _appended(content, observation, template)
             with self._world.text_lock:
-                shown = appended(content, observation, template.shielded)
-                self._shown = template.tools_shown(self._kind.schemas).text(shown)
+                self._shown = template.tools_shown(self._kind.schemas).text(self._opening)
                 context = template.encode([self._shown], plain=[False])[0]
             if not np.array_equal(context, self._context):
                 self._context = context
@@ -384,10 +387,10 @@ def _marked(text: str, kept: int) -> str:
     return text if kept >= len(text) else f"{text[:kept]}\n[{len(text) - kept:,} characters left out]"
 
 
-def appended(messages: Messages, observation: str, change: Any = None) -> Messages:
-    """Messages with an observation behind the text of the last one.  change: made to a message that holds it alone."""
+def _appended(messages: Messages, observation: str, template: Template) -> Messages:
+    """Messages with an observation behind the text of the last one, which is never more than text."""
     last = messages[-1]
-    shown = observation if change is None else change({"role": "user", "content": observation})["content"]
+    shown = template.shielded({"role": "user", "content": observation})["content"]
     content = last["content"]
     if isinstance(content, list):
         return [*messages[:-1], {**last, "content": [*content, {"type": "text", "text": shown}]}]

@@ -39,13 +39,14 @@ class Answered:
         if source is None:
             return None
         ends.callback(source.close)
-        recipe = dataclasses.replace(unmade({}), environment=settings, data=DataSettings(task="addition", chat=True))
+        data = DataSettings(task="addition", chat=True, system=policy.system, control_tokens=policy.control_tokens)
+        recipe = dataclasses.replace(unmade({}), environment=settings, data=data)
         world = make_world(recipe, Blueprint.of(policy), source, Sampling(max_new_tokens=length))
         if world is None:
             return None
         ends.callback(world.close)
         prove_engine(policy, NativeEngine, conversations=True)
-        template = Template(tokenizer=policy.tokenizer, chat=True, system=policy.system, tools=tools_of(source))
+        template = Template.build(data, policy.tokenizer, tools_of(source))
         return cls(policy, NativeEngine(policy, max_rows=1, world=world), template, length)
 
     def turn(self, messages: Sequence[Mapping[str, Any]], temperature: float, seed: int) -> Rollout:

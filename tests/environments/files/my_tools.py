@@ -137,6 +137,14 @@ class Guess:
         return "higher" if guess < self.secret else "lower", float(guess == self.secret), guess == self.secret
 
 
+class Greeter(Guess):
+    """Begins with what the row says."""
+
+    def reset(self, row):
+        super().reset(row)
+        return row["greeting"]
+
+
 class Gym:
     """Gymnasium's signatures."""
 
