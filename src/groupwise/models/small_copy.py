@@ -32,7 +32,7 @@ WINDOW, CHUNK, LENGTH, SCALE, CAP = 12, 12, 20, 8, 2.0
 VOCABULARY, POSITIONS, HIDDEN, INNER, RANK = 160, 2304, 128, 96, 32
 REFERENCE = 40
 """MiniCPM's width of reference; the quotient of a width and it is no factor that a configuration would hold."""
-FEW, CHEAP = 3, 6
+FEW, CHEAP = 2, 6
 """Layers of a small copy whose layers are all alike; as many as are taken without a search for fewer."""
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 WINDOWS = ("sliding_window", "window_size", "attention_window", "attention_window_size", "sliding_window_size", "local_attention")

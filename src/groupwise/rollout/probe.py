@@ -52,10 +52,10 @@ UNMIXED = "set group.mix to 0"
 OTHERS = "sample it with rollout.engine 'vllm', or train it on data (sft, dpo)"
 GROUP, ROWS, BEYOND = 2, 5, 6
 """Completions of a prompt; rows that are decoded at a time, so that some wait; tokens that completions grow beyond a switch."""
-FAR, FEW, MANY, LOWER_FAR = 548, 24, 70, 4.0
+FAR, FEW, MANY, LOWER_FAR = 536, 12, 70, 4.0
 """Tokens of prompts that are far longer than any switch (positions lose their last bits in bfloat16 from 256 on); tokens that are
-drawn behind them; tokens that are drawn behind a short one, so that the capacity of a row grows.  In a lower type few texts lie
-less evenly from float32 than many: how much further than the model's own pass they may."""
+drawn behind them; tokens that are drawn in many rows behind a short one, so that the capacity of a row grows.  In a lower type few
+texts lie less evenly from float32 than many: how much further than the model's own pass they may."""
 
 
 def prove(model: PreTrainedModel, *, attention: str = "shared", paths: Sequence[str] = (*PATHS, PATH), seed: int = 0) -> Proof:
@@ -171,8 +171,7 @@ class Round:
 
 
 def _rounds(policy: Policy, conversations: bool, seed: int) -> list[Round]:
-    """Texts around every switch; truncated support; many rows behind prompts of one length; long; far on;
-    turns."""
+    """Texts around every switch; truncated support; many rows behind prompts of one length; far on; turns."""
     rng, changes, numbers = np.random.default_rng(seed), switches(policy.model), itertools.count()
 
     def prompt(size: int) -> Prompt:
@@ -183,13 +182,13 @@ def _rounds(policy: Policy, conversations: bool, seed: int) -> list[Round]:
     sizes = {1, 4, 9, *(at + step for at in changes for step in (-2, 1))}
     prompts = [prompt(size) for size in sorted(size for size in sizes if 0 < size < longest)]
     whole = Sampling(temperature=1.0, max_new_tokens=longest)
+    many = replace(whole, max_new_tokens=max(longest, MANY))
     context = positions(policy.model, FAR + FEW)
     far = [prompt(max(context - FEW, 1)) for _ in range(2)]
     rounds = [
         Round(prompts=prompts, sampling=whole, context=near, lower=LOWER_PART),
         Round(prompts=prompts[-2:], sampling=replace(whole, top_k=5, max_new_tokens=4), context=near),
-        Round(prompts=[prompt(min(9, longest - 1)) for _ in range(3)], sampling=whole, context=near, group=8, rows=24, every=3),
-        Round(prompts=[prompt(2)], sampling=replace(whole, max_new_tokens=MANY), context=context),
+        Round(prompts=[prompt(2) for _ in range(3)], sampling=many, context=context, group=8, rows=24, every=6),
         Round(prompts=far, sampling=replace(whole, max_new_tokens=FEW), context=context, group=1, lower=LOWER_FAR),
     ]
     if conversations:
