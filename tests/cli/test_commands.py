@@ -561,3 +561,11 @@ def test_other_shells_get_every_command_and_option(shell: str, capsys: pytest.Ca
         assert all(line.count("'") % 2 == 0 for line in said.replace("\\'", "").splitlines())
     elif shutil.which("zsh"):
         subprocess.run(["zsh", "-fc", said], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("command", ["score", "explain"])
+def test_what_lies_near_is_found_at_home_too(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "my-run").mkdir()
+    assert commands.main([command, "~/my-rum"]) == 2
+    assert "my-run?)" in capsys.readouterr().err

@@ -228,7 +228,7 @@ def test_a_row_with_a_system_message_of_its_own_keeps_it_alone(role):
     assert wording.key(own) == Wording().key(own)
     assert wording.content({"prompt": own[1:]})[0] == {"role": "system", "content": "be brief"}
     assert wording.key(wording.content({"prompt": own[1:]})) == "1+2"
-    for nothing in ("", " \n", None):  # what says nothing gives no instruction
+    for nothing in ("", " \n", None, [], [{"type": "text", "text": ""}]):  # what says nothing gives no instruction
         blank = [{"role": role, "content": nothing}, own[1]]
         assert wording.opened(blank) == [{"role": "system", "content": "be brief"}, own[1]]
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ from groupwise.records import Finish, Prompt, Rollout, Sample, Sampling, Scored
 from groupwise.runs.folder import list_rollouts, read_step
 from groupwise.runs.origin import origin_of
 from groupwise.training.samples import weigh
+from groupwise.utils.files import expanded
 from groupwise.utils.spelling import near_path
 
 PROBABILITIES = (0.5, 0.8, 0.6, 0.9, 0.3, 0.7)
@@ -149,7 +149,8 @@ def work_of_run(
     """
     origin = origin_of(path)
     if origin is None:
-        raise ConfigError(f"{path} is no run{near_path(Path(path))}: groupwise explain --preset NAME works a made-up step through")
+        meant = near_path(expanded(path))
+        raise ConfigError(f"{path} is no run{meant}: groupwise explain --preset NAME works a made-up step through")
     recipe = origin.recipe
     if preset is None and not is_online(recipe.objective):
         raise ConfigError(f"{path} was trained by {recipe.objective!r}, which has no rollouts: groupwise explain --preset NAME")

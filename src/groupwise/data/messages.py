@@ -81,7 +81,20 @@ def is_blank(content: Content) -> bool:
     if not spoken:
         return True
     last = spoken[-1]
-    return not str(last["content"] or "").strip() and not (last.get("tool_calls") or last.get("function_call"))
+    return says_nothing(last["content"]) and not (last.get("tool_calls") or last.get("function_call"))
+
+
+def says_nothing(content: Any) -> bool:
+    """True for a message's content without a text: None, white space, or parts that hold no more.
+
+    >>> says_nothing([{"type": "text", "text": " "}]), says_nothing([{"type": "image"}])
+    (True, False)
+    """
+    if isinstance(content, list):
+        return all(says_nothing(part) for part in content)
+    if isinstance(content, Mapping):
+        return content.get("type", "text") == "text" and says_nothing(content.get("text"))
+    return not str(content or "").strip()
 
 
 def before_the_answer(messages: Messages, column: str, where: str) -> Messages:

@@ -30,6 +30,7 @@ from groupwise.data.messages import (
     checked,
     garbled,
     names_missing,
+    says_nothing,
     tools_in,
     with_arguments,
 )
@@ -102,7 +103,7 @@ class Wording:
             raise ConfigError("data.system needs chat messages: set data.chat: true, or put the text into data.template")
         if not content or content[0]["role"] not in OPENING:
             return [self._opening, *content]
-        return content if str(content[0]["content"] or "").strip() else [self._opening, *content[1:]]
+        return [self._opening, *content[1:]] if says_nothing(content[0]["content"]) else content
 
     @property
     def _opening(self) -> dict[str, Any]:

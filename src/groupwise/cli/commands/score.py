@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from groupwise.cli.commands import arguments as typed
 from groupwise.errors import ConfigError
@@ -42,7 +41,7 @@ def run(given: argparse.Namespace) -> int:
         origin = origin_of(given.file) if expanded(given.file).is_dir() else None
         if origin is None or not origin.recipe.rewards:
             if not expanded(given.file).exists():
-                raise ConfigError(f"there is no {given.file}{near_path(Path(given.file))}")
+                raise ConfigError(f"there is no {given.file}{near_path(expanded(given.file))}")
             raise ConfigError(
                 f"name a reward function: groupwise score REWARD {given.file} (only a run with rewards brings its own)"
             )
