@@ -183,6 +183,25 @@ def test_the_prompt_is_encoded_in_later_turns_as_in_the_first(table: Callable[..
     assert later.context[: head.size].tolist() == head.tolist()
 
 
+def test_calls_in_a_prompt_are_written_in_later_turns_as_in_the_first(table: Callable[..., Any]) -> None:
+    """Rows of OpenAI's form hold arguments as JSON text; the template wants what it stands for."""
+    at = table(template="forgets", tools=("my_tools.py:echo",), past="split", runs="thread")
+    arguments = '{"value": "y"}'
+    asked = {"id": "c", "type": "function", "function": {"name": "echo", "arguments": arguments}}
+    row = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [asked]},
+        {"role": "tool", "name": "echo", "tool_call_id": "c", "content": "y"},
+        {"role": "user", "content": "r"},
+    ]
+    talk, _ = at.begin(prompt=row)
+    called = '<tool_call>\n{"name": "echo", "arguments": {"value": "x"}}\n</tool_call>'
+    later = at.say(talk, f"<think>\nhm\n</think>\n\n{called}")
+    talk.close(Finish.LENGTH)
+    assert arguments in at.text(at.prompt(prompt=row).tokens)
+    assert later.context is None, "the template writes what was drawn, and no other form of the prompt"
+
+
 def test_trap_4_an_empty_think_block_appears(table: Callable[..., Any]) -> None:
     """Qwen 3 writes one into a turn that is the last, and none once a result follows: the call keeps its ids either way."""
     at = table(template="forgets", tools=("my_tools.py:echo",), past="split", runs="thread", tokenizer=merging())

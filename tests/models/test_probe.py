@@ -522,6 +522,19 @@ class DecodesManyRowsWrongly(Spoilt):
         return isinstance(attended(), Decode) and rows > 12
 
 
+class DecodesTheLastRowsWrongly(LlamaForCausalLM):
+    """Where a tile of rows is not full."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.norm.register_forward_hook(self._hook)
+
+    def _hook(self, module: Any, args: Any, out: Tensor) -> Tensor:
+        if not isinstance(attended(), Decode) or out.shape[1] <= 20:
+            return out
+        return torch.cat([out[:, :20], out[:, 20:] * 1.1], 1)
+
+
 class TakesAnothersPrefill(LlamaForCausalLM):
     """Prompts of one length are taken for one prompt."""
 
@@ -555,7 +568,14 @@ class DecodesFromRoundedAngles(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize(
-    "kind", [DecodesWronglyBehindHundred, PrefillsWronglyBehindHundred, DecodesManyRowsWrongly, TakesAnothersPrefill]
+    "kind",
+    [
+        DecodesWronglyBehindHundred,
+        PrefillsWronglyBehindHundred,
+        DecodesManyRowsWrongly,
+        DecodesTheLastRowsWrongly,
+        TakesAnothersPrefill,
+    ],
 )
 def test_faults_of_long_texts_many_rows_and_prompts_alike_are_found(kind: type[PreTrainedModel]) -> None:
     policy = make_policy(built(kind, LlamaConfig), TOKENIZER)
@@ -735,7 +755,7 @@ def test_a_window_of_one_token_is_right() -> None:
 def test_a_small_copy_has_every_type_of_layer_and_switches_that_are_near() -> None:
     config = GptOssConfig(num_hidden_layers=24)
     small = small_copy(config)
-    assert small.layer_types == ["sliding_attention", "full_attention"] and small.num_hidden_layers == 2
+    assert small.layer_types == ["sliding_attention", "full_attention", "sliding_attention"] and small.num_hidden_layers == 3
     assert small_copy(LlamaConfig(num_hidden_layers=24)).num_hidden_layers == 2, "a last layer that is not the first"
     assert small.sliding_window == 12 and small.num_local_experts == 4 and small.vocab_size <= 160
     assert config.num_hidden_layers == 24, "the original is left alone"
@@ -743,7 +763,7 @@ def test_a_small_copy_has_every_type_of_layer_and_switches_that_are_near() -> No
     assert sum(parameter.numel() for parameter in model.parameters()) < 2_000_000
     proof = probe.prove(model, paths=("scoring",))
     assert proof.switches == (12,) and min(proof.lengths) < 12 < max(proof.lengths)
-    assert [reach_of(layer.self_attn) for layer in model.model.layers] == [Reach(window=12), Reach()]
+    assert [reach_of(layer.self_attn) for layer in model.model.layers] == [Reach(window=12), Reach(), Reach(window=12)]
 
 
 def default(family: str, **changes: Any) -> Any:

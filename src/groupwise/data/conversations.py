@@ -58,15 +58,13 @@ def rewritten(
         *opening,
         *(dict(one.message) if isinstance(one, Written) else template.shielded(one) for one in said),
     ]
-    (found,) = render_chats(
-        turns.tokenizer,
-        [Chat(messages, "the conversation", add_generation_prompt=True, tools=turns.tools, variables=turns.variables)],
-    )
+    asked = Chat(messages, "the conversation", add_generation_prompt=True, tools=turns.tools, variables=turns.variables)
+    ((chat, found),) = template.shown([asked])
     if isinstance(found, Refusal):
         raise DataError(str(found))
     texts = [_Text.of(turns, one) for one in said if isinstance(one, Written)]
     places = [len(opening) + place for place, one in enumerate(said) if isinstance(one, Written)]
-    stretches = _stretches(found, turns, messages, {place: turn for turn, place in enumerate(places)}, texts)
+    stretches = _stretches(found, turns, chat.messages, {place: turn for turn, place in enumerate(places)}, texts)
     ids: list[int] = []
     end = 0
     for stretch in stretches:

@@ -17,6 +17,8 @@ Content = str | Messages
 BESIDE = ("tool_calls", "reasoning_content", "reasoning", "thinking", "function_call", "refusal")
 """What a message of the assistant may say beside its content."""
 OPENING = ("system", "developer")
+TEXTS = ("text", "input_text", "output_text")
+"""Kinds of parts that hold text."""
 NO_CALLS = "with tool_calls that are no list of calls"
 NO_TEXT = "with content that is no text"
 IN_SEQUENCE = "with two turns of the assistant in sequence"
@@ -56,7 +58,7 @@ def _message(message: object, column: str, where: str) -> dict[str, Any]:
 
 
 def _part(part: object, column: str, where: str) -> str:
-    if isinstance(part, Mapping) and part.get("type", "text") in ("text", "input_text", "output_text"):
+    if isinstance(part, Mapping) and part.get("type", "text") in TEXTS:
         text = part.get("text")
         if isinstance(text, str):
             return text
@@ -93,7 +95,7 @@ def says_nothing(content: Any) -> bool:
     if isinstance(content, list):
         return all(says_nothing(part) for part in content)
     if isinstance(content, Mapping):
-        return content.get("type", "text") == "text" and says_nothing(content.get("text"))
+        return content.get("type", "text") in TEXTS and says_nothing(content.get("text"))
     return not str(content or "").strip()
 
 

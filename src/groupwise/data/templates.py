@@ -450,16 +450,22 @@ class Template(Wording):
 
     def _rendered(self, chats: Sequence[str | Chat | Refusal]) -> list[str | Refusal]:
         """Texts; strings are texts already, and a refusal stays one."""
-        asked = [chat for chat in chats if isinstance(chat, Chat)]
-        found = render_chats(self.tokenizer, asked)
-        for as_text in (False, True):  # some templates want the arguments of calls as text, some as what it stands for
-            again = [i for i, chat in enumerate(asked) if _is_garbled(chat, found[i])]
-            others = [replace(asked[i], messages=with_arguments(asked[i].messages, as_text=as_text)) for i in again]
+        rendered = iter(self.shown([chat for chat in chats if isinstance(chat, Chat)]))
+        return [next(rendered)[1] if isinstance(chat, Chat) else chat for chat in chats]
+
+    def shown(self, chats: Sequence[Chat]) -> list[tuple[Chat, str | Refusal]]:
+        """Each chat as the template can show it, and its text.
+
+        Some templates want the arguments of calls as JSON text, some as what the text stands for.
+        """
+        found = list(zip(chats, render_chats(self.tokenizer, chats), strict=True))
+        for as_text in (False, True):
+            again = [i for i, one in enumerate(found) if _is_garbled(*one)]
+            others = [replace(chats[i], messages=with_arguments(chats[i].messages, as_text=as_text)) for i in again]
             for i, other, text in zip(again, others, render_chats(self.tokenizer, others), strict=True):
                 if not _is_garbled(other, text):
-                    found[i] = text
-        rendered = iter(found)
-        return [next(rendered) if isinstance(chat, Chat) else chat for chat in chats]
+                    found[i] = other, text
+        return found
 
     def _encode_some(self, texts: Sequence[str | Refusal], plain: Sequence[bool]) -> list[np.ndarray]:
         """Ids of texts; of what is none, no ids."""

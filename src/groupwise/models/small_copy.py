@@ -33,7 +33,8 @@ VOCABULARY, POSITIONS, HIDDEN, INNER, RANK = 160, 2304, 128, 96, 32
 REFERENCE = 40
 """MiniCPM's width of reference; the quotient of a width and it is no factor that a configuration would hold."""
 FEW, CHEAP = 2, 6
-"""Layers of a small copy whose layers are all alike; as many as are taken without a search for fewer."""
+"""Layers of a small copy whose layers are all alike, one more where some are not, so that a type occurs twice; as many as are taken
+without a search for fewer."""
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 WINDOWS = ("sliding_window", "window_size", "attention_window", "attention_window_size", "sliding_window_size", "local_attention")
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping", "logits_soft_cap")
@@ -375,11 +376,11 @@ def _with(config: PretrainedConfig, change: Callable[[Any], None]) -> Pretrained
 
 
 def _firsts(types: Sequence[Any]) -> list[int]:
-    """The first layer of each type, and as many of the most frequent one as make `FEW`."""
+    """The first layer of each type, and others of the most frequent one: `FEW` layers where all are alike, else one more."""
     kept = {types.index(kind) for kind in types}
     common = Counter(types).most_common(1)[0][0]
     others = [i for i, kind in enumerate(types) if kind == common and i not in kept]
-    return sorted(kept | set(others[: max(FEW - len(kept), 0)]))
+    return sorted(kept | set(others[: max(FEW + (len(kept) > 1) - len(kept), 0)]))
 
 
 def _columns(text: Any, count: int) -> list[Any]:

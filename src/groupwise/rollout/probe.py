@@ -131,7 +131,7 @@ def sampled(
     for asked in _rounds(policy, conversations, seed):
         if plain and asked.sampling.truncates:
             continue
-        for rollout in asked.drawn(policy, make, remedy)[:: asked.every]:
+        for rollout in asked.drawn(policy, make, remedy)[:: -asked.every]:
             difference = float(np.abs(rollout.behavior_logp - _truth(policy, rollout))[rollout.trained].max())
             if not difference <= VALUES:
                 said = f"a completion of {len(rollout)} tokens behind {rollout.prompt.tokens.size} differs by {difference:.2g} nats"
@@ -155,7 +155,7 @@ class Round:
     group: int = GROUP
     rows: int = ROWS
     every: int = 1
-    """Of how many completions one is compared."""
+    """Of how many completions one is compared, from the last one on."""
     world: World | None = None
     lower: float | None = None
     """How many times as far from float32 as the model's own forward pass it may lie in a lower type; None: not asked there."""
@@ -182,13 +182,14 @@ def _rounds(policy: Policy, conversations: bool, seed: int) -> list[Round]:
     sizes = {1, 4, 9, *(at + step for at in changes for step in (-2, 1))}
     prompts = [prompt(size) for size in sorted(size for size in sizes if 0 < size < longest)]
     whole = Sampling(temperature=1.0, max_new_tokens=longest)
+    alike = [prompt(min(9, longest - 1)) for _ in range(3)]
     many = replace(whole, max_new_tokens=max(longest, MANY))
     context = positions(policy.model, FAR + FEW)
     far = [prompt(max(context - FEW, 1)) for _ in range(2)]
     rounds = [
         Round(prompts=prompts, sampling=whole, context=near, lower=LOWER_PART),
         Round(prompts=prompts[-2:], sampling=replace(whole, top_k=5, max_new_tokens=4), context=near),
-        Round(prompts=[prompt(2) for _ in range(3)], sampling=many, context=context, group=8, rows=24, every=6),
+        Round(prompts=alike, sampling=many, context=context, group=8, rows=24, every=7),
         Round(prompts=far, sampling=replace(whole, max_new_tokens=FEW), context=context, group=1, lower=LOWER_FAR),
     ]
     if conversations:
