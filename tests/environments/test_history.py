@@ -183,6 +183,19 @@ def test_the_prompt_is_encoded_in_later_turns_as_in_the_first(table: Callable[..
     assert later.context[: head.size].tolist() == head.tolist()
 
 
+def test_tools_of_a_row_are_not_shown_where_nobody_answers_their_calls(table: Callable[..., Any]) -> None:
+    """An environment without tools, and a data set with a column of tools: no turn shows what cannot be called."""
+    at = table(template="forgets", factory="my_tools.py:Greeter", past="split", runs="thread")
+    schema = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+    talk, _ = at.begin(secret=7, greeting="", tools=[schema])
+    first = at.prompt(tools=[schema]).tokens
+    later = at.say(talk, "<think>\nlucky\n</think>\n\n3")
+    talk.close(Finish.LENGTH)
+    head = first[: -len(at.ids("<|im_start|>assistant\n"))]
+    assert "now" not in at.text(first)
+    assert later.context[: head.size].tolist() == head.tolist()
+
+
 def test_calls_in_a_prompt_are_written_in_later_turns_as_in_the_first(table: Callable[..., Any]) -> None:
     """Rows of OpenAI's form hold arguments as JSON text; the template wants what it stands for."""
     at = table(template="forgets", tools=("my_tools.py:echo",), past="split", runs="thread")

@@ -95,10 +95,8 @@ def make_source(settings: EnvironmentSettings) -> Source | None:
 
 
 def tools_of(source: Source | None) -> Tools | None:
-    """What the prompts of rows show; None if no environment has tools."""
-    if source is None or not any(kind.schemas for kind in source.kinds.values()):
-        return None
-    return lambda row: kind_of(source, row, "a row").schemas
+    """What the prompts of rows show: the tools of their environment, none where it has none; None if there is no environment."""
+    return None if source is None else lambda row: kind_of(source, row, "a row").schemas
 
 
 def make_world(recipe: Recipe, blueprint: Blueprint, source: Source | None, sampling: Sampling) -> World | None:
