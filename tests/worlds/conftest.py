@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -101,6 +101,21 @@ class World:
         if self.scorer is None:
             return Critic.on(self.policy, settings, optimizer, updates)
         return Critic.of(self.scorer, settings, optimizer, updates)
+
+
+def until_learnt(steps: Iterable[Step], above: float) -> list[Step]:
+    """The steps of a run, up to the first five in a row whose rewards are above `above` on average."""
+    taken: list[Step] = []
+    for step in steps:
+        taken.append(step)
+        if np.mean([one.metrics["reward"] for one in taken[-5:]]) > above and len(taken) >= 5:
+            break
+    return taken
+
+
+@pytest.fixture
+def learnt() -> Callable[[Iterable[Step], float], list[Step]]:
+    return until_learnt
 
 
 @pytest.fixture

@@ -21,21 +21,22 @@ SIZE = {"prompts_per_step": 8, "group_size": 16}
     "preset",
     [pytest.param(name, marks=[] if name == "grpo" else pytest.mark.slow) for name, row in ALGORITHMS.items() if row.needs_reward],
 )
-def test_every_preset_learns_the_answers(preset: str, say: Callable) -> None:
+def test_every_preset_learns_the_answers(preset: str, say: Callable, learnt: Callable) -> None:
     """Two passes over each rollout, so that ratios leave 1.
 
     Another processor rounds otherwise, which is as another seed: of 30 runs (6 presets, 5 seeds, 30 steps) all ended above 0.92.
     Larger rates learn faster, and one run in 15 falls back."""
-    rewards = [step.metrics["reward"] for step in say(lr=5e-3).train(preset, 32, updates_per_rollout=2, **SIZE)]
+    steps = learnt(say(lr=5e-3).train(preset, 32, updates_per_rollout=2, **SIZE), 0.85)
+    rewards = [step.metrics["reward"] for step in steps]
     assert rewards[0] < 0.2
     assert np.mean(rewards[-5:]) > 0.85
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [1, 4])
-def test_rollouts_of_older_weights_teach_the_answers(ahead: int, say: Callable) -> None:
-    """Of 12 runs (6 seeds) the last five steps gave 0.90 to 1.00."""
-    steps = list(say(prompts=4, lr=7e-3).train("grpo", 43, ahead=ahead, prompts_per_step=4, group_size=16))
+def test_rollouts_of_older_weights_teach_the_answers(ahead: int, say: Callable, learnt: Callable) -> None:
+    """Of 12 runs (6 seeds) the last five of 43 steps gave 0.90 to 1.00."""
+    steps = learnt(say(prompts=4, lr=7e-3).train("grpo", 43, ahead=ahead, prompts_per_step=4, group_size=16), 0.8)
     rewards = [step.metrics["reward"] for step in steps]
     assert steps[-1].metrics["staleness/mean"] == ahead
     assert rewards[0] < 0.2

@@ -74,7 +74,7 @@ def test_p17_with_the_end_excluded_from_the_loss_it_is_not(world: Callable) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["dapo", "rloo", "reinforce_pp"])
-def test_other_presets_learn_to_stop_too(preset: str, world: Callable) -> None:
+def test_other_presets_learn_to_stop_too(preset: str, world: Callable, learnt: Callable) -> None:
     made = world(["a"], [[WORD]], right, 4, lr=1e-2, family="gpt2")
-    rewards = [step.metrics["reward"] for step in made.train(preset, 40, prompts_per_step=4, group_size=16)]
+    rewards = [step.metrics["reward"] for step in learnt(made.train(preset, 40, prompts_per_step=4, group_size=16), 0.9)]
     assert np.mean(rewards[-5:]) > 0.9
