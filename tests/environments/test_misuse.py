@@ -80,6 +80,27 @@ def test_what_cannot_be_shown_or_exits_is_told_to_the_policy(table: Callable[...
     ]
 
 
+@BOTH
+def test_what_has_no_text_is_told_and_what_is_to_be_awaited_is(table: Callable[..., Any], runs: str) -> None:
+    """The address of an object would be another text in every run."""
+    at = table(tools=("odd_tools.py:give", "odd_tools.py:later"), runs=runs)
+    said = call("give", what="generator"), call("give", what="object"), call("later", text="so")
+    (generator, made, later), told, _ = results(at, *said)
+    assert (generator.failure, made.failure, later.failure) == ("exception", "exception", "")
+    assert json.loads(generator.result) == {"error": "a generator has no text: return text, numbers, or lists and mappings of them"}
+    assert later.result == "so"
+    assert " at 0x" not in told
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("bit_by_bit", "yields its result bit by bit"), ("several", r"arguments by name, which '\*values' does not take")],
+)
+def test_tools_that_no_call_by_name_fits_are_refused(table: Callable[..., Any], name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        table(tools=(f"odd_tools.py:{name}",), runs="thread")
+
+
 def test_a_tool_that_changes_the_directory_changes_nobody_elses(table: Callable[..., Any], tmp_path: Path) -> None:
     """Not even that of the next call, which may get the same process."""
     before = os.getcwd()
@@ -113,7 +134,7 @@ def test_an_enum_offers_its_values_and_one_of_them_arrives(table: Callable[..., 
 
 def test_arguments_of_many_kinds(table: Callable[..., Any]) -> None:
     at = table(tools=("odd_tools.py:every",), runs="thread")
-    right = [{"words": ["a"], "counts": {"a": 1}}, {"words": [], "counts": {}, "mode": "down", "limit": None}]
+    right = [{"words": ["a"], "counts": {"a": 1.0}}, {"words": [], "counts": {}, "mode": "down", "limit": None}]
     wrong = [
         ({"words": [1], "counts": {}}, "the argument words is [1], expected array of string"),
         ({"words": [], "counts": {"a": "1"}}, 'the argument counts is {"a": "1"}, expected object of integer'),

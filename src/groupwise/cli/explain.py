@@ -1,8 +1,8 @@
 """One step worked through in numbers: rewards -> advantages -> weights -> ratios -> loss -> gradient, by what training calls.
 
-No formula stands here: credit, weights, ratio level, surrogate and KL are the ones that training calls.  What is made up are the
-completions and the policy: every token has a policy of its own, one number z with p = sigmoid(z), so that a gradient step moves
-its log-prob and nothing else, and can be followed by hand.
+No formula stands here: credit, weights, ratio level, surrogate and KL are the ones that training calls.  What is made up is the
+policy: every token has one of its own, one number z with p = sigmoid(z), so that a gradient step moves its log-prob and nothing
+else, and can be followed by hand.  So are the completions, where none of a run's fit into a table.
 
 M trained tokens, one completion after the other   K reward functions (here 1)
 """
@@ -37,6 +37,8 @@ REFERENCE = (0.55, 0.7, 0.6, 0.9, 0.4, 0.65)
 VALUES = (0.4, 0.5, 0.6, 0.5, 0.3, 0.2)
 """What a critic said of the first token, the second, ...; then again from the first."""
 EOS = 0
+SURE = 16.0
+"""The z of a token that was sampled with certainty: one of infinity could not be moved."""
 MOST_PASSES = 100
 """More than anyone reads."""
 
@@ -119,16 +121,20 @@ def work(
         raise ConfigError(
             f"{preset!r} learns from whole distributions, which do not fit a table of tokens: explain distill_sampled"
         )
-    scored = _group(rewards, given, longest)
-    ((advantages),) = algorithm.credit([scored])
-    samples = weigh([scored], [advantages], algorithm)
+    return _worked(algorithm, _group(rewards, given, longest), None, mu, lr)
+
+
+def _worked(algorithm: Algorithm, group: Scored, advantages: list[np.ndarray] | None, mu: int, lr: float) -> Example:
+    """advantages: as a run gave them; None: those of this group alone."""
+    own = algorithm.credit([group])[0] if advantages is None else advantages
+    samples = weigh([group], [own], algorithm)
     return Example(
-        algorithm=algorithm, group=scored, advantages=advantages, samples=samples, passes=_passes(algorithm, samples, mu, lr), lr=lr
+        algorithm=algorithm, group=group, advantages=own, samples=samples, passes=_passes(algorithm, samples, mu, lr), lr=lr
     )
 
 
-SHOWN = 8
-"""Completions of a recorded group that are worked through."""
+SHOWN, LONGEST = 8, 8
+"""Completions of a recorded group that are worked through, and tokens of the longest that a table has room for."""
 
 
 def work_of_run(
@@ -142,10 +148,11 @@ def work_of_run(
     beta: float | None = None,
     lr: float = 5.0,
 ) -> tuple[str, Example]:
-    """The same with a run's algorithm, on the first group of a recorded step whose rewards differ; and which group that is.
+    """The same with a run's algorithm, on the first group of a recorded step whose rewards differ; and what of it was recorded.
 
-    What is given takes the place of the run's.  step: default the newest.  Log-probs stay made up, and lengths where the run's are
-    more than fit into a table.   Raises ConfigError, DataError.
+    What is given takes the place of the run's.  step: default the newest.  A group that fits into a table is worked through as it
+    was recorded, with its log-probs, what reference, critic and teacher said, and its advantages; of any other only the rewards are
+    the run's.   Raises ConfigError, DataError.
     """
     origin = origin_of(path)
     if origin is None:
@@ -154,31 +161,55 @@ def work_of_run(
     recipe = origin.recipe
     if preset is None and not is_online(recipe.objective):
         raise ConfigError(f"{path} was trained by {recipe.objective!r}, which has no rollouts: groupwise explain --preset NAME")
-    says, longest = f"{origin.folder}: {recipe.objective}", 8
+    says, mu = f"{origin.folder}: {recipe.objective}", mu or recipe.group.updates_per_rollout
+    settings = recipe.group if preset is None else None
+    found, recorded = None, None
     if rewards is None:
         steps = list_rollouts(origin.folder)
         if not steps:
             raise ConfigError(f"{origin.folder} has recorded no rollouts: give --rewards")
-        number = steps[-1] if step is None else step
-        groups = read_step(origin.folder, number).groups
-        found = next((group for group in groups if not group.dead), groups[0])
+        recorded = read_step(origin.folder, steps[-1] if step is None else step)
+        place = next((i for i, group in enumerate(recorded.groups) if not group.dead), 0)
+        found = recorded.groups[place]
         rewards = [None if np.isnan(reward) else float(reward) for reward in found.reward[:SHOWN]]
-        own = [len(rollout) for rollout in found.rollouts[:SHOWN]]
-        lengths = own if lengths is None and max(own) <= longest else lengths
         cut = f", its first {SHOWN} completions" if len(found.reward) > SHOWN else ""
         dead = "; all groups have equal rewards" if found.dead else ""
-        says += f", group {found.prompt.id} of step {number}{cut} (recorded are steps {steps[0]} to {steps[-1]}{dead})"
+        says += f", group {found.prompt.id} of step {recorded.number}{cut} (recorded are steps {steps[0]} to {steps[-1]}{dead})"
+        if lengths is None and max(len(rollout) for rollout in found.rollouts[:SHOWN]) <= LONGEST:
+            lengths = [len(rollout) for rollout in found.rollouts[:SHOWN]]
     example = work(
-        rewards,
-        lengths,
-        preset=preset or recipe.objective,
-        mu=mu or recipe.group.updates_per_rollout,
-        beta=beta,
-        lr=lr,
-        longest=longest,
-        group=recipe.group if preset is None else None,
+        rewards, lengths, preset=preset or recipe.objective, mu=mu, beta=beta, lr=lr,
+        longest=LONGEST if found is None else max(LONGEST, recipe.rollout.max_new_tokens), group=settings,
+    )  # fmt: skip
+    if found is None or recorded is None:
+        return says, example
+    own = lengths == [len(rollout) for rollout in found.rollouts[:SHOWN]]
+    if own and all(name in found.signals for name in _signals_of(example.algorithm)):
+        as_it_was = preset is None and beta is None and len(recorded.advantages) > place
+        advantages = list(recorded.advantages[place])[:SHOWN] if as_it_was else None
+        known = ["log-probs", *_signals_of(example.algorithm).values()] + ["advantages"] * as_it_was
+        alone = "" if as_it_was else "; advantages are those of this group alone"
+        says += f"\nAs recorded: rewards, {', '.join(known)}{alone}"
+        return says, _worked(example.algorithm, _cut(found), advantages, mu, lr)
+    made_up = ["log-probs", *(["lengths"] if not own else []), *_signals_of(example.algorithm).values()]
+    return f"{says}\nMade up: {', '.join(made_up)}; advantages are those of this group alone", example
+
+
+def _signals_of(algorithm: Algorithm) -> dict[str, str]:
+    """Columns that an algorithm reads beside the tokens, and their names in a message."""
+    asked = (
+        (algorithm.needs_reference, "reference_logp", "those of the reference"),
+        (algorithm.needs_value, "value", "the critic's values"),
+        (algorithm.reads_teacher, "teacher_logp", "those of the teacher"),
     )
-    return says, example
+    return {column: name for needed, column, name in asked if needed}
+
+
+def _cut(group: Scored) -> Scored:
+    """Its first completions."""
+    signals = {name: tuple(columns[:SHOWN]) for name, columns in group.signals.items()}
+    rollouts, rewards, reward = group.rollouts[:SHOWN], group.rewards[:SHOWN], group.reward[:SHOWN]
+    return replace(group, rollouts=rollouts, rewards=rewards, reward=reward, signals=signals, extra={})
 
 
 def _group(rewards: Sequence[float | None], lengths: Sequence[int], longest: int) -> Scored:
@@ -213,9 +244,10 @@ def _passes(algorithm: Algorithm, samples: Sequence[Sample], mu: int, lr: float)
 
     if not samples:
         return ()
-    behavior_M, weight_M, reference_M = column("behavior_logp"), column("weight"), column("reference_logp")
+    behavior_M, weight_M = column("behavior_logp"), column("weight")
+    reference_M = column("reference_logp") if algorithm.loss_beta else None
     segment_M = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor([sample.weight.size for sample in samples]))
-    z_M = torch.logit(behavior_M.exp())
+    z_M = torch.logit(behavior_M.double().exp()).clamp(max=SURE)
     passes = []
     for _ in range(mu):
         logp_M = logsigmoid(z_M).requires_grad_()
@@ -225,14 +257,14 @@ def _passes(algorithm: Algorithm, samples: Sequence[Sample], mu: int, lr: float)
             advantage_M=column("advantage"),
             segment_M=segment_M,
             segments=len(samples),
-            reference_logp_M=reference_M if algorithm.loss_beta else None,
+            reference_logp_M=reference_M,
         )
         total = algorithm.total(terms, weight_M)
         (gradient_M,) = torch.autograd.grad(total, logp_M, retain_graph=True)
         (push_M,) = torch.autograd.grad(replace(algorithm, beta=0.0).total(terms, weight_M), logp_M)
         with torch.no_grad():
             log_ratio_M = algorithm.ratio(logp_M, behavior_M, segment_M, len(samples))
-            kl_M = algorithm.kl(logp_M, reference_M, logp_M - behavior_M) if algorithm.loss_beta else None
+            kl_M = algorithm.kl(logp_M, reference_M, logp_M - behavior_M) if reference_M is not None else None
             passes.append(
                 Pass(
                     logp=logp_M.numpy().copy(),
@@ -293,7 +325,8 @@ def _advantage_rows(example: Example) -> list[str]:
 
     rows = [_row("advantage", shown(example.advantages))]
     known = options(example.algorithm.credit)
-    if known.get("ddof") == 1:
+    alone = example.algorithm.credit([example.group])[0]
+    if known.get("ddof") == 1 and all(map(np.allclose, alone, example.advantages)):  # otherwise they are those of a whole rollout
         other = partial(example.algorithm.credit, ddof=0, eps=0.0)
         rows.append(_row("with ddof 0, eps 0", shown(other([example.group])[0])))
     if any(np.ptp(a) > 0 for a in example.advantages):

@@ -26,7 +26,7 @@ from groupwise.data.templates import Messages, Template
 from groupwise.data.turns import Turns
 from groupwise.environments.conversation import Reply
 from groupwise.environments.environment import Broken, Ended, Environment, Kind, Result, Source
-from groupwise.environments.schemas import name_of, wrong_arguments
+from groupwise.environments.schemas import name_of, typed, wrong_arguments
 from groupwise.environments.threads import Threads
 from groupwise.environments.tool_calls import BrokenCall, Call, CallForm, Said, form_of, read_turn, split_thinking
 from groupwise.environments.workers import error_text
@@ -330,7 +330,9 @@ class Talk:
         """The result of each call, in their order, and why the episode cannot continue, if it cannot."""
         refused = {place: self._refusal(call) for place, call in enumerate(calls)}
         wanted = [call for place, call in enumerate(calls) if refused[place] is None and isinstance(call, Call)]
-        results, over = self._environment.call([(call.name, call.arguments) for call in wanted], seconds=self._left)
+        known = {name_of(schema): schema for schema in self._kind.schemas}
+        asked = [(call.name, typed(known[call.name], call.arguments)) for call in wanted]
+        results, over = self._environment.call(asked, seconds=self._left)
         found = iter(results)
         return [_Carried(call, refused[place] or next(found)) for place, call in enumerate(calls)], over
 

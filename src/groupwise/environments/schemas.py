@@ -24,14 +24,18 @@ def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
     """The JSON schema of a function: every parameter has a type hint, and a line under `Args:` in a docstring of Google's style.
 
     A description that ends in `(choices: ["a", "b"])` offers these alone.   name: what the tool is called in messages.
-    Raises ConfigError for what is missing.
+    Raises ConfigError for what is missing, and for what no call by name can give or answer.
     """
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(f"the tool {name!r} yields its result bit by bit: return it as one text")
     documentation = inspect.getdoc(function)
     if not documentation:
         raise ConfigError(f"the tool {name!r} has no docstring: say what it does, and each parameter under `Args:`")
     about, described, returned = _sections(documentation)
     try:
         hints, parameters = get_type_hints(function), inspect.signature(function).parameters
+        if unnamed := next((one for one in parameters.values() if one.kind in _UNNAMED), None):
+            raise _Missing(f"the policy gives arguments by name, which {str(unnamed).partition(':')[0]!r} does not take; name each")
         takes: dict[str, Any] = {"type": "object", "properties": {key: _of_parameter(key, hints, described) for key in parameters}}
         if required := [key for key, one in parameters.items() if one.default is one.empty]:
             takes["required"] = required
@@ -47,6 +51,9 @@ def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
     if result is not None:
         whole["return"] = result | ({} if returned is None else {"description": returned})
     return {"type": "function", "function": whole}
+
+
+_UNNAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class _Missing(Exception):
@@ -164,6 +171,38 @@ def wrong_arguments(schema: Schema, arguments: Mapping[str, Any]) -> str | None:
     return None
 
 
+def typed(schema: Schema, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that are not wrong, as a function of Python wants them: what must be an integer is no `2.0`.
+
+    >>> typed({"function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}}, {"n": 2.0})
+    {'n': 2}
+    """
+    known = (schema["function"].get("parameters") or {}).get("properties") or {}
+    return {key: _typed(known[key], value) for key, value in arguments.items()}
+
+
+def _typed(schema: Any, value: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return value
+    if "anyOf" in schema:
+        return _typed(next((one for one in schema["anyOf"] if _fits(one, value)), {}), value)
+    kinds = _kinds(schema.get("type"))
+    if isinstance(value, float) and "integer" in kinds and "number" not in kinds and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        items = schema.get("prefixItems") or [schema.get("items")] * len(value)
+        return [_typed(one, inner) for one, inner in zip(items, value, strict=True)]
+    if isinstance(value, dict):
+        known, other = schema.get("properties") or {}, schema.get("additionalProperties")
+        return {key: _typed(known.get(key, other), one) for key, one in value.items()}
+    return value
+
+
+def _kinds(kinds: Any) -> list[str]:
+    """JSON Schema's `type`: one or several."""
+    return [] if kinds is None else [kinds] if isinstance(kinds, str) else list(kinds)
+
+
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -186,8 +225,7 @@ def _fits(schema: Mapping[str, Any], value: Any) -> bool:
     kinds = schema.get("type")
     if kinds is None:
         return True
-    named = [kinds] if isinstance(kinds, str) else kinds
-    if not any(_is_kind(kind, value) for kind in named):
+    if not any(_is_kind(kind, value) for kind in _kinds(kinds)):
         return False
     if isinstance(value, list) and "prefixItems" in schema:
         items = schema["prefixItems"]

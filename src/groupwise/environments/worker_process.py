@@ -11,6 +11,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -161,7 +162,7 @@ class Instance:
 
     def _plainly(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            return {"result": result_text(self._find(name)(**arguments))}
+            return {"result": result_text(self._awaited(self._find(name)(**arguments)))}
         except BaseException as error:  # whatever a tool raises is something that the policy is told
             return told(error)
 
@@ -198,7 +199,7 @@ def _methods(made: Any, interface: str | None) -> list[str]:
 def as_text(value: Any) -> str | None:
     """What a tool or an environment returned, for a message: text as it is, text blocks joined, anything else by `str`.
 
-    Raises EnvironmentFailure for blocks that are no text.
+    Raises EnvironmentFailure for blocks that are no text, and for objects whose text is their address.
     """
     if value is None or isinstance(value, str):
         return value
@@ -206,7 +207,14 @@ def as_text(value: Any) -> str | None:
         if other := next((block for block in value if block["type"] != "text"), None):
             raise EnvironmentFailure(f"a content block of type {other['type']!r} cannot be shown to a language model: give text")
         return "".join(str(block["text"]) for block in value)
-    return str(value)
+    text = str(value)
+    if _ADDRESS.search(text):
+        raise EnvironmentFailure(f"a {type(value).__name__} has no text: return text, numbers, or lists and mappings of them")
+    return text
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+>")
+"""What Python writes for objects without a text of their own: another one in every process."""
 
 
 def result_text(value: Any) -> str:

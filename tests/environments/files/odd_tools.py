@@ -23,7 +23,42 @@ def give(what: str) -> object:
         "surrogate": "bad \ud800 end",
         "zero": "a\0b",
         "unprintable": Unprintable(),
+        "generator": (n for n in range(3)),
+        "object": [object()],
     }[what]
+
+
+def later(text: str) -> object:
+    """Return what is only to be awaited.
+
+    Args:
+        text: What it comes to.
+    """
+
+    async def wait() -> str:
+        await asyncio.sleep(0)
+        return text
+
+    return wait()
+
+
+def bit_by_bit(count: int):
+    """Yield numbers.
+
+    Args:
+        count: How many.
+    """
+    yield from range(count)
+
+
+def several(*values: int, **named: int) -> int:
+    """Add up.
+
+    Args:
+        values: Numbers.
+        named: More of them.
+    """
+    return sum(values) + sum(named.values())
 
 
 class Unprintable:
