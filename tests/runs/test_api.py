@@ -607,6 +607,28 @@ def test_the_users_script_runs(tmp_path: Path) -> None:
     assert script.main(tmp_path / "runs") == "2 2 2 (2,) True"
 
 
+LEFT = """
+import groupwise as gw
+
+training = gw.train(
+    objective="grpo", name="left", steps=4, model={"scratch": {"hidden": 16, "layers": 1, "heads": 2, "tokenizer": "arithmetic"}},
+    data={"task": "addition", "limit": 8}, rewards=lambda completions, **_: [float(len(text)) for text in completions],
+    group={"prompts_per_step": 2, "group_size": 2}, rollout={"max_new_tokens": 4}, eval={"at_start": False},
+)
+steps = iter(training)
+print(next(steps).number, next(steps).number)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_ends_between_two_steps_saves_the_last(tmp_path: Path) -> None:
+    """Iterated over by `next`, so that nobody has left the loop."""
+    ended = subprocess.run([sys.executable, "-c", LEFT], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=240)
+    assert ended.stdout == "1 2\n"
+    assert "Traceback" not in ended.stderr and "Exception" not in ended.stderr
+    assert [path.name for path in (tmp_path / "runs" / "left" / "checkpoints").iterdir()] == ["000002"]
+
+
 def completions(wanted: dict[str, set[str]], folder: Path) -> dict[str, set[str]]:
     """What pyright's language server offers at the end of each text: what an editor shows.   wanted: what is waited for."""
     source = str(Path(gw.__file__).parents[1])

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import atexit
+import inspect
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from rich.console import Console
@@ -44,6 +47,7 @@ from groupwise.runs.signals import endings
 from groupwise.training import limit_meter
 from groupwise.training.evaluate import Evaluation
 from groupwise.utils import files
+from groupwise.utils.terminal import logger
 
 ACROSS = 5
 """Figures that stand side by side in 80 columns; more of them stand below one another."""
@@ -67,7 +71,7 @@ class Outcome:
 def train(recipe: Recipe, *, accept_changes: bool = False) -> Iterator[Step]:
     """Run a recipe and yield its steps; the run folder is written on the way.  Running it again resumes it.
 
-    A step numbered 0 carries the evaluation before training.
+    A step numbered 0 carries the evaluation before training.  Leaving the loop, or the program, between two steps saves the last.
     accept_changes: resume although data or reward files have changed since the run began.
     Raises ConfigError, DataError, RewardError, EngineError, CheckpointError, StorageError, Diverged.
 
@@ -75,10 +79,33 @@ def train(recipe: Recipe, *, accept_changes: bool = False) -> Iterator[Step]:
     >>> for step in train(load_recipe("recipes/demo.yaml")):  # doctest: +SKIP
     ...     print(step.number, step.metrics["reward"])
     """
+    if not _SUSPENDED:
+        atexit.unregister(_end_suspended)
+        atexit.register(_end_suspended)  # the newest: what a run makes use of is closed later
+    steps = _train(recipe, accept_changes)
+    _SUSPENDED.add(steps)
+    return steps
+
+
+def _train(recipe: Recipe, accept_changes: bool) -> Generator[Step]:
     join(recipe)
     folder = comm.from_first(lambda: choose_folder(recipe))
     with Run(recipe, folder, accept_changes=accept_changes) as run, comm.peers():
         yield from run.steps()
+
+
+_SUSPENDED: WeakSet[Generator[Step]] = WeakSet()
+"""Runs that somebody iterates over, perhaps with `next`."""
+
+
+def _end_suspended() -> None:
+    """Save what a program leaves between two steps when it ends, as leaving the loop would have done."""
+    for steps in list(_SUSPENDED):
+        if inspect.getgeneratorstate(steps) == inspect.GEN_SUSPENDED:
+            try:
+                steps.close()
+            except (GroupwiseError, OSError, RuntimeError) as error:
+                logger(__name__).error("a run that was left between two steps could not be saved: %s", error)
 
 
 def join(recipe: Recipe, timeout: float = comm.TIMEOUT) -> comm.World:
