@@ -337,7 +337,20 @@ def test_half_a_last_line_is_left_out_and_a_bad_one_before_it_is_named(tmp_path:
     path.write_text('{"prompt": "p", "completion": "a", "reward": 1}\n{"prompt": "p", "compl')
     assert pages_of(path).answer("step", {"run": "0"})["completions"] == 1
     path.write_text('{"prompt"\n{"prompt": "p", "completion": "a"}\n')
-    with pytest.raises(DataError, match=r"rows\.jsonl:1"):
+    with pytest.raises(DataError, match=r"rows\.jsonl line 1: not JSON: the line is cut off"):
+        open_source(path)
+
+
+def test_rows_that_are_none_are_named_and_rows_without_a_completion_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('\ufeff{"prompt": "p", "completion": "a"}\r\n{"foo": 1}\n', encoding="utf-8")
+    assert pages_of(path).answer("step", {"run": "0"})["completions"] == 1
+    assert "1 of 2 rows hold no completion, and are left out" in caplog.text
+    path.write_text('{"prompt": "p", "completion": "a"}\n[1, 2]\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl line 2: a row is a JSON object, this is a list"):
+        open_source(path)
+    path.write_text('{"foo": 1}\n')
+    with pytest.raises(DataError, match="no column that could be a completion .*; it has foo"):
         open_source(path)
 
 
