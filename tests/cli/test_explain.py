@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import groupwise as gw
 from groupwise.algorithms.registry import ALGORITHMS
 from groupwise.cli import commands
-from groupwise.cli.explain import render, work
+from groupwise.cli.explain import render, work, work_of_run
 from groupwise.errors import ConfigError
 
 SHOWN = [name for name, row in ALGORITHMS.items() if row.divergence is None]
@@ -109,3 +111,29 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as end:
             commands.main(["explain", *wrong])
         assert end.value.code == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["ppo", "grpo"])
+def test_a_recorded_group_is_explained_as_it_was(preset: str, tmp_path: Path) -> None:
+    """Log-probs and advantages are the run's own; where its completions are too long for a table, that is said."""
+    settings = {
+        "objective": preset, "name": "run", "runs": str(tmp_path), "steps": 1, "data": {"task": "addition", "limit": 8},
+        "model": {"scratch": {"hidden": 16, "layers": 1, "heads": 2, "tokenizer": "arithmetic"}}, "eval": {"at_start": False},
+        "rewards": [{"function": "regex", "args": {"pattern": "[0-4]"}}], "group": {"prompts_per_step": 4, "group_size": 2},
+    }  # fmt: skip
+    for length in (4, 12):
+        training = gw.train(**settings | {"name": f"run{length}", "rollout": {"max_new_tokens": length}})
+        (step,) = [step for step in training if step.number]
+        says, example = work_of_run(str(training.folder))
+        place = next(i for i, group in enumerate(step.groups) if group.prompt.id in says)
+        if length == 4:
+            assert "As recorded: rewards, log-probs" in says and "advantages" in says
+            for mine, theirs in zip(example.advantages, step.advantages[place], strict=True):
+                np.testing.assert_allclose(mine, theirs, atol=1e-6)
+            drawn = np.concatenate([rollout.behavior_logp for rollout in step.groups[place].rollouts])
+            np.testing.assert_allclose(example.column("behavior_logp"), drawn, atol=1e-6)
+            np.testing.assert_allclose(example.passes[0].ratio, 1.0, atol=1e-6)
+        elif max(map(len, step.groups[place].rollouts)) > 8:
+            assert "Made up: log-probs, lengths" in says
+        assert work_of_run(str(training.folder), preset="rloo", rewards=[1.0, 0.0])[1].algorithm.name == "rloo"

@@ -267,6 +267,10 @@ def test_k8_never_says_could_not_connect(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "runs" / "sums").mkdir(parents=True)
     assert refused(GOOD, "model.path=runs/sum")[0].endswith("no such folder 'runs/sum' (did you mean runs/sums?)")
     assert "it holds no config.json" in refused(GOOD, "model.path=runs/sums")[0]
+    final = tmp_path / "runs" / "done" / "grpo" / "final"
+    final.mkdir(parents=True)
+    (final / "config.json").write_text("{}")
+    assert refused(GOOD, "model.path=runs/done")[0].endswith("no config.json; did you mean runs/done/grpo/final?")
     (tmp_path / "runs" / "sums" / "config.json").write_text("{}")
     assert one(GOOD, "model.path=runs/sums").model.path == "runs/sums"
     (tmp_path / "hf" / "hub" / "models--gpt2").mkdir(parents=True)

@@ -607,6 +607,24 @@ def test_the_users_script_runs(tmp_path: Path) -> None:
     assert script.main(tmp_path / "runs") == "2 2 2 (2,) True"
 
 
+def test_rows_that_are_left_out_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also to whoever iterates and sees no plan."""
+    rows = [{"prompt": "1+1="}, {"prompt": None}, {"x": 1}, {"prompt": ""}, {"prompt": "1+2="}]
+    given = {
+        "objective": "grpo",
+        "name": "few",
+        "runs": str(tmp_path),
+        "steps": 1,
+        "model": {"scratch": {"hidden": 16}},
+        "data": rows,
+    }
+    given |= {"rewards": lambda completions, **_: [float(len(text)) for text in completions], "rollout": {"max_new_tokens": 2}}
+    with pytest.raises(ConfigError, match=r"only 2 prompts: .* \(3 of 5 rows of data are left out: .*first: data row"):
+        list(gw.train(**given, group={"prompts_per_step": 3, "group_size": 2}))
+    list(gw.train(**given, group={"prompts_per_step": 2, "group_size": 2}))
+    assert "3 of 5 rows of data are left out" in caplog.text
+
+
 LEFT = """
 import groupwise as gw
 

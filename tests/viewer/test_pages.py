@@ -350,7 +350,7 @@ def test_rows_that_are_none_are_named_and_rows_without_a_completion_told(tmp_pat
     with pytest.raises(DataError, match=r"rows\.jsonl line 2: a row is a JSON object, this is a list"):
         open_source(path)
     path.write_text('{"foo": 1}\n')
-    with pytest.raises(DataError, match="no column that could be a completion .*; it has foo"):
+    with pytest.raises(DataError, match=r"no column that could be a completion .*; it has foo"):
         open_source(path)
 
 

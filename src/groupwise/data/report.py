@@ -42,8 +42,17 @@ class Report:
         )
         for label, counts in (("dropped", self.dropped), ("kept", self.noted)):
             if counts:
-                text += f"; {label}: " + ", ".join(f"{count} {reason}{self._first(reason)}" for reason, count in counts.items())
+                text += f"; {label}: {self._listed(counts)}"
         return text
+
+    @property
+    def left_out(self) -> str:
+        """How many rows were dropped, and why; empty if none was."""
+        lost = self.rows - self.kept
+        return f"{lost} of {self.rows} rows of {self.source} are left out: {self._listed(self.dropped)}" if lost else ""
+
+    def _listed(self, counts: Mapping[str, int]) -> str:
+        return ", ".join(f"{count} {reason}{self._first(reason)}" for reason, count in counts.items())
 
     def _first(self, reason: str) -> str:
         return f" (first: {self.first[reason]})" if reason in self.first else ""

@@ -74,6 +74,8 @@ class Job(Learner):
 
     plan: Lines
     """What will happen, as label and text."""
+    warnings: list[str]
+    """For whoever does not read the plan."""
     steps: int
     order: Order
     loop: Callable[[int], Iterator[Step]]
@@ -258,6 +260,7 @@ def _online_job(recipe: Recipe, blueprint: Blueprint, reference: Path | None, re
     return Job(
         recipe=recipe,
         plan=[*prepared.plan, *engine_lines(engine, ahead)],
+        warnings=prepared.warnings,
         steps=prepared.steps,
         policy=policy,
         optimizer=optimizer,
@@ -324,6 +327,7 @@ def _dataset_learner(
     return Job(
         recipe=recipe,
         plan=prepared.plan,
+        warnings=prepared.warnings,
         steps=prepared.steps,
         policy=policy,
         optimizer=optimizer,

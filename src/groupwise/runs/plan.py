@@ -181,16 +181,19 @@ def memory_lines(need: Memory) -> Lines:
     return [("memory", f"about {size(need.peak)} at the peak ({', '.join(f'{name} {size(n)}' for name, n in parts)})")]
 
 
-def online_plan(recipe: Recipe, rows: int, held_out: int, validation: int = 0) -> Lines:
-    """Prompts, completions, updates and epochs of an online run.  Raises ConfigError if nothing would be trained."""
+def online_plan(recipe: Recipe, rows: int, held_out: int, validation: int = 0, left_out: str = "") -> Lines:
+    """Prompts, completions, updates and epochs of an online run.  Raises ConfigError if nothing would be trained.
+
+    left_out: what was dropped of the data (`Report.left_out`), for messages.
+    """
     group, steps = recipe.group, recipe.steps
     assert steps is not None
     if rows < 1:
-        raise ConfigError("no prompt is left to train on: see the counts of the data above")
+        raise ConfigError(f"no prompt is left to train on{_because(left_out)}")
     if group.prompts_per_step > rows:
         raise ConfigError(
             f"group.prompts_per_step is {group.prompts_per_step}, but the data has only {rows} prompts: "
-            f"use group.prompts_per_step={rows} or less, or add data"
+            f"use group.prompts_per_step={rows} or less, or add data{_because(left_out)}"
         )
     completions = group.prompts_per_step * group.group_size
     updates = group.updates_per_rollout * group.minibatches
@@ -205,13 +208,15 @@ def online_plan(recipe: Recipe, rows: int, held_out: int, validation: int = 0) -
     ]  # fmt: skip
 
 
-def offline_plan(recipe: Recipe, rows: int, held_out: int, tokens: float, validation: int = 0) -> tuple[Lines, int]:
-    """Rows, steps and epochs of a data-set run, and its number of steps.  `tokens`: mean per row.
+def offline_plan(
+    recipe: Recipe, rows: int, held_out: int, tokens: float, validation: int = 0, left_out: str = ""
+) -> tuple[Lines, int]:
+    """Rows, steps and epochs of a data-set run, and its number of steps.  `tokens`: mean per row.  left_out: see `online_plan`.
 
     Raises ConfigError if nothing would be trained.
     """
     if rows < 1:
-        raise ConfigError("no row is left to train on: see the counts of the data above")
+        raise ConfigError(f"no row is left to train on{_because(left_out)}")
     size = min(recipe.batch_size, rows)
     steps = recipe.steps or math.ceil((recipe.epochs or 0.0) * rows / size)
     if steps < 1:
@@ -222,6 +227,10 @@ def offline_plan(recipe: Recipe, rows: int, held_out: int, tokens: float, valida
         ("in all", f"{steps:,} steps, {steps * size:,} rows, {steps * size / rows:.2f} epochs"),
     ]
     return lines, steps
+
+
+def _because(left_out: str) -> str:
+    return f" ({left_out})" if left_out else ""
 
 
 def _held_out(test: int, validation: int) -> str:

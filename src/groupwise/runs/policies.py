@@ -161,7 +161,8 @@ def _hint(text: str | None, policy: Policy) -> Callable[[Prompt], np.ndarray] | 
             said = str(text).format_map(dict(prompt.row))
         except (KeyError, IndexError, ValueError) as error:
             columns = ", ".join(map(str, prompt.row)) or "none"
-            raise ConfigError(f"teacher.hint: {text!r} does not fit the rows, whose columns are {columns}: {error!r}") from error
+            why = f"there is no {error.args[0]!r}" if isinstance(error, KeyError) else error
+            raise ConfigError(f"teacher.hint: {text!r} does not fit the rows, whose columns are {columns}: {why}") from error
         return np.asarray(policy.tokenizer(said, add_special_tokens=False)["input_ids"], dtype=np.int64)
 
     return None if text is None else ids

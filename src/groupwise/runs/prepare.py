@@ -136,6 +136,12 @@ class Prepared:
     world: World | None = None
 
     @property
+    def warnings(self) -> list[str]:
+        """What to know before training, for whoever does not read the plan."""
+        lost = self.rows.report.left_out
+        return [*([lost] if lost else []), *(text for label, text in self.plan if label == "warning")]
+
+    @property
     def closing(self) -> list[Callable[[], None]]:
         """Ends what it has started."""
         return [one.close for one in (self.rewards, self.world) if one is not None]
@@ -169,7 +175,8 @@ class Prepared:
             prompts = _prompts(_with_room(recipe, blueprint, wrong), blueprint, tools_of(source))
         if prompts is not None:
             with wrong.of("group.prompts_per_step"):
-                lines = online_plan(recipe, len(prompts.train), len(prompts.held_out), len(prompts.validation))
+                counts = len(prompts.train), len(prompts.held_out), len(prompts.validation)
+                lines = online_plan(recipe, *counts, prompts.report.left_out)
         if wrong.errors:
             _try_rewards(recipe, prompts, blueprint, wrong)
         wrong.settle()
@@ -231,7 +238,8 @@ class Prepared:
         tokens = sum(len(row) for row in rows.train) / max(len(rows.train), 1)
         prompts = _prompts(recipe, blueprint, tools_of(source), train=False) if recipe.rewards and kind.samples else None
         judged = prompts or rows
-        lines, steps = offline_plan(recipe, len(rows.train), len(judged.held_out), tokens, len(judged.validation))
+        held_out, validation, left_out = len(judged.held_out), len(judged.validation), rows.report.left_out
+        lines, steps = offline_plan(recipe, len(rows.train), held_out, tokens, validation, left_out)
         load = Load(
             prompts=recipe.batch_size,
             group=1,

@@ -91,6 +91,8 @@ def _train(recipe: Recipe, accept_changes: bool) -> Generator[Step]:
     join(recipe)
     folder = comm.from_first(lambda: choose_folder(recipe))
     with Run(recipe, folder, accept_changes=accept_changes) as run, comm.peers():
+        for text in run.job.warnings if run.first else ():
+            logger(__name__).warning("%s", text)
         yield from run.steps()
 
 

@@ -150,7 +150,7 @@ METRICS: tuple[Section, ...] = (
         "Critic and teacher",
         "PPO, and objectives with a teacher. V: the critic's value before this step, R: its target.",
         (
-            Metric("value/mean", "yours", "mean V", "What the critic expected."),
+            Metric("value/mean", "yours", "mean V", "What the critic expected, of the tokens whose completion has a reward."),
             Metric("value/return", "yours", "mean R", "What it should have said.", "near `value/mean`"),
             Metric("value/loss", "yours^2", "mean (V - R)^2 / 2", "Error of the critic, without clipping."),
             Metric("value/explained", "share", "1 - Var(R - V) / Var(R)", "Variance of the returns that the critic explains.",
