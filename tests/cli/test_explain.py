@@ -120,13 +120,13 @@ def test_a_recorded_group_is_explained_as_it_was(preset: str, tmp_path: Path) ->
     settings = {
         "objective": preset, "name": "run", "runs": str(tmp_path), "steps": 1, "data": {"task": "addition", "limit": 8},
         "model": {"scratch": {"hidden": 16, "layers": 1, "heads": 2, "tokenizer": "arithmetic"}}, "eval": {"at_start": False},
-        "rewards": [{"function": "regex", "args": {"pattern": "[0-4]"}}], "group": {"prompts_per_step": 4, "group_size": 2},
+        "rewards": [{"function": "regex", "args": {"pattern": "[0-4]"}}], "group": {"prompts_per_step": 4, "group_size": 4},
     }  # fmt: skip
     for length in (4, 12):
         training = gw.train(**settings | {"name": f"run{length}", "rollout": {"max_new_tokens": length}})
         (step,) = [step for step in training if step.number]
         says, example = work_of_run(str(training.folder))
-        place = next(i for i, group in enumerate(step.groups) if group.prompt.id in says)
+        place = next(i for i, group in enumerate(step.groups) if f", group {group.prompt.id} of step 1" in says)
         if length == 4:
             assert "As recorded: rewards, log-probs" in says and "advantages" in says
             for mine, theirs in zip(example.advantages, step.advantages[place], strict=True):
@@ -134,6 +134,33 @@ def test_a_recorded_group_is_explained_as_it_was(preset: str, tmp_path: Path) ->
             drawn = np.concatenate([rollout.behavior_logp for rollout in step.groups[place].rollouts])
             np.testing.assert_allclose(example.column("behavior_logp"), drawn, atol=1e-6)
             np.testing.assert_allclose(example.passes[0].ratio, 1.0, atol=1e-6)
-        elif max(map(len, step.groups[place].rollouts)) > 8:
+        else:
+            assert max(map(len, step.groups[place].rollouts)) > 8
             assert "Made up: log-probs, lengths" in says
         assert work_of_run(str(training.folder), preset="rloo", rewards=[1.0, 0.0])[1].algorithm.name == "rloo"
+
+
+class Twice:
+    """Asks again, once."""
+
+    def reset(self, row: dict) -> str:
+        """Nothing to say."""
+        return ""
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        """Every answer is worth its length."""
+        return "and?", float(len(text)), False
+
+
+@pytest.mark.slow
+def test_of_an_episode_only_the_rewards_are_taken(tmp_path: Path) -> None:
+    training = gw.train(
+        objective="grpo", name="run", runs=str(tmp_path), steps=1, data={"task": "addition", "limit": 8, "chat": True},
+        model={"scratch": {"hidden": 16, "layers": 1, "heads": 2, "tokenizer": "arithmetic"}}, eval={"at_start": False},
+        rollout={"max_new_tokens": 8}, group={"prompts_per_step": 2, "group_size": 2},
+        environment={"factory": Twice, "max_turns": 2},
+    )  # fmt: skip
+    assert [step.number for step in training if step.number] == [1]
+    says, example = work_of_run(str(training.folder))
+    assert "Made up: log-probs" in says
+    assert "Pass 1" in render(example)

@@ -31,7 +31,14 @@ def results(at: Any, *said: str) -> Any:
 @BOTH
 @pytest.mark.parametrize(
     ("what", "shown"),
-    [("bytes", r"b'caf\xc3\xa9'"), ("none", "None"), ("nan", "nan"), ("nested", "{'a': [1, {'b': None}]}"), ("zero", "a\0b")],
+    [
+        ("bytes", r"b'caf\xc3\xa9'"),
+        ("none", "None"),
+        ("nan", "nan"),
+        ("nested", "{'a': [1, {'b': None}]}"),
+        ("zero", "a\0b"),
+        ("printed", "{'stdout': '<function f at 0x7f2a10>'}"),
+    ],
 )
 def test_whatever_a_tool_returns_is_shown_as_text(table: Callable[..., Any], runs: str, what: str, shown: str) -> None:
     (one,), told, _ = results(table(tools=("odd_tools.py:give",), runs=runs), call("give", what=what))

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
-from groupwise.environments.schemas import schema_of
+from groupwise.environments.schemas import schema_of, typed
 from groupwise.errors import ConfigError
 
 WRITTEN = """Take one thing.
@@ -209,3 +209,24 @@ def test_a_process_of_tools_imports_neither_torch_nor_transformers() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert said.stdout == "1 []\n", said.stderr
+
+
+def test_whole_numbers_are_integers_wherever_one_is_asked_for() -> None:
+    """Also where a schema that others wrote says less than was given."""
+    number, integer = {"type": "number"}, {"type": "integer"}
+    parameters = {
+        "plain": integer, "either": {"type": ["integer", "null"]}, "both": {"type": ["integer", "number"]}, "float": number,
+        "any": {"anyOf": [{"type": "string"}, integer]}, "first": {"prefixItems": [integer]}, "all": {"items": integer},
+        "by_name": {"additionalProperties": integer}, "inside": {"properties": {"n": integer}},
+    }  # fmt: skip
+    given = {
+        "plain": 2.0, "either": 2.0, "both": 2.0, "float": 2.0, "any": 2.0, "first": [1.0, 2.0], "all": [1.0],
+        "by_name": {"a": 3.0}, "inside": {"n": 4.0, "m": 5.0},
+    }  # fmt: skip
+    found = typed({"function": {"name": "f", "parameters": {"properties": parameters}}}, given)
+    assert repr(found) == repr(
+        {
+            "plain": 2, "either": 2, "both": 2.0, "float": 2.0, "any": 2, "first": [1, 2.0], "all": [1],
+            "by_name": {"a": 3}, "inside": {"n": 4, "m": 5.0},
+        }
+    )  # fmt: skip

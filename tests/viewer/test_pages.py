@@ -337,21 +337,21 @@ def test_half_a_last_line_is_left_out_and_a_bad_one_before_it_is_named(tmp_path:
     path.write_text('{"prompt": "p", "completion": "a", "reward": 1}\n{"prompt": "p", "compl')
     assert pages_of(path).answer("step", {"run": "0"})["completions"] == 1
     path.write_text('{"prompt"\n{"prompt": "p", "completion": "a"}\n')
-    with pytest.raises(DataError, match=r"rows\.jsonl line 1: not JSON: the line is cut off"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: no JSON"):
         open_source(path)
 
 
-def test_rows_that_are_none_are_named_and_rows_without_a_completion_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_without_a_completion_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever else is wrong with a file of completions, as much of it as can be is shown."""
     path = tmp_path / "rows.jsonl"
-    path.write_text('\ufeff{"prompt": "p", "completion": "a"}\r\n{"foo": 1}\n', encoding="utf-8")
-    assert pages_of(path).answer("step", {"run": "0"})["completions"] == 1
-    assert "1 of 2 rows hold no completion, and are left out" in caplog.text
-    path.write_text('{"prompt": "p", "completion": "a"}\n[1, 2]\n')
-    with pytest.raises(DataError, match=r"rows\.jsonl line 2: a row is a JSON object, this is a list"):
-        open_source(path)
-    path.write_text('{"foo": 1}\n')
-    with pytest.raises(DataError, match=r"no column that could be a completion .*; it has foo"):
-        open_source(path)
+    odd = '{"prompt": "p", "completion": "half \\ud83d"}\r\n{"foo": 1}\n[1, 2]\n'
+    path.write_bytes(b"\xef\xbb\xbf" + odd.encode() + b'{"completion": "\xff"}\n')
+    assert pages_of(path).answer("step", {"run": "0"})["completions"] == 2
+    assert "2 of 4 rows hold no completion, and are left out" in caplog.text
+    for text, has in (('{"foo": 1}', "it has foo"), ("[1, 2]", "its rows are no JSON objects")):
+        path.write_text(text + "\n")
+        with pytest.raises(DataError, match=f"no column that could be a completion [^;]*; {has}"):
+            open_source(path)
 
 
 def test_what_is_no_run_is_refused_with_a_remedy(tmp_path: Path, run_folder: Path) -> None:

@@ -117,6 +117,8 @@ def work(
         known, group_size=len(rewards), updates_per_rollout=mu, minibatches=1, beta=known.beta if beta is None else beta
     )
     algorithm = resolve(preset, asked, longest)
+    if algorithm.needs_threshold:
+        raise ConfigError("group.entropy_quantile asks for entropies, which a made-up policy does not have: explain --preset NAME")
     if algorithm.divergence is not None:
         raise ConfigError(
             f"{preset!r} learns from whole distributions, which do not fit a table of tokens: explain distill_sampled"
@@ -183,13 +185,15 @@ def work_of_run(
     )  # fmt: skip
     if found is None or recorded is None:
         return says, example
-    own = lengths == [len(rollout) for rollout in found.rollouts[:SHOWN]]
+    shown = found.rollouts[:SHOWN]
+    whole = all(rollout.episode is None and rollout.trained.all() for rollout in shown)  # of an episode a part is the policy's
+    own = whole and lengths == [len(rollout) for rollout in shown]
     if own and all(name in found.signals for name in _signals_of(example.algorithm)):
         as_it_was = preset is None and beta is None and len(recorded.advantages) > place
         advantages = list(recorded.advantages[place])[:SHOWN] if as_it_was else None
         known = ["log-probs", *_signals_of(example.algorithm).values()] + ["advantages"] * as_it_was
         alone = "" if as_it_was else "; advantages are those of this group alone"
-        says += f"\nAs recorded: rewards, {', '.join(known)}{alone}"
+        says += f"\nAs recorded: rewards, {', '.join(known)}{alone}; weights and loss are those of these completions alone"
         return says, _worked(example.algorithm, _cut(found), advantages, mu, lr)
     made_up = ["log-probs", *(["lengths"] if not own else []), *_signals_of(example.algorithm).values()]
     return f"{says}\nMade up: {', '.join(made_up)}; advantages are those of this group alone", example

@@ -190,8 +190,8 @@ def _typed(schema: Any, value: Any) -> Any:
     if isinstance(value, float) and "integer" in kinds and "number" not in kinds and value.is_integer():
         return int(value)
     if isinstance(value, list):
-        items = schema.get("prefixItems") or [schema.get("items")] * len(value)
-        return [_typed(one, inner) for one, inner in zip(items, value, strict=True)]
+        first, other = schema.get("prefixItems") or [], schema.get("items")
+        return [_typed(first[i] if i < len(first) else other, inner) for i, inner in enumerate(value)]
     if isinstance(value, dict):
         known, other = schema.get("properties") or {}, schema.get("additionalProperties")
         return {key: _typed(known.get(key, other), one) for key, one in value.items()}

@@ -207,14 +207,19 @@ def as_text(value: Any) -> str | None:
         if other := next((block for block in value if block["type"] != "text"), None):
             raise EnvironmentFailure(f"a content block of type {other['type']!r} cannot be shown to a language model: give text")
         return "".join(str(block["text"]) for block in value)
-    text = str(value)
-    if _ADDRESS.search(text):
-        raise EnvironmentFailure(f"a {type(value).__name__} has no text: return text, numbers, or lists and mappings of them")
-    return text
+    if (other := _without_text(value)) is not None:
+        raise EnvironmentFailure(f"a {type(other).__name__} has no text: return text, numbers, or lists and mappings of them")
+    return str(value)
 
 
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+>")
-"""What Python writes for objects without a text of their own: another one in every process."""
+def _without_text(value: Any) -> Any:
+    """What is or holds an object that Python writes as its address, which is another one in every process; None if nothing does."""
+    if value is None or isinstance(value, str | int | float | bytes):
+        return None
+    if isinstance(value, Mapping | list | tuple | set):
+        inner = [*value, *value.values()] if isinstance(value, Mapping) else value
+        return next((found for one in inner if (found := _without_text(one)) is not None), None)
+    return value if re.search(r" at 0x[0-9a-f]+>$", str(value)) else None
 
 
 def result_text(value: Any) -> str:

@@ -96,7 +96,10 @@ def make_source(settings: EnvironmentSettings) -> Source | None:
 
 def tools_of(source: Source | None) -> Tools | None:
     """What the prompts of rows show: the tools of their environment, none where it has none; None if there is no environment."""
-    return None if source is None else lambda row: kind_of(source, row, "a row").schemas
+    if source is None:
+        return None
+    some = any(kind.schemas for kind in source.kinds.values())
+    return lambda row: kind_of(source, row, "a row").schemas if some else ()
 
 
 def make_world(recipe: Recipe, blueprint: Blueprint, source: Source | None, sampling: Sampling) -> World | None:

@@ -9,6 +9,7 @@ import atexit
 import inspect
 import os
 import shlex
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -79,9 +80,6 @@ def train(recipe: Recipe, *, accept_changes: bool = False) -> Iterator[Step]:
     >>> for step in train(load_recipe("recipes/demo.yaml")):  # doctest: +SKIP
     ...     print(step.number, step.metrics["reward"])
     """
-    if not _SUSPENDED:
-        atexit.unregister(_end_suspended)
-        atexit.register(_end_suspended)  # the newest: what a run makes use of is closed later
     steps = _train(recipe, accept_changes)
     _SUSPENDED.add(steps)
     return steps
@@ -91,8 +89,10 @@ def _train(recipe: Recipe, accept_changes: bool) -> Generator[Step]:
     join(recipe)
     folder = comm.from_first(lambda: choose_folder(recipe))
     with Run(recipe, folder, accept_changes=accept_changes) as run, comm.peers():
-        for text in run.job.warnings if run.first else ():
+        for text in run.job.warnings if run.first and run.done < run.job.steps else ():
             logger(__name__).warning("%s", text)
+        atexit.unregister(_end_suspended)
+        atexit.register(_end_suspended, os.getpid())  # the last to come is the first to go: what the run has begun is closed later
         yield from run.steps()
 
 
@@ -100,14 +100,20 @@ _SUSPENDED: WeakSet[Generator[Step]] = WeakSet()
 """Runs that somebody iterates over, perhaps with `next`."""
 
 
-def _end_suspended() -> None:
-    """Save what a program leaves between two steps when it ends, as leaving the loop would have done."""
+def _end_suspended(process: int) -> None:
+    """Save what a program leaves between two steps when it ends, as leaving the loop would have done.
+
+    Not in a fork of it; and not where one of several processes fails, with which the others cannot agree about anything any more.
+    """
+    failed = getattr(sys, "last_value", None) is not None
+    if os.getpid() != process or (failed and comm.world().size > 1):
+        return
     for steps in list(_SUSPENDED):
         if inspect.getgeneratorstate(steps) == inspect.GEN_SUSPENDED:
             try:
                 steps.close()
-            except (GroupwiseError, OSError, RuntimeError) as error:
-                logger(__name__).error("a run that was left between two steps could not be saved: %s", error)
+            except BaseException as error:  # a second Ctrl-C too: the next run is to be saved all the same
+                logger(__name__).error("a run that was left between two steps could not be saved: %r", error)
 
 
 def join(recipe: Recipe, timeout: float = comm.TIMEOUT) -> comm.World:

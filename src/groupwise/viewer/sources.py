@@ -21,7 +21,6 @@ import pyarrow.parquet as pq
 import yaml
 
 from groupwise.data import vocabulary
-from groupwise.data.sources import read_rows
 from groupwise.data.vocabulary import Vocabulary
 from groupwise.errors import DataError
 from groupwise.runs import folder as runlog
@@ -381,52 +380,50 @@ _GROUP = ("group", "example_id", "group_id", "prompt_id", "uid", "idx")
 _FINISH = ("finish", "finish_reason", "stop_reason", "stop_condition", "stop")
 
 
-def _rows_of(path: Path) -> list[Mapping[str, Any]]:
-    """Rows that hold a completion; of the others a warning tells."""
-    given = path.stat().st_size >> 20 if path.exists() else 0
-    if path.suffix != ".parquet" and given > LARGEST_JSONL >> 20:
-        raise DataError(f"{path} has {given} MiB: convert it to Parquet, or cut it to {LARGEST_JSONL >> 20}")
-    found = _wrapped(path)
-    if found is None:
-        read = read_rows(str(path), lenient=True)
-        wrong = [left.where for left in read.left_out if not _being_written(path, left.where)]
-        if wrong:
-            raise DataError(wrong[0])
-        found = list(read)
-    rows = [row for row in found if isinstance(row, Mapping) and _first(row, _COMPLETION) is not None]
-    if not rows:
-        columns = ", ".join(dict.fromkeys(key for row in found if isinstance(row, Mapping) for key in row))
-        has = f"; it has {columns}" if columns else ""
-        raise DataError(f"{path} has no column that could be a completion ({', '.join(_COMPLETION)}){has}")
-    if len(found) > len(rows):
-        logger(__name__).warning("%s: %d of %d rows hold no completion, and are left out", path, len(found) - len(rows), len(found))
-    return rows
-
-
-def _being_written(path: Path, where: str) -> bool:
-    """True of the last line of a file that does not end one yet."""
-    lines = path.read_bytes().split(b"\n")
-    return bool(lines[-1].strip()) and where.startswith(f"{path} line {len(lines)}:")
-
-
-def _wrapped(path: Path) -> list[Any] | None:
-    """What a JSON file holds that is one object: rows under a name, or a single row; None of any other file."""
-    if path.suffix != ".json":
-        return None
+def _rows_of(path: Path) -> list[dict[str, Any]]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError):
-        return None  # whoever reads rows says what is wrong
-    if not isinstance(data, Mapping):
-        return None
-    return next((data[name] for name in ("rows", "results") if isinstance(data.get(name), list)), [data])
+        if path.suffix == ".parquet":
+            return pq.read_table(path).to_pylist()
+        if path.stat().st_size > LARGEST_JSONL:
+            raise DataError(
+                f"{path} has {path.stat().st_size >> 20} MiB: convert it to Parquet, or cut it to {LARGEST_JSONL >> 20}"
+            )
+        text = path.read_text(encoding="utf-8-sig", errors="replace")
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    if path.suffix == ".json":
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise DataError(f"{path} is no JSON: {error}") from error
+        rows = data if isinstance(data, list) else data.get("rows") or data.get("results") or [data]
+    else:
+        rows = []
+        lines = text.split("\n")
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    rows.append(json.loads(line))
+                except ValueError as error:
+                    if number < len(lines):  # the last line may be one that is being written
+                        raise DataError(f"{path}:{number}: no JSON: {error}") from error
+    if not rows:
+        raise DataError(f"{path} holds no rows")
+    found = [row for row in rows if isinstance(row, dict) and _first(row, _COMPLETION) is not None]
+    if not found:
+        has = f"it has {', '.join(rows[0])}" if isinstance(rows[0], dict) else "its rows are no JSON objects"
+        raise DataError(f"{path} has no column that could be a completion ({', '.join(_COMPLETION)}); {has}")
+    if len(found) < len(rows):
+        lost = len(rows) - len(found)
+        logger(__name__).warning("%s: %d of %d rows hold no completion, and are left out", path, lost, len(rows))
+    return found
 
 
 def _first(row: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((row[name] for name in names if row.get(name) is not None), None)
 
 
-def _by_step(rows: Sequence[Mapping[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+def _by_step(rows: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
     """The rows as completions, by step; rows that share a prompt (or an example) are a group."""
     steps: dict[int, list[dict[str, Any]]] = {}
     groups: dict[int, dict[str, list[int]]] = {}

@@ -25,6 +25,7 @@ def give(what: str) -> object:
         "unprintable": Unprintable(),
         "generator": (n for n in range(3)),
         "object": [object()],
+        "printed": {"stdout": "<function f at 0x7f2a10>"},
     }[what]
 
 
