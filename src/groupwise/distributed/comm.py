@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -127,6 +127,14 @@ def set_failure_hint(text: str) -> None:
 def advice() -> str:
     """What was last advised."""
     return _talk.advice
+
+
+def last_words(seconds: float = 10.0) -> None:
+    """Wait, no longer than `seconds`, until every process has come to the same place: behind its message on an error that all of
+    them raise.  A launcher ends the others as soon as the first one is gone, and the message that names the cause is theirs."""
+    if dist.is_initialized():
+        with suppress(RuntimeError):  # one that does not come has nothing more to say
+            dist.monitored_barrier(_talk.group, timeout=timedelta(seconds=seconds))
 
 
 def leave() -> None:

@@ -69,6 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.debug:
             raise
         _tell("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]))
+        if error.everywhere:
+            from groupwise.distributed import comm
+
+            comm.last_words()
         return error.exit_code
     except KeyboardInterrupt:
         if given.debug:
