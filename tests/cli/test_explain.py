@@ -12,6 +12,7 @@ import groupwise as gw
 from groupwise.algorithms.registry import ALGORITHMS
 from groupwise.cli import commands
 from groupwise.cli.explain import render, work, work_of_run
+from groupwise.config.settings import GroupSettings
 from groupwise.errors import ConfigError
 
 SHOWN = [name for name, row in ALGORITHMS.items() if row.divergence is None]
@@ -85,6 +86,7 @@ def test_arguments_that_do_not_fit_together_are_refused() -> None:
         ({"lengths": [1, 2, 0]}, "each 1 to 8"),
         ({"preset": "grop"}, "did you mean 'grpo'"),
         ({"preset": "minillm"}, "learns from whole distributions"),
+        ({"group": GroupSettings(entropy_quantile=0.8)}, "entropy_quantile asks for entropies"),
         ({"mu": 0}, "mu must be at least 1"),
         ({"mu": 10**20}, "at most 100"),
         ({"lr": math.nan}, "lr must be a finite number greater than 0, got nan"),
@@ -103,10 +105,13 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "+0.9998   -0.9998         0" in text
     assert "+1.2247   -1.2247         0" in text
     assert text.count("  clipped\n") == 2
-    given = ["--rewards=-1,none,0.5,0", "--lengths", "1,1,2,3", "--preset", "dapo", "--mu", "1", "--beta", "0.1", "--lr", "2"]
+    given = ["--rewards", "-1,none,0.5,0", "--lengths", "1,1,2,3", "--preset", "dapo", "--mu", "1", "--beta", "0.1", "--lr", "2"]
     assert commands.main(["explain", *given]) == 0
     assert "None" in capsys.readouterr().out
     assert commands.main(["explain", "--preset", "ppo2"]) == 2
+    capsys.readouterr()
+    assert commands.main(["explain", "--lengths", "-1,2,3"]) == 2
+    assert "each 1 to 8, got -1, 2, 3" in capsys.readouterr().err
     for wrong in (["--rewards", "1,x"], ["--lengths", "1,2.5"]):
         with pytest.raises(SystemExit) as end:
             commands.main(["explain", *wrong])

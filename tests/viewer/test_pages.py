@@ -327,6 +327,12 @@ def test_any_parquet_of_completions_is_shown(tmp_path: Path) -> None:
     assert search(pages, text="c")[0]["step"] == 2
 
 
+@pytest.mark.parametrize("name", ["rows.ndjson", "ROWS.JSONL", "rows.JSON"])
+def test_endings_are_read_as_training_reads_them(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text('{"prompt": "p", "completion": "a"}\n')
+    assert pages_of(tmp_path / name).answer("step", {"run": "0"})["completions"] == 1
+
+
 def test_a_step_of_a_run_is_a_file_of_completions_too(run_folder: Path) -> None:
     pages = pages_of(run_folder / "rollouts/000007.parquet")
     assert pages.answer("step", {"run": "0"})["completions"] == 12

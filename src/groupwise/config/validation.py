@@ -137,12 +137,13 @@ def wrong_model(path: str, earlier: Sequence[str] = ()) -> str | None:
         return wrong
     folder = expanded(path)
     if folder.is_dir():
-        known = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+        if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+            return None
         inside = sorted(
             str(one.parent.relative_to(folder)) for one in (*folder.glob("final/config.json"), *folder.glob("*/final/config.json"))
         )
         meant = f"; did you mean {path.rstrip('/')}/{inside[0]}?" if inside else ""
-        return None if known else f"the folder {path!r} is not a model: it holds no config.json{meant}"
+        return f"the folder {path!r} is not a model: it holds no config.json{meant}"
     if folder.exists():
         return f"{path!r} is a file; a model is a folder in Hugging Face's format"
     if _means_local(path):

@@ -15,10 +15,10 @@ from typing import Any
 from uuid import UUID
 
 from groupwise.config.live_objects import LIVE, Live, missing, short_digest
+from groupwise.config.validation import DATA_SUFFIXES
 from groupwise.errors import DataError
 from groupwise.utils.files import digest, expanded
 
-READERS_OF = (".jsonl", ".ndjson", ".json", ".parquet")
 MAX_DEPTH = 100
 """Lists and objects inside one another in a row; Python's own functions fail beyond some hundreds."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
@@ -167,14 +167,14 @@ def read_rows(path: str, split: str = "train", *, lenient: bool = False) -> Sour
         raise missing(path, "data.path")
     file = expanded(path)
     if file.is_dir():
-        raise DataError(f"{path} is a folder: give one of its files ({', '.join(READERS_OF)})")
+        raise DataError(f"{path} is a folder: give one of its files ({', '.join(DATA_SUFFIXES)})")
     if not file.exists():
         if _looks_like_a_path(path):
             raise DataError(f"no such file: {path}{_neighbours(file)}")
         return _read_hub(path, split)
     suffix = file.suffix.lower()
-    if suffix not in READERS_OF:
-        raise DataError(f"{path}: cannot read {suffix or 'a file without suffix'}: convert it to {', '.join(READERS_OF)}")
+    if suffix not in DATA_SUFFIXES:
+        raise DataError(f"{path}: cannot read {suffix or 'a file without suffix'}: convert it to {', '.join(DATA_SUFFIXES)}")
     if file.stat().st_size == 0:
         raise DataError(f"{path} is empty (0 bytes)")
     rows = {".json": _read_json, ".parquet": _read_parquet}.get(suffix, _read_jsonl)(file, path)
@@ -247,7 +247,7 @@ def kind_of(value: object) -> str:
 
 
 def _looks_like_a_path(name: str) -> bool:
-    if name.lower().endswith((*READERS_OF, ".csv", ".tsv", ".txt", ".gz", ".arrow")) or not _HUB_NAME.fullmatch(name):
+    if name.lower().endswith((*DATA_SUFFIXES, ".csv", ".tsv", ".txt", ".gz", ".arrow")) or not _HUB_NAME.fullmatch(name):
         return True
     return "/" in name and Path(name).parent.is_dir()
 
@@ -256,7 +256,7 @@ def _neighbours(file: Path) -> str:
     """A hint: files of the same folder, or the first folder of the path that is missing."""
     if not file.parent.is_dir():
         return f" (the folder {file.parent} does not exist either; relative paths start at {Path.cwd()})"
-    near = sorted(other.name for other in file.parent.iterdir() if other.suffix.lower() in READERS_OF)
+    near = sorted(other.name for other in file.parent.iterdir() if other.suffix.lower() in DATA_SUFFIXES)
     return f" (in that folder: {', '.join(near[:5])})" if near else ""
 
 

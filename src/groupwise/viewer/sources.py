@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
+from groupwise.config.validation import DATA_SUFFIXES
 from groupwise.data import vocabulary
 from groupwise.data.vocabulary import Vocabulary
 from groupwise.errors import DataError
@@ -312,9 +313,9 @@ def open_source(path: str | Path, name: str | None = None) -> Source:
         inside = sorted(child.parent.name for child in path.glob(f"*/{runlog.CONFIG}"))
         near = f"; there are runs in it: {', '.join(inside[:8])}" if inside else ""
         raise DataError(f"{path} is no run folder (it holds no {runlog.CONFIG}){near}")
-    if path.suffix in (".parquet", ".jsonl", ".json"):
+    if path.suffix.lower() in DATA_SUFFIXES:
         return File(path, name)
-    raise DataError(f"{path} is neither a run folder nor a .parquet, .jsonl or .json file{near_path(path)}")
+    raise DataError(f"{path} is neither a run folder nor a file that ends in {', '.join(DATA_SUFFIXES)}{near_path(path)}")
 
 
 def open_sources(paths: Sequence[str | Path]) -> list[Source]:
@@ -382,7 +383,7 @@ _FINISH = ("finish", "finish_reason", "stop_reason", "stop_condition", "stop")
 
 def _rows_of(path: Path) -> list[dict[str, Any]]:
     try:
-        if path.suffix == ".parquet":
+        if path.suffix.lower() == ".parquet":
             return pq.read_table(path).to_pylist()
         if path.stat().st_size > LARGEST_JSONL:
             raise DataError(
@@ -391,7 +392,7 @@ def _rows_of(path: Path) -> list[dict[str, Any]]:
         text = path.read_text(encoding="utf-8-sig", errors="replace")
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-    if path.suffix == ".json":
+    if path.suffix.lower() == ".json":
         try:
             data = json.loads(text)
         except ValueError as error:

@@ -139,7 +139,7 @@ def _tell(text: str, before: str = "") -> None:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The arguments; overrides may stand behind options too, and those of `serve` behind --, where argparse would not find them."""
-    typed = list(sys.argv[1:] if arguments is None else arguments)
+    typed = _joined(sys.argv[1:] if arguments is None else arguments)
     parser, commands = parsers(typed[:1])
     added = installed(parser)
     if not typed:
@@ -162,6 +162,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if "more" in vars(given):
         given.more = typed[behind + 1 :]
     return given
+
+
+def _joined(typed: Sequence[str]) -> list[str]:
+    """`--rewards -1,0.5` as `--rewards=-1,0.5`: behind an option argparse takes a minus for another one, unless one number follows."""
+    found: list[str] = []
+    for text in typed:
+        if found and re.fullmatch(r"--[a-z-]+", found[-1]) and re.match(r"-[\d.][^,]*,", text):
+            found[-1] += f"={text}"
+        else:
+            found.append(text)
+    return found
 
 
 def parsers(names: Sequence[str]) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
