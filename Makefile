@@ -18,7 +18,7 @@ help:            ## this list
 demo: $(VENV)/.core            ## SFT, then GRPO on a built-in task, and a report: minutes on two cores
 	$(BIN)/groupwise train recipes/demo.yaml
 
-test: $(VENV)/.test            ## the whole suite: 15 to 25 minutes on two cores
+test: $(VENV)/.test            ## the whole suite: 11 to 20 minutes on two cores
 	$(TEST)
 
 test-fast: $(VENV)/.test       ## what takes about half a second or less
