@@ -22,7 +22,9 @@ os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_A
 
 comm.join(60, cuda=False)
 """
-PARTS = PAIR + """
+PARTS = (
+    PAIR
+    + """
 def threads():
     return [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
 
@@ -36,7 +38,10 @@ print("parted", flush=True)
 if other:
     assert os.waitpid(other, 0)[1] == 0
 """
-FAILS = PAIR + """
+)
+FAILS = (
+    PAIR
+    + """
 import sys, time
 from groupwise.cli.commands import main
 from groupwise.cli.commands import train
@@ -59,6 +64,7 @@ if other:
     assert os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) == code
 os._exit(code)
 """
+)
 
 
 @pytest.mark.slow
