@@ -165,7 +165,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _joined(typed: Sequence[str]) -> list[str]:
-    """`--rewards -1,0.5` as `--rewards=-1,0.5`: behind an option argparse takes a minus for another one, unless one number follows."""
+    """`--rewards -1,0.5` as `--rewards=-1,0.5`: argparse takes what begins with a minus for an option, but for a single
+    number."""
     found: list[str] = []
     for text in typed:
         if found and re.fullmatch(r"--[a-z-]+", found[-1]) and re.match(r"-[\d.][^,]*,", text):
