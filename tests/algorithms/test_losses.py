@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -280,12 +281,23 @@ def test_entropy_threshold_is_torch_quantile(values, quantile):
     torch.testing.assert_close(losses.entropy_threshold(entropy_N, quantile), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_the_entropy_mask_keeps_the_tokens_above_its_quantile(random_terms):
-    entropy_M = torch.tensor([0.1, 0.9, 0.5, 0.3, 0.7, 0.2, 0.4, 0.8])
-    threshold = losses.entropy_threshold(entropy_M, 0.75)
-    terms = random_terms((8,), entropy_M=entropy_M, entropy_threshold=threshold)
-    assert losses.high_entropy(terms).nonzero().flatten().tolist() == [1, 7]
+def test_the_entropy_mask_keeps_the_tokens_above_its_quantile():
+    entropy_N = torch.tensor([0.1, 0.9, 0.5, 0.3, 0.7, 0.2, 0.4, 0.8])
+    assert losses.forking(entropy_N, 0.75).nonzero().flatten().tolist() == [1, 7]
     assert losses.entropy_threshold(torch.zeros(0), 0.5).item() == math.inf
+    assert losses.forking(torch.zeros(0), 0.5).tolist() == []
+
+
+@given(st.integers(0, 2**31), st.floats(0, 1))
+def test_ties_are_kept_or_left_together_however_they_were_rounded(seed, quantile):
+    """First tokens of a group have one distribution, whose entropy every packing rounds in its own way."""
+    rng = np.random.default_rng(seed)
+    once = rng.uniform(0, 3, size=6).repeat(rng.integers(1, 5, size=6)).astype(np.float32)
+    other = once + rng.uniform(-3e-7, 3e-7, size=once.size).astype(np.float32)
+    kept, again = (losses.forking(torch.from_numpy(values), quantile) for values in (once, other))
+    assert torch.equal(kept, again)
+    for value in np.unique(once):
+        assert kept[torch.from_numpy(once == value)].unique().numel() == 1
 
 
 @pytest.mark.parametrize("level", ["token", "sequence_sum", "sequence_mean"])

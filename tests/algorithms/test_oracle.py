@@ -159,9 +159,9 @@ def test_loss_case(case, content):
     entropy_BT = tensor(case["inputs"]["entropies"]).requires_grad_()
     terms, (rows, _) = terms_of(case, logp_BT, entropy_BT)
     algorithm = algorithm_of(config)
-    if algorithm.needs_threshold:
-        terms = replace(terms, entropy_threshold=losses.entropy_threshold(terms.entropy_M, algorithm.entropy_quantile))
-        kept = int(losses.high_entropy(terms).sum())
+    if algorithm.needs_forking:
+        terms = replace(terms, forking_M=losses.forking(terms.entropy_M, algorithm.entropy_quantile))
+        kept = int(terms.forking_M.sum())
     else:
         kept = rows.numel()
     tokens_B = np.bincount(rows.numpy(), minlength=terms.segments)
@@ -170,7 +170,7 @@ def test_loss_case(case, content):
     loss = with_trl_kl(case, algorithm, terms).total(terms, weight_M, entropy_tokens=max(kept, 1) * accumulated)
     loss.backward()
 
-    single = config["loss_type"] == "sapo" or algorithm.needs_threshold  # TRL computes these parts in float32
+    single = config["loss_type"] == "sapo" or algorithm.needs_forking  # TRL computes these parts in float32
     tolerance = {"rtol": 0, "atol": 1e-7 if single else 1e-12}
     torch.testing.assert_close(loss.detach(), tensor(expected["loss"]), **tolerance)
     torch.testing.assert_close(logp_BT.grad, tensor(expected["grad_logps"]), **tolerance)

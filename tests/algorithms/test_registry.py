@@ -106,18 +106,16 @@ def test_token_level_is_what_a_fused_head_may_use():
 def test_token_level_losses_add_up_over_chunks(name):
     """Loss and gradient of the whole micro-batch against chunks of 3 tokens that cut through completions."""
     row = replace(ALGORITHMS[name], beta=0.1, kl_place="loss", entropy_bonus=0.01, entropy_quantile=0.3)
-    whole = terms_of(entropy_threshold=torch.tensor(0.4, dtype=torch.float64))
+    whole = terms_of()
+    whole = replace(whole, forking_M=whole.entropy_M.detach() >= 0.4)
     weight_M = torch.rand(8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     total = row.total(whole, weight_M, entropy_tokens=5)
     expected = torch.autograd.grad(total, (whole.logp_M, whole.entropy_M))
 
     def part(rows):
-        cut = {n: getattr(whole, n)[rows] for n in ("behavior_logp_M", "advantage_M", "segment_M", "reference_logp_M", "entropy_M")}
-        return row.total(
-            Terms(logp_M=whole.logp_M[rows], segments=3, entropy_threshold=whole.entropy_threshold, **cut),
-            weight_M[rows],
-            entropy_tokens=5,
-        )
+        columns = ("behavior_logp_M", "advantage_M", "segment_M", "reference_logp_M", "entropy_M", "forking_M")
+        cut = {n: getattr(whole, n)[rows] for n in columns}
+        return row.total(Terms(logp_M=whole.logp_M[rows], segments=3, **cut), weight_M[rows], entropy_tokens=5)
 
     found = sum(part(slice(start, start + 3)) for start in (0, 3, 6))
     gradients = torch.autograd.grad(found, (whole.logp_M, whole.entropy_M))
@@ -153,7 +151,8 @@ def test_a_completion_does_not_see_the_others(name):
 
 
 def test_extras_multiply_the_surrogate_and_never_the_kl():
-    terms = terms_of(seed=4, entropy_threshold=torch.tensor(0.5, dtype=torch.float64), spread=1.0)
+    terms = terms_of(seed=4, spread=1.0)
+    terms = replace(terms, forking_M=terms.entropy_M.detach() >= 0.5)
     mismatch = losses.token_mismatch(torch.linspace(0.0, 2.0, 8, dtype=torch.float64), terms.segment_M, 3)
     terms = replace(terms, mismatch=mismatch)
     row = replace(ALGORITHMS["grpo"], beta=0.1, off_policy_delta=0.1, entropy_quantile=0.5)
@@ -311,7 +310,7 @@ def test_a_recipe_replaces_single_parts():
     assert (chosen.dead_groups, chosen.truncated, chosen.beta) == ("drop", "mask", 0.04)
     assert chosen.needs_reference
     assert chosen.needs_entropy
-    assert chosen.needs_threshold
+    assert chosen.needs_forking
     assert chosen.clip_range == (0.9, 1.2)
 
 

@@ -89,6 +89,14 @@ def test_groups_that_refill_drops_are_counted_and_learnt_from(scored_group: Call
     assert {row for _, row in visits.order.take(10)} == {0, 2}
 
 
+def test_a_completion_without_a_reward_is_not_a_solved_one(scored_group: Callable) -> None:
+    prompts = [Prompt(id=str(row), tokens=np.array([5]), text="") for row in range(2)]
+    visits = Visits(prompts, Curriculum(2, seed=0, retire=1))
+    visits.seen([scored_group([1.0, None, None, None], id="0/0"), scored_group([1.0, 1.0], id="0/1")])
+    assert visits.account([])["prompts/retired"] == 1.0
+    assert {row for _, row in visits.order.take(6)} == {0}
+
+
 TREE = {
     "objective": "dapo",
     "steps": 6,

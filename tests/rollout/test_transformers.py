@@ -1,5 +1,8 @@
 """The reference engine: its own records hold, and it shares the native engine's rules."""
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -43,6 +46,23 @@ def test_the_same_call_draws_the_same_and_leaves_the_global_generator_alone(poli
     torch.testing.assert_close(torch.rand(3), expected)
     assert tokens(0) == first
     assert tokens(1) != first
+
+
+def test_every_visit_of_a_prompt_and_every_prompt_has_noise_of_its_own(policy_of, prompts_of):
+    """Under one seed, as a run draws step after step: else nothing new would be sampled before the weights have moved."""
+    engine = TransformersEngine(policy_of(dtype=torch.float32))
+
+    def drawn(prompt, id):
+        (group,) = engine.generate([replace(prompt, id=id)], group_size=8, sampling=Sampling(max_new_tokens=6), seed=0)
+        return [rollout.tokens.tolist() for rollout in group]
+
+    (prompt,) = prompts_of(4)
+    epochs = [drawn(prompt, f"{epoch}/0") for epoch in range(4)]
+    assert all(one != other for one, other in itertools.combinations(epochs, 2))
+    assert drawn(prompt, "2/0") == epochs[2]
+    near = replace(prompt, tokens=prompt.tokens[::-1].copy())
+    firsts = zip(drawn(near, "0/1"), epochs[0], strict=True)
+    assert sum(one[0] == other[0] for one, other in firsts) < 6, "of 8: the distributions are almost even"
 
 
 def test_stop_strings_and_the_context(policy_of, prompts_of):

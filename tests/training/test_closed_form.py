@@ -17,7 +17,7 @@ from groupwise.models.policy import Policy
 from groupwise.ops.linear_cross_entropy import chosen_logprobs
 from groupwise.records import Scored
 from groupwise.training.closed_form import closed_form
-from groupwise.training.online import batch_loss, entropy_terms, with_reference, worked
+from groupwise.training.online import batch_loss, entropy_tokens, with_forking, with_reference, worked
 from groupwise.training.samples import sample_of, weigh
 from groupwise.training.scoring import batches_of, score
 
@@ -50,7 +50,8 @@ def test_the_closed_form_gradient_equals_autograd(
         groups = with_reference(groups, other, 100)
     samples = weigh(groups, algorithm.credit(groups), algorithm)
     scores = score(policy, samples, budget=100, entropy=True)
-    tokens, threshold = entropy_terms(algorithm, samples, scores.entropy)
+    samples = with_forking(algorithm, samples, scores.entropy) if algorithm.needs_forking else samples
+    tokens = entropy_tokens(algorithm, samples)
     loss, through = 0.0, []
     for batch in batches_of(policy, worked(algorithm, samples), 20):  # several micro-batches
         hidden = policy.forward(batch).hidden_PD[batch.trained_M]
@@ -59,7 +60,7 @@ def test_the_closed_form_gradient_equals_autograd(
             None, entropy=algorithm.needs_entropy,
         )  # fmt: skip
         logp_M.retain_grad()
-        value = batch_loss(algorithm, batch, entropy_tokens=tokens, threshold=threshold)(logp_M, entropy_M, slice(0, len(logp_M)))
+        value = batch_loss(algorithm, batch, entropy_tokens=tokens)(logp_M, entropy_M, slice(0, len(logp_M)))
         value.backward()
         assert logp_M.grad is not None
         loss += value.item()

@@ -119,7 +119,7 @@ def gradient(policy: Policy, algorithm: Algorithm, groups: list[Scored], budget:
     policy.model.zero_grad()
     total = 0.0
     for batch in batches_of(policy, worked(algorithm, samples), budget):
-        value, _ = policy_loss(policy, algorithm, batch, entropy_tokens=tokens, threshold=None)
+        value, _ = policy_loss(policy, algorithm, batch, entropy_tokens=tokens)
         value.backward()
         total += float(value.detach())
     return total, torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters() if parameter.grad is not None])

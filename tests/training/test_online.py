@@ -21,10 +21,11 @@ from groupwise.models.policy import Policy
 from groupwise.records import Finish, Prompt, Rollout, Sampling, Step
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.training.critics import Critic
+from groupwise.training.metrics import reward_metrics
 from groupwise.training.online import improve, train_online
 from groupwise.training.optimizer import Optimizer
 from groupwise.training.samples import sample_of, weigh
-from groupwise.training.scoring import score
+from groupwise.training.scoring import Scores, score
 from groupwise.training.teachers import Teacher
 
 
@@ -105,6 +106,69 @@ def test_r08_a_run_without_any_reward_ends(run: Callable) -> None:
     with pytest.raises(RewardError, match=r"\(rule\) said None for every completion of 3 steps: nothing can be learnt; try"):
         taken.extend(step.number for step in steps)
     assert taken == [1, 2, 3, 4, 5], "two silent steps, one with a reward, two silent ones; the third in a row is not taken"
+
+
+def test_solved_and_failed_are_shares_of_the_groups_with_a_verdict(scored_group: Callable) -> None:
+    rewards = [[1.0, 1.0], [1.0, None], [None, None], [0.0, None], [0.0, 1.0]]
+    found = reward_metrics([scored_group(row, id=f"0/{i}") for i, row in enumerate(rewards)], 5)
+    assert (found["groups/solved"], found["groups/failed"]) == (0.25, 0.25)
+
+
+def test_kl_that_a_reward_loses_is_logged_as_it_is_taken(run: Callable) -> None:
+    """k1 may be below 0; k3, which a loss takes, is not."""
+    signs = set()
+    for preset in ("rloo", "grpo"):
+        _, steps = run(preset, steps=3, beta=0.1)
+        for step in steps:
+            group = [(logp, ref) for i, one in enumerate(step.groups) for logp, ref in zip(
+                step.current_logp[i], one.signals["reference_logp"], strict=True) if logp.size]  # fmt: skip
+            log_ratio = np.concatenate([logp - ref for logp, ref in group]).astype(float)
+            taken = log_ratio if preset == "rloo" else np.exp(-log_ratio) - 1 + log_ratio
+            assert step.metrics["kl"] == pytest.approx(taken.mean(), rel=1e-3, abs=1e-7)
+            signs.add((preset, step.metrics["kl"] < 0))
+    assert ("grpo", True) not in signs
+
+
+@pytest.mark.parametrize("quantile", [0.5, 0.8])
+def test_a_high_entropy_mask_is_the_same_however_a_step_is_cut(
+    quantile: float, tiny_policy: Callable, scored_group: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First tokens of a group tie, and so does all of equal completions: the mask must not hang on how they are rounded."""
+    groups = [scored_group([1.0, 0.0, 0.5, 0.2], [3, 3, 3, 4], id=f"0/{i}", seed=i, prompt=5 + i) for i in range(3)]
+    twins = [replace(group.rollouts[0], index=i) for i, group in ((1, groups[0]),)]
+    groups[0] = replace(groups[0], rollouts=(groups[0].rollouts[0], twins[0], *groups[0].rollouts[2:]))
+    algorithm = resolve("grpo", GroupSettings(group_size=4, entropy_quantile=quantile, entropy_bonus=0.01), 8)
+    samples = weigh(groups, algorithm.credit(groups), algorithm)
+    gradients = []
+    for budget in (1, 20, 33, 1000):
+        for nudge in (0.0, 2e-7, -2e-7):
+
+            def nudged(*args: Any, nudge: float = nudge, **kwargs: Any) -> Scores:
+                found = score(*args, **kwargs)
+                signs = np.random.default_rng(0)
+                return replace(found, entropy=[one + nudge * signs.choice([-1, 1], one.shape) for one in found.entropy])
+
+            monkeypatch.setattr("groupwise.training.online.score", nudged)
+            policy = tiny_policy("llama", scale=2.0)
+            optimizer = Optimizer(policy.model, OptimizerSettings(lr=1e-3, clip_norm=None), 3)
+            improve(policy, algorithm, samples, optimizer, budget=budget)
+            gradients.append(weights_of(policy))
+    for found in gradients[1:]:
+        torch.testing.assert_close(found, gradients[0], rtol=0, atol=2e-5)
+
+
+def test_samples_without_advantage_are_computed_where_experts_are_balanced(tiny_policy: Callable, scored_group: Callable) -> None:
+    """That loss is of every token: a step that leaves them out would be another."""
+    groups = [scored_group([1.0, 0.0], [3, 4], id="0/0", seed=1), scored_group([1.0, 1.0], [5, 2], id="0/1", seed=2)]
+    algorithm = resolve("grpo", GroupSettings(group_size=2), 8)
+    samples = weigh(groups, algorithm.credit(groups), algorithm)
+    for coefficient, computed in ((0.0, 2), (0.02, 4)):
+        policy = tiny_policy("mixtral")
+        policy.model.config.output_router_logits = coefficient > 0
+        policy.model.config.router_aux_loss_coef = coefficient
+        assert policy.router_coefficient == coefficient
+        found = improve(policy, algorithm, samples, Optimizer(policy.model, OptimizerSettings(lr=1e-3), 3), budget=100)
+        assert len(found.samples) == computed
 
 
 def test_p23_a_completion_without_reward_teaches_nothing(run: Callable) -> None:

@@ -57,9 +57,9 @@ class Terms:
     reference_logp_M: Tensor | None = None
     """ref: only with a KL in the loss."""
     entropy_M: Tensor | None = None
-    """Differentiable; only with an entropy bonus or a high-entropy mask."""
-    entropy_threshold: Tensor | None = None
-    """Scalar, one for the whole step: only with a high-entropy mask."""
+    """Differentiable; only with an entropy bonus."""
+    forking_M: Tensor | None = None
+    """bool: the tokens that a high-entropy mask keeps, only with one (`forking`)."""
     sampler_logp_M: Tensor | None = None
     """The log-probs of the engine that sampled.  None: they are b."""
     mismatch: Mismatch | None = None
@@ -219,7 +219,6 @@ def off_policy_keep(terms: Terms, *, delta: float) -> Tensor:
 def entropy_threshold(entropy_N: Tensor, quantile: float) -> Tensor:
     """Scalar: the linear-interpolated `quantile` of all trained tokens' entropies, nats; infinite if there are none.
 
-    Take it over the whole optimizer step, once: a threshold per micro-batch would make the update depend on the cut.
     `torch.quantile` does the same for at most 16 million tokens.
     """
     if entropy_N.numel() == 0:
@@ -230,12 +229,18 @@ def entropy_threshold(entropy_N: Tensor, quantile: float) -> Tensor:
     return torch.lerp(below, above, place - math.floor(place))
 
 
-def high_entropy(terms: Terms) -> Tensor:
-    """bool (M,): the forking tokens, whose entropy is at or above the step's threshold (2506.01939)."""
-    assert terms.entropy_M is not None and terms.entropy_threshold is not None, (
-        "a high-entropy mask needs entropies and a threshold"
-    )
-    return terms.entropy_M.detach() >= terms.entropy_threshold
+TIE = 1e-5
+"""Nats within which two entropies count as equal."""
+
+
+def forking(entropy_N: Tensor, quantile: float) -> Tensor:
+    """bool (N,): the tokens whose entropy is at or above the `quantile` of them all (2506.01939).
+
+    Decide it over the whole optimizer step, once: a threshold for each micro-batch would make the update depend on the cut.  Ties are
+    the rule, not the exception: the first tokens of a group have one distribution, and so have all tokens of equal completions.
+    They are kept or left together, however each was rounded.
+    """
+    return entropy_N.detach() >= entropy_threshold(entropy_N, quantile) - TIE
 
 
 def mismatch(

@@ -116,8 +116,8 @@ class Algorithm:
         return self.entropy_bonus != 0.0 or self.entropy_quantile > 0.0
 
     @property
-    def needs_threshold(self) -> bool:
-        """True if `Terms.entropy_threshold` must be known before the first micro-batch (`losses.entropy_threshold`)."""
+    def needs_forking(self) -> bool:
+        """True if `Terms.forking_M` must be known before the first micro-batch (`losses.forking`)."""
         return self.entropy_quantile > 0.0
 
     @property
@@ -188,7 +188,8 @@ class Algorithm:
         if self.off_policy_delta is not None:
             loss_M = loss_M * losses.off_policy_keep(terms, delta=self.off_policy_delta)
         if self.entropy_quantile > 0.0:
-            loss_M = loss_M * losses.high_entropy(terms)
+            assert terms.forking_M is not None, "a high-entropy mask is decided before the first micro-batch"
+            loss_M = loss_M * terms.forking_M
         if terms.mismatch is not None and _function(self.surrogate) not in losses.FOLDS_MISMATCH:
             loss_M = loss_M * terms.mismatch.weight_M
         if self.loss_beta > 0.0:
@@ -201,12 +202,12 @@ class Algorithm:
         """Scalar part of the step's loss: `sum(weight x loss) - entropy_bonus x mean entropy`.
 
         The entropy has a normalisation of its own, the same for every algorithm: `entropy_tokens`, the number of tokens that it is
-        the mean of, counted over the whole step and all ranks (all trained ones, or those above the entropy threshold).
+        the mean of, counted over the whole step and all ranks (all trained ones, or those that a high-entropy mask keeps).
         """
         value = (weight_M * self.loss(terms)).sum()
         if self.entropy_bonus != 0.0:
             assert terms.entropy_M is not None and entropy_tokens is not None, "an entropy bonus needs entropies and their count"
-            kept_M = losses.high_entropy(terms) if self.entropy_quantile > 0.0 else None
+            kept_M = terms.forking_M if self.entropy_quantile > 0.0 else None
             value = value - self.entropy_bonus * losses.mean_entropy(terms.entropy_M, entropy_tokens, kept_M)
         return value
 

@@ -117,7 +117,7 @@ def work(
         known, group_size=len(rewards), updates_per_rollout=mu, minibatches=1, beta=known.beta if beta is None else beta
     )
     algorithm = resolve(preset, asked, longest)
-    if algorithm.needs_threshold:
+    if algorithm.needs_forking:
         raise ConfigError("group.entropy_quantile asks for entropies, which a made-up policy does not have: explain --preset NAME")
     if algorithm.divergence is not None:
         raise ConfigError(

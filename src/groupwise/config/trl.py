@@ -108,7 +108,9 @@ TABLE: dict[str, Argument] = {
         "a penalty makes another distribution, which the scorer does not have: use the reward `repetition`"
     ),
     "reward_weights": _changed("rewards.N.weight", "one in each entry of rewards"),
-    "router_aux_loss_coef": _missing("mixture models are trained without an auxiliary loss"),
+    "router_aux_loss_coef": _missing(
+        "the model's config.json says it: output_router_logits switches the balancing loss on, at its router_aux_loss_coef"
+    ),
     "sapo_temperature_neg": _changed("group.surrogate", "{name: sapo, tau_neg: ...}"),
     "sapo_temperature_pos": _changed("group.surrogate", "{name: sapo, tau_pos: ...}"),
     "scale_rewards": _changed("group.credit", "{name: standardized, scale: group, batch or none}"),

@@ -1,6 +1,7 @@
 """Which prompts are visited again: those that are always solved are retired, those that are mostly solved come less often.
 
-A prompt's pass rate is the share of its last group's completions to which the first reward function gave 1.
+A prompt's pass rate is the share of its last group's completions to which the first reward function gave 1: as in evaluation, a
+completion for which it said None is not one of them.
 """
 
 from __future__ import annotations
@@ -106,8 +107,7 @@ class Visits:
             self._sampled += sum(len(rollout) for rollout in group.rollouts)
             if isinstance(self.order, Curriculum) and group.names:
                 first = group.rewards[:, 0]
-                known = first[~np.isnan(first)]
-                rate = float((known >= RIGHT).mean()) if known.size else float("nan")
+                rate = float("nan") if np.isnan(first).all() else float((first >= RIGHT).mean())
                 self.order.learn(self._rows[group.prompt.id.partition("/")[2]], rate)
 
     def account(self, kept: Sequence[Scored]) -> dict[str, float]:

@@ -2,7 +2,8 @@
 
 Slow and independent: it shares no line of the native engine's prefill, attention, cache or sampling.  Only prompts of one length
 are in a batch, so nothing is padded: not every family gives a padded row the numbers that it has alone.  Completions come from a
-seeded generator of torch, so they depend on what else is in the batch: there are no random streams per completion.
+seeded generator of torch, so they depend on what else is in the batch: there are no random streams per completion.  A batch's seed names its first completion,
+whose prompt has another id at every visit.
 
 With a world turns are drawn one after another, each by a generator of its own, so that no interleaving changes an episode.  Keys
 and values are kept from turn to turn where all layers keep all of them; where a layer forgets (sliding windows) or keeps something
@@ -69,7 +70,8 @@ class TransformersEngine(InProcess):
         group: list[Rollout] = []
         while rows:
             batch = rows[: self._fitting(rows, sampling)]
-            for rollout in self._batch(batch, sampling, f"{seed}/{len(rows)}"):
+            first, index = batch[0]
+            for rollout in self._batch(batch, sampling, f"{seed}/{first.id}/{index}"):
                 group.append(rollout)
                 if len(group) == group_size:
                     yield tuple(group)

@@ -100,7 +100,7 @@ FLAGS = (
     Flag(
         "frac_reward_zero_std",
         lambda v: v > MOST,
-        "of the groups had equal rewards and taught nothing: prompts too easy or too hard",
+        "of the groups had equal rewards: prompts too easy or too hard",
         solved=True,
     ),
     Flag("completions/clipped_ratio", lambda v: v > 0.5, "of the completions hit the length limit: raise rollout.max_new_tokens"),
@@ -137,7 +137,7 @@ def flags(history: Sequence[Mapping[str, float]]) -> list[str]:
     history: metrics of each step, oldest first.
 
     >>> flags([{"frac_reward_zero_std": 0.9, "entropy": 0.5}])
-    ['frac_reward_zero_std 90%: of the groups had equal rewards and taught nothing: prompts too easy or too hard']
+    ['frac_reward_zero_std 90%: of the groups had equal rewards: prompts too easy or too hard']
     >>> flags([{"groups/solved": 0.87, "frac_reward_zero_std": 0.9, "entropy": 0.001, "completions/duplicates": 0.9}])
     ['87 % of the groups are solved: make the prompts harder, or stop here']
     """

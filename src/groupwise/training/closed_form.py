@@ -16,7 +16,7 @@ from groupwise.algorithms.registry import Algorithm
 from groupwise.data.packing import pack, unpack
 from groupwise.errors import DataError
 from groupwise.records import Sample
-from groupwise.training.online import batch_loss, behavior, entropy_terms, worked
+from groupwise.training.online import batch_loss, behavior, entropy_tokens, with_forking, worked
 from groupwise.training.samples import joined, part_of
 
 Tokens = Mapping[tuple[str, int], np.ndarray]
@@ -46,15 +46,15 @@ def closed_form(algorithm: Algorithm, samples: Sequence[Sample], logp: Tokens, e
     """
     if algorithm.needs_entropy and entropy is None:
         raise DataError("the loss reads entropies, which no column records: there is no closed form")
-    computed = worked(algorithm, samples)
+    if algorithm.needs_forking:
+        samples = with_forking(algorithm, samples, [_of(entropy or {}, sample) for sample in samples])
+    tokens, computed = entropy_tokens(algorithm, samples), worked(algorithm, samples)
     missing = [_label(sample) for sample in computed if _of(logp, sample).size != sample.completion.size]
     if missing:
         raise DataError(
             f"the log-probs of {len(missing)} completions, the first of them {missing[0]}, were not recorded, because the run "
             "did not train them: only a model can say them"
         )
-    known = [_of(entropy, sample) for sample in samples] if algorithm.needs_threshold and entropy is not None else None
-    tokens, threshold = entropy_terms(algorithm, samples, known)
     columns = [
         replace(sample, extra={**sample.extra, "logp": _of(logp, sample), "entropy": _of(entropy or {}, sample)})
         if algorithm.needs_entropy
@@ -68,7 +68,7 @@ def closed_form(algorithm: Algorithm, samples: Sequence[Sample], logp: Tokens, e
         rows_M = batch.trained_M
         logp_M = batch.extra_P["logp"][rows_M].requires_grad_()
         entropy_M = batch.extra_P["entropy"][rows_M] if algorithm.needs_entropy else None
-        value = batch_loss(algorithm, batch, entropy_tokens=tokens, threshold=threshold)(logp_M, entropy_M, slice(0, len(rows_M)))
+        value = batch_loss(algorithm, batch, entropy_tokens=tokens)(logp_M, entropy_M, slice(0, len(rows_M)))
         (gradient_M,) = torch.autograd.grad(value, logp_M)
         behavior_M, _ = behavior(algorithm, batch, rows_M, logp_M)
         log_ratio_M = algorithm.ratio(logp_M.detach(), behavior_M, batch.sequence_P[rows_M], batch.layout.segments)

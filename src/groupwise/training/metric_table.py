@@ -70,12 +70,14 @@ METRICS: tuple[Section, ...] = (
             Metric("rewards/NAME/mean", "yours", "mean over completions", "One reward function by itself, where it applies."),
             Metric("rewards/NAME/none", "share", "completions with None / completions",
                    "How often the function did not apply. Written only if it happened.", "small, or as intended"),
-            Metric("frac_reward_zero_std", "share", "1 - groups with a gradient / prompts drawn",
-                   "Prompts whose group gave no gradient, because all its rewards are equal. With pass rate p expect"
-                   " p^G + (1 - p)^G.", "below 0.5"),
-            Metric("groups/solved", "share", "groups whose completions are all right / groups", "By the first reward function that"
+            Metric("frac_reward_zero_std", "share", "1 - groups of unequal rewards / prompts drawn",
+                   "Prompts whose completions all got one reward. With a baseline of the group they give no gradient. With pass rate"
+                   " p expect p^G + (1 - p)^G.", "below 0.5"),
+            Metric("groups/solved", "share", "groups whose completions are all right / groups with a verdict",
+                   "By the first reward function that"
                    " gives verdicts of 0 or 1; not written where none does.", "not near 1"),
-            Metric("groups/failed", "share", "groups without a right completion / groups", "By the same verdicts.", "not near 1"),
+            Metric("groups/failed", "share", "groups without a right completion / groups with a verdict",
+                   "By the same verdicts.", "not near 1"),
             Metric("log/NAME", "yours", "mean over calls", "What reward functions logged by `log_metric`."),
             Metric("prompts", "prompts", "count", "Prompts drawn; above `group.prompts_per_step` where dead groups are refilled."),
             Metric("prompts/skipped", "prompts", "count since the start", "Visits left out (`data.curriculum`, `data.retire`)."),
@@ -139,7 +141,8 @@ METRICS: tuple[Section, ...] = (
                    "below 0.1"),
             Metric("off_policy/dropped", "share", "tokens of completions with A < 0 and mean_t(b - l) > delta / tokens",
                    "Tokens left out by `group.off_policy_delta`.", "below 0.2"),
-            Metric("kl", "nats / token", "mean of the estimator `group.kl`, first pass", "KL to the reference, with `group.beta`.",
+            Metric("kl", "nats / token", "mean of the estimator `group.kl`, first pass",
+                   "KL to the reference, with `group.beta`; by k1 where it is taken from the reward.",
                    "grows slowly"),
             Metric("kl/max", "nats", "max of the estimator", "Its largest token."),
             Metric("kl/guarded", "tokens", "count of |ref - l| > 20", "Tokens beyond 20 nats, where the exponential is continued"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from groupwise.algorithms import diagnostics
+from groupwise.algorithms.kl_estimators import k1
 from groupwise.algorithms.losses import Terms, mismatch, off_policy_keep, token
 from groupwise.algorithms.registry import Algorithm, options
 from groupwise.records import Finish, Sample, Scored
@@ -86,23 +87,18 @@ def solved_metrics(groups: Sequence[Scored]) -> dict[str, float]:
     """Shares of the groups whose completions are all right, and all wrong, by the first reward function that gives verdicts.
 
     A verdict is 0 or 1; of functions that give other numbers nothing is known to be right, and where there is no other the result
-    is empty.  Groups that were drawn and dropped (`dead_groups: refill`) are not seen.
+    is empty.  None is no verdict, so not right, and a group without any is not counted.  Groups that were drawn and dropped (`dead_groups: refill`) are not seen.
     """
     for k in range(len(groups[0].names)):
-        columns = [group.rewards[:, k][~np.isnan(group.rewards[:, k])] for group in groups]
-        columns = [column for column in columns if column.size]
-        if columns and np.isin(np.concatenate(columns), (0.0, 1.0)).all():
-            solved, failed = (np.mean([right(column) for column in columns]) for right in (_all_right, _none_right))
-            return {"groups/solved": float(solved), "groups/failed": float(failed)}
+        columns = [column for group in groups if not np.isnan(column := group.rewards[:, k]).all()]
+        told = np.concatenate(columns) if columns else np.zeros(0)
+        if told.size and np.isin(told[~np.isnan(told)], (0.0, 1.0)).all():
+            right = [column >= RIGHT for column in columns]
+            return {
+                "groups/solved": float(np.mean([one.all() for one in right])),
+                "groups/failed": float(np.mean([not one.any() for one in right])),
+            }
     return {}
-
-
-def _all_right(column: np.ndarray) -> bool:
-    return bool((column >= RIGHT).all())
-
-
-def _none_right(column: np.ndarray) -> bool:
-    return bool((column < RIGHT).all())
 
 
 def completion_metrics(groups: Sequence[Scored]) -> dict[str, float]:
@@ -242,13 +238,14 @@ def off_policy_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
 
 
 def kl_metrics(seen: Seen, algorithm: Algorithm) -> dict[str, float]:
-    """KL to the reference by the algorithm's estimator; empty without a reference."""
+    """KL to the reference by the algorithm's estimator, or by k1, which is what a reward loses; empty without a reference."""
     if not algorithm.needs_reference:
         return {}
     logp_N, behavior_N, _, segment_N = _columns([(_as_trained(sample, logp, algorithm), logp) for sample, logp in seen])
     reference_N = _join([sample.reference_logp[sample.weight != 0] for sample, _ in seen if sample.reference_logp is not None])
     log_ratio_N = token(logp_N, behavior_N, segment_N, len(seen))
-    return diagnostics.reference_kl(algorithm.kl(logp_N, reference_N, log_ratio_N), logp_N, reference_N)
+    estimator = k1 if algorithm.kl_place == "reward" else algorithm.kl
+    return diagnostics.reference_kl(estimator(logp_N, reference_N, log_ratio_N), logp_N, reference_N)
 
 
 def token_columns(

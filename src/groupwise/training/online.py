@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.algorithms.losses import Mismatch, Terms, entropy_threshold
+from groupwise.algorithms.losses import Mismatch, Terms, forking
 from groupwise.algorithms.registry import Algorithm
 from groupwise.config.settings import GroupSettings
 from groupwise.distributed import comm
@@ -186,14 +186,15 @@ def improve(
 
     learn: False leaves the policy as it is.
 
-    A high-entropy mask needs its threshold before the first micro-batch, and so a pass of its own.
+    A high-entropy mask is decided before the first micro-batch, and so needs a pass of its own.
     """
     algorithm = steered(algorithm, optimizer, samples) if learn else algorithm
-    entropies = score(policy, samples, budget=budget, entropy=True).entropy if algorithm.needs_threshold else None
-    tokens, threshold = entropy_terms(algorithm, samples, entropies)  # of rollouts: the algorithm knows nothing of demonstrations
+    if algorithm.needs_forking:
+        samples = with_forking(algorithm, samples, score(policy, samples, budget=budget, entropy=True).entropy)
+    tokens = entropy_tokens(algorithm, samples)  # of rollouts: the algorithm knows nothing of demonstrations
     if teacher is not None and teacher.demonstrations is not None:
         samples = with_demonstrations(samples, teacher.demonstrations.of(optimizer.taken))
-    computed = worked(algorithm, samples)
+    computed = list(samples) if policy.router_coefficient > 0.0 else worked(algorithm, samples)
     joined = critic if critic is not None and critic.shared and learn else None
 
     def loss(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -202,7 +203,6 @@ def improve(
             algorithm,
             batch,
             entropy_tokens=tokens,
-            threshold=threshold,
             critic=joined,
             teacher=teacher,
             samples=computed,
@@ -245,6 +245,7 @@ def worked(algorithm: Algorithm, samples: Sequence[Sample]) -> list[Sample]:
     """The samples that a step computes.
 
     Those whose advantages are all 0 are left out where nothing else gives them a gradient: exactly the same step for less work.
+    (A loss that balances experts does, and a caller that has one computes all.)
     Demonstrations have indices below 0.  Of an episode all parts are computed, or none.
     """
     live = {(sample.group, sample.index, sample.part is None) for sample in samples if sample.advantage.any()}
@@ -258,20 +259,29 @@ def worked(algorithm: Algorithm, samples: Sequence[Sample]) -> list[Sample]:
     ]
 
 
-def entropy_terms(
-    algorithm: Algorithm, samples: Sequence[Sample], entropies: Sequence[np.ndarray] | None
-) -> tuple[float, Tensor | None]:
-    """Of a whole step: the tokens over which an entropy bonus is a mean, and the threshold of a high-entropy mask, if there is one.
+def with_forking(algorithm: Algorithm, samples: Sequence[Sample], entropies: Sequence[np.ndarray]) -> list[Sample]:
+    """The samples of a whole step with the column `forking`: 1 for every token that a high-entropy mask keeps, else 0.
 
-    entropies: per sample (n,), nats; only where the algorithm `needs_threshold`.
+    entropies: per sample (n,), nats.
     """
-    if not algorithm.needs_threshold:
-        return float(sum(np.count_nonzero(sample.weight) for sample in samples)), None
-    assert entropies is not None, f"{algorithm.name} with entropy_quantile {algorithm.entropy_quantile} needs entropies"
-    trained = [values[sample.weight != 0] for values, sample in zip(entropies, samples, strict=True)]
-    entropy_N = torch.from_numpy(np.concatenate(trained)) if trained else torch.zeros(0)
-    threshold = entropy_threshold(entropy_N, algorithm.entropy_quantile)
-    return float((entropy_N >= threshold).sum()), threshold
+    if not samples:
+        return []
+    trained = [sample.weight != 0 for sample in samples]
+    entropy_N = np.concatenate([values[rows] for values, rows in zip(entropies, trained, strict=True)])
+    kept_N = forking(torch.from_numpy(entropy_N), algorithm.entropy_quantile).numpy()
+    ends = np.cumsum([np.count_nonzero(rows) for rows in trained])
+    found = []
+    for sample, rows, kept in zip(samples, trained, np.split(kept_N, ends[:-1]), strict=True):
+        column = np.zeros(rows.size)
+        column[rows] = kept
+        found.append(replace(sample, extra={**sample.extra, "forking": column}))
+    return found
+
+
+def entropy_tokens(algorithm: Algorithm, samples: Sequence[Sample]) -> float:
+    """Tokens of a whole step over which an entropy bonus is a mean: the trained ones, or those that a high-entropy mask keeps."""
+    columns = [sample.extra["forking"] if algorithm.needs_forking else sample.weight for sample in samples]
+    return float(sum(map(np.count_nonzero, columns)))
 
 
 def policy_loss(
@@ -280,7 +290,6 @@ def policy_loss(
     batch: Batch,
     *,
     entropy_tokens: float,
-    threshold: Tensor | None = None,
     critic: Critic | None = None,
     teacher: Teacher | None = None,
     samples: Sequence[Sample] = (),
@@ -290,10 +299,10 @@ def policy_loss(
     For plain GRPO, with rho = exp(log-prob now - log-prob when sampled) and A the completion's advantage:
     `sum over tokens of weight x (-min(rho A, clip(rho, 1 - e, 1 + e) A) + beta KL)`; the parts stand in `algorithms/losses.py`.
 
-    entropy_tokens, threshold: see `batch_loss`.   critic: on the policy's own backbone, whose loss is added.
+    entropy_tokens: see `batch_loss`.   critic: on the policy's own backbone, whose loss is added.
     teacher: with what the batch was packed from, the samples.
     """
-    loss = batch_loss(algorithm, batch, entropy_tokens=entropy_tokens, threshold=threshold)
+    loss = batch_loss(algorithm, batch, entropy_tokens=entropy_tokens)
 
     def beside(hidden_MD: Tensor, logp_M: Tensor) -> Tensor:
         value = hidden_MD.new_zeros((), dtype=logp_M.dtype)
@@ -315,12 +324,13 @@ def policy_loss(
     )
 
 
-def batch_loss(algorithm: Algorithm, batch: Batch, *, entropy_tokens: float, threshold: Tensor | None = None) -> TokenLoss:
+def batch_loss(algorithm: Algorithm, batch: Batch, *, entropy_tokens: float) -> TokenLoss:
     """The algorithm's loss of a packed batch as a function of the log-probs (and entropies) of its trained tokens.
 
-    entropy_tokens: tokens of the whole step over which the entropy bonus is a mean.   threshold: of a high-entropy mask.
+    entropy_tokens: tokens of the whole step over which the entropy bonus is a mean (the function of that name).
     """
     rows_M, reference_P, lm_P = batch.trained_M, batch.reference_logp_P, batch.extra_P.get("lm")
+    forking_P = batch.extra_P["forking"] > 0 if algorithm.needs_forking else None
 
     def loss(logp_C: Tensor, entropy_C: Tensor | None, part: slice) -> Tensor:
         rows_C = rows_M[part]
@@ -341,7 +351,7 @@ def batch_loss(algorithm: Algorithm, batch: Batch, *, entropy_tokens: float, thr
             segments=batch.layout.segments,
             reference_logp_M=None if reference_P is None else reference_P[rows_C],
             entropy_M=entropy_C,
-            entropy_threshold=None if threshold is None else threshold.to(weight_C),
+            forking_M=None if forking_P is None else forking_P[rows_C],
         )
         value = algorithm.total(terms, weight_C, entropy_tokens)
         return value if shown is None else value - shown

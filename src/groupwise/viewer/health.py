@@ -33,7 +33,7 @@ WORDS = {
     ),
     "frac_reward_zero_std": Words(
         "Most groups teach nothing",
-        "{share} of the groups got one reward for all their completions, so their advantages are 0.",
+        "{share} of the groups got one reward for all their completions: with a baseline of the group their advantages are 0.",
         "Too hard: easier prompts, a better start (SFT), a larger group.group_size, partial rewards. Too easy: harder prompts. "
         "Half of both: objective dapo, or group.dead_groups: refill.",
     ),
