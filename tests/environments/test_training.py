@@ -201,7 +201,7 @@ def test_a_finished_run_is_evaluated_and_talked_to_with_its_environment(
     monkeypatch.setattr("builtins.input", lambda _: next(said))
     tool = {"tools": ["groupwise.environments.playground:calculate"], "runs": "thread"}
     assert chat(str(tmp_path / "game"), max_new_tokens=8, environment=tool) == 0
-    assert "an empty line ends it" in capsys.readouterr().out
+    assert "a conversation; at most 8 tokens; an empty line ends it" in " ".join(capsys.readouterr().out.split())
     with ExitStack() as ends:
         answered = Answered.of(replace(gw.load_policy(tmp_path / "game"), system="1+2"), None, tool, 8, ends)
         assert answered is not None

@@ -516,7 +516,9 @@ def test_a_policy_of_single_turns_is_not_taken_for_a_conversing_one(
     environment: dict[str, Any], conversed: bool, tiny_policy: Callable
 ) -> None:
     recipe = settings.Recipe(name="r", objective="grpo", environment=settings.EnvironmentSettings(**environment))
-    assert LoadedPolicy.of(tiny_policy(), Origin(folder=Path("r"), recipe=recipe)).conversed == conversed
+    policy = LoadedPolicy.of(tiny_policy(), Origin(folder=Path("r"), recipe=recipe))
+    assert policy.conversed == conversed
+    assert policy.chat == conversed, "rows of an environment may hold messages without data.chat"
 
 
 @pytest.mark.slow

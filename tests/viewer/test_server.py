@@ -93,6 +93,11 @@ def test_web_sockets_and_other_methods_are_refused(viewer: Start, run_folder: Pa
     assert headers["Upgrade"] is None
 
 
+@pytest.mark.parametrize("path", ["http://[", "/api/runs?" + "&".join(f"a{i}=1" for i in range(65))])
+def test_what_is_no_address_is_answered_too(viewer: Start, run_folder: Path, path: str) -> None:
+    assert get(viewer(run_folder), path)[0] == 400
+
+
 PATHS = [
     "/../config.yaml", "/static/../../pages.py", "/static/..%2f..%2fpages.py", "/static/%2e%2e/pages.py", "/static/%252e%252e/x",
     "/static//etc/passwd", "//etc/passwd", "/etc/passwd", "/static/..\\..\\pages.py", "/static/app.js%00.html", "/static/",

@@ -236,9 +236,9 @@ TIE = 1e-5
 def forking(entropy_N: Tensor, quantile: float) -> Tensor:
     """bool (N,): the tokens whose entropy is at or above the `quantile` of them all (2506.01939).
 
-    Decide it over the whole optimizer step, once: a threshold for each micro-batch would make the update depend on the cut.  Ties are
-    the rule, not the exception: the first tokens of a group have one distribution, and so have all tokens of equal completions.
-    They are kept or left together, however each was rounded.
+    Decide it over the whole optimizer step, once: a threshold for each micro-batch would make the update depend on the cut.  Ties
+    are the rule: the first tokens of a group have one distribution, and so have all tokens of equal completions.  They are kept or
+    left together, however each was rounded.
     """
     return entropy_N.detach() >= entropy_threshold(entropy_N, quantile) - TIE
 

@@ -82,7 +82,8 @@ def render(replayed: Replay) -> str:
     lines += ["", *(f"not computed: {note}" for note in replayed.notes)] if replayed.notes else []
     lines += ["", replayed.mismatch] if replayed.mismatch is not None else []
     wrong = [figure.name for figure in replayed.figures if not figure.same]
-    lines += ["", f"NOT the same: {', '.join(wrong)}" if wrong else "the same"]
+    whole = "the same" if not replayed.notes else "the same, as far as it was computed"
+    lines += ["", f"NOT the same: {', '.join(wrong)}" if wrong else whole]
     return "\n".join(lines)
 
 

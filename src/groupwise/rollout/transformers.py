@@ -2,8 +2,8 @@
 
 Slow and independent: it shares no line of the native engine's prefill, attention, cache or sampling.  Only prompts of one length
 are in a batch, so nothing is padded: not every family gives a padded row the numbers that it has alone.  Completions come from a
-seeded generator of torch, so they depend on what else is in the batch: there are no random streams per completion.  A batch's seed names its first completion,
-whose prompt has another id at every visit.
+seeded generator of torch, so they depend on what else is in the batch: there are no random streams per completion.  A batch's seed
+names its first completion, whose prompt has another id at every visit.
 
 With a world turns are drawn one after another, each by a generator of its own, so that no interleaving changes an episode.  Keys
 and values are kept from turn to turn where all layers keep all of them; where a layer forgets (sliding windows) or keeps something

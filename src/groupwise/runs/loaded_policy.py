@@ -81,14 +81,15 @@ class LoadedPolicy(Policy):
         asked = {"data.system": data.system, "data.template": data.template, "rollout.stop": " ".join(rollout.stop)}
         for key in (key for key, text in asked.items() if text and REDACTED in text):
             log.warning("%s was taken for a secret, and is %s in the run: prompts are not those it was trained on", key, REDACTED)
+        conversed = origin.recipe.environment.talks or origin.recipe.environment.asks
         return dataclasses.replace(
             found,
-            chat=data.chat,
+            chat=data.chat or (conversed and bool(policy.tokenizer.chat_template)),
             system=data.system,
             template=data.template,
             columns=data.columns,
             control_tokens=data.control_tokens,
-            conversed=origin.recipe.environment.talks or origin.recipe.environment.asks,
+            conversed=conversed,
             max_new_tokens=rollout.max_new_tokens,
             stop=rollout.stop,
         )

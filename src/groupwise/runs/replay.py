@@ -253,7 +253,7 @@ def _beginning(folder: Path, number: int, reach: int) -> tuple[int | None, str |
     saved = sorted((int(name) for name in names if name.isdigit() and int(name) < number), reverse=True)
     for step in [*saved, 0]:
         if step and (wrong := checkpoint.damage(checkpoint.place(folder, step))):
-            found.append(f"checkpoint {step} is damaged: {wrong}")
+            found.append(f"from checkpoint {step}, which is damaged: {wrong}")
             continue
         if number - 1 - step > reach:
             found.append(f"the weights before the step: {number - 1 - step} steps behind step {step}, farther than --reach {reach}")

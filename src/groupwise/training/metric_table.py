@@ -71,8 +71,8 @@ METRICS: tuple[Section, ...] = (
             Metric("rewards/NAME/none", "share", "completions with None / completions",
                    "How often the function did not apply. Written only if it happened.", "small, or as intended"),
             Metric("frac_reward_zero_std", "share", "1 - groups of unequal rewards / prompts drawn",
-                   "Prompts whose completions all got one reward. With a baseline of the group they give no gradient. With pass rate"
-                   " p expect p^G + (1 - p)^G.", "below 0.5"),
+                   "Prompts whose completions all got one reward. With a baseline of the group they give no gradient."
+                   " With pass rate p expect p^G + (1 - p)^G.", "below 0.5"),
             Metric("groups/solved", "share", "groups whose completions are all right / groups with a verdict",
                    "By the first reward function that"
                    " gives verdicts of 0 or 1; not written where none does.", "not near 1"),

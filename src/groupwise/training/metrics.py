@@ -87,7 +87,8 @@ def solved_metrics(groups: Sequence[Scored]) -> dict[str, float]:
     """Shares of the groups whose completions are all right, and all wrong, by the first reward function that gives verdicts.
 
     A verdict is 0 or 1; of functions that give other numbers nothing is known to be right, and where there is no other the result
-    is empty.  None is no verdict, so not right, and a group without any is not counted.  Groups that were drawn and dropped (`dead_groups: refill`) are not seen.
+    is empty.  None is no verdict, so not right, and a group without any is not counted.  Groups that were drawn and dropped
+    (`dead_groups: refill`) are not seen.
     """
     for k in range(len(groups[0].names)):
         columns = [column for group in groups if not np.isnan(column := group.rewards[:, k]).all()]

@@ -114,21 +114,26 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True  # a head and a body are two small writes: the second would wait for the first's receipt
 
     def do_GET(self) -> None:
-        if (refused := self._refused()) is not None:
+        try:
+            where = urlsplit(self.path)
+            asked = dict(parse_qsl(where.query, max_num_fields=64))
+        except ValueError:
+            self._send(HTTPStatus.BAD_REQUEST, b"this is no address\n", "text/plain")
+            return
+        if (refused := self._refused(where.path)) is not None:
             self._send(refused, b"refused\n", "text/plain")
             return
-        where = urlsplit(self.path)
         if where.path in self.server.files:
             kind = TYPES[Path(where.path).suffix or ".html"]
             self._send(HTTPStatus.OK, self.server.files[where.path], kind)
         elif where.path.startswith("/api/"):
-            self._answer(where.path.removeprefix("/api/"), dict(parse_qsl(where.query, max_num_fields=64)))
+            self._answer(where.path.removeprefix("/api/"), asked)
         else:
             self._send(HTTPStatus.NOT_FOUND, b"there is no such page\n", "text/plain")
 
     do_HEAD = do_GET
 
-    def _refused(self) -> HTTPStatus | None:
+    def _refused(self, path: str) -> HTTPStatus | None:
         """Why a request is not answered: another host's name, another site's page, an overlong address."""
         if self.headers.get("Host") not in self.server.hosts:
             return HTTPStatus.MISDIRECTED_REQUEST
@@ -136,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
         if origin is not None and origin not in {f"http://{host}" for host in self.server.hosts}:
             return HTTPStatus.FORBIDDEN
         # A link from elsewhere may open the application; nothing but the application may ask for data.
-        site, path = self.headers.get("Sec-Fetch-Site"), urlsplit(self.path).path
+        site = self.headers.get("Sec-Fetch-Site")
         if site is not None and site not in ("same-origin", "none") and path != "/":
             return HTTPStatus.FORBIDDEN
         return HTTPStatus.REQUEST_URI_TOO_LONG if len(self.path) > LONGEST else None

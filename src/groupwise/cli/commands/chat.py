@@ -54,8 +54,8 @@ def chat(
 ) -> int:
     """Talk to a checkpoint in the terminal; an empty line or end of input ends it.  Returns the exit status.
 
-    A model of a run is asked as the run asked.  With a chat template the conversation so far is the prompt; without one every line
-    is a prompt of its own, put into the run's template.
+    A model of a run is asked as the run asked.  With a chat template, or an environment, the conversation so far is the prompt; else
+    every line is a prompt of its own, put into the run's template.
     environment: keys of a recipe's `environment`, whose tools the model may call while it answers; default: the run's.
     """
     with ExitStack() as ends:
@@ -85,7 +85,7 @@ def _talk(
     console = Console(highlight=False)
     origin, policy = origin_of(path), load_policy(path)
     prove_engine(policy, NativeEngine)
-    talks = policy.chat if origin is not None else bool(policy.tokenizer.chat_template)
+    talks = policy.chat or environment is not None or (origin is None and bool(policy.tokenizer.chat_template))
     policy = dataclasses.replace(policy, system=policy.system if system is None else system, conversed=False)
     if talks:
         way = "a conversation" + (f" under {policy.system!r}" if policy.system else "")
