@@ -54,8 +54,8 @@ def chat(
 ) -> int:
     """Talk to a checkpoint in the terminal; an empty line or end of input ends it.  Returns the exit status.
 
-    A model of a run is asked as the run asked.  With a chat template, or an environment, the conversation so far is the prompt; else
-    every line is a prompt of its own, put into the run's template.
+    A model of a run is asked as the run asked.  With a chat template, or an environment, the conversation so far is the prompt;
+    else every line is a prompt of its own, put into the run's template.
     environment: keys of a recipe's `environment`, whose tools the model may call while it answers; default: the run's.
     """
     with ExitStack() as ends:
