@@ -179,7 +179,7 @@ def test_unreachable_weights_are_named_with_the_reason(run: Path) -> None:
     replayed = replay(run, 5)
     assert replayed.begun == 0
     assert replayed.same
-    assert "checkpoint 4 is damaged: policy/model.safetensors is not what was written" in replayed.notes[0]
+    assert "from checkpoint 4, which is damaged: policy/model.safetensors is not what was written" in replayed.notes[0]
     (run / "rollouts" / "000002.parquet").unlink()
     replayed = replay(run, 5)
     assert replayed.begun is None
