@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -96,6 +97,21 @@ def test_trap_11_in_threads_a_tool_that_never_returns_is_left_behind(table: Call
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("runs", "tool"), [("process", "hang"), ("process", "die"), ("thread", "hang")])
+def test_trap_11_a_tool_that_is_stopped_in_an_episodes_last_call_costs_no_more(
+    table: Callable[..., Any], runs: str, tool: str
+) -> None:
+    """No process or thread is left to be asked for a reward, and none need be."""
+    at = table(tools=(f"my_tools.py:{tool}",), runs=runs, tool_timeout=60.0 if tool == "die" else 0.3)
+    talk, _ = at.begin()
+    assert at.say(talk, call(tool)).finish is None
+    assert at.say(talk, "Done.").finish is Finish.EOS
+    called, last = talk.close(Finish.EOS).turns
+    assert [one.failure for one in called.calls] == ["exception" if tool == "die" else "timeout"]
+    assert last.finish is Finish.EOS
+
+
+@pytest.mark.slow
 @BOTH
 def test_an_environment_that_hangs_ends_its_episode_only(table: Callable[..., Any], runs: str) -> None:
     at = table(factory="my_tools.py:Counter", runs=runs)
@@ -158,6 +174,26 @@ def test_an_episode_that_takes_too_long_ends(table: Callable[..., Any]) -> None:
     reply = at.say(talk, call("later", text="x", seconds=600.0))
     assert reply.finish is Finish.DEADLINE
     assert talk.close(reply.finish).turns[0].calls[0].failure == "timeout"
+
+
+@BOTH
+def test_an_episode_whose_time_is_over_before_it_begins_ends(table: Callable[..., Any], runs: str) -> None:
+    at = table(factory="my_tools.py:Guess", runs=runs, episode_timeout=1e-9)
+    talk, reply = at.begin(secret=1)
+    assert reply.finish is Finish.DEADLINE
+    assert talk.close(reply.finish).reward is None
+
+
+@pytest.mark.parametrize(("seconds", "error"), [(-1.0, workers.Lost), (1e300, OverflowError)])
+def test_a_thread_whose_answer_nobody_took_is_asked_nothing_more(seconds: float, error: type[Exception]) -> None:
+    """The answer would be taken for that to the next request."""
+    asked = threading.Event()
+    place = workers.ThreadPlace(Instance({"wait": asked.wait}, None, {}))
+    with pytest.raises(error):
+        next(iter(place.ask(("call", [("wait", {})], 1.0), seconds)))
+    asked.set()
+    with pytest.raises(workers.Lost, match="it has been ended"):
+        next(iter(place.ask(("end", False), 60.0)))
 
 
 def test_trap_9_a_turn_that_was_cut_is_not_carried_out(table: Callable[..., Any]) -> None:
@@ -392,6 +428,7 @@ def test_sampling_that_is_broken_off_leaves_nothing_running(table: Callable[...,
     episode = talk.close(Finish.ERROR)
     assert waiting.result(timeout=60).finish is Finish.ERROR
     assert episode.reward is None
+    assert at.world._broken == 0, "it did not fail"
     other, _ = at.begin(1, start=1)
     at.say(other, "done")
     assert other.close(Finish.EOS).reward == 1.0

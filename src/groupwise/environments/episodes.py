@@ -142,6 +142,8 @@ class Talk:
         self._rewards: list[float] = []
         self._ended: Ended | None = None
         self._failed = False
+        self._broken_off = False
+        """True if it was ended from outside: what fails then is no failure."""
         self._deadline = 0.0
         self._pending: Future[Reply] | None = None
 
@@ -157,7 +159,8 @@ class Talk:
 
     def close(self, finish: Finish) -> Episode:
         """End the environment, and the episode as a record.  Kills what still runs where sampling was broken off."""
-        if self._pending is not None and not self._pending.done():  # sampling was broken off
+        if self._pending is not None and not self._pending.done():
+            self._broken_off = True
             self._environment.kill()
         elif self._ended is None:
             self._end(judged=finish is not Finish.ERROR)
@@ -183,7 +186,7 @@ class Talk:
     @property
     def _left(self) -> float:
         """Seconds that a call may take."""
-        return min(self._world.settings.tool_timeout, self._deadline - time.monotonic())
+        return max(0.0, min(self._world.settings.tool_timeout, self._deadline - time.monotonic()))
 
     def _open(self) -> Reply:
         settings, template = self._world.settings, self._world.template
@@ -292,7 +295,7 @@ class Talk:
         if why:
             self._ended, self._failed = Ended(), True
             self._environment.kill()
-            if finish is Finish.ERROR:
+            if finish is Finish.ERROR and not self._broken_off:
                 self._world.broken(why)
         elif not self._end(judged=True):
             finish = Finish.ERROR
@@ -305,7 +308,7 @@ class Talk:
             self._ended = self._environment.end(judged, seconds=self._world.settings.tool_timeout)
         except Broken as broken:
             self._environment.kill()
-            if judged:
+            if judged and not self._broken_off:
                 self._world.broken(str(broken))
             self._failed = True
             return False

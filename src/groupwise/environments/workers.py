@@ -208,10 +208,13 @@ class ThreadPlace:
         self._asked.put(request)
         for _ in range(answers):
             try:
-                kind, value = self._answers.get(timeout=seconds)
+                kind, value = self._answers.get(timeout=max(0.0, seconds))
             except queue.Empty:
                 self.leave()
                 raise Lost(f"no result within {seconds:g} s", late=True) from None
+            except BaseException:
+                self.leave()  # the answer is nobody else's
+                raise
             if kind == "gone":
                 raise Lost("it has been ended")
             if kind == "error":
@@ -363,6 +366,9 @@ class Housed:
                     self._place = None
             except (Lost, Raised) as lost:
                 late = isinstance(lost, Lost) and lost.late
+                if not self._kind.resets:
+                    self._place.leave()
+                    self._place = None
                 text = f"no result within {seconds:g} s: it was stopped" if late else f"the call failed: {lost}"
                 taken = time.monotonic() - began
                 results.append(Result(text=error_text(text), seconds=taken, failure="timeout" if late else "exception"))
@@ -388,8 +394,8 @@ class Housed:
     def kill(self) -> None:
         """End the process or thread, now or as soon as there is one."""
         self._killed = True
-        if self._place is not None:
-            self._place.leave()
+        if (place := self._place) is not None:
+            place.leave()
 
     def _take(self, place: Place) -> None:
         self._place = place
