@@ -126,6 +126,25 @@ def test_two_tools_of_one_name_are_refused(table: Callable[..., Any], runs: str)
         table(tools=live, runs=runs)
 
 
+@BOTH
+def test_a_tool_is_called_what_it_is_given_as(table: Callable[..., Any], runs: str) -> None:
+    """Whatever its function calls itself."""
+    tools = tuple(f"odd_tools.py:{name}" for name in ("minus", "less", "twice", "subtract"))
+    said = call("minus", a=5, b=2), call("less", a=5), call("twice", a=5), call("subtract", a=4)
+    found, _, _ = results(table(tools=tools, runs=runs), *said)
+    assert [one.result for one in found] == ["3", "4", "10", "6"]
+
+
+@BOTH
+def test_methods_of_every_kind_are_tools(table: Callable[..., Any], runs: str) -> None:
+    at = table(factory="odd_tools.py:Desk", runs=runs)
+    assert [schema["function"]["name"] for schema in at.world.source.kinds[""].schemas] == [
+        "again", "named", "redone", "twice", "undone",
+    ]  # fmt: skip
+    found, _, _ = results(at, call("again", a=1), call("named"), call("redone", a=2), call("twice", a=3))
+    assert [one.result for one in found] == ["2", "Desk", "2", "6"]
+
+
 def test_arguments_that_json_cannot_hold_are_refused(table: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match=r"the tool 'place'.*Point"):
         table(tools=("odd_tools.py:place",), runs="thread")

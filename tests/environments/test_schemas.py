@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, Optional, Union
 
 import pytest
@@ -69,7 +70,7 @@ def same(function: Callable[..., Any]) -> None:
         with pytest.raises(ConfigError):
             schema_of(function, "it")
         return
-    assert json.dumps(schema_of(function, "it")) == json.dumps(expected)
+    assert json.dumps(schema_of(function, function.__name__)) == json.dumps(expected)
 
 
 BASIC: list[Any] = [int, float, str, bool, None, Any, list, tuple, dict, Colour, Order, Literal["a", 2, None, True], Literal[1.5]]
@@ -171,6 +172,54 @@ class Bound:
 @pytest.mark.parametrize("function", [everything, Bound().take, Bound().ask], ids=["everything", "take", "ask"])
 def test_docstrings_of_every_form(function: Callable[..., Any]) -> None:
     same(function)
+
+
+class Sized:
+    """Callable.
+
+    Args:
+        size: Of something else.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, value: int) -> int:
+        """Take it.
+
+        Args:
+            value: What.
+        """
+        return value
+
+
+class Silent:
+    """Its `__call__` says nothing."""
+
+    def __call__(self) -> None:
+        pass
+
+
+def three(first: int, second: int, last: object) -> int:
+    """Take three.
+
+    Args:
+        first: What is taken first.
+        second: What is taken then.
+    """
+    return first + second
+
+
+def test_objects_and_partials_are_what_they_call() -> None:
+    """Without what is set already; what is not documented is not described by Python's own words."""
+    one = schema_of(Sized(3), "one")["function"]
+    assert (one["name"], one["description"], list(one["parameters"]["properties"])) == ("one", "Take it.", ["value"])
+    assert schema_of(partial(Sized(3)), "one")["function"] == one
+    some = schema_of(partial(three, 1, last=object()), "some")["function"]
+    assert (some["name"], some["description"], some["parameters"]["required"]) == ("some", "Take three.", ["second"])
+    assert list(some["parameters"]["properties"]) == ["second"]
+    with pytest.raises(ConfigError, match="the tool 'it' has no docstring"):
+        schema_of(Silent(), "it")
 
 
 LINES = st.sampled_from([

@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,22 @@ def test_an_environment_given_as_an_object_trains(tmp_path: Path) -> None:
     rewards = np.concatenate([group.reward for group in steps[-1].groups])
     expected = [sum(turn.reward or 0.0 for turn in rollout.episode.turns) for rollout in rollouts if rollout.episode]
     np.testing.assert_allclose(rewards, expected)
+
+
+class Spoken:
+    """A tool that is an object."""
+
+    def __call__(self) -> str:
+        """Say so."""
+        return "so"
+
+
+def test_objects_and_partials_that_are_tools_are_named(tmp_path: Path) -> None:
+    """After the class, and after the function."""
+    game = {key: value for key, value in GAME.items() if key != "environment"}
+    environment = {"tools": [Spoken(), partial(answer_in, "x")]}
+    training = gw.train(**game, environment=environment, rewards="exact", runs=str(tmp_path), name="named")  # type: ignore[arg-type]
+    assert training.recipe.environment.tools == ("live:Spoken", "live:answer_in")
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from groupwise.errors import ConfigError
@@ -23,17 +24,21 @@ Schema = Mapping[str, Any]
 def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
     """The JSON schema of a function: every parameter has a type hint, and a line under `Args:` in a docstring of Google's style.
 
-    A description that ends in `(choices: ["a", "b"])` offers these alone.   name: what the tool is called in messages.
+    An object is described by its `__call__`, a `functools.partial` by what it calls, without the arguments that it sets by name.
+    A description that ends in `(choices: ["a", "b"])` offers these alone.   name: what the policy calls it.
     Raises ConfigError for what is missing, and for what no call by name can give or answer.
     """
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+    set_already = function.keywords if isinstance(function, partial) else {}
+    written = _written(function)
+    if inspect.isgeneratorfunction(written) or inspect.isasyncgenfunction(written):
         raise ConfigError(f"the tool {name!r} yields its result bit by bit: return it as one text")
-    documentation = inspect.getdoc(function)
-    if not documentation:
+    documentation = inspect.getdoc(written)
+    if not documentation or documentation == type.__call__.__doc__:  # which every `__call__` without one inherits
         raise ConfigError(f"the tool {name!r} has no docstring: say what it does, and each parameter under `Args:`")
     about, described, returned = _sections(documentation)
     try:
-        hints, parameters = get_type_hints(function), inspect.signature(function).parameters
+        hints = get_type_hints(written)
+        parameters = {key: one for key, one in inspect.signature(function).parameters.items() if key not in set_already}
         if unnamed := next((one for one in parameters.values() if one.kind in _UNNAMED), None):
             raise _Missing(f"the policy gives arguments by name, which {str(unnamed).partition(':')[0]!r} does not take; name each")
         takes: dict[str, Any] = {"type": "object", "properties": {key: _of_parameter(key, hints, described) for key in parameters}}
@@ -43,7 +48,7 @@ def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
         raise ConfigError(f"the tool {name!r}: {error}") from None
     except (TypeError, NameError, ValueError) as error:
         raise ConfigError(f"the tool {name!r} cannot be described: {type(error).__name__}: {error}") from None
-    whole = {"name": getattr(function, "__name__", name), "description": about, "parameters": takes}
+    whole = {"name": name, "description": about, "parameters": takes}
     try:
         result = _of_hint(hints["return"]) if "return" in hints else None
     except _Missing:  # the policy never writes it
@@ -51,6 +56,14 @@ def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
     if result is not None:
         whole["return"] = result | ({} if returned is None else {"description": returned})
     return {"type": "function", "function": whole}
+
+
+def _written(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What has the docstring and the type hints."""
+    while isinstance(function, partial):
+        function = function.func
+    is_one = inspect.isroutine(function) or inspect.isclass(function) or hasattr(function, "__wrapped__")
+    return function if is_one else function.__call__
 
 
 _UNNAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -192,7 +192,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
 def _methods(made: Any, interface: str | None) -> list[str]:
     """Public methods of an environment's class that are tools.  Properties are not evaluated."""
     own = [name for name in OWN if name != "step" or interface != "tools"]
-    members = inspect.getmembers(type(made), predicate=inspect.isfunction)
+    members = inspect.getmembers(type(made), predicate=lambda one: inspect.isfunction(one) or inspect.ismethod(one))
     return [name for name, _ in members if not name.startswith("_") and name not in own]
 
 

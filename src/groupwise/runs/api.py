@@ -18,6 +18,7 @@ It is the same run as from a file: the same checks, plan, run folder and resume.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -300,7 +301,10 @@ def _callable(given: object, where: str) -> str:
         return given
     if not callable(given):
         raise ConfigError(f"{where} is a function or a class, or the name of one, got {kind_of(given)}")
-    return Live(str(getattr(given, "__name__", type(given).__name__)), given)
+    inner = given
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    return Live(str(getattr(inner, "__name__", type(inner).__name__)), given)
 
 
 _DATA = tuple(field.name for field in dataclasses.fields(DataSettings))

@@ -2,6 +2,7 @@
 
 import asyncio
 import enum
+import functools
 import os
 import sys
 from dataclasses import dataclass
@@ -111,6 +112,71 @@ def add(a: int, b: int) -> int:
         b: The second.
     """
     return a - b
+
+
+minus = add
+less = functools.partial(add, b=1)
+
+
+def doubled(function):
+    """A decorator that keeps no name."""
+
+    def wrapper(*, a: int, b: int = 0) -> int:
+        """Twice of it.
+
+        Args:
+            a: The first.
+            b: The second.
+        """
+        return 2 * function(a, b)
+
+    return wrapper
+
+
+twice = doubled(add)
+
+
+class Subtract:
+    """From a number that it has."""
+
+    def __init__(self, start):
+        self.start = start
+
+    def __call__(self, a: int) -> int:
+        """Take it away.
+
+        Args:
+            a: How much.
+        """
+        return self.start - a
+
+
+subtract = Subtract(10)
+
+
+class Desk:
+    """Its tools belong to it, to its class, and to nothing."""
+
+    twice = staticmethod(twice)
+    again = twice
+
+    def reset(self, **row):
+        pass
+
+    @classmethod
+    def named(cls) -> str:
+        """Say its name."""
+        return cls.__name__
+
+    def undone(self, a: int) -> int:
+        """Give it back.
+
+        Args:
+            a: What.
+        """
+        return a
+
+    redone = undone
 
 
 class Colour(enum.Enum):
