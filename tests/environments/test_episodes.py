@@ -373,9 +373,14 @@ def test_a_few_broken_environments_cost_their_episodes_many_the_run(table: Calla
 
 
 def test_a_step_that_returns_nonsense_is_a_failure(table: Callable[..., Any]) -> None:
+    """It is told what was returned; the line of ours that found it helps nobody."""
     at = table(factory="my_tools.py:Fragile", runs="thread")
     talk, _ = at.begin()
     assert at.say(talk, "x").finish is Finish.ERROR
+    other, _ = at.begin(1)
+    returned = r"step\(\) of Fragile: it returned str, expected \(observation, .* truncated, info\)$"
+    with pytest.raises(EnvironmentFailure, match=returned):
+        at.say(other, "x")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -196,6 +197,44 @@ def test_a_call_that_is_never_closed(table: Callable[..., Any]) -> None:
     at = table(tools=("my_tools.py:add",), runs="thread")
     (one,), _, _ = results(at, '<tool_call>{"name": "add", "arguments": ' + '{"a": ' * 3000)
     assert one.failure == "unreadable"
+
+
+@BOTH
+def test_an_environment_that_changes_its_row_changes_nobody_elses(table: Callable[..., Any], runs: str) -> None:
+    at = table(factory="odd_tools.py:Deck", runs=runs)
+    decks = [[7, 8, 9]]
+    for index in range(2):
+        talk, _ = at.begin(index, decks=decks)
+        at.say(talk, "x")
+        assert talk.close(Finish.DONE).state == {"card": 7}
+    assert decks == [[7, 8, 9]]
+
+
+@BOTH
+def test_a_reset_that_asks_for_one_column_gets_it_or_is_refused(table: Callable[..., Any], runs: str) -> None:
+    """Only what is called `row` gets all of them."""
+    at = table(factory="odd_tools.py:Secret", runs=runs)
+    talk, _ = at.begin(secret=3)
+    at.say(talk, "x")
+    assert talk.close(Finish.DONE).state == {"card": 3}
+    missing = r"^the environment Secret: reset\(\) asks for 'secret', which .* columns: prompt, secrt \(row: all of them\)$"
+    with pytest.raises(ConfigError, match=missing):
+        at.begin(1, secrt=3)
+
+
+@BOTH
+def test_a_close_that_raises_costs_no_reward_and_is_told_once(
+    table: Callable[..., Any], runs: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor does it refuse the environment where it is made to be described, and never reset."""
+    at = table(factory="odd_tools.py:Deck", runs=runs)
+    with caplog.at_level(logging.WARNING):
+        for index in range(3):
+            talk, _ = at.begin(index, decks=[[7]])
+            assert at.say(talk, "x").finish is Finish.DONE
+            assert talk.close(Finish.DONE).reward == 1.0
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("close() of Deck raised OSError: the table of 7 is gone (") and "odd_tools.py, line" in said
 
 
 @BOTH

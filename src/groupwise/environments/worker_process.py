@@ -6,6 +6,7 @@ It imports little: every worker process starts with it.  Requests come as tuples
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import json
 import math
@@ -89,16 +90,17 @@ class Instance:
     def reset(self, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """Make the environment and begin its episode; `observation` is None where it says nothing."""
         self._make()
+        row = copy.deepcopy(dict(row))  # in a thread it is the caller's
         named, everything = _parameters(self._object.reset)
         given = dict(row) if everything else {key: row[key] for key in named if key in row}
-        others = [key for key in named if key not in row and key != "seed"]
-        if "row" in others or (len(others) == len([key for key in named if key != "seed"]) == 1 and not everything):
-            given[others[0] if "row" not in others else "row"] = dict(row)  # the form `reset(row)`
+        if "row" in named and "row" not in row:
+            given["row"] = row
         if "seed" in named and "seed" not in row:
             given["seed"] = seed
         for key, parameter in inspect.signature(self._object.reset).parameters.items():
             if key not in given and parameter.default is parameter.empty and parameter.kind in _NAMED:
-                raise Missing(f"reset() asks for {key!r}, which the data do not have; columns: {', '.join(row) or 'none'}")
+                columns = ", ".join(row) or "none"
+                raise Missing(f"reset() asks for {key!r}, which the data do not have; columns: {columns} (row: all of them)")
         observation = self._awaited(self._object.reset(**given))
         if isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], Mapping):  # Gymnasium's
             observation = observation[0]
@@ -127,24 +129,27 @@ class Instance:
         if not isinstance(stepped, tuple) or len(stepped) not in (3, 5):
             kind = f"a tuple of {len(stepped)}" if isinstance(stepped, tuple) else type(stepped).__name__
             raise EnvironmentFailure(
-                f"step() returned {kind}, expected (observation, reward, done) or Gymnasium's "
+                f"it returned {kind}, expected (observation, reward, done) or Gymnasium's "
                 "(observation, reward, terminated, truncated, info)"
             )
         done = bool(stepped[2]) or (len(stepped) == 5 and bool(stepped[3]))
-        return {"observation": as_text(stepped[0]) or "", "reward": _number(stepped[1], "step()"), "done": done}
+        return {"observation": as_text(stepped[0]) or "", "reward": _number(stepped[1]), "done": done}
 
     def end(self, judged: bool) -> dict[str, Any]:
-        """Close the environment.  judged: give its reward and its public attributes too."""
+        """Close the environment.  judged: give its reward and its public attributes too.   `unclosed`: what `close` raised."""
         made, self._object = self._object, None
-        ended: dict[str, Any] = {"reward": None, "state": None}
+        ended: dict[str, Any] = {"reward": None, "state": None, "unclosed": None}
         try:
             if judged and made is not None:
                 if callable(getattr(made, "get_reward", None)):
-                    ended["reward"] = _number(self._awaited(made.get_reward()), "get_reward()")
+                    ended["reward"] = _number(self._awaited(made.get_reward()))
                 ended["state"] = attributes_of(made)
         finally:
             if callable(close := getattr(made, "close", None)):
-                self._awaited(close())
+                try:
+                    self._awaited(close())
+                except BaseException as error:  # everything has been said by then
+                    ended["unclosed"] = told(error)
         return ended
 
     # ---- inside --------------------------------------------------------------------------------------------------------------
@@ -241,16 +246,16 @@ def attributes_of(made: Any) -> dict[str, Any]:
     return attributes
 
 
-def _number(value: Any, whose: str) -> float | None:
+def _number(value: Any) -> float | None:
     """A reward; None says nothing.  Raises EnvironmentFailure for what is no finite number."""
     if value is None:
         return None
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise EnvironmentFailure(f"{whose} gave the reward {value!r:.60} ({type(value).__name__}), expected a number") from None
+        raise EnvironmentFailure(f"it gave the reward {value!r:.60} ({type(value).__name__}), expected a number") from None
     if not math.isfinite(number):
-        raise EnvironmentFailure(f"{whose} gave the reward {number:g}, expected a finite number")
+        raise EnvironmentFailure(f"it gave the reward {number:g}, expected a finite number")
     return number
 
 

@@ -29,6 +29,9 @@ from groupwise.records import Finish
 from groupwise.rewards.user_functions import find_named
 from groupwise.rewards.worker_process import receive, send, told
 from groupwise.rewards.workers import Failed, Worker, WorkerGone
+from groupwise.utils.terminal import logger
+
+log = logger(__name__)
 
 FORK_SECONDS = 60.0
 """Longest time that a fork may take: it waits for nothing but the machine."""
@@ -51,7 +54,7 @@ class Raised(Exception):
 
     def __init__(self, said: Mapping[str, str]) -> None:
         super().__init__(f"{said['kind']}: {said['error']}" + (f" ({said['where']})" if said["where"] else ""))
-        self.kind = said["kind"]
+        self.kind, self.error = said["kind"], said["error"]
 
 
 class Place(Protocol):
@@ -269,6 +272,7 @@ class Rooms:
         self.asynchronous: set[str] = set()
         """Tools that are cancelled where they live, at their deadline."""
         self._idle: list[Place] = []
+        self._unclosed: set[str] = set()
         self._lock = threading.Lock()
         try:
             described = {name: self._describe(name, interface) for name in factories or {"": ""}}
@@ -282,8 +286,9 @@ class Rooms:
         try:
             return next(iter(place.ask(("describe", name or "environment", interface), DESCRIBE_SECONDS)))
         except Raised as error:
-            raise ConfigError(str(error).removeprefix("ConfigError: ").partition(" (/")[0] if error.kind == "ConfigError"
-                              else f"the environment {name or 'of the recipe'} cannot be made: {error}") from None  # fmt: skip
+            if error.kind == ConfigError.__name__:
+                raise ConfigError(error.error) from None
+            raise ConfigError(f"the environment {name or 'of the recipe'} cannot be made: {error}") from None
         except Lost as lost:
             raise ConfigError(f"the environment {name or 'of the recipe'} cannot be made: {lost}") from None
         finally:
@@ -317,6 +322,14 @@ class Rooms:
         """Keep a process or thread that has answered everything for the next calls."""
         with self._lock:
             self._idle.append(place)
+
+    def unclosed(self, title: str, why: str) -> None:
+        """Say that `close` of an environment raises: once of each class."""
+        with self._lock:
+            known = title in self._unclosed
+            self._unclosed.add(title)
+        if not known:
+            log.warning("close() of %s raised %s; its rewards are kept, and this is not said again", title, why)
 
     def make(self, kind: Kind) -> Environment:
         """An environment that gets its process or thread when its episode begins."""
@@ -387,9 +400,12 @@ class Housed:
         if self._place is None:
             return Ended()
         try:
-            return Ended(**self._ask(("end", judged), seconds, "get_reward() or close()"))
+            ended = self._ask(("end", judged), seconds, "get_reward() or close()")
         finally:
             self.kill()
+        if (raised := ended.pop("unclosed")) is not None:
+            self._rooms.unclosed(self._kind.title, str(Raised(raised)))
+        return Ended(**ended)
 
     def kill(self) -> None:
         """End the process or thread, now or as soon as there is one."""
@@ -410,9 +426,9 @@ class Housed:
             raise Broken(f"{what} of {self._kind.title}: {lost}", Finish.DEADLINE if lost.late else Finish.ERROR) from None
         except Raised as error:
             if error.kind == Missing.__name__:
-                raise ConfigError(
-                    f"the environment {self._kind.title}: {str(error).partition(': ')[2].partition(' (/')[0]}"
-                ) from None
+                raise ConfigError(f"the environment {self._kind.title}: {error.error}") from None
+            if error.kind == EnvironmentFailure.__name__:  # it says all in words
+                raise Broken(f"{what} of {self._kind.title}: {error.error}") from None
             raise Broken(f"{what} of {self._kind.title} raised {error}") from None
 
 

@@ -179,6 +179,26 @@ class Desk:
     redone = undone
 
 
+class Deck:
+    """Takes the first card from the row itself."""
+
+    def reset(self, row):
+        self.card = row["decks"][0].pop(0)
+
+    def step(self, text):
+        return "", 1.0, True
+
+    def close(self):
+        raise OSError(f"the table of {self.card} is gone")
+
+
+class Secret(Deck):
+    """Names one column."""
+
+    def reset(self, secret):
+        self.card = secret
+
+
 class Colour(enum.Enum):
     """Some."""
 
