@@ -366,21 +366,22 @@ class Housed:
         while len(results) < len(calls):
             if not self._kind.resets:
                 self._take(self._rooms.borrow())
-            assert self._place is not None, "a call before reset"
+            place = self._place
+            assert place is not None, "a call before reset"
             began = time.monotonic()
             try:
                 rest = list(calls[len(results) :])
                 patience = seconds + (GRACE if any(name in self._rooms.asynchronous for name, _ in rest) else 0.0)
-                for said in self._place.ask(("call", rest, seconds), patience, len(rest)):
+                for said in place.ask(("call", rest, seconds), patience, len(rest)):
                     results.append(_result(said, time.monotonic() - began, seconds))
                     began = time.monotonic()
                 if not self._kind.resets:
-                    self._rooms.give_back(self._place)
+                    self._rooms.give_back(place)
                     self._place = None
             except (Lost, Raised) as lost:
                 late = isinstance(lost, Lost) and lost.late
                 if not self._kind.resets:
-                    self._place.leave()
+                    place.leave()
                     self._place = None
                 text = f"no result within {seconds:g} s: it was stopped" if late else f"the call failed: {lost}"
                 taken = time.monotonic() - began
