@@ -126,6 +126,23 @@ def test_rows_in_memory_with_other_values_have_another_name(value):
     assert names[0] == names[1] != names[2]
 
 
+def test_rows_in_memory_are_copied():
+    shared = [1, 2]
+    given = [{"prompt": "1", "shared": shared}, {"prompt": "2", "shared": shared}]
+    rows = live_rows(given, "data").value
+    given[0]["prompt"] = "3"
+    shared.append(3)
+    del given[1]
+    assert list(rows) == [{"prompt": "1", "shared": [1, 2]}, {"prompt": "2", "shared": [1, 2]}]
+    assert rows[0]["shared"] is rows[1]["shared"], "what rows share is held once"
+    assert rows.where(1) == "data row 2"
+
+
+def test_a_row_in_memory_that_cannot_be_copied_is_named():
+    with pytest.raises(DataError, match=r"data row 2 holds a value that cannot be copied \(.*generator.*\): give plain values"):
+        live_rows([{"prompt": "1"}, {"prompt": "2", "answers": (char for char in "12")}], "data")
+
+
 def test_values_of_a_parquet_file_that_python_cannot_hold_are_told(tmp_path):
     days = pyarrow.array([10**9], pyarrow.int32()).cast(pyarrow.date32())
     text = pyarrow.StringArray.from_buffers(1, pyarrow.py_buffer(b"\0\0\0\0\2\0\0\0"), pyarrow.py_buffer(b"\xff\xfe"))

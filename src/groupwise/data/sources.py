@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections import Counter
@@ -189,7 +190,7 @@ def live_rows(given: object, name: str) -> Live:
     """Rows in memory as a name that holds them: a list of mappings, or a `datasets.Dataset`.
 
     name: what the rows are called in messages, `data` or `eval_data`.   The name in the recipe has a digest of their content.
-    Raises DataError with what was given instead.
+    Rows are copied: what happens to the given ones later is nobody's concern.   Raises DataError with what was given instead.
     """
     library = type(given).__module__.partition(".")[0]
     if library == "datasets" and isinstance(given, Mapping):
@@ -205,20 +206,33 @@ def live_rows(given: object, name: str) -> Live:
         raise DataError(f"{name} is a list of mappings or a datasets.Dataset, got {kind_of(given)}{hint}")
     if not given:
         raise DataError(f"{name} holds no rows")
+    rows: list[Mapping[str, Any]] = []
     written = []
+    copied: dict[int, Any] = {}  # what rows share, their copies share
     for i, row in enumerate(given):
         where = f"{name} row {i + 1}"
         if not isinstance(row, Mapping):
             raise DataError(f"{where} is {kind_of(row)}: a row is a mapping of columns to values, e.g. {{'prompt': ...}}")
         _refuse_depth(row, where)
+        row = row if columnar else _copied(row, where, copied)
+        rows.append(bare_calls(row) if columnar else row)
         try:
             written.append(json.dumps(row, sort_keys=True, ensure_ascii=False, default=_digested).encode())
         except UnicodeEncodeError as error:
             raise DataError(f"{where}: half of a character, {error.object[error.start]!a}, stands alone: mend the text") from None
         except (TypeError, ValueError) as error:
             raise DataError(f"{where}: {error}") from None
-    count = f"{len(given):,} row" + ("s" if len(given) > 1 else "")
-    return Live(f"{count} ({short_digest(written)})", SourceRows(name, [bare_calls(row) for row in given] if columnar else given))
+    count = f"{len(rows):,} row" + ("s" if len(rows) > 1 else "")
+    return Live(f"{count} ({short_digest(written)})", SourceRows(name, rows))
+
+
+def _copied(row: Mapping[str, Any], where: str, copied: dict[int, Any]) -> dict[str, Any]:
+    """copied: the memo of `copy.deepcopy`.   Raises DataError."""
+    try:
+        return {key: copy.deepcopy(value, copied) for key, value in row.items()}
+    except Exception as error:  # whatever a value's own way to be copied raises
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{where} holds a value that cannot be copied ({said}): give plain values") from error
 
 
 def _digested(value: object) -> Any:

@@ -96,7 +96,7 @@ def read_blueprint(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase |
     assert settings.path is not None
     path = settings.path
     if isinstance(path, Live):
-        return _live_blueprint(settings, *path.value)
+        return _live_blueprint(settings, path)
     if path.startswith("~"):
         settings = replace(settings, path=(path := str(expanded(path))))
     if path.startswith(LIVE):
@@ -253,8 +253,12 @@ def live_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Li
     return Live(f"{type(model).__name__}{f' of {origin}' if origin else ''} ({short_digest(sampled())})", (model, tokenizer))
 
 
-def _live_blueprint(settings: ModelSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Blueprint:
-    """Of a model that is loaded already.  What is trained is a copy: neither the model nor its tokenizer is changed."""
+def _live_blueprint(settings: ModelSettings, live: Live) -> Blueprint:
+    """Of a model that is loaded already.  What is trained is a copy: neither the model nor its tokenizer is changed.
+
+    `load` raises ConfigError if the weights are others than when it was named.
+    """
+    model, tokenizer = live.value
     if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
         raise ConfigError(
             "the model carries an adapter: merge it first (model = model.merge_and_unload()), or give the model without it and let "
@@ -266,6 +270,11 @@ def _live_blueprint(settings: ModelSettings, model: PreTrainedModel, tokenizer: 
     dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
 
     def load() -> PreTrainedModel:
+        if (now := live_model(*live.value)) != live:
+            raise ConfigError(
+                f"model: the loaded model has changed since `train` was called ({live} then, {now} now): call `train` again, "
+                "with the weights that the run is to begin with"
+            )
         trained = copy.deepcopy(model).requires_grad_(True)
         for parameter in trained.parameters():
             parameter.grad = None

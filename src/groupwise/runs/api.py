@@ -138,7 +138,7 @@ def train(
     model: a checkpoint's folder or hub name, a loaded transformers model (with `tokenizer`), a `Policy`, or a mapping of the keys
     of `model`, whose `path` may be any of these.  A loaded model is copied: it is the start of the run, and stays as it is.
     data: a file or hub name, a list of mappings, a `datasets.Dataset`, or a mapping of the keys of `data`, whose `path` and
-    `eval_path` may be any of these.
+    `eval_path` may be any of these.  Rows are copied by this call.
     rewards: one or several of: the name of a function as in a recipe, the function itself, a `LiveReward`, a mapping of the keys of
     an entry of `rewards`, whose `function` may be the function itself.
     tools: functions that the policy may call, or their names as in a recipe.
