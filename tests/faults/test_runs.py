@@ -18,12 +18,12 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from groupwise.cli.commands import main
 from groupwise.cli.commands.chat import chat
 from groupwise.config.recipes import load_recipe
-from groupwise.config.settings import ModelSettings
+from groupwise.config.settings import LoraSettings, ModelSettings
 from groupwise.data.sources import fingerprint
 from groupwise.errors import CheckpointError, ConfigError, DataError, Ended, EngineError, RewardError, StorageError
 from groupwise.models.loading import load_policy
@@ -810,6 +810,67 @@ def test_a_teacher_that_was_trained_again_is_noticed(recipe: Callable, capsys: p
     capsys.readouterr()
     assert main(["train", str(path), "--quiet", "stages.sft.seed=9"]) == ConfigError.exit_code
     assert "teacher.path runs/two/sft/final: the stage has been trained again" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "C9x", "the weights in a teacher's folder changed between two runs", "ConfigError: which; --accept-changes continues"
+)
+@pytest.mark.parametrize("folder", ["plain", "stage"])
+def test_a_teachers_folder_that_changed_is_noticed(
+    folder: str,
+    recipe: Callable,
+    finished_run: Callable,
+    capsys: pytest.CaptureFixture[str],
+    record_property: Callable,
+) -> None:
+    finished_run(1)
+    place = {"plain": "elsewhere", "stage": "runs/r/final"}[folder]
+    shutil.copytree("runs/r/final", "elsewhere")
+    own = {"steps": 3, "save": {"every": 1}}
+    path = recipe("taught", objective="distill", rewards=[], teacher={"path": place}, **own)
+    next(iter(train(load_recipe(path))))
+    (file,) = Path(place).glob("*.safetensors")
+    shutil.copy(file, "kept")
+    tensors = load_file(file)
+    save_file({name: tensor * 1.5 for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+    code = main(["train", str(path)])
+    record_property("exit", code)
+    assert code == ConfigError.exit_code
+    told = {"plain": "its content has changed", "stage": "the stage has been trained again, or its files were changed"}[folder]
+    assert f"teacher.path {place}: {told}" in capsys.readouterr().err
+    shutil.copy("kept", file)  # the same content, with other times
+    assert main(["train", str(path), "--quiet", "steps=2"]) == 0
+    save_file({name: tensor * 1.5 for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+    assert main(["train", str(path), "--quiet", "--accept-changes"]) == 0
+
+
+def test_models_that_are_read_when_a_run_is_resumed_are_inputs(recipe: Callable, tmp_path: Path) -> None:
+    """All weights of a policy without an adapter are in its checkpoints: its folder may go."""
+    for name in ("base", "start", "judge"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text(name)
+    (tmp_path / "adapted").mkdir()
+    (tmp_path / "adapted" / "adapter_model.safetensors").write_text("adapter")
+    (tmp_path / "adapted" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "base"}))
+    found = load_recipe(recipe("r"))
+    found = replace(
+        found,
+        model=replace(found.model, path="start", scratch=None),
+        critic=replace(found.critic, path="judge"),
+        teacher=replace(found.teacher, path="adapted"),
+    )
+    first = inputs_of(found)
+    assert {key for key in first if key.endswith(".path")} == {"critic.path", "teacher.path"}
+    assert first["critic.path"] == {
+        "source": "judge",
+        "size": 5,
+        "xxh3_128": files.digest(tmp_path / "judge" / "model.safetensors"),
+    }
+    (tmp_path / "base" / "model.safetensors").write_text("changed")
+    assert [key for key, one in inputs_of(found).items() if one != first[key]] == ["teacher.path"]
+    with_adapter = replace(found, model=replace(found.model, lora=LoraSettings()))
+    assert inputs_of(with_adapter).keys() - first.keys() == {"model.path"}
 
 
 def test_demonstrations_that_changed_are_noticed(recipe: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

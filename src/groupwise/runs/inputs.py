@@ -30,6 +30,7 @@ from groupwise.rewards.find import LiveReward
 from groupwise.rewards.step_rewards import ProcessReward
 from groupwise.runs import user_code
 from groupwise.runs.folder import model_digest
+from groupwise.models.lora import ADAPTER_CONFIG, read_adapter
 from groupwise.utils import files
 from groupwise.utils.files import expanded
 from groupwise.utils.secrets import redacted
@@ -39,8 +40,8 @@ log = logger(__name__)
 
 INPUTS = "inputs.json"
 Inputs = dict[str, dict[str, Any]]
-"""Dotted key of the recipe -> what it names (`source`) and what that holds: size and xxh3-128 of a file, the fingerprint of a hub's
-data set, the digests of a finished stage's weights."""
+"""Dotted key of the recipe -> what it names (`source`) and what that holds: size and xxh3-128 of a file or of a model's weights,
+the fingerprint of a hub's data set, the digests of a finished stage's weights."""
 
 
 def inputs_of(recipe: Recipe) -> Inputs:
@@ -62,8 +63,8 @@ def _all(recipe: Recipe) -> Iterator[tuple[str, tuple[str, dict[str, Any] | None
         if isinstance(source, str) and not isinstance(source, Live):  # the name of rows in memory has a digest of them
             yield key, (source, _data(source, data.split if key != "data.eval_path" else data.eval_split))
     for key, path in (("model", recipe.model.path), ("critic", recipe.critic.path), ("teacher", recipe.teacher.path)):
-        if path is not None and not isinstance(path, Live):
-            yield f"{key}.path", (path, _stage(path))
+        if path is not None and not isinstance(path, Live):  # all weights that have been trained are in the checkpoint
+            yield f"{key}.path", (path, _weights(path) if key != "model" or adapted else _stage(path))
     if (template := recipe.model.chat_template) is not None:
         yield "model.chat_template", (template, _file(template))
     given = recipe.environment
@@ -185,6 +186,26 @@ def _live_code(function: str) -> dict[str, Any] | None:
     if not isinstance(function, Live):
         return None
     value = function.value
+def _weights(path: str) -> dict[str, Any] | None:
+    """The weights in a model's folder: of a stage as `_stage` names them, but as they are now.  None of a name of the hub."""
+    try:
+        found = _weight_files(path)
+        digests = " ".join(map(files.digest, found))
+        size = sum(file.stat().st_size for file in found)
+    except (OSError, ValueError, ConfigError):  # whoever reads it says what is wrong
+        return None
+    if not found:
+        return None
+    return {"size": size, "xxh3_128": digests} if _stage(path) is None else {"weights": digests}
+
+
+def _weight_files(path: str) -> list[Path]:
+    """Files with a model's weights; of an adapter also those of its base."""
+    folder = expanded(path)
+    own = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    return [*own, *_weight_files(read_adapter(folder))] if (folder / ADAPTER_CONFIG).is_file() else own
+
+
     inner = value.function if isinstance(value, LiveReward) else value
     inner = inner.function if isinstance(inner, ProcessReward) else inner
     bound: list[Any] = []
@@ -263,7 +284,7 @@ def _difference(key: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> st
     source = now.get("source")
     named = f"{key} {source}".rstrip()
     if "weights" in now:
-        return f"{named}: the stage has been trained again; its weights are others"
+        return f"{named}: the stage has been trained again, or its files were changed: its weights are others"
     if "code" in now:
         return f"{named}: it is another function now, or another version of Python runs it"
     if "fingerprint" in now:
