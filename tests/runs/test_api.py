@@ -289,6 +289,120 @@ def test_what_a_live_function_holds_beside_its_code_is_its_own() -> None:
     assert str(_live_code(Live("f", LiveReward(function=around(1.0))))) == told[0]
 
 
+class Held:
+    """A reward that holds a value."""
+
+    scale = 1.0
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.client = object()
+
+    def __call__(self, completions: list[str], **_: Any) -> list[float]:
+        return [self.scale * float(self.value)] * len(completions)
+
+
+class Slotted:
+    __slots__ = ("__value",)
+
+    def __init__(self, value: Any) -> None:
+        self.__value = value
+
+    def __call__(self, completion: str) -> float:
+        return self.__value
+
+
+def test_what_a_callable_instance_holds_is_its_own() -> None:
+    values: list[Any] = [None, 2.0, 3.0, True, "2.0", [1, [2]], [[1], 2], {"a": 1, "b": 2}, {"a": 2, "b": 1}, {1, 2}, {1, 3}]
+    values += [np.arange(3), np.arange(4), np.float32(2), torch.arange(3), torch.ones(3, dtype=torch.bfloat16), torch.tensor(1.0)]
+    cyclic: list[Any] = []
+    cyclic.append(cyclic)
+
+    def told(function: Callable) -> str:
+        return str(_live_code(Live("f", LiveReward(function=function))))
+
+    for kind in (Held, Slotted):
+        for function in (
+            kind,
+            lambda value, kind=kind: kind(value).__call__,
+            lambda value, kind=kind: functools.partial(kind(value)),
+        ):
+            found = [told(function(value)) for value in [*values, cyclic]]
+            assert len(set(found)) == len(found)
+            assert found == [told(function(value)) for value in [*values, cyclic]]
+    assert told(Held({"b": 2, "a": 1})) == told(Held({"a": 1, "b": 2}))
+    assert told(type("Held", (Held,), {"scale": 2.0})(1.0)) != told(type("Held", (Held,), {"scale": 1.0})(1.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", [Held, lambda value: Held(value).__call__], ids=["instance", "method"])
+def test_resuming_with_an_instance_that_holds_something_else_is_refused(of: Callable, call: Callable) -> None:
+    def reward(value: float) -> list[Any]:
+        return [{"function": of(value), "name": "held"}]
+
+    next(iter(call(rewards=reward(2.0), steps=3)))
+    with pytest.raises(ConfigError, match=r"rewards.0.function live:held: it is another function now, holds other values"):
+        next(iter(call(rewards=reward(3.0), steps=3)))
+    assert next(iter(call(rewards=reward(2.0), steps=3))).number == 2
+    (last,) = call(rewards=reward(3.0), steps=3, accept_changes=True)
+    assert {value for group in last.groups for value in group.reward.tolist()} == {3.0}
+
+
+@pytest.mark.slow
+def test_an_instance_that_counts_resumes_in_another_process_and_here_if_that_is_accepted(call: Callable) -> None:
+    class Counting(Held):
+        def __call__(self, completions: list[str], **_: Any) -> list[float]:
+            self.value += 1
+            return super().__call__(completions)
+
+    def counting() -> gw.LiveReward:
+        return gw.LiveReward(function=Counting(0), name="counting", runs="here")
+
+    reward = counting()
+    next(iter(call(rewards=[reward], steps=3)))
+    assert reward.function.value > 0  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="holds other values"):
+        next(iter(call(rewards=[reward], steps=3)))
+    assert next(iter(call(rewards=[counting()], steps=3))).number == 2
+    assert [step.number for step in call(rewards=[reward], steps=3, accept_changes=True)] == [3]
+
+
+@pytest.mark.slow
+def test_what_is_trained_on_are_the_rows_of_the_call(call: Callable) -> None:
+    def measured(completions: list[str], answer: list[list[str]], **_: Any) -> list[float]:
+        return [float(len(one[0])) for one in answer]
+
+    def rows() -> list[dict[str, Any]]:
+        return [{"prompt": row["prompt"], "answer": ["2"]} for row in ROWS]
+
+    given = rows()
+    training = call(data=given, rewards=[gw.LiveReward(function=measured, runs="here")])
+    for row in given:
+        row["prompt"] = "9+9="
+    del given[0]
+    seen = set()
+    for step in training:
+        seen |= {group.prompt.text for group in step.groups}
+        assert {value for group in step.groups for value in group.reward.tolist()} == {1.0}
+        for row in given:
+            row["answer"][0] = "22222"
+    assert seen <= {row["prompt"] for row in ROWS}
+    assert call(data=rows()).recipe.data.path == training.recipe.data.path
+
+
+@pytest.mark.slow
+def test_a_model_that_changes_between_call_and_first_step_is_refused(call: Callable, tiny_policy: Callable) -> None:
+    policy = tiny_policy()
+    training = call(model=policy)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.zero_()
+    with pytest.raises(ConfigError, match=r"has changed since `train` was called \(live:Llama.* then, live:Llama.* now\)"):
+        next(iter(training))
+    assert not Path("runs").exists()
+    assert next(iter(call(model=tiny_policy()))).number == 1
+
+
 @pytest.mark.slow
 def test_fresh_takes_the_next_name(call: Callable) -> None:
     list(call(steps=1))

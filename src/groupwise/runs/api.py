@@ -145,7 +145,7 @@ def train(
     environment: an environment's class, its name, a mapping of names to such, or a mapping of the keys of `environment`, whose
     `factory`, `tools` and `harness` may be objects.
     fresh: start anew, under the first of NAME, NAME-2, NAME-3 ... that has not run.
-    accept_changes: resume although data files or reward functions have changed since the run began.
+    accept_changes: resume although data files, functions or models' weights have changed since the run began.
     The other keywords are the keys of a recipe (`groupwise config` lists them); a section is a mapping: `optimizer={"lr": 1e-5}`.
 
     Raises ConfigError or DataError with everything that is wrong, before anything is loaded.

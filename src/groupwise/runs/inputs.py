@@ -13,24 +13,28 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from itertools import islice
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from groupwise.config.live_objects import Live, short_digest
 from groupwise.config.recipes import run_folder
 from groupwise.config.settings import PARTS, Recipe
-from groupwise.data.sources import fingerprint
+from groupwise.data.sources import MAX_DEPTH, fingerprint
 from groupwise.errors import ConfigError, DataError
+from groupwise.models.lora import ADAPTER_CONFIG, read_adapter
 from groupwise.rewards.find import LiveReward
 from groupwise.rewards.step_rewards import ProcessReward
 from groupwise.runs import user_code
 from groupwise.runs.folder import model_digest
-from groupwise.models.lora import ADAPTER_CONFIG, read_adapter
 from groupwise.utils import files
 from groupwise.utils.files import expanded
 from groupwise.utils.secrets import redacted
@@ -62,6 +66,7 @@ def _all(recipe: Recipe) -> Iterator[tuple[str, tuple[str, dict[str, Any] | None
     for key, source in sources.items():
         if isinstance(source, str) and not isinstance(source, Live):  # the name of rows in memory has a digest of them
             yield key, (source, _data(source, data.split if key != "data.eval_path" else data.eval_split))
+    adapted = recipe.model.lora is not None
     for key, path in (("model", recipe.model.path), ("critic", recipe.critic.path), ("teacher", recipe.teacher.path)):
         if path is not None and not isinstance(path, Live):  # all weights that have been trained are in the checkpoint
             yield f"{key}.path", (path, _weights(path) if key != "model" or adapted else _stage(path))
@@ -181,11 +186,6 @@ def _stage(path: str) -> dict[str, Any] | None:
     return None if digest is None else {"weights": digest}
 
 
-def _live_code(function: str) -> dict[str, Any] | None:
-    """A digest of the bytecode of a function of the running program."""
-    if not isinstance(function, Live):
-        return None
-    value = function.value
 def _weights(path: str) -> dict[str, Any] | None:
     """The weights in a model's folder: of a stage as `_stage` names them, but as they are now.  None of a name of the hub."""
     try:
@@ -206,20 +206,34 @@ def _weight_files(path: str) -> list[Path]:
     return [*own, *_weight_files(read_adapter(folder))] if (folder / ADAPTER_CONFIG).is_file() else own
 
 
+def _live_code(function: str) -> dict[str, Any] | None:
+    """A digest of a function of the running program: of its bytecode, and of the plain values that it holds.
+
+    Of an instance and of a bound method these are all that its class says and the attributes of both.
+    """
+    if not isinstance(function, Live):
+        return None
+    value = function.value
     inner = value.function if isinstance(value, LiveReward) else value
     inner = inner.function if isinstance(inner, ProcessReward) else inner
-    bound: list[Any] = []
+    held: list[Any] = []
     while isinstance(inner, functools.partial):
-        bound += [*inner.args, *sorted(inner.keywords.items())]
+        held += [*inner.args, *sorted(inner.keywords.items())]
         inner = inner.func
-    inner = getattr(inner, "__func__", inner)
+    functions = []
+    if isinstance(inner, MethodType):
+        functions, inner = [inner.__func__], inner.__self__
     if isinstance(inner, FunctionType):
         functions = [inner]
-    else:  # all that a class and its bases say
+    else:
         bases = inner.__mro__ if isinstance(inner, type) else type(inner).__mro__
-        functions = [one for base in bases for _, one in sorted(vars(base).items()) if isinstance(one, FunctionType)]
+        functions += [one for base in bases for _, one in sorted(vars(base).items())]
+        held.append({name: one for base in reversed(bases) for name, one in vars(base).items() if not name.startswith("__")})
+        if not isinstance(inner, type):
+            held.append(object.__getstate__(inner))  # its attributes, those in slots too
+    functions = [one for one in functions if isinstance(one, FunctionType)]
     parts = [part for one in functions for part in (*_instructions(one.__code__), *_given(one))]
-    return {"code": short_digest([*parts, *_plain(bound)])} if functions else None
+    return {"code": short_digest([*parts, *_plain(held)])} if functions else None
 
 
 def _given(function: FunctionType) -> Iterator[bytes]:
@@ -230,12 +244,23 @@ def _given(function: FunctionType) -> Iterator[bytes]:
             yield from _plain([cell.cell_contents])
 
 
-def _plain(values: Sequence[Any]) -> Iterator[bytes]:
+def _plain(values: Iterable[Any], depth: int = MAX_DEPTH) -> Iterator[bytes]:
+    """Numbers, texts, arrays and tensors, also in lists, dictionaries and sets; of anything else nothing."""
     for value in values:
-        if isinstance(value, tuple):
-            yield from _plain(value)
-        elif value is None or isinstance(value, str | int | float | bytes):
+        if value is None or isinstance(value, str | int | float | bytes):
             yield repr(value).encode()
+        elif isinstance(value, np.ndarray | np.generic):
+            yield f"{value.dtype} {value.shape}".encode()
+            yield b"" if value.dtype.hasobject else value.tobytes()
+        elif isinstance(value, Tensor) and value.layout == torch.strided and value.device.type != "meta":
+            yield f"{value.dtype} {tuple(value.shape)}".encode()
+            yield value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+        elif isinstance(value, tuple | list) and depth:
+            yield from [f"list of {len(value)}".encode()] if isinstance(value, list) else ()
+            yield from _plain(value, depth - 1)
+        elif isinstance(value, dict | set | frozenset) and depth:  # in an order that is the same in each process
+            parts = value.items() if isinstance(value, dict) else value
+            yield from sorted(short_digest(_plain([part], depth - 1)).encode() for part in parts)
 
 
 def _instructions(code: CodeType) -> Iterator[bytes]:
@@ -286,7 +311,7 @@ def _difference(key: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> st
     if "weights" in now:
         return f"{named}: the stage has been trained again, or its files were changed: its weights are others"
     if "code" in now:
-        return f"{named}: it is another function now, or another version of Python runs it"
+        return f"{named}: it is another function now, holds other values, or another version of Python runs it"
     if "fingerprint" in now:
         return f"{named}: the data set has changed (fingerprint {then.get('fingerprint')} then, {now['fingerprint']} now)"
     sizes = (then.get("size"), now.get("size"))
