@@ -68,7 +68,7 @@ def _all(recipe: Recipe) -> Iterator[tuple[str, tuple[str, dict[str, Any] | None
             yield key, (source, _data(source, data.split if key != "data.eval_path" else data.eval_split))
     adapted = recipe.model.lora is not None
     for key, path in (("model", recipe.model.path), ("critic", recipe.critic.path), ("teacher", recipe.teacher.path)):
-        if path is not None and not isinstance(path, Live):  # all weights that have been trained are in the checkpoint
+        if path is not None and not isinstance(path, Live):  # of a policy without an adapter checkpoints hold all weights
             yield f"{key}.path", (path, _weights(path) if key != "model" or adapted else _stage(path))
     if (template := recipe.model.chat_template) is not None:
         yield "model.chat_template", (template, _file(template))
