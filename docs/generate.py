@@ -587,7 +587,7 @@ def parallel_table() -> str:
 
 # ---------------------------------------------------------------- README.md
 
-PROCESSORS = {"avx512": "AMD, AVX-512", "amx": "Intel, AMX", "avx2": "AMD, AVX2"}
+PROCESSORS = {"avx512": "AMD, AVX-512", "zen4": "AMD, Zen 4", "amx": "Intel, AMX", "avx2": "AMD, AVX2"}
 SHAPES = {"S": "256 wide", "M": "512 wide", "L": "GPT-2"}
 
 

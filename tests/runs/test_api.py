@@ -358,6 +358,8 @@ def test_an_instance_that_counts_resumes_in_another_process_and_here_if_that_is_
     def counting() -> gw.LiveReward:
         return gw.LiveReward(function=Counting(0), name="counting", runs="here")
 
+    training = call(rewards=[counting()], steps=2, name="twice")
+    assert [next(iter(training)).number for _ in range(2)] == [1, 2], "one call is one reward, however far it has counted"
     reward = counting()
     next(iter(call(rewards=[reward], steps=3)))
     assert reward.function.value > 0  # type: ignore[attr-defined]

@@ -28,10 +28,12 @@ class Live(str):
     """
 
     value: Any
+    digest: str | None
+    """Of what the object held when a run first asked (`runs/inputs.py`): what it counts while it works makes it no other."""
 
     def __new__(cls, name: str, value: Any) -> Self:
         found = super().__new__(cls, LIVE + name)
-        found.value = value
+        found.value, found.digest = value, None
         return found
 
     def __deepcopy__(self, memo: object) -> Self:

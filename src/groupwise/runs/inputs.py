@@ -209,11 +209,18 @@ def _weight_files(path: str) -> list[Path]:
 def _live_code(function: str) -> dict[str, Any] | None:
     """A digest of a function of the running program: of its bytecode, and of the plain values that it holds.
 
-    Of an instance and of a bound method these are all that its class says and the attributes of both.
+    Of an instance and of a bound method these are all that its class says and the attributes of both.  As they are when the first
+    run with this `Live` begins.
     """
     if not isinstance(function, Live):
         return None
-    value = function.value
+    if function.digest is None:
+        function.digest = _code_digest(function.value)
+    return {"code": function.digest} if function.digest else None
+
+
+def _code_digest(value: Any) -> str:
+    """Empty for what has no bytecode."""
     inner = value.function if isinstance(value, LiveReward) else value
     inner = inner.function if isinstance(inner, ProcessReward) else inner
     held: list[Any] = []
@@ -233,7 +240,7 @@ def _live_code(function: str) -> dict[str, Any] | None:
             held.append(object.__getstate__(inner))  # its attributes, those in slots too
     functions = [one for one in functions if isinstance(one, FunctionType)]
     parts = [part for one in functions for part in (*_instructions(one.__code__), *_given(one))]
-    return {"code": short_digest([*parts, *_plain(held)])} if functions else None
+    return short_digest([*parts, *_plain(held)]) if functions else ""
 
 
 def _given(function: FunctionType) -> Iterator[bytes]:
