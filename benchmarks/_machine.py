@@ -33,6 +33,7 @@ def describe(device: str = "cpu") -> dict[str, Any]:
         lines = dict(line.split(":", 1) for line in cpuinfo.read_text().splitlines() if ":" in line)
         fields = {key.strip(): value.strip() for key, value in lines.items()}
         found["cpu"] = fields.get("model name", found["cpu"])
+        found["family"] = f"{fields.get('vendor_id')} {fields.get('cpu family')}"
         flags = fields.get("flags", "").split()
         found["features"] = [flag for flag in FEATURES if flag in flags]
     if hasattr(os, "sysconf"):
@@ -53,10 +54,12 @@ def describe(device: str = "cpu") -> dict[str, Any]:
 
 
 def kind_of(machine: dict[str, Any], device: str) -> str:
-    """The kind of a machine: with and without matrix tiles results say little about each other."""
+    """The kind of a machine: with and without matrix tiles, or long vectors, results say little about each other."""
     if device != "cpu":
         return "gpu"
     features = machine.get("features", ())
+    if "avx512f" in features and machine.get("family") == "AuthenticAMD 25":
+        return "zen4"  # which computes vectors of 512 bits in halves
     return "amx" if "amx_bf16" in features else "avx512" if "avx512f" in features else "avx2" if "avx2" in features else "other"
 
 

@@ -125,6 +125,7 @@ WHY = {
 KINDS = {
     "amx": "Processors with matrix tiles (AMX)",
     "avx512": "Processors with AVX-512 and without matrix tiles",
+    "zen4": "AMD's Zen 4, whose AVX-512 is computed in halves",
     "avx2": "Processors with AVX2 and no longer vectors",
     "other": "Other processors",
     "gpu": "GPUs",

@@ -73,7 +73,7 @@ def train(recipe: Recipe, *, accept_changes: bool = False) -> Iterator[Step]:
     """Run a recipe and yield its steps; the run folder is written on the way.  Running it again resumes it.
 
     A step numbered 0 carries the evaluation before training.  Leaving the loop, or the program, between two steps saves the last.
-    accept_changes: resume although data or reward files have changed since the run began.
+    accept_changes: resume although data, functions or models that the run names have changed since it began.
     Raises ConfigError, DataError, RewardError, EngineError, CheckpointError, StorageError, Diverged.
 
     >>> from groupwise.config.recipes import load_recipe

@@ -31,7 +31,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--fresh", action="store_true", help="start anew under a name of its own (NAME-2, ...) instead of resuming"
     )
-    changed = "resume although data or reward files have changed since the run began"
+    changed = "resume although data, functions or models that the recipe names have changed since the run began"
     command.add_argument("--accept-changes", action="store_true", help=changed)
     command.add_argument("--quiet", action="store_true", help="print warnings and the closing table only")
     command.add_argument(
