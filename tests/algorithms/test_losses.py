@@ -286,6 +286,8 @@ def test_the_entropy_mask_keeps_the_tokens_above_its_quantile():
     assert losses.forking(entropy_N, 0.75).nonzero().flatten().tolist() == [1, 7]
     assert losses.entropy_threshold(torch.zeros(0), 0.5).item() == math.inf
     assert losses.forking(torch.zeros(0), 0.5).tolist() == []
+    sure = torch.linspace(0.0, 2e-5, 100)
+    assert losses.forking(sure, 0.8).sum() <= 21, "of a policy that is sure of everything no more are kept"
 
 
 @given(st.integers(0, 2**31), st.floats(0, 1))

@@ -303,18 +303,25 @@ class Held:
 
 
 class Slotted:
-    __slots__ = ("__value",)
+    __slots__ = ("value",)
 
     def __init__(self, value: Any) -> None:
-        self.__value = value
+        self.value = value
 
     def __call__(self, completion: str) -> float:
-        return self.__value
+        return self.value
 
 
 def test_what_a_callable_instance_holds_is_its_own() -> None:
     values: list[Any] = [None, 2.0, 3.0, True, "2.0", [1, [2]], [[1], 2], {"a": 1, "b": 2}, {"a": 2, "b": 1}, {1, 2}, {1, 3}]
     values += [np.arange(3), np.arange(4), np.float32(2), torch.arange(3), torch.ones(3, dtype=torch.bfloat16), torch.tensor(1.0)]
+    values += [torch.arange(8.0)[::2], torch.ones(1).expand(4), torch.ones(2, dtype=torch.complex64).conj(), 10**5000]
+    tied: list[Any] = []
+    for _ in range(100):
+        tied = [tied, tied]
+    parent: dict[str, Any] = {"children": []}
+    parent["children"] += [{"parent": parent, "other": parent["children"]} for _ in range(50)]
+    values += [tied, parent]
     cyclic: list[Any] = []
     cyclic.append(cyclic)
 
@@ -330,6 +337,9 @@ def test_what_a_callable_instance_holds_is_its_own() -> None:
             found = [told(function(value)) for value in [*values, cyclic]]
             assert len(set(found)) == len(found)
             assert found == [told(function(value)) for value in [*values, cyclic]]
+    hidden, other = Held(1.0), Held(1.0)
+    hidden._begun, other._begun = 1, 2  # type: ignore[attr-defined]
+    assert told(hidden) == told(other), "an attribute of its own, by its name"
     assert told(Held({"b": 2, "a": 1})) == told(Held({"a": 1, "b": 2}))
     assert told(type("Held", (Held,), {"scale": 2.0})(1.0)) != told(type("Held", (Held,), {"scale": 1.0})(1.0))
 

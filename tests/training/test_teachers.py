@@ -252,12 +252,17 @@ def test_no_part_of_an_algorithm_is_about_demonstrations(
     rows = [Demonstration(id=str(i), prompt=np.array([5, 6 + i]), completion=np.arange(7, 17 + i)) for i in range(5)]
     shown = Demonstrations(rows=rows, count=4, lm=0.5, divergence=0.25)
     losses = []
-    for teacher in (plain, replace(plain, demonstrations=shown)):
+    for teacher, some in (
+        (plain, samples),
+        (replace(plain, demonstrations=shown), samples),
+        (replace(plain, demonstrations=shown), []),
+    ):
         own = replace(policy, model=copy.deepcopy(policy.model))
         optimizer = Optimizer(own.model, OptimizerSettings(lr=1e-3), 2)
-        losses.append(improve(own, algorithm, samples, optimizer, budget=100, teacher=teacher).loss)
+        losses.append(improve(own, algorithm, some, optimizer, budget=100, teacher=teacher).loss)
     added = shown_alone(policy, other, shown.of(0), 0.5, 0.25)
     assert losses[1] - losses[0] == pytest.approx(added, rel=1e-9)
+    assert losses[2] == pytest.approx(added, rel=1e-9), "nothing else is left of the step"
 
 
 def test_a_critic_is_not_asked_about_demonstrations(tiny_policy: Callable, scored_group: Callable) -> None:

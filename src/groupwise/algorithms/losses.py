@@ -229,8 +229,8 @@ def entropy_threshold(entropy_N: Tensor, quantile: float) -> Tensor:
     return torch.lerp(below, above, place - math.floor(place))
 
 
-TIE = 1e-5
-"""Nats within which two entropies count as equal."""
+TIE, TIE_SHARE = 1e-5, 1e-3
+"""Nats, and the share of an entropy, within which two entropies count as equal."""
 
 
 def forking(entropy_N: Tensor, quantile: float) -> Tensor:
@@ -238,9 +238,10 @@ def forking(entropy_N: Tensor, quantile: float) -> Tensor:
 
     Decide it over the whole optimizer step, once: a threshold for each micro-batch would make the update depend on the cut.  Ties
     are the rule: the first tokens of a group have one distribution, and so have all tokens of equal completions.  They are kept or
-    left together, however each was rounded.
+    left together, though each is rounded in its own way: what lies below by no more than rounding does is kept too.
     """
-    return entropy_N.detach() >= entropy_threshold(entropy_N, quantile) - TIE
+    threshold = entropy_threshold(entropy_N, quantile)
+    return entropy_N.detach() >= threshold - (threshold * TIE_SHARE).clamp(0.0, TIE)
 
 
 def mismatch(

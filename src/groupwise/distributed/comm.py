@@ -131,7 +131,9 @@ def advice() -> str:
 
 def last_words(seconds: float = 10.0) -> None:
     """Wait, no longer than `seconds`, until every process has come to the same place: behind its message on an error that all of
-    them raise.  A launcher ends the others as soon as the first one is gone, and the message that names the cause is theirs."""
+    them raise (the command does; a program of your own may).  A launcher ends the others as soon as the first one is gone, and
+    the message that names the cause is theirs.
+    """
     if dist.is_initialized():
         with suppress(RuntimeError):  # one that does not come has nothing more to say
             dist.monitored_barrier(_talk.group, timeout=timedelta(seconds=seconds))

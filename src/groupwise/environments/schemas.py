@@ -34,7 +34,8 @@ def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
         raise ConfigError(f"the tool {name!r} yields its result bit by bit: return it as one text")
     documentation = inspect.getdoc(written)
     if not documentation or documentation == type.__call__.__doc__:  # which every `__call__` without one inherits
-        raise ConfigError(f"the tool {name!r} has no docstring: say what it does, and each parameter under `Args:`")
+        raise ConfigError(f"the tool {name!r} has no docstring: say what it does, and each parameter under `Args:` "
+                          "(a method that is no tool: begin its name with _)")  # fmt: skip
     about, described, returned = _sections(documentation)
     try:
         hints = get_type_hints(written)

@@ -376,8 +376,8 @@ class Housed:
                     results.append(_result(said, time.monotonic() - began, seconds))
                     began = time.monotonic()
                 if not self._kind.resets:
+                    self._place = None  # first: whoever ends this conversation must not end the next one's
                     self._rooms.give_back(place)
-                    self._place = None
             except (Lost, Raised) as lost:
                 late = isinstance(lost, Lost) and lost.late
                 if not self._kind.resets:

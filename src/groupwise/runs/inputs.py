@@ -28,7 +28,7 @@ from torch import Tensor
 from groupwise.config.live_objects import Live, short_digest
 from groupwise.config.recipes import run_folder
 from groupwise.config.settings import PARTS, Recipe
-from groupwise.data.sources import MAX_DEPTH, fingerprint
+from groupwise.data.sources import fingerprint
 from groupwise.errors import ConfigError, DataError
 from groupwise.models.lora import ADAPTER_CONFIG, read_adapter
 from groupwise.rewards.find import LiveReward
@@ -192,7 +192,7 @@ def _weights(path: str) -> dict[str, Any] | None:
         found = _weight_files(path)
         digests = " ".join(map(files.digest, found))
         size = sum(file.stat().st_size for file in found)
-    except (OSError, ValueError, ConfigError):  # whoever reads it says what is wrong
+    except (OSError, ValueError, AttributeError, RecursionError, ConfigError):  # whoever reads it says what is wrong
         return None
     if not found:
         return None
@@ -202,7 +202,7 @@ def _weights(path: str) -> dict[str, Any] | None:
 def _weight_files(path: str) -> list[Path]:
     """Files with a model's weights; of an adapter also those of its base."""
     folder = expanded(path)
-    own = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    own = sorted(folder.glob("*.safetensors")) or sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("adapter_model.bin")])
     return [*own, *_weight_files(read_adapter(folder))] if (folder / ADAPTER_CONFIG).is_file() else own
 
 
@@ -235,9 +235,9 @@ def _code_digest(value: Any) -> str:
     else:
         bases = inner.__mro__ if isinstance(inner, type) else type(inner).__mro__
         functions += [one for base in bases for _, one in sorted(vars(base).items())]
-        held.append({name: one for base in reversed(bases) for name, one in vars(base).items() if not name.startswith("__")})
+        held.append({name: one for base in reversed(bases) for name, one in vars(base).items() if not name.startswith("_")})
         if not isinstance(inner, type):
-            held.append(object.__getstate__(inner))  # its attributes, those in slots too
+            held.append(_attributes(inner))
     functions = [one for one in functions if isinstance(one, FunctionType)]
     parts = [part for one in functions for part in (*_instructions(one.__code__), *_given(one))]
     return short_digest([*parts, *_plain(held)]) if functions else ""
@@ -251,23 +251,57 @@ def _given(function: FunctionType) -> Iterator[bytes]:
             yield from _plain([cell.cell_contents])
 
 
-def _plain(values: Iterable[Any], depth: int = MAX_DEPTH) -> Iterator[bytes]:
-    """Numbers, texts, arrays and tensors, also in lists, dictionaries and sets; of anything else nothing."""
-    for value in values:
+def _attributes(inner: object) -> dict[str, Any]:
+    """An object's attributes, those in slots too, without those whose names begin with _."""
+    state = object.__getstate__(inner)
+    parts = state if isinstance(state, tuple) else (state,)
+    return {name: value for part in parts if isinstance(part, dict) for name, value in part.items() if not name.startswith("_")}
+
+
+MOST_VALUES = 100_000
+"""Of what an object holds, how many values are looked at."""
+
+
+def _plain(values: Iterable[Any]) -> Iterator[bytes]:
+    """Numbers, texts, arrays and tensors, also in lists, dictionaries and sets: the first `MOST_VALUES` of them; of anything else
+    nothing.  A list or dictionary that is met again, as in a tree whose nodes know their parents, is looked at once."""
+    known: set[int] = set()
+    todo = [list(values)[::-1]]
+    for _ in range(MOST_VALUES):
+        while todo and not todo[-1]:
+            todo.pop()
+        if not todo:
+            return
+        value = todo[-1].pop()
+        if isinstance(value, list | dict | set | frozenset | tuple):
+            if isinstance(value, list | dict) and id(value) in known:
+                yield b"again"
+                continue
+            known.add(id(value))
+            yield from [] if isinstance(value, tuple) else [f"{type(value).__name__} of {len(value)}".encode()]
+            todo.append(_in_order(value)[::-1])
+        else:
+            yield _one(value)
+
+
+def _in_order(value: Any) -> list[Any]:
+    """What a container holds, in an order that is the same in every process."""
+    if isinstance(value, dict):
+        return [part for item in sorted(value.copy().items(), key=lambda item: _one(item[0])) for part in item]
+    return sorted(value, key=_one) if isinstance(value, set | frozenset) else list(value)
+
+
+def _one(value: Any) -> bytes:
+    """A value that holds no others, as bytes; empty for what is not plain, and for what cannot be read."""
+    with suppress(Exception):  # of whatever kind an array is: a digest must not end a run
         if value is None or isinstance(value, str | int | float | bytes):
-            yield repr(value).encode()
-        elif isinstance(value, np.ndarray | np.generic):
-            yield f"{value.dtype} {value.shape}".encode()
-            yield b"" if value.dtype.hasobject else value.tobytes()
-        elif isinstance(value, Tensor) and value.layout == torch.strided and value.device.type != "meta":
-            yield f"{value.dtype} {tuple(value.shape)}".encode()
-            yield value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-        elif isinstance(value, tuple | list) and depth:
-            yield from [f"list of {len(value)}".encode()] if isinstance(value, list) else ()
-            yield from _plain(value, depth - 1)
-        elif isinstance(value, dict | set | frozenset) and depth:  # in an order that is the same in each process
-            parts = value.items() if isinstance(value, dict) else value
-            yield from sorted(short_digest(_plain([part], depth - 1)).encode() for part in parts)
+            return repr(value).encode()
+        if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+            return f"{value.dtype} {value.shape}".encode() + value.tobytes()
+        if isinstance(value, Tensor):
+            flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+            return f"{value.dtype} {tuple(value.shape)}".encode() + flat.view(torch.uint8).numpy().tobytes()
+    return b""
 
 
 def _instructions(code: CodeType) -> Iterator[bytes]:

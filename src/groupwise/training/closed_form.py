@@ -46,15 +46,19 @@ def closed_form(algorithm: Algorithm, samples: Sequence[Sample], logp: Tokens, e
     """
     if algorithm.needs_entropy and entropy is None:
         raise DataError("the loss reads entropies, which no column records: there is no closed form")
-    if algorithm.needs_forking:
-        samples = with_forking(algorithm, samples, [_of(entropy or {}, sample) for sample in samples])
-    tokens, computed = entropy_tokens(algorithm, samples), worked(algorithm, samples)
+    computed = worked(algorithm, samples)
     missing = [_label(sample) for sample in computed if _of(logp, sample).size != sample.completion.size]
+    if algorithm.needs_forking:  # of all samples: the quantile is the step's
+        entropies = [_of(entropy or {}, sample) for sample in samples]
+        columns = zip(samples, entropies, strict=True)
+        missing += [_label(sample) for sample, values in columns if values.size != sample.completion.size]
+        samples = samples if missing else with_forking(algorithm, samples, entropies)
     if missing:
         raise DataError(
             f"the log-probs of {len(missing)} completions, the first of them {missing[0]}, were not recorded, because the run "
             "did not train them: only a model can say them"
         )
+    tokens, computed = entropy_tokens(algorithm, samples), worked(algorithm, samples)
     columns = [
         replace(sample, extra={**sample.extra, "logp": _of(logp, sample), "entropy": _of(entropy or {}, sample)})
         if algorithm.needs_entropy

@@ -279,9 +279,10 @@ def with_forking(algorithm: Algorithm, samples: Sequence[Sample], entropies: Seq
 
 
 def entropy_tokens(algorithm: Algorithm, samples: Sequence[Sample]) -> float:
-    """Tokens of a whole step over which an entropy bonus is a mean: the trained ones, or those that a high-entropy mask keeps."""
+    """Tokens of a whole step over which an entropy bonus is a mean: the trained ones, or those that a high-entropy mask keeps.  1
+    where there are none."""
     columns = [sample.extra["forking"] if algorithm.needs_forking else sample.weight for sample in samples]
-    return float(sum(map(np.count_nonzero, columns)))
+    return float(max(sum(map(np.count_nonzero, columns)), 1))
 
 
 def policy_loss(
@@ -330,7 +331,7 @@ def batch_loss(algorithm: Algorithm, batch: Batch, *, entropy_tokens: float) -> 
     entropy_tokens: tokens of the whole step over which the entropy bonus is a mean (the function of that name).
     """
     rows_M, reference_P, lm_P = batch.trained_M, batch.reference_logp_P, batch.extra_P.get("lm")
-    forking_P = batch.extra_P["forking"] > 0 if algorithm.needs_forking else None
+    forking_P = batch.extra_P.get("forking", batch.weight_P.new_zeros(batch.layout.total)) > 0 if algorithm.needs_forking else None
 
     def loss(logp_C: Tensor, entropy_C: Tensor | None, part: slice) -> Tensor:
         rows_C = rows_M[part]

@@ -169,7 +169,8 @@ def _joined(typed: Sequence[str]) -> list[str]:
     number."""
     found: list[str] = []
     for text in typed:
-        if found and re.fullmatch(r"--[a-z-]+", found[-1]) and re.match(r"-[\d.][^,]*,", text):
+        mine = "--" not in found and found and re.fullmatch(r"--[a-z-]+", found[-1])
+        if mine and re.match(r"-([\d.]|inf|nan)[^,]*,", text):
             found[-1] += f"={text}"
         else:
             found.append(text)
