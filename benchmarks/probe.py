@@ -4,7 +4,8 @@
     python benchmarks/probe.py --only gemma
 
 A load is `groupwise.models.loading.load_policy` and the engine's proof in a process of its own, imports and all: first with a cache
-of proofs that is empty, then with what the first one kept.  Processor seconds on one thread, medians of `--times`.
+of proofs that is empty, then with what the first one kept.  The proof is what the first takes longer after the imports, which are
+the same in both and vary by more.  Processor seconds on one thread, medians of `--times`.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ from groupwise.config.settings import ModelSettings
 from groupwise.models.loading import load_policy
 from groupwise.rollout.native.engine import NativeEngine
 from groupwise.rollout.probe import prove_engine
+imported = time.process_time()
 prove_engine(load_policy(ModelSettings(path=sys.argv[1])), NativeEngine)
-print(time.process_time())
+print(time.process_time(), time.process_time() - imported)
 """
 
 
@@ -95,19 +97,24 @@ def cpu_seconds(run: Callable[[], None], times: int) -> float:
 
 
 def load_seconds(times: int) -> dict[str, float]:
-    """Processor seconds of loading shape M: nothing proven before, and proven before."""
+    """Processor seconds of loading shape M: nothing proven before, proven before, and of the proof."""
     with tempfile.TemporaryDirectory(prefix="groupwise-bench-") as scratch:
         folder = model_folder(SHAPES["M"], Path(scratch))
         found: dict[str, list[float]] = {"first": [], "again": []}
+        proofs = []
         for number in range(times):
             where = {"XDG_CACHE_HOME": str(Path(scratch) / f"cache{number}"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
             subprocess.run([sys.executable, "-c", "from groupwise.ops.kernels import absence; absence()"], env=os.environ | where)
+            after_imports = []
             for column in found.values():
                 answer = subprocess.run(
                     [sys.executable, "-c", LOAD, str(folder)], env=os.environ | where, check=True, capture_output=True, text=True
                 )
-                column.append(float(answer.stdout.split()[-1]))
-    return {name: median(column) for name, column in found.items()}
+                whole, load = map(float, answer.stdout.split()[-2:])
+                column.append(whole)
+                after_imports.append(load)
+            proofs.append(after_imports[0] - after_imports[1])
+    return {name: median(column) for name, column in (found | {"proof": proofs}).items()}
 
 
 def main() -> None:
@@ -127,7 +134,7 @@ def main() -> None:
         print(f"{name:14s}" + "".join(f"   {dtype} {seconds:5.2f} s" for dtype, seconds in result[name].items()), flush=True)
     if not options.only:
         seconds = load_seconds(options.times)
-        share = (seconds["first"] - seconds["again"]) / seconds["first"]
+        share = seconds["proof"] / seconds["first"]
         result["M"] = {name: significant(value) for name, value in (seconds | {"share": share}).items()}
         print(f"load at M: {seconds['first']:.2f} s the first time, {seconds['again']:.2f} s from then on (the proof: {share:.0%})")
         save("probe", {"seconds": result})

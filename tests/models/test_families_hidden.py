@@ -131,6 +131,13 @@ def test_faults_in_hidden_overrides_are_found_at_load(kind: type[LlamaForCausalL
         loaded(kind)
 
 
+@pytest.mark.slow
+def test_a_far_window_of_a_published_class_is_found_in_its_narrow_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_published", lambda _: True)
+    with pytest.raises(ConfigError, match=r"^FartherWindow cannot be trained like this: scoring"):
+        loaded(FartherWindow)
+
+
 def test_a_subclass_that_changes_no_result_is_loaded() -> None:
     class Listens(LlamaForCausalLM):
         """Does what a Llama does."""

@@ -39,6 +39,7 @@ from transformers import (
     AutoConfig,
     BioGptConfig,
     BioGptForCausalLM,
+    DeepseekV3Config,
     DogeConfig,
     DogeForCausalLM,
     Gemma2Config,
@@ -764,6 +765,31 @@ def test_a_small_copy_has_every_type_of_layer_and_switches_that_are_near() -> No
     proof = probe.prove(model, paths=("scoring",))
     assert proof.switches == (12,) and min(proof.lengths) < 12 < max(proof.lengths)
     assert [reach_of(layer.self_attn) for layer in model.model.layers] == [Reach(window=12), Reach(), Reach(window=12)]
+
+
+def test_a_narrow_copy_is_what_a_long_text_needs() -> None:
+    small = small_copy(GptOssConfig(num_hidden_layers=24))
+    narrow = small_copy(small, narrow=True)
+    assert narrow.layer_types == ["sliding_attention", "full_attention"] and narrow.head_dim == 16
+    same = ("sliding_window", "max_position_embeddings", "vocab_size", "num_attention_heads", "rope_parameters")
+    assert [getattr(narrow, key) for key in same] == [getattr(small, key) for key in same]
+    latent = small_copy(small_copy(DeepseekV3Config()), narrow=True)
+    assert latent.qk_head_dim == latent.qk_nope_head_dim + latent.qk_rope_head_dim == 32
+
+
+def test_a_long_text_is_asked_of_a_narrow_copy_and_of_the_model_where_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = small_model(LlamaForCausalLM, LlamaConfig()), list[int]()
+    by_policy = probe.by_policy
+
+    def wrong(policy: Policy, samples: Any, **options: Any) -> probe.Truth:
+        asked.append(policy.model.config.head_dim)
+        found = by_policy(policy, samples, **options)
+        return found if policy.model is model else probe.Truth([logp + 1.0 for logp in found.logp], found.gradient)
+
+    monkeypatch.setattr(probe, "by_policy", wrong)
+    proof = probe.prove(model, paths=("scoring",))
+    assert asked[:2] == [16, 128], "what a narrow copy finds decides nothing against a model"
+    assert max(proof.lengths) == probe.FAR - 1
 
 
 def default(family: str, **changes: Any) -> Any:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from groupwise.errors import ConfigError
 
@@ -35,6 +36,10 @@ REFERENCE = 40
 FEW, CHEAP = 2, 6
 """Layers of a small copy whose layers are all alike, one more where some are not, so that a type occurs twice; as many as are taken
 without a search for fewer."""
+NOTED = ("dtype", "architectures", "transformers_version")
+"""What a model notes in its configuration, which makes it no other."""
+HEAD, WIDTHS = 16, ("head_dim", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim")
+"""Widest head of a narrow copy, and the keys that say how wide heads are."""
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 WINDOWS = ("sliding_window", "window_size", "attention_window", "attention_window_size", "sliding_window_size", "local_attention")
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping", "logits_soft_cap")
@@ -49,16 +54,20 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
 
 
-def small_copy(config: PretrainedConfig, kind: type[PreTrainedModel] | None = None, *, shallow: bool = True) -> PretrainedConfig:
+def small_copy(
+    config: PretrainedConfig, kind: type[PreTrainedModel] | None = None, *, shallow: bool = True, narrow: bool = False
+) -> PretrainedConfig:
     """The configuration of a small copy.
 
     kind: the model's class; None: the language model of the configuration.
     shallow: the first layer of each type, and `FEW` at least; else as many as there are.
+    narrow: of a configuration that is small, for long texts, whose cost heads and layers multiply: heads of `HEAD` numbers, one
+        layer of each type.
     """
     kind = kind or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # type: ignore[assignment]
-    key = kind, shallow, type(config), POSITIONS, json.dumps(config.to_dict(), default=str, sort_keys=True)
+    key = kind, shallow, narrow, POSITIONS, _written(config)
     if key not in _MADE:
-        _MADE[key] = _small_copy(config, kind, shallow)
+        _MADE[key] = _small_copy(config, kind, shallow, narrow)
     return copy.deepcopy(_MADE[key])
 
 
@@ -66,12 +75,19 @@ _MADE: dict[tuple[Any, ...], PretrainedConfig] = {}
 """Of this process: a load asks several times."""
 
 
-def _small_copy(config: PretrainedConfig, kind: Any, shallow: bool) -> PretrainedConfig:
+def _written(config: PretrainedConfig) -> tuple[type, str]:
+    """What tells a configuration from others."""
+    said = {name: value for name, value in config.to_dict().items() if name not in NOTED}
+    return type(config), json.dumps(said, default=str, sort_keys=True)
+
+
+def _small_copy(config: PretrainedConfig, kind: Any, shallow: bool, narrow: bool) -> PretrainedConfig:
     found = copy.deepcopy(config)
     text: Any = found.get_text_config()
     fields = {key: value for key, value in vars(text).items() if not key.startswith("_")}
-    _lengths(text, fields)
-    _widths(text, fields)
+    if not narrow:
+        _lengths(text, fields)
+    _widths(text, fields, HEAD if narrow else None)
     if isinstance(getattr(text, "dim_model_base", None), int):
         text.dim_model_base = REFERENCE
     _vocabulary(found)
@@ -81,16 +97,18 @@ def _small_copy(config: PretrainedConfig, kind: Any, shallow: bool) -> Pretraine
             name = next((name for name in LAYERS if isinstance(getattr(part, name, None), int)), None)
             if name is not None and shallow:
                 _keep(part, name, range(min(getattr(part, name), FEW)))
-    return _shallow(found, config, kind) if shallow else found
+    return _shallow(found, config, kind, 1 if narrow else FEW) if shallow else found
 
 
-def small_model(kind: type[PreTrainedModel], config: PretrainedConfig, *, shallow: bool = True, seed: int = 0) -> PreTrainedModel:
-    """A small copy of a model on the CPU, float32, in eval mode.
+def small_model(
+    kind: type[PreTrainedModel], config: PretrainedConfig, *, shallow: bool = True, narrow: bool = False, seed: int = 0
+) -> PreTrainedModel:
+    """A small copy of a model on the CPU, float32, in eval mode.   shallow, narrow: as of `small_copy`.
 
     Raises ConfigError if its configuration makes none, or none that has every class of module that the model has.
     """
     try:
-        small = small_copy(config, kind, shallow=shallow)
+        small = small_copy(config, kind, shallow=shallow, narrow=narrow)
         small._attn_implementation = "eager"
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(seed)
@@ -180,7 +198,8 @@ def _context(text: Any) -> int:
     return int(getattr(text, "max_position_embeddings", None) or POSITIONS)
 
 
-def _widths(text: Any, fields: dict[str, Any]) -> None:
+def _widths(text: Any, fields: dict[str, Any], widest: int | None = None) -> None:
+    """widest: of a head; None: as wide as the model's."""
     heads = getattr(text, "num_attention_heads", None)
     hidden = getattr(text, "hidden_size", None)
     if isinstance(heads, int) and isinstance(hidden, int):
@@ -195,7 +214,12 @@ def _widths(text: Any, fields: dict[str, Any]) -> None:
         text.num_attention_heads = few
         if shared:
             setattr(text, shared, few if groups == 1 else max(1, few // 2))
-        text.hidden_size = min(hidden, HIDDEN) if free else few * max(width, 1)
+        text.hidden_size = min(hidden, HIDDEN) if free else few * max(min(width, widest or width), 1)
+    for key in WIDTHS if widest else ():
+        if isinstance(fields.get(key), int):
+            setattr(text, key, min(fields[key], widest))
+    if widest and isinstance(fields.get("qk_head_dim"), int):
+        text.qk_head_dim = text.qk_nope_head_dim + text.qk_rope_head_dim
     for key, value in fields.items():
         if not isinstance(value, int) or isinstance(value, bool):
             continue
@@ -297,22 +321,22 @@ def _whole(kind: Any, config: PretrainedConfig, deep: PretrainedConfig) -> Struc
 
     None if it cannot be built at all.
     """
-    key = kind, type(config), json.dumps(config.to_dict(), default=str, sort_keys=True)
-    if key not in _WHOLE:
-        _WHOLE[key] = _structure(kind, config) or _structure(kind, deep, "cpu")
-    return _WHOLE[key]
-
-
-_WHOLE: dict[tuple[Any, ...], Structure | None] = {}
+    return _structure(kind, config) or _structure(kind, deep, "cpu")
 
 
 def _structure(kind: Any, config: PretrainedConfig, device: str = "meta") -> Structure | None:
-    with suppress(Exception), torch.random.fork_rng(devices=[]), torch.device(device):  # a model's own code
-        return structure_of(kind(copy.deepcopy(config)))
-    return None
+    key = kind, device, _written(config)
+    if key not in _STRUCTURES:
+        _STRUCTURES[key] = None
+        with suppress(Exception), torch.random.fork_rng(devices=[]), torch.device(device), no_init_weights():  # a model's own code
+            _STRUCTURES[key] = structure_of(kind(copy.deepcopy(config)))
+    return _STRUCTURES[key]
 
 
-def _shallow(found: PretrainedConfig, config: PretrainedConfig, kind: Any) -> PretrainedConfig:
+_STRUCTURES: dict[tuple[Any, ...], Structure | None] = {}
+
+
+def _shallow(found: PretrainedConfig, config: PretrainedConfig, kind: Any, few: int) -> PretrainedConfig:
     """A copy with few layers, which has all types that the model has and no others; as deep as the model where none is shorter.
 
     If no choice of layers has all of their settings too, one that has all of their parts.
@@ -323,9 +347,9 @@ def _shallow(found: PretrainedConfig, config: PretrainedConfig, kind: Any) -> Pr
     if name is None:
         return found
     if whole is None:
-        return _with(found, lambda text: _keep(text, name, _firsts(_columns(text, vars(text)[name]))))
+        return _with(found, lambda text: _keep(text, name, _firsts(_columns(text, vars(text)[name]), few)))
     varying, best = whole.varying(), dict[bool, PretrainedConfig]()
-    for tried in _candidates(found, name, whole, varying, kind):
+    for tried in _candidates(found, name, whole, varying, kind, few):
         depth, made = _depth(tried, name), _structure(kind, tried)
         if made is None or made.types() != whole.types() or whole.classes - made.classes:
             continue
@@ -342,15 +366,15 @@ def _depth(config: PretrainedConfig, name: str) -> int:
 
 
 def _candidates(
-    found: PretrainedConfig, name: str, whole: Structure, varying: frozenset[Any], kind: Any
+    found: PretrainedConfig, name: str, whole: Structure, varying: frozenset[Any], kind: Any, few: int
 ) -> Iterator[PretrainedConfig]:
     """Some layers by number, where lists say what each is; the first ones, where periods do; those of shorter periods."""
     count = _depth(found, name)
     types = _types(whole, varying, count)
     columns = _columns(found.get_text_config(), count)
-    kept = _firsts([*zip(columns, types, strict=True)])
+    kept = _firsts([*zip(columns, types, strict=True)], few)
     yield _with(found, lambda text: _keep(text, name, kept))
-    bare = _firsts([*zip(columns, _types(whole, frozenset(), count), strict=True)])
+    bare = _firsts([*zip(columns, _types(whole, frozenset(), count), strict=True)], few)
     yield _with(found, lambda text: _keep(text, name, bare))
     yield _with(found, lambda text: _keep(text, name, range(max(kept) + 1), first=True))
     twice = sorted(
@@ -359,7 +383,7 @@ def _candidates(
     yield _with(found, lambda text: _keep(text, name, twice))
     shorter = _with(found, _shorten)
     if (made := _structure(kind, shorter)) is not None:
-        last = max(_firsts(_types(made, varying, count)))
+        last = max(_firsts(_types(made, varying, count), few))
         yield _with(shorter, lambda text: _keep(text, name, range(last + 1), first=True))
 
 
@@ -375,12 +399,12 @@ def _with(config: PretrainedConfig, change: Callable[[Any], None]) -> Pretrained
     return changed
 
 
-def _firsts(types: Sequence[Any]) -> list[int]:
-    """The first layer of each type, and others of the most frequent one: `FEW` layers where all are alike, else one more."""
+def _firsts(types: Sequence[Any], few: int) -> list[int]:
+    """The first layer of each type, and others of the most frequent one: `few` layers where all are alike, else one more."""
     kept = {types.index(kind) for kind in types}
     common = Counter(types).most_common(1)[0][0]
     others = [i for i, kind in enumerate(types) if kind == common and i not in kept]
-    return sorted(kept | set(others[: max(FEW + (len(kept) > 1) - len(kept), 0)]))
+    return sorted(kept | set(others[: max(few + (len(kept) > 1) - len(kept), 0)]))
 
 
 def _columns(text: Any, count: int) -> list[Any]:

@@ -188,9 +188,9 @@ def _rounds(policy: Policy, conversations: bool, seed: int) -> list[Round]:
     far = [prompt(max(context - FEW, 1)) for _ in range(2)]
     rounds = [
         Round(prompts=prompts, sampling=whole, context=near, lower=LOWER_PART),
-        Round(prompts=prompts[-2:], sampling=replace(whole, top_k=5, max_new_tokens=4), context=near),
+        Round(prompts=prompts[-2:], sampling=replace(whole, top_k=5, max_new_tokens=4), context=near, every=2),
         Round(prompts=alike, sampling=many, context=context, group=8, rows=24, every=7),
-        Round(prompts=far, sampling=replace(whole, max_new_tokens=FEW), context=context, group=1, lower=LOWER_FAR),
+        Round(prompts=far, sampling=replace(whole, max_new_tokens=FEW), context=context, group=1, every=2, lower=LOWER_FAR),
     ]
     if conversations:
         world = _Talkative(policy.vocabulary)

@@ -45,6 +45,7 @@ def address(kind: str, of: Any, value: Any) -> Any:
     raise TypeError(f"a pointer to {kind} was given {type(value).__name__}")
 
 
+@functools.cache  # reading takes milliseconds, and every kernel asks
 def declarations(text: str) -> tuple[dict[str, list[tuple[str, str]]], dict[str, tuple[str, list[tuple[str, str]]]]]:
     """Structures and functions of a header: name -> fields, and name -> (what it returns, arguments); each (type, name).
 
