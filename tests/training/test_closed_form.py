@@ -99,3 +99,7 @@ def test_missing_log_probs_and_entropies_are_named(scored_group: Callable[..., S
         closed_form(plain, samples, {})
     with pytest.raises(DataError, match="reads entropies"):
         closed_form(bonus, samples, {(s.group, s.index): s.behavior_logp for s in samples})
+    masked = resolve("grpo", GroupSettings(group_size=2, entropy_quantile=0.5), 8)
+    logp = {(s.group, s.index): s.behavior_logp for s in samples}
+    with pytest.raises(DataError, match="the entropies of 1 completions, the first of them 0/0#1"):
+        closed_form(masked, samples, logp, {("0/0", 0): samples[0].behavior_logp})

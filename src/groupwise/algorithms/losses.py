@@ -230,7 +230,8 @@ def entropy_threshold(entropy_N: Tensor, quantile: float) -> Tensor:
 
 
 TIE, TIE_SHARE = 1e-5, 1e-3
-"""Nats, and the share of an entropy, within which two entropies count as equal."""
+"""Nats, and the share of an entropy, within which two entropies count as equal; the smaller of both.  So much is float32's
+rounding; bfloat16's is more, and tears ties apart that lie at the threshold."""
 
 
 def forking(entropy_N: Tensor, quantile: float) -> Tensor:

@@ -47,17 +47,10 @@ def closed_form(algorithm: Algorithm, samples: Sequence[Sample], logp: Tokens, e
     if algorithm.needs_entropy and entropy is None:
         raise DataError("the loss reads entropies, which no column records: there is no closed form")
     computed = worked(algorithm, samples)
-    missing = [_label(sample) for sample in computed if _of(logp, sample).size != sample.completion.size]
+    _check_recorded("log-probs", logp, computed)
     if algorithm.needs_forking:  # of all samples: the quantile is the step's
-        entropies = [_of(entropy or {}, sample) for sample in samples]
-        columns = zip(samples, entropies, strict=True)
-        missing += [_label(sample) for sample, values in columns if values.size != sample.completion.size]
-        samples = samples if missing else with_forking(algorithm, samples, entropies)
-    if missing:
-        raise DataError(
-            f"the log-probs of {len(missing)} completions, the first of them {missing[0]}, were not recorded, because the run "
-            "did not train them: only a model can say them"
-        )
+        _check_recorded("entropies", entropy or {}, samples)
+        samples = with_forking(algorithm, samples, [_of(entropy or {}, sample) for sample in samples])
     tokens, computed = entropy_tokens(algorithm, samples), worked(algorithm, samples)
     columns = [
         replace(sample, extra={**sample.extra, "logp": _of(logp, sample), "entropy": _of(entropy or {}, sample)})
@@ -82,6 +75,15 @@ def closed_form(algorithm: Algorithm, samples: Sequence[Sample], logp: Tokens, e
             values_P[rows_M] = values_M
             found |= {i: values.copy() for i, values in unpack(batch, values_P, columns)}
     return ClosedForm(loss=loss, gradient=_of_completions(columns, gradient, 0.0), ratio=_of_completions(columns, ratio, 1.0))
+
+
+def _check_recorded(what: str, tokens: Tokens, samples: Sequence[Sample]) -> None:
+    lack = list(dict.fromkeys(_label(sample) for sample in samples if _of(tokens, sample).size != sample.completion.size))
+    if lack:
+        raise DataError(
+            f"the {what} of {len(lack)} completions, the first of them {lack[0]}, were not recorded, because the run "
+            "did not train them: only a model can say them"
+        )
 
 
 def _of_completions(

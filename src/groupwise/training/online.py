@@ -331,7 +331,10 @@ def batch_loss(algorithm: Algorithm, batch: Batch, *, entropy_tokens: float) -> 
     entropy_tokens: tokens of the whole step over which the entropy bonus is a mean (the function of that name).
     """
     rows_M, reference_P, lm_P = batch.trained_M, batch.reference_logp_P, batch.extra_P.get("lm")
-    forking_P = batch.extra_P.get("forking", batch.weight_P.new_zeros(batch.layout.total)) > 0 if algorithm.needs_forking else None
+    demonstrations = lm_P is not None and "forking" not in batch.extra_P
+    forking_P = None
+    if algorithm.needs_forking:
+        forking_P = (torch.zeros_like(batch.weight_P) if demonstrations else batch.extra_P["forking"]) > 0
 
     def loss(logp_C: Tensor, entropy_C: Tensor | None, part: slice) -> Tensor:
         rows_C = rows_M[part]
