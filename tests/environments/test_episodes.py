@@ -111,6 +111,66 @@ def test_trap_11_a_tool_that_is_stopped_in_an_episodes_last_call_costs_no_more(
     assert last.finish is Finish.EOS
 
 
+class AtItsEnd:
+    """A place that has answered everything, and for which something happens before it is given back."""
+
+    def __init__(self, place: workers.Place, happens: Callable[[], None]) -> None:
+        self.place, self.happens, self.left = place, happens, False
+
+    def ask(self, *request: Any) -> Any:
+        yield from self.place.ask(*request)
+        self.happens()
+
+    def leave(self) -> None:
+        self.left = True
+        self.place.leave()
+
+
+@pytest.mark.parametrize("ends", ["conversation", "rooms"])
+def test_what_is_ended_between_its_answer_and_its_return_serves_nobody_else(ends: str) -> None:
+    """A conversation that is ended just then, by another thread, takes its place with it; so does the end of everything."""
+
+    def add(a: int, b: int) -> int:
+        """Add.
+
+        Args:
+            a: one
+            b: another
+        """
+        return a + b
+
+    rooms = workers.Rooms(tools=("live:add",), factories={}, args={}, runs="thread", given={"live:add": add})
+    housed = rooms.make(rooms.kinds[""])
+    place = AtItsEnd(rooms.borrow(), housed.kill if ends == "conversation" else rooms.close)
+    rooms.give_back(place)
+    (result,), finish = housed.call([("add", {"a": 1, "b": 2})], seconds=60.0)
+    assert (result.text, finish, place.left) == ("3", None, True)
+    if ends == "conversation":
+        assert rooms.borrow() is not place
+        rooms.close()
+
+
+def test_an_object_that_is_false_is_a_tool_too() -> None:
+    class Empty:
+        """A tool that holds nothing."""
+
+        def __len__(self) -> int:
+            return 0
+
+        def __call__(self, word: str) -> str:
+            """Look a word up.
+
+            Args:
+                word: which
+            """
+            return f"no {word}"
+
+    rooms = workers.Rooms(tools=("live:look",), factories={}, args={}, runs="thread", given={"live:look": Empty()})
+    (result,), _ = rooms.make(rooms.kinds[""]).call([("look", {"word": "x"})], seconds=60.0)
+    assert result.text == "no x"
+    rooms.close()
+
+
 @pytest.mark.slow
 @BOTH
 def test_an_environment_that_hangs_ends_its_episode_only(table: Callable[..., Any], runs: str) -> None:

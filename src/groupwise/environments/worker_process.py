@@ -276,8 +276,8 @@ def fork_server(
     import numpy.random  # every fork seeds it, also for what imports numpy only when it is called  # noqa: F401
 
     known = dict(given or {})
-    functions = {spec.rpartition(":")[2]: known.get(spec) or find_named(spec, "tool") for spec in tools}
-    makers = {name: known.get(spec) or find_named(spec, "environment") for name, spec in factories.items()}
+    functions = {spec.rpartition(":")[2]: find_named(spec, "tool", known) for spec in tools}
+    makers = {name: find_named(spec, "environment", known) for name, spec in factories.items()}
     if any(map(_waits, [*functions.values(), *makers.values()])):
         import groupwise.environments.side_by_side  # here, not in every fork  # noqa: F401
     children: set[int] = set()

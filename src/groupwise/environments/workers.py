@@ -267,11 +267,12 @@ class Rooms:
         self._functions: dict[str, Callable[..., Any]] = {}
         self._factories: dict[str, Callable[..., Any]] = {}
         if self._fork_server is None:
-            self._functions = {spec.rpartition(":")[2]: given.get(spec) or find_named(spec, "tool") for spec in tools}
-            self._factories = {name: given.get(spec) or find_named(spec, "environment") for name, spec in factories.items()}
+            self._functions = {spec.rpartition(":")[2]: find_named(spec, "tool", given) for spec in tools}
+            self._factories = {name: find_named(spec, "environment", given) for name, spec in factories.items()}
         self.asynchronous: set[str] = set()
         """Tools that are cancelled where they live, at their deadline."""
         self._idle: list[Place] = []
+        self._closed = False
         self._unclosed: set[str] = set()
         self._lock = threading.Lock()
         try:
@@ -321,7 +322,10 @@ class Rooms:
     def give_back(self, place: Place) -> None:
         """Keep a process or thread that has answered everything for the next calls."""
         with self._lock:
-            self._idle.append(place)
+            if not self._closed:
+                self._idle.append(place)
+                return
+        place.leave()
 
     def unclosed(self, title: str, why: str) -> None:
         """Say that `close` of an environment raises: once of each class."""
@@ -338,6 +342,7 @@ class Rooms:
     def close(self) -> None:
         """End the worker process, its forks and idle threads."""
         with self._lock:
+            self._closed = True
             idle, self._idle = self._idle, []
         if self._fork_server is not None:
             self._fork_server.close()
@@ -352,6 +357,7 @@ class Housed:
         self._rooms, self._kind = rooms, kind
         self._place: Place | None = None
         self._killed = False
+        self._lock = threading.Lock()  # another thread may kill at any time
 
     def reset(self, row: Mapping[str, Any], *, seed: int, seconds: float) -> str | None:
         """Get a process or thread, and call `reset` there; None for tools alone."""
@@ -376,8 +382,7 @@ class Housed:
                     results.append(_result(said, time.monotonic() - began, seconds))
                     began = time.monotonic()
                 if not self._kind.resets:
-                    self._place = None  # first: whoever ends this conversation must not end the next one's
-                    self._rooms.give_back(place)
+                    self._give_back(place)
             except (Lost, Raised) as lost:
                 late = isinstance(lost, Lost) and lost.late
                 if not self._kind.resets:
@@ -410,14 +415,23 @@ class Housed:
 
     def kill(self) -> None:
         """End the process or thread, now or as soon as there is one."""
-        self._killed = True
-        if (place := self._place) is not None:
-            place.leave()
+        with self._lock:
+            self._killed = True
+            if self._place is not None:
+                self._place.leave()
 
     def _take(self, place: Place) -> None:
-        self._place = place
-        if self._killed:
-            place.leave()
+        with self._lock:
+            self._place = place
+            if self._killed:
+                place.leave()
+
+    def _give_back(self, place: Place) -> None:
+        """Let the next conversation have it; but one that was ended with this one is nobody's."""
+        with self._lock:
+            self._place = None
+            if not self._killed:
+                self._rooms.give_back(place)
 
     def _ask(self, request: tuple[Any, ...], seconds: float, what: str) -> Any:
         assert self._place is not None

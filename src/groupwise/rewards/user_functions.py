@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from groupwise.errors import ConfigError
@@ -70,12 +71,15 @@ class Signature:
         return cls(**found)
 
 
-def find_named(spec: str, kind: str) -> Callable[..., Any]:
+def find_named(spec: str, kind: str, given: Mapping[str, Any] = MappingProxyType({})) -> Callable[..., Any]:
     """What is behind `module:name` or `path/to/file.py:name`.   kind: what it is called in messages.
 
+    given: objects for specs that name no file.
     Modules are those that are installed, or lie in the working directory; files must lie in the working directory (a recipe from
     elsewhere cannot name code from anywhere).  Raises ConfigError.
     """
+    if spec in given:
+        return given[spec]
     place, _, name = spec.rpartition(":")
     what = f"{kind} {spec!r}"
     module = _file(what, place) if place.endswith(".py") else _module(what, place)
