@@ -98,6 +98,14 @@ def test_what_is_no_address_is_answered_too(viewer: Start, run_folder: Path, pat
     assert get(viewer(run_folder), path)[0] == 400
 
 
+@pytest.mark.parametrize("number", ["x", "1.5", "nan"])
+def test_a_number_that_is_none_is_no_other(viewer: Start, run_folder: Path, number: str) -> None:
+    """A mistyped run is not the first one."""
+    status, _, body = get(viewer(run_folder), f"/api/curves?run={number}")
+    assert status != 200
+    assert f"run is '{number}'" in json.loads(body)["error"]
+
+
 PATHS = [
     "/../config.yaml", "/static/../../pages.py", "/static/..%2f..%2fpages.py", "/static/%2e%2e/pages.py", "/static/%252e%252e/x",
     "/static//etc/passwd", "//etc/passwd", "/etc/passwd", "/static/..\\..\\pages.py", "/static/app.js%00.html", "/static/",

@@ -235,6 +235,8 @@ class Pages:
 
 def _whole(asked: Parameters, name: str) -> int | None:
     value = _real(asked, name)
+    if value is not None and value != int(value):
+        raise DataError(f"{name} is {asked[name]!r}, expected a whole number")
     return None if value is None else int(value)
 
 
@@ -246,11 +248,16 @@ def _needed(asked: Parameters, name: str) -> int:
 
 
 def _real(asked: Parameters, name: str) -> float | None:
-    try:
-        value = float(asked.get(name) or "")
-    except ValueError:
+    """None if it was not said."""
+    if not (said := asked.get(name)):
         return None
-    return value if math.isfinite(value) else None
+    try:
+        value = float(said)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise DataError(f"{name} is {said!r}, expected a number")
+    return value
 
 
 def _stretches(steps: Sequence[int]) -> list[list[int]]:
