@@ -8,22 +8,15 @@ Files and folders that arguments name are looked at too, but a reward may write 
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from itertools import islice
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType
 from typing import Any
-
-import numpy as np
-import torch
-from torch import Tensor
 
 from groupwise.config.live_objects import Live, short_digest
 from groupwise.config.recipes import run_folder
@@ -35,6 +28,7 @@ from groupwise.rewards.find import LiveReward
 from groupwise.rewards.step_rewards import ProcessReward
 from groupwise.runs import user_code
 from groupwise.runs.folder import model_digest
+from groupwise.runs.held import held_digest
 from groupwise.utils import files
 from groupwise.utils.files import expanded
 from groupwise.utils.secrets import redacted
@@ -80,6 +74,7 @@ def _all(recipe: Recipe) -> Iterator[tuple[str, tuple[str, dict[str, Any] | None
     for part in PARTS:
         chosen = getattr(recipe.group, part)
         code[f"group.{part}"] = chosen.get("name") if isinstance(chosen, Mapping) else chosen
+    code |= {"environment.harness": given.harness}
     told = {*sources, *code, *(f"{key}.name" for key in code)}
     code |= {key: text for key, text in _texts("", recipe) if key not in told}
     for key, function in code.items():
@@ -207,112 +202,13 @@ def _weight_files(path: str) -> list[Path]:
 
 
 def _live_code(function: str) -> dict[str, Any] | None:
-    """A digest of a function of the running program: of its bytecode, and of the plain values that it holds.
-
-    Of an instance and of a bound method these are all that its class says and the attributes of both.  As they are when the first
-    run with this `Live` begins.
-    """
+    """A digest of a function of the running program and of what it holds, as it is when the first run with this `Live` begins."""
     if not isinstance(function, Live):
         return None
     if function.digest is None:
-        function.digest = _code_digest(function.value)
-    return {"code": function.digest} if function.digest else None
-
-
-def _code_digest(value: Any) -> str:
-    """Empty for what has no bytecode."""
-    inner = value.function if isinstance(value, LiveReward) else value
-    inner = inner.function if isinstance(inner, ProcessReward) else inner
-    held: list[Any] = []
-    while isinstance(inner, functools.partial):
-        held += [*inner.args, *sorted(inner.keywords.items())]
-        inner = inner.func
-    functions = []
-    if isinstance(inner, MethodType):
-        functions, inner = [inner.__func__], inner.__self__
-    if isinstance(inner, FunctionType):
-        functions = [inner]
-    else:
-        bases = inner.__mro__ if isinstance(inner, type) else type(inner).__mro__
-        functions += [one for base in bases for _, one in sorted(vars(base).items())]
-        held.append({name: one for base in reversed(bases) for name, one in vars(base).items() if not name.startswith("_")})
-        if not isinstance(inner, type):
-            held.append(_attributes(inner))
-    functions = [one for one in functions if isinstance(one, FunctionType)]
-    parts = [part for one in functions for part in (*_instructions(one.__code__), *_given(one))]
-    return short_digest([*parts, *_plain(held)]) if functions else ""
-
-
-def _given(function: FunctionType) -> Iterator[bytes]:
-    """What a function holds beside its code: defaults, and plain values around it."""
-    yield from _plain([*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items())])
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # not filled yet
-            yield from _plain([cell.cell_contents])
-
-
-def _attributes(inner: object) -> dict[str, Any]:
-    """An object's attributes, those in slots too, without those whose names begin with _."""
-    state = object.__getstate__(inner)
-    parts = state if isinstance(state, tuple) else (state,)
-    return {name: value for part in parts if isinstance(part, dict) for name, value in part.items() if not name.startswith("_")}
-
-
-MOST_VALUES = 100_000
-"""Of what an object holds, how many values are looked at."""
-
-
-def _plain(values: Iterable[Any]) -> Iterator[bytes]:
-    """Numbers, texts, arrays and tensors, also in lists, dictionaries and sets: the first `MOST_VALUES` of them; of anything else
-    nothing.  A list or dictionary that is met again, as in a tree whose nodes know their parents, is looked at once."""
-    known: set[int] = set()
-    todo = [list(values)[::-1]]
-    for _ in range(MOST_VALUES):
-        while todo and not todo[-1]:
-            todo.pop()
-        if not todo:
-            return
-        value = todo[-1].pop()
-        if isinstance(value, list | dict | set | frozenset | tuple):
-            if isinstance(value, list | dict) and id(value) in known:
-                yield b"again"
-                continue
-            known.add(id(value))
-            yield from [] if isinstance(value, tuple) else [f"{type(value).__name__} of {len(value)}".encode()]
-            todo.append(_in_order(value)[::-1])
-        else:
-            yield _one(value)
-
-
-def _in_order(value: Any) -> list[Any]:
-    """What a container holds, in an order that is the same in every process."""
-    if isinstance(value, dict):
-        return [part for item in sorted(value.copy().items(), key=lambda item: _one(item[0])) for part in item]
-    return sorted(value, key=_one) if isinstance(value, set | frozenset) else list(value)
-
-
-def _one(value: Any) -> bytes:
-    """A value that holds no others, as bytes; empty for what is not plain, and for what cannot be read."""
-    with suppress(Exception):  # of whatever kind an array is: a digest must not end a run
-        if value is None or isinstance(value, str | int | float | bytes):
-            return repr(value).encode()
-        if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
-            return f"{value.dtype} {value.shape}".encode() + value.tobytes()
-        if isinstance(value, Tensor):
-            flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-            return f"{value.dtype} {tuple(value.shape)}".encode() + flat.view(torch.uint8).numpy().tobytes()
-    return b""
-
-
-def _instructions(code: CodeType) -> Iterator[bytes]:
-    """Of a function and those inside it, wherever they stand."""
-    yield code.co_code
-    yield repr((code.co_names, code.co_varnames)).encode()
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _instructions(constant)
-        else:  # the order of a set is another one in each process
-            yield repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant).encode()
+        inner = function.value.function if isinstance(function.value, LiveReward) else function.value
+        function.digest = held_digest(inner.function if isinstance(inner, ProcessReward) else inner)
+    return {"code": function.digest}
 
 
 def _code(key: str, function: str) -> Iterator[tuple[str, tuple[str, dict[str, Any] | None]]]:
@@ -341,8 +237,8 @@ def check_inputs(folder: Path, now: Inputs, *, accept: bool) -> None:
     if different and not accept:
         lines = "\n".join(f"  {line}" for line in different.values())
         raise ConfigError(
-            f"{folder} was begun with other inputs than there are now; bring them back, start anew with --fresh, or go on with "
-            f"what there is now: --accept-changes\n{lines}"
+            f"{folder} was begun with other inputs than there are now; bring them back, start anew (--fresh, fresh=True), or "
+            f"go on with what there is now (--accept-changes, accept_changes=True)\n{lines}"
         )
 
 

@@ -47,7 +47,7 @@ def imported_files(file: Path) -> dict[str, Path]:
         if here in found:
             continue
         found[here] = None
-        waiting += [path.resolve() for path in _imports(here) if path.suffix == ".py" and _own(path.resolve())]
+        waiting += [path.resolve() for path in _imports(here) if path.suffix == ".py" and is_own(path.resolve())]
     del found[file.resolve()]
     return {_shown(path): path for path in sorted(found)}
 
@@ -109,7 +109,8 @@ def _readable(file: Path) -> Path | None:
         return None
 
 
-def _own(file: Path) -> bool:
+def is_own(file: Path) -> bool:
+    """False of a file of Python's, of an installed package, or of this library."""
     installed = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
     if {"site-packages", "dist-packages"}.intersection(file.parts):
         return False

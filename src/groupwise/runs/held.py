@@ -1,0 +1,277 @@
+"""A digest of a function or an object of the running program: of its code, and of the plain values that it holds.
+
+It is the same in every process, whatever order sets have there and wherever objects lie, and another one where the code is another,
+or a value: a number, a text, an array, a tensor, a date, a member of an enumeration, also in lists, tuples, dictionaries, sets and
+data classes.  Functions and classes that a function calls by their names count too, and those that it closes over (a decorator's),
+as long as they are the user's own; and so do numbers and texts that it reads from its module, not lists and dictionaries there,
+which may be a memory.  Of anything else (a client, a lock, an open file) nothing counts, nor does an attribute whose name begins
+with _.
+
+Somebody else's objects do as they like when they are asked: nothing here raises, and what is looked at has an end.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from pathlib import Path, PurePath
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from groupwise.config.live_objects import short_digest
+from groupwise.runs.user_code import is_own
+
+MOST_VALUES, DEEPEST = 100_000, 60
+"""How many values are looked at, and how many levels of lists within lists."""
+WHOLE, SAMPLE = 1 << 26, 1 << 16
+"""Bytes of all arrays and tensors together that are looked at whole; numbers of those beyond that are, evenly spread."""
+NOTHING = b""
+
+_WRITTEN = (type(None), bool, float, complex, str, bytes, bytearray, range, Decimal, Fraction, PurePath)
+_DATES = (datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo)
+
+
+def held_digest(function: object) -> str:
+    """Eight hexadecimal digits.   function: what is called: a function, a method, a `partial`, a class or an object."""
+    return short_digest([Held().called(function)])
+
+
+class Held:
+    """What one digest has looked at."""
+
+    def __init__(self) -> None:
+        self._left, self._whole, self._depth = MOST_VALUES, WHOLE, 0
+        self._known: dict[int, tuple[object, bytes]] = {}
+        """By place: the value, so that nothing else comes to lie there, and its digest; while that is made, how deep it lies."""
+
+    def of(self, value: Any) -> bytes:
+        """The digest of a value; `NOTHING` of what does not count."""
+        if self._left <= 0 or self._depth >= DEEPEST:
+            return NOTHING
+        self._left -= 1
+        if id(value) in self._known:
+            return self._known[id(value)][1]
+        self._known[id(value)] = value, f"{self._depth} levels down".encode()
+        self._depth += 1
+        found = NOTHING
+        with suppress(Exception):
+            found = _digest(self._parts(value))
+        self._depth -= 1
+        self._known[id(value)] = value, found
+        return found
+
+    def called(self, value: object) -> bytes:
+        """Also of an object whose class has `__call__`: the class, its attributes, and what it holds if it is a container."""
+        return self.of(value) if issubclass(type(value), _CALLED) else self._instance(value)
+
+    def _parts(self, value: Any) -> Iterator[bytes]:
+        """By the type, and by what built-in types do: a class's own `__iter__`, `__len__` and `__class__` are not asked."""
+        kind = type(value)
+        read = next((read for kinds, read in _READERS if issubclass(kind, kinds)), None)
+        if read is not None:
+            yield from read(self, value)
+        elif is_dataclass(kind):
+            yield kind.__qualname__.encode()
+            yield from self._named({one.name: getattr(value, one.name, None) for one in fields(value)})
+
+    def _all(self, values: Iterable[Any]) -> Iterator[bytes]:
+        """In their order."""
+        for value in values:
+            if self._left <= 0:
+                return
+            yield self.of(value)
+
+    def _named(self, values: dict[Any, Any]) -> Iterator[bytes]:
+        """Attributes by their names."""
+        for name in sorted(name for name in values if isinstance(name, str) and not name.startswith("_")):
+            yield name.encode()
+            yield self.of(values[name])
+
+    # ------------------------------------------------------------ plain values
+
+    def _text(self, value: Any) -> Iterator[bytes]:
+        own: Any = next(kind for kind in _WRITTEN if isinstance(value, kind))  # a class of a user's may write an address
+        yield f"{type(value).__name__} {own.__repr__(value)}".encode("utf-8", "surrogatepass")
+
+    def _date(self, value: Any) -> Iterator[bytes]:
+        yield repr(value).encode()
+
+    def _integer(self, value: int) -> Iterator[bytes]:
+        yield f"int {value:x}".encode()  # in decimals long ones are refused
+
+    def _member(self, value: Enum) -> Iterator[bytes]:
+        yield f"{type(value).__qualname__} {value._name_}".encode()
+        yield self.of(value._value_)
+
+    def _list(self, value: Any) -> Iterator[bytes]:
+        own: Any = list if isinstance(value, list) else tuple
+        yield f"{own.__name__} of {own.__len__(value)}".encode()
+        yield from self._all(own.__iter__(value))
+
+    def _set(self, value: Any) -> Iterator[bytes]:
+        own: Any = set if isinstance(value, set) else frozenset
+        yield f"set of {own.__len__(value)}".encode()
+        if own.__len__(value) <= self._left:  # else which of them are looked at would be chance
+            yield from sorted(self._all(own.copy(value)))
+
+    def _dictionary(self, value: Any) -> Iterator[bytes]:
+        items = list(dict.items(value))
+        yield f"dict of {len(items)}".encode()
+        if 2 * len(items) <= self._left:
+            keys = sorted(((self.of(key), place) for place, (key, _) in enumerate(items)), key=lambda key: key[0])
+            yield from (part for pair in sorted((key, self.of(items[place][1])) for key, place in keys) for part in pair)
+
+    def _array(self, value: Any) -> Iterator[bytes]:
+        yield f"{value.dtype} {value.shape}".encode()
+        if value.dtype.hasobject:
+            yield from self._all(value.flat)
+        else:
+            yield np.asarray(value if self._affords(value.nbytes) else value.flat[:: -(-value.size // SAMPLE)]).tobytes()
+
+    def _tensor(self, value: Tensor) -> Iterator[bytes]:
+        value = value.detach()
+        if value.layout != torch.strided:
+            value = value.to_sparse_coo().coalesce()
+            yield f"sparse {tuple(value.shape)}".encode()
+            yield from self._all([value.indices(), value.values()])
+            return
+        yield f"{value.dtype} {tuple(value.shape)}".encode()
+        if not self._affords(value.numel() * value.element_size()):
+            places = np.unravel_index(np.arange(0, value.numel(), -(-value.numel() // SAMPLE)), tuple(value.shape))
+            value = value[tuple(torch.from_numpy(place).to(value.device) for place in places)]
+        yield value.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+    def _affords(self, size: int) -> bool:
+        if size > self._whole:
+            return False
+        self._whole -= size
+        return True
+
+    # ------------------------------------------------------------ code
+
+    def _function(self, function: FunctionType) -> Iterator[bytes]:
+        """Its code, its defaults, what it closes over, and what it names."""
+        yield from _instructions(function.__code__)
+        yield from self._all([function.__defaults__, function.__kwdefaults__])
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # not filled yet
+                yield self.of(cell.cell_contents)
+        if _own(function.__module__):
+            for name in sorted(_names(function.__code__)):
+                if issubclass(type(value := function.__globals__.get(name)), _FIXED):
+                    yield name.encode()
+                    yield self.of(value)
+
+    def _method(self, method: MethodType) -> Iterator[bytes]:
+        yield self.of(method.__func__)
+        yield self.called(method.__self__)
+
+    def _partial(self, value: Any) -> Iterator[bytes]:
+        yield self.called(value.func)
+        yield from self._all([value.args, value.keywords])
+
+    def _builtin(self, function: BuiltinFunctionType) -> Iterator[bytes]:
+        yield f"{function.__module__}.{function.__qualname__}".encode()
+
+    def _around(self, value: Any) -> Iterator[bytes]:
+        """What `classmethod`, `property` and their like stand around."""
+        for name in ("__func__", "__wrapped__", "func", "fget", "fset", "fdel"):
+            yield self.of(getattr(value, name, None))
+
+    def _class(self, kind: type) -> Iterator[bytes]:
+        """All that it and its bases say: functions of any name, and values whose names do not begin with _."""
+        for base in kind.__mro__:
+            yield base.__qualname__.encode()
+            if _own(base.__module__):
+                said = dict(vars(base))
+                code = {name: one for name, one in said.items() if issubclass(type(one), _CODE)}
+                yield from (part for name in sorted(code) for part in (name.encode(), self.of(code[name])))
+                yield from self._named({name: one for name, one in said.items() if name not in code})
+
+    def _instance(self, value: object) -> bytes:
+        """Attributes in slots are attributes too."""
+        state: dict[Any, Any] = {}
+        with suppress(Exception):
+            state |= object.__getattribute__(value, "__dict__")
+        for base in type(value).__mro__:
+            for name in _slots(base):
+                with suppress(Exception):  # not filled yet
+                    state[name] = object.__getattribute__(value, name)
+        return _digest([self.of(type(value)), self.of(value), *self._named(state)])
+
+
+_CODE = (
+    *(FunctionType, staticmethod, classmethod, property, functools.cached_property, functools.partialmethod),
+    type(functools.lru_cache(len)),
+)
+_CALLED = (*_CODE, type, MethodType, BuiltinFunctionType, functools.partial)
+_FIXED = (*_CODE, *_WRITTEN, *_DATES, type, int, tuple, frozenset, Enum, functools.partial)
+"""What a module holds that does not change while it is used."""
+_READERS: tuple[tuple[Any, Callable[[Held, Any], Iterator[bytes]]], ...] = (
+    (Enum, Held._member),
+    (_WRITTEN, Held._text),
+    (_DATES, Held._date),
+    (int, Held._integer),
+    ((list, tuple), Held._list),
+    ((set, frozenset), Held._set),
+    (dict, Held._dictionary),
+    (Tensor, Held._tensor),
+    ((np.ndarray, np.generic), Held._array),
+    (FunctionType, Held._function),
+    (MethodType, Held._method),
+    ((functools.partial, functools.partialmethod), Held._partial),
+    (BuiltinFunctionType, Held._builtin),
+    (type, Held._class),
+    (_CODE, Held._around),
+)
+"""How the values of a type are read; the first that fits."""
+
+
+@functools.cache
+def _own(module: str | None) -> bool:
+    """True of the user's modules, also of one without a file, as a notebook is."""
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    return is_own(Path(file)) if file else module not in sys.builtin_module_names
+
+
+def _names(code: CodeType) -> set[str]:
+    """What a function and those inside it may name of their module."""
+    return set(code.co_names).union(*(_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    said = vars(kind).get("__slots__", ())
+    return (said,) if isinstance(said, str) else tuple(said)
+
+
+def _digest(parts: Iterable[bytes]) -> bytes:
+    """`NOTHING` of no parts."""
+    found, some = hashlib.blake2b(digest_size=16), False
+    for part in parts:
+        some = True
+        found.update(len(part).to_bytes(8, "little"))
+        found.update(part)
+    return found.digest() if some else NOTHING
+
+
+def _instructions(code: CodeType) -> Iterator[bytes]:
+    """Of a function and those inside it, wherever they stand."""
+    yield code.co_code
+    yield repr((code.co_names, code.co_varnames)).encode()
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _instructions(constant)
+        else:  # the order of a set is another one in each process
+            yield repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant).encode()
