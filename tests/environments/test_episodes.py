@@ -121,6 +121,9 @@ class AtItsEnd:
         yield from self.place.ask(*request)
         self.happens()
 
+    def waits(self) -> bool:
+        return self.place.waits()
+
     def leave(self) -> None:
         self.left = True
         self.place.leave()

@@ -64,6 +64,10 @@ class Place(Protocol):
         """Send a request and yield its answers, each within `seconds` of the one before.  Raises Lost, Raised."""
         ...
 
+    def waits(self) -> bool:
+        """True if it is there and has answered everything."""
+        ...
+
     def leave(self) -> None:
         """End it, whatever it is doing; harmless if called again."""
         ...
@@ -92,6 +96,17 @@ class ProcessPlace:
             self.leave()
             raise Lost("its process has ended") from None
 
+    def waits(self) -> bool:
+        """False if the process has ended, by itself or with the worker."""
+        try:
+            self._channel.settimeout(0.0)
+            self._channel.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
     def leave(self) -> None:
         """Kill the process."""
         self._end()
@@ -116,6 +131,7 @@ class ForkServer:
         self._worker: Worker | None = None
         self._folder: str | None = None
         self._listener: socket.socket | None = None
+        self._closed = False
 
     def start(self) -> None:
         """Import what is named.  Raises ConfigError."""
@@ -159,6 +175,8 @@ class ForkServer:
                 worker.receive(deadline)
 
     def _started(self) -> Worker:
+        if self._closed:  # a conversation that was ended, too, has waited for the lock until now
+            raise EnvironmentFailure("the environments of this run have been closed")
         if self._worker is not None and not self._worker.alive():
             self._worker.kill()
             self._worker = None
@@ -182,8 +200,9 @@ class ForkServer:
         return self._worker
 
     def close(self) -> None:
-        """Kill the worker and all forks."""
+        """Kill the worker and all forks; there are no others after that."""
         with self._lock:
+            self._closed = True
             if self._worker is not None:
                 self._worker.kill()
                 self._worker = None
@@ -223,6 +242,10 @@ class ThreadPlace:
             if kind == "error":
                 raise Raised(value)
             yield value
+
+    def waits(self) -> bool:
+        """False if it was left."""
+        return not self._gone
 
     def leave(self) -> None:
         """Take no further answer; a thread that hangs cannot be ended."""
@@ -314,10 +337,14 @@ class Rooms:
 
     def borrow(self) -> Place:
         """A process or thread for calls of functions: one that is idle, else a new one."""
-        with self._lock:
-            if self._idle:
-                return self._idle.pop()
-        return self.place("", 0)
+        while True:
+            with self._lock:
+                place = self._idle.pop() if self._idle else None
+            if place is None:
+                return self.place("", 0)
+            if place.waits():
+                return place
+            place.leave()
 
     def give_back(self, place: Place) -> None:
         """Keep a process or thread that has answered everything for the next calls."""
@@ -416,15 +443,15 @@ class Housed:
     def kill(self) -> None:
         """End the process or thread, now or as soon as there is one."""
         with self._lock:
-            self._killed = True
-            if self._place is not None:
-                self._place.leave()
+            self._killed, place = True, self._place
+        if place is not None:
+            place.leave()
 
     def _take(self, place: Place) -> None:
         with self._lock:
             self._place = place
-            if self._killed:
-                place.leave()
+        if self._killed:
+            place.leave()
 
     def _give_back(self, place: Place) -> None:
         """Let the next conversation have it; but one that was ended with this one is nobody's."""
