@@ -15,6 +15,7 @@ import pytest
 from groupwise.config.settings import RewardSettings
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.compose import Rewards, build_rewards
+from groupwise.rewards.find import LiveReward
 
 FILES = itertools.count()
 """Names of modules: each is imported once in this process."""
@@ -468,6 +469,36 @@ def test_async_functions_keep_one_loop_and_work_inside_another(one, group):
         return column(rewards, group("4"))
 
     assert [column(rewards, group("4")), asyncio.run(inside()), column(rewards, group("4"))] == [[1.0]] * 3
+
+
+def test_an_async_call_beside_one_that_failed_has_ended_when_the_failure_is_told(group):
+    import asyncio
+
+    told = []
+
+    async def f(completion: str) -> float:
+        if completion == "bad":
+            raise ValueError("no")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            told.append(completion)
+        return 0.0
+
+    rewards = build_rewards([LiveReward(function=f, runs="here")], columns=[])
+    with pytest.raises(RewardError, match="'f' raised ValueError: no"):
+        rewards.score([group("waits", "bad")])
+    assert told == ["waits"]
+
+
+@pytest.mark.parametrize("asked", ["completion", "completions"])
+def test_an_async_function_that_is_cancelled_by_itself_is_the_one_that_failed(functions, group, asked):
+    """And no other function of its process; the program that waits for it is not cancelled."""
+    path = functions(f"import asyncio\nasync def fine(completion): return 1.0\nasync def f({asked}): raise asyncio.CancelledError")
+    rewards = build_rewards([RewardSettings(function=f"{path}:{name}") for name in ("fine", "f")], columns=[])
+    with pytest.raises(RewardError, match="'f' raised CancelledError"):
+        rewards.score([group("4")])
 
 
 @pytest.mark.slow

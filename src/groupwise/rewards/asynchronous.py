@@ -52,7 +52,7 @@ class SideBySide:
             return [n, "values", [values, late, time.monotonic() - began, logged]]
         except _On as located:
             return [n, "failed", told(located.error) | {"label": located.label}]
-        except Exception as error:  # whatever a user's function raises is an outcome, judged in one place
+        except (Exception, asyncio.CancelledError) as error:  # whatever a function raises is an outcome, judged in one place
             return [n, "failed", told(error) | {"label": ""}]
 
     async def _each(self, unit: Unit, every: Sequence[Notes]) -> list[Any]:
@@ -63,7 +63,7 @@ class SideBySide:
             task = asyncio.ensure_future(_contained(function, given))
             try:
                 return await _in_time(task, unit.timeout)
-            except Exception as error:
+            except (Exception, asyncio.CancelledError) as error:
                 raise _On(label, error) from error
 
         tasks = [asyncio.ensure_future(one(*each)) for each in zip(unit.labels, unit.rows(), every, strict=True)]
@@ -77,13 +77,14 @@ class SideBySide:
 
 
 async def _in_time(task: asyncio.Task, seconds: float | None) -> Any:
-    """The task's result, `_LATE` if it has none in time: then it is cancelled, and has a moment to clean up."""
-    await asyncio.wait([task], timeout=seconds)
-    if task.done():
-        return task.result()
-    task.cancel()
-    await asyncio.wait([task], timeout=1.0)
-    return _LATE
+    """The task's result, `_LATE` if it has none in time: then it is cancelled, and has a moment to clean up; so it is, too, if who
+    waits here is cancelled."""
+    try:
+        done, _ = await asyncio.wait([task], timeout=seconds)
+    finally:
+        task.cancel()
+        await asyncio.wait([task], timeout=1.0)
+    return task.result() if done else _LATE
 
 
 async def _contained(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
@@ -97,7 +98,7 @@ async def _contained(function: Callable[..., Any], given: Mapping[str, Any]) -> 
 class _On(Exception):
     """What a function of one completion raised, and on which."""
 
-    def __init__(self, label: str, error: Exception) -> None:
+    def __init__(self, label: str, error: BaseException) -> None:
         super().__init__(label)
         self.label, self.error = label, error
 
