@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from groupwise.environments import workers
+from groupwise.environments.threads import Threads
 from groupwise.errors import EnvironmentFailure
 
 
@@ -89,3 +90,13 @@ def test_nothing_is_forked_after_the_end(rooms: workers.Rooms) -> None:
         rooms.borrow()
     assert rooms._fork_server is not None
     assert (rooms._fork_server._worker, rooms._fork_server._folder) == (None, None)
+
+
+def test_a_thread_that_is_busy_at_the_end_ends_when_it_has_finished() -> None:
+    threads, closed = Threads(), threading.Event()
+    waiting = threads.submit(lambda: (closed.wait(60.0), threading.current_thread()))
+    threads.close()
+    closed.set()
+    _, thread = waiting.result(60.0)
+    thread.join(60.0)
+    assert not thread.is_alive()

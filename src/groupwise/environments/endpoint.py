@@ -85,8 +85,11 @@ class Line(Protocol):
 class Desk(Protocol):
     """The queue from which harnesses in other processes take episodes, and to which they report the end."""
 
-    def claim(self, seconds: float) -> Mapping[str, Any] | None:
-        """The next episode, as JSON; None if there is none within so many seconds.  Raises Refused where the run queues none."""
+    def claim(self, seconds: float, there: Callable[[], bool]) -> Mapping[str, Any] | None:
+        """The next episode, as JSON; None if there is none within so many seconds.  Raises Refused where the run queues none.
+
+        there: False once the process that asked has hung up; it is given none then.
+        """
         ...
 
     def report(self, episode: str, reward: float | None, failure: str) -> None:
@@ -331,7 +334,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _claim(self, episode: str | None) -> Any:
         if self.server.desk is None or episode is not None:
             raise Refused("no episodes are given away here", HTTPStatus.NOT_FOUND)
-        return self.server.desk.claim(10.0)
+        return self.server.desk.claim(10.0, lambda: not self._hung_up())
 
     def _report(self, episode: str | None) -> Any:
         if self.server.desk is None or episode is None:

@@ -31,6 +31,8 @@ Finished = Callable[[float | None, str], None]
 """Told once, when a harness has ended: the reward (None: none can be given), and what went wrong, or nothing."""
 KEPT = 1 << 16
 """Bytes that are read of what a program has printed."""
+CLEANUP = 5.0
+"""Seconds that asynchronous functions have to clean up in when everything is closed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +94,7 @@ class FunctionHarness:
         self.function = function
         self._asynchronous = inspect.iscoroutinefunction(function)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
     def start(self, errand: Errand, finished: Finished) -> Callable[[], None]:
@@ -127,15 +130,23 @@ class FunctionHarness:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="harnesses", daemon=True).start()
+                self._thread = threading.Thread(target=_serve, args=(self._loop,), name="harnesses", daemon=True)
+                self._thread.start()
             return self._loop
 
     def close(self) -> None:
-        """Stop the event loop."""
+        """Stop the event loop; what still runs is broken off, and has a moment to clean up."""
         with self._lock:
             loop, self._loop = self._loop, None
-        if loop is not None:
+        if loop is not None and self._thread is not None:
             loop.call_soon_threadsafe(loop.stop)
+            self._thread.join(CLEANUP)
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Run an event loop until it is stopped, then break off its tasks and close it."""
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.get_loop().run_forever()
 
 
 class ProgramHarness:
@@ -228,12 +239,15 @@ class OutsideHarness:
         with self._lock:
             self._known.pop(name, None)
 
-    def claim(self, seconds: float) -> Mapping[str, Any] | None:
-        """The next queued episode, as JSON; None if none comes within so many seconds."""
+    def claim(self, seconds: float, there: Callable[[], bool]) -> Mapping[str, Any] | None:
+        """The next queued episode, as JSON; None if none comes within so many seconds, or whoever asked is not there any more."""
         while True:
             try:
                 errand = self._free.get(timeout=seconds)
             except queue.Empty:
+                return None
+            if not there():
+                self._free.put(errand)
                 return None
             with self._lock:
                 if errand.id in self._known:  # it has not been broken off meanwhile

@@ -23,6 +23,7 @@ class Threads:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[queue.SimpleQueue[Any]] = []
+        self._closed = False
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Begin; what it raises is the future's."""
@@ -48,11 +49,14 @@ class Threads:
                 del result
             del future, work  # an idle thread keeps nothing alive
             with self._lock:
+                if self._closed:
+                    return
                 self._idle.append(inbox)
 
     def close(self) -> None:
-        """End the threads that are idle."""
+        """End the threads that are idle, and each of the others when it has finished."""
         with self._lock:
+            self._closed = True
             idle, self._idle = self._idle, []
         for inbox in idle:
             inbox.put(None)

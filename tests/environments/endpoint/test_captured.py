@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from types import SimpleNamespace
@@ -440,6 +441,43 @@ def test_a_process_of_somebody_else_fetches_episodes(worlds, says, a_prompt):
     thread.join(WAIT)
     assert (done["found"].finish, done["found"].episode.reward) == (Finish.DONE, 5.0)
     assert httpx.post(end, json={"reward": 9.0}).status_code == 404
+
+
+def test_a_process_that_has_hung_up_is_given_no_episode(worlds, a_prompt):
+    """It was killed while it waited for one: the episode would have nobody until its deadline."""
+    asked = threading.Event()
+
+    class Outside(OutsideHarness):
+        def claim(self, seconds, there):
+            asked.set()
+            return super().claim(seconds, there)
+
+    world = worlds(Outside())
+    with socket.create_connection(("127.0.0.1", world.endpoint.port)) as gone:
+        head = f"POST /episodes HTTP/1.1\r\nHost: 127.0.0.1:{world.endpoint.port}\r\nContent-Type: application/json\r\n"
+        gone.sendall(f"{head}Content-Length: 2\r\n\r\n{{}}".encode())
+        assert asked.wait(WAIT)
+    conversation = world.begin(a_prompt, 0, seed=7)
+    conversation.open()
+    assert httpx.post(f"{world.endpoint.url}/episodes", json={}, timeout=WAIT).json()["id"] == conversation.id
+
+
+def test_async_harnesses_clean_up_when_everything_is_closed(worlds, a_prompt):
+    began, ended = threading.Event(), []
+
+    async def harness(base_url):
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append(base_url)
+
+    world = worlds(harness)
+    world.begin(a_prompt, 0, seed=7).open()
+    assert began.wait(WAIT)
+    world.close()
+    assert len(ended) == 1
 
 
 def test_an_episode_is_found_by_its_key_alone(worlds, says, a_prompt):
