@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -15,14 +16,17 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from groupwise.config.live_objects import Live
-from groupwise.environments import workers
+from groupwise.environments import episodes, workers
+from groupwise.environments.environment import Result
 from groupwise.environments.episodes import truncated
+from groupwise.environments.side_by_side import Loop
 from groupwise.environments.worker_process import Instance, _grow_up
 from groupwise.errors import ConfigError, DataError, EnvironmentFailure
 from groupwise.records import Episode, Finish, Prompt, Rollout, Sampling, Turn
@@ -237,6 +241,39 @@ def test_an_episode_that_takes_too_long_ends(table: Callable[..., Any]) -> None:
     reply = at.say(talk, call("later", text="x", seconds=600.0))
     assert reply.finish is Finish.DEADLINE
     assert talk.close(reply.finish).turns[0].calls[0].failure == "timeout"
+
+
+def test_an_episode_ends_in_time_whatever_a_turn_calls(table: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them may be in time.  The clock stands still, but for that of the thread that waits for the end."""
+    monkeypatch.setattr(episodes, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    killed = threading.Event()
+
+    def until_killed(calls: Any, *, seconds: float) -> tuple[list[Result], None]:
+        killed.wait(60.0)
+        return [Result(text="3") for _ in calls], None
+
+    at = table(tools=(ADD,), runs="thread", episode_timeout=0.1)
+    talk, _ = at.begin()
+    monkeypatch.setattr(talk, "_environment", SimpleNamespace(call=until_killed, kill=killed.set))
+    assert at.say(talk, call("add", a=1, b=2) * 2).finish is Finish.DEADLINE
+    assert killed.is_set()
+
+
+def test_asynchronous_calls_are_answered_as_soon_as_those_before_them() -> None:
+    """Also beside one that takes no notice of its deadline: what is before it keeps its result."""
+    gate = asyncio.Event()
+
+    async def answered() -> dict[str, Any]:
+        return {"result": "1"}
+
+    async def waits() -> dict[str, Any]:
+        await gate.wait()
+        return {"result": "2"}
+
+    answers = iter(Loop().side_by_side([answered, waits], 60.0))
+    assert next(answers) == {"result": "1"}
+    gate.set()
+    assert list(answers) == [{"result": "2"}]
 
 
 @BOTH

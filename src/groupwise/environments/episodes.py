@@ -335,9 +335,24 @@ class Talk:
         wanted = [call for place, call in enumerate(calls) if refused[place] is None and isinstance(call, Call)]
         known = {name_of(schema): schema for schema in self._kind.schemas}
         asked = [(call.name, typed(known[call.name], call.arguments)) for call in wanted]
-        results, over = self._environment.call(asked, seconds=self._left)
+        results, over = self._called(asked)
         found = iter(results)
         return [_Carried(call, refused[place] or next(found)) for place, call in enumerate(calls)], over
+
+    def _called(self, asked: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[list[Result], Finish | None]:
+        """The calls' results.  Each call has a limit of its own, and several, one after the other, have the episode's, too."""
+        if len(asked) < 2:
+            return self._environment.call(asked, seconds=self._left)
+        late = threading.Event()
+        end = threading.Timer(self._deadline - time.monotonic(), lambda: (late.set(), self._environment.kill()))
+        end.daemon = True
+        end.start()
+        try:
+            results, over = self._environment.call(asked, seconds=self._left)
+        finally:
+            end.cancel()
+            end.join()
+        return results, Finish.DEADLINE if late.is_set() else over
 
     def _refusal(self, call: Call | BrokenCall) -> Result | None:
         """Why a call is not carried out; None if it is."""

@@ -6,7 +6,7 @@ A file of its own: to import asyncio takes as long as the rest of a worker's sta
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from groupwise.rewards.worker_process import told
@@ -26,13 +26,11 @@ class Loop:
 
         return self._loop.run_until_complete(wait())
 
-    def side_by_side(self, calls: Sequence[Callable[[], Awaitable[dict[str, Any]]]], seconds: float) -> list[dict[str, Any]]:
-        """The answers of all calls; of one that takes more than `seconds`, that it was late."""
-        return self._loop.run_until_complete(_together(calls, seconds))
-
-
-async def _together(calls: Sequence[Callable[[], Awaitable[dict[str, Any]]]], seconds: float) -> list[dict[str, Any]]:
-    return await asyncio.gather(*(_one(call, seconds) for call in calls))
+    def side_by_side(self, calls: Sequence[Callable[[], Awaitable[dict[str, Any]]]], seconds: float) -> Iterator[dict[str, Any]]:
+        """The answers of all calls in their order, each as soon as those before it are there: one that cannot be cancelled costs
+        none before it.  Of one that takes more than `seconds`, that it was late."""
+        for task in [self._loop.create_task(_one(call, seconds)) for call in calls]:
+            yield self._loop.run_until_complete(task)
 
 
 async def _one(call: Callable[[], Awaitable[dict[str, Any]]], seconds: float) -> dict[str, Any]:
