@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from groupwise.rewards.answers import read_number
-from groupwise.rewards.math_checker import Checker
+from groupwise.rewards.math_checker import WALL_SECONDS, Checker
+from groupwise.rewards.workers import Outcome
 
 HOSTILE = [
     "9^{9^{9^{9}}}", "10^{10^{10}}", "99999999!", "(9999999!)!", r"\binom{10^8}{5*10^7}",
@@ -146,6 +147,14 @@ def test_a_hostile_gold_is_none_and_a_hostile_answer_is_wrong(monkeypatch):
     with checker.pool:
         assert checker.compare([("9^{9^{9^{9}}}", "5"), ("5", "9^{9^{9^{9}}}")]) == [None, 0.0]
         assert checker.recompute(["99999999!", r"\sqrt{2}", "1,234"]) == [None, 1.0, 1.0]  # M2
+
+
+@pytest.mark.parametrize(("below", "ended"), [(2, Outcome(failure="died")), (3, Outcome(failure="timeout", seconds=WALL_SECONDS))])
+def test_a_comparison_that_something_else_has_ended_is_made_again(checker, monkeypatch, below, ended):
+    """The machine stood still, or its memory went to somebody else: the right answer stays right, now and from the cache."""
+    monkeypatch.setattr(checker.pool, "map", lambda calls: [ended for _ in calls])
+    pair = (rf"\frac{{x+1}}{{{below}}}", rf"\frac{{1+x}}{{{below}}}")
+    assert [checker.compare([pair]) for _ in range(2)] == [[1.0]] * 2
 
 
 def test_m04_strange_text_scores_zero(checker):

@@ -15,7 +15,7 @@ from typing import Any
 
 from groupwise.errors import RewardError
 from groupwise.rewards.answers import LONGEST_ANSWER, numbers_equal, read_number
-from groupwise.rewards.workers import Pool
+from groupwise.rewards.workers import Outcome, Pool
 
 CPU_SECONDS = 2.0
 """Processor time for one comparison.  An ordinary one takes 1 to 30 ms."""
@@ -64,7 +64,7 @@ class Checker:
         unknown = list(dict.fromkeys(pair for pair, verdict in zip(pairs, verdicts, strict=True) if verdict is _UNKNOWN))
         known: dict[Pair, float | None] = {}
         readable: dict[str, bool] = {}
-        for (gold, answer), outcome in zip(unknown, self.pool.map(unknown), strict=True):
+        for (gold, answer), outcome in zip(unknown, self._outcomes(unknown), strict=True):
             if outcome.failure and gold not in readable:  # whose fault?  If the gold compares with a 1 in time, the answer's.
                 readable[gold] = self.pool.run(gold, "1").value is not None
             known[gold, answer] = (0.0 if readable[gold] else None) if outcome.failure else outcome.value
@@ -75,12 +75,20 @@ class Checker:
         """Whether each gold equals itself, by computation and not by its text; None if it cannot be read or compared in time."""
         asked = list(dict.fromkeys(g for g in golds if g.strip() and len(g) <= LONGEST_GOLD and read_number(g) is None))
         # Equal expressions are recognised without evaluating them, so a gold has to survive a comparison with a 1 too.
-        outcomes = self.pool.map([(gold, other) for gold in asked for other in (gold, "1")])
+        outcomes = self._outcomes([(gold, other) for gold in asked for other in (gold, "1")])
         verdicts = {
             gold: None if other.value is None else same.value
             for gold, same, other in zip(asked, outcomes[::2], outcomes[1::2], strict=True)
         }
         return [verdicts[g] if g in verdicts else None if read_number(g) is None else 1.0 for g in golds]
+
+    def _outcomes(self, pairs: Sequence[Pair]) -> list[Outcome]:
+        """How the comparisons ended.  One that died or met the wall clock is made again: memory or a machine that stood still may
+        have ended it, and not its answer."""
+        return [
+            self.pool.run(*pair) if found.failure == "died" or found.seconds >= WALL_SECONDS else found
+            for pair, found in zip(pairs, self.pool.map(pairs), strict=True)
+        ]
 
     def _at_once(self, gold: str, answer: str | None) -> Any:
         """The verdict where no sympy is needed, `_UNKNOWN` where it is."""
